@@ -340,7 +340,7 @@ def _verdicts(name: str, format: str, folder: Path) -> Iterator[tuple[Any, ...]]
     model.save_pretrained(folder / "model")
     result(model, given)  # the harness itself is wrong where this fails
     try:
-        report = run(Job(str(folder / "model"), format, solver="rtn", out=folder / "out"), quiet=True)
+        report = run(Job(str(folder / "model"), format, solver="rtn", out=folder / "out"))
     except ValueError as error:
         yield COMPRESSED, "refused", " ".join(str(error).replace(str(folder), "").split())
         return
@@ -354,7 +354,7 @@ def _verdicts(name: str, format: str, folder: Path) -> Iterator[tuple[Any, ...]]
         yield COMPRESSED, "TRACEBACK", f"quant.load: {_where(error)}"
         return
     found, off = _of_transformers(model, folder / "out", given, ours, format)
-    told = [line for line in report["warnings"] if "transformers" in line]
+    told = [line for line in report.warnings if "transformers" in line]
     wrong = _of_ours(model, loaded, given, ours, format, Plan.load(folder / "out" / PLAN_FILE))
     if wrong is not None:
         yield COMPRESSED, "DIFFERENT", f"quant.load: {wrong}", off

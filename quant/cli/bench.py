@@ -93,8 +93,8 @@ def tune_command(model: str, tokens: str, quiet: bool, as_json: bool) -> None:
 
 def _weights(model: str, what: str) -> list[BlockScaledTensor]:
     """One weight for each shape and format in a quantized model."""
+    from quant.checkpoints.runnable import open_runnable
     from quant.kernels.linear.tuning import shapes_of
-    from quant.run.inputs import open_runnable
 
     weights = shapes_of(open_runnable(model)[1])
     if not weights:

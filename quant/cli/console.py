@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -26,6 +26,7 @@ from rich.progress import (
 from rich.segment import Segment
 from rich.table import Column, Table
 
+from quant.calibration.listener import SILENT, Listener
 from quant.errors import counted, megabytes, printable
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
 
@@ -77,26 +78,25 @@ def status(text: str, quiet: bool) -> Any:
     return nullcontext() if quiet else CONSOLE.status(text)
 
 
-def announce(device: Any, quiet: bool) -> None:
-    """Says in one line that a command computes on a GPU, if it does."""
-    from quant.calibration.placement import describe
+class Printer(Listener):
+    """Prints what it hears on standard error."""
 
-    if device is not None and device.type != "cpu" and not quiet:
-        CONSOLE.print(f"on {describe(device)}")
+    def message(self, text: str) -> None:
+        """Prints one line."""
+        CONSOLE.print(text, soft_wrap=True)
+
+    def step(self, text: str) -> AbstractContextManager[Any]:
+        """A spinner with `text`."""
+        return CONSOLE.status(text)
+
+    def stages(self) -> AbstractContextManager[Stages]:
+        """A progress bar for each stage."""
+        return stages(quiet=False)
 
 
-def announce_source(source: Any, quiet: bool) -> None:
-    """Says in one line that the files of a model hold it quantized, if they do."""
-    if source.quantization is not None and not quiet:
-        dtype = str(source.dtype).removeprefix("torch.")
-        CONSOLE.print(f"the source is quantized ({source.quantization}); its weights are dequantized to {dtype}")
-
-
-def announce_effort(plan: Plan, quiet: bool) -> None:
-    """Says in one line why a plan has a lower effort than was asked for, if so."""
-    chosen = plan.provenance.get("effort")
-    if isinstance(chosen, dict) and "why" in chosen and not quiet:
-        CONSOLE.print(f"effort {chosen['level']} ({chosen['solver']}) instead of {chosen['asked']}: {chosen['why']}")
+def listener(quiet: bool) -> Listener:
+    """Prints what happens, unless it is to be quiet."""
+    return SILENT if quiet else Printer()
 
 
 class Stages:
@@ -192,29 +192,6 @@ def _told_now_and_then(found: Stages) -> Iterator[None]:
         teller.join()
     for line in found.last_lines():
         CONSOLE.print(line, soft_wrap=True)
-
-
-def solving_steps(model: Any, plan: Plan, data: Any) -> tuple[list[str], list[float], str]:
-    """The layers that `solve_plan` goes through: the block of each, how much work it is, and the unit of that.
-
-    With calibration text the work is its tokens, and each layer has the share of its weights; a model's worth of layers
-    has taken all tokens. Without, it is the megabytes that are read.
-    """
-    from quant.calibration.blocks import block_names
-    from quant.execution.data import by_input, solver_needs_data
-
-    blocks = block_names(model)
-    layers = [layer for group in by_input(plan.quantized) for layer in group]
-    calibrated = plan.provenance.get("guard") is not None or any(solver_needs_data(layer) for layer in layers)
-    if calibrated and data is not None:
-        layers = [layer for layer in plan.quantized if layer.kind in ("linear", "experts")]
-        tokens, weights = data.shape[:2].numel(), sum(layer.numel for layer in layers)
-        amounts = [tokens * layer.numel / weights for layer in layers]
-    else:
-        width = next(model.parameters()).element_size()
-        amounts = [layer.numel * width / 1e6 for layer in layers]
-    names = [next((b for b in blocks if layer.name.startswith(f"{b}.")), layer.name) for layer in layers]
-    return names, amounts, "tokens" if calibrated and data is not None else "MB"
 
 
 def _memory() -> str:

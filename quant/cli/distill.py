@@ -10,7 +10,7 @@ import click
 
 from quant.calibration.progress import reporter
 from quant.cli.base import DEVICE, JSON, QUIET, SEED, TRUST, Command, command_line, print_json
-from quant.cli.console import CONSOLE, announce, stages, status
+from quant.cli.console import CONSOLE, listener, stages, status
 from quant.errors import UserError
 from quant.export.checkpoint.directory import check_apart, check_destination
 from quant.extras import versions
@@ -93,12 +93,14 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
     import torch
 
     from quant.calibration.placement import find_device
+    from quant.checkpoints.companion_files import add_companions
     from quant.checkpoints.load import describe, is_checkpoint, no_checkpoint
+    from quant.checkpoints.runnable import open_runnable
     from quant.checkpoints.save import save
     from quant.evaluation.evaluate import check_evaluable, evaluate_texts
+    from quant.execution.announcements import announce_device
+    from quant.execution.sources import Rows, read_texts, tokenizer_if_any
     from quant.report.report import Distillation
-    from quant.run.inputs import open_runnable, read_texts, tokenizer_if_any
-    from quant.run.run import finish_directory
     from quant.runtime.attention import quantized_attention
     from quant.training.distill import distill
     from quant.training.loop import default_rate, train, train_rounded_alone
@@ -107,7 +109,7 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
 
     torch.manual_seed(options["seed"])
     there = find_device(options["device"]) or torch.device("cpu")
-    announce(there, quiet)
+    announce_device(listener(quiet), there)
     if not is_checkpoint(path := find_checkpoint(directory)):
         raise no_checkpoint(path)
     plan, _ = describe(path)
@@ -115,7 +117,7 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
         taught, origin = _open_teacher(teacher, there)
     named, tokenizers = origin is not None, [None if origin is None else tokenizer_if_any(origin)]
     with stages(quiet) as progress:
-        rows = _rows(taught, origin, there, progress, **options)
+        rows = _rows(taught, origin, there, progress, quiet, **options)
         if options["cache"] is not None:
             assert isinstance(taught, torch.nn.Module)
             cache_teacher(
@@ -128,7 +130,7 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
         student.to(there)
     tokenizers.append(tokenizer_if_any(source))
     _check_tokenizers(teacher, directory, *tokenizers)
-    texts = read_texts(source, options["eval_texts"], options["eval_samples"], options["seqlen"])
+    texts = read_texts(source, Rows(tuple(map(str, options["eval_texts"])), options["eval_samples"], options["seqlen"]))
     for evaluated in texts.values():
         check_evaluable(student, evaluated)
     baseline = taught if isinstance(taught, torch.nn.Module) else None
@@ -166,7 +168,7 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
 
     def finish(made: Path, hashes: dict[str, str], messages: list[str]) -> None:
         report.warnings += messages
-        finish_directory(source, report, plan, made, hashes)
+        add_companions(source, report, plan, made, hashes)
 
     save(
         student, plan, options["out"], tokenizer=tokenizer_if_any(source), overwrite=options["overwrite"], finish=finish
@@ -176,7 +178,7 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
 
 def _open_teacher(name: str, there: torch.device) -> tuple[AnyTeacher, Source | None]:
     """The teacher, and where it came from; a cached one came from no model."""
-    from quant.run.inputs import open_runnable
+    from quant.checkpoints.runnable import open_runnable
     from quant.training.teacher_cache import CachedTeacher, is_cached_teacher
 
     if is_cached_teacher(name):
@@ -212,12 +214,12 @@ def _check_cache(teacher: str, *, cache: Path, out: Path, hidden: float, **optio
 
 
 def _rows(
-    teacher: AnyTeacher, source: Source | None, there: torch.device, progress: Any, **options: Any
+    teacher: AnyTeacher, source: Source | None, there: torch.device, progress: Any, quiet: bool, **options: Any
 ) -> torch.Tensor:
     """Rows of training text; a cached teacher has its own."""
     import torch
 
-    from quant.run.inputs import read_calibration
+    from quant.execution.sources import Rows, read_calibration
     from quant.training.teacher_cache import CachedTeacher
 
     if isinstance(teacher, CachedTeacher):
@@ -226,10 +228,10 @@ def _rows(
         return teacher.rows
     assert source is not None  # which a model came from
     read = options["steps"] * options["batch_size"]
-    rows, _ = read_calibration(
-        source, options["data"], samples=min(options["samples"], read), seqlen=options["seqlen"], seed=options["seed"],
-        device=there, progress=progress, at_most=True,
+    asked = Rows(
+        options["data"], min(options["samples"], read), options["seqlen"], options["seed"], at_most=True
     )  # fmt: skip
+    rows, _ = read_calibration(source, asked, device=there, progress=progress, listener=listener(quiet))
     if not isinstance(rows, torch.Tensor):
         raise UserError("--data: distillation reads rows of token ids; give text, or token ids in safetensors")
     if len(rows) < options["batch_size"]:

@@ -10,7 +10,7 @@ import click
 
 from quant.api.export_kinds import KINDS
 from quant.cli.base import JSON, QUIET, TRUST, Command, print_json
-from quant.cli.console import CONSOLE, stages, status
+from quant.cli.console import CONSOLE, listener, stages, status
 from quant.errors import UserError, counted
 from quant.export.checkpoint.layouts import LAYOUTS
 from quant.formats.atomic import claimed
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quant.calibration.kv_cache import AttentionScales
+    from quant.calibration.listener import Listener
     from quant.calibration.progress import Progress
     from quant.export.onnx_graph.decoder import GraphInput
     from quant.recipes.plan import Plan
@@ -116,7 +117,9 @@ def export_command(
         scales = None
         uses = "attention" in KINDS[kind][1] and options["attention"] != "none"
         if plan is not None and plan.attention is not None and uses:
-            scales = _attention_scales(model, plan, directory, calib, progress, samples=calib_samples, seqlen=seqlen)
+            scales = _attention_scales(
+                model, plan, directory, calib, progress, listener(quiet), samples=calib_samples, seqlen=seqlen
+            )
         job = Job(
             kind=kind,
             directory=directory,
@@ -150,16 +153,22 @@ def _check_options(kind: str) -> None:
 
 
 def _attention_scales(
-    model: nn.Module, plan: Plan, directory: Path, calib: tuple[str, ...], progress: Progress, **size: Any
+    model: nn.Module,
+    plan: Plan,
+    directory: Path,
+    calib: tuple[str, ...],
+    progress: Progress,
+    hears: Listener,
+    **size: Any,
 ) -> Mapping[str, AttentionScales]:
     """FP8 scales of attention's operands, measured: a checkpoint has no place for them."""
     from quant.calibration.kv_cache import collect_attention_scales
+    from quant.execution.sources import Rows, as_rows, read_calibration
     from quant.models.open import Source
-    from quant.run.inputs import as_rows, read_calibration
 
     dtype = next(model.parameters()).dtype
     source = Source(name=str(directory), kind="huggingface", model=model, state_dict=None, path=directory, dtype=dtype)
-    data, _ = read_calibration(source, calib, seed=0, device=None, progress=progress, plan=plan, **size)
+    data, _ = read_calibration(source, Rows(calib, **size), progress=progress, listener=hears, plan=plan)
     return collect_attention_scales(
         model,
         as_rows(model, data, "FP8 attention"),

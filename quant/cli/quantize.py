@@ -10,6 +10,8 @@ import click
 
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_line, model_options, print_json
+from quant.cli.console import CONSOLE, listener, print_plan
+from quant.recipes.plan import Plan
 
 
 @click.command("quantize", cls=Command)
@@ -112,11 +114,18 @@ def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
     Writes a checkpoint that vLLM and transformers load, a plan with the reason for every layer's format, and a report.
     Give one of --format, --recipe and --plan, or a budget or limit for which formats are chosen (--bits …).
     """
+    from quant.report.report import print_summary
     from quant.run.request import AllocationRequest, Job
     from quant.run.run import run
 
     request = AllocationRequest(**{field.name: options.pop(field.name) for field in fields(AllocationRequest)})
     command = command_line(click.get_current_context())
-    outcome = run(Job(**options, request=request, command=command), quiet=quiet or as_json)
+    outcome = run(Job(**options, request=request, command=command), listener(quiet or as_json))
     if as_json:
-        print_json(outcome)
+        print_json({} if outcome is None else outcome.to_dict())
+    elif not quiet:
+        if isinstance(outcome, Plan):
+            print_plan(outcome)
+        elif outcome is not None:
+            print_summary(outcome, CONSOLE)
+            CONSOLE.print(f"written to {options['out']}")

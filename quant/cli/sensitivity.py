@@ -9,7 +9,7 @@ import click
 
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, model_options, print_json
-from quant.cli.console import announce, announce_source, page, stages, status, table
+from quant.cli.console import listener, page, table
 from quant.export.checkpoint.directory import check_apart
 from quant.formats.atomic import claimed
 from quant.models.files import find_model
@@ -66,23 +66,25 @@ def sensitivity_command(
     from quant.calibration.inputs import on_first
     from quant.calibration.placement import find_device
     from quant.calibration.ranks import rank_and_world
+    from quant.checkpoints.runnable import open_original
+    from quant.execution.announcements import announce_device, announce_source
+    from quant.execution.sources import Rows, as_rows, read_calibration
     from quant.execution.store import tensor_hash
-    from quant.run.inputs import as_rows, open_original, read_calibration
     from quant.run.same_on_ranks import check_same
 
     if out is not None:
         check_apart(out, find_model(model), *calib)
-    silent = quiet or as_json
+    hears = listener(quiet or as_json)
     if out is not None and rank_and_world()[0] == 0:
         click.get_current_context().with_resource(claimed(out))
     there = find_device(device)
-    announce(there, silent)
-    with status(f"loading {model}", silent):
+    announce_device(hears, there)
+    with hears.step(f"loading {model}"):
         source, module = open_original(model, model_factory=model_factory, unsafe_load=unsafe_load)
-    announce_source(source, silent)
-    with stages(silent) as progress:
+    announce_source(hears, source)
+    with hears.stages() as progress:
         data, _ = read_calibration(
-            source, calib, samples=samples, seqlen=seqlen, seed=seed, device=there, progress=progress, quiet=silent
+            source, Rows(calib, samples, seqlen, seed), device=there, progress=progress, listener=hears
         )
         rows = as_rows(module, data, "a sensitivity table")
         check_same({"the calibration text": tensor_hash(rows)}, WatchedFiles(source.path).files, there)

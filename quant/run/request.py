@@ -20,6 +20,7 @@ from quant.calibration.sensitivity.costs import parse_quantity
 from quant.errors import UserError
 from quant.execution.data import lacks_data, solver_needs_data
 from quant.execution.solve import with_options
+from quant.execution.sources import Rows, named_inputs, sources_of
 from quant.execution.store import Partial, is_finished
 from quant.export.checkpoint.directory import check_apart, check_destination
 from quant.extras import versions
@@ -30,7 +31,6 @@ from quant.plan.make import kv_cache_name, make_plan
 from quant.recipes import effort
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe, get_recipe
-from quant.run.inputs import named_inputs, sources_of
 from quant.run.same_on_ranks import check_same
 
 PlanFile = tuple[Plan, list[Problem]]
@@ -229,7 +229,7 @@ class Job:
             refuse(plan, problems, source.layers)
             plan = replace(plan, provenance={**plan.provenance, **_origin(source)})
             return with_options(plan, self.guard, self.observer)
-        inputs = named_inputs(source, self.calib, 1, self.seqlen)
+        inputs = named_inputs(source, Rows(self.calib, 1, self.seqlen))
         plan = make_plan(
             source.shapes if source.model is None else source.model,
             recipe,

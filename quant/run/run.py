@@ -21,35 +21,24 @@ from quant.allocation.allocate import Allocation, allocate, check_feasible
 from quant.allocation.goal import Goal
 from quant.allocation.held_out import HeldOut
 from quant.calibration.inputs import Inputs, on_first
+from quant.calibration.listener import SILENT, Listener
 from quant.calibration.placement import describe, find_device, placed
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.ranks import leave, rank_and_world, wait_for_all
 from quant.calibration.texts.mixture import Record
 from quant.calibration.walk.expected_time import expected_time, in_words
+from quant.checkpoints.companion_files import add_companions
 from quant.checkpoints.save import save_state_dict, write_model
 from quant.checkpoints.trial_load import check_experts
-from quant.cli import console
 from quant.errors import UserError, counted
 from quant.evaluation.evaluate import Evaluation, Fingerprint, check_evaluable, evaluate_texts, fingerprint
+from quant.execution.announcements import announce_device, announce_effort, announce_source
 from quant.execution.data import lacks_data, solver_needs_data
 from quant.execution.layer_result import LayerResult, loss_warnings
 from quant.execution.solve import solve_plan, solve_state_dict, with_calibration, with_data
-from quant.execution.store import Partial
-from quant.export.checkpoint.compressed_tensors import check_plan, runtime_warnings
-from quant.export.checkpoint.names import StoredNames, stored_names
-from quant.extras import versions
-from quant.formats.atomic import claimed, write_atomically
-from quant.models.files import copy_along
-from quant.models.open import Source, open_model
-from quant.models.stored_weights import read_stored, stored_in
-from quant.plan.make import coverage_warnings, fusion_warnings
-from quant.recipes.effort import solver_of
-from quant.recipes.plan import Plan
-from quant.recipes.recipe import KEEP
-from quant.report.render import render_html
-from quant.report.report import Report, kv_cache_of, peak_rss, print_summary
-from quant.run.inputs import (
+from quant.execution.sources import (
     WRITTEN,
+    Rows,
     as_rows,
     digest_of,
     named_inputs,
@@ -60,33 +49,38 @@ from quant.run.inputs import (
     tokenizer_if_any,
     within_context,
 )
+from quant.execution.store import Partial
+from quant.export.checkpoint.compressed_tensors import check_plan, runtime_warnings
+from quant.export.checkpoint.names import StoredNames, stored_names
+from quant.extras import versions
+from quant.formats.atomic import claimed
+from quant.models.open import Source, open_model
+from quant.models.stored_weights import read_stored, stored_in
+from quant.plan.make import coverage_warnings, fusion_warnings
+from quant.recipes.effort import solver_of
+from quant.recipes.plan import Plan
+from quant.recipes.recipe import KEEP
+from quant.report.report import Report, kv_cache_of, peak_rss
 from quant.run.request import Job
 from quant.run.same_on_ranks import check_same, kind_of
+from quant.run.solving_steps import solving_steps
 from quant.runtime.attention import quantized_attention
 
-# Servers prepare images and sounds with these files; quantizing changes nothing in them.
-_PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.json",
-)
 
-
-def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
-    """Does the job and prints what happened; no other run can write to --out meanwhile.
+def run(job: Job, listener: Listener = SILENT) -> Report | Plan | None:
+    """Does the job; no other run can write to --out meanwhile.
 
     Returns:
-        The report as a dict; for a dry run, the plan.
+        The report; for a dry run, the plan; None on other ranks than the first where they have nothing to do.
 
     Raises:
         ValueError, OSError: the user's mistakes; nothing has been written.
     """
     with nullcontext() if job.dry_run or job.out is None or rank_and_world()[0] else claimed(job.out):
-        return _run(job, quiet)
+        return _run(job, listener)
 
 
-def _run(job: Job, quiet: bool) -> dict[str, Any]:
+def _run(job: Job, listener: Listener) -> Report | Plan | None:
     goal = job.request.goal()
     recipe = None
     if goal is None:
@@ -98,51 +92,46 @@ def _run(job: Job, quiet: bool) -> dict[str, Any]:
     if not job.dry_run:
         job.check_destination()
         device = find_device(job.device)
-        console.announce(device, quiet)
+        announce_device(listener, device)
     torch.manual_seed(job.seed)
     started = time.perf_counter()
-    with console.status(f"loading {job.model}", quiet):
+    with listener.step(f"loading {job.model}"):
         how: dict[str, Any] = {
             "model_factory": job.model_factory, "unsafe_load": job.unsafe_load, "meta": job.dry_run
         }  # fmt: skip
         stream = not job.dry_run and goal is None and not job.eval_texts
         source = open_model(job.model, **how, stream=stream)
-    console.announce_source(source, quiet)
+    announce_source(listener, source)
     seconds = {"load": time.perf_counter() - started}
     if goal is not None:
-        report = _run_allocated(job, source, goal, device, quiet, seconds)
+        report = _run_allocated(job, source, goal, device, listener, seconds)
     else:
         assert recipe is not None
         plan = job.plan(source, recipe)
         check_plan(plan)
         if job.dry_run:
-            if not quiet:
-                console.print_plan(plan)
-            return plan.to_dict()
+            return plan
         if source.model is None:
             is_first = rank_and_world()[0] == 0
             leave()  # one rank alone does this
             if not is_first:
-                return {}
-            console.announce_effort(plan, quiet)
-            report = _run_state_dict(job, source, plan, device, quiet, seconds)
+                return None
+            announce_effort(listener, plan)
+            report = _run_state_dict(job, source, plan, device, listener, seconds)
         else:
-            report = _run_model(job, source, source.model, plan, device, quiet, seconds)
-    if not quiet:
-        print_summary(report, console.CONSOLE)
-        console.CONSOLE.print(f"written to {job.out}")
-    return report.to_dict()
+            report = _run_model(job, source, source.model, plan, device, listener, seconds)
+    return report
 
 
 def _run_allocated(
-    job: Job, source: Source, goal: Goal, device: torch.device | None, quiet: bool, seconds: dict[str, float]
+    job: Job, source: Source, goal: Goal, device: torch.device | None, listener: Listener, seconds: dict[str, float]
 ) -> Report:
     """Chooses the formats for a budget or a limit on the loss, then goes on as with any plan."""
     if source.model is None:
         raise UserError(
             f"{job.model}: a bare state dict cannot be run, and an allocation measures; pass --model-factory"
         )
-    inputs = named_inputs(source, job.calib, 1, job.seqlen)
+    inputs = named_inputs(source, Rows(job.calib, 1, job.seqlen))
     options = job.request.options()
     choices: dict[str, Any] = {"include": job.include, "exclude": job.exclude, "kv_cache": job.kv_cache_name()}
     check_feasible(
@@ -151,10 +140,10 @@ def _run_allocated(
     )  # fmt: skip
     held_out = None
     if goal.has_limit and job.eval_texts:
-        texts = _eval_rows(job, source, source.model, device, quiet=True)
+        texts = _eval_rows(job, source, source.model, device, listener=SILENT)
         held_out = HeldOut.halves({name: as_rows(source.model, rows, "a limit") for name, rows in texts.items()})
-    with console.stages(quiet) as progress:
-        given, records = _calibration(job, source, device, progress, quiet=quiet)
+    with listener.stages() as progress:
+        given, records = _calibration(job, source, device, progress, listener=listener)
         data = as_rows(source.model, given, "a budget")
         if goal.has_limit and held_out is None:
             data, held_out = HeldOut.from_calibration(data)
@@ -176,7 +165,7 @@ def _run_allocated(
     check_plan(found.plan)
     plan = with_calibration(found.plan, records)
     seconds |= {"score": found.sensitivity.seconds, "allocate": found.record.seconds}
-    return _run_model(job, source, source.model, plan, device, quiet, seconds, data, found)
+    return _run_model(job, source, source.model, plan, device, listener, seconds, data, found)
 
 
 def _run_model(
@@ -185,7 +174,7 @@ def _run_model(
     model: nn.Module,
     asked: Plan,
     device: torch.device | None,
-    quiet: bool,
+    listener: Listener,
     seconds: dict[str, float],
     data: torch.Tensor | Inputs | None = None,
     allocation: Allocation | None = None,
@@ -199,7 +188,7 @@ def _run_model(
             wait_for_all()
             return Report.load(job.out / "report.json")
         partial.expect("device", kind_of(device))  # each rounds sums in its own way
-        report = _solve_and_write(job, source, model, asked, device, quiet, seconds, data, allocation, partial)
+        report = _solve_and_write(job, source, model, asked, device, listener, seconds, data, allocation, partial)
         partial.finish()
     return report
 
@@ -210,7 +199,7 @@ def _solve_and_write(
     model: nn.Module,
     asked: Plan,
     device: torch.device | None,
-    quiet: bool,
+    listener: Listener,
     seconds: dict[str, float],
     data: torch.Tensor | Inputs | None,
     allocation: Allocation | None,
@@ -218,29 +207,29 @@ def _solve_and_write(
 ) -> Report:
     assert job.out is not None
     ready = allocation.quantized if allocation is not None else None  # a copy; the model itself is as it was
-    texts = _eval_rows(job, source, model, device, quiet)
+    texts = _eval_rows(job, source, model, device, listener)
     if allocation is not None and allocation.record.verified and texts:
         tensors = {name: as_rows(model, rows, "a limit") for name, rows in texts.items()}
         texts = dict(HeldOut.halves(tensors).verify)  # the other half chose the formats
     bytes_before = sum(p.nbytes for p in model.parameters())
     baseline = _another(job, source, model) if texts and ready is None else model
     evaluation, print_of_logits = None, None
-    if ready is None and not quiet:
-        _tell_time(job, source, model, asked, device)
-    with console.stages(quiet) as progress:
+    if ready is None:
+        _tell_time(job, source, model, asked, device, listener)
+    with listener.stages() as progress:
         if data is None and lacks_data(asked):
 
             def find() -> tuple[torch.Tensor | Inputs, list[Record]]:
-                return _rows(job, source, asked, partial, device, progress, quiet)
+                return _rows(job, source, asked, partial, device, progress, listener)
 
             if job.calib:
                 data, records = find()
                 asked = with_calibration(asked, records)
             else:
                 asked, data = with_data(asked, find)
-                console.announce_effort(asked, quiet)
+                announce_effort(listener, asked)
         if ready is None:
-            progress.expect("solve", *console.solving_steps(model, asked, data))
+            progress.expect("solve", *solving_steps(model, asked, data))
         with partial.solving():
             quantized = ready or solve_plan(
                 model, asked, data, device=device, progress=progress, partial=partial, memory=job.memory_bytes()
@@ -271,7 +260,7 @@ def _solve_and_write(
     def finish(directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
         report.seconds["write"] = time.perf_counter() - started
         report.warnings += messages
-        finish_directory(source, report, plan, directory, hashes)
+        add_companions(source, report, plan, directory, hashes)
         source.files.check()
 
     write_model(
@@ -328,7 +317,9 @@ def _evaluated(
     return evaluation, print_of_logits
 
 
-def _tell_time(job: Job, source: Source, model: nn.Module, plan: Plan, device: torch.device | None) -> None:
+def _tell_time(
+    job: Job, source: Source, model: nn.Module, plan: Plan, device: torch.device | None, listener: Listener
+) -> None:
     """Says before anything slow starts how long a plan that works from text will take."""
     if not source.is_causal_lm or not any(solver_needs_data(layer) for layer in plan.quantized):
         return
@@ -338,7 +329,7 @@ def _tell_time(job: Job, source: Source, model: nn.Module, plan: Plan, device: t
     time = expected_time(model, plan, rows=job.calib_samples, seqlen=seqlen, written=written, device=device)
     solvers = " and ".join(dict.fromkeys(layer.solver for layer in plan.quantized))
     writing = f"{in_words(time.writing)} to write text, " if written else ""
-    console.CONSOLE.print(
+    listener.message(
         f"{solvers} on {job.calib_samples} rows of {seqlen} tokens will take about "
         f"{in_words(time.writing + time.solving)}: {writing}{in_words(time.solving)} to solve; --effort 0 takes seconds"
     )
@@ -357,7 +348,7 @@ def _rows(
     partial: Partial,
     device: torch.device | None,
     progress: Progress,
-    quiet: bool,
+    listener: Listener,
 ) -> tuple[torch.Tensor | Inputs, list[Record]]:
     """Calibration rows and where they come from; those that the model wrote are kept, for writing takes long."""
     names = sources_of(job.calib)
@@ -369,7 +360,7 @@ def _rows(
     if own and source.model is not None and (device is None or device.type == "cpu"):
         # Each token would read every weight again.
         read_stored(source.model, stored_in(source.model))
-    rows, records = _calibration(job, source, device, progress, plan, quiet)
+    rows, records = _calibration(job, source, device, progress, plan, listener)
     digest = digest_of(rows)
     check_same({f"the calibration text {'+'.join(names)}": digest}, device=device)
     if own:
@@ -381,12 +372,12 @@ def _rows(
 
 
 def _run_state_dict(
-    job: Job, source: Source, plan: Plan, device: torch.device | None, quiet: bool, seconds: dict[str, float]
+    job: Job, source: Source, plan: Plan, device: torch.device | None, listener: Listener, seconds: dict[str, float]
 ) -> Report:
     assert source.state_dict is not None and job.out is not None
     job.check_state_dict(plan)
     started = time.perf_counter()
-    with console.stages(quiet) as progress:
+    with listener.stages() as progress:
         amounts = [layer.numel * source.dtype.itemsize / 1e6 for layer in plan.layers]
         progress.expect("solve", [layer.name for layer in plan.layers], amounts, "MB")
         solved, results = solve_state_dict(source.state_dict, plan, device=device, progress=progress)
@@ -396,7 +387,7 @@ def _run_state_dict(
     report = _report(job, source, plan, StoredNames(), results, bytes_before, seconds, None, device)
 
     def finish(directory: Path, hashes: Mapping[str, str], _: list[str]) -> None:
-        finish_directory(source, report, plan, directory, hashes)
+        add_companions(source, report, plan, directory, hashes)
         source.files.check()
 
     save_state_dict(
@@ -416,20 +407,22 @@ def _calibration(
     device: torch.device | None,
     progress: Progress,
     plan: Plan | None = None,
-    quiet: bool = False,
+    listener: Listener = SILENT,
 ) -> tuple[torch.Tensor | Inputs, list[Record]]:
     """Rows of --calib and where they come from; `plan` is None while an allocation has yet to find it."""
     return read_calibration(
-        source, job.calib, samples=job.calib_samples, seqlen=job.seqlen, seed=job.seed, device=device,
-        progress=progress, plan=plan, include=job.include, exclude=job.exclude, quiet=quiet,
+        source, Rows(job.calib, job.calib_samples, job.seqlen, job.seed), device=device, progress=progress,
+        plan=plan, listener=listener,
     )  # fmt: skip
 
 
 def _eval_rows(
-    job: Job, source: Source, model: nn.Module, device: torch.device | None, quiet: bool
+    job: Job, source: Source, model: nn.Module, device: torch.device | None, listener: Listener
 ) -> dict[str, torch.Tensor | Inputs]:
     """Rows or inputs of each --eval by its name, on which the model has been seen to run."""
-    found = read_evaluation(source, job.eval_texts, job.eval_samples, job.seqlen, device=device, quiet=quiet)
+    found = read_evaluation(
+        source, Rows(tuple(map(str, job.eval_texts)), job.eval_samples, job.seqlen), device=device, listener=listener
+    )
     for rows in found.values():
         check_evaluable(model, rows)
     return found
@@ -503,17 +496,3 @@ def _guard_warnings(asked: Plan, made: Plan) -> list[str]:
         f"the guard {made.provenance.get('guard')!r} gave {len(changed)} of {counted(len(asked.quantized), 'layer')} "
         f"another format, {kept} of them 16 bit, {changed[0].name} first: {changed[0].reason}"
     ]
-
-
-def finish_directory(source: Source, report: Report, plan: Plan, directory: Path, hashes: Mapping[str, str]) -> None:
-    """Adds the processor's files and the report to the checkpoint before it appears under its name."""
-    home = source.path if source.path is not None and source.path.is_dir() else None
-    code = home.glob("*.py") if home is not None and getattr(source.config, "auto_map", None) else ()
-    for name in (*_PROCESSOR_FILES, *(file.name for file in code)):
-        if home is not None and (home / name).is_file() and not (directory / name).exists():
-            copy_along(home / name, directory / name, home)
-    report.files = dict(hashes)
-    report.bytes_after = sum((directory / name).stat().st_size for name in hashes)
-    report.peak_rss_bytes = peak_rss()
-    report.save(directory / "report.json")
-    write_atomically(directory / "report.html", render_html(report, plan))

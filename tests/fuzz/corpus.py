@@ -29,9 +29,9 @@ from quant.cli.main import COMMANDS
 from quant.execution import store as partial
 
 _IMPORTED = (
-    "accelerate", "datasets", "gguf", "onnx", "onnxruntime", "onnxscript", "quant.api.export", "quant.run.inputs",
-    "quant.run.run", "quant.report.render", "quant.runtime.generate", "scipy.optimize", "torch._dynamo",
-    "torch.export", "torch.onnx", "transformers.conversion_mapping", "transformers.core_model_loading",
+    "accelerate", "datasets", "gguf", "onnx", "onnxruntime", "onnxscript", "quant.api.export",
+    "quant.execution.sources", "quant.run.run", "quant.report.render", "quant.runtime.generate", "scipy.optimize",
+    "torch._dynamo", "torch.export", "torch.onnx", "transformers.conversion_mapping", "transformers.core_model_loading",
     "transformers.generation", "transformers.integrations.ggml", "transformers.integrations.moe",
     "transformers.modeling_gguf_pytorch_utils", "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama", "transformers.models.qwen3_moe.modeling_qwen3_moe",

@@ -20,8 +20,8 @@ from quant.calibration.texts.mixture import mixture_rows
 from quant.calibration.walk.expected_time import expected_time, in_words
 from quant.cli.main import main
 from quant.errors import UserError
+from quant.execution.sources import share_written, sources_of
 from quant.recipes.effort import solver_of
-from quant.run.inputs import share_written, sources_of
 
 
 @pytest.fixture

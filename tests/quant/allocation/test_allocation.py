@@ -532,7 +532,7 @@ def test_a_budget_that_nothing_keeps_is_refused_before_text_is_written(
     def slow(*_: Any, **__: Any) -> None:
         raise AssertionError("text is written")
 
-    monkeypatch.setattr("quant.run.inputs.mixed_text", slow)
+    monkeypatch.setattr("quant.execution.sources.mixed_text", slow)
     monkeypatch.setattr("quant.api.quantize.mixed_text", slow)
     arguments = [str(model_dir), "--bits", "3", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(quantize_command, arguments)

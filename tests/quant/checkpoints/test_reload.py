@@ -153,5 +153,5 @@ def test_the_command_refuses_such_experts_before_any_work(tmp_path: Path) -> Non
     build("HYV4ForCausalLM", torch.bfloat16).save_pretrained(tmp_path / "model")
     job = Job(str(tmp_path / "model"), "fp8_channel", solver="gptq", out=tmp_path / "out")  # which would need data
     with pytest.raises(UserError, match="no rule of it joins quantized ones"):
-        run(job, quiet=True)
+        run(job)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -203,7 +203,7 @@ def test_a_teacher_is_cached_first_and_serves_again(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is gone before the student is there, and its file is the one that Python writes."""
-    import quant.run.inputs as inputs
+    import quant.checkpoints.runnable as inputs
 
     alive: list[weakref.ref[torch.nn.Module]] = []
     opened = inputs.open_runnable

@@ -25,9 +25,9 @@ from safetensors.torch import save_file
 from quant.calibration import fast_matmul, ranks, statistics
 from quant.calibration.ranks import gathered, in_order, number_of, own_batches, sum_in_order
 from quant.calibration.solvers import gptq, rows
+from quant.cli.evaluate import evaluate_command
 from quant.cli.quantize import quantize_command
 from quant.cli.ranks import launch
-from quant.cli.run import evaluate_command
 from quant.execution import store as partial_module
 from quant.execution.store import partial_path
 

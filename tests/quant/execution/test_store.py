@@ -27,6 +27,7 @@ from quant.execution import store as partial_module
 from quant.execution.data import lacks_data
 from quant.execution.finished_layers import BlockKeeper
 from quant.execution.solve import with_calibration
+from quant.execution.sources import tokenizer_if_any
 from quant.execution.store import partial_path
 from quant.models.open import open_model
 from quant.run import run as pipeline
@@ -95,7 +96,7 @@ def test_a_run_writes_what_quantize_and_save_write(
     name: str, format: str, solver: str, models: Callable[[str], Path], text: str, tmp_path: Path
 ) -> None:
     ours = job(models(name), tmp_path / "ours", text, format_name=format, solver=solver)
-    pipeline.run(ours, quiet=True)
+    pipeline.run(ours)
     source = open_model(models(name))
     assert source.model is not None
     rows = quant.calibration_rows(text, None, samples=8, seqlen=32)
@@ -103,7 +104,7 @@ def test_a_run_writes_what_quantize_and_save_write(
     if lacks_data(plan):
         plan = with_calibration(plan, [{"source": text, "rows": 8, "seqlen": 32, "sha256": rows_hash(rows)}])
     quantized = quant.quantize(source.model, plan, rows)
-    quant.save(quantized.model, quantized.plan, tmp_path / "theirs", tokenizer=pipeline.tokenizer_if_any(source))
+    quant.save(quantized.model, quantized.plan, tmp_path / "theirs", tokenizer=tokenizer_if_any(source))
     assert weights(tmp_path / "ours") == weights(tmp_path / "theirs")
     assert not partial_path(tmp_path / "ours").exists()
 
@@ -126,7 +127,7 @@ def test_hidden_states_in_a_file_give_the_same_bytes(
     monkeypatch.setattr(BlockKeeper, "end", watch)
     for name, share in (("memory", 1.0), ("file", 0.0)):
         monkeypatch.setattr("quant.execution.finished_layers._STATES_SHARE", share)
-        pipeline.run(job(model, tmp_path / name, text, format_name="nvfp4a16", solver="gptq"), quiet=True)
+        pipeline.run(job(model, tmp_path / name, text, format_name="nvfp4a16", solver="gptq"))
     assert seen == 3 * [False] + 3 * [True]
     assert weights(tmp_path / "file") == weights(tmp_path / "memory")
 
@@ -137,8 +138,8 @@ def test_a_block_that_does_not_fit_is_named(text: str, tmp_path: Path) -> None:
         r"model\.layers\.0: solving this block takes about [\d.]+ MB of memory, and 1\.00 MB may be used: give fewer"
     )
     with pytest.raises(ValueError, match=message):
-        pipeline.run(ours, quiet=True)
-    pipeline.run(job(BASE, tmp_path / "out", text, format_name="nvfp4a16", memory="1MB"), quiet=True)
+        pipeline.run(ours)
+    pipeline.run(job(BASE, tmp_path / "out", text, format_name="nvfp4a16", memory="1MB"))
 
 
 def test_a_block_that_a_device_has_no_room_for_is_named(
@@ -157,7 +158,7 @@ def test_a_block_that_a_device_has_no_room_for_is_named(
     with pytest.raises(
         ValueError, match=r"^model\.layers\.1: its device ran out of memory while it was solved: give fewer"
     ):
-        pipeline.run(ours, quiet=True)
+        pipeline.run(ours)
     assert not (tmp_path / "out").exists()
 
 
@@ -167,7 +168,7 @@ def test_more_memory_than_the_container_has_is_not_used(
     monkeypatch.setattr("quant.calibration.walk.memory.memory_limit", lambda: 2_000_000)
     ours = job(BASE, tmp_path / "out", text, format_name="nvfp4a16", solver="gptq", memory="8GB")
     with pytest.raises(ValueError, match=r"and 2\.00 MB may be used: .* or more to this container$"):
-        pipeline.run(ours, quiet=True)
+        pipeline.run(ours)
 
 
 def in_child(work: Callable[[], None], kill_after: float | None = None) -> int:
@@ -210,9 +211,7 @@ def test_killed_at_any_step_it_ends_with_the_same_bytes(
     name: str, solver: str, overwrite: bool, steps: int, models: Callable[[str], Path], text: str, tmp_path: Path
 ) -> None:
     def work(out: Path) -> None:
-        pipeline.run(
-            job(models(name), out, text, format_name="nvfp4a16", solver=solver, overwrite=overwrite), quiet=True
-        )
+        pipeline.run(job(models(name), out, text, format_name="nvfp4a16", solver=solver, overwrite=overwrite))
 
     assert in_child(lambda: work(tmp_path / "whole")) == 0
     if overwrite:
@@ -249,7 +248,7 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
     format_name = "int4a16" if name == "llama/wide" else "nvfp4a16"
     options: dict[str, Any] = {"format_name": format_name, "solver": solver, "kv_cache": "fp8", "eval_samples": 4}
     options["eval_texts"] = (text,)
-    pipeline.run(job(models(name), tmp_path / "whole", text, **options), quiet=True)
+    pipeline.run(job(models(name), tmp_path / "whole", text, **options))
     monkeypatch.setattr("quant.export.checkpoint.tensor_file._TOLD_BYTES", 4096)
 
     def work() -> None:
@@ -262,7 +261,7 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
             give(part)
 
         partial_module._give_up_room = dies
-        pipeline.run(job(models(name), tmp_path / "out", text, **options), quiet=True)
+        pipeline.run(job(models(name), tmp_path / "out", text, **options))
 
     assert in_child(work) == -signal.SIGKILL
     left = partial_path(tmp_path / "out")
@@ -270,14 +269,14 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
     assert '"moved": ["' in (left / "journal.jsonl").read_text()
     assert name == "qwen3_moe" or sum(part.st_blocks * 512 + 4096 < part.st_size for part in parts) == 1
     with pytest.raises(ValueError, match="--eval was another"):
-        pipeline.run(job(models(name), tmp_path / "out", text, **{**options, "eval_samples": 3}), quiet=True)
+        pipeline.run(job(models(name), tmp_path / "out", text, **{**options, "eval_samples": 3}))
     if damaged:  # its parts are worked on again
         shard = max((left / "new").glob("*.safetensors"), key=lambda file: file.stat().st_size)
         shard.write_bytes(shard.read_bytes()[:-1000])
     else:
         monkeypatch.setattr(pipeline, "evaluate_texts", None)  # what was measured is kept, as are solutions
         monkeypatch.setattr(BlockWork, "solve", None)
-    pipeline.run(job(models(name), tmp_path / "out", text, **options), quiet=True)
+    pipeline.run(job(models(name), tmp_path / "out", text, **options))
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
     reports = [json.loads((tmp_path / out / "report.json").read_text()) for out in ("out", "whole")]
     for report in reports:
@@ -292,7 +291,7 @@ def begun(directory: Path, text: str, **options: Any) -> Path:
     model = directory / "model"
     tiny_models.llama(dtype=torch.bfloat16, gain=2.0).save_pretrained(model)
     ours = job(model, directory / "out", text, format_name="nvfp4a16", **options)
-    assert killed_at(7, lambda: pipeline.run(ours, quiet=True)) == -signal.SIGKILL
+    assert killed_at(7, lambda: pipeline.run(ours)) == -signal.SIGKILL
     assert any(partial_path(directory / "out").glob("*.safetensors"))
     return model
 
@@ -305,7 +304,7 @@ def test_what_changed_is_named_and_refused(text: str, tmp_path: Path, monkeypatc
 
     def refused(message: str, text: str = text, **options: Any) -> None:
         with pytest.raises(ValueError, match=message):
-            pipeline.run(job(model, tmp_path / "out", text, **{**same, **options}), quiet=True)
+            pipeline.run(job(model, tmp_path / "out", text, **{**same, **options}))
 
     refused("the plan digest was another; .* --restart", solver="rtn")
     refused("the seed was 0, and is 7 now", seed=7)
@@ -321,16 +320,16 @@ def test_what_changed_is_named_and_refused(text: str, tmp_path: Path, monkeypatc
     os.utime(weights_file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     refused("the model's file model.safetensors was another")
     os.utime(weights_file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    pipeline.run(job(model, tmp_path / "out", text, **same), quiet=True)
+    pipeline.run(job(model, tmp_path / "out", text, **same))
     begun_again = job(model, tmp_path / "anew", text, **same)
-    pipeline.run(begun_again, quiet=True)
+    pipeline.run(begun_again)
     assert weights(tmp_path / "out") == weights(tmp_path / "anew")
 
 
 def test_restart_removes_what_an_abandoned_run_left(text: str, tmp_path: Path) -> None:
     model = begun(tmp_path, text, solver="gptq")
-    pipeline.run(job(model, tmp_path / "out", text, format_name="mxfp8", restart=True), quiet=True)
-    pipeline.run(job(model, tmp_path / "direct", text, format_name="mxfp8"), quiet=True)
+    pipeline.run(job(model, tmp_path / "out", text, format_name="mxfp8", restart=True))
+    pipeline.run(job(model, tmp_path / "direct", text, format_name="mxfp8"))
     assert weights(tmp_path / "out") == weights(tmp_path / "direct")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["direct", "model", "out"]
 
@@ -342,7 +341,7 @@ def test_a_damaged_part_is_made_again(text: str, tmp_path: Path) -> None:
     content[-1] ^= 1
     part.write_bytes(content)
     for out in ("out", "direct"):
-        pipeline.run(job(model, tmp_path / out, text, format_name="nvfp4a16", solver="rtn"), quiet=True)
+        pipeline.run(job(model, tmp_path / out, text, format_name="nvfp4a16", solver="rtn"))
     assert weights(tmp_path / "out") == weights(tmp_path / "direct")
 
 
@@ -363,7 +362,7 @@ def test_a_weight_file_that_changes_during_the_run(
     monkeypatch.setattr(partial_module, "_write", meddle)
     what = "disappeared" if vanishes else "changed"
     with pytest.raises(ValueError, match=rf"model\.safetensors: this file of the model {what} while it was read"):
-        pipeline.run(job(model, tmp_path / "out", text, format_name="nvfp4a16"), quiet=True)
+        pipeline.run(job(model, tmp_path / "out", text, format_name="nvfp4a16"))
     assert not (tmp_path / "out").exists()
 
 
@@ -382,7 +381,7 @@ def test_a_weight_file_that_becomes_shorter(solver: str, text: str, tmp_path: Pa
     def work() -> None:
         pipeline.solve_plan = cut  # type: ignore[attr-defined]
         try:
-            pipeline.run(job(model, tmp_path / "out", text, format_name="nvfp4a16", solver=solver), quiet=True)
+            pipeline.run(job(model, tmp_path / "out", text, format_name="nvfp4a16", solver=solver))
         except ValueError as error:
             said.write_text(str(error))
 
@@ -411,7 +410,7 @@ def test_a_weight_file_that_changes_before_anything_is_kept(
     else:
         ours = job(shard, tmp_path / "out", text, format_name="nvfp4a16", calib=())
     with pytest.raises(ValueError, match=r"model\.safetensors: this file of the model disappeared while it was read"):
-        pipeline.run(ours, quiet=True)
+        pipeline.run(ours)
     assert not (tmp_path / "out").exists()
 
 
@@ -422,9 +421,7 @@ def test_fifty_kills_at_random_moments(
     solver: str, overwrite: bool, models: Callable[[str], Path], text: str, tmp_path: Path
 ) -> None:
     def work(out: Path) -> None:
-        pipeline.run(
-            job(models("base"), out, text, format_name="nvfp4", solver=solver, overwrite=overwrite), quiet=True
-        )
+        pipeline.run(job(models("base"), out, text, format_name="nvfp4", solver=solver, overwrite=overwrite))
 
     started = time.perf_counter()
     assert in_child(lambda: work(tmp_path / "whole")) == 0

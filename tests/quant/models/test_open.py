@@ -28,6 +28,7 @@ from samples import BASE, GOLDENS
 from torch import nn
 
 import quant
+from quant.checkpoints.runnable import open_runnable
 from quant.cli.main import main
 from quant.errors import UserError
 from quant.extras import require, versions
@@ -35,7 +36,6 @@ from quant.models import gguf as gguf_models
 from quant.models.open import open_model
 from quant.models.shapes import gguf_reader
 from quant.models.state_dict import open_safetensors
-from quant.run.inputs import open_runnable
 
 gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")
 

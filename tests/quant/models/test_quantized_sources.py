@@ -19,6 +19,7 @@ from samples import GOLDENS
 from torch import nn
 
 import quant
+from quant.checkpoints.runnable import open_runnable
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
@@ -26,7 +27,6 @@ from quant.models.open import open_model
 from quant.models.quantized_sources import QuantizedTensors
 from quant.models.stored_weights import read_stored, stored_in
 from quant.plan.make import make_plan
-from quant.run.inputs import open_runnable
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 

@@ -1,9 +1,8 @@
-"""The commands `quant evaluate` and `generate` run a model, quantized or not: to measure it, or to see it write."""
+"""The command `quant evaluate` measures a model, quantized or not, on texts or other inputs, or by tasks of lm-eval."""
 
 from __future__ import annotations
 
 import dataclasses
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,20 +15,17 @@ from quant.cli.base import (
     JSON,
     KV_CACHE,
     QUIET,
-    REVISION,
-    TRUST,
     Command,
     attention_options,
-    echo,
     model_options,
     print_json,
 )
-from quant.cli.console import announce, announce_source, bar, page, stages, status, table
+from quant.cli.console import bar, listener, page, table
 from quant.errors import UserError
 from quant.models.watched_files import WatchedFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from quant.evaluation.evaluate import Evaluation
     from quant.integrations.tasks import TaskScore
@@ -86,9 +82,11 @@ def evaluate_command(
     baseline always attends in 16 bit.
     """
     from quant.calibration.placement import find_device
+    from quant.checkpoints.runnable import open_runnable
     from quant.evaluation.evaluate import evaluate_texts
+    from quant.execution.announcements import announce_device, announce_source
+    from quant.execution.sources import Rows, digest_of, read_evaluation
     from quant.integrations.tasks import evaluate_tasks
-    from quant.run.inputs import digest_of, open_runnable, read_evaluation
     from quant.run.same_on_ranks import check_same
     from quant.runtime.attention import quantized_attention
 
@@ -102,9 +100,10 @@ def evaluate_command(
     if tasks is not None and baseline:
         raise UserError("--baseline is for --text and --data; run --tasks on each model")
     there = find_device(device)
-    announce(there, quiet or as_json)
+    hears = listener(quiet or as_json)
+    announce_device(hears, there)
     source, module = open_runnable(model, model_factory=model_factory, unsafe_load=unsafe_load)
-    announce_source(source, quiet or as_json)
+    announce_source(hears, source)
     if tasks is not None:
         how = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
         with how:
@@ -120,11 +119,9 @@ def evaluate_command(
     other = None
     if baseline:
         _, other = open_runnable(baseline, model_factory=model_factory, unsafe_load=unsafe_load)
-    silent = quiet or as_json
-    with stages(silent) as progress:
-        rows = read_evaluation(
-            source, data or texts, samples, seqlen, writer=other, device=there, progress=progress, quiet=silent
-        )
+    asked = Rows(tuple(map(str, data or texts)), samples, seqlen)
+    with hears.stages() as progress:
+        rows = read_evaluation(source, asked, writer=other, device=there, progress=progress, listener=hears)
     hashes = {f"the text {name}": digest_of(each) for name, each in rows.items()}
     check_same(hashes, WatchedFiles(source.path).files, there)
     how = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
@@ -171,72 +168,3 @@ def _figures(result: Evaluation) -> dict[str, str]:
         found["top-1 agreement"] = f"{result.top1:.1%}"
     found[result.unit] = f"{result.tokens:,}"
     return found | {"seconds": f"{result.seconds:.1f}"}
-
-
-@click.command("generate", cls=Command)
-@click.argument("model")
-@click.option("--prompt", required=True, help="Text to continue.")
-@click.option("--max-new-tokens", default=64, show_default=True, help="Maximum number of tokens to add.")
-@DEVICE
-@click.option("--dtype", help="bfloat16, float16 or float32, for what is not quantized.  [default: the model's]")
-@ATTENTION
-@KV_CACHE
-@TRUST
-@REVISION
-@QUIET
-@JSON
-def generate_command(
-    model: str,
-    prompt: str,
-    max_new_tokens: int,
-    device: str,
-    dtype: str | None,
-    attention: str | None,
-    kv_cache: str | None,
-    quiet: bool,
-    as_json: bool,
-) -> None:
-    """Continue a prompt with MODEL, quantized or not, by greedy decoding, which is repeatable.
-
-    On a GPU our kernels multiply by the quantized weights; on a CPU their PyTorch reference does.
-    """
-    from quant.run.inputs import open_runnable
-    from quant.runtime.generate import generate
-
-    with status(f"loading {model}", quiet or as_json):
-        source, module = open_runnable(model)
-    announce_source(source, quiet or as_json)
-    if not source.is_causal_lm:
-        raise UserError(f"{model} ({type(module).__name__}) is no causal language model; it cannot continue text")
-    how = attention_options(source.path, attention, kv_cache)
-    with nullcontext() if as_json else _line(prompt) as on_text:
-        written = generate(
-            module, source.load_tokenizer(), prompt, max_new_tokens, device=device, dtype=dtype, on_text=on_text, **how
-        )
-    if as_json:
-        print_json({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second})
-    elif not quiet:
-        rate = f"{len(written.tokens)} tokens in {written.seconds:.2f} s, {written.tokens_per_second:.1f} a second"
-        echo(f"{rate}, on {written.device}: {written.kernels}, {written.decoder}", err=True)
-        if written.kv_cache_bytes is not None or written.attention != "16bit":
-            size = f" ({written.kv_cache_bytes:,} bytes of pages)" if written.kv_cache_bytes is not None else ""
-            echo(f"attention in {written.attention}, KV cache in {written.kv_cache}{size}", err=True)
-
-
-@contextmanager
-def _line(prompt: str) -> Iterator[Callable[[str], None]]:
-    """Prints `prompt` and the pieces behind it as they come; the line ends however the writing does."""
-    begun = False
-
-    def show(piece: str) -> None:
-        nonlocal begun
-        echo(piece if begun else prompt + piece, newline=False)
-        begun = True
-
-    try:
-        yield show
-        if not begun:
-            show("")
-    finally:
-        if begun:
-            echo("")

@@ -1,0 +1,68 @@
+"""A `Listener` hears how a run goes. The command line prints what it hears, and Python's `progress=` gets the counts.
+
+Code that runs for long takes a listener instead of asking whether it may print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from quant.calibration.progress import Progress
+
+
+class StageProgress(Protocol):
+    """Counts the steps of stages: a `Progress` that may know the steps of a stage beforehand."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """`done` steps of `total` are finished."""
+
+    def expect(self, stage: str, names: Sequence[str], amounts: Sequence[float], unit: str) -> None:
+        """A stage begins.
+
+        Args:
+            stage: its name.
+            names: for each step, the layer or block that it works on.
+            amounts: the amount of work of each step.
+            unit: of the amounts.
+        """
+
+
+class _Counts:
+    """Hands counts on to a callback."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.progress = progress
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(stage, done, total)
+
+    def expect(self, stage: str, names: Sequence[str], amounts: Sequence[float], unit: str) -> None:
+        """A callback gets counts alone."""
+
+
+class Listener:
+    """Hears of messages and stages; this one shows nothing but hands counts to a callback.
+
+    Args:
+        progress: called as `progress(stage, done, total)`, if given.
+    """
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        self.progress = progress
+
+    def message(self, text: str) -> None:
+        """One sentence that a user should read now: the device, or a lower effort than was asked for."""
+
+    def step(self, text: str) -> AbstractContextManager[None]:
+        """A step without counts, such as loading a model; it ends with the block."""
+        return nullcontext()
+
+    def stages(self) -> AbstractContextManager[StageProgress]:
+        """Stages with counts; all of them end with the block."""
+        return nullcontext(_Counts(self.progress))
+
+
+SILENT = Listener()

@@ -1,0 +1,42 @@
+"""`open_runnable` opens a model that can run: a quantized checkpoint, or any original that `quantize` takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from quant.checkpoints.load import can_run, load
+from quant.errors import UserError
+from quant.models.files import find_model
+from quant.models.open import Source, open_model
+from quant.models.state_dict import call_factory
+
+
+def open_runnable(
+    name: str, *, model_factory: str | None = None, unsafe_load: bool = False
+) -> tuple[Source, nn.Module]:
+    """Opens a quantized checkpoint as it is, or any other model.
+
+    Raises:
+        UserError: it cannot be opened, or it is a bare state dict.
+    """
+    path = find_model(name)
+    if can_run(path):
+        model = load(path, call_factory(model_factory) if model_factory else None)
+        dtype = next((p.dtype for p in model.parameters()), torch.float32)
+        return Source(name=name, kind="huggingface", model=model, state_dict=None, path=path, dtype=dtype), model
+    return open_original(name, model_factory=model_factory, unsafe_load=unsafe_load)
+
+
+def open_original(
+    name: str, *, model_factory: str | None = None, unsafe_load: bool = False
+) -> tuple[Source, nn.Module]:
+    """Opens a model that can run; a quantized one is dequantized.
+
+    Raises:
+        UserError: it cannot be opened, or it is a bare state dict.
+    """
+    source = open_model(name, model_factory=model_factory, unsafe_load=unsafe_load)
+    if source.model is None:
+        raise UserError(f"{name}: a bare state dict cannot be run; pass --model-factory to build its module")
+    return source, source.model

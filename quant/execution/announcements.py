@@ -1,0 +1,30 @@
+"""Sentences about a run that a listener hears before the slow steps: its device, its source, a lower effort."""
+
+from __future__ import annotations
+
+import torch
+
+from quant.calibration.listener import Listener
+from quant.calibration.placement import describe
+from quant.models.open import Source
+from quant.recipes.plan import Plan
+
+
+def announce_device(listener: Listener, device: torch.device | None) -> None:
+    """Says that a run computes on a GPU, if it does."""
+    if device is not None and device.type != "cpu":
+        listener.message(f"on {describe(device)}")
+
+
+def announce_source(listener: Listener, source: Source) -> None:
+    """Says that the files of a model hold it quantized, if they do."""
+    if source.quantization is not None:
+        dtype = str(source.dtype).removeprefix("torch.")
+        listener.message(f"the source is quantized ({source.quantization}); its weights are dequantized to {dtype}")
+
+
+def announce_effort(listener: Listener, plan: Plan) -> None:
+    """Says why a plan has a lower effort than was asked for, if it has."""
+    chosen = plan.provenance.get("effort")
+    if isinstance(chosen, dict) and "why" in chosen:
+        listener.message(f"effort {chosen['level']} ({chosen['solver']}) instead of {chosen['asked']}: {chosen['why']}")

@@ -1,0 +1,294 @@
+"""Calibration and evaluation data: the sources that a user names are read here, as rows of token ids or as inputs.
+
+A source is a text, token ids in safetensors, a data set, a folder of images or sounds, named inputs, `self` (text that
+the model writes) or `mix` (half of it such text, half samples that come with this package).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.inputs import Inputs, joined
+from quant.calibration.listener import SILENT, Listener
+from quant.calibration.placement import placed
+from quant.calibration.progress import Progress, reporter
+from quant.calibration.ranks import from_first
+from quant.calibration.texts.decoder_text import lacks_decoder_text, write_decoder_text
+from quant.calibration.texts.mixture import OWN, SHARES, Record, rows_hash
+from quant.calibration.texts.named_inputs import read_inputs
+from quant.calibration.texts.rows import calibration_rows, token_rows
+from quant.errors import UserError
+from quant.evaluation.evaluate import run_probe
+from quant.execution.data import mixed_text
+from quant.execution.store import tensor_hash
+from quant.models.open import Source
+from quant.plan.make import make_plan
+from quant.recipes.plan import Plan
+
+MIX, SELF = "mix", "self"
+WRITTEN = (MIX, SELF)
+"""Sources without a file: the mixture of samples and the model's own text, and its own text alone."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How much data is read, and from where.
+
+    Attributes:
+        sources: as the user names them; none stands for the mixture.
+        samples: rows of text, or calls of the model, from all sources together.
+        seqlen: tokens of a row.
+        seed: of the text that is drawn and written.
+        at_most: whether a text that is too short gives the rows that it has, instead of an error.
+    """
+
+    sources: tuple[str, ...] = ()
+    samples: int = 32
+    seqlen: int = 512
+    seed: int = 0
+    at_most: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sources one by one: `mix+text.txt` is `mix` and `text.txt`."""
+        return sources_of(self.sources)
+
+    @property
+    def label(self) -> str:
+        """All sources in one name."""
+        return "+".join(self.names)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the model writes some of the text."""
+        return any(name in WRITTEN for name in self.names)
+
+    def of_source(self, index: int) -> int:
+        """Rows of the source of that index, when all sources share them evenly."""
+        return self.samples // len(self.names) + (index < self.samples % len(self.names))
+
+
+def sources_of(names: Sequence[str]) -> tuple[str, ...]:
+    """The sources in `names` one by one: `mix+text.txt` is `mix` and `text.txt`. No name stands for the mixture."""
+    sources: list[str] = []
+    for name in names or (MIX,):
+        while name.startswith((f"{MIX}+", f"{SELF}+")):
+            first, _, name = name.partition("+")
+            sources.append(first)
+        sources.append(name)
+    return tuple(dict.fromkeys(sources))
+
+
+def share_written(names: Sequence[str], *, has_tokenizer: bool) -> float:
+    """Share of the calibration text that the model writes."""
+    sources = sources_of(names)
+    mixed = SHARES[OWN] if has_tokenizer else 1.0
+    return sum({MIX: mixed, SELF: 1.0}.get(source, 0.0) for source in sources) / len(sources)
+
+
+def tokenizer_if_any(source: Source) -> Any:
+    """The model's tokenizer, or None."""
+    try:
+        return source.load_tokenizer()
+    except UserError:
+        return None
+
+
+def within_context(source: Source, seqlen: int) -> int:
+    """Tokens of a row that a model writes: at most its context."""
+    context = getattr(source.config, "max_position_embeddings", None)
+    return min(seqlen, context) if isinstance(context, int) and context > 0 else seqlen
+
+
+def named_inputs(source: Source, rows: Rows) -> Inputs | None:
+    """Inputs by name, images, sounds or pairs of texts; None where the sources are rows of tokens.
+
+    Raises:
+        UserError: one source holds inputs and another one text.
+    """
+    names = rows.names
+    if source.model is None or rows.is_written:
+        return None
+    by_source = {}
+    for index, name in enumerate(names):
+        samples = max(rows.of_source(index), 1)
+        by_source[name] = read_inputs(name, source.model, source.load_processor, samples=samples, seqlen=rows.seqlen)
+    inputs = [each for each in by_source.values() if each is not None]
+    if 0 < len(inputs) < len(by_source):
+        of_inputs, of_text = (
+            next(name for name, each in by_source.items() if (each is None) is is_text) for is_text in (False, True)
+        )
+        raise UserError(f"--calib {of_inputs} holds inputs of the model, and {of_text} a text; give one of them")
+    return joined(inputs) if inputs else None
+
+
+def read_calibration(
+    source: Source,
+    rows: Rows,
+    *,
+    device: torch.device | None = None,
+    progress: Progress | None = None,
+    listener: Listener = SILENT,
+    plan: Plan | None = None,
+) -> tuple[torch.Tensor | Inputs, list[Record]]:
+    """Calibration data, rows of each source in turn, and a record of each source.
+
+    Args:
+        source: the model.
+        rows: sources and sizes.
+        device: where the model writes text.
+        progress: of the writing.
+        listener: hears what inputs were made from.
+        plan: names a layer that needs the data, for the error message; None for a plan that is yet to be found.
+
+    Returns:
+        int64 `[samples, seqlen]`, or inputs of the model.
+
+    Raises:
+        UserError: a source cannot be read, or the model does not run on it.
+    """
+    names = rows.names
+    if rows.samples < len(names):
+        raise UserError(
+            f"--calib-samples {rows.samples}: --calib names {len(names)} sources, each of which gives a row"
+        )
+    inputs = named_inputs(source, rows)
+    if inputs is not None:
+        assert source.model is not None
+        inputs = with_decoder_text(source.model, inputs, device, progress)
+        _announce_inputs(listener, "calibrating on", rows.label, inputs)
+        about = {"about": inputs.about} if inputs.about else {}
+        return inputs, [{"source": rows.label, "rows": len(inputs), "sha256": digest_of(inputs), **about}]
+    fits = within_context(source, rows.seqlen)
+    if fits < rows.seqlen and rows.is_written:
+        listener.message(f"rows have {fits} tokens, the context of this model, and not --seqlen {rows.seqlen}")
+    placed_rows: list[tuple[float, torch.Tensor]] = []
+    records: list[Record] = []
+    # Written text comes first, since a short context cuts the rows of all sources.
+    for index, name in enumerate(sorted(names, key=lambda name: name not in WRITTEN)):
+        part = replace(rows, sources=(name,), samples=rows.of_source(index))
+        if name in WRITTEN:
+            assert source.model is not None
+            text, record = mixed_text(
+                source.model, plan or make_plan(source.model, "fp8"), tokenizer_if_any(source), samples=part.samples,
+                seqlen=part.seqlen, seed=part.seed, own_only=name == SELF, device=device, progress=progress,
+            )  # fmt: skip
+            rows = replace(rows, seqlen=text.shape[1])
+        else:
+            text, record = _file_rows(source, name, part)
+        placed_rows += [((i + 0.5) / len(text), row) for i, row in enumerate(text)]
+        records.append({"source": name, **record})
+    # Rows of all sources are interleaved evenly, each source in its own order.
+    return torch.stack([row for _, row in sorted(placed_rows, key=lambda pair: pair[0])]), records
+
+
+def _file_rows(source: Source, name: str, rows: Rows) -> tuple[torch.Tensor, Record]:
+    """Rows of one text or data set, and their record."""
+    samples = None if rows.at_most else rows.samples
+    text = calibration_rows(name, _tokenizer_for(source, name), samples=samples, seqlen=rows.seqlen, seed=rows.seed)
+    text = text[: rows.samples]
+    _check_runs(source, name, text)
+    return text, {"rows": len(text), "seqlen": text.shape[1], "sha256": rows_hash(text)}
+
+
+def _check_runs(source: Source, name: str, rows: torch.Tensor) -> None:
+    """Raises UserError where the model does not run on rows of tokens."""
+    if source.model is None:
+        return
+    try:
+        run_probe(source.model, rows[:1, :2])
+    except ValueError as error:
+        raise UserError(
+            f"--calib {name}: {type(source.model).__name__} cannot be calibrated on text: {error}; give a "
+            "folder of images or sounds, hf:NAME with a column of them, a .safetensors file of its inputs by name, "
+            "or in Python data=, or choose a format that needs none, such as fp8_channel or mxfp8"
+        ) from error
+
+
+def read_texts(source: Source, rows: Rows) -> dict[str, torch.Tensor]:
+    """Token rows `[samples, seqlen]` of each source; files of token ids need no tokenizer."""
+    return {
+        name: token_rows(Path(name), _tokenizer_for(source, name), samples=rows.samples, seqlen=rows.seqlen)
+        for name in rows.sources
+    }
+
+
+def read_evaluation(
+    source: Source,
+    rows: Rows,
+    *,
+    writer: nn.Module | None = None,
+    device: torch.device | None = None,
+    progress: Progress | None = None,
+    listener: Listener = SILENT,
+) -> dict[str, torch.Tensor | Inputs]:
+    """Evaluation data by the name of its source: inputs of the model, or rows of a text.
+
+    Args:
+        source: the model.
+        rows: sources, and the size of each.
+        writer: the model that writes missing text of decoders; by default that of `source`.
+        device: where it runs.
+        progress: of the writing.
+        listener: hears what inputs were made from.
+    """
+    data: dict[str, torch.Tensor | Inputs] = {}
+    for name in rows.sources:
+        each = replace(rows, sources=(name,))
+        inputs = named_inputs(source, each)
+        if inputs is None:
+            data |= read_texts(source, each)
+            continue
+        assert source.model is not None
+        data[name] = inputs = with_decoder_text(writer or source.model, inputs, device, progress)
+        _announce_inputs(listener, "evaluating on", name, inputs)
+    return data
+
+
+def with_decoder_text(
+    model: nn.Module, inputs: Inputs, device: torch.device | None, progress: Progress | None
+) -> Inputs:
+    """The inputs; where a decoder has no text, the model writes it."""
+    if not lacks_decoder_text(inputs):
+        return inputs
+    with placed(model, device):
+        return from_first(lambda: write_decoder_text(model, inputs, reporter(progress, "generate")))
+
+
+def as_rows(model: nn.Module, data: torch.Tensor | Inputs, option: str) -> torch.Tensor:
+    """Calibration data as one tensor, for measurements that work on nothing else.
+
+    Raises:
+        UserError: the calls take several tensors, or tensors of several shapes.
+    """
+    rows = data.as_tensor(model) if isinstance(data, Inputs) else data
+    if rows is None:
+        raise UserError(
+            f"{option} measures on one tensor, token ids or images of one size, and {type(model).__name__} takes "
+            "several; quantize with --format, and measure with quant evaluate --data"
+        )
+    return rows
+
+
+def digest_of(rows: torch.Tensor | Inputs) -> str:
+    """SHA-256 of the values of rows or calls."""
+    if isinstance(rows, torch.Tensor):
+        return tensor_hash(rows)
+    return hashlib.sha256("".join(map(tensor_hash, rows.tensors())).encode()).hexdigest()
+
+
+def _announce_inputs(listener: Listener, verb: str, name: str, inputs: Inputs) -> None:
+    if inputs.about:
+        listener.message(f"{verb} {name}: {inputs.about}")
+
+
+def _tokenizer_for(source: Source, text: str) -> Any:
+    is_ids = text.endswith(".safetensors") or ".safetensors:" in text
+    return None if is_ids else source.load_tokenizer()
