@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from quant.calibration.blocks import stored_dtype
+from quant.calibration.store import Store
 from quant.checkpoints.trial_load import check_experts, check_read_back, trial
 from quant.errors import UserError
 from quant.export.checkpoint import compressed_tensors as layout
@@ -26,9 +27,6 @@ from quant.export.checkpoint.write import (
 )
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import PLAN_FILE, Plan
-
-if TYPE_CHECKING:
-    from quant.execution.store import Partial
 
 Finish = Callable[[Path, dict[str, str], list[str]], None]
 
@@ -102,14 +100,14 @@ def write_model(
     overwrite: bool = False,
     allow_missing: bool = False,
     finish: Finish | None = None,
-    partial: Partial | None = None,
+    store: Store | None = None,
     state: Mapping[str, torch.Tensor] | None = None,
     shard_bytes: int | None = None,
 ) -> dict[str, str]:
     """As `save`, for a plan that `check_plan` has passed and with the names of the model's tensors on disk.
 
-    In the directory of `partial` the checkpoint is built, and what it keeps moves from there. `state` has the tensors
-    that are not quantized, in the place of the model's. `shard_bytes` is as of `write_tensors`.
+    The checkpoint is built in the directory of `store`, and the steps that it keeps move into its files. `state` has
+    the tensors that are not quantized, in the place of the model's. `shard_bytes` is as of `write_tensors`.
     """
     if not allow_missing:
         check_experts(plan, names)
@@ -117,9 +115,9 @@ def write_model(
     made_of: dict[str, str] = {}
     tensors = checkpoint_tensors(model, stored_dtype(model), names, state, made_of)
     masks = {names.stored(name) for name, _ in model.named_buffers()}
-    log = None if partial is None else partial.moving(made_of)
-    where: dict[str, Any] = {} if partial is None else {"work": partial.path, "kept": partial.shards}
-    with new_directory(Path(directory), overwrite=overwrite, **where) as temporary:
+    store = store or Store()
+    log = store.moving(made_of)
+    with new_directory(Path(directory), overwrite=overwrite, work=store.directory, kept=store.shards) as temporary:
         plan.save(temporary / PLAN_FILE)
         messages = []
         known = hasattr(getattr(model, "config", None), "save_pretrained")

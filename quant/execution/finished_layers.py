@@ -15,10 +15,11 @@ from torch import nn
 
 from quant.calibration.placement import home_of_states
 from quant.calibration.ranks import from_first, gathered, in_order, number_of, own_batches, rank_and_world, wait_for_all
+from quant.calibration.store import Step
 from quant.calibration.walk.sequential import Keeper, States
 from quant.execution.install import install_weight
 from quant.execution.layer_result import LayerResult
-from quant.execution.store import Partial, Step
+from quant.execution.store import Partial
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.plan import LayerPlan
@@ -86,7 +87,7 @@ def put_back(partial: Partial, step: str, model: nn.Module) -> tuple[list[LayerP
         return None
     layers: list[LayerPlan] = []
     results: dict[str, LayerResult] = {}
-    with partial.forged():
+    with partial.reading():
         _install(found, model, layers, results)
     return layers, results
 
@@ -146,7 +147,7 @@ class BlockKeeper(Keeper):
         states = None
         if finished < len(chain):
             found = self.partial.get("states")
-            with self.partial.forged():
+            with self.partial.reading():
                 block = None if found is None else found.record["block"]
                 finished = chain.index(block) + 1 if block in chain[:finished] else 0
                 states = _states(found.tensors) if found is not None and finished else None

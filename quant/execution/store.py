@@ -33,10 +33,9 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,7 @@ import torch
 from safetensors import safe_open
 
 from quant.calibration.ranks import from_first, rank_and_world, wait_for_all
+from quant.calibration.store import Mapped, Step, Store
 from quant.export.checkpoint.directory import COMPLETE, NEW, finish_directory
 from quant.export.checkpoint.tensor_file import write_tensor_file
 from quant.export.checkpoint.write import sha256_of
@@ -65,18 +65,7 @@ _WRITTEN: dict[str, Any] = {"bytes": int, "sha256": str, "moved": list[str]}
 _WAY_OUT = "give what it was begun with, or pass --restart to begin anew"
 
 
-Then = Callable[[Mapping[str, torch.Tensor]], None]
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """A finished step: its tensors, mapped from their file, and whatever else belongs to it, JSON-ready."""
-
-    tensors: Mapping[str, torch.Tensor]
-    record: Any
-
-
-class Partial:
+class Partial(Store):
     """The partial directory of a run; open for one process at a time, or for the ranks of one run.
 
     Args:
@@ -94,6 +83,7 @@ class Partial:
         self, out: Path, depends: Mapping[str, Any], sources: WatchedFiles | None = None, *, restart: bool = False
     ) -> None:
         self.out, self.path = out.resolve(), partial_path(out)
+        self.directory = self.path
         self.rank = rank_and_world()[0]
         own = f"-{self.rank}" if self.rank else ""
         self._journal, self._suffix = self.path / f"journal{own}.jsonl", f"{own}.safetensors"
@@ -101,7 +91,7 @@ class Partial:
         self._steps: dict[str, dict[str, Any]] = {}
         self._verified: set[str] = set()
         self._holds: dict[str, str] = {}  # files by the names of the model's layers and tensors that are in them
-        self._awaited: list[tuple[str, Then]] = []
+        self._awaited: list[tuple[str, Mapped]] = []
         self._claim = ExitStack()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
         self._writing: list[Future[None]] = []
@@ -190,7 +180,7 @@ class Partial:
             raise
 
     @contextmanager
-    def forged(self) -> Iterator[None]:
+    def reading(self) -> Iterator[None]:
         """While open, whatever fails means that a step is none of this program's making, for each has its SHA-256."""
         try:
             yield
@@ -232,7 +222,7 @@ class Partial:
         step: str,
         tensors: Mapping[str, torch.Tensor],
         record: Any,
-        then: Then | None = None,
+        then: Mapped | None = None,
         *,
         alone: bool = False,
     ) -> None:
@@ -285,17 +275,17 @@ class Partial:
 
         self._writing.append(self._thread.submit(write))
 
-    def expect(self, what: str, value: Any) -> None:
+    def expect(self, name: str, value: Any) -> None:
         """Notes what the run depends on and what was not known when it began.
 
         Raises:
             ValueError: an earlier run noted something else.
         """
-        noted = self.get(what)
+        noted = self.get(name)
         if noted is None:
-            self.put(what, {}, value)
+            self.put(name, {}, value)
         elif noted.record != value:
-            raise ValueError(f"{self.path} holds an unfinished run with another {what}; {_WAY_OUT}")
+            raise ValueError(f"{self.path} holds an unfinished run with another {name}; {_WAY_OUT}")
 
     @property
     def holds(self) -> Mapping[str, str]:

@@ -272,7 +272,7 @@ def _solve_and_write(
         overwrite=job.overwrite,
         allow_missing=job.allow_missing,
         finish=finish,
-        partial=partial,
+        store=partial,
     )
     return report
 
