@@ -24,7 +24,7 @@ from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.hardware import current
 from quant.kernels.layout import prepack
 from quant.kernels.linear import experts
-from quant.kernels.portable import casts, matmul_fp8_block
+from quant.kernels.portable import casts, fp8_block_gemm
 from quant.kernels.timing import graph_microseconds
 
 SHAPES = ((4096, 28672, 4096), (8192, 8192, 8192), (1024, 4096, 14336))
@@ -52,8 +52,8 @@ def plain() -> list[dict[str, Any]]:
             "bf16": lambda x=x, dense=dense: x @ dense.T,
             "tensor": lambda scaled=scaled, one=one: scaled(one, one),
             "row": lambda scaled=scaled, a=by_row, b=by_channel: scaled(a, b),
-            "block": lambda x8=x8, w=weight: matmul_fp8_block.block_linear(x8, w, None, torch.bfloat16),
-            "block, Triton": lambda x8=x8, w=weight: matmul_fp8_block.kernel_linear(x8, w, None, torch.bfloat16),
+            "block": lambda x8=x8, w=weight: fp8_block_gemm.fp8_block_gemm(x8, w, None, torch.bfloat16),
+            "block, Triton": lambda x8=x8, w=weight: fp8_block_gemm.by_triton(x8, w, None, torch.bfloat16),
         }
         times = {name: graph_microseconds([call]) for name, call in calls.items()}
         for name, us in times.items():

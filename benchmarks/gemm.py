@@ -195,7 +195,7 @@ def peers(compile_only: bool) -> Iterator[Row]:
 
 def prefill(compile_only: bool) -> Iterator[Row]:
     """NVFP4 weights by FP8 activations: x to E4M3, the weight to E4M3, the library's product, as one time."""
-    from quant.kernels.hopper import decode_nvfp4
+    from quant.kernels.hopper import sm90_decode_nvfp4
     from quant.kernels.layout import prepack
 
     if not current().has_wgmma:
@@ -204,7 +204,7 @@ def prefill(compile_only: bool) -> Iterator[Row]:
         weight = prepack(random_weight(FORMATS["nvfp4"], shape))
         x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
         y = dispatch.prefill_linear(x, weight, None, None, "fp8_token")
-        decode_nvfp4.dequantize(weight)
+        sm90_decode_nvfp4.dequantize_prepacked(weight)
         if compile_only:
             continue
         exact = x.double() @ dispatch.dequantize(weight, torch.bfloat16).double().T
@@ -217,8 +217,8 @@ def prefill(compile_only: bool) -> Iterator[Row]:
         if tokens == 4096:
             elements = shape[0] * shape[1]
             for name, call, nbytes in (
-                ("nvfp4 to bf16", decode_nvfp4.dequantize, 2 + 9 / 16),
-                ("nvfp4 to e4m3", decode_nvfp4.requantize, 1 + 9 / 16),
+                ("nvfp4 to bf16", sm90_decode_nvfp4.dequantize_prepacked, 2 + 9 / 16),
+                ("nvfp4 to e4m3", sm90_decode_nvfp4.prepacked_to_e4m3, 1 + 9 / 16),
             ):
                 us = graph_microseconds([lambda w=w, c=call: c(w) for w in copies])
                 yield {"what": name, "N": shape[0], "K": shape[1], "us": us, "TB/s": nbytes * elements / us * 1e-6}

@@ -1,6 +1,6 @@
 """Triton kernels are compiled ahead of time to PTX, for a GPU that need not be present.
 
-    compiled = compile_kernel(attention_forward, {"q": "*fp8e4nv", …, "heads": "i32"}, {"dim": 128, …}, arch=90, …)
+    compiled = compile_kernel(fp8_dense_attention, {"q": "*fp8e4nv", …, "heads": "i32"}, {"dim": 128, …}, arch=90, …)
     compiled.ptx, compiled.name, compiled.threads, compiled.shared
 
 The result can be launched without Triton: pass the arguments of `compiled.arguments` in that order, with

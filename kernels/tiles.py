@@ -2,9 +2,9 @@
 
 There are four ways to multiply by a quantized weight:
 
-    Tiles         the portable kernel (kernels/portable/matmul.py): any format, any shape
-    GluonTiles    Hopper's kernel (kernels/hopper/matmul_few.py): a prepacked NVFP4 or MXFP4 weight, few tokens
-    PrefillTiles  many tokens (kernels/hopper/matmul_many.py): a prepacked weight, or one of `STORED_FORMATS`
+    Tiles         the portable kernel (kernels/portable/codes_gemm.py): any format, any shape
+    GluonTiles    Hopper's kernel (kernels/hopper/sm90_nvfp4_gemm_few.py): a prepacked NVFP4 or MXFP4 weight, few tokens
+    PrefillTiles  many tokens (kernels/hopper/sm90_codes_gemm_many.py): a prepacked weight, or one of `STORED_FORMATS`
     DENSE         write W in 16 bit, then the library's matmul: where that is cheap compared with the products
 """
 

@@ -130,7 +130,7 @@ def infer_types(types: Sequence[str], attributes: Attributes, name: str = PLUGIN
 
 def compile_attention(dim: int, attributes: Attributes, arch: int) -> CompiledKernel:
     """The kernel for the engine: PTX for one compute capability, head dimension and mask."""
-    from quant.kernels.portable.attention import attention_forward
+    from quant.kernels.portable.dense_attention import fp8_dense_attention
 
     types = [_TRITON_TYPES[name] for name in attributes.io_types]
     tiles = tiles_for(dim, arch)
@@ -144,7 +144,7 @@ def compile_attention(dim: int, attributes: Attributes, arch: int) -> CompiledKe
         "block_kv": tiles.block_kv,
     }
     return compile_kernel(
-        attention_forward, signature, constants, arch=arch, num_warps=tiles.num_warps, num_stages=tiles.num_stages
+        fp8_dense_attention, signature, constants, arch=arch, num_warps=tiles.num_warps, num_stages=tiles.num_stages
     )
 
 

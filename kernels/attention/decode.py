@@ -6,7 +6,7 @@ The new tokens are the last ones of their sequences and are already in the cache
 position lengths − new + i. One new token is decoding; several are a chunk of a prompt behind earlier ones.
 
 A CPU runs the oracle, which gathers the pages, dequantizes them exactly and attends in float32. A GPU runs the Triton
-kernel of `quant.kernels.portable.decode_attention`, which reads the codes directly.
+kernel of `quant.kernels.portable.paged_attention`, which reads the codes directly.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def paged_attention(
         )
     if q.device.type != "cuda":
         return paged_reference(q, pages, block_table, lengths, **given)
-    from quant.kernels.portable.decode_attention import launch
+    from quant.kernels.portable.paged_attention import attend_pages
 
     if tiles is None:
         rows, programs = q.shape[2] * (q.shape[1] // pages.kv_heads), q.shape[0] * pages.kv_heads
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         tiles = decode_tiles_for(pages, rows, programs, max_length, sms)
-    return launch(q, pages, block_table, lengths, options, tiles)
+    return attend_pages(q, pages, block_table, lengths, options, tiles)
 
 
 def _check(where: str, q: torch.Tensor, pages: KVPages, block_table: torch.Tensor, lengths: torch.Tensor) -> None:

@@ -4,9 +4,9 @@
     out, lse = attention(q, k, v, window=4096, softcap=50.0, return_lse=True)     BF16 operands
 
 A scale covers a tensor, a head, or a block of 128 tokens of a head. A CPU runs the oracle
-(`quant.kernels.attention_reference`), Hopper a warp-specialised kernel (`quant.kernels.hopper.attention`), any other
-GPU with the tensor cores a Triton kernel (`quant.kernels.portable.attention`), and a GPU without them the oracle.
-`quant.kernels.attention.quantize` makes E4M3 operands and lays V out as Hopper's tensor cores read it.
+(`quant.kernels.attention_reference`), Hopper a warp-specialised kernel (`kernels/hopper/sm90_dense_attention.py`), any
+other GPU with the tensor cores a Triton kernel (`kernels/portable/dense_attention.py`), and a GPU without them the
+oracle. `quant.kernels.attention.quantize` makes E4M3 operands and lays V out as Hopper's tensor cores read it.
 
 `fp8_attention` is the op with one scale per tensor that exporters know; its kernel is compiled ahead of time for
 TensorRT (`quant.export.engine.plugin`).
@@ -192,13 +192,13 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: object
     out, lse = _fake_attention(q, k, v, *given)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if hopper:
-        from quant.kernels.hopper import attention as kernel
-        from quant.kernels.portable import attention_quantize
+        from quant.kernels.hopper import sm90_dense_attention as kernel
+        from quant.kernels.portable import fp8_attention_operands
 
         if options.scales is not None and not options.v_laid_out:
-            v = attention_quantize.lay_out_v(v, options.cu_seqlens_k)
+            v = fp8_attention_operands.lay_out_v(v, options.cu_seqlens_k)
     else:
-        from quant.kernels.portable import attention as kernel  # type: ignore[no-redef]
+        from quant.kernels.portable import dense_attention as kernel  # type: ignore[no-redef]
     kernel.attend(q, k, v, out, lse if with_lse else None, options)
     return out, lse
 
@@ -222,10 +222,10 @@ def _fp8_attention(
     """Body of `quant::fp8_attention`."""
     if not has_fp8_tensor_cores(q.device):
         return fp8_attention_reference(q, k, v, scales, causal=causal, softmax_scale=softmax_scale, dtype=dtype)
-    from quant.kernels.portable.attention import launch
+    from quant.kernels.portable.dense_attention import attend_fp8
 
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    launch(q.contiguous(), k.contiguous(), v.contiguous(), scales, out, causal, softmax_scale)
+    attend_fp8(q.contiguous(), k.contiguous(), v.contiguous(), scales, out, causal, softmax_scale)
     return out
 
 

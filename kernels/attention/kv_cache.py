@@ -202,9 +202,9 @@ class PagedKVCache:
         pages = self.layer(layer)
         table, first = self.block_table(sequences), self._tensor_of(starts)
         if self.device.type == "cuda":
-            from quant.kernels.portable.kv_cache import write
+            from quant.kernels.portable.paged_kv_cache import write_kv
 
-            write(pages, table, first, k, v)
+            write_kv(pages, table, first, k, v)
         else:
             write_reference(pages, table, first, k, v)
         for sequence, start in zip(sequences, starts, strict=True):

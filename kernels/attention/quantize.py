@@ -137,16 +137,16 @@ def quantize_attention(
     )  # fmt: skip
     work = AttentionInputs(q, k, v, rope, hadamard, max_seqlen_k, options)
     if q.is_cuda:
-        from quant.kernels.portable.attention_quantize import key_means, measure, quantize
+        from quant.kernels.portable.fp8_attention_operands import key_means, measure, quantize_qkv
     else:
-        key_means, measure, quantize = _key_means, _measure, _quantize
+        key_means, measure, quantize_qkv = _key_means, _measure, _quantize
     if smooth_k:
         work = replace(work, mean=key_means(work))
     if scales is None and granularity != "block":
         axes = (2,) if granularity == "head" else (0, 1, 2)
         q_amax, k_amax, v_amax = (_scale_of(amax.amax(axes)) for amax in measure(work))
         scales = q_amax, k_amax, v_amax
-    (q, k, v), (q_scale, k_scale, v_scale), shift = quantize(work, scales)
+    (q, k, v), (q_scale, k_scale, v_scale), shift = quantize_qkv(work, scales)
     options = options._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     return AttentionOperands(q, k, v, options, shift)
 

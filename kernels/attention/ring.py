@@ -161,7 +161,7 @@ def _encoded(x: torch.Tensor, format: Format | None) -> tuple[torch.Tensor, ...]
 
 def _append(targets: Sequence[torch.Tensor], pair: tuple[torch.Tensor, torch.Tensor], format: Format) -> None:
     """The same for NVFP4's K and V on a GPU, with the kernel that writes caches: one page a piece and batch entry."""
-    from quant.kernels.portable.kv_cache import write
+    from quant.kernels.portable.paged_kv_cache import write_kv
 
     k, v = pair
     k_codes, k_blocks, k_scale, v_codes, v_blocks, v_scale = targets
@@ -173,7 +173,7 @@ def _append(targets: Sequence[torch.Tensor], pair: tuple[torch.Tensor, torch.Ten
         page = KVPages(
             k_codes[here], v_codes[here], format, k.shape[3], k_scale[row], v_scale[row], k_blocks[here], v_blocks[here]
         )
-        write(page, zero, zero[0], k[here], v[here])
+        write_kv(page, zero, zero[0], k[here], v[here])
 
 
 def _power_of_two(x: torch.Tensor, format: Format) -> torch.Tensor:
@@ -185,9 +185,9 @@ def _exact(parts: Sequence[torch.Tensor], format: Format, dtype: torch.dtype) ->
     """The values of a piece from its codes, block scales and global scales."""
     codes, blocks, scale = parts
     if codes.is_cuda:
-        from quant.kernels.portable.kv_cache import read
+        from quant.kernels.portable.paged_kv_cache import read_nvfp4_kv
 
-        return read(codes, blocks, scale, dtype)
+        return read_nvfp4_kv(codes, blocks, scale, dtype)
     rows = zip(codes, blocks, scale, strict=True)
     return torch.stack([decode_kv(code, format, factors, block) for code, block, factors in rows]).to(dtype)
 

@@ -3,7 +3,7 @@
     check ──▶ layout ──▶ architecture ──▶ launch        all but the launch happens once for arguments of the same shapes
 
 The input is rounded to the activation format, if there is one, and a kernel is chosen by format, tokens and shape.
-Where tensor cores take both operands as they are stored, fp8_gemm.py, matmul_fp8_block.py or matmul_scaled.py
+Where tensor cores take both operands as they are stored, fp8_gemm.py, fp8_block_gemm.py or block_scaled_gemm.py
 multiplies instead.
 
 The choice is a look-up, in this order: the measurements of `quant tune` on this machine, the table shipped for the GPU,
@@ -145,7 +145,7 @@ def _decide(
     launch = prepare(x, weight, bias, choice)
     if not _is_stored(choice, weight):
         return Way(weight.format, shape, launch, rounds)
-    from quant.kernels.hopper.decode_codes import numbers_only
+    from quant.kernels.hopper.sm90_decode_codes import numbers_only
 
     return Way(weight.format, shape, launch, rounds, prepare(x, weight, bias, _without_tma(weight, x)), numbers_only)
 
@@ -186,7 +186,7 @@ def choose(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
     """How to multiply x `[tokens, in]`, in 16 bit with aligned rows, by `weight`."""
     choice = _best(weight, x)
     if _is_stored(choice, weight):
-        from quant.kernels.hopper.decode_codes import numbers_only
+        from quant.kernels.hopper.sm90_decode_codes import numbers_only
 
         return choice if numbers_only(weight) else _without_tma(weight, x)
     return choice
@@ -227,17 +227,17 @@ def prepare(
 ) -> tiles.Launch:
     """`run` for arguments like these, with everything decided that does not depend on their values."""
     if isinstance(choice, tiles.Tiles):
-        from quant.kernels.portable import matmul
+        from quant.kernels.portable import codes_gemm
 
-        return matmul.prepare(x, weight, bias, choice)
+        return codes_gemm.prepare_codes_gemm(x, weight, bias, choice)
     if isinstance(choice, tiles.GluonTiles):
-        from quant.kernels.hopper import matmul_few
+        from quant.kernels.hopper import sm90_nvfp4_gemm_few
 
-        return matmul_few.prepare(x, weight, bias, choice)
+        return sm90_nvfp4_gemm_few.prepare_gemm_few(x, weight, bias, choice)
     if isinstance(choice, tiles.PrefillTiles):
-        from quant.kernels.hopper import matmul_many
+        from quant.kernels.hopper import sm90_codes_gemm_many
 
-        return matmul_many.prepare(x, weight, bias, choice)
+        return sm90_codes_gemm_many.prepare_gemm_many(x, weight, bias, choice)
     return _by_library
 
 
@@ -254,12 +254,12 @@ def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """`[out, in]` of `weight`, on a GPU, in `dtype`: FP16, BF16 or FP32."""
     weight = as_computed(weight)
     if is_prepacked(weight):
-        from quant.kernels.hopper import decode_nvfp4
+        from quant.kernels.hopper import sm90_decode_nvfp4
 
-        return decode_nvfp4.dequantize(weight, dtype)
-    from quant.kernels.portable import matmul
+        return sm90_decode_nvfp4.dequantize_prepacked(weight, dtype)
+    from quant.kernels.portable import codes_gemm
 
-    return matmul.dequantize(weight, dtype)
+    return codes_gemm.dequantize_codes(weight, dtype)
 
 
 def takes_prefill(weight: BlockScaledTensor, activation: str, tokens: int, dtype: torch.dtype) -> bool:
@@ -282,10 +282,10 @@ def prefill_linear(
     The library multiplies FP8 at nearly twice the rate of 16 bit. The price is one more rounding of the weight, of up
     to one part in 16 (`benchmarks/gemm.py` prints the error of the product).
     """
-    from quant.kernels.hopper import decode_nvfp4
+    from quant.kernels.hopper import sm90_decode_nvfp4
     from quant.kernels.portable import casts
 
-    codes, scale = decode_nvfp4.requantize(weight)
+    codes, scale = sm90_decode_nvfp4.prepacked_to_e4m3(weight)
     quantized = casts.quantize(x, FORMATS[activation], scale=input_scale)
     by_row = quantized.scale.reshape(-1, 1).expand(x.shape[0], 1).contiguous()
     bias = None if bias is None else bias.to(x.dtype)
@@ -296,7 +296,7 @@ def prefill_linear(
 
 def _is_native(weight: BlockScaledTensor, activation: str, tokens: int, device: torch.device) -> bool:
     """Whether tensor cores of this GPU take both sides as they are stored, and got a first product right."""
-    from quant.kernels.portable import casts, matmul_scaled
+    from quant.kernels.portable import block_scaled_gemm, casts
 
     form, columns = weight.format, weight.shape[1]
     gpu = hardware.current(device.index or 0)
@@ -306,7 +306,7 @@ def _is_native(weight: BlockScaledTensor, activation: str, tokens: int, device: 
         # With few tokens reading W takes all the time, and 16-bit products are no slower.
         able = gpu.has_fp8 and activation == "fp8_group" and tokens > tiles.FEW
     else:
-        able = gpu.has_block_scales and activation == form.name and form.name in matmul_scaled.SCALED_FORMATS
+        able = gpu.has_block_scales and activation == form.name and form.name in block_scaled_gemm.SCALED_FORMATS
     if not able or columns > casts.MAX_COLUMNS:
         return False
     case = (form.name, activation, device.index or 0)
@@ -346,12 +346,12 @@ def _native_linear(
     input_scale: torch.Tensor | None,
 ) -> torch.Tensor:
     """`[tokens, out]`: x to codes, then codes by codes."""
-    from quant.kernels.portable import casts, matmul_fp8_block, matmul_scaled
+    from quant.kernels.portable import block_scaled_gemm, casts, fp8_block_gemm
 
     if weight.format.name == "fp8_block":
-        return matmul_fp8_block.block_linear(casts.quantize(x, FORMATS["fp8_group"]), weight, bias, x.dtype)
+        return fp8_block_gemm.fp8_block_gemm(casts.quantize(x, FORMATS["fp8_group"]), weight, bias, x.dtype)
     quantized = casts.quantize(x, weight.format, global_scale=input_scale if weight.format.global_scale else None)
-    return matmul_scaled.scaled_linear(quantized, weight, bias, x.dtype)
+    return block_scaled_gemm.block_scaled_gemm(quantized, weight, bias, x.dtype)
 
 
 def aligned_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -372,7 +372,7 @@ def round_rows(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None
 
 def prepare_rounding(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> Rounding:
     """`round_rows` for arguments like these, with everything decided that does not depend on their values."""
-    from quant.kernels.portable import casts, matmul
+    from quant.kernels.portable import casts, codes_gemm
 
     columns = x.shape[-1]
     whole = columns % max(format.block[1], 2 if format.element.bits == 4 else 1) == 0
@@ -384,6 +384,6 @@ def prepare_rounding(x: torch.Tensor, format: Format, input_scale: torch.Tensor 
 
     def run(x: torch.Tensor, input_scale: torch.Tensor | None) -> torch.Tensor:
         codes = cast(x, None, input_scale) if second else cast(x, input_scale)
-        return matmul.dequantize(codes, x.dtype)
+        return codes_gemm.dequantize_codes(codes, x.dtype)
 
     return run

@@ -108,7 +108,7 @@ def _embedding(
     if not ids.numel():
         return torch.empty(*ids.shape, columns, dtype=dtype, device=ids.device)
     if ids.is_cuda and dtype in (torch.float16, torch.bfloat16) and has_triton():
-        from quant.kernels.portable.embedding import look_up
+        from quant.kernels.portable.codes_embedding import look_up
 
         with torch.cuda.device_of(ids):
             return look_up(ids, weight, dtype)

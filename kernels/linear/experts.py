@@ -7,7 +7,7 @@
     out[token] = Σ over its k slots of weight · y              always summed in the same order
 
 The offsets stay on the GPU, so the host does not wait for the router, and a decoding step can be captured in a graph.
-On a GPU the kernels of `matmul_grouped.py` run the op; on a CPU each expert runs through the oracle. Gradients are
+On a GPU the kernels of `grouped_gemm.py` run the op; on a CPU each expert runs through the oracle. Gradients are
 computed as in `quant::linear`, expert by expert; the backward pass does wait for the offsets.
 """
 
@@ -141,28 +141,28 @@ def _on_gpu(
     input_scale: torch.Tensor | None,
     activation: Format | None,
 ) -> torch.Tensor:
-    from quant.kernels.hopper import matmul_many
-    from quant.kernels.portable import casts, matmul_grouped, matmul_scaled
+    from quant.kernels.hopper import sm90_codes_gemm_many
+    from quant.kernels.portable import block_scaled_gemm, casts, grouped_gemm
 
-    matmul_grouped.check(x, weight, offsets)
+    grouped_gemm.check(x, weight, offsets)
     if is_prepacked(weight):
         if x.dtype is torch.bfloat16:
             rounded = x if activation is None else dispatch.round_rows(x, activation, input_scale)
-            return matmul_many.grouped_linear(dispatch.aligned_rows(rounded), weight, offsets)
+            return sm90_codes_gemm_many.grouped_gemm_many(dispatch.aligned_rows(rounded), weight, offsets)
         weight = restore(weight)
     if activation is None:
-        return matmul_grouped.grouped_linear(x, weight, offsets)
+        return grouped_gemm.grouped_codes_gemm(x, weight, offsets)
     gpu, columns = current(x.device.index or 0), x.shape[1]
     whole = columns % max(activation.block[1], 2) == 0 and columns <= casts.MAX_COLUMNS
     scale = None if activation.global_scale else input_scale
     second = input_scale if activation.global_scale else None
-    if whole and gpu.has_fp8 and matmul_grouped.takes_fp8(weight.format, activation):
+    if whole and gpu.has_fp8 and grouped_gemm.takes_fp8(weight.format, activation):
         rows = casts.quantize(x, activation, scale=scale)
-        return matmul_grouped.grouped_fp8(rows, weight, offsets, x.dtype)
-    if whole and gpu.has_block_scales and matmul_scaled.takes(weight.format, activation):
+        return grouped_gemm.grouped_fp8_gemm(rows, weight, offsets, x.dtype)
+    if whole and gpu.has_block_scales and block_scaled_gemm.takes(weight.format, activation):
         rows = casts.quantize(x, activation, global_scale=second)
-        return matmul_scaled.scaled_linear(rows, weight, None, x.dtype, offsets=offsets)
-    return matmul_grouped.grouped_linear(dispatch.round_rows(x, activation, input_scale), weight, offsets)
+        return block_scaled_gemm.block_scaled_gemm(rows, weight, None, x.dtype, offsets=offsets)
+    return grouped_gemm.grouped_codes_gemm(dispatch.round_rows(x, activation, input_scale), weight, offsets)
 
 
 def _gradient(

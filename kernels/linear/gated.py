@@ -44,7 +44,7 @@ def gated_linear(x: torch.Tensor, weight: BlockScaledTensor) -> torch.Tensor:
     dispatch.check(x, weight, None)
     choice = dispatch.choose(weight, x)
     if isinstance(choice, GluonTiles):
-        from quant.kernels.hopper import matmul_few
+        from quant.kernels.hopper import sm90_nvfp4_gemm_few
 
-        return matmul_few.linear(x, weight, None, choice, gated=True)
+        return sm90_nvfp4_gemm_few.gemm_few(x, weight, None, choice, gated=True)
     return swiglu(dispatch.run(x, weight, None, choice), in_turns=True)

@@ -35,6 +35,7 @@ from quant.formats.scaling import global_scale_of, scale_of
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import current
 from quant.kernels.launch_cache import Repeated
+from quant.kernels.portable.codes_gemm import decode_scale
 from quant.kernels.portable.e2m1 import (
     code_bits,
     encode,
@@ -46,7 +47,6 @@ from quant.kernels.portable.e2m1 import (
 )
 from quant.kernels.portable.e2m1 import columns as _columns
 from quant.kernels.portable.hadamard import hadamard_of_threads
-from quant.kernels.portable.matmul import decode_scale
 
 FORMATS_OUT = ("nvfp4", "mxfp8", "mxfp4", "fp8", "fp8_token", "fp8_group", "int8_token")
 """Activation formats that can be written."""

@@ -86,7 +86,7 @@ def swiglu_kernel(both, out, K, in_turns: tl.constexpr, gelu: tl.constexpr, widt
 
 
 @triton.jit
-def rotate_kernel(
+def rotate_and_store_kernel(
     qkv, cos, sin, q_norm, k_norm, q, k, v, table, lengths, table_stride, heads, kv_heads, eps,
     norm: tl.constexpr, offset: tl.constexpr, page: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
     overlap: tl.constexpr,
@@ -271,7 +271,7 @@ def rotate_and_store(
     q = qkv.new_empty(batch, heads, 1, dim)
     if batch:
         # Unfused: an FMA would not round a product that the modules round before adding it.
-        rotate_kernel[heads + 2 * kv_heads, batch](
+        rotate_and_store_kernel[heads + 2 * kv_heads, batch](
             qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, q, pages.k, pages.v,
             block_table, lengths, block_table.stride(0), heads, kv_heads, eps, norm=norms is not None,
             offset=offset, page=pages.page_size, dim=dim, width=triton.next_power_of_2(dim // 2), num_warps=1,

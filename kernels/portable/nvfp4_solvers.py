@@ -49,10 +49,11 @@ def _encode_e4m3_up(x):
 
 
 @triton.jit
-def _solve(
+def nvfp4_solve_kernel(
     wanted, coupling, inverses, values, scales, moves, global_scale, n, blocks, wanted_stride, coupling_row,
     coupling_column, improve: tl.constexpr, WIDTH: tl.constexpr, CANDIDATES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """`ROWS` rows of the weight through one window; see the module docstring. Grid: (groups of rows, windows)."""
     column = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = column < n
     row = tl.arange(0, WIDTH)
@@ -178,7 +179,7 @@ def _launch_solver(
     inputs, n = wanted.shape
     moves = torch.empty(inputs, n, device=wanted.device)
     wanted = wanted if wanted.stride(1) == 1 else wanted.contiguous()
-    _solve[(triton.cdiv(n, _ROWS), windows)](
+    nvfp4_solve_kernel[(triton.cdiv(n, _ROWS), windows)](
         wanted, coupling, inverses.contiguous(), values, scales, moves, global_scale, n, inputs // WIDTH // windows,
         wanted.stride(0), coupling.stride(-2), coupling.stride(-1),
         improve=improve, WIDTH=WIDTH, CANDIDATES=_CANDIDATES, ROWS=_ROWS, num_warps=1,
@@ -196,7 +197,8 @@ def _nearest_e4m3(x):
 
 
 @triton.jit
-def _fake_quantize(x, out, global_scale, blocks, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+def nvfp4_fake_quantize_kernel(x, out, global_scale, blocks, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+    """`BLOCKS` blocks of sixteen values, rounded and dequantized; grid: (groups of blocks,)."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     place = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     valid = (block < blocks)[:, None]
@@ -210,10 +212,11 @@ def _fake_quantize(x, out, global_scale, blocks, WIDTH: tl.constexpr, BLOCKS: tl
 
 
 @triton.jit
-def _learned(
+def nvfp4_learned_kernel(
     latent, first_step, step, gradient, values, scale_gradient, blocks,
     backward: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    """`BLOCKS` blocks of the learned weight, or with `backward` the gradients of its latent values and its scales."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     place = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = block < blocks
@@ -244,7 +247,9 @@ def fake_quantize_nvfp4(x: torch.Tensor, global_scale: torch.Tensor | None) -> t
         global_scale = global_scale_of(x.abs().amax(), FORMATS["nvfp4"])
     out = torch.empty_like(x)
     blocks = x.numel() // WIDTH
-    _fake_quantize[(triton.cdiv(blocks, _BLOCKS),)](x, out, global_scale, blocks, WIDTH=WIDTH, BLOCKS=_BLOCKS)
+    nvfp4_fake_quantize_kernel[(triton.cdiv(blocks, _BLOCKS),)](
+        x, out, global_scale, blocks, WIDTH=WIDTH, BLOCKS=_BLOCKS
+    )
     return out
 
 
@@ -271,4 +276,6 @@ def learned_gradient(
 
 def _launch_learned(*tensors: torch.Tensor, backward: bool) -> None:
     blocks = tensors[0].numel() // WIDTH
-    _learned[(triton.cdiv(blocks, _BLOCKS),)](*tensors, blocks, backward=backward, WIDTH=WIDTH, BLOCKS=_BLOCKS)
+    nvfp4_learned_kernel[(triton.cdiv(blocks, _BLOCKS),)](
+        *tensors, blocks, backward=backward, WIDTH=WIDTH, BLOCKS=_BLOCKS
+    )

@@ -252,7 +252,7 @@ class _Layer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the layer adds to the hidden state of the token, and that state."""
         from quant.kernels.portable.decoder_step import add_rmsnorm, rotate_and_store, swiglu
-        from quant.kernels.portable.kv_cache import write
+        from quant.kernels.portable.paged_kv_cache import write_kv
 
         normed, residual = add_rmsnorm(x, residual, **self.before)
         pages, cache = self.pages, self.quantized
@@ -264,7 +264,7 @@ class _Layer:
             if cache.turn is not None:
                 q, k = cache.turn.q(q), cache.turn.k(k)
             pages, table = cache.pages, cache.table
-            write(pages, table, before, k, v)
+            write_kv(pages, table, before, k, v)
         attended = paged_attention(q, pages, table, lengths, max_length=room, shortest=1, **self.scores)
         out = self.out(attended.flatten(1))
         if self.of_outputs is not None:

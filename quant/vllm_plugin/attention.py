@@ -226,8 +226,8 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`[tokens, heads, dim]`, into `output`; query alike, key and value `[tokens, kv_heads, dim]`."""
-        from quant.kernels.portable.decode_attention import launch
-        from quant.kernels.portable.kv_cache import write_slots
+        from quant.kernels.portable.paged_attention import attend_pages
+        from quant.kernels.portable.paged_kv_cache import write_kv_slots
 
         assert output is not None
         out = output.view(-1, self.num_heads, self.head_size)
@@ -236,14 +236,14 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         batch, pages = attn_metadata, self.pages(layer, kv_cache)
         query, key, value = query[: batch.tokens], key[: batch.tokens], value[: batch.tokens]
         if self.shares_with is None:
-            write_slots(pages, batch.slots[: batch.tokens], key, value)
+            write_kv_slots(pages, batch.slots[: batch.tokens], key, value)
         if batch.decodes:
             q = query[: batch.decodes, :, None]
             sms = torch.cuda.get_device_properties(q.device).multi_processor_count
             rows = self.num_heads // self.num_kv_heads
             tiles = decode_tiles_for(pages, rows, batch.decodes * self.num_kv_heads, batch.longest, sms)
             table, lengths = batch.table[: batch.decodes], batch.lengths[: batch.decodes]
-            out[: batch.decodes].copy_(launch(q, pages, table, lengths, self.options, tiles)[:, :, 0])
+            out[: batch.decodes].copy_(attend_pages(q, pages, table, lengths, self.options, tiles)[:, :, 0])
         if batch.chunks:
             self._attend_to_chunks(batch, pages, query, key, value, out)
         return output
@@ -273,7 +273,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
 
 def values_of(pages: KVPages, table: torch.Tensor, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Keys and values `[length, kv_heads, dim]` of the first tokens in the pages that `table` names."""
-    from quant.kernels.portable.kv_cache import read
+    from quant.kernels.portable.paged_kv_cache import read_nvfp4_kv
 
     used = table[: -(-length // pages.page_size)].long()
 
@@ -285,7 +285,7 @@ def values_of(pages: KVPages, table: torch.Tensor, length: int, dtype: torch.dty
         assert blocks is not None and scale is not None
         # As bytes, because not every indexing kernel takes FP8.
         steps = gathered(blocks.view(torch.uint8)).view(torch.float8_e4m3fn)
-        found.append(read(gathered(codes), steps, scale[None], dtype)[0].transpose(0, 1))
+        found.append(read_nvfp4_kv(gathered(codes), steps, scale[None], dtype)[0].transpose(0, 1))
     return found
 
 

@@ -103,12 +103,12 @@ def test_a_parameter_of_ten_is_not_parameter_one() -> None:
 
 
 def test_bad_requests() -> None:
-    from quant.kernels.portable.attention import attention_forward
+    from quant.kernels.portable.dense_attention import fp8_dense_attention
 
     with pytest.raises(ValueError, match="cannot compile for 75; known: 89, 90, 100, 120"):
-        compile_kernel(attention_forward, {}, {}, arch=75, num_warps=4, num_stages=2)
-    with pytest.raises(ValueError, match=r"attention_forward: parameters .*, but given are"):
-        compile_kernel(attention_forward, {"q": "*fp8e4nv"}, {}, arch=90, num_warps=4, num_stages=2)
+        compile_kernel(fp8_dense_attention, {}, {}, arch=75, num_warps=4, num_stages=2)
+    with pytest.raises(ValueError, match=r"fp8_dense_attention: parameters .*, but given are"):
+        compile_kernel(fp8_dense_attention, {"q": "*fp8e4nv"}, {}, arch=90, num_warps=4, num_stages=2)
 
 
 def test_ptxas_refuses_what_is_broken() -> None:

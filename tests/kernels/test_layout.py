@@ -148,7 +148,7 @@ def test_row_scales_hold_the_largest_value_of_a_row() -> None:
     pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
     from interpreter import interpreted
 
-    from quant.kernels.hopper.decode_nvfp4 import row_scales
+    from quant.kernels.hopper.sm90_decode_nvfp4 import row_scales
 
     weight = all_pairs(128, 4160)
     stored = weight.scale.view(torch.uint8)

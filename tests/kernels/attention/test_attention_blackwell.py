@@ -17,7 +17,8 @@ triton = pytest.importorskip("triton", reason="the [dev] extra installs triton o
 
 
 def compiled(arch: int, dim: int, *, fp8: bool = True, **options: Any) -> CompiledKernel:
-    from quant.kernels.portable.attention import _INTEGERS, attention_with_options
+    from quant.kernels.portable.dense_attention import _INTEGERS
+    from quant.kernels.portable.dense_attention import dense_attention_with_options as kernel
 
     tiles = tiles_for(dim, arch, 1 if fp8 else 2)
     packed = options.pop("packed", False)
@@ -35,9 +36,9 @@ def compiled(arch: int, dim: int, *, fp8: bool = True, **options: Any) -> Compil
         else:
             constants |= dict.fromkeys(names)
     types |= dict.fromkeys(_INTEGERS, "i32") | {"softmax_scale": "fp32", "softcap": "fp32", "out": "*bf16"}
-    signature = {name: types[name] for name in attention_with_options.arg_names if name in types}
+    signature = {name: types[name] for name in kernel.arg_names if name in types}
     return compile_kernel(
-        attention_with_options, signature, constants, arch=arch, num_warps=tiles.num_warps, num_stages=tiles.num_stages
+        kernel, signature, constants, arch=arch, num_warps=tiles.num_warps, num_stages=tiles.num_stages
     )
 
 

@@ -148,13 +148,13 @@ def made_both_ways(name: str, device: str) -> tuple[AttentionOperands, Attention
         bounds = None if cu is None else cu.cuda()
         q, k, v = (x.cuda() for x in (q, k, v))
         return expected, quantize_attention(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, **options), cu
-    from quant.kernels.portable import attention_quantize as kernels
+    from quant.kernels.portable import fp8_attention_operands as kernels
 
     with (
         interpreted(),
         patch.object(module, "_key_means", kernels.key_means),
         patch.object(module, "_measure", kernels.measure),
-        patch.object(module, "_quantize", kernels.quantize),
+        patch.object(module, "_quantize", kernels.quantize_qkv),
     ):
         return expected, quantize_attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, **options), cu
 

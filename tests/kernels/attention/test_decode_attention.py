@@ -75,11 +75,11 @@ def kernel(
     window: int | None = None, softcap: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
-    from quant.kernels.portable.decode_attention import launch
+    from quant.kernels.portable.paged_attention import attend_pages
 
     with interpreted():
         options = AttentionOptions(window=window, softcap=softcap)
-        return launch(q, pages, table, lengths, options, tiles, asm=False)
+        return attend_pages(q, pages, table, lengths, options, tiles, asm=False)
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)

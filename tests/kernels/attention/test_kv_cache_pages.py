@@ -185,7 +185,7 @@ def test_a_scale_of_the_first_tokens_leaves_room(name: str, largest_value: int) 
 @pytest.mark.parametrize(("dim", "new"), [(32, 1), (96, 21), (128, 3)])
 def test_kernel_writes_what_the_oracle_writes(name: str | None, dim: int, new: int) -> None:
     pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
-    from quant.kernels.portable.kv_cache import write
+    from quant.kernels.portable.paged_kv_cache import write_kv
 
     ours, theirs = cache_of(name, dim=dim, pages=8, layers=1), cache_of(name, dim=dim, pages=8, layers=1)
     ours._scales = theirs._scales
@@ -194,7 +194,7 @@ def test_kernel_writes_what_the_oracle_writes(name: str | None, dim: int, new: i
     k = torch.randn(2, new, 2, dim).to(torch.bfloat16).transpose(1, 2)  # strided, as projections leave it
     v = tokens(2, 2, new, dim)
     with interpreted():
-        write(ours.layer(0), table, first, k, v)
+        write_kv(ours.layer(0), table, first, k, v)
     write_reference(theirs.layer(0), table, first, k, v)
     for part, pool in ours._pools.items():
         assert torch.equal(pool.view(torch.uint8), theirs._pools[part].view(torch.uint8)), part
@@ -204,7 +204,7 @@ def test_kernel_writes_what_the_oracle_writes(name: str | None, dim: int, new: i
 @pytest.mark.parametrize(("name", "count"), [(None, 6), ("fp8", 6), ("fp8_token", 6), ("nvfp4", 6), ("nvfp4", 130)])
 def test_slots_are_written_as_by_the_oracle(name: str | None, count: int) -> None:
     pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
-    from quant.kernels.portable.kv_cache import write_slots
+    from quant.kernels.portable.paged_kv_cache import write_kv_slots
 
     ours, theirs = cache_of(name, pages=9, layers=1), cache_of(name, pages=9, layers=1)
     ours._scales = theirs._scales
@@ -212,7 +212,7 @@ def test_slots_are_written_as_by_the_oracle(name: str | None, count: int) -> Non
     qkv = torch.randn(len(slots), 3, 2, 32).to(torch.bfloat16)  # strided, as a merged projection leaves it
     k, v = qkv[:, 1], qkv[:, 2]
     with interpreted():
-        write_slots(ours.layer(0), torch.tensor(slots), k, v)
+        write_kv_slots(ours.layer(0), torch.tensor(slots), k, v)
     for token, slot in enumerate(slots):
         if slot >= 0:
             table, first = torch.tensor([[slot // 16]], dtype=torch.int32), torch.tensor([slot % 16], dtype=torch.int32)

@@ -152,7 +152,7 @@ def test_quantized_messages_are_small() -> None:
 @pytest.mark.parametrize("dim", [32, 96])
 def test_what_a_gpu_passes_on_is_what_a_cpu_does(dim: int) -> None:
     """NVFP4 by the kernels, interpreted: the same bytes, and the same values back."""
-    from quant.kernels.portable.kv_cache import read
+    from quant.kernels.portable.paged_kv_cache import read_nvfp4_kv
 
     nvfp4 = FORMATS["nvfp4"]
     k, v = (torch.randn(2, 3, 40, dim) * torch.logspace(-3, 1, 40)[:, None] for _ in "kv")
@@ -168,8 +168,8 @@ def test_what_a_gpu_passes_on_is_what_a_cpu_does(dim: int) -> None:
         for piece in range(2):
             keys, values, _, _ = message.read(expected, piece, torch.bfloat16)
             k_codes, k_blocks, k_scale, v_codes, v_blocks, v_scale = (view[piece] for view in message.views(got))
-            assert torch.equal(read(k_codes, k_blocks, k_scale, torch.bfloat16), keys)
-            assert torch.equal(read(v_codes, v_blocks, v_scale, torch.bfloat16), values)
+            assert torch.equal(read_nvfp4_kv(k_codes, k_blocks, k_scale, torch.bfloat16), keys)
+            assert torch.equal(read_nvfp4_kv(v_codes, v_blocks, v_scale, torch.bfloat16), values)
 
 
 def test_ranks_that_differ_are_named(results: Any) -> None:

@@ -273,12 +273,12 @@ TOKENS = (1, 2, 3, 4, 7, 8, 16, 31, 32, 33, 64, 65, 100, 128, 256, 300, 512, 777
 def kernels_of(format: Format, tokens: int) -> set[str]:
     """Files of the kernels that may serve an arranged weight of 512 × 1024 on a Hopper GPU."""
     if format.name in ("nvfp4", "mxfp4"):
-        return {"matmul_few"} if tokens <= tiles.FEW else {"matmul_few", "matmul_many"}
+        return {"sm90_nvfp4_gemm_few"} if tokens <= tiles.FEW else {"sm90_nvfp4_gemm_few", "sm90_codes_gemm_many"}
     if tokens <= tiles.STORED_FEW:
-        return {"matmul"}
+        return {"codes_gemm"}
     if format.name in tiles.STORED_FORMATS and (tokens <= tiles.STORED_MOST or not format.block[1]):
-        return {"matmul_many"}
-    return {"matmul"} if tokens <= tiles.FEW else {"dispatch"}  # where the library multiplies
+        return {"sm90_codes_gemm_many"}
+    return {"codes_gemm"} if tokens <= tiles.FEW else {"dispatch"}  # where the library multiplies
 
 
 @pytest.mark.gpu
@@ -318,7 +318,11 @@ def test_a_loaded_model_takes_the_fastest_kernel(format: str, monkeypatch: pytes
 def test_which_kernel_an_h100_takes(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same on any machine: what is chosen for an arranged weight, without a launch."""
     monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
-    files = {tiles.Tiles: "matmul", tiles.GluonTiles: "matmul_few", tiles.PrefillTiles: "matmul_many"}
+    files = {
+        tiles.Tiles: "codes_gemm",
+        tiles.GluonTiles: "sm90_nvfp4_gemm_few",
+        tiles.PrefillTiles: "sm90_codes_gemm_many",
+    }
     weight = weight_in(format, 512, 1024)
     arranged = weight if why_not(weight) else as_computed(prepack(weight))
     for tokens in TOKENS:

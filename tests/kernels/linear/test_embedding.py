@@ -35,7 +35,7 @@ def test_the_kernel_interpreted(format: str, columns: int) -> None:
     pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
     from interpreter import interpreted
 
-    from quant.kernels.portable.embedding import look_up
+    from quant.kernels.portable.codes_embedding import look_up
 
     weight = table(format, columns=columns)
     with interpreted():
@@ -87,13 +87,13 @@ def test_compiles_without_spills(arch: int, format: str) -> None:
     from assembler import assemble
 
     from quant.kernels.aot import compile_kernel
-    from quant.kernels.portable.embedding import look_up_kernel
-    from quant.kernels.portable.matmul import layout
+    from quant.kernels.portable.codes_embedding import codes_embedding_kernel
+    from quant.kernels.portable.codes_gemm import layout
 
     form = FORMATS[format]
     constants = {**layout(form), "has_global": form.global_scale, "width": 1024}
     types = {"ids": "*i64", "codes": "*u8" if form.element.bits < 8 else "*fp8e4nv", "global_scale": "*fp32"}
     types |= {"scale": {"E4M3": "*fp8e4nv", "FP32": "*fp32"}.get(form.scale.name.upper(), "*u8"), "out": "*bf16"}
-    signature = {name: types.get(name, "i32") for name in look_up_kernel.arg_names if name not in constants}
-    compiled = compile_kernel(look_up_kernel, signature, constants, arch=arch, num_warps=4, num_stages=1)
+    signature = {name: types.get(name, "i32") for name in codes_embedding_kernel.arg_names if name not in constants}
+    compiled = compile_kernel(codes_embedding_kernel, signature, constants, arch=arch, num_warps=4, num_stages=1)
     assert assemble(compiled).spilled == 0

@@ -28,7 +28,7 @@ MOST = 8
 def _h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This CPU is taken for an H100, whose launches do nothing."""
     monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
-    monkeypatch.setattr("quant.kernels.hopper.matmul_many.current", lambda index=0: TARGETS["h100"])
+    monkeypatch.setattr("quant.kernels.hopper.sm90_codes_gemm_many.current", lambda index=0: TARGETS["h100"])
     monkeypatch.setattr(modules, "is_wanted", lambda device: True)
     monkeypatch.setattr(dispatch, "_ways", {})
     monkeypatch.setattr(JITFunction, "run", lambda *args, **options: None)

@@ -147,9 +147,9 @@ def test_kv_cache(name: str, bad: float, device: str) -> None:
     if device == "cuda":
         cache.append(0, [sequence], k.cuda(), v.cuda())
     else:
-        from quant.kernels.portable.kv_cache import write
+        from quant.kernels.portable.paged_kv_cache import write_kv
 
-        with interpreted(), patch("quant.kernels.attention.kv_cache.write_reference", write):
+        with interpreted(), patch("quant.kernels.attention.kv_cache.write_reference", write_kv):
             cache.append(0, [sequence], k, v)
     got, other = (x.cpu() for x in cache.read(0, sequence))
     width = {"fp8": 1, "fp8_token": 32, "nvfp4": 16}[name]
@@ -177,7 +177,7 @@ def test_operands_of_attention(granularity: str, hadamard: bool, bad: float, dev
     if device == "cuda":
         got = attention.quantize_attention(*(x.cuda() for x in (q, k, v)), **options)
     else:
-        from quant.kernels.portable import attention_quantize as kernels
+        from quant.kernels.portable import fp8_attention_operands as kernels
 
         with (
             interpreted(),

@@ -17,16 +17,16 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import DecodeTiles
-from quant.kernels.hopper import decode_nvfp4
+from quant.kernels.hopper import sm90_decode_nvfp4
 from quant.kernels.layout import prepack
 from quant.kernels.pages import KVPages
 from quant.kernels.portable import (
-    attention_quantize,
-    decode_attention,
-    kv_cache,
-    matmul,
-    matmul_grouped,
+    codes_gemm,
+    fp8_attention_operands,
+    grouped_gemm,
     nvfp4_solvers,
+    paged_attention,
+    paged_kv_cache,
 )
 from quant.kernels.portable.training import fake_rounding
 
@@ -53,24 +53,24 @@ def pages_of(name: str | None, dim: int) -> KVPages:
 
 def write(name: str | None, new: int) -> None:
     table, first = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    kv_cache.write(pages_of(name, 128), table, first, half(1, 2, new, 128), half(1, 2, new, 128))
+    paged_kv_cache.write_kv(pages_of(name, 128), table, first, half(1, 2, new, 128), half(1, 2, new, 128))
 
 
 def write_slots(name: str | None) -> None:
     slots = torch.zeros(3, dtype=torch.int64)
-    kv_cache.write_slots(pages_of(name, 128), slots, half(3, 2, 128), half(3, 2, 128))
+    paged_kv_cache.write_kv_slots(pages_of(name, 128), slots, half(3, 2, 128), half(3, 2, 128))
 
 
 def read() -> None:
     codes, blocks = torch.zeros(1, 2, 64, 64, dtype=torch.uint8), torch.zeros(1, 2, 64, 8).to(torch.float8_e4m3fn)
-    kv_cache.read(codes, blocks, torch.ones(1, 2), torch.bfloat16)
+    paged_kv_cache.read_nvfp4_kv(codes, blocks, torch.ones(1, 2), torch.bfloat16)
 
 
 def decode(name: str | None, splits: int) -> None:
     q, lengths = half(1, 8, 1, 128), torch.ones(1, dtype=torch.int32)
     tiles = DecodeTiles(block_m=16, block_n=64, warps=4, stages=2, splits=splits)
     options = AttentionOptions(causal=True)
-    decode_attention.launch(q, pages_of(name, 128), torch.zeros(1, 4, dtype=torch.int32), lengths, options, tiles)
+    paged_attention.attend_pages(q, pages_of(name, 128), torch.zeros(1, 4, dtype=torch.int32), lengths, options, tiles)
 
 
 def solve(improve: bool) -> None:
@@ -92,15 +92,15 @@ def mask(name: str, dtype: torch.dtype) -> None:
 
 
 def experts() -> None:
-    rows, _, places = matmul_grouped.route(half(9, 256), torch.zeros(9, 2, dtype=torch.int64), 4)
-    matmul_grouped.weigh(rows, places, torch.zeros(9, 2), half(9, 256))
-    matmul_grouped.weigh(rows, places, None, half(9, 256))
+    rows, _, places = grouped_gemm.route(half(9, 256), torch.zeros(9, 2, dtype=torch.int64), 4)
+    grouped_gemm.weigh(rows, places, torch.zeros(9, 2), half(9, 256))
+    grouped_gemm.weigh(rows, places, None, half(9, 256))
 
 
 def prepacked() -> None:
     weight = prepack(quantize(torch.randn(64, 256), FORMATS["nvfp4"]))
-    decode_nvfp4.dequantize(weight)
-    decode_nvfp4.requantize(weight)
+    sm90_decode_nvfp4.dequantize_prepacked(weight)
+    sm90_decode_nvfp4.prepacked_to_e4m3(weight)
 
 
 CASES: dict[str, Callable[[], Any]] = {
@@ -115,9 +115,10 @@ CASES: dict[str, Callable[[], Any]] = {
        for x in (torch.zeros(4, 32), half(4, 32))},
     **{f"mask {name}": partial(mask, name, torch.float32) for name in ("nvfp4", "fp8_block", "int8")},
     "experts": experts,
-    "lay out v": lambda: attention_quantize.lay_out_v(half(1, 2, 130, 128).to(torch.float8_e4m3fn), None),
+    "lay out v": lambda: fp8_attention_operands.lay_out_v(half(1, 2, 130, 128).to(torch.float8_e4m3fn), None),
     "prepacked": prepacked,
-    **{f"dequantize {name}": partial(matmul.dequantize, quantize(torch.randn(64, 256), FORMATS[name]), torch.bfloat16)
+    **{f"dequantize {name}": partial(codes_gemm.dequantize_codes, quantize(torch.randn(64, 256), FORMATS[name]),
+                                     torch.bfloat16)
        for name in ("mxfp6", "int4", "fp8_block")},
 }  # fmt: skip
 

@@ -168,8 +168,8 @@ OTHERS = {"eps": "fp32", "table": "*i32", "lengths": "*i32", "tops": "*fp32", "p
         (kernels.swiglu_kernel, {"in_turns": False, "gelu": True, "width": 1024}, 4),
         (kernels.largest_of_pieces_kernel, {"width": 1024}, 4),
         (kernels.largest_of_row_kernel, {"width": 128}, 1),
-        (kernels.rotate_kernel, {"norm": False, "offset": False, "page": 64, "dim": 128, "width": 64}, 1),
-        (kernels.rotate_kernel, {"norm": True, "offset": True, "page": 64, "dim": 128, "width": 64}, 1),
+        (kernels.rotate_and_store_kernel, {"norm": False, "offset": False, "page": 64, "dim": 128, "width": 64}, 1),
+        (kernels.rotate_and_store_kernel, {"norm": True, "offset": True, "page": 64, "dim": 128, "width": 64}, 1),
     ],
 )
 def test_compiles_without_spills(arch: int, kernel: Any, constants: dict[str, Any], warps: int) -> None:
@@ -198,7 +198,7 @@ def test_the_rotation_has_no_fused_products() -> None:
     from triton.compiler import ASTSource
 
     kernel, constants = (
-        kernels.rotate_kernel,
+        kernels.rotate_and_store_kernel,
         {"norm": False, "offset": False, "page": 64, "dim": 128, "width": 64, "overlap": True},
     )
     kinds = {**OTHERS, **dict.fromkeys(POINTERS, "*bf16")}

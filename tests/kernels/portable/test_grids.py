@@ -19,7 +19,7 @@ from quant.kernels.attention_tiles import DecodeTiles
 from quant.kernels.hardware import TARGETS
 from quant.kernels.linear import dispatch
 from quant.kernels.pages import KVPages
-from quant.kernels.portable import casts, decode_attention, decoder_step, embedding, matmul_grouped
+from quant.kernels.portable import casts, codes_embedding, decoder_step, grouped_gemm, paged_attention
 from quant.kernels.tiles import guess
 
 TOKENS, LIMIT = 140_000, 65_535
@@ -30,23 +30,23 @@ def half(*shape: int) -> torch.Tensor:
 
 
 def look_up() -> None:
-    embedding.look_up(
+    codes_embedding.look_up(
         torch.zeros(TOKENS, dtype=torch.int64), quantize(torch.ones(4, 32), FORMATS["fp8_channel"]), torch.bfloat16
     )
 
 
 def weigh() -> None:
     places = torch.zeros(TOKENS, 2, dtype=torch.int32)
-    matmul_grouped.weigh(half(2 * TOKENS, 32), places, None, half(TOKENS, 32))
+    grouped_gemm.weigh(half(2 * TOKENS, 32), places, None, half(TOKENS, 32))
 
 
 def route() -> None:
-    matmul_grouped.route(half(TOKENS, 32), torch.zeros(TOKENS, 2, dtype=torch.int64), 4)
+    grouped_gemm.route(half(TOKENS, 32), torch.zeros(TOKENS, 2, dtype=torch.int64), 4)
 
 
 def grouped() -> None:
     weight = quantize(torch.ones(4, 64, 32), FORMATS["mxfp4"])
-    matmul_grouped.grouped_linear(half(TOKENS, 32), weight, torch.zeros(5, dtype=torch.int32))
+    grouped_gemm.grouped_codes_gemm(half(TOKENS, 32), weight, torch.zeros(5, dtype=torch.int32))
 
 
 def linear() -> None:
@@ -62,7 +62,7 @@ def attend() -> None:
         DecodeTiles(block_m=16, block_n=16, warps=1, stages=1, splits=1, overlap=False),
     )
     one = torch.zeros(1, dtype=torch.int32)
-    decode_attention.launch(q, pages, one[None], one, AttentionOptions(), tiles)
+    paged_attention.attend_pages(q, pages, one[None], one, AttentionOptions(), tiles)
 
 
 CASES: dict[str, Callable[[], Any]] = {

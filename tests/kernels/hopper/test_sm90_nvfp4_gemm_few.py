@@ -1,6 +1,6 @@
 """The Hopper kernel for few tokens is compiled without a GPU: W goes from registers into wgmma, nothing spills.
 
-test_layout.py repeats its decoding in PyTorch; test_matmul_gpu.py compares its values with float64 on a GPU.
+test_layout.py repeats its decoding in PyTorch; test_codes_gemm_gpu.py compares its values with float64 on a GPU.
 """
 
 import re
@@ -16,7 +16,7 @@ from assembler import assemble
 
 from quant.kernels.aot import CompiledKernel
 from quant.kernels.hardware import TARGETS
-from quant.kernels.hopper import matmul_few
+from quant.kernels.hopper import sm90_nvfp4_gemm_few
 from quant.kernels.tiles import GluonTiles, candidates, gluon_tiles, guess
 
 
@@ -41,11 +41,11 @@ def test_weights_go_from_registers_into_wgmma(
     gated: bool,
 ) -> None:
     tiles = gluon_tiles(block_m, warps, resident, TARGETS["h100"], depth)
-    options = {"num_warps": warps, **matmul_few.registers(tiles)}
+    options = {"num_warps": warps, **sm90_nvfp4_gemm_few.registers(tiles)}
     constants = {"stages": tiles.stages, "depth": depth, "split": split, "overlap": split}
     constants |= {"has_bias": split and not gated, "gated": gated}
     constants["fetcher_registers"] = options.pop("fetcher_registers")
-    kernel = compile_matmul(matmul_few.linear_kernel, block_m, depth, {}, constants, options)
+    kernel = compile_matmul(sm90_nvfp4_gemm_few.sm90_nvfp4_gemm_few, block_m, depth, {}, constants, options)
     products = re.findall(
         r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16\s+\{[^}]*\},\s*(\S)", kernel.ptx
     )
@@ -89,9 +89,9 @@ def test_a_guess_is_always_a_launch_that_the_kernel_takes(shape: tuple[int, int]
 
 @pytest.mark.parametrize(("units", "programs"), [(1, 1), (7, 3), (14336, 132), (14300, 264), (132, 132)])
 def test_every_unit_belongs_to_one_program_which_is_found_again(units: int, programs: int) -> None:
-    begin, end, each, rest = run_in_torch(matmul_few._span, programs)(units)
+    begin, end, each, rest = run_in_torch(sm90_nvfp4_gemm_few._span, programs)(units)
     dealt = [(unit, program) for program in range(programs) for unit in range(int(begin[program]), int(end[program]))]
     assert [unit for unit, _ in dealt] == list(range(units))
     assert int((end - begin).max() - (end - begin).min()) <= 1
-    found = run_in_torch(matmul_few._program_of, programs)(torch.arange(units), each, rest)
+    found = run_in_torch(sm90_nvfp4_gemm_few._program_of, programs)(torch.arange(units), each, rest)
     assert found.tolist() == [program for _, program in dealt]

@@ -7,7 +7,7 @@ The tensor cores of compute capability 10.0 and 12.0 take codes and block scales
 
 x is quantized in the pass before (`kernels/portable/casts.py`). A program owns a tile of y; tiles are visited in bands
 of `_BAND` rows of tiles, so that those at work at one time share what they read through the L2 cache. With `offsets`,
-rows are sorted by expert and each tile takes the weight of its own (`kernels/portable/matmul_grouped.py`).
+rows are sorted by expert and each tile takes the weight of its own (`kernels/portable/grouped_gemm.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import triton.language as tl
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import current
-from quant.kernels.portable import matmul_grouped
-from quant.kernels.portable.matmul_grouped import group_of
+from quant.kernels.portable import grouped_gemm
+from quant.kernels.portable.grouped_gemm import group_of
 
 SCALED_FORMATS = ("nvfp4", "mxfp4", "mxfp8")
 """Formats that both sides may have; both have the same."""
@@ -28,7 +28,7 @@ _BAND = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["experts"])
-def scaled_linear_kernel(
+def block_scaled_gemm_kernel(
     x, x_scale, x_global, codes, scale, w_global, bias, offsets, y, M, N, K, experts,
     element: tl.constexpr, block: tl.constexpr, has_global: tl.constexpr, has_bias: tl.constexpr,
     grouped: tl.constexpr, width: tl.constexpr,
@@ -82,7 +82,7 @@ def _scaled_tile(
     tl.store(place, acc.to(y.dtype.element_ty), mask=(m[:, None] < last) & (n[None, :] < N))
 
 
-def scaled_linear(
+def block_scaled_gemm(
     x: BlockScaledTensor,
     weight: BlockScaledTensor,
     bias: torch.Tensor | None,
@@ -117,15 +117,15 @@ def scaled_linear(
         raise ValueError(f"block-scaled matmul by {list(weight.shape)}: offsets go with a weight of three axes")
     experts = 1
     if offsets is not None:
-        matmul_grouped.check_experts(x.codes.device, weight, offsets)
+        grouped_gemm.check_experts(x.codes.device, weight, offsets)
         experts = weight.shape[0]
     y = torch.empty(tokens, rows, dtype=dtype, device=x.codes.device)
     if tokens:
         tiles = tile_shape(form.element.bits, current(y.device.index or 0).arch if y.is_cuda else 100)
         count = triton.cdiv(tokens, tiles["block_m"])
         if offsets is not None:
-            count = matmul_grouped.most_tiles(tokens, experts, tiles["block_m"])
-        scaled_linear_kernel[count * triton.cdiv(rows, tiles["block_n"]),](
+            count = grouped_gemm.most_tiles(tokens, experts, tiles["block_m"])
+        block_scaled_gemm_kernel[count * triton.cdiv(rows, tiles["block_n"]),](
             x.codes, x.scale, x.scale if x.global_scale is None else x.global_scale,
             weight.codes, weight.scale, weight.scale if weight.global_scale is None else weight.global_scale,
             y if bias is None else bias, y if offsets is None else offsets, y, tokens, rows, columns, experts,
@@ -136,7 +136,7 @@ def scaled_linear(
 
 
 def takes(weight: Format, rows: Format) -> bool:
-    """Whether `scaled_linear` multiplies these formats."""
+    """Whether `block_scaled_gemm` multiplies these formats."""
     return rows is weight and weight.name in SCALED_FORMATS
 
 

@@ -133,7 +133,7 @@ def _row_block(
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
-def quantize_kernel(
+def qkv_to_fp8_kernel(
     q, k, v, cos, sin, mean, turns, q_out, k_out, v_out, q_scale, k_scale, v_scale, shift, cu_q, cu_kv,
     heads, kv_heads, tokens_q, tokens_kv, blocks_q, blocks_kv, cos_batch,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
@@ -224,7 +224,7 @@ def key_sum_kernel(
 
 
 @triton.jit
-def lay_out_v_kernel(
+def fp8_lay_out_v_kernel(
     v, cu, out, tokens, padded, packed: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr
 ):
     """One block of keys of one head of one sequence; grid: (blocks of the longest, heads · batch, sequences)."""
@@ -265,14 +265,14 @@ def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None, longest: 
     make = torch.empty if cu_seqlens is None else torch.zeros
     out = make(batch, heads, dim, padded, dtype=torch.uint8, device=v.device)
     grid = (triton.cdiv(longest or tokens, SCALE_BLOCK), batch * heads, sequences)
-    lay_out_v_kernel[grid](
+    fp8_lay_out_v_kernel[grid](
         v.view(torch.uint8), cu_seqlens, out, tokens, padded, packed=cu_seqlens is not None, dim=dim,
         width=triton.next_power_of_2(dim), block=SCALE_BLOCK, num_warps=4,
     )  # fmt: skip
     return out.view(v.dtype)
 
 
-def quantize(work: AttentionInputs, scales: Scales | None) -> QuantizedParts:
+def quantize_qkv(work: AttentionInputs, scales: Scales | None) -> QuantizedParts:
     """Codes and scales of Q, K and V, and the shift of the scores."""
     q, k, v = work.q, work.k, work.v
     padded = (*v.shape[:2], v.shape[3], work.blocks(v) * SCALE_BLOCK)
@@ -359,7 +359,7 @@ def _launch(
     cos, sin, cos_batch = _rope_of(work)
     spare = scales[0]
     turns = sign_matrices(dim, q.dtype, q.device) if work.hadamard else q
-    quantize_kernel[grid](
+    qkv_to_fp8_kernel[grid](
         q, k, v, cos, sin, spare if work.mean is None else work.mean.contiguous(), turns, *codes,
         *scales, spare if shift is None else shift, options.cu_seqlens_q, options.cu_seqlens_k,
         q.shape[1], k.shape[1], q.shape[2], k.shape[2], work.blocks(q), work.blocks(k), cos_batch,

@@ -11,7 +11,7 @@ from interpreter import interpreted
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.aot import CompiledKernel
-from quant.kernels.portable import matmul_fp8_block as kernels
+from quant.kernels.portable import fp8_block_gemm as kernels
 
 
 @pytest.mark.parametrize("shape", [(5, 77, 203), (130, 300, 512), (1, 128, 128), (260, 129, 96)])
@@ -24,7 +24,7 @@ def test_against_float64(shape: tuple[int, int, int], with_bias: bool) -> None:
     weight = quantize(torch.randn(rows, columns) * sizes, FORMATS["fp8_block"])
     bias = torch.randn(rows) if with_bias else None
     with interpreted():
-        y = kernels.block_linear(x, weight, bias, torch.float32)
+        y = kernels.fp8_block_gemm(x, weight, bias, torch.float32)
     left, right = x.dequantize(torch.float64), weight.dequantize(torch.float64)
     exact, magnitude = left @ right.T, left.abs() @ right.abs().T
     if bias is not None:
@@ -35,9 +35,9 @@ def test_against_float64(shape: tuple[int, int, int], with_bias: bool) -> None:
 def test_mistakes_name_both_sides() -> None:
     x, weight = quantize(torch.randn(4, 128), FORMATS["fp8_group"]), quantize(torch.randn(4, 128), FORMATS["fp8_block"])
     with pytest.raises(ValueError, match="fp8_block by fp8_group: expected fp8_group by fp8_block"):
-        kernels.block_linear(weight, x, None, torch.bfloat16)
+        kernels.fp8_block_gemm(weight, x, None, torch.bfloat16)
     with pytest.raises(ValueError, match=r"x \[4, 128\] by \[4, 256\]: the widths differ"):
-        kernels.block_linear(x, quantize(torch.randn(4, 256), FORMATS["fp8_block"]), None, torch.bfloat16)
+        kernels.fp8_block_gemm(x, quantize(torch.randn(4, 256), FORMATS["fp8_block"]), None, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_mistakes_name_both_sides() -> None:
 def test_the_library_is_not_asked_for_what_it_gets_wrong(
     tokens: int, shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
-    assert not kernels.library_takes(tokens, shape, dtype, torch.device(device))
+    assert not kernels.cublas_takes(tokens, shape, dtype, torch.device(device))
 
 
 @pytest.mark.gpu
@@ -69,11 +69,11 @@ def test_on_a_gpu(tokens: int, shape: tuple[int, int]) -> None:
     bias = torch.randn(rows, device="cuda", dtype=torch.bfloat16)
     exact = x.dequantize(torch.float64) @ weight.dequantize(torch.float64).T + bias.double()
     for y in (
-        kernels.block_linear(x, weight, bias, torch.bfloat16),
-        kernels.kernel_linear(x, weight, bias, torch.bfloat16),
+        kernels.fp8_block_gemm(x, weight, bias, torch.bfloat16),
+        kernels.by_triton(x, weight, bias, torch.bfloat16),
     ):
         assert float((y.double() - exact).norm() / exact.norm()) < 2**-7
-    takes = kernels.library_takes(tokens, shape, torch.bfloat16, weight.codes.device)
+    takes = kernels.cublas_takes(tokens, shape, torch.bfloat16, weight.codes.device)
     assert not takes or shape[1] % 512 == 0
 
 
@@ -83,7 +83,7 @@ def test_compiles_to_fp8_instructions_without_spills(arch: int, instruction: str
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = kernels.block_linear_kernel
+    kernel = kernels.fp8_block_gemm_kernel
     given = {"x": "*fp8e4nv", "x_scale": "*fp32", "codes": "*fp8e4nv", "scale": "*fp32", "bias": "*bf16", "y": "*bf16"}
     given |= {"M": "i32", "N": "i32", "K": "i32"}
     names = kernel.arg_names

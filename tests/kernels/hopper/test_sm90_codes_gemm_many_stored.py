@@ -16,7 +16,7 @@ from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels import hardware, tiles
 from quant.kernels.aot import CompiledKernel
 from quant.kernels.hardware import TARGETS, current
-from quant.kernels.hopper import matmul_many
+from quant.kernels.hopper import sm90_codes_gemm_many
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.ops import quantized_linear
 from quant.kernels.tiles import STORED_FORMATS, STORED_UNITS, prefill_tiles
@@ -57,7 +57,7 @@ def test_weights_go_from_registers_into_wgmma(
     constants |= {"depth": choice.depth, "width": 0, "split": split, "overlap": True}
     constants |= {"form": form, "unroll": choice.unroll, "ahead": choice.ahead, "early": choice.early}
     options = {"num_warps": 8, "maxnreg": 168}
-    kernel = compile_matmul(matmul_many.prefill_kernel, wide, choice.depth, types, constants, options)
+    kernel = compile_matmul(sm90_codes_gemm_many.sm90_codes_gemm_many, wide, choice.depth, types, constants, options)
     products = re.findall(
         r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16\s+\{[^}]*\},\s*(\S)", kernel.ptx
     )

@@ -1,9 +1,9 @@
 """These kernels write a paged KV cache, rounding to its format, and dequantize NVFP4 from it.
 
-    write   program (tokens, KV head, sequence):   K [tokens, dim] ─▶ amax ─▶ scale ─▶ codes in their page; V likewise
-    read    program (tokens, KV head, sequence):   codes, block scales ─▶ code · block scale · scale ─▶ [tokens, dim]
+    write_kv        program (tokens, KV head, sequence)   K [tokens, dim] ─▶ amax ─▶ scale ─▶ codes in their page; V too
+    read_nvfp4_kv   program (tokens, head of a sequence)  codes, scales ─▶ code · block scale · scale ─▶ [tokens, dim]
 
-`write_slots` does as `write` for a server's batch, where each token has a slot of its own.
+`write_kv_slots` does as `write_kv` for a server's batch, where each token has a slot of its own.
 
 The codes are equal to those of `quant.kernels.pages.encode_kv`, bit for bit.
 """
@@ -81,7 +81,7 @@ def _write(
 
 
 @triton.jit(do_not_specialize=["table_stride", "kv_heads", "new"])
-def write_kernel(
+def kv_pages_write_kernel(
     k, v, k_codes, v_codes, k_scale, v_scale, k_blocks, v_blocks, table, first,
     k_batch, k_head, k_token, v_batch, v_head, v_token, table_stride, kv_heads, new,
     kind: tl.constexpr, per_token: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, page: tl.constexpr,
@@ -104,14 +104,14 @@ def write_kernel(
     _write(x.to(tl.float32), v_codes, v_scale, v_blocks, line, inside, kv_head, kind, per_token, dim, width, tokens)
 
 
-def write(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def write_kv(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Writes k and v `[batch, kv_heads, new, dim]` at the positions from `first` `[batch]` on."""
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     batch, kv_heads, new, dim = k.shape
     scales = [x if x is not None else first for x in (pages.k_scale, pages.v_scale)]
     blocks = [x if x is not None else pages.k for x in (pages.k_blocks, pages.v_blocks)]
     tokens = min(2048 // triton.next_power_of_2(dim), triton.next_power_of_2(new))
-    write_kernel[triton.cdiv(new, tokens), kv_heads, batch](
+    kv_pages_write_kernel[triton.cdiv(new, tokens), kv_heads, batch](
         k, v, pages.k, pages.v, *scales, *blocks, table, first,
         *k.stride()[:3], *v.stride()[:3], table.stride(0), kv_heads, new,
         kind=pages.kind, per_token=pages.per_token, dim=dim, width=triton.next_power_of_2(dim), page=pages.page_size,
@@ -120,7 +120,7 @@ def write(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.Ten
 
 
 @triton.jit(do_not_specialize=["kv_heads", "count"])
-def write_slots_kernel(
+def kv_slots_write_kernel(
     k, v, k_codes, v_codes, k_scale, v_scale, k_blocks, v_blocks, slots, k_token, k_head, v_token, v_head, kv_heads,
     count, kind: tl.constexpr, per_token: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, page: tl.constexpr,
     tokens: tl.constexpr,
@@ -139,7 +139,7 @@ def write_slots_kernel(
     _write(x.to(tl.float32), v_codes, v_scale, v_blocks, line, inside, kv_head, kind, per_token, dim, width, tokens)
 
 
-def write_slots(pages: KVPages, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def write_kv_slots(pages: KVPages, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Writes k and v `[tokens, kv_heads, dim]` to slots `[tokens]`: page · page_size + place, below 0 for nowhere."""
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     count, kv_heads, dim = k.shape
@@ -149,7 +149,7 @@ def write_slots(pages: KVPages, slots: torch.Tensor, k: torch.Tensor, v: torch.T
     # The search for block scales is unrolled eight times: a warp with more values than these would not fit registers.
     tokens = 1 if count <= 128 else max(256 // width, 1)
     if count:
-        write_slots_kernel[triton.cdiv(count, tokens), kv_heads](
+        kv_slots_write_kernel[triton.cdiv(count, tokens), kv_heads](
             k, v, pages.k, pages.v, *scales, *blocks, slots, *k.stride()[:2], *v.stride()[:2], kv_heads, count,
             kind=pages.kind, per_token=pages.per_token, dim=dim, width=width, page=pages.page_size, tokens=tokens,
             num_warps=1,
@@ -157,7 +157,7 @@ def write_slots(pages: KVPages, slots: torch.Tensor, k: torch.Tensor, v: torch.T
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def read_kernel(codes, blocks, scale, out, tokens, dim: tl.constexpr, width: tl.constexpr, rows: tl.constexpr):
+def nvfp4_kv_read_kernel(codes, blocks, scale, out, tokens, dim: tl.constexpr, width: tl.constexpr, rows: tl.constexpr):
     """NVFP4 to values; codes `[heads, tokens, dim / 2]`, `width`: `dim` as a power of two."""
     token = tl.program_id(0) * rows + tl.arange(0, rows)
     head = tl.program_id(1)
@@ -180,13 +180,13 @@ def read_kernel(codes, blocks, scale, out, tokens, dim: tl.constexpr, width: tl.
     tl.store(out + line[:, None] * dim + column[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
-def read(codes: torch.Tensor, blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def read_nvfp4_kv(codes: torch.Tensor, blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The values of NVFP4 codes `[batch, kv_heads, tokens, dim / 2]` under scales `[batch, kv_heads]`, contiguous."""
     batch, heads, tokens, half = codes.shape
     out = torch.empty((batch, heads, tokens, 2 * half), dtype=dtype, device=codes.device)
     width = triton.next_power_of_2(2 * half)
     rows = 4096 // width
-    read_kernel[triton.cdiv(tokens, rows), batch * heads](
+    nvfp4_kv_read_kernel[triton.cdiv(tokens, rows), batch * heads](
         codes, blocks, scale, out, tokens, dim=2 * half, width=width, rows=rows, num_warps=4
     )
     return out

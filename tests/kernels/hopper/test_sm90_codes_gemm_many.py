@@ -18,7 +18,7 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.aot import CompiledKernel
 from quant.kernels.hardware import TARGETS, current
-from quant.kernels.hopper import matmul_many
+from quant.kernels.hopper import sm90_codes_gemm_many
 from quant.kernels.layout import prepack
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.experts import grouped_linear
@@ -68,7 +68,7 @@ def test_weights_go_from_registers_into_wgmma(
     constants |= {"width": width, "split": split, "overlap": True, "form": "words", "unroll": tiles.unroll}
     constants |= {"ahead": tiles.ahead, "early": tiles.early}
     options = {"num_warps": 8 // groups} | ({} if groups == 2 and tiles.ahead else {"maxnreg": 168})
-    kernel = compile_matmul(matmul_many.prefill_kernel, wide, tiles.depth, types, constants, options)
+    kernel = compile_matmul(sm90_codes_gemm_many.sm90_codes_gemm_many, wide, tiles.depth, types, constants, options)
     products = re.findall(
         r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16\s+\{[^}]*\},\s*(\S)", kernel.ptx
     )
@@ -85,10 +85,10 @@ def test_weights_go_from_registers_into_wgmma(
 def units_of(tiles: int, steps: int, sms: int) -> list[list[tuple[int, int, int]]]:
     """By program, what the kernel's own `_turns` and `_turn` give: (tile, first unit of it, how many units)."""
     programs, full, cut, parts = deal(tiles, sms, steps)
-    first, end = run_in_torch(matmul_many._turns, programs)(full, cut, parts)
+    first, end = run_in_torch(sm90_codes_gemm_many._turns, programs)(full, cut, parts)
     found: list[list[tuple[int, int, int]]] = [[] for _ in range(programs)]
     for turn in range(int(end.max())):
-        pieces = run_in_torch(matmul_many._turn, programs)(torch.tensor(turn), full, steps, parts, 1, cut > 0)
+        pieces = run_in_torch(sm90_codes_gemm_many._turn, programs)(torch.tensor(turn), full, steps, parts, 1, cut > 0)
         for program, piece in enumerate(zip(*(x.expand(programs).tolist() for x in pieces), strict=True)):
             if first[program] <= turn < end[program]:
                 found[program].append(piece)
@@ -155,7 +155,7 @@ def test_parts_of_a_tile_need_not_be_there_at_once(monkeypatch: pytest.MonkeyPat
     """Two streams, one of them more urgent, take the SMs from each other; patience changes no result."""
     if not current().has_wgmma:
         pytest.skip("the prepacked layout is Hopper's")
-    monkeypatch.setattr(matmul_many, "LOOKS", looks)
+    monkeypatch.setattr(sm90_codes_gemm_many, "LOOKS", looks)
     x = torch.randn(256, 4096, device="cuda", dtype=torch.bfloat16)
     choice = prefill_tiles(128, 1, current(), groups=groups)
     weights = [quantize(torch.randn(4096, 4096, device="cuda"), FORMATS["nvfp4"]) for _ in range(2)]

@@ -94,12 +94,12 @@ def test_prefill_in_fp8_is_the_product_of_the_rounded_sides() -> None:
     """Where the plan has 8-bit activations: E4M3 by E4M3 with a scale a row on both sides."""
     if not current().has_wgmma:
         pytest.skip("the prepacked layout is Hopper's")
-    from quant.kernels.hopper.decode_nvfp4 import requantize
+    from quant.kernels.hopper.sm90_decode_nvfp4 import prepacked_to_e4m3
 
     for rows, columns in ((256, 576), (4096, 4096)):
         weight = weight_in(FORMATS["nvfp4"], rows, columns)
         packed = prepack(weight)
-        codes, scale = requantize(packed)
+        codes, scale = prepacked_to_e4m3(packed)
         dense = weight.dequantize(torch.float64)
         again = codes.double() * scale.double()[:, None]
         # Half a unit in the last of four bits, and that of the smallest subnormal.

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.portable.matmul import decode_element, decode_scale, layout
+from quant.kernels.portable.codes_gemm import decode_element, decode_scale, layout
 
 
 @triton.jit
-def look_up_kernel(
+def codes_embedding_kernel(
     ids, codes, scale, global_scale, out, N, K, codes_width, scale_stride,
     element: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
     has_global: tl.constexpr, width: tl.constexpr,
@@ -58,7 +58,7 @@ def look_up(ids: torch.Tensor, weight: BlockScaledTensor, dtype: torch.dtype) ->
     flat = ids.contiguous().view(-1)
     out = torch.empty(*ids.shape, shape[1], dtype=dtype, device=ids.device)
     width = 1024
-    look_up_kernel[len(flat) * triton.cdiv(shape[1], width),](
+    codes_embedding_kernel[len(flat) * triton.cdiv(shape[1], width),](
         flat, weight.codes, weight.scale, weight.scale if weight.global_scale is None else weight.global_scale, out,
         shape[0], shape[1], weight.codes.shape[1], weight.scale.shape[1], **layout(weight.format),
         has_global=weight.global_scale is not None, width=width, num_warps=4,

@@ -5,12 +5,13 @@
     words  [panels, depth, 512]   int32 ──TMA──▶ ──16 bytes a thread──▶ decode ──left operand──▶  +=
     scales                              ──TMA──▶
 
-`kernels/hopper/matmul_few.py` describes how words become operands. Tiles are 256 rows of W by 128 tokens, or 128 by
-256: a step of 64 columns takes 1024 clocks of the tensor cores either way. W is cheap to fetch in four bits (4.5 KB for
-128 rows) and x in sixteen is not (16 KB for 128 tokens). So the tall tile asks the L2 cache for 25 KB a step and the
-wide tile for 37, where a 16-bit matmul asks for 48; the wide tile decodes half as much. Decoded values never touch
-shared memory, of whose bandwidth the right operand takes half. Other widths, a power of two or the sum of two (80, 144,
-160), exist so that the tiles of more shapes divide evenly among the SMs: a `wide` accumulator and its `tail`.
+`kernels/hopper/sm90_nvfp4_gemm_few.py` describes how words become operands. Tiles are 256 rows of W by 128 tokens, or
+128 by 256: a step of 64 columns takes 1024 clocks of the tensor cores either way. W is cheap to fetch in four bits
+(4.5 KB for 128 rows) and x in sixteen is not (16 KB for 128 tokens). So the tall tile asks the L2 cache for 25 KB a
+step and the wide tile for 37, where a 16-bit matmul asks for 48; the wide tile decodes half as much. Decoded values
+never touch shared memory, of whose bandwidth the right operand takes half. Other widths, a power of two or the sum of
+two (80, 144, 160), exist so that the tiles of more shapes divide evenly among the SMs: a `wide` accumulator and its
+`tail`.
 
 A product whose left operand is in registers stalls its warps until the tensor cores have taken nearly all of it. With
 one group, 8 warps share a barrier and decode while a product of each half runs. With two `groups` of 4 warps, which
@@ -30,14 +31,14 @@ polls a program stops waiting, and the last program to arrive adds up its pieces
 is updated atomically: how many parts have arrived, and one bit for each program that has stopped waiting. So either
 the owner of a piece sees all parts, or the last part sees that the owner has gone.
 
-Codes in the checkpoint's order (`tiles.STORED_FORMATS`) can take the place of words; kernels/hopper/decode_codes.py
-decodes them. They take more bytes and more instructions than words, so wide tiles are best from fewer tokens on.
+Codes in the checkpoint's order (`tiles.STORED_FORMATS`) can take the place of words; `sm90_decode_codes.py` decodes
+them. They take more bytes and more instructions than words, so wide tiles are best from fewer tokens on.
 
 With experts, x is sorted by expert, and a tile is 128 rows of one expert. The number of tiles is known only on the GPU,
 where each program counts them; all are dealt out whole.
 
-Gluon has no interpreter: tests/kernels/hopper/test_matmul_many.py reads the PTX and runs the index arithmetic in
-PyTorch; values are tested on a GPU.
+Gluon has no interpreter: tests/kernels/hopper/test_sm90_codes_gemm_many.py reads the PTX and runs the index arithmetic
+in PyTorch; values are tested on a GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.counters import arrival_counters
 from quant.kernels.hardware import Hardware, current
-from quant.kernels.hopper.decode_codes import (
+from quant.kernels.hopper.sm90_decode_codes import (
     code_pairs,
     codes_descriptor,
     codes_operand,
@@ -69,8 +70,8 @@ from quant.kernels.hopper.decode_codes import (
     tile_bytes,
     whole_scale,
 )
-from quant.kernels.hopper.decode_nvfp4 import DECODED, decode
-from quant.kernels.hopper.matmul_few import (
+from quant.kernels.hopper.sm90_decode_nvfp4 import DECODED, decode
+from quant.kernels.hopper.sm90_nvfp4_gemm_few import (
     _LET_NEXT_START,
     _WAIT_FOR_KERNEL,
     _advance,
@@ -592,7 +593,7 @@ def _start(consumed, produced, groups: gl.constexpr, ahead: gl.constexpr):
         "scale_stride", "experts", "M", "full", "cut", "parts", "looks", "steps", "tiles_m", "tiles_n", "tiles_k"
     ]
 )  # fmt: skip
-def prefill_kernel(
+def sm90_codes_gemm_many(
     x_desc, x_tail_desc, w_desc, s_desc, y_desc, y_tail_desc, global_scale, block_scale, scale_stride, bias, y, partial,
     counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m, tiles_n, tiles_k, has_bias: gl.constexpr,
     groups: gl.constexpr, halves: gl.constexpr, tail: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr,
@@ -637,7 +638,9 @@ def prefill_kernel(
     )  # fmt: skip
 
 
-def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: PrefillTiles) -> torch.Tensor:
+def gemm_many(
+    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: PrefillTiles
+) -> torch.Tensor:
     """`x @ weight.T + bias`; the arguments have been checked.
 
     Args:
@@ -649,25 +652,25 @@ def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None
     Returns:
         `[tokens, out]`, BF16.
     """
-    return prepare(x, weight, bias, tiles)(x, weight, bias)
+    return prepare_gemm_many(x, weight, bias, tiles)(x, weight, bias)
 
 
-def grouped_linear(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> torch.Tensor:
-    """As `matmul_grouped.grouped_linear`, for BF16 rows and a prepacked weight `[experts, out, in]`."""
+def grouped_gemm_many(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> torch.Tensor:
+    """As `grouped_gemm.grouped_codes_gemm`, for BF16 rows and a prepacked weight `[experts, out, in]`."""
     if not len(x):
         return x.new_empty(0, weight.shape[1])
     tiles = grouped_tiles(len(x), len(offsets) - 1, weight.shape[1], current(x.device.index or 0))
-    return prepare(x, weight, None, tiles, offsets)(x, weight, None)
+    return prepare_gemm_many(x, weight, None, tiles, offsets)(x, weight, None)
 
 
-def prepare(
+def prepare_gemm_many(
     x: torch.Tensor,
     weight: BlockScaledTensor,
     bias: torch.Tensor | None,
     tiles: PrefillTiles,
     offsets: torch.Tensor | None = None,
 ) -> Launch:
-    """`linear` for arguments like these, with everything decided that does not depend on their values.
+    """`gemm_many` for arguments like these, with everything decided that does not depend on their values.
 
     With `offsets`, int32 `[experts + 1]`, rows belong to experts, and the launch is for these offsets.
     """
@@ -701,7 +704,7 @@ def prepare(
         "num_warps": 8 // tiles.groups, "maxnreg": None if tiles.groups == 2 and tiles.ahead else 168,
         "launch_pdl": tiles.overlap,
     }  # fmt: skip
-    launch, counters = Repeated(prefill_kernel, (programs,), constants), tiles.groups * cut
+    launch, counters = Repeated(sm90_codes_gemm_many, (programs,), constants), tiles.groups * cut
 
     def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
         y = x.new_empty(M, N)

@@ -7,7 +7,7 @@ How many tiles each expert has is known only on the GPU, where the router left i
 cost more than a small matmul. So as many programs start as there can be tiles, `T // block_m + experts` at most, and
 each finds its tile by counting the tiles of the experts before it; a program that finds none returns.
 
-One kernel serves every weight format with 16-bit rows, decoded as `kernels/portable/matmul.py` decodes them. Another
+One kernel multiplies 16-bit rows by codes of any format, decoded as in `kernels/portable/codes_gemm.py`. Another
 multiplies FP8 by FP8 with scales a tensor, a row or 128 columns; its sums of 128 products are scaled and added in
 FP32 registers.
 
@@ -25,8 +25,8 @@ import triton.language as tl
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.layout import is_prepacked
+from quant.kernels.portable.codes_gemm import add_products, finish_tile, layout
 from quant.kernels.portable.dependent_launch import overlap_options, start_next, wait_for_previous
-from quant.kernels.portable.matmul import add_products, finish, layout
 
 MAX_EXPERTS = 1024
 FP8_WEIGHTS = ("fp8", "fp8_channel", "fp8_block")
@@ -48,7 +48,7 @@ def group_of(tile, offsets, experts, block_m: tl.constexpr, width: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["experts"])
-def grouped_linear_kernel(
+def grouped_codes_gemm_kernel(
     x, codes, scale, global_scale, offsets, y, experts, N, K, x_stride, scale_rows, scale_stride, codes_width,
     element: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
     has_global: tl.constexpr, width: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
@@ -71,12 +71,12 @@ def grouped_linear_kernel(
                                element, bits, kind, rows, columns, False, block_k)  # fmt: skip
         place = m.to(tl.int64)[:, None] * N + n[None, :]
         inside = there & (n[None, :] < N)
-        finish(acc, scale, global_scale + expert, y, y, place, inside, n, N, scale_stride, kind, rows, columns,
+        finish_tile(acc, scale, global_scale + expert, y, y, place, inside, n, N, scale_stride, kind, rows, columns,
                has_global, False)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["experts"])
-def grouped_fp8_kernel(
+def grouped_fp8_gemm_kernel(
     x, x_scale, codes, scale, offsets, y, experts, N, K,
     x_rows: tl.constexpr, x_columns: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
     width: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
@@ -242,7 +242,7 @@ def weigh(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None, o
         )  # fmt: skip
 
 
-def grouped_linear(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> torch.Tensor:
+def grouped_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> torch.Tensor:
     """`y[i] = x[i] · W[expert of i]ᵀ`; rows beyond the last offset are left as they are found.
 
     Args:
@@ -268,7 +268,7 @@ def grouped_linear(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Te
         scale_shape = weight.format.scale_shape(weight.shape)
         second = weight.scale if weight.global_scale is None else weight.global_scale
         block_n, block_k, warps = weight_tile(block_m)
-        grouped_linear_kernel[triton.cdiv(N, block_n), tiles](
+        grouped_codes_gemm_kernel[triton.cdiv(N, block_n), tiles](
             x, weight.codes, weight.scale, second, offsets, y, experts, N, K, x.stride(0), scale_shape[-2],
             scale_shape[-1], weight.codes.shape[-1], **layout(weight.format),
             has_global=weight.global_scale is not None, width=triton.next_power_of_2(experts), block_m=block_m,
@@ -277,10 +277,10 @@ def grouped_linear(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Te
     return y
 
 
-def grouped_fp8(
+def grouped_fp8_gemm(
     x: BlockScaledTensor, weight: BlockScaledTensor, offsets: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """As `grouped_linear`, for rows that are in FP8.
+    """As `grouped_codes_gemm`, for rows that are in FP8.
 
     Args:
         x: `[T, in]` in one of `FP8_ROWS`.
@@ -289,7 +289,7 @@ def grouped_fp8(
         dtype: of the result.
 
     Raises:
-        ValueError: as `grouped_linear`, and formats that the kernel does not take.
+        ValueError: as `grouped_codes_gemm`, and formats that the kernel does not take.
     """
     if not takes_fp8(weight.format, x.format):
         raise ValueError(
@@ -301,7 +301,7 @@ def grouped_fp8(
     block_m = max(block_rows(len(y), experts), 16)
     tiles = most_tiles(len(y), experts, block_m)
     if tiles:
-        grouped_fp8_kernel[triton.cdiv(N, 128), tiles](
+        grouped_fp8_gemm_kernel[triton.cdiv(N, 128), tiles](
             x.codes, x.scale, weight.codes, weight.scale, offsets, y, experts, N, K,
             x_rows=x.format.block[0], x_columns=x.format.block[1], rows=weight.format.block[0],
             columns=weight.format.block[1], width=triton.next_power_of_2(experts), block_m=block_m, block_n=128,
@@ -311,7 +311,7 @@ def grouped_fp8(
 
 
 def takes_fp8(weight: Format, rows: Format) -> bool:
-    """Whether `grouped_fp8` multiplies these formats."""
+    """Whether `grouped_fp8_gemm` multiplies these formats."""
     return weight.name in FP8_WEIGHTS and rows.name in FP8_ROWS and weight is FORMATS[weight.name]
 
 

@@ -30,7 +30,7 @@ _BAND = tl.constexpr(8)
 
 
 @triton.jit
-def block_linear_kernel(
+def fp8_block_gemm_kernel(
     x, x_scale, codes, scale, bias, y, M, N, K,
     has_bias: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +60,7 @@ def block_linear_kernel(
     tl.store(place, acc.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 
 
-def block_linear(
+def fp8_block_gemm(
     x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """`x @ weight.T + bias`.
@@ -82,29 +82,29 @@ def block_linear(
     tokens, columns = x.shape
     if columns != weight.shape[1]:
         raise ValueError(f"FP8 block matmul of x {list(x.shape)} by {list(weight.shape)}: the widths differ")
-    if library_takes(tokens, weight.shape, dtype, x.codes.device):
-        return library_linear(x, weight, bias)
-    return kernel_linear(x, weight, bias, dtype)
+    if cublas_takes(tokens, weight.shape, dtype, x.codes.device):
+        return by_cublas(x, weight, bias)
+    return by_triton(x, weight, bias, dtype)
 
 
-def kernel_linear(
+def by_triton(
     x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`block_linear` by the Triton kernel."""
+    """`fp8_block_gemm` by the Triton kernel."""
     (tokens, columns), rows = x.shape, weight.shape[0]
     y = torch.empty(tokens, rows, dtype=dtype, device=x.codes.device)
     if tokens:
         depth = stages(current(y.device.index or 0).arch if y.is_cuda else 90)
         grid = (triton.cdiv(tokens, TILES["block_m"]) * triton.cdiv(rows, TILES["block_n"]),)
-        block_linear_kernel[grid](
+        fp8_block_gemm_kernel[grid](
             x.codes, x.scale, weight.codes, weight.scale, y if bias is None else bias, y, tokens, rows, columns,
             has_bias=bias is not None, **TILES, num_warps=WARPS, num_stages=depth,
         )  # fmt: skip
     return y
 
 
-def library_linear(x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`block_linear` by cuBLASLt, BF16, for what `library_takes`."""
+def by_cublas(x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`fp8_block_gemm` by cuBLASLt, BF16, for what `cublas_takes`."""
     tokens = x.shape[0]
     missing = -tokens % 4
     codes, scale = x.codes, x.scale
@@ -116,8 +116,8 @@ def library_linear(x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.
     return y if bias is None else y + bias
 
 
-def library_takes(tokens: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `library_linear` multiplies by a weight of `shape` on this GPU, and got a first product right."""
+def cublas_takes(tokens: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether cuBLASLt multiplies by a weight of `shape` on this GPU, and got a first product right."""
     rows, columns = shape
     if not tokens or rows % 128 or columns % 512 or dtype is not torch.bfloat16 or device.type != "cuda":
         return False
@@ -128,14 +128,14 @@ def library_takes(tokens: int, shape: tuple[int, ...], dtype: torch.dtype, devic
     if index not in _checked:
         if torch.cuda.is_current_stream_capturing():
             return False  # a check waits for its result, which a capture cannot
-        _checked[index] = _library_is_right(device)
+        _checked[index] = _cublas_is_right(device)
     return _checked[index]
 
 
 _checked: dict[int, bool] = {}
 
 
-def _library_is_right(device: torch.device) -> bool:
+def _cublas_is_right(device: torch.device) -> bool:
     """Compares two products of random matrices with sizes of blocks of their own; says so where they differ."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(size, 1024, generator=generator) for size in (130, 384))
@@ -143,11 +143,11 @@ def _library_is_right(device: torch.device) -> bool:
     w = (w.view(3, 128, 8, 128) * sizes).view(384, 1024)
     rows, weight = quantize(x, FORMATS["fp8_group"]).to(device), quantize(w, FORMATS["fp8_block"]).to(device)
     try:
-        y = library_linear(rows, weight, None).double()
+        y = by_cublas(rows, weight, None).double()
     except RuntimeError as error:
         why = " ".join(str(error).split())[:200]
     else:
-        exact = kernel_linear(rows, weight, None, torch.float32).double()
+        exact = by_triton(rows, weight, None, torch.float32).double()
         error_ = float((y - exact).norm() / exact.norm())
         if error_ < 2**-7:
             return True

@@ -15,7 +15,7 @@ from interpreter import interpreted
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.aot import CompiledKernel
-from quant.kernels.portable import matmul_grouped as kernels
+from quant.kernels.portable import grouped_gemm as kernels
 
 COUNTS = ((3, 0, 17, 1), (0, 0, 0, 40), (1, 1, 1, 1), (0, 0, 0, 0), (130, 2, 0, 33))
 
@@ -80,14 +80,14 @@ def check_poisoned_rows(device: str) -> None:
     for format in ("nvfp4", "fp8_block", "int8"):
         weight = stacked(format, 4, 77, 256, device)
         x = torch.randn(24, 256, device=device, dtype=torch.bfloat16)
-        check_poison(device, lambda x, offsets, w=weight: kernels.grouped_linear(x, w, offsets), x)
+        check_poison(device, lambda x, offsets, w=weight: kernels.grouped_codes_gemm(x, w, offsets), x)
     for rows in ("fp8_token", "fp8_group"):
         weight, codes = stacked("fp8_block", 4, 77, 256, device), quantize(torch.randn(24, 256), FORMATS[rows])
         codes = BlockScaledTensor(codes.codes.to(device), codes.scale.to(device), codes.format, codes.shape)
 
         def scaled(scale: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
             x = BlockScaledTensor(codes.codes, scale, codes.format, codes.shape)  # noqa: B023
-            return kernels.grouped_fp8(x, weight, offsets, torch.float32)  # noqa: B023
+            return kernels.grouped_fp8_gemm(x, weight, offsets, torch.float32)  # noqa: B023
 
         check_poison(device, scaled, codes.scale)
 
@@ -107,7 +107,7 @@ def test_rows_that_are_no_numbers_stay_alone_on_a_gpu() -> None:
 def test_every_format_interpreted(format: str) -> None:
     with interpreted():
         for counts in COUNTS[:4]:
-            check_weight_only("cpu", format, kernels.grouped_linear, counts)
+            check_weight_only("cpu", format, kernels.grouped_codes_gemm, counts)
 
 
 @pytest.mark.parametrize("weights", kernels.FP8_WEIGHTS)
@@ -115,14 +115,14 @@ def test_every_format_interpreted(format: str) -> None:
 def test_fp8_by_fp8_interpreted(weights: str, rows: str) -> None:
     with interpreted():
         for counts in COUNTS[:4]:
-            check_fp8("cpu", weights, rows, kernels.grouped_fp8, counts)
+            check_fp8("cpu", weights, rows, kernels.grouped_fp8_gemm, counts)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format_on_a_gpu(format: str) -> None:
     for counts in COUNTS:
-        check_weight_only("cuda", format, kernels.grouped_linear, counts)
+        check_weight_only("cuda", format, kernels.grouped_codes_gemm, counts)
 
 
 @pytest.mark.gpu
@@ -130,7 +130,7 @@ def test_every_format_on_a_gpu(format: str) -> None:
 @pytest.mark.parametrize("rows", kernels.FP8_ROWS)
 def test_fp8_by_fp8_on_a_gpu(weights: str, rows: str) -> None:
     for counts in COUNTS:
-        check_fp8("cuda", weights, rows, kernels.grouped_fp8, counts)
+        check_fp8("cuda", weights, rows, kernels.grouped_fp8_gemm, counts)
 
 
 def test_there_are_always_enough_tiles() -> None:
@@ -148,16 +148,16 @@ def test_mistakes_name_the_argument() -> None:
     weight = quantize(torch.randn(3, 32, 64), FORMATS["nvfp4"])
     x, offsets = torch.zeros(4, 64, dtype=torch.bfloat16), torch.tensor([0, 1, 2, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"grouped matmul with \[3, 32, 64\] in nvfp4: x is \[4, 32\], expected"):
-        kernels.grouped_linear(x[:, :32], weight, offsets)
+        kernels.grouped_codes_gemm(x[:, :32], weight, offsets)
     with pytest.raises(ValueError, match=r"offsets is \[4\] torch\.int64, expected \[4\] torch\.int32"):
-        kernels.grouped_linear(x, weight, offsets.long())
+        kernels.grouped_codes_gemm(x, weight, offsets.long())
     with pytest.raises(ValueError, match=r"x is torch\.float32, expected float16 or bfloat16"):
-        kernels.grouped_linear(x.float(), weight, offsets)
+        kernels.grouped_codes_gemm(x.float(), weight, offsets)
     bare = BlockScaledTensor(weight.codes, weight.scale, weight.format, weight.shape)
     with pytest.raises(ValueError, match="global_scale is missing; nvfp4 has one per expert"):
-        kernels.grouped_linear(x, bare, offsets)
+        kernels.grouped_codes_gemm(x, bare, offsets)
     with pytest.raises(ValueError, match=r"rows in fp8_token; FP8 rows are .*, weights fp8, fp8_channel"):
-        kernels.grouped_fp8(quantize(torch.zeros(4, 64), FORMATS["fp8_token"]), weight, offsets, torch.bfloat16)
+        kernels.grouped_fp8_gemm(quantize(torch.zeros(4, 64), FORMATS["fp8_token"]), weight, offsets, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_mistakes_name_the_argument() -> None:
     ],
 )
 def test_fp8_compiles_to_fp8_instructions(arch: int, block_m: int, instruction: str) -> None:
-    kernel = kernels.grouped_fp8_kernel
+    kernel = kernels.grouped_fp8_gemm_kernel
     given = {"x": "*fp8e4nv", "x_scale": "*fp32", "codes": "*fp8e4nv", "scale": "*fp32", "offsets": "*i32"}
     given |= {"y": "*bf16", "experts": "i32", "N": "i32", "K": "i32"}
     constants = {"x_rows": 1, "x_columns": 128, "rows": 128, "columns": 128, "width": 64}
@@ -203,7 +203,7 @@ def compile_aligned(
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8_block", "int8"])
 @pytest.mark.parametrize("block_m", [16, 64, 128])
 def test_weight_only_compiles_without_spills(arch: int, format: str, block_m: int) -> None:
-    form, kernel = FORMATS[format], kernels.grouped_linear_kernel
+    form, kernel = FORMATS[format], kernels.grouped_codes_gemm_kernel
     block_n, block_k, warps = kernels.weight_tile(block_m)
     constants = {**kernels.layout(form), "has_global": form.global_scale, "width": 64}
     constants |= {"block_m": block_m, "block_n": block_n, "block_k": block_k}

@@ -22,8 +22,8 @@ first words, and waits for that kernel before it reads x or writes. So a kernel 
 not write weights; this kernel and those with `kernels/portable/dependent_launch.py` do not.
 
 Tails: TMA reads zeros beyond the ends, and zeros multiply whatever the other side holds. Gluon has no interpreter:
-tests/kernels/test_layout.py repeats the arithmetic in PyTorch, and tests/kernels/hopper/test_matmul_few.py reads the
-PTX; the values are tested on a GPU.
+tests/kernels/test_layout.py repeats the arithmetic in PyTorch, tests/kernels/hopper/test_sm90_nvfp4_gemm_few.py reads
+the PTX, and the values are tested on a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.counters import arrival_counters
-from quant.kernels.hopper.decode_nvfp4 import DECODED, decode
+from quant.kernels.hopper.sm90_decode_nvfp4 import DECODED, decode
 from quant.kernels.launch_cache import Repeated
 from quant.kernels.tiles import GluonTiles, Launch
 
@@ -365,7 +365,7 @@ def _ring_barriers(stages: gl.constexpr, readers: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["M", "steps", "tiles_k", "units"])
-def linear_kernel(
+def sm90_nvfp4_gemm_few(
     x_desc, w_desc, s_desc, global_scale, bias, y, partial, counter, M, N, steps, tiles_k, units,
     has_bias: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr, split: gl.constexpr,
     overlap: gl.constexpr, fetcher_registers: gl.constexpr,
@@ -388,7 +388,7 @@ def linear_kernel(
     )  # fmt: skip
 
 
-def linear(
+def gemm_few(
     x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: GluonTiles, *, gated: bool = False
 ) -> torch.Tensor:
     """`x @ weight.T + bias`, or `silu(gate) · up` of it; the arguments have been checked.
@@ -403,13 +403,13 @@ def linear(
     Returns:
         `[tokens, out]`, or `[tokens, out / 2]` where `gated`, BF16.
     """
-    return prepare(x, weight, bias, tiles, gated=gated)(x, weight, bias)
+    return prepare_gemm_few(x, weight, bias, tiles, gated=gated)(x, weight, bias)
 
 
-def prepare(
+def prepare_gemm_few(
     x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: GluonTiles, *, gated: bool = False
 ) -> Launch:
-    """`linear` for arguments like these, with everything decided that does not depend on their values."""
+    """`gemm_few` for arguments like these, with everything decided that does not depend on their values."""
     (M, K), N = x.shape, weight.shape[0]
     width = N // 2 if gated else N
     if not M:
@@ -425,7 +425,7 @@ def prepare(
         "has_bias": bias is not None, "gated": gated, "stages": tiles.stages, "depth": depth, "split": split,
         "overlap": tiles.overlap, **registers(tiles), "num_warps": tiles.warps, "launch_pdl": tiles.overlap,
     }  # fmt: skip
-    launch = Repeated(linear_kernel, (programs,), constants)
+    launch = Repeated(sm90_nvfp4_gemm_few, (programs,), constants)
 
     def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
         y = x.new_empty(M, width)

@@ -14,7 +14,7 @@ The tensor cores and the 2^x units take about the same time, so speed depends on
 arithmetic counts twice, because it shares the register file with the tensor cores. There are two variants:
 
 optimistic   FP8 with heads of up to 128. P(j) uses the previous reference, without a search for the largest score;
-             `quant.kernels.hopper.softmax` says why that is safe.
+             `quant.kernels.hopper.sm90_fp8_softmax` says why that is safe.
 cautious     Everything else. m is the largest score so far, within 0.75, for which P has room below 448.
 
 P V(j − 1) runs while P(j) is computed. ptxas would move the powers of two behind the wait for the products, since no
@@ -34,7 +34,7 @@ Programs are persistent, one on each SM, and draw tiles of queries from a counte
 into the L2 cache, causal tiles of a group from long to short. Where memory allows, the next tile of queries is fetched
 while the last keys of this one pass, so a consumer that has finished starts on it at once.
 
-Gluon has no interpreter: `tests/kernels/hopper/test_hopper_attention.py` compiles the PTX on any machine, and the
+Gluon has no interpreter: `tests/kernels/hopper/test_sm90_dense_attention.py` compiles the PTX on any machine, and the
 values are tested on a GPU.
 """
 
@@ -52,7 +52,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from quant.kernels.attention_operands import SCALE_BLOCK, AttentionOptions
-from quant.kernels.hopper.softmax import OPERANDS, softmax
+from quant.kernels.hopper.sm90_fp8_softmax import OPERANDS, softmax
 
 SCALE_ROWS = gl.constexpr(SCALE_BLOCK)
 _RESIDENT = 24 << 20  # bytes of K and V that stay in the L2 cache
@@ -629,7 +629,7 @@ _INTEGERS = (
 
 
 @gluon.jit(do_not_specialize=_INTEGERS)
-def attention_hopper(
+def sm90_dense_attention(
     q_tensor, k_tensor, v_tensor, out, lse, q_scale, k_scale, v_scale, cu_q, cu_kv, counter,
     tokens_q, tokens_kv, tokens_v, heads, ratio, seq_q, seq_kv, blocks, group, total, window,
     q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block, log2_scale, cap, kind: gl.constexpr,
@@ -690,7 +690,7 @@ def attend(
     options: AttentionOptions,
     tiles: HopperTiles | None = None,
 ) -> None:
-    """Runs the kernel on dense operands; as `quant.kernels.portable.attention.attend`, but FP8's v is laid out."""
+    """Runs the kernel on dense operands, as `portable.dense_attention.attend` does; V in FP8 is laid out."""
     if not out.numel():
         return
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -713,7 +713,7 @@ def attend(
 
     v_tile = (width, tiles.block_kv) if fp8 else (tiles.block_kv, width)
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count
-    attention_hopper[min(programs, total),](
+    sm90_dense_attention[min(programs, total),](
         tensor_map(q, 64, width), tensor_map(k, tiles.block_kv, width), tensor_map(v, *v_tile), out, lse,
         *(options.scales or (out, out, out)), options.cu_seqlens_q, options.cu_seqlens_k,
         torch.zeros(1, dtype=torch.int32, device=q.device),

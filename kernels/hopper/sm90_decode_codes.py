@@ -33,7 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.hopper.decode_nvfp4 import _halves
+from quant.kernels.hopper.sm90_decode_nvfp4 import _halves
 
 # Two codes, the low 16 bits of $1, to two bfloat16, v. The byte above a code repeats its sign.
 _FP8 = """{

@@ -4,8 +4,8 @@ A thread holds four words of a tile, 32 codes, and the scales of the two rows th
 instructions and four packed products turn a word into eight BF16 values. Each is element times block scale, exactly,
 times 2^-7. `decode` leaves each value with the thread that multiplies it.
 
-    dequantize   words, scales ─▶ BF16 [out, in]             one pass, 2.6 bytes a weight (FP16 and FP32 too)
-    requantize   words, scales ─▶ E4M3 [out, in], row scale  one pass, 1.6 bytes a weight, after one over the scales
+    dequantize_prepacked  words, scales ─▶ BF16 [out, in]             2.6 bytes a weight (FP16 and FP32 too)
+    prepacked_to_e4m3     words, scales ─▶ E4M3 [out, in], row scale  1.6 bytes a weight, after one pass over the scales
 
 A row's E4M3 scale comes from its largest block scale: no element exceeds 6 times that scale, so no value is clipped
 and the values themselves need not be read first.
@@ -103,7 +103,7 @@ def _tiles(words, scales, K, tiles: gl.constexpr):
 
 
 @gluon.jit
-def dequantize_kernel(words, scales, global_scale, out, K, tiles: gl.constexpr):
+def sm90_nvfp4_dequantize(words, scales, global_scale, out, K, tiles: gl.constexpr):
     """64 rows by 64 · tiles columns of W in the dtype of `out`."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     value = _tiles(words, scales, K, tiles).to(gl.float32) * (gl.load(global_scale).to(gl.float32) * DECODED)
@@ -115,7 +115,7 @@ def dequantize_kernel(words, scales, global_scale, out, K, tiles: gl.constexpr):
 
 
 @gluon.jit
-def requantize_kernel(words, scales, unit, out, K, tiles: gl.constexpr):
+def sm90_nvfp4_to_e4m3(words, scales, unit, out, K, tiles: gl.constexpr):
     """64 rows by 64 · tiles columns of W in E4M3; `unit` is the scale of each row without the global scale."""
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     value = _tiles(words, scales, K, tiles)
@@ -130,7 +130,7 @@ def requantize_kernel(words, scales, unit, out, K, tiles: gl.constexpr):
 
 
 @triton.jit
-def row_unit_kernel(scales, global_scale, unit, scale, K, largest: tl.constexpr, tiles: tl.constexpr):
+def nvfp4_row_scales_kernel(scales, global_scale, unit, scale, K, largest: tl.constexpr, tiles: tl.constexpr):
     """For each row of W: `unit`, 6 / 448 of its largest block scale, and `scale`, `unit` times the global scale.
 
     A word holds the four scale bytes of a row in a tile, and bytes compare as the scales that they stand for.
@@ -151,7 +151,7 @@ def row_unit_kernel(scales, global_scale, unit, scale, K, largest: tl.constexpr,
     tl.store(scale + tl.program_id(0) * 64 + n, value * tl.load(global_scale).to(tl.float32))
 
 
-def dequantize(weight: BlockScaledTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def dequantize_prepacked(weight: BlockScaledTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """`[out, in]` of a prepacked weight in `dtype`, each value rounded once."""
     N, K = weight.shape
     out = torch.empty(N, K, dtype=dtype, device=weight.codes.device)
@@ -161,12 +161,12 @@ def dequantize(weight: BlockScaledTensor, dtype: torch.dtype = torch.bfloat16) -
 
 @lru_cache(maxsize=256)
 def _dequantizer(N: int, K: int, device: torch.device) -> Repeated:
-    """The launch of `dequantize_kernel` for weights of a shape, on a device."""
+    """The launch of `sm90_nvfp4_dequantize` for weights of a shape, on a device."""
     tiles = _tiles_of(K)
-    return Repeated(dequantize_kernel, (K // 64 // tiles, N // 64), {"tiles": tiles, "num_warps": 4})
+    return Repeated(sm90_nvfp4_dequantize, (K // 64 // tiles, N // 64), {"tiles": tiles, "num_warps": 4})
 
 
-def requantize(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
+def prepacked_to_e4m3(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A prepacked weight as E4M3 with one scale a row: `[out, in]` and float32 `[out]`.
 
     The second rounding moves a value by up to one part in 16: E4M3 has three bits of mantissa, where the product of an
@@ -176,7 +176,7 @@ def requantize(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.empty(N, K, dtype=torch.float8_e4m3fn, device=weight.codes.device)
     unit, scale = row_scales(weight)
     tiles = _tiles_of(K)
-    requantize_kernel[K // 64 // tiles, N // 64](weight.codes, weight.scale, unit, out, K, tiles=tiles, num_warps=4)
+    sm90_nvfp4_to_e4m3[K // 64 // tiles, N // 64](weight.codes, weight.scale, unit, out, K, tiles=tiles, num_warps=4)
     return out, scale
 
 
@@ -184,7 +184,7 @@ def row_scales(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
     """E4M3 scales of the rows of a prepacked weight, without and with the global scale, float32 `[out]` each."""
     N, K = weight.shape
     unit, scale = torch.empty(2, N, dtype=torch.float32, device=weight.codes.device).unbind(0)
-    row_unit_kernel[(N // 64,)](
+    nvfp4_row_scales_kernel[(N // 64,)](
         weight.scale, weight.global_scale, unit, scale, K, largest=E2M1.max / E4M3.max, tiles=64, num_warps=4
     )
     return unit, scale

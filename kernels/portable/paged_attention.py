@@ -110,7 +110,7 @@ def _pages(table, start, length, page: tl.constexpr, block_n: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["table_stride", "kv_heads", "new", "splits", "window"])
-def attend_kernel(
+def paged_attention_kernel(
     q, k, v, k_scale, v_scale, k_blocks, v_blocks, table, lengths, out, lse,
     q_batch, q_head, q_new, table_stride, kv_heads, new, splits, softmax_scale, softcap, window,
     kind: tl.constexpr, per_token: tl.constexpr, capped: tl.constexpr, windowed: tl.constexpr, asm: tl.constexpr,
@@ -275,7 +275,7 @@ def attend_kernel(
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
-def reduce_kernel(
+def paged_attention_reduce_kernel(
     parts, lses, out, rows, splits, dim: tl.constexpr, width: tl.constexpr, most: tl.constexpr, overlap: tl.constexpr
 ):
     """Merges the splits `[batch, splits, rows, dim]` of one row; `rows` is heads times new tokens.
@@ -308,7 +308,7 @@ def reduce_kernel(
     tl.store(out + at, (value / tl.where(total > 0, total, 1.0)).to(out.dtype.element_ty), mask=column < dim)
 
 
-def launch(
+def attend_pages(
     q: torch.Tensor,
     pages: KVPages,
     table: torch.Tensor,
@@ -332,7 +332,7 @@ def launch(
     overlap = overlap_options(q) if tiles.overlap else {"overlap": False}
     scales = [x if x is not None else lengths for x in (pages.k_scale, pages.v_scale)]
     blocks = [x if x is not None else k for x in (pages.k_blocks, pages.v_blocks)]
-    attend_kernel[splits * pages.kv_heads * triton.cdiv(new * group, tiles.block_m), batch](
+    paged_attention_kernel[splits * pages.kv_heads * triton.cdiv(new * group, tiles.block_m), batch](
         q, k, v, *scales, *blocks, table, lengths, parts, lses,
         q.stride(0), q.stride(1), q.stride(2), table.stride(0), pages.kv_heads, new, splits,
         options.scale_of(dim), options.softcap or 0.0, options.window or 0, kind=pages.kind, per_token=pages.per_token,
@@ -342,7 +342,7 @@ def launch(
     )  # fmt: skip
     if splits > 1:
         width, most = triton.next_power_of_2(dim), triton.next_power_of_2(splits)
-        reduce_kernel[heads * new, batch](
+        paged_attention_reduce_kernel[heads * new, batch](
             parts, lses, out, heads * new, splits,
             dim=dim, width=width, most=most, num_warps=min(max(min(most, 32) * width // 1024, 1), 4), **overlap,
         )  # fmt: skip

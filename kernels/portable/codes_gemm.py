@@ -134,7 +134,7 @@ def add_products(
 
 
 @triton.jit(do_not_specialize=["M", "splits"])
-def linear_kernel(
+def codes_gemm_kernel(
     x, codes, scale, global_scale, bias, y, partial, counter,
     M, N, K, x_stride, codes_stride, scale_stride, codes_width, splits,
     element: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
@@ -171,16 +171,16 @@ def linear_kernel(
             for other in range(splits):
                 # Past L1, which does not see what other programs wrote.
                 total += tl.load(partial + other * size + place, mask=inside, other=0.0, cache_modifier=".cg")
-            finish(total, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind, rows, columns,
+            finish_tile(total, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind, rows, columns,
                    has_global, has_bias)  # fmt: skip
             tl.store(arrival, 0)
     else:
-        finish(acc, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind, rows, columns,
+        finish_tile(acc, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind, rows, columns,
                has_global, has_bias)  # fmt: skip
 
 
 @triton.jit
-def finish(acc, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind: tl.constexpr,
+def finish_tile(acc, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind: tl.constexpr,
            rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr, has_bias: tl.constexpr):  # fmt: skip
     """Scales that are constant along K, the bias, the rounding to the dtype of y."""
     if columns == 0:
@@ -195,7 +195,7 @@ def finish(acc, scale, global_scale, bias, y, place, inside, n, N, scale_stride,
 
 
 @triton.jit
-def dequantize_kernel(
+def dequantize_codes_kernel(
     codes, scale, global_scale, out, N, K, codes_stride, scale_stride, codes_width,
     element: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
     has_global: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
@@ -231,7 +231,7 @@ def dequantize_kernel(
     tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], w.to(out.dtype.element_ty), mask=inside)
 
 
-def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
+def codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
     """`x @ weight.T + bias`; the arguments have been checked.
 
     Args:
@@ -243,11 +243,11 @@ def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None
     Returns:
         `[tokens, out]`, dtype of `x`.
     """
-    return prepare(x, weight, bias, tiles)(x, weight, bias)
+    return prepare_codes_gemm(x, weight, bias, tiles)(x, weight, bias)
 
 
-def prepare(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: Tiles) -> Launch:
-    """`linear` for arguments like these, with everything decided that does not depend on their values."""
+def prepare_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: Tiles) -> Launch:
+    """`codes_gemm` for arguments like these, with everything decided that does not depend on their values."""
     (M, K), N, form = x.shape, weight.shape[0], weight.format
     if not M * N:
         return lambda x, weight, bias: x.new_empty(M, N)
@@ -258,7 +258,7 @@ def prepare(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | Non
         "split": splits > 1, "swap": tiles.swap, "block_m": tiles.block_m, "block_n": tiles.block_n,
         "block_k": tiles.block_k, "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
-    launch = Repeated(linear_kernel, (tiles_n, tiles_m, splits), constants)
+    launch = Repeated(codes_gemm_kernel, (tiles_n, tiles_m, splits), constants)
 
     def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
         y = x.new_empty(M, N)
@@ -276,7 +276,7 @@ def prepare(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | Non
     return run
 
 
-def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize_codes(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """`[out, in]` of `weight` in `dtype`, in one pass; the arguments have been checked."""
     (N, K), codes, scale = weight.shape, weight.codes, weight.scale
     out = torch.empty(N, K, dtype=dtype, device=codes.device)
@@ -290,11 +290,11 @@ def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _dequantizer(N: int, K: int, format: str, has_global: bool, device: torch.device) -> Repeated:
-    """The launch of `dequantize_kernel` for weights like these, on a device."""
+    """The launch of `dequantize_codes_kernel` for weights like these, on a device."""
     form, block_n = FORMATS[format], 16
     block_k = 256 if form.block[1] < 128 else 128
     constants = {**layout(form), "has_global": has_global, "block_n": block_n, "block_k": block_k, "num_warps": 4}
-    return Repeated(dequantize_kernel, (triton.cdiv(K, block_k), triton.cdiv(N, block_n)), constants)
+    return Repeated(dequantize_codes_kernel, (triton.cdiv(K, block_k), triton.cdiv(N, block_n)), constants)
 
 
 def layout(format: Format) -> dict[str, object]:

@@ -14,9 +14,9 @@ and the softmax is updated as they pass (m: largest score so far, l: sum so far)
 Only tiles that the causal diagonal or the end of the keys crosses are masked. A causal launch starts the blocks with
 the most work first, so that short ones fill the tail. Head h reads KV head h // (heads / kv_heads).
 
-`attention_forward` takes its arguments in the order that TensorRT fixes for kernels inside an engine: inputs,
+`fp8_dense_attention` takes its arguments in the order that TensorRT fixes for kernels inside an engine: inputs,
 integers, outputs. It assumes nothing about the integers, so that one compiled kernel serves every shape; floats are
-compile-time constants, because an engine cannot pass them. `attention_with_options` is the kernel of `attention`.
+compile-time constants, because an engine cannot pass them. `dense_attention_with_options` is the kernel of `attention`.
 """
 
 import torch
@@ -90,7 +90,7 @@ def _attend(
 
 
 @triton.jit
-def attention_forward(
+def fp8_dense_attention(
     q,
     k,
     v,
@@ -157,7 +157,7 @@ _INTEGERS = (
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
-def attention_with_options(
+def dense_attention_with_options(
     q, k, v, q_scale, k_scale, v_scale, cu_q, cu_kv,
     heads, kv_heads, tokens_q, tokens_kv, seq_q, seq_kv, window,
     q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block,
@@ -267,7 +267,7 @@ def attention_with_options(
         tl.store(lse + first_row + row, tl.where(seen, value, float("-inf")), mask=inside)
 
 
-def launch(
+def attend_fp8(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -279,7 +279,7 @@ def launch(
     arch: int | None = None,
     in_graph: bool = False,
 ) -> None:
-    """Runs `attention_forward` on dense operands.
+    """Runs `fp8_dense_attention` on dense operands.
 
     Args:
         q, k, v, scales, causal, softmax_scale: as `fp8_attention` takes them.
@@ -289,7 +289,7 @@ def launch(
     """
     batch, heads, seq_q, dim = q.shape
     tiles = tiles_for(dim, _arch_of(q) if arch is None else arch)
-    kernel = torch.library.wrap_triton(attention_forward) if in_graph else attention_forward
+    kernel = torch.library.wrap_triton(fp8_dense_attention) if in_graph else fp8_dense_attention
     if in_graph or out.numel():
         kernel[triton.cdiv(seq_q, tiles.block_q), heads, batch](
             q, k, v, scales, heads, k.shape[1], seq_q, k.shape[2], out,
@@ -311,7 +311,7 @@ def attend(
     options: AttentionOptions,
     arch: int | None = None,
 ) -> None:
-    """Runs `attention_with_options` on dense operands.
+    """Runs `dense_attention_with_options` on dense operands.
 
     Args:
         q, k, v: E4M3 with scales, or BF16 or FP16 without; v is not laid out.
@@ -325,7 +325,7 @@ def attend(
     kv_heads, tokens_kv = k.shape[1:3]
     tiles = tiles_for(dim, _arch_of(q) if arch is None else arch, q.dtype.itemsize)
     grid = (triton.cdiv(options.max_seqlen_q, tiles.block_q), heads, options.sequences(batch))
-    attention_with_options[grid](
+    dense_attention_with_options[grid](
         q, k, v, options.q_scale, options.k_scale, options.v_scale, options.cu_seqlens_q, options.cu_seqlens_k,
         heads, kv_heads, tokens_q, tokens_kv, tokens_q, tokens_kv, options.window or 0, *options.strides,
         options.softmax_scale, options.softcap or 0.0, out, lse,
