@@ -8,7 +8,7 @@
 Decoding one token reads every weight once and takes a millisecond or two, in which some hundreds of kernels start,
 each before the previous one has ended (`kernels/portable/dependent_launch.py`). Every intermediate is rounded to 16
 bit where the modules of transformers round it, so the values are equal to theirs up to the last bit of a reciprocal
-root or an exponential. `kernels/linear/gated.py` joins swiglu to its matmul.
+root or an exponential.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -38,7 +39,11 @@ def _h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def entered(module: torch.nn.Module, x: torch.Tensor) -> list[str]:
-    """The functions of Python from `forward` to the launch, which is Triton's or `Repeated`'s, by name."""
+    """The functions of Python from `forward` to the launch, which is Triton's or `Repeated`'s, by name.
+
+    The garbage collector is off: it may start at any allocation and calls the weak references of what it frees, such
+    as those of `numbers_only` to the weights of earlier tests, and a profiler counts these calls as ours.
+    """
     names: list[str] = []
     launched = False
 
@@ -50,11 +55,13 @@ def entered(module: torch.nn.Module, x: torch.Tensor) -> list[str]:
             if not launched and (names or frame.f_code.co_name == "forward"):
                 names.append(frame.f_code.co_name)
 
+    gc.disable()
     sys.setprofile(profile)
     try:
         module(x)
     finally:
         sys.setprofile(None)
+        gc.enable()
     assert launched
     return names
 
