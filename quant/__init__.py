@@ -39,6 +39,7 @@ _PUBLIC = {
     "quant.models.open": ("Source", "open_model"),
     "quant.report.render": ("render_html",),
     "quant.plan.make": ("make_plan",),
+    "quant.recipes.layer_kind": ("LayerKind",),
     "quant.recipes.plan": ("LayerPlan", "Plan"),
     "quant.recipes.recipe": ("Recipe", "Rule"),
     "quant.report.report": ("Report",),

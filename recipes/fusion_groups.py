@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer, group_name, parent_of
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def patterns(names: Iterable[str]) -> list[str]:
 
 
 def _is_unseen(layer: Layer) -> bool:
-    return layer.kind == "linear" and layer.input_dims is None and layer.obstacle is None
+    return layer.kind == LayerKind.LINEAR and layer.input_dims is None and layer.obstacle is None
 
 
 def _numberless(name: str) -> str:

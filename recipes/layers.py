@@ -20,7 +20,6 @@ receives the very same tensor object belongs together, within one numbered block
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections import Counter
@@ -30,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from quant.formats.stacking import Stacking
+from quant.recipes.layer_kind import LayerKind
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ class Layer:
 
     Attributes:
         name: module path, or parameter path for fused experts.
-        kind: one of `quant.recipes.plan.KINDS`.
+        kind: what the weight is for.
         shape: of the weight, `[..., out, in]` however the model holds it, or `[out, in / groups, kernel...]` of a
             convolution.
         group: name of its fusion group, if it has one.
@@ -77,7 +77,7 @@ class Layer:
     """
 
     name: str
-    kind: str
+    kind: LayerKind
     shape: tuple[int, ...]
     group: str | None = None
     tied_to: str | None = None
@@ -89,13 +89,8 @@ class Layer:
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """Shape of what formats divide into blocks, see `matrix_shape`."""
-        return matrix_shape(self.kind, self.shape)
-
-
-def matrix_shape(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """`[..., out, in]` of a weight: a convolution's is `[out, in / groups * kernel]`, one row an output channel."""
-    return (shape[0], math.prod(shape[1:])) if kind == "conv" else shape
+        """Shape `[..., out, in]` that formats divide into blocks, see `LayerKind.matrix`."""
+        return self.kind.matrix(self.shape)
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
@@ -106,10 +101,10 @@ def find_layers(model: nn.Module) -> list[Layer]:
     for name, module in model.named_modules():
         for parameter_name, parameter in _weights(module):
             kind = _kind(module, parameter_name, parameter)
-            is_own = parameter_name == "weight" and kind != "experts"
+            is_own = parameter_name == "weight" and kind != LayerKind.EXPERTS
             path = name if is_own else f"{name}.{parameter_name}".lstrip(".")
-            if module is head or (kind == "linear" and _is_head(name)):
-                kind = "head"
+            if module is head or (kind == LayerKind.LINEAR and _is_head(name)):
+                kind = LayerKind.HEAD
             tied_to = owner.setdefault(id(parameter), path)
             transposed = parameter_name == "weight" and _is_transposed(module)
             layers.append(
@@ -147,17 +142,17 @@ def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
         if last == "weight":
             kind = _kind_by_name(stem, shape)
             turned = transposed and len(shape) == 2 and stem.rpartition(".")[2] in _CONV1D_NAMES
-            obstacle = _UNKNOWN_CONV if kind == "conv" else None
+            obstacle = _UNKNOWN_CONV if kind == LayerKind.CONV else None
             layers.append(
                 Layer(stem, kind, tuple(shape[::-1] if turned else shape), obstacle=obstacle, transposed=turned)
             )
         elif len(shape) == 3 and last in _EXPERT_NAMES:
             pair = [shapes.get(f"{stem}.{part}", ()) for part in ("gate_up_proj", "down_proj")]
             layers.append(
-                Layer(name, "experts", tuple(shape), obstacle=_TRANSPOSED if _are_transposed(*pair) else None)
+                Layer(name, LayerKind.EXPERTS, tuple(shape), obstacle=_TRANSPOSED if _are_transposed(*pair) else None)
             )
         elif len(shape) > 1:
-            layers.append(Layer(name, "parameter", tuple(shape)))
+            layers.append(Layer(name, LayerKind.PARAMETER, tuple(shape)))
     return layers
 
 
@@ -211,7 +206,7 @@ def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
     """
     import torch
 
-    linears = {layer.name for layer in layers if layer.kind == "linear"}
+    linears = {layer.name for layer in layers if layer.kind == LayerKind.LINEAR}
     readers: dict[tuple[int, str], list[str]] = {}
     called: dict[str, int] = {}
     held = []
@@ -264,7 +259,8 @@ def _block_of(name: str) -> str:
 def group_experts(layers: Sequence[Layer]) -> list[Layer]:
     """`layers` with the experts of one module put into one group each, for they run in one grouped matmul."""
     return [
-        replace(layer, group=layer.name.rpartition(".")[0]) if layer.kind == "experts" else layer for layer in layers
+        replace(layer, group=layer.name.rpartition(".")[0]) if layer.kind == LayerKind.EXPERTS else layer
+        for layer in layers
     ]
 
 
@@ -274,29 +270,29 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, parameter
 
 
-def _kind(module: nn.Module, name: str, weight: torch.Tensor) -> str:
+def _kind(module: nn.Module, name: str, weight: torch.Tensor) -> LayerKind:
     from torch import nn
 
     if stacking_of(module, name) is not None:
-        return "experts"
+        return LayerKind.EXPERTS
     if name != "weight":
-        return "parameter"
+        return LayerKind.PARAMETER
     if isinstance(module, nn.Linear) or is_conv1d(module):
-        return "linear"
+        return LayerKind.LINEAR
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return "embedding"
+        return LayerKind.EMBEDDING
     if weight.dim() == 1:
-        return "norm"
-    return "conv" if isinstance(module, nn.modules.conv._ConvNd) else "other"
+        return LayerKind.NORM
+    return LayerKind.CONV if isinstance(module, nn.modules.conv._ConvNd) else LayerKind.OTHER
 
 
-def _obstacle(module: nn.Module, kind: str) -> str | None:
+def _obstacle(module: nn.Module, kind: LayerKind) -> str | None:
     """Why what `module` holds cannot be quantized, as the module's class and shapes tell."""
     from torch import nn
 
-    if kind == "conv" and not _is_plain_conv(module):
+    if kind == LayerKind.CONV and not _is_plain_conv(module):
         return _NOT_PLAIN_CONV
-    if kind != "linear" or is_conv1d(module):
+    if kind != LayerKind.LINEAR or is_conv1d(module):
         return None
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return _UNCALLED
@@ -425,15 +421,16 @@ def _routers(model: nn.Module) -> set[str]:
     return found
 
 
-def _kind_by_name(stem: str, shape: Sequence[int]) -> str:
+def _kind_by_name(stem: str, shape: Sequence[int]) -> LayerKind:
     if len(shape) == 1:
-        return "norm"
+        return LayerKind.NORM
     last = stem.rpartition(".")[2]
     if ("embed" in last and last not in _HEADS) or last in ("wte", "wpe"):
-        return "embedding"
+        return LayerKind.EMBEDDING
     if len(shape) == 2 and (_is_head(stem) or last == "output"):
-        return "head"
-    return {2: "linear", 3: "conv", 4: "conv", 5: "conv"}.get(len(shape), "other")
+        return LayerKind.HEAD
+    kinds = {2: LayerKind.LINEAR, 3: LayerKind.CONV, 4: LayerKind.CONV, 5: LayerKind.CONV}
+    return kinds.get(len(shape), LayerKind.OTHER)
 
 
 def _is_head(name: str) -> bool:

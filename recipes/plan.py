@@ -29,13 +29,12 @@ from quant.formats.format import Format, get_format
 from quant.formats.json_files import read_json
 from quant.recipes.json_data import check_fields, typed
 from quant.recipes.json_text import json_text
-from quant.recipes.layers import matrix_shape
+from quant.recipes.layer_kind import LayerKind
 
 SCHEMA_VERSION = 1
 PLAN_FILE = "plan.json"  # in a checkpoint
 ODD_INPUTS = "inputs_without_batch_and_tokens"
 """Key of the provenance: layers with a scale for each token whose inputs are no `[batch, tokens, in]`."""
-KINDS = ("linear", "experts", "embedding", "head", "norm", "conv", "parameter", "other")
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class LayerPlan:
 
     Attributes:
         name: module path; of fused experts and of parameters that no module is made for, the parameter's path.
-        kind: one of `KINDS`.
+        kind: what the weight is for.
         shape: of the weight, `[..., out, in]`, or `[out, in / groups, kernel...]` of a convolution.
         weight: weight format; None keeps 16 bit.
         activation: format of the input; None keeps 16 bit.
@@ -87,11 +86,11 @@ class LayerPlan:
         transposed: whether the original parameter is stored with its input axis first.
 
     Raises:
-        ValueError: the score is NaN or infinite.
+        ValueError: an unknown kind, or a score that is NaN or infinite.
     """
 
     name: str
-    kind: str
+    kind: LayerKind
     shape: tuple[int, ...]
     weight: Format | None = None
     activation: Format | None = None
@@ -105,18 +104,19 @@ class LayerPlan:
     transposed: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", LayerKind(self.kind))  # users write the value, such as "linear"
         if self.score is not None and not math.isfinite(self.score):
             raise ValueError(f"plan layer {self.name!r}: its score is {self.score}; leave it out, or measure it again")
 
     @property
     def tensor_name(self) -> str:
         """The path of the parameter itself."""
-        return self.name if self.kind in ("experts", "parameter") else f"{self.name}.weight"
+        return self.name if self.kind.is_named_by_parameter else f"{self.name}.weight"
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """Shape of what formats divide into blocks: `[..., out, in]`; see `matrix_shape`."""
-        return matrix_shape(self.kind, self.shape)
+        """Shape `[..., out, in]` that formats divide into blocks, see `LayerKind.matrix`."""
+        return self.kind.matrix(self.shape)
 
     @property
     def numel(self) -> int:
@@ -170,8 +170,8 @@ class LayerPlan:
         name = fields.get("name", "(no name)") if isinstance(fields, Mapping) else "(no name)"
         where = f"plan layer {name!r}"
         check_fields(fields, cls, where, more=_PARTS)
-        if fields.get("kind") not in KINDS:
-            raise ValueError(f"{where}: unknown kind {fields.get('kind')!r}; known kinds: {', '.join(KINDS)}")
+        if fields.get("kind") not in list(LayerKind):
+            raise ValueError(f"{where}: unknown kind {fields.get('kind')!r}; known kinds: {', '.join(LayerKind)}")
         try:
             own = {key: typed(_LAYER_FIELDS[key], value, key) for key, value in fields.items()}
             formats = {k: None if own.get(k) is None else get_format(own[k]) for k in ("weight", "activation")}
@@ -320,7 +320,7 @@ class Plan:
 
 
 _PARTS = get_type_hints(Parts)
-_LAYER_FIELDS = {**get_type_hints(LayerPlan), **_PARTS, "weight": str | None, "activation": str | None}
+_LAYER_FIELDS = {**get_type_hints(LayerPlan), **_PARTS, "kind": str, "weight": str | None, "activation": str | None}
 _PLAN_FIELDS = {**get_type_hints(Plan), "layers": list[Any], "kv_cache": str | None, "attention": str | None}
 _PROVENANCE: dict[str, Any] = {
     "guard": str | None, "observer": str | None, "edits": list[str], "allocation": dict[str, Any],

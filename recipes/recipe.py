@@ -31,19 +31,20 @@ from typing import Any
 
 from quant.formats.format import Format, is_16bit, parse_format
 from quant.formats.json_files import check_depth
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import ROUTER, Layer, group_name
 from quant.recipes.plan import LayerPlan, Plan, groups_of
 
 KEEP = "keep"
 _DOTS = 1000  # in a line
-QUANTIZABLE = ("linear", "experts", "conv")
+QUANTIZABLE = (LayerKind.LINEAR, LayerKind.EXPERTS, LayerKind.CONV)
 
 _KEPT_KINDS = {
-    "embedding": "embedding: a look-up moves few bytes and every token's error would start here",
-    "head": "output head: its error goes straight into the logits",
-    "norm": "norm: a vector of negligible size that scales whole channels",
-    "other": "not a linear layer",
-    "parameter": "no linear layer: its module multiplies by it, or adds it, by itself",
+    LayerKind.EMBEDDING: "embedding: a look-up moves few bytes and every token's error would start here",
+    LayerKind.HEAD: "output head: its error goes straight into the logits",
+    LayerKind.NORM: "norm: a vector of negligible size that scales whole channels",
+    LayerKind.OTHER: "not a linear layer",
+    LayerKind.PARAMETER: "no linear layer: its module multiplies by it, or adds it, by itself",
 }
 _FEW_CONVS = "convolution, and linear layers hold most of the weights: transformers and vLLM read it in 16 bit only"
 _NO_FP8_CONV = (
@@ -253,7 +254,7 @@ def _kept_convs(layers: Sequence[Layer], recipe: Recipe, only: Sequence[str]) ->
     kernel for (its `onnx/quantization/fp8.py`), and so leaves out first convolutions and depthwise ones.
     """
     sizes = {layer.name: math.prod(layer.shape) for layer in layers if layer.kind in QUANTIZABLE}
-    convs = {layer.name: layer for layer in layers if layer.kind == "conv"}
+    convs = {layer.name: layer for layer in layers if layer.kind == LayerKind.CONV}
     matched = [{name for name in sizes if fnmatchcase(name, glob)} for glob in only]
     asked = set().union(*(names for names in matched if names <= convs.keys()))
     if 2 * sum(sizes[name] for name in convs) < sum(sizes.values()):
@@ -279,7 +280,7 @@ def _plan_layer(
 ) -> LayerPlan:
     choice = Rule("*", recipe.weight, recipe.activation, recipe.solver, f"recipe {recipe.name}")
     asked = next((glob for glob in narrow if fnmatchcase(layer.name, glob)), None)
-    if layer.kind in ("embedding", "head") and asked is not None:
+    if layer.kind in (LayerKind.EMBEDDING, LayerKind.HEAD) and asked is not None:
         choice = dataclasses.replace(choice, reason=f"--include {asked}")
     elif layer.kind not in QUANTIZABLE:
         choice = Rule("*", KEEP, KEEP, recipe.solver, _KEPT_KINDS[layer.kind])
@@ -287,13 +288,13 @@ def _plan_layer(
         choice = Rule("*", KEEP, KEEP, recipe.solver, kept)
     for rule in recipe.rules:
         # An embedding is quantized only by a rule of its own, never as one of many that a glob happens to match.
-        meant = layer.kind != "embedding" or rule.match not in broad or is_16bit(rule.weight)
+        meant = layer.kind != LayerKind.EMBEDDING or rule.match not in broad or is_16bit(rule.weight)
         if meant and fnmatchcase(layer.name, rule.match):
             choice = _override(choice, rule, recipe)
     if only and not is_16bit(choice.weight) and not any(fnmatchcase(layer.name, glob) for glob in only):
         choice = Rule("*", KEEP, KEEP, choice.solver, "matched by no --include")
     weight, activation = _format_of(choice.weight, recipe.name), _format_of(choice.activation, recipe.name)
-    if layer.kind == "embedding":
+    if layer.kind == LayerKind.EMBEDDING:
         activation = None  # its input is a number of a row
     reason = choice.reason or ""
     if weight is not None and (why := obstacle(layer, weight, activation)):
@@ -327,18 +328,19 @@ def _override(choice: Rule, rule: Rule, recipe: Recipe) -> Rule:
 
 def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | None:
     """Why `layer` cannot take `weight` with inputs in `activation`, one clause; None if it can."""
-    if layer.kind not in (*QUANTIZABLE, "head", "embedding"):
-        return f"{weight} is for linear layers; this is a layer of kind {layer.kind!r}"
-    if layer.kind == "conv" and (why := _conv_obstacle(weight, activation)):
+    if layer.kind not in (*QUANTIZABLE, LayerKind.HEAD, LayerKind.EMBEDDING):
+        return f"{weight} is for linear layers; this is a layer of kind '{layer.kind}'"
+    if layer.kind == LayerKind.CONV and (why := _conv_obstacle(weight, activation)):
         return why
-    if layer.kind == "embedding" and activation is not None:
+    if layer.kind == LayerKind.EMBEDDING and activation is not None:
         return f"the input of an embedding is a number of a row, which {activation} cannot round"
     if layer.tied_to is not None:
         return f"tied to {layer.tied_to}, which is stored once and in 16 bit"
     if layer.obstacle is not None:
         return layer.obstacle
     half = layer.shape[-2] // 2
-    if layer.kind == "experts" and layer.name.endswith("gate_up_proj") and weight.block[0] and half % weight.block[0]:
+    gates = layer.kind == LayerKind.EXPERTS and layer.name.endswith("gate_up_proj")
+    if gates and weight.block[0] and half % weight.block[0]:
         return f"gate and up are stored apart, and {half} rows each are not a multiple of {weight}'s {weight.block[0]}"
     for format in (weight, activation):
         if format is None or format.divides(layer.matrix) or format.takes_short_blocks:

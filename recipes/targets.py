@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from quant.formats.format import Format
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan
 
 NATIVE, STORAGE = "native", "storage"
@@ -42,7 +43,7 @@ class Pair:
     activation: str | None
     runs: str = NATIVE
     note: str = ""
-    kinds: tuple[str, ...] = ("linear", "experts")
+    kinds: tuple[LayerKind, ...] = (LayerKind.LINEAR, LayerKind.EXPERTS)
     merged_rows: int = 1
     rows: int = 1
     mixes: bool = True
@@ -119,7 +120,7 @@ class Target:
         if merged and rows % pair.merged_rows:
             found.append(f"out = {rows} is not a multiple of {pair.merged_rows}, which {self.name} merges {pair} by")
         if layer.kind not in pair.kinds:
-            found.append(f"{self.name} runs {pair} for {' and '.join(pair.kinds)} layers, not for kind {layer.kind!r}")
+            found.append(f"{self.name} runs {pair} for {' and '.join(pair.kinds)} layers, not for kind '{layer.kind}'")
         beyond = layer.parts.to_dict().keys() - set(self.parts)
         return found + [
             f"{self.name} has nothing to run {what} with" for part, what in _PARTS.items() if part in beyond
@@ -148,8 +149,8 @@ _PARTS = {
 # What the model files of vLLM and SGLang merge (`packed_modules_mapping`), and TensorRT-LLM's likewise.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
-_LINEAR = ("linear",)
-_EXPERTS = ("experts",)
+_LINEAR = (LayerKind.LINEAR,)
+_EXPERTS = (LayerKind.EXPERTS,)
 _VLLM = "_POSSIBLE_{}_KERNELS".format  # lists of kernel classes by format
 _FP8 = (
     Pair("fp8", "fp8", note="from SM89", source=_VLLM("FP8")),
@@ -177,7 +178,7 @@ _RTX = (
 )
 _RTX_SOURCE = "engines built with tensorrt_rtx 1.7.1 and read back"
 # Fused experts are unpacked by none of transformers' loaders; the output head is.
-_UNPACKED = ("linear", "head")
+_UNPACKED = (LayerKind.LINEAR, LayerKind.HEAD)
 _ROUNDED = "inputs are rounded as planned"
 
 _ALL = (

@@ -42,6 +42,7 @@ from quant.checkpoints.convert import convert
 from quant.checkpoints.load import load
 from quant.export.checkpoint.names import cut_experts, expert_names
 from quant.kernels.linear.stack import ExpertStack
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import expert_matrices
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.run.request import Job
@@ -410,7 +411,7 @@ def _of_ours(model: Any, loaded: Any, given: Any, ours: torch.Tensor, format: st
             continue
         is_stack = isinstance(module, ExpertStack)
         weight = module.tensor() if is_stack else module.weight
-        weight = weight.t() if plan.by_name[key].kind == "linear" and plan.by_name[key].transposed else weight
+        weight = weight.t() if plan.by_name[key].kind == LayerKind.LINEAR and plan.by_name[key].transposed else weight
         original = parameters[key if is_stack else f"{key}.weight"]
         off = difference(weight.float(), original.float()) if weight.shape == original.shape else float("inf")
         if off > WEIGHT_LIMIT[format]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from quant.formats.format import get_format
 from quant.plan.check import Problem
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -17,14 +18,14 @@ def block(i: int, weight: str | None = "nvfp4", activation: str | None = None, g
     """q, k, v in one group, and down, of one block."""
     formats = (get_format(weight) if weight else None, get_format(activation) if activation else None)
     name = f"model.layers.{i}.self_attn.(q_proj|k_proj|v_proj)" if group else None
-    qkv = [LayerPlan(ATTENTION.format(i, p), "linear", (64, 128), *formats, group=name) for p in "qkv"]
-    return [*qkv, LayerPlan(f"model.layers.{i}.mlp.down_proj", "linear", (128, 256), *formats)]
+    qkv = [LayerPlan(ATTENTION.format(i, p), LayerKind.LINEAR, (64, 128), *formats, group=name) for p in "qkv"]
+    return [*qkv, LayerPlan(f"model.layers.{i}.mlp.down_proj", LayerKind.LINEAR, (128, 256), *formats)]
 
 
 def plan_of(*layers: LayerPlan, **fields: Any) -> Plan:
-    embedding = LayerPlan("model.embed_tokens", "embedding", (512, 128), reason="looked up")
-    head = LayerPlan("lm_head", "head", (512, 128), tied_to="model.embed_tokens", reason="head")
-    norm = LayerPlan("model.norm", "norm", (128,), reason="norm")
+    embedding = LayerPlan("model.embed_tokens", LayerKind.EMBEDDING, (512, 128), reason="looked up")
+    head = LayerPlan("lm_head", LayerKind.HEAD, (512, 128), tied_to="model.embed_tokens", reason="head")
+    norm = LayerPlan("model.norm", LayerKind.NORM, (128,), reason="norm")
     return Plan((embedding, *layers, norm, head), **fields)
 
 

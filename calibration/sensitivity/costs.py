@@ -33,6 +33,7 @@ from quant.formats.format import Format
 from quant.formats.json_files import read_json
 from quant.kernels.hardware import TARGETS, Hardware
 from quant.recipes.json_data import typed
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 
@@ -83,7 +84,7 @@ def memory_of(plan: Plan, *, unplanned: int = 0, kv_cache: int = 0, tokens: int 
             part = math.prod(layer.weight.codes_shape(layer.shape)) if layer.tied_to is None else 0
             codes += part
             scales += layer.nbytes - part
-        elif layer.kind in ("embedding", "head"):
+        elif layer.kind in (LayerKind.EMBEDDING, LayerKind.HEAD):
             embeddings += layer.nbytes
         else:
             rest += layer.nbytes

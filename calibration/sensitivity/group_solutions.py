@@ -37,6 +37,7 @@ from quant.calibration.solvers.solver import get_pipeline, supports
 from quant.calibration.statistics import LayerStats, MomentSum, round_activation, rows_of, static_input_scale
 from quant.calibration.walk.collect import watch_inputs
 from quant.formats.tensor import BlockScaledTensor
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan
 from quant.recipes.solver_names import with_branch
 
@@ -104,7 +105,7 @@ def solve_each_group(
             if c.weight is not None and supports(pipeline.rounding, c.weight) and (c.rank or pipeline.needs_data)
         ]
         for group, members in groups.items()
-        if all(layer.kind == "linear" for layer in members)
+        if all(layer.kind == LayerKind.LINEAR for layer in members)
     }
     wanted = {group: choices for group, choices in wanted.items() if choices}
     found: dict[Key, GroupSolution] = {}

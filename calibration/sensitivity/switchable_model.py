@@ -44,6 +44,7 @@ from quant.calibration.statistics import static_input_scale
 from quant.calibration.walk.collect import collect_input_amax
 from quant.formats.tensor import BlockScaledTensor, round_activation
 from quant.kernels.linear.modules import experts_forward, runs_experts_alone
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import expert_matrices, stacking_of
 from quant.recipes.plan import LayerPlan
 
@@ -107,7 +108,7 @@ class SwitchableModel:
                 parent_name, _, last = layer.name.rpartition(".")
                 parent = self.model.get_submodule(parent_name)
                 original = getattr(parent, last)
-                if layer.kind == "experts":
+                if layer.kind == LayerKind.EXPERTS:
                     stacking = stacking_of(parent, last)
                     assert stacking is not None
                     weight = expert_matrices(self.model, layer.name)

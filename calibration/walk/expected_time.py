@@ -27,6 +27,7 @@ from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.texts.generate import ROWS_AT_ONCE
 from quant.calibration.texts.mixture import PIECE
 from quant.calibration.walk.group import Settings
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan, groups_of
 
 _TOKENS, _WIDTH = 512, 1024  # of the measured product
@@ -67,14 +68,14 @@ def expected_time(
         device: where everything is computed; None where the model is.
     """
     there = device or device_of(model)
-    layers = [layer for layer in plan.quantized if layer.kind in ("linear", "experts")]
+    layers = [layer for layer in plan.quantized if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS)]
     product, element = _product_speed(_TOKENS, torch.float32, there), _element_speed(there)
     writing = 0.0
     if written:
         length = min(PIECE, seqlen)
         pieces = math.ceil(written / length)
         batches = math.ceil(pieces / ROWS_AT_ONCE)
-        weights = sum(layer.numel for layer in plan.layers if layer.kind != "embedding")
+        weights = sum(layer.numel for layer in plan.layers if layer.kind != LayerKind.EMBEDDING)
         speed = _product_speed(math.ceil(pieces / batches), next(model.parameters()).dtype, there)
         writing = 2 * written * weights * _BESIDE / speed + batches * length * len(layers) * _A_STEP
     products = elements = seconds = 0.0

@@ -17,6 +17,7 @@ from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.walk.scratch import Scratch
 from quant.calibration.walk.shared_moments import at_a_time
 from quant.kernels.processor import memory_left, memory_limit
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan
 
 # Matrices [in, in] that exist at once while a second moment is factorized (it, its drift, damped, flipped, two factors,
@@ -43,8 +44,8 @@ def block_bytes(
         scratch: takes the codes of many experts.
     """
     weights = sum(p.numel() for p in block.parameters() if not hasattr(p, "stored"))
-    linear = [layer for layer in layers if layer.kind == "linear"]
-    experts = [layer for layer in layers if layer.kind == "experts"]
+    linear = [layer for layer in layers if layer.kind == LayerKind.LINEAR]
+    experts = [layer for layer in layers if layer.kind == LayerKind.EXPERTS]
     solved = sum(layer.numel for layer in linear)
     inputs = {layer.group or layer.name: layer.shape[-1] for layer in linear}
     hidden = min((layer.shape[-1] for layer in layers), default=0)

@@ -56,6 +56,7 @@ from quant.calibration.walk.group import Settings, Solved, gather
 from quant.calibration.walk.memory import naming_the_block
 from quant.calibration.walk.not_finite import naming_the_culprit
 from quant.calibration.walk.stand_in import weight_of
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import expert_matrices
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -169,7 +170,7 @@ class _Walk:
         self.keeper = keeper
         self.model, self.apply, self.settings, self.progress = model, apply, settings, progress
         self.input_scales = {name: scale.to(settings.device) for name, scale in input_scales.items()}
-        self.layers = [layer for layer in plan.quantized if layer.kind in ("linear", "experts")]
+        self.layers = [layer for layer in plan.quantized if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS)]
         self.done = 0
         self.merged: dict[str, str] = {}
         self.home = next(model.parameters()).device
@@ -192,7 +193,7 @@ class _Walk:
 
     def _merge_rotations(self, blocks: Sequence[str]) -> None:
         """Rotations that the modules around take over are done in the model itself, before the walk."""
-        linears = (layer for layer in self.layers if layer.kind == "linear")
+        linears = (layer for layer in self.layers if layer.kind == LayerKind.LINEAR)
         wanted = [layer.name for layer in linears if get_pipeline(layer.solver).spec.merges_rotations]
         if wanted:
             there = self._whole()
@@ -305,10 +306,10 @@ class _Walk:
         self.keeper.end("", None)
 
     def _work(self, block: nn.Module, members: Sequence[LayerPlan], prefix: str) -> BlockWork:
-        linear = [layer for layer in members if layer.kind == "linear"]
+        linear = [layer for layer in members if layer.kind == LayerKind.LINEAR]
         by_module: dict[str, list[LayerPlan]] = {}
         for layer in members:
-            if layer.kind == "experts":
+            if layer.kind == LayerKind.EXPERTS:
                 by_module.setdefault(layer.name.rpartition(".")[0], []).append(layer)
         experts = [
             ExpertsWork(block, projections, prefix, self.input_scales, self.settings, self.stored)
@@ -333,6 +334,6 @@ class _Walk:
 
 def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
     """The weight of a layer as it is now; a parameter that goes home keeps nothing of it."""
-    if layer.kind == "experts":
+    if layer.kind == LayerKind.EXPERTS:
         return expert_matrices(model, layer.name)  # type: ignore[no-any-return]
     return weight_of(model, layer.name).data

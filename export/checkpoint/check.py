@@ -22,6 +22,7 @@ from quant.export.checkpoint.names import StoredNames, expert_names
 from quant.formats.finite import is_finite, is_finite_or_mask, is_positive
 from quant.formats.format import Format, packed_width
 from quant.formats.number import E4M3, E8M0, INT4
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -154,9 +155,10 @@ def plan_problems(
     formats_of, kv_cache = layout.read_config(config, names) if ours else modelopt.read_config(config, names, tensors)
     rotation_of = layout.read_rotations(config, names) if ours else _no_rotation
     for layer in plan.layers:
-        if layer.weight is None and layer.kind not in ("linear", "head", "experts"):
+        if layer.weight is None and layer.kind not in (LayerKind.LINEAR, LayerKind.HEAD, LayerKind.EXPERTS):
             continue
-        matrix = expert_names(layer.name, 1)[0].removesuffix(".weight") if layer.kind == "experts" else layer.name
+        is_stack = layer.kind == LayerKind.EXPERTS
+        matrix = expert_names(layer.name, 1)[0].removesuffix(".weight") if is_stack else layer.name
         said = formats_of(matrix) or (None, None)
         if not _agree(layer, said, ours):
             asked = LayerPlan(layer.name, layer.kind, layer.shape, *said).formats

@@ -26,6 +26,7 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.number import E8M0, INT4
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.json_data import typed
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.targets import get_target
 
@@ -45,7 +46,7 @@ _LAYOUTS = {
     "int4_g32": "pack-quantized",
 }
 # In no runtime a linear layer. Others may be one there: routers, the convolutions of Mamba.
-_NEVER_LINEAR = ("norm", "embedding", "parameter")
+_NEVER_LINEAR = (LayerKind.NORM, LayerKind.EMBEDDING, LayerKind.PARAMETER)
 _GROUPS = dict[str, dict[str, Any]]
 _INPUTS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token", "int8_tensor")
 
@@ -169,7 +170,7 @@ def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[st
         pairs.setdefault((layer.weight, layer.activation), []).append(layer)
     layouts = {_LAYOUTS[weight.name] for weight, _ in pairs}
     groups = {}
-    tables = [layer for layer in plan.quantized if layer.kind == "embedding"]
+    tables = [layer for layer in plan.quantized if layer.kind == LayerKind.EMBEDDING]
     for index, ((weight, activation), layers) in enumerate(pairs.items()):
         groups[f"group_{index}"] = {
             "format": _LAYOUTS[weight.name],
@@ -233,7 +234,7 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
     vllm, trtllm = get_target("vllm"), get_target("tensorrt-llm-compressed-tensors")
     by_formats: dict[str, list[LayerPlan]] = {}
     for layer in plan.quantized:
-        if layer.kind == "conv":
+        if layer.kind == LayerKind.CONV:
             continue  # which none of them runs: `quant.checkpoints.trial_load.trial` says so
         by_formats.setdefault(layer.formats, []).append(layer)
     for formats, layers in by_formats.items():
@@ -245,7 +246,7 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
                 f"{who} another runtime than TensorRT-LLM, which would give wrong output for {formats}: "
                 f"{trtllm.misread[formats]}"
             )
-    tables = [m.name for m in plan.quantized if m.kind == "embedding"]
+    tables = [m.name for m in plan.quantized if m.kind == LayerKind.EMBEDDING]
     if tables:
         warnings.append(f"{_counted(tables)} quant.load: other runtimes take embeddings in 16 bit only")
     unpacked = [m.weight for m in plan.quantized if m.weight is not None and not m.weight.scale.is_wide]
@@ -255,7 +256,7 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
             f"{str(dtype).removeprefix('torch.')}: load it there with dtype=torch.bfloat16"
         )
     names = names or StoredNames()
-    stacked = [] if names.apart else [m for m in plan.quantized if m.kind == "experts"]
+    stacked = [] if names.apart else [m for m in plan.quantized if m.kind == LayerKind.EXPERTS]
     warnings += stopped_warnings(plan, names)
     experts = [m.name for m in stacked if m.name not in names.stopped and f"{m.weight}" in ("nvfp4", "mxfp8", "int8")]
     if experts:
@@ -283,7 +284,8 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
             "experts in another format"
         )
     cut = () if names.apart else names.cut
-    kept = [m.name for m in plan.layers if m.kind == "experts" and m.weight is None and m.name.split(".")[-1] in cut]
+    unquantized = [m.name for m in plan.layers if m.kind == LayerKind.EXPERTS and m.weight is None]
+    kept = [name for name in unquantized if name.split(".")[-1] in cut]
     others = [m.weight for m in plan.quantized if m.weight is not None and not _is_plain(m.weight)]
     if kept and others:
         warnings.append(
@@ -324,7 +326,7 @@ def _is_one_int4_group(layer: LayerPlan) -> bool:
     which is the width of the other projection (vllm 0.26.0, fused_moe/oracle/int_wna16.py).
     """
     format = layer.weight
-    if layer.kind != "experts" or format is None or not format.element.is_integer or format.element.bits != 4:
+    if layer.kind != LayerKind.EXPERTS or format is None or not format.element.is_integer or format.element.bits != 4:
         return False
     return layer.name.endswith(("down_proj", "w2")) and layer.shape[-1] <= format.block[1]
 
@@ -341,7 +343,7 @@ def _counted(names: Sequence[str]) -> str:
 def _targets(layers: Sequence[LayerPlan], names: StoredNames) -> list[str]:
     targets: list[str] = []
     for layer in layers:
-        if layer.kind != "experts":
+        if layer.kind != LayerKind.EXPERTS:
             targets += names.both(layer.name)
             continue
         # The name of one of its experts, without the number and the part.

@@ -33,6 +33,7 @@ from quant.formats.number import INT4
 from quant.formats.packing import pack, unpack
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.json_data import typed
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.targets import get_target
 
@@ -78,8 +79,8 @@ def check_plan(plan: Plan) -> None:
         raise ValueError("the plan leaves every layer in 16 bit, which ModelOpt's layout has no name for")
     for layer in plan.quantized:
         _algorithm(layer)
-        if layer.kind in ("embedding", "conv"):
-            what = "convolution" if layer.kind == "conv" else "embedding"
+        if layer.kind in (LayerKind.EMBEDDING, LayerKind.CONV):
+            what = "convolution" if layer.kind == LayerKind.CONV else "embedding"
             raise ValueError(
                 f"{layer.name}: ModelOpt's layout has no {what} in {layer.weight}; keep it in 16 bit when the model "
                 "is quantized, or deploy the compressed-tensors checkpoint"
@@ -109,7 +110,7 @@ def runtime_warnings(plan: Plan, names: StoredNames | None = None) -> list[str]:
     vllm, mixed = get_target("vllm-modelopt"), len({layer.formats for layer in plan.quantized}) > 1
     found: dict[str, list[str]] = {}
     for layer in plan.quantized:
-        for problem in vllm.problems(layer, mixed=mixed) if layer.kind in ("linear", "experts") else ():
+        for problem in vllm.problems(layer, mixed=mixed) if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS) else ():
             found.setdefault(problem, []).append(layer.name)
     excluded = [] if mixed else [name.rstrip("*") for name in _excluded(plan, names or StoredNames())]
     for layer in plan.quantized:
@@ -210,11 +211,7 @@ def configs(plan: Plan, names: StoredNames | None = None) -> tuple[dict[str, Any
     `check_plan` has passed the plan; `names` are those of the model's tensors on disk, which runtimes go by.
     """
     names = names or StoredNames()
-    layers = {
-        name: _layer_config(layer)
-        for layer in plan.quantized
-        for name in (_expert_matrices(layer, names) if layer.kind == "experts" else [_stored(layer.name, names)])
-    }
+    layers = {name: _layer_config(layer) for layer in plan.quantized for name in _matrices(layer, names)}
     kv_cache = _KV_CACHES[plan.kv_cache.name] if plan.kv_cache else None
     kinds = list({tuple(layer.items()): layer for layer in layers.values()}.values())
     quantization: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": kv_cache}
@@ -270,9 +267,9 @@ def _excluded(plan: Plan, names: StoredNames) -> list[str]:
     """Modules that stay in 16 bit. Experts are named by their module, as a prefix."""
     found = set()
     for layer in plan.layers:
-        if layer.weight is not None or layer.kind == "norm":
+        if layer.weight is not None or layer.kind == LayerKind.NORM:
             continue
-        if layer.kind == "experts":
+        if layer.kind == LayerKind.EXPERTS:
             found.add(_expert_matrices(layer, names)[0].rsplit(".", 2)[0] + "*")
         else:
             found.update({layer.name, _stored(layer.name, names)})
@@ -281,6 +278,11 @@ def _excluded(plan: Plan, names: StoredNames) -> list[str]:
 
 def _stored(layer: str, names: StoredNames) -> str:
     return names.stored(f"{layer}.weight").removesuffix(".weight")
+
+
+def _matrices(layer: LayerPlan, names: StoredNames) -> list[str]:
+    """Names in the files of a layer's matrices, without `.weight`."""
+    return _expert_matrices(layer, names) if layer.kind == LayerKind.EXPERTS else [_stored(layer.name, names)]
 
 
 def _expert_matrices(layer: LayerPlan, names: StoredNames) -> list[str]:

@@ -22,6 +22,7 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.fusion_groups import group_unseen
 from quant.recipes.json_data import typed
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer, group_experts
 from quant.recipes.plan import LayerPlan, Parts, Plan
 
@@ -151,7 +152,7 @@ def layer_tensor_names(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) ->
 
 def _matrices(layer: LayerPlan) -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the matrices of a layer; a fused-expert projection has one or two for each expert."""
-    if layer.kind != "experts":
+    if layer.kind != LayerKind.EXPERTS:
         return [(layer.name, layer.matrix)]
     names = [matrix_names(layer.name, expert) for expert in range(layer.shape[0])]
     shape = (layer.shape[1] // len(names[0]), layer.shape[2])
@@ -166,7 +167,7 @@ def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[Bl
             message names the tensor and its file.
     """
     below = tensors.below if isinstance(tensors, TensorFiles) else _below(tensors)
-    if plan.kind != "experts":
+    if plan.kind != LayerKind.EXPERTS:
         return _read_linear(tensors, below, plan.name, plan.matrix, plan)
     parts_of = len(matrix_names(plan.name, 0))
     matrices = iter(_matrices(plan))
@@ -246,7 +247,7 @@ def read_parts(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> RunTimeP
             raise ValueError(f"{place(tensors, name)} {problem}; quantize the model again, or download it again")
     pre_scale, down, up = (tensors[f"{plan.name}.{s}"] if s in needed else None for s in BESIDE)
     parts = RunTimeParts(pre_scale, planned.hadamard, None if down is None or up is None else (down, up))
-    if plan.kind != "experts":
+    if plan.kind != LayerKind.EXPERTS:
         parts.check(plan.name, plan.matrix)
     if parts.rank != planned.rank:
         raise ValueError(f"{plan.name}: the checkpoint's branch has rank {parts.rank}, the plan's {planned.rank}")
@@ -285,11 +286,11 @@ def plan_of_checkpoint(
             rotation_of = None
         for layer in group_unseen(group_experts(found)):
             # A config speaks of the matrices of one expert.
-            experts = layer.kind == "experts"
+            experts = layer.kind == LayerKind.EXPERTS
             matrix = expert_names(layer.name, 1)[0].removesuffix(".weight") if experts else layer.name
             # A target such as "Linear" may mean any module, and other tools leave convolutions as they are.
-            meant = layer.kind in ("linear", "head", "experts") or (
-                layer.kind == "conv" and f"{layer.name}.weight_scale" in tensors
+            meant = layer.kind in (LayerKind.LINEAR, LayerKind.HEAD, LayerKind.EXPERTS) or (
+                layer.kind == LayerKind.CONV and f"{layer.name}.weight_scale" in tensors
             )
             chosen = formats_of(matrix) if meant else None
             weight, activation = chosen or (None, None)
@@ -321,7 +322,7 @@ def _ungrouped(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[LayerPla
         for members in plan.groups().values()
         if len(members) == 1
         or len({(member.formats, member.parts) for member in members}) > 1
-        or (members[0].kind == "linear" and len({_scales_of_all(tensors, member) for member in members}) > 1)
+        or (members[0].kind == LayerKind.LINEAR and len({_scales_of_all(tensors, member) for member in members}) > 1)
         for member in members
     ]
 

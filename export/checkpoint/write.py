@@ -22,6 +22,7 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import expert_matrices
 from quant.recipes.plan import Parts, Plan
 
@@ -109,12 +110,12 @@ def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
     """`plan` with what the model's quantized linears really do at run time: input scale, rotation, branch."""
     found = []
     for layer in plan.quantized:
-        if layer.kind not in ("experts", "embedding"):
+        if layer.kind not in (LayerKind.EXPERTS, LayerKind.EMBEDDING):
             try:
                 module: nn.Module | None = model.get_submodule(layer.name)
             except AttributeError:
                 module = None
-            if not isinstance(module, QuantConv if layer.kind == "conv" else QuantLinear):
+            if not isinstance(module, QuantConv if layer.kind == LayerKind.CONV else QuantLinear):
                 raise ValueError(
                     f"{layer.name}: the plan has it in {layer.weight}, and the model holds no quantized layer there; "
                     "give the model and the plan that one call of quantize returned, a model in training after "

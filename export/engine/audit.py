@@ -33,12 +33,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 UNPLANNED = "–"
 """What stands for the plan where nobody said one."""
 
-_AUDITED = ("linear", "head", "conv")
+_AUDITED = (LayerKind.LINEAR, LayerKind.HEAD, LayerKind.CONV)
 NOT_EXPORTED = "not in the exported graph"
 _PRODUCTS = ("/MatMul", "/Gemm", "/Conv")
 _MULTIPLYING = ("fully_connected", "convolution", "corrltn", "deconvolution")

@@ -24,6 +24,7 @@ from quant.calibration.sensitivity.knapsack import Infeasible, Problem, smallest
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.errors import UserError, megabytes
 from quant.plan.make import make_plan
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, groups_of
 from quant.recipes.recipe import KEEP, Recipe
 from quant.recipes.targets import TARGETS, Target, get_target
@@ -243,7 +244,7 @@ def _without_convs(plan: Plan) -> Plan:
     reason = (
         "convolution: scores and searches are for linear layers; without a budget, it is quantized as its format says"
     )
-    convs = [layer for layer in plan.quantized if layer.kind == "conv"]
+    convs = [layer for layer in plan.quantized if layer.kind == LayerKind.CONV]
     plan = plan.replace_layers(replace(layer, weight=None, activation=None, reason=reason) for layer in convs)
     if convs and not plan.quantized:
         raise UserError(
@@ -262,14 +263,14 @@ def _recipe_of(candidate: Candidate, solver: str, kv_cache: str | None) -> Recip
 def _fits(candidate: Candidate, layer: LayerPlan, plan: Plan | None, runtimes: Sequence[Target], mixed: bool) -> bool:
     """Whether a layer can take a candidate: its recipe's plan quantizes the layer, and every runtime has the result."""
     planned = candidate.weight is None or (plan is not None and plan.by_name[layer.name].weight is not None)
-    planned = planned and (layer.kind == "linear" or not candidate.rank)
+    planned = planned and (layer.kind == LayerKind.LINEAR or not candidate.rank)
     return planned and not any(runtime.problems(candidate.applied(layer), mixed=mixed) for runtime in runtimes)
 
 
 def _bytes_read(fixed: Sequence[LayerPlan]) -> int:
     """Bytes of layers with a fixed format that a decoding step reads; of an embedding, only a row a token."""
-    heads = (2 * layer.numel for layer in fixed if layer.kind == "head" and layer.tied_to is not None)
-    return sum(layer.nbytes for layer in fixed if layer.kind != "embedding") + sum(heads)
+    heads = (2 * layer.numel for layer in fixed if layer.kind == LayerKind.HEAD and layer.tied_to is not None)
+    return sum(layer.nbytes for layer in fixed if layer.kind != LayerKind.EMBEDDING) + sum(heads)
 
 
 def _check_runtime(
@@ -313,7 +314,7 @@ def _constrain(
 
 
 def _parameters_of(model: nn.Module, layer: LayerPlan) -> list[torch.Tensor]:
-    if layer.kind in ("experts", "parameter"):
+    if layer.kind.is_named_by_parameter:
         return [model.get_parameter(layer.name)]
     weight = getattr(model.get_submodule(layer.name), "weight", None)
     return [weight] if isinstance(weight, torch.Tensor) else []

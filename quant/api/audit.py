@@ -12,6 +12,7 @@ from quant.checkpoints.open import Checkpoint, outline
 from quant.export.checkpoint.read import read_layer
 from quant.export.engine.audit import Finding
 from quant.export.engine.codes import held_codes
+from quant.recipes.layer_kind import LayerKind
 
 WANTED, HELD, MISSING = "its codes", "its codes", "other weights"
 
@@ -41,7 +42,7 @@ def code_findings(
     codes, bits = {}, {}
     for layer in opened.plan.quantized:
         known = exported is None or layer.name in exported
-        if layer.kind in ("linear", "head") and known and layer.name not in not_found:
+        if layer.kind in (LayerKind.LINEAR, LayerKind.HEAD) and known and layer.name not in not_found:
             weight, _ = read_layer(opened.tensors, layer)
             codes[layer.name] = weight.codes.view(torch.uint8).numpy()
             bits[layer.name] = weight.format.element.bits

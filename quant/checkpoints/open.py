@@ -31,6 +31,7 @@ from quant.extras import require
 from quant.models import huggingface
 from quant.models.configs import check_sizes, explained, read_fields, read_generation_config
 from quant.plan.check import check_plan_fits
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import find_layers, stacking_of
 from quant.recipes.plan import PLAN_FILE, Plan
 
@@ -92,7 +93,7 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
     model, tensors, plan = opened.model, opened.tensors, opened.plan
     owned: set[str] = set()
     for layer in plan.quantized:
-        if layer.kind == "experts" and layer.name in tensors and tensors[layer.name].numel():
+        if layer.kind == LayerKind.EXPERTS and layer.name in tensors and tensors[layer.name].numel():
             raise UserError(
                 f"{place(tensors, layer.name)} is left over, for its experts are quantized one by one; quantize the "
                 "model again, or download it again"

@@ -33,6 +33,7 @@ from quant.export.checkpoint.tensor_file import Made
 from quant.extras import require
 from quant.models import huggingface
 from quant.models.configs import one_line
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 _DROPPED = (*(f".{part}" for part in BESIDE), ".input_scale", ".input_global_scale")
@@ -78,7 +79,7 @@ def trial(
     Raises:
         UserError: tensors would be missing, or some would have no place; the message names them.
     """
-    unknown = {layer.name: layer for layer in plan.quantized if layer.kind == "conv" or layer.transposed}
+    unknown = {layer.name: layer for layer in plan.quantized if layer.kind == LayerKind.CONV or layer.transposed}
     known = hasattr(type(model), "from_pretrained") and importlib.util.find_spec("compressed_tensors") is not None
     if not known or (dist.is_available() and dist.is_initialized()):
         return []
@@ -127,7 +128,7 @@ def trial(
 def _unknown_layers(layers: Collection[LayerPlan], version: str, outcome: str) -> str:
     """What a user has to know of layers that transformers takes in 16 bit alone; `outcome` is what it does."""
     first = next(iter(layers))
-    what = "convolution" if first.kind == "conv" else "Conv1D"
+    what = "convolution" if first.kind == LayerKind.CONV else "Conv1D"
     need = f"{first.name} needs" if len(layers) == 1 else f"{len(layers)} layers, {first.name} first, need"
     return f"{need} quant.load: transformers {version} takes a {what} in 16 bit only, and {outcome}"
 

@@ -31,6 +31,7 @@ from quant.formats.json_files import read_json
 from quant.models.files import find_checkpoint
 from quant.plan.check import check_plan_fits
 from quant.recipes.json_data import JsonData, typed
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import PLAN_FILE, LayerPlan, Plan
 from quant.recipes.targets import get_target
@@ -196,7 +197,7 @@ def _tensors(subject: _Subject, failed: bool) -> Iterator[str]:
 def _groups(subject: _Subject, failed: bool) -> Iterator[str]:
     """vLLM requantizes siblings in FP8 that differ, so only where our plan made them one group is that a finding."""
     _ = subject.opened  # what `_tensors` has read of it is compared
-    groups = {name: members for name, members in subject.plan.groups().items() if members[0].kind != "experts"}
+    groups = {name: members for name, members in subject.plan.groups().items() if members[0].kind != LayerKind.EXPERTS}
     for members in groups.values() or _siblings(subject.plan.quantized):
         for part in ("weight", "input"):
             found = {m.name: subject.scales.get(m.name, {}).get(part) for m in members}

@@ -20,6 +20,7 @@ from quant.calibration.walk.collect import collect_input_amax
 from quant.errors import UserError, megabytes
 from quant.evaluation.evaluate import run_probe
 from quant.kernels.processor import memory_left
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, groups_of
 
 _DYNAMIC = "a format whose inputs are scaled as they come, such as fp8_channel or mxfp8"
@@ -176,5 +177,5 @@ def by_input(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
     return [
         part
         for members in groups_of(list(layers)).values()
-        for part in ([[m] for m in members] if members[0].kind == "experts" else [members])
+        for part in ([[m] for m in members] if members[0].kind == LayerKind.EXPERTS else [members])
     ]

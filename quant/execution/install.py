@@ -18,6 +18,7 @@ from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.embedding import takes as why_not_embedding
 from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts
 from quant.models.experts_forward import run_experts_alone
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import stacking_of
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -41,17 +42,17 @@ def install_weight(
     input_scale = None if input_scale is None else input_scale.clone()
     parts = replace(parts, pre_scale=None if parts.pre_scale is None else parts.pre_scale.clone())
     new: nn.Module
-    if layer.kind == "experts":
+    if layer.kind == LayerKind.EXPERTS:
         dtype = parent.get_parameter(last).dtype
         new = QuantExperts(weight, layer.activation, input_scale, dtype, stacking_of(parent, last))
         delattr(parent, last)
-    elif layer.kind == "embedding":
+    elif layer.kind == LayerKind.EMBEDDING:
         table = parent.get_submodule(last)
         if why := why_not_embedding(table):
             raise UserError(f"{layer.name}: cannot be in {layer.weight}: {why}; keep it in 16 bit")
         assert isinstance(table, nn.Embedding)
         new = QuantEmbedding(weight, table.weight.dtype, table.padding_idx)
-    elif layer.kind == "conv":
+    elif layer.kind == LayerKind.CONV:
         new = QuantConv(weight, parent.get_submodule(last), layer.activation, input_scale)
     else:
         linear = parent.get_submodule(last)
@@ -79,7 +80,7 @@ def install_kv_scales(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
 
 def use_expert_modules(model: nn.Module, plan: Plan) -> None:
     """Tells a transformers model to call its experts as modules, so that activation formats apply to them too."""
-    if any(layer.kind == "experts" for layer in plan.quantized):
+    if any(layer.kind == LayerKind.EXPERTS for layer in plan.quantized):
         run_experts_alone(model)
 
 

@@ -58,6 +58,7 @@ from quant.kernels.linear.modules import RunTimeParts
 from quant.models.stored_weights import read_stored, stored_in
 from quant.plan.check import check_plan_fits
 from quant.plan.make import without_data
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import expert_matrices, find_layers
 from quant.recipes.plan import LayerPlan, Parts, Plan
 
@@ -183,7 +184,7 @@ def _needed_throughout(model: nn.Module, plan: Plan) -> list[str]:
     rotates = any(get_pipeline(layer.solver).spec.merges_rotations for layer in plan.quantized)
     if rotates or plan.provenance.get("guard"):
         return list(unread)
-    quantized = {layer.tensor_name for layer in plan.quantized if layer.kind != "conv"}
+    quantized = {layer.tensor_name for layer in plan.quantized if layer.kind != LayerKind.CONV}
     return [name for name in unread if name not in quantized]
 
 
@@ -285,7 +286,7 @@ def apply_plan(
         if partial is not None and _step(members) in partial:
             return []
         found = [(member, _parameter_of(model, member)) for member in members]
-        return [weight for member, weight in found if member.kind != "experts" or not hasattr(weight, "stored")]
+        return [weight for member, weight in found if member.kind != LayerKind.EXPERTS or not hasattr(weight, "stored")]
 
     with torch.no_grad():
         for members, weights in brought(own, weights_of, there):
@@ -414,7 +415,7 @@ def _solve(
 
 def _weight_of(model: nn.Module, layer: LayerPlan, held: torch.Tensor | None = None) -> torch.Tensor:
     """The weight of a layer, perhaps `held` elsewhere; for one that is still in its files, what reads it."""
-    if layer.kind == "experts":
+    if layer.kind == LayerKind.EXPERTS:
         return expert_matrices(model, layer.name, held)  # type: ignore[no-any-return]
     if held is not None:
         return held
@@ -424,7 +425,7 @@ def _weight_of(model: nn.Module, layer: LayerPlan, held: torch.Tensor | None = N
 
 def _parameter_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
     """The parameter of a layer; of a convolution that is quantized, the matrix that formats see."""
-    if layer.kind == "conv" and layer.weight is not None:
+    if layer.kind == LayerKind.CONV and layer.weight is not None:
         return weight_of_conv(model.get_submodule(layer.name))
     return model.get_parameter(layer.tensor_name)
 
@@ -478,10 +479,10 @@ def _solve_block_by_block(
     rounded: Rounded | None,
 ) -> Quantized:
     """Linear layers and fused experts by the sequential walk; then heads, which it does not take."""
-    walked = [layer for layer in plan.quantized if layer.kind in ("linear", "experts")]
+    walked = [layer for layer in plan.quantized if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS)]
     plan = plan.replace_layers(_without_data(layer) for layer in plan.quantized if layer not in walked)
     rest = replace(plan, layers=tuple(layer for layer in plan.layers if layer not in walked))
-    measured = replace(plan, layers=tuple(layer for layer in plan.layers if layer.kind != "linear"))
+    measured = replace(plan, layers=tuple(layer for layer in plan.layers if layer.kind != LayerKind.LINEAR))
     started = time.perf_counter()
     # Before the walk, while every layer still gets its original inputs.
     input_scales = _input_scales(model, measured, data, settings.device, progress, partial)
@@ -543,7 +544,7 @@ def _check_memory(
 
 def _before_rounding(layer: LayerPlan, weight: torch.Tensor, parts: RunTimeParts) -> torch.Tensor:
     """What was rounded of a weight that may be rotated and have a branch."""
-    if layer.kind == "experts" or (not parts.hadamard and parts.lowrank is None):
+    if layer.kind == LayerKind.EXPERTS or (not parts.hadamard and parts.lowrank is None):
         return weight
     turned = rotate_weight(weight.float(), parts.hadamard)
     return turned if parts.lowrank is None else residual_weight(turned, parts.lowrank)
@@ -551,7 +552,7 @@ def _before_rounding(layer: LayerPlan, weight: torch.Tensor, parts: RunTimeParts
 
 def _result(layer: LayerPlan, weight: torch.Tensor, before: torch.Tensor, solved: Solved) -> LayerResult:
     """The result of a layer that may be rotated and have a branch: its error is that of both together."""
-    if layer.kind == "experts":
+    if layer.kind == LayerKind.EXPERTS:
         return layer_result(layer, weight, solved.weight)
     result = layer_result(replace(layer, parts=Parts.of(solved.parts)), before, solved.weight)
     if solved.parts.lowrank is None or not result.relative_error:

@@ -44,6 +44,7 @@ from quant.integrations.modelopt_quantizers import (
 from quant.integrations.quantized_model import Solved, Taken, install_taken, plan_taken, stand_in, ungrouped
 from quant.kernels.linear.conv import weight_of_conv
 from quant.kernels.linear.modules import RunTimeParts
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import expert_matrices, is_conv1d
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -305,7 +306,7 @@ def _amaxes(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Largest magnitudes of the weight and of the input of a layer, or of those that are fused with it."""
     members = [layer.name]
-    if layer.group is not None and layer.kind == "linear":
+    if layer.group is not None and layer.kind == LayerKind.LINEAR:
         members = [member.name for member in plan.groups()[layer.group]]
     weights = _largest([found[name].tensor_amax() for name in members])
     return weights, _largest([tensor_amax(found[name].input) for name in members] if layer.has_static_scale else [])
@@ -319,16 +320,16 @@ def _largest(amaxes: list[torch.Tensor | None]) -> torch.Tensor | None:
 def _check_parts(layer: LayerPlan, quantizers: _Quantizers) -> None:
     name, format = layer.name, layer.weight
     assert format is not None
-    if layer.kind == "experts" and len(quantizers.weight) == 1:
+    if layer.kind == LayerKind.EXPERTS and len(quantizers.weight) == 1:
         searched = getattr(quantizers.weight[0], "_global_amax", None) is not None
         if searched or (format.scale.is_wide and not format.per_tensor):
             raise UserError(
                 f"{name}: ModelOpt has one quantizer for all of its experts, with scales of rows or blocks; quantize "
                 "it in FP8 with one scale, in NVFP4 with the algorithm 'max', or in MX"
             )
-    if layer.kind != "linear" and (quantizers.pre_scale() is not None or quantizers.lowrank() is not None):
+    if layer.kind != LayerKind.LINEAR and (quantizers.pre_scale() is not None or quantizers.lowrank() is not None):
         raise UserError(
-            f"{name}: ModelOpt scales the inputs of this layer of kind {layer.kind!r}, or has a branch beside it (AWQ, "
+            f"{name}: ModelOpt scales the inputs of this layer of kind '{layer.kind}', or has a branch beside it (AWQ, "
             "SmoothQuant, SVDQuant), which here linear layers do; quantize it with the algorithm 'max'"
         )
 
@@ -341,7 +342,7 @@ def _solved(
     input_amax: torch.Tensor | None,
 ) -> Solved:
     assert layer.weight is not None
-    if layer.kind == "experts":
+    if layer.kind == LayerKind.EXPERTS:
         matrices = expert_matrices(model, layer.name)
         each = quantizers.weight if len(quantizers.weight) > 1 else quantizers.weight * len(matrices)
         solved = (
@@ -362,7 +363,7 @@ def _solved(
 
 def _matrix(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
     module = model.get_submodule(layer.name)
-    if layer.kind == "conv":
+    if layer.kind == LayerKind.CONV:
         return weight_of_conv(module)
     weight = model.get_parameter(layer.tensor_name).detach()
     return weight.t() if layer.transposed else weight

@@ -40,6 +40,7 @@ from quant.export.checkpoint.names import EXPERT_PARTS
 from quant.export.checkpoint.read import BESIDE, read_layer, read_parts, weight_files
 from quant.export.checkpoint.scan import Scan
 from quant.models.quantized_sources import AFTER_TRAINING, IN_TRAINING
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import Recipe
 
@@ -146,9 +147,8 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         if self._checkpoint is None:
             return
         reads = [_ReadLayer(self)]
-        experts = {
-            layer.name.rpartition(".")[2] for layer in self._checkpoint.plan.quantized if layer.kind == "experts"
-        }
+        quantized = self._checkpoint.plan.quantized
+        experts = {layer.name.rpartition(".")[2] for layer in quantized if layer.kind == LayerKind.EXPERTS}
         theirs = self._checkpoint.names.experts
         for last in sorted(experts):
             for part in EXPERT_PARTS.get(last, (last,)):

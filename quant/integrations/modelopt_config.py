@@ -40,7 +40,7 @@ def modelopt_config(plan: Plan) -> dict[str, Any]:
         assert layer.weight is not None
         pattern, members = _pattern(plan, layer)
         done |= members
-        before = f"{pattern}_" if layer.kind in ("experts", "parameter") else f"{pattern}."
+        before = f"{pattern}_" if layer.kind.is_named_by_parameter else f"{pattern}."
         entries.append({"quantizer_name": f"{before}weight_quantizer", "cfg": _weight(layer)})
         if layer.activation is not None:
             entries.append({"quantizer_name": f"{before}input_quantizer", "cfg": _input(layer.name, layer.activation)})

@@ -19,6 +19,7 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
 from quant.plan.check import check_plan_fits
 from quant.plan.make import grouped_layers
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import group_name
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -122,7 +123,7 @@ def _without_kept(plan: Plan) -> Plan:
     for members in plan.groups().values():
         quantized = [member for member in members if member.weight is not None]
         whole = len(quantized) > 1 and len({member.formats for member in quantized}) == 1
-        kept = len(quantized) == len(members) or members[0].kind == "experts"
+        kept = len(quantized) == len(members) or members[0].kind == LayerKind.EXPERTS
         name = None if not whole else members[0].group if kept else group_name([member.name for member in quantized])
         regrouped += [replace(member, group=name if member.weight is not None else None) for member in members]
     return plan.replace_layers(regrouped)
@@ -130,7 +131,7 @@ def _without_kept(plan: Plan) -> Plan:
 
 def ungrouped(plan: Plan, differ: Callable[[list[LayerPlan]], bool]) -> Plan:
     """`plan` without the groups of linear layers for whose members `differ` is true: their scales are not shared."""
-    groups = [members for members in plan.groups().values() if members[0].kind == "linear" and differ(members)]
+    groups = [members for members in plan.groups().values() if members[0].kind == LayerKind.LINEAR and differ(members)]
     return plan.replace_layers(replace(member, group=None) for members in groups for member in members)
 
 
@@ -141,7 +142,7 @@ def install_taken(model: nn.Module, plan: Plan, solved: Callable[[LayerPlan], So
             weight, input_scale, parts = solved(layer)
             install_weight(model, layer, weight, input_scale, parts)
     config: Any = getattr(model, "config", None)
-    if getattr(config, "tie_word_embeddings", False) and any(layer.kind == "head" for layer in plan.quantized):
+    if getattr(config, "tie_word_embeddings", False) and any(layer.kind == LayerKind.HEAD for layer in plan.quantized):
         config.tie_word_embeddings = False  # the toolkit gave the head a weight of its own
     use_expert_modules(model, plan)
     mark_quantized(model)

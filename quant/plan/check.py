@@ -16,6 +16,7 @@ from typing import Any
 from quant.errors import UserError, counted
 from quant.formats.json_files import read_json
 from quant.recipes.json_data import JsonData, typed
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import obstacle
@@ -142,14 +143,14 @@ def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
             found.append(Problem(planned.name, layer.obstacle, "keep it in 16 bit"))
     for name, layer in have.items():
         # What no plan can quantize may be left out of one.
-        if name not in plan.by_name and layer.kind != "parameter":
+        if name not in plan.by_name and layer.kind != LayerKind.PARAMETER:
             found.append(Problem(name, "is in the model and not in the plan", "add it, with weight null for 16 bit"))
     return found
 
 
 def _as_multiplied(layer: Layer | LayerPlan) -> str:
     """How a weight is read: what a plan must not get wrong, and shapes do not always tell."""
-    what = "a convolution" if layer.kind == "conv" else "a matrix"
+    what = "a convolution" if layer.kind == LayerKind.CONV else "a matrix"
     return f"{what} stored with its inputs first" if layer.transposed else what
 
 
@@ -215,7 +216,7 @@ def _check_fused(plan: Plan, target: Target, found: list[Problem]) -> set[str]:
     for layer in plan.layers:
         parent, _, last = layer.name.rpartition(".")
         for names in target.fused:
-            if last in names and layer.kind == "linear":
+            if last in names and layer.kind == LayerKind.LINEAR:
                 siblings.setdefault((parent, names), []).append(layer)
     followed: set[str] = set()
     for (parent, names), members in siblings.items():

@@ -15,6 +15,7 @@ from functools import cache
 from quant.errors import UserError, counted, listed
 from quant.formats.format import Format, parse_format
 from quant.plan.check import check_solver, layer_problem, sharers_of
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.recipes.recipe import QUANTIZABLE, presets
 
@@ -102,11 +103,12 @@ def _matched(plan: Plan, setting: Setting) -> list[LayerPlan]:
         names = ", ".join(layer.name for layer in plan.layers[:3])
         raise UserError(f"--set {setting.text!r}: the glob matches no layer; this plan's are called {names}, …")
     matched = [layer for layer in named if layer.kind in QUANTIZABLE]
-    if any(layer.kind != "conv" for layer in matched):
-        matched = [layer for layer in matched if layer.kind != "conv" or layer.weight is not None]
+    if any(layer.kind != LayerKind.CONV for layer in matched):
+        matched = [layer for layer in matched if layer.kind != LayerKind.CONV or layer.weight is not None]
     if not matched:
         # A head or an embedding is quantized only by its own name, never as one of many that a glob happens to match.
-        matched = [layer for layer in named if layer.kind in ("head", "embedding") or setting.weight is None]
+        by_name = (LayerKind.HEAD, LayerKind.EMBEDDING)
+        matched = [layer for layer in named if layer.kind in by_name or setting.weight is None]
     if not matched:
         kinds = ", ".join(sorted({layer.kind for layer in named}))
         raise UserError(
@@ -119,7 +121,7 @@ def _matched(plan: Plan, setting: Setting) -> list[LayerPlan]:
 def _set(layer: LayerPlan, setting: Setting, inputs_too: bool) -> LayerPlan:
     activation = setting.activation
     # The input of an embedding is the number of a row: it has no format unless one is asked for, and refused.
-    if not setting.input_given and setting.weight is not None and layer.kind != "embedding":
+    if not setting.input_given and setting.weight is not None and layer.kind != LayerKind.EMBEDDING:
         if setting.weight == layer.weight:
             activation = layer.activation
         elif layer.activation is not None or (layer.weight is None and inputs_too):

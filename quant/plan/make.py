@@ -21,6 +21,7 @@ from quant.errors import UserError, counted
 from quant.formats.format import parse_format
 from quant.recipes.effort import solver_of
 from quant.recipes.fusion_groups import group_unseen, patterns, without_group
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer, Watched, find_layers, group_experts, layers_of_state_dict, watching
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, resolve
@@ -82,7 +83,7 @@ def make_plan(
         layers, unknown = group_unseen(layers_of_state_dict(model)), NOT_RUN
     if recipe.solver is None:
         level = effort if isinstance(model, nn.Module) else min(effort, 1)
-        experts = any(layer.kind == "experts" or ".experts." in layer.name for layer in layers)
+        experts = any(layer.kind == LayerKind.EXPERTS or ".experts." in layer.name for layer in layers)
         chosen = solver_of(level, recipe.activation, experts=experts)
         recipe = replace(recipe, solver=chosen)
         record = {"level": level, "solver": chosen, **({"asked": effort, "why": NOT_RUN} if level < effort else {})}
@@ -93,10 +94,10 @@ def make_plan(
         raise UserError(f"the model is a single {type(model).__name__}: put it in a module, such as nn.Sequential")
     if lm_head is not None:
         recipe = recipe.with_rules(*_head_rules(layers, lm_head))
-        include = [*include, *(layer.name for layer in layers if include and layer.kind == "head")]
+        include = [*include, *(layer.name for layer in layers if include and layer.kind == LayerKind.HEAD)]
     plan = resolve(layers, recipe, only=include, provenance=provenance)
     for layer in plan.layers:
-        if lm_head is not None and layer.kind == "head" and layer.weight is None:
+        if lm_head is not None and layer.kind == LayerKind.HEAD and layer.weight is None:
             raise UserError(f"--lm-head {lm_head}: {layer.name} stays in 16 bit: {layer.reason}; leave the option out")
     if odd := _odd_inputs(layers, plan):
         plan = replace(plan, provenance={**plan.provenance, ODD_INPUTS: odd})
@@ -116,7 +117,7 @@ def _head_rules(layers: Sequence[Layer], lm_head: str) -> list[Rule]:
         parse_format(lm_head)
     except ValueError as error:
         raise UserError(f"--lm-head: {error}") from None
-    heads = [layer.name for layer in layers if layer.kind == "head"]
+    heads = [layer.name for layer in layers if layer.kind == LayerKind.HEAD]
     if not heads:
         raise UserError(f"--lm-head {lm_head}: this model has no output head; leave the option out")
     return [Rule(name, lm_head, KEEP, reason=f"--lm-head {lm_head}") for name in heads]
@@ -158,7 +159,8 @@ def _why_none(plan: Plan, include: Sequence[str]) -> str:
     """
     asked = [layer for layer in plan.layers if any(fnmatchcase(layer.name, glob) for glob in include)]
     names = {layer.name for layer in asked}
-    others = [each for each in plan.layers if each.name not in names and each.kind not in ("norm", "embedding")]
+    never = (LayerKind.NORM, LayerKind.EMBEDDING)
+    others = [layer for layer in plan.layers if layer.name not in names and layer.kind not in never]
     reasons = [(reason, count, part) for part in (asked, others) for reason, count in _reasons(part)]
     listed = "; ".join(
         f"{counted(count, 'layer')}, {next(layer.name for layer in part if layer.reason == reason)} first: {reason}"

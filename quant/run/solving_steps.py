@@ -8,6 +8,7 @@ from torch import nn
 from quant.calibration.blocks import block_names
 from quant.calibration.inputs import Inputs
 from quant.execution.data import by_input, solver_needs_data
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan
 
 
@@ -23,7 +24,7 @@ def solving_steps(
     layers = [layer for group in by_input(plan.quantized) for layer in group]
     calibrated = plan.provenance.get("guard") is not None or any(solver_needs_data(layer) for layer in layers)
     if calibrated and data is not None:
-        layers = [layer for layer in plan.quantized if layer.kind in ("linear", "experts")]
+        layers = [layer for layer in plan.quantized if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS)]
         tokens, weights = data.shape[:2].numel(), sum(layer.numel for layer in layers)
         amounts = [tokens * layer.numel / weights for layer in layers]
     else:

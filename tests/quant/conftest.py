@@ -18,6 +18,7 @@ from quant.formats.format import Format, get_format
 from quant.formats.tensor import quantize
 from quant.models.open import open_model
 from quant.plan.make import make_plan
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
 from quant.report.report import Audit, KVCache, LayerReceipt, Receipt, Report
 
@@ -27,7 +28,7 @@ EVIL = 'model.layers.0.<script>alert("x")</script>&amp;'
 
 def allocated(blocks: int = 30, width: int = 576) -> tuple[Report, Plan]:
     """A small Llama's layers, allocated over NVFP4, FP8 and 16 bit, each with a reason of its own."""
-    layers = [LayerPlan("model.embed_tokens", "embedding", (49152, width), reason="embedding: looked up")]
+    layers = [LayerPlan("model.embed_tokens", LayerKind.EMBEDDING, (49152, width), reason="embedding: looked up")]
     groups = []
     for block in range(blocks):
         at = f"model.layers.{block}"
@@ -50,7 +51,7 @@ def allocated(blocks: int = 30, width: int = 576) -> tuple[Report, Plan]:
             members = [
                 LayerPlan(
                     name,
-                    "linear",
+                    LayerKind.LINEAR,
                     (rows if i == 0 or "mlp" in name else rows // 3, columns),
                     format,
                     format,
@@ -71,14 +72,14 @@ def allocated(blocks: int = 30, width: int = 576) -> tuple[Report, Plan]:
             numel = sum(m.numel for m in members)
             bits = {f: 8 * size / numel for f, size in sizes.items()}
             groups.append(GroupScores(group, names, numel, scores, bits, sizes))
-        layers.append(LayerPlan(f"{at}.input_layernorm", "norm", (width,), reason="norm: negligible"))
-    layers.append(LayerPlan("lm_head", "head", (49152, width), reason="tied", tied_to="model.embed_tokens"))
+        layers.append(LayerPlan(f"{at}.input_layernorm", LayerKind.NORM, (width,), reason="norm: negligible"))
+    layers.append(LayerPlan("lm_head", LayerKind.HEAD, (49152, width), reason="tied", tied_to="model.embed_tokens"))
     plan = Plan(tuple(layers), kv_cache=get_format("fp8"), provenance={"model": "synthetic", "seed": 0})
     return _report(plan, Sensitivity("kl", FORMATS, UNITS["kl"], 8, 512, tuple(groups), "00", 210.0)), plan
 
 
 def _report(plan: Plan, table: Sensitivity) -> Report:
-    linear = [layer for layer in plan.layers if layer.kind == "linear"]
+    linear = [layer for layer in plan.layers if layer.kind == LayerKind.LINEAR]
     bits = bits_per_weight(linear)
     predicted = sum(layer.score or 0.0 for layer in plan.layers if layer.group is None)
     predicted += sum(members[0].score or 0.0 for members in plan.groups().values())
@@ -147,13 +148,13 @@ def rich_report() -> tuple[Report, Plan]:
 def make(names: int = 24, formats: tuple[str, ...] = ("nvfp4", "mxfp8", "fp8_channel")) -> tuple[Report, Plan]:
     """A report over real quantizations of small random weights."""
     generator = torch.Generator().manual_seed(0)
-    layers = [LayerPlan("model.embed_tokens", "embedding", (64, 32), reason="embeddings are looked up")]
+    layers = [LayerPlan("model.embed_tokens", LayerKind.EMBEDDING, (64, 32), reason="embeddings are looked up")]
     for i in range(names):
         weight = get_format(formats[i % len(formats)]) if formats else None
         name = f"model.layers.{i // 2}.mlp.{'up' if i % 2 else 'down'}_proj" if i else EVIL
-        layers.append(LayerPlan(name, "linear", (48, 64), weight, reason='it\'s <b>"cheap"</b>'))
-        layers.append(LayerPlan(f"model.layers.{i}.norm", "norm", (64,), reason="norms have no matmul"))
-    layers.append(LayerPlan("lm_head", "head", (64, 32), reason="tied", tied_to="model.embed_tokens"))
+        layers.append(LayerPlan(name, LayerKind.LINEAR, (48, 64), weight, reason='it\'s <b>"cheap"</b>'))
+        layers.append(LayerPlan(f"model.layers.{i}.norm", LayerKind.NORM, (64,), reason="norms have no matmul"))
+    layers.append(LayerPlan("lm_head", LayerKind.HEAD, (64, 32), reason="tied", tied_to="model.embed_tokens"))
     plan = Plan(tuple(layers), provenance={"recipe": "mixed <i>", "seed": 0, "command": "quantize again"})
     results = []
     for layer in layers:

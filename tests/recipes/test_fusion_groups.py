@@ -10,6 +10,7 @@ from torch import nn
 import quant
 from quant.plan.make import BY_NAME, NOT_SEEN, fusion_warnings, make_plan
 from quant.recipes.fusion_groups import group_unseen
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer, find_groups, find_layers
 from quant.recipes.plan import Plan
 
@@ -19,7 +20,7 @@ IDS = torch.zeros(1, 2, dtype=torch.long)
 def groups_of(layers: Any) -> set[frozenset[str]]:
     found: dict[str, set[str]] = {}
     for layer in layers:
-        if layer.group is not None and layer.kind == "linear":
+        if layer.group is not None and layer.kind == LayerKind.LINEAR:
             found.setdefault(layer.group, set()).add(layer.name)
     return {frozenset(names) for names in found.values()}
 
@@ -65,7 +66,7 @@ def test_a_sibling_shows_groups_that_span_experts() -> None:
     layers = [
         Layer(
             name,
-            "linear",
+            LayerKind.LINEAR,
             (8, 8),
             group="seen" if ".0.exp" in name else None,
             input_dims=3 if ".0.exp" in name else None,

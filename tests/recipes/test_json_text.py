@@ -12,6 +12,7 @@ import pytest
 from samples import ROOT
 
 from quant.recipes.json_text import json_text
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 FOLDERS = ("formats", "kernels", "recipes", "calibration", "export", "quant", "benchmarks")
@@ -40,13 +41,13 @@ def test_finite_values_are_written_as_python_writes_them() -> None:
 
 
 def test_a_plan_is_json_and_holds_no_score_that_is_no_number(tmp_path: Path) -> None:
-    plan = Plan((LayerPlan("a", "linear", (32, 64), score=0.5),), provenance={"seconds": math.inf})
+    plan = Plan((LayerPlan("a", LayerKind.LINEAR, (32, 64), score=0.5),), provenance={"seconds": math.inf})
     plan.save(tmp_path / "plan.json")
     assert strict((tmp_path / "plan.json").read_text())["provenance"] == {"seconds": None}
     assert Plan.load(tmp_path / "plan.json").digest() == plan.digest()
     for score in (math.nan, math.inf):
         with pytest.raises(ValueError, match=f"^plan layer 'a': its score is {score}"):
-            LayerPlan("a", "linear", (32, 64), score=score)
+            LayerPlan("a", LayerKind.LINEAR, (32, 64), score=score)
 
 
 def bare_writers(source: str) -> list[int]:

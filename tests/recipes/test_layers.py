@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from quant.plan.make import make_plan
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import (
     Layer,
     find_groups,
@@ -174,7 +175,7 @@ def test_looking_for_groups_leaves_no_hook_behind_even_when_the_model_fails() ->
 
 def test_a_tied_head_names_its_embedding() -> None:
     layers = {layer.name: layer for layer in find_layers(llama(tie_word_embeddings=True))}
-    assert layers["lm_head"].tied_to == "model.embed_tokens" and layers["lm_head"].kind == "head"
+    assert layers["lm_head"].tied_to == "model.embed_tokens" and layers["lm_head"].kind == LayerKind.HEAD
     plan = make_plan(llama(tie_word_embeddings=True), "nvfp4a16")
     assert plan.by_name["lm_head"].nbytes == 0
     assert plan.by_name["model.embed_tokens"].nbytes == 64 * 64 * 2
@@ -193,12 +194,12 @@ def test_tied_linears_are_both_kept_and_counted_once() -> None:
 def test_fused_experts_are_layers_of_their_own() -> None:
     layers = {layer.name: layer for layer in group_experts(find_layers(qwen_moe()))}
     experts = "model.layers.0.mlp.experts"
-    assert {name: layer.shape for name, layer in layers.items() if layer.kind == "experts"} == {
+    assert {name: layer.shape for name, layer in layers.items() if layer.kind == LayerKind.EXPERTS} == {
         f"{experts}.gate_up_proj": (4, 32, 32),
         f"{experts}.down_proj": (4, 32, 16),
     }
-    assert {layer.group for layer in layers.values() if layer.kind == "experts"} == {experts}
-    assert layers["model.layers.0.mlp.gate"].kind == "other"
+    assert {layer.group for layer in layers.values() if layer.kind == LayerKind.EXPERTS} == {experts}
+    assert layers["model.layers.0.mlp.gate"].kind == LayerKind.OTHER
 
 
 def test_the_plan_keeps_the_group_of_experts_beside_those_of_linears() -> None:
@@ -233,7 +234,7 @@ def test_transposed_experts_of_a_bare_state_dict_are_kept() -> None:
 
 
 def test_a_root_that_is_a_layer_itself() -> None:
-    assert find_layers(nn.Linear(8, 4)) == [Layer("", "linear", (4, 8))]
+    assert find_layers(nn.Linear(8, 4)) == [Layer("", LayerKind.LINEAR, (4, 8))]
 
 
 def test_layers_of_a_bare_state_dict_by_name_and_shape() -> None:
@@ -395,8 +396,8 @@ def test_heads_have_one_rule_in_modules_and_in_state_dicts(name: str) -> None:
 def test_a_bare_gpt2_has_the_layers_of_its_module() -> None:
     model = on_meta(tiny_models.gpt2)
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    found = [layer for layer in find_layers(model) if layer.kind == "linear"]
-    assert found == [layer for layer in layers_of_state_dict(shapes) if layer.kind == "linear"]
+    found = [layer for layer in find_layers(model) if layer.kind == LayerKind.LINEAR]
+    assert found == [layer for layer in layers_of_state_dict(shapes) if layer.kind == LayerKind.LINEAR]
     assert [(layer.name.rpartition(".")[2], layer.shape) for layer in found[:4]] == [
         ("c_attn", (192, 64)), ("c_proj", (64, 64)), ("c_fc", (256, 64)), ("c_proj", (64, 256)),
     ]  # fmt: skip

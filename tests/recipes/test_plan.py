@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quant.formats.format import FORMATS
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
 
 NVFP4, MXFP8, FP8 = FORMATS["nvfp4"], FORMATS["mxfp8"], FORMATS["fp8"]
@@ -18,12 +19,12 @@ def mixed_plan() -> Plan:
     """One layer of each fate: quantized with and without activations, kept, fused experts, tied."""
     return Plan(
         layers=(
-            LayerPlan("embed", "embedding", (100, 64), reason="embedding: …"),
-            LayerPlan("a.q", "linear", (32, 64), NVFP4, NVFP4, "mse", "recipe x", group="a.(q|k)"),
-            LayerPlan("a.k", "linear", (16, 64), NVFP4, NVFP4, "mse", "recipe x", group="a.(q|k)"),
-            LayerPlan("a.down", "linear", (64, 96), MXFP8, None, score=0.25, cost=6336),
-            LayerPlan("a.experts.up", "experts", (4, 24, 64), NVFP4, group="a.experts"),
-            LayerPlan("head", "head", (100, 64), tied_to="embed", reason="tied"),
+            LayerPlan("embed", LayerKind.EMBEDDING, (100, 64), reason="embedding: …"),
+            LayerPlan("a.q", LayerKind.LINEAR, (32, 64), NVFP4, NVFP4, "mse", "recipe x", group="a.(q|k)"),
+            LayerPlan("a.k", LayerKind.LINEAR, (16, 64), NVFP4, NVFP4, "mse", "recipe x", group="a.(q|k)"),
+            LayerPlan("a.down", LayerKind.LINEAR, (64, 96), MXFP8, None, score=0.25, cost=6336),
+            LayerPlan("a.experts.up", LayerKind.EXPERTS, (4, 24, 64), NVFP4, group="a.experts"),
+            LayerPlan("head", LayerKind.HEAD, (100, 64), tied_to="embed", reason="tied"),
         ),
         kv_cache=FP8,
         target="nvidia-sm90",
@@ -105,7 +106,7 @@ def test_sizes_are_those_counted_by_hand() -> None:
 
 
 def test_inputs_with_one_scale_or_a_global_scale_have_a_static_one() -> None:
-    layer = LayerPlan("a", "linear", (32, 64), NVFP4)
+    layer = LayerPlan("a", LayerKind.LINEAR, (32, 64), NVFP4)
     static = [dataclasses.replace(layer, activation=x).has_static_scale for x in (None, FP8, NVFP4, MXFP8)]
     assert static == [False, True, True, False]
 

@@ -9,6 +9,7 @@ from samples import BASE
 from quant.formats.format import FORMATS
 from quant.models.open import open_model
 from quant.plan.make import make_plan
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, presets, resolve
@@ -30,17 +31,17 @@ PRESETS = {
     "int4a16_g32": ("int4_g32", None),
 }
 LAYERS = (
-    Layer("embed", "embedding", (100, 64)),
-    Layer("0.attn.q", "linear", (64, 64), group="0.attn.(q|k)"),
-    Layer("0.attn.k", "linear", (32, 64), group="0.attn.(q|k)"),
-    Layer("0.attn.o", "linear", (64, 64)),
-    Layer("0.mlp.gate", "other", (4, 64)),
-    Layer("0.mlp.experts.up", "experts", (4, 32, 64)),
-    Layer("0.norm", "norm", (64,)),
-    Layer("visual.proj", "linear", (64, 64)),
-    Layer("conv", "conv", (8, 64, 3, 3)),
-    Layer("1.odd", "linear", (64, 40)),
-    Layer("head", "head", (100, 64), tied_to="embed"),
+    Layer("embed", LayerKind.EMBEDDING, (100, 64)),
+    Layer("0.attn.q", LayerKind.LINEAR, (64, 64), group="0.attn.(q|k)"),
+    Layer("0.attn.k", LayerKind.LINEAR, (32, 64), group="0.attn.(q|k)"),
+    Layer("0.attn.o", LayerKind.LINEAR, (64, 64)),
+    Layer("0.mlp.gate", LayerKind.OTHER, (4, 64)),
+    Layer("0.mlp.experts.up", LayerKind.EXPERTS, (4, 32, 64)),
+    Layer("0.norm", LayerKind.NORM, (64,)),
+    Layer("visual.proj", LayerKind.LINEAR, (64, 64)),
+    Layer("conv", LayerKind.CONV, (8, 64, 3, 3)),
+    Layer("1.odd", LayerKind.LINEAR, (64, 40)),
+    Layer("head", LayerKind.HEAD, (100, 64), tied_to="embed"),
 )
 NVFP4 = Recipe("x", weight="nvfp4", activation="nvfp4")
 
@@ -90,7 +91,10 @@ def test_the_house_keeps_with_reasons() -> None:
     ],
 )
 def test_routers_and_vision_towers_are_known_by_name(name: str, kept: bool) -> None:
-    plan = resolve([Layer(name, "linear", (64, 64)), Layer("model.layers.3.mlp.up_proj", "linear", (128, 64))], NVFP4)
+    plan = resolve(
+        [Layer(name, LayerKind.LINEAR, (64, 64)), Layer("model.layers.3.mlp.up_proj", LayerKind.LINEAR, (128, 64))],
+        NVFP4,
+    )
     assert (plan.layers[0].weight is None) is kept
 
 
@@ -112,7 +116,7 @@ def test_the_last_rule_that_matches_wins() -> None:
 
 
 def test_globs_are_case_sensitive_and_cross_dots() -> None:
-    layers = [Layer("A.b.Proj", "linear", (64, 64)), Layer("a.b.proj", "linear", (64, 64))]
+    layers = [Layer("A.b.Proj", LayerKind.LINEAR, (64, 64)), Layer("a.b.proj", LayerKind.LINEAR, (64, 64))]
     assert formats(resolve(layers, NVFP4.with_rules(Rule("a*proj", KEEP)))) == {"A.b.Proj": "nvfp4", "a.b.proj": None}
 
 
@@ -126,7 +130,7 @@ def test_a_rule_may_bring_back_what_the_house_keeps() -> None:
 
 
 def test_an_embedding_is_quantized_by_a_rule_of_its_own_and_by_no_other() -> None:
-    layers = [*LAYERS[:-1], Layer("head", "head", (100, 64))]
+    layers = [*LAYERS[:-1], Layer("head", LayerKind.HEAD, (100, 64))]
     assert resolve(layers, NVFP4.with_rules(Rule("*", "mxfp8"))).by_name["embed"].weight is None
     table = resolve(layers, NVFP4.with_rules(Rule("embed*", "fp8_channel"))).by_name["embed"]
     assert (table.weight, table.activation) == (FORMATS["fp8_channel"], None) and "embed*" in table.reason
@@ -149,8 +153,8 @@ def test_what_cannot_be_quantized_is_kept_whatever_the_rules_say(name: str, reas
 
 
 def convs(*shapes: tuple[int, ...], linear: int = 0) -> list[Layer]:
-    layers = [Layer(f"conv{i}", "conv", shape) for i, shape in enumerate(shapes)]
-    return layers + [Layer("linear", "linear", (linear, 1))] * bool(linear)
+    layers = [Layer(f"conv{i}", LayerKind.CONV, shape) for i, shape in enumerate(shapes)]
+    return layers + [Layer("linear", LayerKind.LINEAR, (linear, 1))] * bool(linear)
 
 
 def test_convolutions_that_hold_most_of_the_weights_are_quantized() -> None:
@@ -194,20 +198,20 @@ def test_the_size_of_a_convolution_counts_a_scale_for_each_output_channel() -> N
 
 
 def test_an_untied_head_may_be_quantized() -> None:
-    head = Layer("head", "head", (100, 64))
+    head = Layer("head", LayerKind.HEAD, (100, 64))
     assert formats(resolve([head], NVFP4)) == {"head": None}
     assert formats(resolve([head], NVFP4.with_rules(Rule("head", "mxfp8")))) == {"head": "mxfp8"}
 
 
 def test_the_activation_must_divide_too() -> None:
-    layer = Layer("a", "linear", (64, 48))
+    layer = Layer("a", LayerKind.LINEAR, (64, 48))
     kept = resolve([layer], Recipe("x", weight="nvfp4", activation="mxfp4")).layers[0]
     assert kept.weight is None and kept.reason == "in = 48 is not a multiple of mxfp4's block of 32"
     assert formats(resolve([layer], Recipe("x", weight="nvfp4"))) == {"a": "nvfp4"}
 
 
 def test_an_obstacle_of_the_layer_is_its_reason() -> None:
-    layer = Layer("e.up", "experts", (2, 64, 64), obstacle="stored the wrong way round")
+    layer = Layer("e.up", LayerKind.EXPERTS, (2, 64, 64), obstacle="stored the wrong way round")
     assert resolve([layer], NVFP4).layers[0].reason == "stored the wrong way round"
 
 
@@ -222,9 +226,13 @@ def test_a_fusion_group_is_kept_whole() -> None:
 def test_gate_and_up_of_experts_are_cut_between_blocks() -> None:
     """They are stored apart, so each half of the rows must hold whole blocks; one linear of that name is not cut."""
     recipe = Recipe("x", weight="fp8_block", activation="fp8_group")
-    for rows, kind, fits in ((256, "experts", True), (128, "experts", False), (128, "linear", True)):
-        shape = (4, rows, 128) if kind == "experts" else (rows, 128)
-        layers = (Layer("mlp.gate_up_proj", kind, shape), Layer("other", "linear", (128, 128)))
+    for rows, kind, fits in (
+        (256, LayerKind.EXPERTS, True),
+        (128, LayerKind.EXPERTS, False),
+        (128, LayerKind.LINEAR, True),
+    ):
+        shape = (4, rows, 128) if kind == LayerKind.EXPERTS else (rows, 128)
+        layers = (Layer("mlp.gate_up_proj", kind, shape), Layer("other", LayerKind.LINEAR, (128, 128)))
         assert (resolve(layers, recipe).by_name["mlp.gate_up_proj"].weight is not None) is fits
 
 
@@ -378,7 +386,10 @@ def test_a_value_of_the_wrong_type_is_an_error_of_the_file(tmp_path: Path, text:
 
 
 def tower(size: int) -> list[Layer]:
-    return [Layer("vision_model.layers.0.fc1", "linear", (size, 64)), Layer("language_model.fc1", "linear", (64, 64))]
+    return [
+        Layer("vision_model.layers.0.fc1", LayerKind.LINEAR, (size, 64)),
+        Layer("language_model.fc1", LayerKind.LINEAR, (64, 64)),
+    ]
 
 
 @pytest.mark.parametrize(("size", "only", "quantized"), [
@@ -395,8 +406,8 @@ def test_a_vision_tower_is_small_or_asked_for(size: int, only: tuple[str, ...], 
 
 def pair(size: int) -> list[Layer]:
     """The towers of a CLIP, of images and of texts."""
-    texts = [Layer("text_model.encoder.layers.0.mlp.fc1", "linear", (64, 64))]
-    return [Layer("vision_model.encoder.layers.0.mlp.fc1", "linear", (size, 64)), *texts]
+    texts = [Layer("text_model.encoder.layers.0.mlp.fc1", LayerKind.LINEAR, (64, 64))]
+    return [Layer("vision_model.encoder.layers.0.mlp.fc1", LayerKind.LINEAR, (size, 64)), *texts]
 
 
 @pytest.mark.parametrize("size", [32, 64, 128])
@@ -406,10 +417,10 @@ def test_a_tower_beside_an_encoder_of_texts_is_the_model(size: int) -> None:
 
 
 EMBEDDINGS = [
-    Layer("model.embed_tokens", "embedding", (128, 64)),
-    Layer("model.layers.0.fc1", "linear", (64, 64)),
-    Layer("model.norm", "norm", (64,)),
-    Layer("lm_head", "head", (128, 64)),
+    Layer("model.embed_tokens", LayerKind.EMBEDDING, (128, 64)),
+    Layer("model.layers.0.fc1", LayerKind.LINEAR, (64, 64)),
+    Layer("model.norm", LayerKind.NORM, (64,)),
+    Layer("lm_head", LayerKind.HEAD, (128, 64)),
 ]
 
 
@@ -429,6 +440,6 @@ def test_embeddings_and_heads_are_asked_for_by_globs_of_their_own(only: tuple[st
 
 
 def test_a_shared_embedding_is_not_quantized_though_it_is_asked_for() -> None:
-    layers = [*EMBEDDINGS[:3], Layer("lm_head", "head", (128, 64), tied_to="model.embed_tokens")]
+    layers = [*EMBEDDINGS[:3], Layer("lm_head", LayerKind.HEAD, (128, 64), tied_to="model.embed_tokens")]
     plan = resolve(layers, NVFP4, only=("*embed*", "*fc1"))
     assert plan.by_name["model.embed_tokens"].reason == "its weight is also that of lm_head"

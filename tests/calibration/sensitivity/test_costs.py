@@ -23,6 +23,7 @@ from quant.calibration.sensitivity.costs import (
 )
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 
@@ -30,7 +31,7 @@ from quant.recipes.plan import LayerPlan, Plan
 @pytest.mark.parametrize("shape", [(48, 128), (33, 96), (2, 16, 64)])
 def test_bytes_are_those_of_the_tensors(name: str, shape: tuple[int, ...]) -> None:
     candidate = parse_candidates(name)[0]
-    layer = LayerPlan("l", "experts" if len(shape) == 3 else "linear", shape)
+    layer = LayerPlan("l", LayerKind.EXPERTS if len(shape) == 3 else LayerKind.LINEAR, shape)
     stored = quantize(torch.randn(shape), candidate.weight)
     scale_bytes = stored.scale.numel() * candidate.weight.scale.bits // 8
     expected = stored.codes.nbytes + scale_bytes
@@ -65,11 +66,11 @@ def test_cache_of_windows_latents_and_encoders() -> None:
 
 def test_memory_adds_up_to_the_plan() -> None:
     layers = (
-        LayerPlan("embed", "embedding", (50, 32)),
-        LayerPlan("a", "linear", (48, 64), FORMATS["nvfp4"]),
-        LayerPlan("b", "linear", (48, 64)),
-        LayerPlan("norm", "norm", (32,)),
-        LayerPlan("head", "head", (50, 32), tied_to="embed"),
+        LayerPlan("embed", LayerKind.EMBEDDING, (50, 32)),
+        LayerPlan("a", LayerKind.LINEAR, (48, 64), FORMATS["nvfp4"]),
+        LayerPlan("b", LayerKind.LINEAR, (48, 64)),
+        LayerPlan("norm", LayerKind.NORM, (32,)),
+        LayerPlan("head", LayerKind.HEAD, (50, 32), tied_to="embed"),
     )
     plan = Plan(layers)
     memory = memory_of(plan, unplanned=10, kv_cache=1000, tokens=5)
@@ -81,23 +82,23 @@ def test_memory_adds_up_to_the_plan() -> None:
 
 def test_roofline_is_bound_by_memory_or_by_arithmetic() -> None:
     h100 = get_timing("h100")
-    kept = LayerPlan("l", "linear", (4096, 4096))
-    fp8 = LayerPlan("l", "linear", (4096, 4096), FORMATS["fp8"], FORMATS["fp8"])
+    kept = LayerPlan("l", LayerKind.LINEAR, (4096, 4096))
+    fp8 = LayerPlan("l", LayerKind.LINEAR, (4096, 4096), FORMATS["fp8"], FORMATS["fp8"])
     assert h100.linear(kept, 1) == pytest.approx(2 * 4096**2 / 3.35e12)
     assert h100.linear(fp8, 1) == pytest.approx((4096**2 + 4) / 3.35e12)
     assert h100.linear(kept, 8192) == pytest.approx(2 * 8192 * 4096**2 / 989e12)
     assert h100.linear(fp8, 8192) == pytest.approx(2 * 8192 * 4096**2 / 1979e12)
-    w4a4 = LayerPlan("l", "linear", (4096, 4096), FORMATS["nvfp4"], FORMATS["nvfp4"])
-    w4a16 = LayerPlan("l", "linear", (4096, 4096), FORMATS["nvfp4"])
+    w4a4 = LayerPlan("l", LayerKind.LINEAR, (4096, 4096), FORMATS["nvfp4"], FORMATS["nvfp4"])
+    w4a16 = LayerPlan("l", LayerKind.LINEAR, (4096, 4096), FORMATS["nvfp4"])
     # No FP4 units on Hopper: the codes are widened to FP8, with 16-bit inputs to 16 bit.
     assert h100.linear(w4a4, 8192) == h100.linear(fp8, 8192)
     assert h100.linear(w4a16, 8192) == h100.linear(kept, 8192)
     assert get_timing("b200").linear(w4a4, 8192) == pytest.approx(2 * 8192 * 4096**2 / 9000e12)
     # Integers have a rate of their own, which Blackwell Ultra gave up; MXFP6 runs as FP8 does.
-    w8a8 = LayerPlan("l", "linear", (4096, 4096), FORMATS["int8"], FORMATS["int8_token"])
+    w8a8 = LayerPlan("l", LayerKind.LINEAR, (4096, 4096), FORMATS["int8"], FORMATS["int8_token"])
     assert get_timing("a100").linear(w8a8, 8192) == pytest.approx(2 * 8192 * 4096**2 / 624e12)
     assert get_timing("b300").linear(w8a8, 8192) == pytest.approx(2 * 8192 * 4096**2 / 150e12)
-    w6a6 = LayerPlan("l", "linear", (4096, 4096), FORMATS["mxfp6"], FORMATS["mxfp6"])
+    w6a6 = LayerPlan("l", LayerKind.LINEAR, (4096, 4096), FORMATS["mxfp6"], FORMATS["mxfp6"])
     assert get_timing("rtxpro6000").linear(w6a6, 8192) == pytest.approx(2 * 8192 * 4096**2 / 503e12)
 
 
@@ -107,13 +108,13 @@ def test_latency_table(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps({"name": "mine", "bandwidth": 1e9, "times": times}))
     table = get_timing(str(path))
-    layer = LayerPlan("l", "linear", (8, 16), FORMATS["nvfp4"])
+    layer = LayerPlan("l", LayerKind.LINEAR, (8, 16), FORMATS["nvfp4"])
     assert isinstance(table, LatencyTable) and table.measured
     assert table.linear(layer, 5) == pytest.approx(3e-6)
     assert table.linear(layer, 18) == pytest.approx(10e-6)
     assert table.read(500) == 500e-9
     with pytest.raises(ValueError, match=r"l \[8, 16\]: table 'mine' has no time for 16 bit with inputs in 16 bit"):
-        table.linear(LayerPlan("l", "linear", (8, 16)), 1)
+        table.linear(LayerPlan("l", LayerKind.LINEAR, (8, 16)), 1)
     for bandwidth, seconds in ((math.nan, 1e-6), (1e9, math.inf), (1e9, 0.0)):
         times = [{**row, "tokens": 1, "seconds": seconds}]
         path.write_text(json.dumps({"name": "mine", "bandwidth": bandwidth, "times": times}))

@@ -23,6 +23,7 @@ from quant.calibration.walk.memory import block_bytes
 from quant.calibration.walk.scratch import Scratch
 from quant.calibration.walk.sequential import solve_sequentially
 from quant.formats.format import FORMATS
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -162,16 +163,16 @@ def test_the_estimate_is_flat_in_the_number_of_experts(tmp_path: Path) -> None:
     def estimate(experts: int, scratch: Scratch | None) -> int:
         shapes = {"gate_up_proj": (4096, 7168), "down_proj": (7168, 2048)}
         layers = [
-            LayerPlan(f"block.experts.{name}", "experts", (experts, *shape), NVFP4, None, "gptq")
+            LayerPlan(f"block.experts.{name}", LayerKind.EXPERTS, (experts, *shape), NVFP4, None, "gptq")
             for name, shape in shapes.items()
         ]
-        layers.append(LayerPlan("block.o_proj", "linear", (7168, 16384), NVFP4, None, "gptq"))
+        layers.append(LayerPlan("block.o_proj", LayerKind.LINEAR, (7168, 16384), NVFP4, None, "gptq"))
         block = nn.ParameterList([nn.Parameter(torch.empty(7168, 16384, device="meta"))])
         return block_bytes(block, layers, 1024, torch.float32, scratch)
 
     scratch = Scratch(tmp_path, memory=16 * 10**9)
     assert estimate(8, scratch) == estimate(256, scratch) < 16e9
     codes = 256 * 3 * 2048 * 7168 * (4.5 / 8)
-    with_all = replace(LayerPlan("e", "experts", (256, 6144, 7168), NVFP4, None, "rtn")).nbytes
+    with_all = replace(LayerPlan("e", LayerKind.EXPERTS, (256, 6144, 7168), NVFP4, None, "rtn")).nbytes
     assert with_all == pytest.approx(codes, rel=0.001)
     assert estimate(2560, None) > 10 * codes

@@ -27,6 +27,7 @@ from quant.calibration.walk.group import Settings, Solved
 from quant.calibration.walk.sequential import solve_sequentially
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize, round_activation
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import find_groups, find_layers
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -49,7 +50,7 @@ def _plan(model: nn.Module, solver: str, activation: str | None = None) -> Plan:
     layers = find_groups(model, find_layers(model), lambda m: m(ids))
     planned = []
     for layer in layers:
-        fits = layer.kind == "linear"
+        fits = layer.kind == LayerKind.LINEAR
         planned.append(
             LayerPlan(
                 layer.name,

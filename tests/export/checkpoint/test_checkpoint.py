@@ -27,6 +27,7 @@ from quant.formats import atomic
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -294,7 +295,7 @@ def test_experts_are_stored_one_by_one_and_read_back(format: str) -> None:
     for name in names:
         weight = solve_group({name: stack}, {}, FORMATS[format], get_solver("rtn"))[name]
         setattr(model.block.experts, name.rpartition(".")[2], QuantExperts(weight))
-        layers.append(LayerPlan(name, "experts", (3, 256, 128), FORMATS[format]))
+        layers.append(LayerPlan(name, LayerKind.EXPERTS, (3, 256, 128), FORMATS[format]))
     stored = checkpoint_tensors(model, torch.float32, StoredNames())
     packed = "weight_packed" if FORMATS[format].element.bits < 8 else "weight"
     assert {n for n in stored if n.endswith(f".{packed}")} == {
@@ -329,11 +330,11 @@ def test_halves_of_different_scale_are_not_joined(format: str) -> None:
 
 def test_tensor_names_of_a_layer() -> None:
     names = dict.fromkeys(["a.b.weight_packed", "a.b.weight_scale", "a.b.bias", "a.bc.weight", "axb.weight", "a.b.c.w"])
-    assert layer_tensor_names(names, LayerPlan("a.b", "linear", (1, 1))) == list(names)[:2]
+    assert layer_tensor_names(names, LayerPlan("a.b", LayerKind.LINEAR, (1, 1))) == list(names)[:2]
     parts = ["e.0.gate_proj.weight", "e.10.up_proj.weight_scale", "e.0.down_proj.weight", "e.x.up_proj.weight"]
     experts = dict.fromkeys(parts)
-    assert layer_tensor_names(experts, LayerPlan("e.gate_up_proj", "experts", (11, 2, 1))) == parts[:2]
-    assert layer_tensor_names(experts, LayerPlan("e.down_proj", "experts", (11, 1, 1))) == parts[2:3]
+    assert layer_tensor_names(experts, LayerPlan("e.gate_up_proj", LayerKind.EXPERTS, (11, 2, 1))) == parts[:2]
+    assert layer_tensor_names(experts, LayerPlan("e.down_proj", LayerKind.EXPERTS, (11, 1, 1))) == parts[2:3]
 
 
 def test_a_missing_tensor_names_layer_and_format() -> None:
@@ -342,7 +343,7 @@ def test_a_missing_tensor_names_layer_and_format() -> None:
     }
     del stored["a.weight_scale"]
     with pytest.raises(ValueError, match=r"a\.weight_scale is missing; nvfp4 with inputs in 16 bit has it"):
-        read_layer(stored, LayerPlan("a", "linear", (16, 32), FORMATS["nvfp4"]))
+        read_layer(stored, LayerPlan("a", LayerKind.LINEAR, (16, 32), FORMATS["nvfp4"]))
 
 
 # Foreign configs
@@ -351,11 +352,11 @@ def test_a_missing_tensor_names_layer_and_format() -> None:
 def test_the_plan_of_a_config_is_the_plan_behind_it() -> None:
     pairs = {"m.0.up": ("nvfp4", None), "m.1.up": ("fp8_channel", "fp8_token"), "m.2.up": (None, None)}
     layers = [
-        LayerPlan(n, "linear", (64, 64), FORMATS[w] if w else None, FORMATS[a] if a else None)
+        LayerPlan(n, LayerKind.LINEAR, (64, 64), FORMATS[w] if w else None, FORMATS[a] if a else None)
         for n, (w, a) in pairs.items()
     ]
     config = quantization_config(Plan(tuple(layers)))
-    found = plan_of_checkpoint(Path("out"), [Layer(name, "linear", (64, 64)) for name in pairs], config, {})
+    found = plan_of_checkpoint(Path("out"), [Layer(name, LayerKind.LINEAR, (64, 64)) for name in pairs], config, {})
     assert [(x.name, x.weight, x.activation) for x in found.layers] == [
         (x.name, x.weight, x.activation) for x in layers
     ]
@@ -363,7 +364,7 @@ def test_the_plan_of_a_config_is_the_plan_behind_it() -> None:
 
 
 def test_patterns_in_targets_and_ignore() -> None:
-    group = quantization_config(Plan((LayerPlan("x", "linear", (64, 64), FORMATS["mxfp8"]),)))["config_groups"][
+    group = quantization_config(Plan((LayerPlan("x", LayerKind.LINEAR, (64, 64), FORMATS["mxfp8"]),)))["config_groups"][
         "group_0"
     ]
     config = {
@@ -372,5 +373,5 @@ def test_patterns_in_targets_and_ignore() -> None:
         "ignore": ["re:.*\\.1\\..*", "m.2.a_proj"],
     }
     names = ["m.0.a_proj", "m.1.a_proj", "m.2.a_proj", "m.2.b_proj", "m.0.other", "lm_head"]
-    found = plan_of_checkpoint(Path("out"), [Layer(name, "linear", (64, 64)) for name in names], config, {})
+    found = plan_of_checkpoint(Path("out"), [Layer(name, LayerKind.LINEAR, (64, 64)) for name in names], config, {})
     assert [layer.name for layer in found.quantized] == ["m.0.a_proj", "m.2.b_proj"]

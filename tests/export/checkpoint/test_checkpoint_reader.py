@@ -10,6 +10,7 @@ from quant.export.checkpoint.compressed_tensors import compress, quantization_co
 from quant.export.checkpoint.read import plan_of_checkpoint
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -21,7 +22,7 @@ def read(formats: list[str | None], scale: float, **fields: object) -> Plan:
     weight = torch.arange(512.0).reshape(16, 32).sin()
     weights = {name: weight * (scale if name == NAMES[2] else 1) for name in NAMES}
     layers = [
-        LayerPlan(name, "linear", (16, 32), None if format is None else FORMATS[format])
+        LayerPlan(name, LayerKind.LINEAR, (16, 32), None if format is None else FORMATS[format])
         for name, format in zip(NAMES, formats, strict=True)
     ]
     tensors = {
@@ -30,7 +31,7 @@ def read(formats: list[str | None], scale: float, **fields: object) -> Plan:
         if layer.weight is not None
         for key, tensor in compress(quantize(weights[layer.name], layer.weight), None, torch.float32).items()
     }
-    found = [Layer(name, "linear", (16, 32)) for name in NAMES]
+    found = [Layer(name, LayerKind.LINEAR, (16, 32)) for name in NAMES]
     found = [replace(layer, **fields) for layer in found]  # type: ignore[arg-type]
     return plan_of_checkpoint(Path("out"), found, quantization_config(Plan(tuple(layers))), tensors)
 

@@ -21,6 +21,7 @@ from quant.export.checkpoint.compressed_tensors import (
 )
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 WEIGHTS = ["nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8"]
@@ -43,11 +44,15 @@ def config_of(golden: str) -> dict[str, Any]:
 def plan_of(*pairs: tuple[str, str | None], head: bool = True) -> Plan:
     layers = [
         LayerPlan(
-            f"model.layers.{i}.mlp.up_proj", "linear", (256, 256), FORMATS[w], FORMATS[a] if a is not None else None
+            f"model.layers.{i}.mlp.up_proj",
+            LayerKind.LINEAR,
+            (256, 256),
+            FORMATS[w],
+            FORMATS[a] if a is not None else None,
         )
         for i, (w, a) in enumerate(pairs)
     ]
-    kept = [LayerPlan("model.norm", "norm", (256,)), LayerPlan("lm_head", "head", (100, 256))]
+    kept = [LayerPlan("model.norm", LayerKind.NORM, (256,)), LayerPlan("lm_head", LayerKind.HEAD, (100, 256))]
     return Plan((*layers, *(kept if head else kept[:1])))
 
 
@@ -169,7 +174,7 @@ def test_mixed_formats_list_their_layers() -> None:
 
 
 def test_experts_are_targeted_by_their_module_as_a_pattern() -> None:
-    experts = LayerPlan("model.layers.1.mlp.experts.down_proj", "experts", (4, 256, 256), FORMATS["nvfp4"])
+    experts = LayerPlan("model.layers.1.mlp.experts.down_proj", LayerKind.EXPERTS, (4, 256, 256), FORMATS["nvfp4"])
     plan = Plan((*plan_of(("fp8_channel", "fp8_token")).layers, experts))
     target = quantization_config(plan)["config_groups"]["group_1"]["targets"][0]
     assert target.startswith("re:")

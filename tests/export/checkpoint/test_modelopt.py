@@ -29,6 +29,7 @@ from quant.export.checkpoint.write import SECOND_LEVEL, write_tensors
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.modules import QuantLinear
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.recipes.recipe import get_recipe
 
@@ -321,8 +322,8 @@ def test_modelopt_makes_the_same_config_of_every_mixture() -> None:
     ]  # fmt: skip
     for first, second in itertools.product(pairs, pairs):
         chosen = [[None if name is None else FORMATS[name] for name in pair] for pair in (second, first, second)]
-        layers = [LayerPlan(f"layers.{i}.up", "linear", (256, 256), w, a) for i, (w, a) in enumerate(chosen)]
-        plan = Plan((*layers, LayerPlan("lm_head", "head", (256, 256))), kv_cache=FORMATS["fp8"])
+        layers = [LayerPlan(f"layers.{i}.up", LayerKind.LINEAR, (256, 256), w, a) for i, (w, a) in enumerate(chosen)]
+        plan = Plan((*layers, LayerPlan("lm_head", LayerKind.HEAD, (256, 256))), kv_cache=FORMATS["fp8"])
         config, whole = modelopt.configs(plan)
         assert config == library.convert_hf_quant_config_format(whole), (first, second)
 
@@ -442,7 +443,7 @@ def test_int4_in_groups_of_every_size(recipe: str, size: int, quantized: Callabl
 )
 def test_what_the_layout_cannot_say_is_refused_by_layer(change: dict[str, Any], words: str) -> None:
     formats = {k: FORMATS[v] for k, v in change.items() if k in ("weight", "activation")}
-    layer = LayerPlan("model.layers.0.mlp.up_proj", "linear", (256, 256), FORMATS["nvfp4"])
+    layer = LayerPlan("model.layers.0.mlp.up_proj", LayerKind.LINEAR, (256, 256), FORMATS["nvfp4"])
     layer = dataclasses.replace(layer, **{**change, **formats})
     with pytest.raises(ValueError, match=rf"^model\.layers\.0\.mlp\.up_proj: .*{re.escape(words)}") as error:
         modelopt.check_plan(Plan((layer,)))
@@ -451,10 +452,10 @@ def test_what_the_layout_cannot_say_is_refused_by_layer(change: dict[str, Any], 
 
 def test_an_excluded_name_that_vllm_takes_for_a_part_of_others_is_told() -> None:
     """vLLM asks whether an excluded name is in the layer's."""
-    layer = LayerPlan("layers.0.output.dense", "linear", (64, 64), FORMATS["nvfp4"], FORMATS["nvfp4"])
+    layer = LayerPlan("layers.0.output.dense", LayerKind.LINEAR, (64, 64), FORMATS["nvfp4"], FORMATS["nvfp4"])
     other = dataclasses.replace(layer, name="layers.0.up")
-    assert modelopt.runtime_warnings(Plan((other, LayerPlan("output", "head", (64, 64))))) == []
-    (told,) = modelopt.runtime_warnings(Plan((layer, other, LayerPlan("output", "head", (64, 64)))))
+    assert modelopt.runtime_warnings(Plan((other, LayerPlan("output", LayerKind.HEAD, (64, 64))))) == []
+    (told,) = modelopt.runtime_warnings(Plan((layer, other, LayerPlan("output", LayerKind.HEAD, (64, 64)))))
     assert told.startswith("layers.0.output.dense: vLLM takes 'output', which is excluded")
 
 

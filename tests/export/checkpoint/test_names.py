@@ -17,6 +17,7 @@ from torch import nn
 import quant
 from quant.export.checkpoint.compressed_tensors import runtime_warnings
 from quant.export.checkpoint.names import StoredNames, cut_experts, stored_names
+from quant.recipes.layer_kind import LayerKind
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 pytest.importorskip("compressed_tensors")
@@ -128,7 +129,7 @@ def test_runtimes_leave_routers_in_16_bit(
     quantization = config["quantization_config"]
     assert set(routers) <= set(quantization["ignore"])
     # vLLM reads an excluded name of ModelOpt as a part of a longer one.
-    quantized = [layer.name for layer in result.plan.quantized if layer.kind == "linear"]
+    quantized = [layer.name for layer in result.plan.quantized if layer.kind == LayerKind.LINEAR]
     assert not any(entry in name for entry in quantization["ignore"] for name in quantized)
 
 

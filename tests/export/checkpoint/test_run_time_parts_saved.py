@@ -18,6 +18,7 @@ from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize
 from quant.kernels.hadamard import hadamard_transform
 from quant.kernels.linear.modules import QuantLinear, RunTimeParts
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 
 IN, OUT, RANK, BLOCK = 64, 48, 4, 32
@@ -45,10 +46,10 @@ def _parts(chosen: str) -> RunTimeParts:
 
 def _quantized(parts: RunTimeParts) -> tuple[Net, Plan]:
     model = Net().bfloat16()
-    first = LayerPlan("first", "linear", (OUT, IN), NVFP4)
+    first = LayerPlan("first", LayerKind.LINEAR, (OUT, IN), NVFP4)
     weight = quantize(hadamard_transform(model.first.weight.detach(), parts.hadamard or 1), NVFP4)
     install_weight(model, first, weight, None, parts)
-    return model, Plan((first, LayerPlan("second", "linear", (16, OUT))))
+    return model, Plan((first, LayerPlan("second", LayerKind.LINEAR, (16, OUT))))
 
 
 @pytest.mark.parametrize("chosen", ["pre_scale", "hadamard", "lowrank", "all"])
@@ -94,7 +95,7 @@ def test_their_bytes_are_counted() -> None:
 
 def test_members_of_a_group_rotate_alike() -> None:
     parts = {"a": Parts(hadamard=32), "b": Parts()}
-    layers = tuple(LayerPlan(n, "linear", (OUT, IN), NVFP4, group="g", parts=p) for n, p in parts.items())
+    layers = tuple(LayerPlan(n, LayerKind.LINEAR, (OUT, IN), NVFP4, group="g", parts=p) for n, p in parts.items())
     with pytest.raises(ValueError, match=r"mixes Hadamard blocks \(a=32, b=0\)"):
         Plan(layers).check_groups()
 
@@ -125,13 +126,13 @@ def test_saving_a_rotated_model_warns_of_vllm(tmp_path: Path) -> None:
 )
 def test_what_servers_refuse_or_misread_is_warned_of(weight: str, activation: str | None, said: str) -> None:
     inputs = FORMATS[activation] if activation else None
-    layers = tuple(LayerPlan(name, "linear", (OUT, IN), FORMATS[weight], inputs) for name in "ab")
+    layers = tuple(LayerPlan(name, LayerKind.LINEAR, (OUT, IN), FORMATS[weight], inputs) for name in "ab")
     warnings = runtime_warnings(Plan(layers))
     assert len(warnings) == bool(said) and all(said in line and "2 layers, a first" in line for line in warnings)
 
 
 def test_what_transformers_makes_of_fused_experts_is_warned_of() -> None:
-    experts = tuple(LayerPlan(f"layers.{i}.experts.up", "experts", (4, OUT, IN), NVFP4) for i in range(2))
+    experts = tuple(LayerPlan(f"layers.{i}.experts.up", LayerKind.EXPERTS, (4, OUT, IN), NVFP4) for i in range(2))
     (warning,) = runtime_warnings(Plan(experts))
     assert warning.startswith("2 layers, layers.0.experts.up first, need") and "global scale" in warning
 
@@ -142,7 +143,9 @@ def test_what_transformers_makes_of_fused_experts_is_warned_of() -> None:
 def test_int4_experts_of_one_group_are_warned_of(width: int, format: str, told: bool) -> None:
     """vLLM 0.26 on an H200: perplexity 7.35 of a Qwen3-MoE of width 128 that has 6.65 in int4a16, and 6.61 in BF16."""
     shapes = {"gate_up_proj": (4, 2 * width, 256), "down_proj": (4, 256, width)}
-    plan = Plan(tuple(LayerPlan(f"mlp.experts.{n}", "experts", shape, FORMATS[format]) for n, shape in shapes.items()))
+    plan = Plan(
+        tuple(LayerPlan(f"mlp.experts.{n}", LayerKind.EXPERTS, shape, FORMATS[format]) for n, shape in shapes.items())
+    )
     lines = [line for line in runtime_warnings(plan) if "another runtime than vLLM 0.26" in line]
     assert [line.partition(" needs")[0] for line in lines] == ["mlp.experts.down_proj"] * told
 

@@ -19,6 +19,7 @@ from quant.cli.main import main
 from quant.export.engine.audit import audit, failures, planned_precision, read_kernels
 from quant.export.engine.build import audit_built, export_engine
 from quant.formats.format import FORMATS
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 SHAPES = "tokens=1:16:64"
@@ -36,7 +37,7 @@ FOUND = {
 
 def plan_of(*formats: tuple[str | None, str | None]) -> Plan:
     layers = [
-        LayerPlan(f"layers.{i}", "linear", (256, 256), FORMATS[w] if w else None, FORMATS[a] if a else None)
+        LayerPlan(f"layers.{i}", LayerKind.LINEAR, (256, 256), FORMATS[w] if w else None, FORMATS[a] if a else None)
         for i, (w, a) in enumerate(formats)
     ]
     return Plan(tuple(layers))
@@ -180,7 +181,7 @@ def test_a_layer_that_was_never_quantized_fails(module: Any, tmp_path: Path) -> 
     from quant.export.onnx_graph.decoder import GraphInput
 
     names = ("0", "2", "pooler")
-    plan = Plan(tuple(LayerPlan(name, "linear", (64, 64), FORMATS["fp8"], FORMATS["fp8"]) for name in names))
+    plan = Plan(tuple(LayerPlan(name, LayerKind.LINEAR, (64, 64), FORMATS["fp8"], FORMATS["fp8"]) for name in names))
     inputs = {"x": GraphInput(torch.zeros(2, 4, 64, dtype=torch.float16), ("batch", 4, 64))}
     options: dict[str, Any] = {"target": "sm89", "plan": plan, "inputs": inputs, "shapes": "batch=1:2:4"}
     with pytest.raises(ValueError, match=r"not run as planned in the engine: 2: planned fp8, found half\. Change"):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import quant
+from quant.recipes.layer_kind import LayerKind
 
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("tensorrt_rtx", reason="needs the extra tensorrt-rtx")
@@ -50,5 +51,7 @@ def test_the_audit_finds_convolutions_by_name(tmp_path: Path, weight: str, activ
     fallbacks = [] if activation == "keep" else [f"up: planned {found}, found {half}"]
     assert failures(findings) == fallbacks
     # A convolution that was planned in 8 bit and never quantized is found too.
-    kept = done.plan.replace_layers([quant.LayerPlan("kept", "conv", (16, 32, 1, 1), done.plan.quantized[0].weight)])
+    kept = done.plan.replace_layers(
+        [quant.LayerPlan("kept", LayerKind.CONV, (16, 32, 1, 1), done.plan.quantized[0].weight)]
+    )
     assert any(text.startswith("kept: planned") for text in failures(audit(built.path, kept, exported=built.layers)))

@@ -17,6 +17,7 @@ from quant.formats.scaling import global_scale_of
 from quant.formats.tensor import fake_quantize, quantize
 from quant.kernels.linear import modules
 from quant.kernels.linear.modules import QuantLinear
+from quant.recipes.layer_kind import LayerKind
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
@@ -200,7 +201,7 @@ def test_onnxruntime_runs_fp8(tmp_path: Path) -> None:
 
 
 def test_names_dimensions_and_metadata(tmp_path: Path) -> None:
-    plan = Plan((LayerPlan("0", "linear", (OUT, IN), FORMATS["nvfp4"], FORMATS["nvfp4"]),))
+    plan = Plan((LayerPlan("0", LayerKind.LINEAR, (OUT, IN), FORMATS["nvfp4"], FORMATS["nvfp4"]),))
     module, x = nn.Sequential(layer("nvfp4", "nvfp4", torch.float32), nn.ReLU()), torch.randn(2, ROWS, IN)
     model = onnx.load(exported(module, x, tmp_path / "m.onnx", plan=plan))
     assert {entry.key: entry.value for entry in model.metadata_props} == {PLAN_KEY: plan.digest()}

@@ -17,6 +17,7 @@ from quant.export.packages import triton_model
 from quant.export.packages.triton_server import Bundle, check_config, publish
 from quant.export.packages.triton_server_guide import serving_text
 from quant.formats.format import FORMATS
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 
 onnx = pytest.importorskip("onnx", reason="needs the extra [onnx]")
@@ -120,7 +121,9 @@ def test_the_schema_is_asked(tmp_path: Path) -> None:
 
 def plan_of(weight: str, activation: str | None, **more: Any) -> Plan:
     inputs = FORMATS[activation] if activation else None
-    return Plan((LayerPlan("up", "linear", (64, 64), FORMATS[weight], inputs, **more),), kv_cache=FORMATS["fp8"])
+    return Plan(
+        (LayerPlan("up", LayerKind.LINEAR, (64, 64), FORMATS[weight], inputs, **more),), kv_cache=FORMATS["fp8"]
+    )
 
 
 def test_the_commands_fit_the_checkpoint(tmp_path: Path) -> None:

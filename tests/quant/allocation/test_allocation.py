@@ -35,6 +35,7 @@ from quant.export.checkpoint.write import plan_of_model
 from quant.kernels.linear.modules import QuantLinear
 from quant.models.open import open_model
 from quant.plan.make import make_plan
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan
 from quant.report.report import Report, _kept_budget, summary
 from quant.run.request import AllocationRequest
@@ -285,11 +286,11 @@ def test_a_loss_that_is_no_number_stops_the_allocation(goal: Goal, monkeypatch: 
 
 def test_every_layer_says_why() -> None:
     found = _allocate(Goal(bits=5.5))
-    formats = {str(layer.weight) for layer in found.plan.layers if layer.kind == "linear"}
+    formats = {str(layer.weight) for layer in found.plan.layers if layer.kind == LayerKind.LINEAR}
     assert len(formats) > 1
     for layer in found.plan.layers:
         assert layer.reason
-        if layer.kind == "linear":
+        if layer.kind == LayerKind.LINEAR:
             assert layer.cost == layer.nbytes and layer.score is not None
             assert "sensitivity rank" in layer.reason and "would" in layer.reason
     found.plan.check_groups()
@@ -318,7 +319,7 @@ def test_constraints() -> None:
     ]
     plan = _allocate(Goal(bits=7.0), constraints=constraints, exclude=["*.layers.0.mlp.*"]).plan
     for layer in plan.layers:
-        if layer.kind != "linear":
+        if layer.kind != LayerKind.LINEAR:
             continue
         if ".layers.0.mlp." in layer.name:
             assert layer.weight is None and layer.reason == "--exclude *.layers.0.mlp.*"

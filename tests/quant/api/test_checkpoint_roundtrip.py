@@ -24,6 +24,7 @@ from quant.export.checkpoint.names import stored_names
 from quant.formats.format import FORMATS
 from quant.models.open import open_model
 from quant.plan.make import make_plan
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe, Rule, presets
 
@@ -246,7 +247,7 @@ def moe() -> nn.Module:
 def test_experts_are_saved_one_by_one_and_load_bit_for_bit(preset: str, tmp_path: Path) -> None:
     model = copy.deepcopy(moe())
     done = quantize(model, preset, torch.randint(0, 64, (8, 16)))
-    assert sum(layer.kind == "experts" for layer in done.plan.quantized) == 4
+    assert sum(layer.kind == LayerKind.EXPERTS for layer in done.plan.quantized) == 4
     save(model, done.plan, tmp_path / "out")
     names = load_file(tmp_path / "out" / "model.safetensors").keys()
     parts = {n.rpartition(".")[0] for n in names if ".experts." in n}

@@ -25,6 +25,7 @@ from quant.formats.tensor import quantize
 from quant.kernels.linear.conv import QuantConv
 from quant.models.open import open_model
 from quant.plan.edit import edit, parse_setting
+from quant.recipes.layer_kind import LayerKind
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 IDS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -37,10 +38,10 @@ def with_rounded_weights(model: nn.Module, plan: quant.Plan) -> nn.Module:
     twin = copy.deepcopy(model)
     for layer in plan.quantized:
         weight: Any = twin.get_submodule(layer.name).weight
-        matrix = weight.detach().t() if layer.kind == "linear" else weight.detach().flatten(1)
+        matrix = weight.detach().t() if layer.kind == LayerKind.LINEAR else weight.detach().flatten(1)
         assert layer.weight is not None
         found = quantize(matrix.contiguous(), layer.weight).dequantize()
-        weight.data = found.t() if layer.kind == "linear" else found.view(weight.shape)
+        weight.data = found.t() if layer.kind == LayerKind.LINEAR else found.view(weight.shape)
     return twin
 
 
@@ -60,11 +61,11 @@ def test_a_resnet_from_the_command_line(tmp_path: Path, format: str, kept: list[
     assert result.exit_code == 0, result.output
     model = quant.load(tmp_path / "out")
     plan = quant.Plan.load(tmp_path / "out" / "plan.json")
-    convs = {layer.name: layer for layer in plan.layers if layer.kind == "conv"}
+    convs = {layer.name: layer for layer in plan.layers if layer.kind == LayerKind.CONV}
     assert len(convs) == 6 and convs.keys() | {"classifier.1"} == {
         name for name, module in original.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)
     }
-    assert [m.name for m in plan.layers if m.weight is None and m.kind != "norm"] == kept
+    assert [m.name for m in plan.layers if m.weight is None and m.kind != LayerKind.NORM] == kept
     # With inputs in 16 bit, the logits are those of the model with rounded weights.
     for module in model.modules():
         if isinstance(module, QuantConv):
@@ -84,7 +85,7 @@ def test_the_shape_of_resnet_50(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(images).logits
         done = quant.quantize(model, "int8_static", [images])
-        convs = [layer for layer in done.plan.quantized if layer.kind == "conv"]
+        convs = [layer for layer in done.plan.quantized if layer.kind == LayerKind.CONV]
         assert len(convs) == 53 and sum(layer.numel for layer in convs) == 23_454_912
         found = done.model(images).logits
         assert float((found - expected).norm() / expected.norm()) < 0.05
@@ -295,7 +296,7 @@ def test_a_convnext_is_mostly_linear_layers_and_its_convolutions_are_asked_for(t
     done = quant.quantize(copy.deepcopy(original), "int8", include=include)
     kinds = [layer.kind for layer in done.plan.quantized]
     assert (kinds.count("linear"), kinds.count("conv")) == (4, 4 if asked else 0)
-    kept = [layer for layer in done.plan.layers if layer.kind == "conv" and layer.weight is None]
+    kept = [layer for layer in done.plan.layers if layer.kind == LayerKind.CONV and layer.weight is None]
     assert all("linear layers hold most of the weights" in layer.reason for layer in kept)
     quant.save(done.model, done.plan, tmp_path / "out")
     with torch.no_grad():

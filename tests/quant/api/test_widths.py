@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import quant
 from quant.kernels.linear.modules import QuantLinear
 from quant.models.open import open_model
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.recipe import Recipe, get_recipe
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
@@ -58,8 +59,9 @@ def test_short_squares_take_inputs_in_16_bit_alone() -> None:
     """Runtimes count squares upwards, and refuse to round inputs in groups of 128 where one would be short."""
     model = tiny_models.llama(hidden_size=160, intermediate_size=256)
     plan = quant.make_plan(model, "fp8_block")
-    kept = {layer.name: layer.reason for layer in plan.layers if layer.weight is None and layer.kind == "linear"}
-    assert set(kept) == {layer.name for layer in plan.layers if layer.kind == "linear" and layer.shape[1] == 160}
+    linear = [layer for layer in plan.layers if layer.kind == LayerKind.LINEAR]
+    kept = {layer.name: layer.reason for layer in linear if layer.weight is None}
+    assert set(kept) == {layer.name for layer in linear if layer.shape[1] == 160}
     assert all("in = 160 is not a multiple of fp8_group's block of 128" in reason for reason in kept.values())
 
 

@@ -21,6 +21,7 @@ import quant
 from quant.calibration.texts.decoder_text import TOKENS, lacks_decoder_text, write_decoder_text
 from quant.calibration.texts.named_inputs import read_inputs
 from quant.cli.main import main
+from quant.recipes.layer_kind import LayerKind
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 Call = dict[str, torch.Tensor]
@@ -255,7 +256,7 @@ def test_a_plan_without_weights_takes_the_same_inputs(tmp_path: Path) -> None:
     ).plan
     assert found.layers == plan.layers and "fusion_groups" not in found.provenance
     # Both towers are the model, and none is small beside a language model.
-    assert {layer.reason for layer in plan.layers if layer.kind == "linear"} == {"recipe nvfp4"}
+    assert {layer.reason for layer in plan.layers if layer.kind == LayerKind.LINEAR} == {"recipe nvfp4"}
 
 
 @pytest.mark.parametrize(

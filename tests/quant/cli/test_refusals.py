@@ -24,6 +24,7 @@ from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
 from quant.plan.check import check_plan_fits
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -329,7 +330,7 @@ def test_a_place_that_another_process_writes_to_is_refused(command: tuple[object
 
 
 def test_a_reader_that_leaves_stops_nothing(tmp_path: Path) -> None:
-    layers = tuple(LayerPlan(f"layers.{i}", "linear", (64, 64)) for i in range(2000))  # more than a pipe holds
+    layers = tuple(LayerPlan(f"layers.{i}", LayerKind.LINEAR, (64, 64)) for i in range(2000))  # more than a pipe holds
     Plan(layers).save(tmp_path / "plan.json")
     edit = f"plan edit {tmp_path / 'plan.json'} --set 'layers.*=mxfp8' --json --out {tmp_path / 'new.json'}"
     script = f"set -o pipefail; {sys.executable} -m quant {edit} | head -c 10"
@@ -340,7 +341,7 @@ def test_a_reader_that_leaves_stops_nothing(tmp_path: Path) -> None:
 
 def test_names_in_files_do_not_command_the_terminal(tmp_path: Path) -> None:
     place = tmp_path / "a\x1b[2Jb"
-    Plan((LayerPlan("c\x9b\x7f", "linear", (64, 64), reason="\x1b[31mred"),)).save(tmp_path / "plan.json")
+    Plan((LayerPlan("c\x9b\x7f", LayerKind.LINEAR, (64, 64), reason="\x1b[31mred"),)).save(tmp_path / "plan.json")
     edit = ["plan", "edit", str(tmp_path / "plan.json"), "--set", "*=mxfp8", "--out"]
     for more in ([str(place)], [str(tmp_path / "b"), "--json"]):
         result = CliRunner().invoke(main, [*edit, *more])

@@ -15,6 +15,7 @@ from quant.errors import UserError
 from quant.formats.format import FORMATS, get_format
 from quant.plan.check import Problem, check_solver, read_plan, refuse, validate
 from quant.recipes import solver_names
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.recipes.solver_names import ROUNDINGS, STEPS
@@ -72,7 +73,7 @@ def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
 def test_another_models_plan_names_missing_extra_and_reshaped() -> None:
     plan = plan_of(*block(0), *block(1))
     layers = [replace(m, shape=(64, 256)) if m.name == ATTENTION.format(0, "k") else m for m in layers_of(plan)]
-    layers = [m for m in layers if "layers.1.mlp" not in m.name] + [Layer("extra", "linear", (4, 4))]
+    layers = [m for m in layers if "layers.1.mlp" not in m.name] + [Layer("extra", LayerKind.LINEAR, (4, 4))]
     found = {problem.where: problem.what for problem in validate(plan, layers)}
     assert found == {
         ATTENTION.format(0, "k"): "is [64, 256] in the model and [64, 128] in the plan",
@@ -177,7 +178,7 @@ def test_target_tables_are_sound() -> None:
 
 def test_run_time_parts_heads_and_the_kv_cache() -> None:
     rotated = replace(block(0)[3], parts=Parts(hadamard=32))
-    head = LayerPlan("score", "head", (512, 128), NVFP4)
+    head = LayerPlan("score", LayerKind.HEAD, (512, 128), NVFP4)
     plan = plan_of(rotated, head, kv_cache=get_format("mxfp8"))
     found = {p.where: p.what for p in validate(plan, None, get_target("vllm"))}
     assert "hadamard" in found[rotated.name] and "kind 'head'" in found["score"]

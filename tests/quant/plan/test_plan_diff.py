@@ -10,6 +10,7 @@ from plan_samples import ATTENTION, block, plan_of
 from quant.formats.format import FORMATS
 from quant.plan.diff import diff, totals
 from quant.plan.edit import edit, parse_setting
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan
 
 
@@ -30,7 +31,7 @@ def test_diff_counts_decisions_and_not_words() -> None:
 
 
 def test_totals_count_by_hand() -> None:
-    plan = plan_of(*block(0), LayerPlan("kept", "linear", (128, 256)), kv_cache=FORMATS["fp8"])
+    plan = plan_of(*block(0), LayerPlan("kept", LayerKind.LINEAR, (128, 256)), kv_cache=FORMATS["fp8"])
     quantized = 3 * (64 * 128 * 9 // 16 + 4) + 128 * 256 * 9 // 16 + 4
     weights = 3 * 64 * 128 + 128 * 256
     kept = 2 * 128 * 256

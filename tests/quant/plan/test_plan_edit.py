@@ -12,6 +12,7 @@ from plan_samples import ATTENTION, FP8C, NVFP4, block, plan_of
 from quant.errors import UserError
 from quant.formats.format import FORMATS, get_format
 from quant.plan.edit import edit, input_of, parse_setting, set_kv_cache
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.recipes.recipe import presets
 
@@ -81,7 +82,7 @@ def test_inputs_follow_the_weight_where_the_plan_quantizes_inputs(weight: str, e
     assert expected in {r.activation for r in presets().values() if r.weight == weight} | {None}
     found = input_of(get_format(weight))
     assert (found.name if found else None) == expected
-    old = plan_of(*block(0, "nvfp4", "nvfp4"), LayerPlan("kept", "linear", (128, 256)))
+    old = plan_of(*block(0, "nvfp4", "nvfp4"), LayerPlan("kept", LayerKind.LINEAR, (128, 256)))
     for name in ("model.layers.0.mlp.down_proj", "kept"):
         layer = edit(old, [parse_setting(f"{name}={weight}")]).by_name[name]
         assert (layer.activation.name if layer.activation else None) == expected
@@ -111,7 +112,7 @@ def test_a_split_group_is_refused_with_what_to_include() -> None:
     assert "model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj" in message
     assert "layers.1" not in message and "--whole-groups" in message
     whole = edit(old, [parse_setting("*.0.*q_proj=keep")], whole_groups=True)
-    assert [m.name for m in whole.layers if m.weight is None and m.kind == "linear"] == [
+    assert [m.name for m in whole.layers if m.weight is None and m.kind == LayerKind.LINEAR] == [
         ATTENTION.format(0, p) for p in "qkv"
     ]
     # Of many blocks, one name for each place in a block.
@@ -132,7 +133,7 @@ def test_solvers_of_a_group_must_agree_too() -> None:
 
 
 def test_edits_that_do_not_fit_name_every_layer() -> None:
-    odd = [LayerPlan(f"odd.{i}", "linear", (64, 48)) for i in range(3)]
+    odd = [LayerPlan(f"odd.{i}", LayerKind.LINEAR, (64, 48)) for i in range(3)]
     with pytest.raises(UserError) as caught:
         edit(plan_of(*odd), [parse_setting("odd.*=mxfp8")])
     assert "3 layers: odd.0, odd.1, odd.2: in = 48 is not a multiple of mxfp8's block of 32" in str(caught.value)

@@ -21,6 +21,7 @@ from quant.execution import layer_result as result_module
 from quant.execution.layer_result import LayerResult, layer_result
 from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 from quant.report.report import KVCache, Receipt, Report, kv_cache_of, peak_rss, print_summary, summary
 
@@ -36,7 +37,7 @@ def test_errors_match_float64(name: str, shape: tuple[int, ...], chunk: int, mon
     monkeypatch.setattr(result_module, "_CHUNK_ELEMENTS", chunk)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     quantized = quantize(weight, get_format(name))
-    plan_layer = LayerPlan("layer", "linear", shape, get_format(name), get_format("fp8_token"), "mse", "why")
+    plan_layer = LayerPlan("layer", LayerKind.LINEAR, shape, get_format(name), get_format("fp8_token"), "mse", "why")
     w, rounded = weight.double(), quantized.dequantize().double()
     noise = (w - rounded).square().sum().item()
     result = layer_result(plan_layer, weight, quantized)
@@ -51,13 +52,13 @@ def test_errors_match_float64(name: str, shape: tuple[int, ...], chunk: int, mon
 
 def test_no_error_to_speak_of() -> None:
     exact = torch.tensor([[6.0, -3.0, 0.5, 0.0] * 4])
-    layer = LayerPlan("layer", "linear", (1, 16), get_format("nvfp4"))
+    layer = LayerPlan("layer", LayerKind.LINEAR, (1, 16), get_format("nvfp4"))
     result = layer_result(layer, exact, quantize(exact, get_format("nvfp4")))
     assert (result.snr_db, result.relative_error) == (None, 0.0)
     zero = torch.zeros(1, 16)
     result = layer_result(layer, zero, quantize(zero, get_format("nvfp4")))
     assert (result.snr_db, result.relative_error) == (None, 0.0)
-    kept = layer_result(LayerPlan("norm", "norm", (64,), reason="why"), torch.ones(64), None)
+    kept = layer_result(LayerPlan("norm", LayerKind.NORM, (64,), reason="why"), torch.ones(64), None)
     assert kept == LayerResult("norm", None, None, (64,), 16.0, 128, None, None, None, "why")
     with pytest.raises(ValueError, match=r"layer: weight \[2, 8\] and its quantized form \[1, 16\] differ"):
         layer_result(layer, torch.zeros(2, 8), quantize(zero, get_format("nvfp4")))
@@ -86,7 +87,7 @@ def test_a_weight_that_is_not_finite_is_named(value: float) -> None:
     quantized = quantize(weight, FORMATS["nvfp4"])
     weight[3, 5] = value
     with pytest.raises(ValueError, match=r"^a\.b: NaN or infinity in the weight"):
-        layer_result(LayerPlan("a.b", "linear", (32, 64), FORMATS["nvfp4"]), weight, quantized)
+        layer_result(LayerPlan("a.b", LayerKind.LINEAR, (32, 64), FORMATS["nvfp4"]), weight, quantized)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from quant.allocation.record import Budget
 from quant.calibration.sensitivity.table import GroupScores, Sensitivity
 from quant.formats.format import get_format
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.report import charts
 from quant.report.charts import Section
@@ -122,7 +123,7 @@ def test_groups_without_a_block_and_negative_scores() -> None:
         GroupScores("head", ("head",), 64, {"nvfp4": 0.5, "keep": 0.0}, {}, {}),
     )
     table = Sensitivity("kl", ("nvfp4", "keep"), "nats", 1, 8, groups)
-    plan = Plan(tuple(LayerPlan(g.name, "linear", (8, 16), *2 * [get_format("nvfp4")]) for g in groups))
+    plan = Plan(tuple(LayerPlan(g.name, LayerKind.LINEAR, (8, 16), *2 * [get_format("nvfp4")]) for g in groups))
     assert [cell[1:4] for cell in chart(charts.heat_map(table, plan))["cells"]] == [
         ("*.up", 0, -1e-6),
         ("head", None, 0.5),
@@ -145,7 +146,7 @@ def test_groups_without_a_block_and_negative_scores() -> None:
 )
 def test_the_chosen_column(weight: str | None, activation: str | None, columns: tuple[str, ...], expected: str) -> None:
     formats = [get_format(name) if name else None for name in (weight, activation)]
-    plan = Plan((LayerPlan("a", "linear", (8, 32), *formats),))
+    plan = Plan((LayerPlan("a", LayerKind.LINEAR, (8, 32), *formats),))
     assert charts.chosen_format(GroupScores("a", ("a",), 1, dict.fromkeys(columns, 0.1), {}, {}), plan) == expected
 
 
@@ -177,7 +178,7 @@ def test_the_waterfall_adds_up(rich_report: Rich) -> None:
 
 def test_memory_adds_up_to_the_plan(rich_report: Rich) -> None:
     report, plan = rich_report
-    branch = LayerPlan("x", "linear", (64, 128), get_format("nvfp4"), parts=Parts(pre_scale=True, rank=4))
+    branch = LayerPlan("x", LayerKind.LINEAR, (64, 128), get_format("nvfp4"), parts=Parts(pre_scale=True, rank=4))
     plan = replace(plan, layers=(*plan.layers, branch))
     section = charts.memory(plan, report.kv_cache)
     sizes = {name: size for _, size, name, _ in chart(section)["parts"]}
@@ -188,7 +189,7 @@ def test_memory_adds_up_to_the_plan(rich_report: Rich) -> None:
     assert sizes["scales"] == sum(m.nbytes for m in plan.quantized) - codes
     assert sizes["embeddings and head"] == 2 * 49152 * 576  # the tied head is stored once
     assert sizes["16-bit rest"] == sum(
-        2 * m.numel for m in plan.layers if not m.weight and m.kind in ("linear", "norm")
+        2 * m.numel for m in plan.layers if not m.weight and m.kind in (LayerKind.LINEAR, LayerKind.NORM)
     )
     assert sizes["all weights"] == plan.nbytes
     assert sizes["KV cache, 8 × 32,768 tokens"] == 30 * 2 * 192 * 262_144  # layers × (K and V) × bytes × tokens
