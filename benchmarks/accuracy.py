@@ -66,7 +66,8 @@ from quant.allocation.goal import Goal
 from quant.calibration.solvers.solver import SOLVERS, TRANSFORMS, get_solver
 from quant.calibration.texts.generate import generate_rows
 from quant.errors import UserError
-from quant.evaluation.evaluate import Evaluation, evaluate_texts
+from quant.evaluation.evaluate import evaluate_texts
+from quant.evaluation.record import Evaluation
 from quant.execution.data import mixed_text
 from quant.formats.format import FORMATS
 from quant.models.open import open_model

@@ -22,7 +22,7 @@ from torch import nn
 
 from quant.checkpoints.load import is_checkpoint, load, no_checkpoint, quantization_configs
 from quant.checkpoints.open import Checkpoint, dtype_problems, kv_scale_problems, outline, suspect_problems
-from quant.evaluation.evaluate import Fingerprint, fingerprint_problem
+from quant.evaluation.fingerprint import Fingerprint, fingerprint_problem
 from quant.export.checkpoint.check import plan_problems
 from quant.export.checkpoint.read import layer_tensor_names, read_layer, read_parts, weight_files
 from quant.export.checkpoint.scan import Scan

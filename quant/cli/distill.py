@@ -20,7 +20,7 @@ from quant.models.files import find_checkpoint
 if TYPE_CHECKING:
     import torch
 
-    from quant.evaluation.evaluate import Evaluation
+    from quant.evaluation.record import Evaluation
     from quant.models.open import Source
     from quant.report.report import Distillation
     from quant.training.distill import AnyTeacher
@@ -97,7 +97,8 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
     from quant.checkpoints.load import describe, is_checkpoint, no_checkpoint
     from quant.checkpoints.runnable import open_runnable
     from quant.checkpoints.save import save
-    from quant.evaluation.evaluate import check_evaluable, evaluate_texts
+    from quant.evaluation.checks import check_evaluable
+    from quant.evaluation.evaluate import evaluate_texts
     from quant.execution.announcements import announce_device
     from quant.execution.sources import Rows, read_texts, tokenizer_if_any
     from quant.report.report import Distillation
@@ -287,7 +288,7 @@ def _report(
     from dataclasses import replace
 
     from quant.calibration.placement import describe
-    from quant.evaluation.evaluate import fingerprint
+    from quant.evaluation.fingerprint import fingerprint
     from quant.execution.layer_result import LayerResult
     from quant.report.report import Report, kv_cache_of
     from quant.runtime.attention import quantized_attention

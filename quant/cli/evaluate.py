@@ -27,7 +27,7 @@ from quant.models.watched_files import WatchedFiles
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from quant.evaluation.evaluate import Evaluation
+    from quant.evaluation.record import Evaluation
     from quant.integrations.tasks import TaskScore
 
 

@@ -18,7 +18,7 @@ from quant.calibration.statistics import static_input_scale
 from quant.calibration.texts.mixture import Record, Writer, mixture_rows
 from quant.calibration.walk.collect import collect_input_amax
 from quant.errors import UserError, megabytes
-from quant.evaluation.evaluate import run_probe
+from quant.evaluation.checks import run_probe
 from quant.kernels.processor import memory_left
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, groups_of

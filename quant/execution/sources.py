@@ -25,7 +25,7 @@ from quant.calibration.texts.mixture import OWN, SHARES, Record, rows_hash
 from quant.calibration.texts.named_inputs import read_inputs
 from quant.calibration.texts.rows import calibration_rows, token_rows
 from quant.errors import UserError
-from quant.evaluation.evaluate import run_probe
+from quant.evaluation.checks import run_probe
 from quant.execution.data import mixed_text
 from quant.execution.store import tensor_hash
 from quant.models.open import Source

@@ -24,7 +24,7 @@ from quant.calibration.sensitivity.candidates import Candidate, parse_candidates
 from quant.calibration.sensitivity.costs import memory_of
 from quant.calibration.sensitivity.table import GroupScores, Sensitivity
 from quant.errors import megabytes
-from quant.evaluation.evaluate import Evaluation
+from quant.evaluation.record import Evaluation
 from quant.execution.layer_result import LayerResult
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP

@@ -16,7 +16,8 @@ from quant.allocation.record import AllocationRecord, Verified
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.errors import counted, megabytes
-from quant.evaluation.evaluate import Evaluation, Fingerprint
+from quant.evaluation.fingerprint import Fingerprint
+from quant.evaluation.record import Evaluation
 from quant.execution.layer_result import LayerResult
 from quant.formats.atomic import write_atomically
 from quant.formats.json_files import read_json

@@ -31,7 +31,10 @@ from quant.checkpoints.companion_files import add_companions
 from quant.checkpoints.save import save_state_dict, write_model
 from quant.checkpoints.trial_load import check_experts
 from quant.errors import UserError, counted
-from quant.evaluation.evaluate import Evaluation, Fingerprint, check_evaluable, evaluate_texts, fingerprint
+from quant.evaluation.checks import check_evaluable
+from quant.evaluation.evaluate import evaluate_texts
+from quant.evaluation.fingerprint import Fingerprint, fingerprint
+from quant.evaluation.record import Evaluation
 from quant.execution.announcements import announce_device, announce_effort, announce_source
 from quant.execution.data import lacks_data, solver_needs_data
 from quant.execution.layer_result import LayerResult, loss_warnings

@@ -12,7 +12,7 @@ from samples import BASE
 
 from quant.allocation.record import AllocationRecord, Budget, Chosen, CurvePoint, Round, Uniform
 from quant.calibration.sensitivity.table import UNITS, GroupScores, Sensitivity
-from quant.evaluation.evaluate import Evaluation
+from quant.evaluation.record import Evaluation
 from quant.execution.layer_result import LayerResult, layer_result
 from quant.formats.format import Format, get_format
 from quant.formats.tensor import quantize

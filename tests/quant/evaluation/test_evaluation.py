@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from quant.calibration.inputs import Inputs
 from quant.calibration.sensitivity import logits
 from quant.errors import UserError
-from quant.evaluation.evaluate import Evaluation, evaluate, evaluate_texts
+from quant.evaluation.evaluate import evaluate, evaluate_texts
+from quant.evaluation.record import Evaluation
 from quant.formats.format import get_format
 from quant.formats.tensor import quantize
 from quant.kernels.linear.modules import QuantLinear

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from quant.errors import megabytes
-from quant.evaluation.evaluate import Evaluation
+from quant.evaluation.record import Evaluation
 from quant.execution import layer_result as result_module
 from quant.execution.layer_result import LayerResult, layer_result
 from quant.formats.format import FORMATS, get_format
