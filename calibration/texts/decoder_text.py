@@ -1,8 +1,8 @@
-"""`write_decoder_text` lets an encoder-decoder write what its decoder reads, where no text is known for it.
+"""`write_decoder_text` lets an encoder-decoder write its decoder's text, where a calibration input comes without one.
 
-A decoder that is calibrated without tokens sees only its start token. What the model itself says of a sound, an image
-or a text is close to what it will write in use, as with text that language models write (see `generate`). The likeliest
-token is taken each time; the encoder runs once for a call.
+A decoder that is calibrated without tokens sees only its start token. The model's own answer to a sound, an image or a
+text is close to the text that it will write in use, as with text that language models write (see `generate`). Decoding
+is greedy; the encoder runs once for a call.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TOKENS = 32
 
 def lacks_decoder_text(inputs: Inputs) -> bool:
     """Whether a call has a decoder that would read its start token alone."""
-    return any(_is_open(kwargs) for _, kwargs in inputs.calls)
+    return any(_lacks_text(kwargs) for _, kwargs in inputs.calls)
 
 
 def write_decoder_text(model: nn.Module, inputs: Inputs, progress: Callable[[int, int], None] | None = None) -> Inputs:
-    """The calls with what the model writes in the place of a lone start token.
+    """Calibration calls in which every lone start token is followed by the model's own text.
 
     Args:
-        model: an encoder-decoder of transformers, where its inputs are to be.
+        model: an encoder-decoder of transformers, on the device where it is to run.
         inputs: its calls.
         progress: called as `progress(calls done, calls in all)`.
 
@@ -41,34 +41,38 @@ def write_decoder_text(model: nn.Module, inputs: Inputs, progress: Callable[[int
     calls = []
     with torch.no_grad():
         for number, (args, kwargs) in enumerate(inputs.calls):
-            calls.append((args, {**kwargs, DECODER: _written(model, kwargs)} if _is_open(kwargs) else kwargs))
+            calls.append(
+                (args, {**kwargs, DECODER: _decode_greedily(model, kwargs)} if _lacks_text(kwargs) else kwargs)
+            )
             if progress is not None:
                 progress(number + 1, len(inputs))
-    found = Inputs(calls)
-    found.own_text = True
-    found.about = f"{inputs.about}; the model wrote the others" if inputs.about else ""
-    return found
+    completed = Inputs(calls)
+    completed.own_text = True
+    completed.about = f"{inputs.about}; the model wrote the others" if inputs.about else ""
+    return completed
 
 
-def _is_open(kwargs: dict[str, Any]) -> bool:
+def _lacks_text(kwargs: dict[str, Any]) -> bool:
     return DECODER in kwargs and kwargs[DECODER].shape[1] == 1
 
 
-def _written(model: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    there = device_of(model)
-    given = {k: v.to(there) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items() if k != DECODER}
+def _decode_greedily(model: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The decoder's start token and at most `TOKENS` tokens after it, int64 `[1, tokens]`."""
+    device = device_of(model)
+    arguments = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items() if k != DECODER}
     encoder = model.get_encoder()
-    heard = set(inspect.signature(encoder.forward).parameters)
-    encoded = encoder(**{name: value for name, value in given.items() if name in heard})
-    rest = {name: value for name, value in given.items() if name == "attention_mask"}
-    ids: torch.Tensor = kwargs[DECODER].to(there)
-    ends = _ends(model)
+    encoder_parameters = set(inspect.signature(encoder.forward).parameters)
+    encoded = encoder(**{name: value for name, value in arguments.items() if name in encoder_parameters})
+    mask = {name: value for name, value in arguments.items() if name == "attention_mask"}
+    ids: torch.Tensor = kwargs[DECODER].to(device)
+    ends = _end_tokens(model)
+    # Whisper has `max_target_positions`; other models write at most `TOKENS` tokens after the start token.
     limit = getattr(model.config, "max_target_positions", None) or TOKENS + 1
     for step in range(min(TOKENS, limit - 1)):
-        logits = model(encoder_outputs=encoded, decoder_input_ids=ids, use_cache=False, **rest).logits[:, -1].float()
+        logits = model(encoder_outputs=encoded, decoder_input_ids=ids, use_cache=False, **mask).logits[:, -1].float()
         if not bool(logits.isfinite().all()):
             raise ValueError(f"{type(model).__name__} gives NaN or infinite logits at position {step} of its decoder")
-        if step == 0:
+        if step == 0:  # an empty text would leave the decoder with its start token again
             logits[:, ends] = -torch.inf
         token = logits.argmax(dim=-1, keepdim=True)
         if int(token) in ends:
@@ -77,10 +81,10 @@ def _written(model: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     return ids.to(kwargs[DECODER].device)
 
 
-def _ends(model: Any) -> list[int]:
+def _end_tokens(model: Any) -> list[int]:
     """The tokens that end a text."""
-    found: set[int] = set()
+    tokens: set[int] = set()
     for part in (getattr(model, "generation_config", None), model.config):
         ids = getattr(part, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list) else [ids] if isinstance(ids, int) else [])
-    return sorted(found)
+        tokens.update(ids if isinstance(ids, list) else [ids] if isinstance(ids, int) else [])
+    return sorted(tokens)

@@ -1,8 +1,8 @@
-"""This file reads documents of token ids from texts, chats, records and tensors, and cuts them into rows.
+"""Documents of token ids: read from texts, chats, records and tensors, and cut into rows.
 
     "a text"                                     tokenized
     [{"role": "user", "content": …}, …]          through the tokenizer's chat template; ShareGPT's from/value too
-    {"input_ids": …, "attention_mask": …}        what a training script feeds; padding is left out by the mask
+    {"input_ids": …, "attention_mask": …}        a training script's batch; padding is left out by the mask
     {"messages": …} {"text": …} …                a record of a data set: its column of chats or of text
     tensor [tokens] or [documents, tokens]       ids
     (inputs, targets)                            the inputs
@@ -85,9 +85,9 @@ def choose_column(record: Mapping[str, Any], column: str | None, name: str) -> s
         usual = [key for key in (*_CHATS, "text") if record.get(key) is not None]
         column = next(iter(usual), texts[0] if len(texts) == 1 else None)
     if column is None or column not in record:
-        wanted = f"no column {column!r}" if column else "no column of text that stands out"
+        problem = f"no column {column!r}" if column else "no column of text that stands out"
         columns = ", ".join(record)
-        raise ValueError(f"{name}: {wanted}; its columns are {columns}. Name one, as in data.jsonl#text")
+        raise ValueError(f"{name}: {problem}; its columns are {columns}. Name one, as in data.jsonl#text")
     return column
 
 
@@ -98,7 +98,7 @@ def _need(tokenizer: Any | None, name: str) -> Any:
 
 
 def _id_documents(ids: Any, mask: Any | None, name: str) -> Iterator[Document]:
-    """Ids `[tokens]` or `[documents, tokens]`, as tensor, array or ragged lists, less what the mask hides."""
+    """Ids `[tokens]` or `[documents, tokens]`, as tensor, array or ragged lists, without masked tokens."""
     nested = ids.ndim == 2 if isinstance(ids, torch.Tensor | np.ndarray) else bool(ids) and not _is_number(ids[0])
     rows, masks = (ids, mask) if nested else ([ids], [mask])
     for i, row in enumerate(rows):
@@ -147,15 +147,15 @@ def chat_ids(turns: Sequence[Mapping[str, Any]], tokenizer: Any, name: str, *, a
         for turn in turns
     ]
     try:
-        how = {"add_generation_prompt": True} if ask else {}
-        return _ids(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **how), name)
+        options = {"add_generation_prompt": True} if ask else {}
+        return _ids(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options), name)
     except Exception as error:  # a template is a program of the model's author, and fails as it likes
         why = " ".join(str(error).split())
         raise ValueError(f"{name}: the tokenizer's chat template refuses a chat: {why}") from error
 
 
 def shuffled(documents: Iterable[Document], seed: int) -> Iterator[Document]:
-    """Each document drawn from the next `SHUFFLE_WINDOW` ones."""
+    """The documents in a random order, each drawn from the next `SHUFFLE_WINDOW` ones."""
     generator = random.Random(seed)
     window: list[Document] = []
     for document in documents:
@@ -179,9 +179,9 @@ def start_token(tokenizer: Any | None) -> int | None:
 
 
 def cut_rows(ids: torch.Tensor, seqlen: int, start: int | None = None) -> torch.Tensor:
-    """Rows of `seqlen` tokens from documents `[documents, tokens]`; no row crosses documents, the rests are dropped.
+    """Rows of `seqlen` tokens from documents `[documents, tokens]`; no row crosses documents, remainders are dropped.
 
-    With a start token, every row begins with it, and a text's own at the beginning of a document is not counted twice.
+    With a start token, every row begins with it, and one that a document begins with already is not doubled.
     """
     if start is None:
         usable = ids.shape[1] // seqlen
@@ -202,11 +202,11 @@ def pack_rows(
     name: str,
     start: int | None = None,
 ) -> torch.Tensor:
-    """Documents one after the other, cut every `seqlen` tokens; no more are read than the rows need.
+    """Rows cut every `seqlen` tokens from the chain of all documents; no more are read than the rows need.
 
     Args:
         end: id of the token that closes a text; None puts in none.
-        samples: number of rows; None takes all that there are.
+        samples: number of rows; None takes all of them.
         start: id of the token with which every row begins where there are texts; ids and chats come as they are fed.
 
     Raises:
@@ -223,11 +223,11 @@ def pack_rows(
         if samples is not None and tokens >= samples * seqlen:
             break
     _check_any(count, name)
-    rows, wanted = cut_rows(torch.cat(parts)[None], seqlen, start if texts else None), samples or 1
-    if len(rows) < wanted:
+    rows, needed = cut_rows(torch.cat(parts)[None], seqlen, start if texts else None), samples or 1
+    if len(rows) < needed:
         raise ValueError(
             f"{name}: too short: {count} document(s) with {tokens} tokens give {len(rows)} rows of {seqlen}; "
-            f"{wanted} row(s) need {wanted * seqlen} tokens. Give more text, or lower samples or seqlen"
+            f"{needed} row(s) need {needed * seqlen} tokens. Give more text, or lower samples or seqlen"
         )
     return rows[:samples]
 

@@ -9,11 +9,11 @@ A language model is a distribution over texts, close to that of its training dat
 needs nothing else. LLM-QAT (Liu et al., arXiv 2305.17888) trains on such text; "Self-calibration" (Williams et al.,
 NAACL 2025, arXiv 2410.17170) calibrates quantizers and pruners with it and finds it on a par with real text. At
 temperature 1 second moments over these rows estimate the expectation under the model itself; at lower temperatures
-the text is more like what the model answers in use. A row may be given an opening, from which the model goes on.
+the text is more like the model's answers in use. A row may have an opening, from which the model goes on.
 
 A row without a start token and an opening begins at a random token. After that token the most likely continuation is
-taken for a few positions before drawing begins, LLM-QAT's remedy: one random token says little, and drawing from what
-follows it would begin in nonsense.
+taken for a few positions before drawing begins, LLM-QAT's remedy: one random token says little, and drawing directly
+after it would begin in nonsense.
 
 Special tokens are never drawn. One in the middle (an end of text, a chat turn) would start a new document, and a
 model that ends early would fill the rest of the row with padding.
@@ -21,7 +21,7 @@ model that ends early would fill the rest of the row with padding.
 All rows grow together, one forward pass a position over the key-value cache, some at a time so that the cache stays
 bounded: `ROWS_AT_ONCE`, and on a GPU as many as a part of its memory holds. Each row is drawn with its own stream of
 uniform numbers, through the inverse of the cumulative distribution: asking for more rows does not change the first
-ones, beyond what a model's matrix products round differently for a larger batch.
+ones, except that a model's matrix products round a little differently for a larger batch.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from quant.calibration.blocks import cache_argument, cache_of
 from quant.calibration.evaluating import evaluating
 
 ROWS_AT_ONCE = 64
-_MOST_AT_ONCE = 1024  # on a GPU, and an eighth of its memory for their cache
+_MOST_AT_ONCE = 1024  # on a GPU, where the cache of these rows may take an eighth of the memory
 _NO_TEXT = "cannot write its own calibration text; pass some with --calib FILE"
 _LIKELIEST = 4  # positions after a random first token; LLM-QAT takes 3 to 5
-_DRAWN, _LIKELY = -1, -2  # in the place of token ids that are not given
+_DRAWN, _LIKELY = -1, -2  # in place of the ids of tokens that are still to be chosen
 
 
 def generate_rows(
@@ -59,7 +59,7 @@ def generate_rows(
     Args:
         model: transformers' or any module that maps ids `[rows, tokens]` to logits `[rows, tokens, vocabulary]`.
             One that returns no key-value cache is run on the whole prefix at every position.
-        tokenizer: names the special tokens and the true size of the vocabulary; None takes what the config says.
+        tokenizer: names the special tokens and the true size of the vocabulary; None takes them from the config.
         samples: number of rows.
         seqlen: tokens in a row, the start token included.
         seed: the same rows for the same seed, model and machine. Torch's global generators are left alone.
@@ -84,16 +84,16 @@ def generate_rows(
             part = rows[first : first + at_once]
             numbers = range(first, first + len(part))
             uniform = torch.stack([_uniform(seed, i, seqlen) for i in numbers])
-            given = _given([openings[i % len(openings)] for i in numbers], start, seqlen)
+            template = _template([openings[i % len(openings)] for i in numbers], start, seqlen)
             heat = torch.tensor([temperatures[i % len(temperatures)] for i in numbers])
-            for position in _fill(model, part, uniform, given, heat, allowed):
+            for position in _fill(model, part, uniform, template, heat, allowed):
                 if progress:
                     progress(first * seqlen + len(part) * (position + 1), samples * seqlen)
     return rows
 
 
 def _rows_at_once(model: nn.Module, seqlen: int, device: torch.device) -> int:
-    """How many rows grow together, by what the config says of the cache; where it says little, as on a CPU."""
+    """How many rows grow together: as many as the memory for their cache allows, if the config tells its size."""
     config: Any = getattr(model, "config", None)
     layers, width = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     if device.type != "cuda" or not isinstance(layers, int) or not isinstance(width, int):
@@ -101,9 +101,9 @@ def _rows_at_once(model: nn.Module, seqlen: int, device: torch.device) -> int:
     heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and 0 < shared < heads:
         width = width * shared // heads
-    row = 2 * layers * width * seqlen * next(model.parameters()).element_size()
-    most = torch.cuda.get_device_properties(device).total_memory // 8
-    return min(max(most // max(row, 1), ROWS_AT_ONCE), _MOST_AT_ONCE)
+    row_bytes = 2 * layers * width * seqlen * next(model.parameters()).element_size()
+    cache_bytes = torch.cuda.get_device_properties(device).total_memory // 8
+    return min(max(cache_bytes // max(row_bytes, 1), ROWS_AT_ONCE), _MOST_AT_ONCE)
 
 
 def _uniform(seed: int, row: int, seqlen: int) -> torch.Tensor:
@@ -113,36 +113,44 @@ def _uniform(seed: int, row: int, seqlen: int) -> torch.Tensor:
     return torch.rand(seqlen, generator=generator)
 
 
-def _given(openings: Sequence[Sequence[int]], start: int | None, seqlen: int) -> torch.Tensor:
-    """What is not drawn, int64 `[rows, seqlen]`: `_LIKELY` where the likeliest token comes, `_DRAWN` for the rest."""
-    given = torch.full((len(openings), seqlen), _DRAWN)
-    for row, opening in zip(given, openings, strict=True):
+def _template(openings: Sequence[Sequence[int]], start: int | None, seqlen: int) -> torch.Tensor:
+    """How each token is chosen, int64 `[rows, seqlen]`: an id for itself, `_LIKELY` by argmax, `_DRAWN` at random."""
+    template = torch.full((len(openings), seqlen), _DRAWN)
+    for row, opening in zip(template, openings, strict=True):
         if start is None and not len(opening):
             row[1 : 1 + _LIKELIEST] = _LIKELY
             continue
         ids = [*([] if start is None else [start]), *opening][:seqlen]
         row[: len(ids)] = torch.tensor(ids)
-    return given
+    return template
 
 
 def _fill(
     model: nn.Module,
     rows: torch.Tensor,
     uniform: torch.Tensor,
-    given: torch.Tensor,
+    template: torch.Tensor,
     temperatures: torch.Tensor,
     allowed: torch.Tensor,
 ) -> Iterator[int]:
-    """Writes `rows` position by position; gives every position as soon as it is written."""
+    """Writes `rows` position by position; yields every position as soon as it is written.
+
+    Args:
+        rows: int64 `[rows, seqlen]`, filled in.
+        uniform: numbers in [0, 1) that decide each drawn token, `[rows, seqlen]`.
+        template: as `_template` makes it.
+        temperatures: `[rows]`.
+        allowed: tokens that may be drawn, bool `[vocabulary]`.
+    """
     first = _draw(torch.where(allowed, 0.0, -torch.inf).expand(len(rows), -1), uniform[:, 0]).cpu()
-    rows[:, 0] = torch.where(given[:, 0] == _DRAWN, first, given[:, 0])
+    rows[:, 0] = torch.where(template[:, 0] == _DRAWN, first, template[:, 0])
     yield 0
     cache: Any = None
     opening: torch.Tensor | None = None
     divisor = temperatures[:, None].to(allowed.device)
     for position in range(1, rows.shape[1]):
         logits, cache = _step(model, rows[:, :position].to(allowed.device), cache)
-        if cache is None:
+        if cache is None:  # every step sees the whole prefix again, so the first position's logits can be compared
             at_start = logits[:, 0]
             opening = at_start if opening is None else opening
             _check_causal(model, opening, at_start)
@@ -150,11 +158,11 @@ def _fill(
         if not bool(torch.isfinite(last).all()):
             raise ValueError(f"{type(model).__name__} gives NaN or infinite logits at position {position - 1}")
         last = last.masked_fill(~allowed[: last.shape[1]], -torch.inf)
-        here = given[:, position]
+        column = template[:, position]
         drawn = _draw(last / divisor, uniform[:, position]).cpu()
-        if bool((here == _LIKELY).any()):
-            drawn = torch.where(here == _LIKELY, last.argmax(dim=-1).cpu(), drawn)
-        rows[:, position] = torch.where(here < 0, drawn, here)
+        if bool((column == _LIKELY).any()):
+            drawn = torch.where(column == _LIKELY, last.argmax(dim=-1).cpu(), drawn)
+        rows[:, position] = torch.where(column < 0, drawn, column)
         yield position
 
 
@@ -186,8 +194,8 @@ def _step(model: Any, prefix: torch.Tensor, cache: Any) -> tuple[torch.Tensor, A
 
 
 def _check_causal(model: nn.Module, opening: torch.Tensor, again: torch.Tensor) -> None:
-    """Whether the first position's logits stayed what they were when more tokens followed."""
-    # A tenth is far above what a batch's shape does to the rounding, and far below what seeing the next token does.
+    """Raises ValueError if the first position's logits changed when more tokens followed: attention is not causal."""
+    # A tenth is far above the rounding that a batch's shape changes, and far below the effect of seeing the next token.
     if float((opening - again).float().norm()) > 0.1 * float(opening.float().norm()):
         raise ValueError(f"{type(model).__name__} {_NO_TEXT}: what it says at a position depends on later tokens")
 
@@ -202,7 +210,7 @@ def _check_length(model: nn.Module, seqlen: int) -> None:
 
 
 def first_token(model: nn.Module, tokenizer: Any | None) -> int | None:
-    """The start token (BOS) that a model's text begins with; None where nothing names one."""
+    """The start token (BOS) that a model's text begins with; None where neither tokenizer nor configs name one."""
     for source in (tokenizer, getattr(model, "generation_config", None), getattr(model, "config", None)):
         token = getattr(source, "bos_token_id", None)
         if isinstance(token, int):

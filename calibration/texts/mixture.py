@@ -6,10 +6,10 @@
     manual        1/8    sample_texts/manual.txt: documentation of software
     code          1/8    sample_texts/code.txt: programs in many languages, configuration, a terminal session
     dialogue      1/16   sample_texts/dialogue.txt: through the chat template where the tokenizer has one
-    languages     1/16   samples/languages.txt: 20 languages in 9 scripts
+    languages     1/16   sample_texts/languages.txt: 20 languages in 9 scripts
 
-The model's own text follows what the model was trained on, whatever that was, but repeats the model's mistakes; the
-samples are real text, but of kinds that somebody else chose. Half of each keeps either fault small. The shares were
+The model's own text follows the distribution of its training data but repeats the model's mistakes; the samples are
+real text, but of kinds that somebody else chose. Half of each keeps either fault small. The shares were
 chosen by this reasoning before anything was measured.
 
 Own text begins in several ways, in turn: from the start token alone, from the first words of a sample, and from a
@@ -74,7 +74,7 @@ def mixture_rows(
         tokenizer: a Hugging Face tokenizer; without one all text is the model's own.
         samples: rows. There are fewer where the samples end and no model writes.
         seqlen: tokens a row.
-        seed: chooses pieces and decides what the model draws; the same rows for the same seed, model and machine.
+        seed: chooses the pieces and the model's draws; the same rows for the same seed, model and machine.
         own_only: leaves the samples out, and own text begins from the start token alone.
 
     Returns:
@@ -88,18 +88,18 @@ def mixture_rows(
     end = getattr(tokenizer, "eos_token_id", None)
     needed = samples * (seqlen - (start is not None))
     length = max(2, min(PIECE, needed // samples))
-    chosen = random.Random(seed)
+    generator = random.Random(seed)
     stock: dict[str, list[torch.Tensor]] = {}
     if tokenizer is not None and not own_only:
         stock = {name: _pieces(name, tokenizer, length, start, end) for name in SHARES if name != OWN}
     for pieces in stock.values():
-        chosen.shuffle(pieces)
-    parts = _taken(stock, _dealt(-(-needed // length), SHARES), length)
+        generator.shuffle(pieces)
+    parts = _first_pieces(stock, _apportioned(-(-needed // length), SHARES), length)
     why_not = "no model that writes" if writer is None else writer.why_not
     if writer is not None and (why_not is None or not stock):
-        openings = _openings(stock, tokenizer, length, start, chosen) if stock else [[]]
+        openings = _openings(stock, tokenizer, length, start, generator) if stock else [[]]
         try:
-            parts[OWN] = _written(writer, tokenizer, needed - _tokens(parts), length, seed, openings, end)
+            parts[OWN] = _own_pieces(writer, tokenizer, needed - _tokens(parts), length, seed, openings, end)
         except torch.OutOfMemoryError:
             raise
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
@@ -128,7 +128,7 @@ def rows_hash(rows: torch.Tensor) -> str:
 
 
 def sample_texts(name: str) -> list[str]:
-    """The documents of a file of samples, which a line with a single % ends."""
+    """The documents of a file of samples, separated by lines with a single %."""
     file = resources.files("quant.calibration.texts") / "sample_texts" / f"{name}.txt"
     return [document.strip("\n") for document in file.read_text(encoding="utf-8").split("\n%\n")]
 
@@ -141,22 +141,22 @@ def turns(document: str) -> list[dict[str, str]]:
 
 def _pieces(name: str, tokenizer: Any, length: int, start: int | None, end: int | None) -> list[torch.Tensor]:
     """A file of samples as pieces of at most `length` tokens, the end-of-text token included."""
-    found = []
+    pieces = []
     for document in sample_texts(name):
         ids = _chat(turns(document), tokenizer, start) if name == CHAT else _text(document, tokenizer, start)
         for piece in ids.split(length - (end is not None)):
             if len(piece) >= min(_SHORTEST, length - 1):
-                found.append(piece if end is None else torch.cat([piece, torch.tensor([end])]))
-    return found
+                pieces.append(piece if end is None else torch.cat([piece, torch.tensor([end])]))
+    return pieces
 
 
 def _text(text: str, tokenizer: Any, start: int | None) -> torch.Tensor:
-    """Token ids of a text, less its start token."""
+    """Token ids of a text without its start token."""
     return _bare(torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64), start)
 
 
 def _chat(messages: list[dict[str, str]], tokenizer: Any, start: int | None, *, ask: bool = False) -> torch.Tensor:
-    """Token ids of a chat, less the start token: through the template, or with the roles' names where there is none.
+    """Token ids of a chat without the start token: through the template, or with the roles' names where there is none.
 
     Args:
         messages: as templates take them.
@@ -175,26 +175,30 @@ def _bare(ids: torch.Tensor, start: int | None) -> torch.Tensor:
 
 
 def _openings(
-    stock: Mapping[str, Sequence[torch.Tensor]], tokenizer: Any, length: int, start: int | None, chosen: random.Random
+    stock: Mapping[str, Sequence[torch.Tensor]],
+    tokenizer: Any,
+    length: int,
+    start: int | None,
+    generator: random.Random,
 ) -> list[list[int]]:
-    """What own text begins with, four in turn: nothing, words of a sample, nothing, a question.
+    """Openings of own text, four in turn: none, the first words of a sample, none, a question.
 
-    Both temperatures meet each of them: they alternate half as often.
+    Temperatures alternate half as often, so each opening comes with both.
     """
     texts = [piece[:_OPENING] for name, pieces in stock.items() if name != CHAT for piece in pieces]
     chats = [turns(document)[:1] for document in sample_texts(CHAT)]
     questions = [_chat(messages, tokenizer, start, ask=True) for messages in chats]
     questions = [ids for ids in questions if 2 * len(ids) <= length]
-    chosen.shuffle(texts)
-    chosen.shuffle(questions)
-    found: list[list[int]] = []
+    generator.shuffle(texts)
+    generator.shuffle(questions)
+    openings: list[list[int]] = []
     for i in range(8 * max(len(texts), len(questions), 1)):
         kind = texts if i % 4 == 1 else questions if i % 4 == 3 else []
-        found.append(kind[i // 4 % len(kind)][: length // 2].tolist() if kind else [])
-    return found
+        openings.append(kind[i // 4 % len(kind)][: length // 2].tolist() if kind else [])
+    return openings
 
 
-def _written(
+def _own_pieces(
     writer: Writer,
     tokenizer: Any,
     needed: int,
@@ -203,13 +207,13 @@ def _written(
     openings: Sequence[Sequence[int]],
     end: int | None,
 ) -> list[torch.Tensor]:
-    """At least `needed` tokens of own text in pieces of at most `length`, less their start tokens."""
+    """At least `needed` tokens of own text in pieces of at most `length`, without their start tokens."""
     start = first_token(writer.model, tokenizer)
-    each = length - (start is not None) + (end is not None)
+    piece_tokens = length - (start is not None) + (end is not None)
     rows = generate_rows(
         writer.model,
         tokenizer,
-        samples=max(1, -(-needed // each)),
+        samples=max(1, -(-needed // piece_tokens)),
         seqlen=length,
         seed=seed,
         openings=openings,
@@ -220,43 +224,45 @@ def _written(
     return list(ended[:, 1:] if start is not None else ended)
 
 
-def _dealt(count: int, shares: Mapping[str, float]) -> dict[str, int]:
-    """`count` pieces dealt to parts by their shares: whole numbers by largest remainders, the first part on a tie."""
+def _apportioned(count: int, shares: Mapping[str, float]) -> dict[str, int]:
+    """`count` pieces divided by shares into whole numbers by largest remainders; on a tie the first part gets one."""
     total = sum(shares.values())
     exact = {name: count * share / total for name, share in shares.items()}
-    found = {name: int(number) for name, number in exact.items()}
-    by_rest = sorted(exact, key=lambda name: found[name] - exact[name])
-    for name in by_rest[: count - sum(found.values())]:
-        found[name] += 1
-    return found
+    counts = {name: int(number) for name, number in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in by_remainder[: count - sum(counts.values())]:
+        counts[name] += 1
+    return counts
 
 
-def _taken(
+def _first_pieces(
     stock: Mapping[str, list[torch.Tensor]], counts: Mapping[str, int], length: int
 ) -> dict[str, list[torch.Tensor]]:
     """The first pieces of every part, until they hold about as many tokens as `counts` pieces of `length`."""
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in stock}
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in stock}
     for name, pieces in stock.items():
-        left = (counts[name] - 0.5) * length
-        while left > 0 and len(found[name]) < len(pieces):
-            found[name].append(pieces[len(found[name])])
-            left -= len(found[name][-1])
-    return found
+        # Half a piece less, so that parts end above their share as often as below it.
+        tokens_left = (counts[name] - 0.5) * length
+        while tokens_left > 0 and len(parts[name]) < len(pieces):
+            parts[name].append(pieces[len(parts[name])])
+            tokens_left -= len(parts[name][-1])
+    return parts
 
 
 def _without_own(stock: Mapping[str, list[torch.Tensor]], needed: int, length: int) -> dict[str, list[torch.Tensor]]:
-    """The first pieces of every part by its share of the samples, as many as give `needed` tokens, or all there are."""
+    """The first pieces of every part by its share of the samples, until they hold `needed` tokens or are used up."""
     shares = {name: SHARES[name] for name in stock}
     parts: dict[str, list[torch.Tensor]] = {}
     count = -(-needed // length)
     while _tokens(parts) < needed and any(len(parts.get(name, ())) < len(pieces) for name, pieces in stock.items()):
-        parts = _taken(stock, _dealt(count, shares), length)
+        parts = _first_pieces(stock, _apportioned(count, shares), length)
         count += 1
     return parts
 
 
 def _interleaved(parts: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     """The pieces of all parts, each part spread evenly over the whole."""
+    # Piece i of n stands at (i + ½) / n of the whole, whatever n is.
     placed = [((i + 0.5) / len(pieces), piece) for pieces in parts.values() for i, piece in enumerate(pieces)]
     return [piece for _, piece in sorted(placed, key=lambda pair: pair[0])]
 

@@ -35,34 +35,34 @@ def read_inputs(
         source: as in the module docstring.
         model: is called with them.
         processor: gives the model's processor, or raises ValueError.
-        samples: calls that are wanted.
+        samples: number of calls.
         seqlen: tokens of a text at most.
 
     Raises:
         ValueError: there are fewer, or they do not fit the model; the message names the file.
     """
-    path, taken = Path(source), set(inspect.signature(model.forward).parameters)
-    is_seq2seq = DECODER in taken
-    found: Inputs | None = None
+    path, parameters = Path(source), set(inspect.signature(model.forward).parameters)
+    is_seq2seq = DECODER in parameters
+    inputs: Inputs | None = None
     if path.suffix == ".safetensors":
-        if path.is_file() and (named := _named(path, model)):
+        if path.is_file() and (named := _named_tensors(path, model)):
             if is_seq2seq and DECODER not in named:
                 count = len(next(iter(named.values())))
                 named = {**named, DECODER: decoder_ids(model, None, "", 1).repeat(count, 1)}
-            found = inputs_of({name: tensor[:samples] for name, tensor in named.items()}, model)
-    elif path.is_dir() or is_seq2seq or taken & _MEDIA:
-        read = read_samples(source, samples, pairs=is_seq2seq)
-        if read is None and is_seq2seq and "input_ids" in taken:
-            read = _rows(source, processor(), samples, seqlen)
-        if read is not None:
-            found = Preparer(model, processor(), seqlen).inputs(read)
-    if found is not None and len(found) < samples:
-        raise ValueError(f"{path}: holds {len(found)} inputs, and {samples} are wanted; give more, or lower samples")
-    return found
+            inputs = inputs_of({name: tensor[:samples] for name, tensor in named.items()}, model)
+    elif path.is_dir() or is_seq2seq or parameters & _MEDIA:
+        media = read_samples(source, samples, pairs=is_seq2seq)
+        if media is None and is_seq2seq and "input_ids" in parameters:
+            media = _texts(source, processor(), samples, seqlen)
+        if media is not None:
+            inputs = Preparer(model, processor(), seqlen).inputs(media)
+    if inputs is not None and len(inputs) < samples:
+        raise ValueError(f"{path}: holds {len(inputs)} inputs, and {samples} are wanted; give more, or lower samples")
+    return inputs
 
 
-def _rows(source: str | Path, tokenizer: Any, samples: int, seqlen: int) -> list[Sample]:
-    """Pieces of a text, `seqlen` tokens each with what the tokenizer adds."""
+def _texts(source: str | Path, tokenizer: Any, samples: int, seqlen: int) -> list[Sample]:
+    """Pieces of a text, `seqlen` tokens each including the special tokens that the tokenizer adds."""
     length = max(seqlen - len(tokenizer("")["input_ids"]), 1)
     rows = calibration_rows(str(source), tokenizer, samples=samples, seqlen=length)
     return [
@@ -71,19 +71,19 @@ def _rows(source: str | Path, tokenizer: Any, samples: int, seqlen: int) -> list
     ]
 
 
-def _named(path: Path, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
+def _named_tensors(path: Path, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
     """The tensors of a file that is made of a model's arguments; None where it holds token ids alone."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path}: not a safetensors file: {error}") from None
-    taken = set(inspect.signature(model.forward).parameters)
-    known = set(tensors) & taken
+    parameters = set(inspect.signature(model.forward).parameters)
+    arguments = set(tensors) & parameters
     is_ids = len(tensors) == 1 and not next(iter(tensors.values())).is_floating_point()
-    if not known or (is_ids and DECODER not in taken):
+    if not arguments or (is_ids and DECODER not in parameters):
         return None
-    if known != set(tensors):
-        unknown = ", ".join(sorted(set(tensors) - known))
+    if arguments != set(tensors):
+        unknown = ", ".join(sorted(set(tensors) - arguments))
         raise ValueError(f"{path}: {type(model).__name__} takes no {unknown}; name tensors by its arguments")
     return tensors

@@ -4,11 +4,11 @@
     sound           input_features or input_values of the feature extractor, at its sampling rate
     image + text    both; where the model writes on after images, through the chat template: the user shows the image
                     and asks for a description, and the caption is the answer
-    sound + text    the transcript is what the decoder writes
-    two texts       what the encoder reads, and what the decoder writes
+    sound + text    the transcript is the decoder's text
+    two texts       the first for the encoder, the second for the decoder
 
-An encoder-decoder is called with the tokens of the second side, from its start token on. Where no text is known for
-it, the call holds the start token alone, and `decoder_text` lets the model write.
+An encoder-decoder is called with the decoder's tokens too, from its start token on. A sample without a text for the
+decoder gets the start token alone, and `decoder_text` then lets the model write.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Preparer:
     """Prepares samples for one model.
 
     Args:
-        model: is called with the result.
+        model: will be called with the results.
         processor: of transformers: a processor, image processor, feature extractor or tokenizer.
         seqlen: tokens of a text at most.
     """
 
     def __init__(self, model: nn.Module, processor: Any, seqlen: int) -> None:
         self.model, self.processor = model, processor
-        self.takes = set(inspect.signature(model.forward).parameters)
+        self.parameters = set(inspect.signature(model.forward).parameters)
         own = processor if hasattr(processor, "convert_tokens_to_ids") else None
         self.tokenizer: Any = getattr(processor, "tokenizer", own)
         self.extractor: Any = getattr(processor, "feature_extractor", processor)
@@ -49,7 +49,7 @@ class Preparer:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the model reads images in the middle of a text that it goes on with."""
+        """Whether images stand inside the text that the model continues, as in a chat."""
         return getattr(self.processor, "image_token", None) is not None or bool(self._template)
 
     @property
@@ -57,23 +57,23 @@ class Preparer:
         return getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
 
     def inputs(self, samples: Sequence[Sample]) -> Inputs:
-        """The calls, and what they were made from in a few words."""
-        found = inputs_of([self._call(sample) for sample in samples], self.model)
-        first, known = samples[0], sum(bool(sample.texts) for sample in samples)
+        """A call for each sample; `about` describes their source in a few words."""
+        inputs = inputs_of([self._call(sample) for sample in samples], self.model)
+        first, with_text = samples[0], sum(bool(sample.texts) for sample in samples)
         kind = "sounds" if first.has_sound else "images" if first.has_image else "texts"
-        found.about = f"{len(samples)} {kind} through {type(self.processor).__name__}"
-        if DECODER in self.takes:
-            known = sum(len(self._target(sample)) > 0 for sample in samples)
-            found.about += f", {known} of them with a text for the decoder"
-        elif kind != "texts" and self.tokenizer is not None and "input_ids" in self.takes:
-            other = _QUESTION if self.is_chat else _CAPTION if kind == "images" else _SOUND
-            found.about += f", {known} of them with a text of their own"
-            found.about += f", the others with {other!r}" if known < len(samples) else ""
-        return found
+        inputs.about = f"{len(samples)} {kind} through {type(self.processor).__name__}"
+        if DECODER in self.parameters:
+            with_text = sum(len(self._target(sample)) > 0 for sample in samples)
+            inputs.about += f", {with_text} of them with a text for the decoder"
+        elif kind != "texts" and self.tokenizer is not None and "input_ids" in self.parameters:
+            default = _QUESTION if self.is_chat else _CAPTION if kind == "images" else _SOUND
+            inputs.about += f", {with_text} of them with a text of their own"
+            inputs.about += f", the others with {default!r}" if with_text < len(samples) else ""
+        return inputs
 
     def _call(self, sample: Sample) -> dict[str, Any]:
         try:
-            given = self._prepared(sample)
+            arguments = self._prepare(sample)
         except ValueError as error:
             raise ValueError(
                 f"{sample.name}: {' '.join(str(error).removeprefix(f'{sample.name}: ').split())}"
@@ -84,65 +84,72 @@ class Preparer:
                 f"{sample.name}: {type(self.processor).__name__} cannot prepare it ({type(error).__name__}: {why}); "
                 "prepare inputs yourself and give them as .safetensors"
             ) from error
-        call = {name: value for name, value in given.items() if name in self.takes and name != "labels"}
+        call = {name: value for name, value in arguments.items() if name in self.parameters and name != "labels"}
         if all("mask" in name for name in call):
             raise ValueError(
-                f"{sample.name}: {type(self.model).__name__} takes none of {', '.join(given)}, which "
+                f"{sample.name}: {type(self.model).__name__} takes none of {', '.join(arguments)}, which "
                 f"{type(self.processor).__name__} makes; give prepared inputs as .safetensors"
             )
-        if DECODER in self.takes:
+        if DECODER in self.parameters:
             call[DECODER] = decoder_ids(self.model, self.tokenizer, self._target(sample), self.length)
         return call
 
     def _target(self, sample: Sample) -> str:
-        """The text that the decoder writes; empty where none is known."""
-        place = 0 if sample.has_sound or sample.has_image else 1
-        return sample.texts[place] if len(sample.texts) > place else ""
+        """The decoder's text; empty for a sample without one."""
+        index = 0 if sample.has_sound or sample.has_image else 1
+        return sample.texts[index] if len(sample.texts) > index else ""
 
-    def _prepared(self, sample: Sample) -> Any:
+    def _prepare(self, sample: Sample) -> Any:
+        """The processor's result for a sample, arguments by name."""
         if sample.has_sound:
-            rate = getattr(self.extractor, "sampling_rate", None)
-            if rate is None:
-                raise ValueError(f"{type(self.processor).__name__} prepares no sounds")
-            sound = {"sampling_rate": rate, "return_tensors": "pt"}
-            if self.extractor is self.processor:
-                return self.processor(sample.sound(rate), **sound)
-            if DECODER not in self.takes and "input_ids" in self.takes:
-                sound["text"] = sample.texts[0] if sample.texts else _SOUND
-            return self.processor(audio=sample.sound(rate), **sound)
+            return self._prepare_sound(sample)
         if sample.has_image:
-            if not hasattr(self.processor, "image_processor") and not hasattr(self.processor, "image_mean"):
-                raise ValueError(f"{type(self.processor).__name__} prepares no images")
-            image = {"images": sample.image(), "return_tensors": "pt"}
-            if self.tokenizer is None or DECODER in self.takes or "input_ids" not in self.takes:
-                return getattr(self.processor, "image_processor", self.processor)(**image)
-            if self.is_chat:
-                text = self._chat(sample.texts)
-                # Many templates write the start token, which the tokenizer would write again.
-                begun = self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
-                return self.processor(text=text, **image, **({"add_special_tokens": False} if begun else {}))
-            text = sample.texts[0] if sample.texts else _CAPTION
-            return self.processor(text=text, truncation=True, max_length=self.length, **image)
+            return self._prepare_image(sample)
         if self.tokenizer is None:
             raise ValueError(f"{type(self.processor).__name__} prepares no texts")
         return self.tokenizer(sample.texts[0], truncation=True, max_length=self.length, return_tensors="pt")
 
+    def _prepare_sound(self, sample: Sample) -> Any:
+        rate = getattr(self.extractor, "sampling_rate", None)
+        if rate is None:
+            raise ValueError(f"{type(self.processor).__name__} prepares no sounds")
+        options = {"sampling_rate": rate, "return_tensors": "pt"}
+        if self.extractor is self.processor:
+            return self.processor(sample.sound(rate), **options)
+        if DECODER not in self.parameters and "input_ids" in self.parameters:
+            options["text"] = sample.texts[0] if sample.texts else _SOUND
+        return self.processor(audio=sample.sound(rate), **options)
+
+    def _prepare_image(self, sample: Sample) -> Any:
+        if not hasattr(self.processor, "image_processor") and not hasattr(self.processor, "image_mean"):
+            raise ValueError(f"{type(self.processor).__name__} prepares no images")
+        image = {"images": sample.image(), "return_tensors": "pt"}
+        if self.tokenizer is None or DECODER in self.parameters or "input_ids" not in self.parameters:
+            return getattr(self.processor, "image_processor", self.processor)(**image)
+        if self.is_chat:
+            text = self._chat(sample.texts)
+            # Many templates write the start token, which the tokenizer would write again.
+            has_bos = self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
+            return self.processor(text=text, **image, **({"add_special_tokens": False} if has_bos else {}))
+        text = sample.texts[0] if sample.texts else _CAPTION
+        return self.processor(text=text, truncation=True, max_length=self.length, **image)
+
     def _chat(self, texts: Sequence[str]) -> str:
-        """A dialogue about an image."""
+        """A dialogue about an image through the chat template: the question, and the caption as its answer if any."""
         if not self._template:
             return f"{self.processor.image_token}\n{texts[0] if texts else _QUESTION}"
-        asked = [{"type": "image"}, {"type": "text", "text": _QUESTION}]
-        turns: list[dict[str, Any]] = [{"role": "user", "content": asked}]
+        question = [{"type": "image"}, {"type": "text", "text": _QUESTION}]
+        turns: list[dict[str, Any]] = [{"role": "user", "content": question}]
         if texts:
             turns.append({"role": "assistant", "content": [{"type": "text", "text": texts[0]}]})
-        found: str = self.processor.apply_chat_template(
+        dialogue: str = self.processor.apply_chat_template(
             turns, chat_template=self._template, add_generation_prompt=not texts, tokenize=False
         )
-        return found
+        return dialogue
 
 
 def decoder_ids(model: nn.Module, tokenizer: Any, target: str, length: int) -> torch.Tensor:
-    """What a decoder reads while it writes a text: its start token, then the text, int64 `[1, tokens]`.
+    """The decoder's input while it writes a text: its start token, then the text, int64 `[1, tokens]`.
 
     Raises:
         ValueError: the config names no start token.
@@ -174,8 +181,8 @@ def start_of(model: nn.Module) -> int:
 
 
 def _positions(config: Any, otherwise: int) -> int:
-    """Tokens of a text that a model takes."""
+    """The number of positions that a model's config names; `otherwise` if it names none."""
     parts = (config, getattr(config, "text_config", None), getattr(config, "decoder", None))
     names = ("max_target_positions", "max_position_embeddings")
-    found = [getattr(part, name, None) for part in parts for name in names]
-    return next((value for value in found if isinstance(value, int) and value > 0), otherwise)
+    values = [getattr(part, name, None) for part in parts for name in names]
+    return next((value for value in values if isinstance(value, int) and value > 0), otherwise)

@@ -1,12 +1,12 @@
-"""This file reads records of data sets, on disk and on the Hugging Face hub, with the `datasets` package.
+"""Records of data sets, on disk and on the Hugging Face hub, read with the `datasets` package.
 
     notes.jsonl                    a .json, .jsonl, .csv, .tsv or .parquet file, perhaps compressed (.jsonl.gz)
     notes.jsonl#body               the column named body
     hf:org/name                    a data set of the hub, or a folder of such files, or of `Dataset.save_to_disk`
     hf:org/name:config:split#body  with its configuration, split and column; config may be empty: hf:org/name::test
 
-Everything is streamed: of a data set of terabytes, as much is fetched as the rows need. Shuffling is then approximate:
-the order of the shards, and within a window of `SHUFFLE_WINDOW` records.
+Everything is streamed: from a data set of terabytes, only as much is fetched as the rows need. Shuffling is then
+approximate: of the order of the shards, and within a window of `SHUFFLE_WINDOW` records.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Corpus:
     Attributes:
         path: a file, a folder, or a name on the hub.
         reader: "json", "csv" or "parquet" for a file; None for a folder and for the hub.
-        config, split, column: what to take of it; None is the only one there is, or the usual one.
+        config, split, column: parts of it; None takes the only one, or the usual one.
     """
 
     path: str
@@ -42,14 +42,14 @@ class Corpus:
 
 
 def parse_corpus(spec: str) -> Corpus | None:
-    """What a string names, as the module docstring lists it; None for anything else, such as a text file.
+    """The corpus that a string names, as the module docstring lists them; None for anything else, such as a text file.
 
     Raises:
         ValueError: `hf:` without a name.
     """
     if spec.startswith("hf:"):
-        rest, _, column = spec[3:].partition("#")
-        name, config, split = [*rest.split(":", 2), "", ""][:3]
+        parts, _, column = spec[3:].partition("#")
+        name, config, split = [*parts.split(":", 2), "", ""][:3]
         if not name:
             raise ValueError(f"{spec}: name the data set as hf:NAME[:CONFIG][:SPLIT][#COLUMN]")
         return Corpus(name, None, config or None, split or None, column or None)
@@ -83,25 +83,25 @@ def read_records(corpus: Corpus, *, seed: int | None = None) -> Iterator[dict[st
     if corpus.reader and not Path(corpus.path).stat().st_size:
         raise ValueError(f"{corpus.path}: empty, it holds no text")
     with _explained(corpus):
-        found = _open(datasets, corpus)
-    if isinstance(found, dict):
-        found = found[_choose_split(corpus, list(found))]
+        records = _open(datasets, corpus)
+    if isinstance(records, dict):
+        records = records[_choose_split(corpus, list(records))]
     with _explained(corpus):
-        found = _undecoded(datasets, found)
-        yield from found if seed is None else found.shuffle(seed=seed, buffer_size=SHUFFLE_WINDOW)
+        records = _undecoded(datasets, records)
+        yield from records if seed is None else records.shuffle(seed=seed, buffer_size=SHUFFLE_WINDOW)
 
 
-def _undecoded(datasets: Any, found: Any) -> Any:
-    """The records with images and sounds as the bytes of their files: decoding is left to those who want them."""
-    for name, feature in (found.features or {}).items():
+def _undecoded(datasets: Any, records: Any) -> Any:
+    """The records with images and sounds as the bytes of their files: callers that need them decode them."""
+    for name, feature in (records.features or {}).items():
         if isinstance(feature, datasets.Image | datasets.Audio):
-            found = found.cast_column(name, type(feature)(decode=False))
-    return found
+            records = records.cast_column(name, type(feature)(decode=False))
+    return records
 
 
 @contextmanager
 def _explained(corpus: Corpus) -> Iterator[None]:
-    """Turns what goes wrong inside `datasets` into one line, and keeps it from logging the same again."""
+    """Turns errors inside `datasets` into one line, and keeps the package from logging them again."""
     logger = logging.getLogger("datasets")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -134,9 +134,9 @@ def _open(datasets: Any, corpus: Corpus) -> Any:
 def _choose_split(corpus: Corpus, splits: list[str]) -> str:
     split = corpus.split or ("train" if "train" in splits else splits[0] if len(splits) == 1 else None)
     if split not in splits:
-        wanted = f"no split {split!r}" if split else "several splits, none of them called train"
+        problem = f"no split {split!r}" if split else "several splits, none of them called train"
         raise ValueError(
-            f"{corpus.path}: {wanted}; name one of {', '.join(splits)} as hf:NAME:CONFIG:SPLIT (CONFIG may be empty)"
+            f"{corpus.path}: {problem}; name one of {', '.join(splits)} as hf:NAME:CONFIG:SPLIT (CONFIG may be empty)"
         )
     return split
 

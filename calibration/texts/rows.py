@@ -1,8 +1,8 @@
 """`token_rows` and `calibration_rows` give the rows of tokens that calibration and evaluation feed to a model.
 
 `token_rows` tokenizes a whole text at once and cuts it into consecutive rows of the same length, without padding or
-separators; the rest at the end is dropped. A row may begin in the middle of a sentence, and the same file gives the
-same rows everywhere, without which perplexities could not be compared. Where the tokenizer begins every text with a
+separators; the remainder at the end is dropped. A row may begin in the middle of a sentence. The same file gives the
+same rows everywhere, so that perplexities can be compared. Where the tokenizer begins every text with a
 start token (BOS), every row begins with it: a model that always saw one predicts badly without. Token ids in a tensor
 or a safetensors file are cut as they are.
 
@@ -34,7 +34,7 @@ from quant.calibration.texts.records import parse_corpus, read_records
 Text = str | Path | torch.Tensor
 
 FEW = 16
-"""Tokens that something is tried on."""
+"""Tokens of a row that are enough to try a model on."""
 
 
 def calibration_rows(
@@ -59,13 +59,13 @@ def calibration_rows(
             `"hf:NAME[:CONFIG][:SPLIT][#COLUMN]"`; a tensor of token ids; or an iterable of texts, chats, records or
             batches, such as the training script's data loader, which is read only as far as the rows need.
         tokenizer: a Hugging Face tokenizer; None will do for token ids.
-        samples: number of rows; None takes all that there are, and is not for `"self"`.
+        samples: number of rows; None takes all of them, and is not for `"self"`.
         seqlen: tokens in a row.
-        seed: of the shuffling and of what the model writes.
-        shuffle: draws rows from a whole text, and documents of the rest within a window, instead of the first ones.
+        seed: of the shuffling and of the model's draws.
+        shuffle: draws rows from a whole text, and documents of other sources within a window, instead of the first.
         pack: cuts the chain of all documents; False takes the beginning of every document that is long enough. A
             text or token file is cut by `token_rows` either way.
-        config, split, column: of a data set; they go before what the source's name says.
+        config, split, column: of a data set; they override those in the source's name.
         model: writes the text of `"self"`.
         progress: called as `progress(tokens done, tokens in all)` while the model writes.
 
@@ -84,8 +84,8 @@ def calibration_rows(
     items: Iterable[Any]
     corpus = parse_corpus(str(source)) if isinstance(source, str | Path) else None
     if corpus is not None:
-        given = {"config": config, "split": split, "column": column}
-        corpus = replace(corpus, **{key: value for key, value in given.items() if value is not None})
+        overrides = {"config": config, "split": split, "column": column}
+        corpus = replace(corpus, **{key: value for key, value in overrides.items() if value is not None})
         name, column = str(source), corpus.column
         items = read_records(corpus, seed=seed if shuffle else None)
     elif isinstance(source, str | Path | torch.Tensor):
@@ -125,7 +125,7 @@ def token_rows(
             token ids, with `:NAME` after it where it holds several tensors; or a tensor of token ids, `[tokens]` or
             `[documents, tokens]` (no row crosses documents).
         tokenizer: a Hugging Face tokenizer; None will do for ids, which are then not checked against a vocabulary.
-        samples: number of rows; None takes all that there are.
+        samples: number of rows; None takes all of them.
         seqlen: tokens in a row.
         seed: None takes the first rows; a number draws rows from the whole text, the same ones for the same seed.
 
@@ -143,12 +143,12 @@ def token_rows(
     if tokenizer is not None:
         _check_vocabulary(ids, len(tokenizer), name)
     rows = cut_rows(ids, seqlen, start)
-    wanted = samples or 1
-    if len(rows) < wanted:
+    needed = samples or 1
+    if len(rows) < needed:
         tokens = " × ".join(str(n) for n in ids.shape if n != 1) or "1"
         raise ValueError(
             f"{name}: too short: {tokens} tokens give {len(rows)} rows of {seqlen}; "
-            f"{wanted} row(s) need {wanted * seqlen} tokens. Give a longer text, or lower samples or seqlen"
+            f"{needed} row(s) need {needed * seqlen} tokens. Give a longer text, or lower samples or seqlen"
         )
     if seed is not None:
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))

@@ -1,13 +1,12 @@
-"""`read_samples` reads what one call of a model is prepared from: an image, a sound, or texts.
+"""`read_samples` reads the media that calls of a model are prepared from: images, sounds, or texts.
 
     photos/             images; the text with `cat.png` is `cat.txt` beside it
     sounds/             sounds; the transcript of `talk.wav` is `talk.txt`
     hf:org/name         records with a column of images or sounds, and perhaps one of text
-    pairs.jsonl         records with two columns of text, for an encoder-decoder: what it reads, and what it writes
+    pairs.jsonl         records with two columns of text, for an encoder-decoder: its input, and its output
 
-Columns are found by what they hold; `#COLUMN` or `#COLUMN,COLUMN` names those of the text. Of a folder, as many files
-as are wanted are taken at even distances in the order of their names, so that every class of a folder of classes is
-among them.
+Columns are recognised by their contents; `#COLUMN` or `#COLUMN,COLUMN` names the columns of text. From a folder, files
+are taken at even distances in the order of their names, so that every class of a folder of classes is among them.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ _PAIRS = (("source", "target"), ("input", "target"), ("article", "highlights"), 
 
 @dataclass(frozen=True)
 class Sample:
-    """What one call is prepared from.
+    """An image, a sound, or texts: the material of one call.
 
     Attributes:
         name: of the file or record, for errors.
         content: bytes of an image or a sound; None for texts alone.
         array: samples of a sound that is decoded already, and their rate.
-        texts: a caption or transcript, or the text to read and the text to write; none where none is known.
+        texts: a caption or transcript, or the text to read and the text to write; may be empty.
     """
 
     name: str
@@ -90,7 +89,7 @@ def read_samples(source: str | Path, count: int, *, pairs: bool) -> list[Sample]
 
     Args:
         source: as in the module docstring.
-        count: samples that are wanted.
+        count: number of samples.
         pairs: takes records of texts, too.
 
     Raises:
@@ -101,8 +100,8 @@ def read_samples(source: str | Path, count: int, *, pairs: bool) -> list[Sample]
         files = sorted(f for f in path.rglob("*") if f.suffix.lower() in (*IMAGES, *SOUNDS) and f.is_file())
         # A folder of classes or captions as `datasets` writes it has a table beside the files.
         if files and not any(path.glob("metadata.*")):
-            taken = [files[i * len(files) // count] for i in range(count)] if len(files) > count else files
-            return [Sample(str(file), file.read_bytes(), texts=_beside(file)) for file in taken]
+            spread = [files[i * len(files) // count] for i in range(count)] if len(files) > count else files
+            return [Sample(str(file), file.read_bytes(), texts=_text_of(file)) for file in spread]
     corpus = parse_corpus(str(source))
     if corpus is None:
         return None
@@ -113,8 +112,8 @@ def read_samples(source: str | Path, count: int, *, pairs: bool) -> list[Sample]
     return list(islice(_samples(chain([first], records), corpus, str(source)), count))
 
 
-def _beside(file: Path) -> tuple[str, ...]:
-    """The text in the file of the same name."""
+def _text_of(file: Path) -> tuple[str, ...]:
+    """The caption or transcript of a file, from the .txt file of the same name."""
     text = file.with_suffix(".txt")
     if not text.is_file():
         return ()
@@ -126,17 +125,17 @@ def _beside(file: Path) -> tuple[str, ...]:
 
 def _samples(records: Iterator[Mapping[str, Any]], corpus: Corpus, name: str) -> Iterator[Sample]:
     for number, record in enumerate(records):
-        place, column = f"{name}, record {number}", _media(record)
+        record_name, column = f"{name}, record {number}", _media(record)
         texts = _texts_of(record, corpus, name)
         if column is None:
-            yield Sample(place, texts=texts)
+            yield Sample(record_name, texts=texts)
             continue
         value = record[column]
         if isinstance(value, Mapping) and value.get("array") is not None:
             sound = np.asarray(value["array"], np.float64)
-            yield Sample(place, array=(sound, int(value["sampling_rate"])), texts=texts[:1])
+            yield Sample(record_name, array=(sound, int(value["sampling_rate"])), texts=texts[:1])
         else:
-            yield Sample(place, _content(value, place), texts=texts[:1])
+            yield Sample(record_name, _content(value, record_name), texts=texts[:1])
 
 
 def _media(record: Mapping[str, Any]) -> str | None:
@@ -152,13 +151,13 @@ def _media(record: Mapping[str, Any]) -> str | None:
     )
 
 
-def _content(value: Any, place: str) -> bytes:
+def _content(value: Any, record_name: str) -> bytes:
     content = value if isinstance(value, bytes) else value["bytes"]
     if content is not None:
         return bytes(content)
     path = Path(value["path"] or "")
     if not path.is_file():
-        raise ValueError(f"{place}: {path} is no file; download the data set, with its images and sounds")
+        raise ValueError(f"{record_name}: {path} is no file; download the data set, with its images and sounds")
     return path.read_bytes()
 
 

@@ -3,8 +3,8 @@
 PCM in a WAV file is read by the standard library. Everything else (FLAC, Ogg, MP3, WAV with floating-point samples)
 takes the package soundfile.
 
-A sound of another sampling rate is resampled through its spectrum: the frequencies that both rates can hold are kept,
-which is exact for them, and those above are cut off, so that none appears as another one.
+A sound of another sampling rate is resampled through its spectrum: frequencies that both rates can represent are kept
+exactly, and higher ones are cut off, so that there is no aliasing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import wave
 import numpy as np
 
 SECONDS = 30
-"""A sound is cut to this length, which is what Whisper hears at once."""
+"""A sound is cut to this length, the window of Whisper."""
 
 _MAGIC = {b"RIFF": "WAV", b"fLaC": "FLAC", b"OggS": "Ogg", b"ID3": "MP3", b"\xff\xfb": "MP3"}
 
 
 def is_sound(content: bytes) -> bool:
-    """Whether the bytes of a file begin as those of sounds do. A WebP image begins with RIFF, too."""
+    """Whether a file begins with the magic number of a sound format. A WebP image begins with RIFF, too."""
     return content.startswith(tuple(_MAGIC)) and content[8:12] != b"WEBP"
 
 
@@ -31,7 +31,7 @@ def read_sound(content: bytes, name: str, rate: int) -> np.ndarray:
     Args:
         content: of the file.
         name: of the file, for errors.
-        rate: samples per second that are wanted.
+        rate: samples per second of the result.
 
     Returns:
         float32 `[samples]`, the mean of the channels.
@@ -39,27 +39,28 @@ def read_sound(content: bytes, name: str, rate: int) -> np.ndarray:
     Raises:
         ValueError: no sound, or one in a format that takes the package soundfile.
     """
-    channels, found = _read_pcm(content)
-    if found is None:
-        channels, found = _read_any(content, name)
+    channels, file_rate = _read_pcm(content)
+    if file_rate is None:
+        channels, file_rate = _read_any(content, name)
     if not len(channels) or not np.isfinite(channels).all():
         raise ValueError(
             f"{name}: holds {'NaN or infinity' if len(channels) else 'no sound'}; replace it, or remove it"
         )
-    return resampled(channels.mean(axis=1), found, rate).astype(np.float32)
+    return resampled(channels.mean(axis=1), file_rate, rate).astype(np.float32)
 
 
-def resampled(sound: np.ndarray, rate: int, wanted: int) -> np.ndarray:
+def resampled(sound: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
     """A sound `[samples]` at another sampling rate; rates are samples per second."""
-    if rate == wanted:
+    if rate == new_rate:
         return sound
-    length = max(round(len(sound) * wanted / rate), 1)
+    length = max(round(len(sound) * new_rate / rate), 1)
     spectrum = np.fft.rfft(sound)
+    # irfft divides by the new length, rfft did not divide: the ratio of lengths restores the amplitude.
     return np.fft.irfft(spectrum[: length // 2 + 1], length) * (length / len(sound))
 
 
 def _read_pcm(content: bytes) -> tuple[np.ndarray, int | None]:
-    """Samples `[samples, channels]` and sampling rate of a WAV file with PCM; a rate of None stands for another one."""
+    """Samples `[samples, channels]` and sampling rate of a WAV file with PCM; the rate is None for any other file."""
     try:
         with wave.open(io.BytesIO(content)) as file:
             width, count, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
@@ -68,8 +69,9 @@ def _read_pcm(content: bytes) -> tuple[np.ndarray, int | None]:
         return np.empty(0), None
     raw = raw[: len(raw) // (width * count) * width * count].reshape(-1, width)
     if width == 1:
-        values = (raw[:, 0].astype(np.float64) - 128) / 128  # the only unsigned one
+        values = (raw[:, 0].astype(np.float64) - 128) / 128  # 8-bit samples are the only unsigned ones
     else:
+        # Little-endian bytes go to the upper end of 32 bits, so that one scale fits 16, 24 and 32 bits.
         wide = np.zeros((len(raw), 4), np.uint8)
         wide[:, 4 - width :] = raw
         values = wide.view("<i4")[:, 0] / 2.0**31
@@ -77,7 +79,7 @@ def _read_pcm(content: bytes) -> tuple[np.ndarray, int | None]:
 
 
 def _read_any(content: bytes, name: str) -> tuple[np.ndarray, int]:
-    """The same of a file in another format."""
+    """Samples `[samples, channels]` and sampling rate of a file in another format, by the package soundfile."""
     kind = next((kind for magic, kind in _MAGIC.items() if content.startswith(magic)), None)
     if kind is None:
         raise ValueError(f"{name}: no sound that can be read; give WAV files with PCM samples")
