@@ -3,13 +3,14 @@
 Everything before the plan decides, everything after it executes; the file between them is JSON that people can
 read, diff and edit. A layer that stays in 16 bit is in the plan too, with its reason, so that nothing is silent.
 
-    {"schema_version": 1,
+    {"schema_version": 2,
      "layers": [{"name": "model.layers.0.mlp.down_proj", "kind": "linear", "shape": [576, 1536],
                  "weight": "nvfp4", "activation": null, "solver": "rtn", "group": "…", "reason": "…"}, …],
-     "kv_cache": null, "attention": null, "target": null, "provenance": {…}}
+     "kv_cache": null, "attention": null, "guard": null, "observer": "absmax", "target": null, "provenance": {…}}
 
-Fields that a later stage measures (`score`, `cost`) are optional; unknown fields are refused, so that a typing
-error in an edited plan is found when it is read and not when a deployed model misbehaves.
+Whatever is executed is a field, and a part of `Plan.digest`; the provenance is for readers, and nothing in it is
+executed. Fields that a later stage measures (`score`, `cost`) are optional. Unknown fields are refused, so that a
+typing error in an edited plan is found when it is read and not when a deployed model misbehaves.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from quant.formats.json_files import read_json
 from quant.recipes.json_data import check_fields, typed
 from quant.recipes.json_text import json_text
 from quant.recipes.layer_kind import LayerKind
+from quant.recipes.solver_names import DEFAULT_OBSERVER
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PLAN_FILE = "plan.json"  # in a checkpoint
 ODD_INPUTS = "inputs_without_batch_and_tokens"
 """Key of the provenance: layers with a scale for each token whose inputs are no `[batch, tokens, in]`."""
@@ -191,19 +193,24 @@ class RunTimeFormats(TypedDict):
 
 @dataclass(frozen=True)
 class Plan:
-    """An ordered set of layer plans, the formats of the KV cache and of attention, and where it all came from.
+    """Everything that a run executes: layer plans, the formats of the KV cache and of attention, guard and observer.
 
     Attributes:
         layers: every layer that owns a weight, in model order.
         kv_cache: format of the KV cache; None keeps 16 bit.
         attention: format of attention's operands; None keeps 16 bit.
+        guard: "LIMIT FORMAT …": a layer whose relative output error on held-out calibration rows exceeds the limit gets
+            the next format, see `quant.recipes.guard`; None leaves the formats as they are.
+        observer: name of the method that sets static activation scales, a key of `OBSERVERS`.
         target: name of the hardware the plan was made for, if any.
-        provenance: recipe, command line, versions, seed and data: whatever reproduces the plan.
+        provenance: recipe, command line, versions, seed and data, for readers; nothing in it is executed.
     """
 
     layers: tuple[LayerPlan, ...]
     kv_cache: Format | None = None
     attention: Format | None = None
+    guard: str | None = None
+    observer: str = DEFAULT_OBSERVER
     target: str | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
 
@@ -250,13 +257,15 @@ class Plan:
             "schema_version": SCHEMA_VERSION,
             "layers": [layer.to_dict() for layer in self.layers],
             **self.run_time,
+            "guard": self.guard,
+            "observer": self.observer,
             "target": self.target,
             "provenance": self.provenance,
         }
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Plan:
-        """The inverse of `to_dict`.
+        """The inverse of `to_dict`; also reads schema version 1, whose guard and observer are in the provenance.
 
         Raises:
             ValueError: a wrong schema version, an unknown field, kind or format, a layer named twice, or a
@@ -264,9 +273,11 @@ class Plan:
         """
         fields = dict(typed(dict[str, Any], fields, "plan"))
         version = fields.pop("schema_version", None)
-        if version != SCHEMA_VERSION:
-            raise ValueError(f"plan schema_version is {version!r}; this release reads {SCHEMA_VERSION}")
+        if version not in (1, SCHEMA_VERSION) or isinstance(version, bool):
+            raise ValueError(f"plan schema_version is {version!r}; this release reads 1 and {SCHEMA_VERSION}")
         check_fields(fields, cls, "plan")
+        if version == 1:
+            fields = _from_version_1(fields)
         fields = {key: typed(_PLAN_FIELDS[key], value, key) for key, value in fields.items()}
         for key, value in fields.get("provenance", {}).items():
             typed(_PROVENANCE.get(key, Any), value, f"provenance {key}")
@@ -314,19 +325,33 @@ class Plan:
         return read_json(path, "a valid plan", cls.from_dict)
 
     def digest(self) -> str:
-        """SHA-256 over what the plan decides (not over its provenance): the identity exporters record."""
-        decided = {k: v for k, v in self.to_dict().items() if k != "provenance"}
-        return hashlib.sha256(json_text(decided, sort_keys=True).encode()).hexdigest()
+        """SHA-256 over every field but the provenance: the plan's identity for exporters, ranks and resumed runs."""
+        executed = {key: value for key, value in self.to_dict().items() if key != "provenance"}
+        return hashlib.sha256(json_text(executed, sort_keys=True).encode()).hexdigest()
 
 
 _PARTS = get_type_hints(Parts)
 _LAYER_FIELDS = {**get_type_hints(LayerPlan), **_PARTS, "kind": str, "weight": str | None, "activation": str | None}
 _PLAN_FIELDS = {**get_type_hints(Plan), "layers": list[Any], "kv_cache": str | None, "attention": str | None}
 _PROVENANCE: dict[str, Any] = {
-    "guard": str | None, "observer": str | None, "edits": list[str], "allocation": dict[str, Any],
+    "edits": list[str], "allocation": dict[str, Any],
     "fusion_groups": str, "fusion_groups_by_name": list[str], "layers_not_called": list[str],
 }  # fmt: skip
+_VERSION_2 = {"guard", "observer"}  # fields that schema version 1 held in the provenance
 _DIMENSIONS, _ELEMENTS = 8, 2**60
+
+
+def _from_version_1(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of schema version 1 as version 2 has them: a guard and an observer leave the provenance.
+
+    Raises:
+        ValueError: they are fields already, which version 1 did not know.
+    """
+    if unknown := sorted(_VERSION_2 & fields.keys()):
+        raise ValueError(f"plan: unknown field(s) {', '.join(unknown)} in schema version 1")
+    provenance = typed(dict[str, Any], fields.get("provenance", {}), "provenance")
+    executed = {key: provenance.pop(key) for key in sorted(_VERSION_2 & provenance.keys())}
+    return {**fields, **{key: value for key, value in executed.items() if value}, "provenance": provenance}
 
 
 def groups_of(layers: Iterable[LayerPlan]) -> dict[str, list[LayerPlan]]:

@@ -34,6 +34,7 @@ from quant.formats.json_files import check_depth
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import ROUTER, Layer, group_name
 from quant.recipes.plan import LayerPlan, Plan, groups_of
+from quant.recipes.solver_names import DEFAULT_OBSERVER
 
 KEEP = "keep"
 _DOTS = 1000  # in a line
@@ -107,7 +108,7 @@ class Recipe:
     kv_cache: str = KEEP
     attention: str = KEEP
     guard: str = ""
-    observer: str = "absmax"
+    observer: str = DEFAULT_OBSERVER
     description: str = ""
     rules: tuple[Rule, ...] = ()
 
@@ -214,14 +215,13 @@ def resolve(
     house = {**_kept_convs(layers, recipe, only), **_house_rules(layers, only)}
     planned = _keep_shared([_plan_layer(layer, recipe, only, narrow, broad, house) for layer in layers])
     planned = _keep_whole_groups(_without_routers(planned))
-    how = {"guard": recipe.guard} if recipe.guard else {}
-    if recipe.observer != "absmax":
-        how["observer"] = recipe.observer
     plan = Plan(
         layers=tuple(planned),
         kv_cache=_format_of(recipe.kv_cache, recipe.name),
         attention=_format_of(recipe.attention, recipe.name),
-        provenance={**(provenance or {}), **how},
+        guard=recipe.guard or None,
+        observer=recipe.observer,
+        provenance=provenance or {},
     )
     plan.check_groups()
     return plan

@@ -19,6 +19,9 @@ TRANSFORMS = ("awq", "smoothquant")
 # Steps that take a number, and what it is if none is given: largest block, rank, optimizer steps.
 STEPS = {"rotation": 128, "lowrank": 32, "autoround": 200}
 MERGE = "merge"
+OBSERVERS = ("absmax", "percentile", "mse", "entropy")
+DEFAULT_OBSERVER = "absmax"
+"""Static activation scales from the largest magnitude that calibration has seen."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,12 @@ def parse_solver(
         rounding=next((key for key in found if key in roundings), implied),
         autoround=found.get("autoround", 0),
     )
+
+
+def check_observer(name: str) -> None:
+    """Raises ValueError for an unknown observer; the message lists the known ones."""
+    if name not in OBSERVERS:
+        raise ValueError(f"unknown observer {name!r}; known observers: {', '.join(OBSERVERS)}")
 
 
 def with_branch(name: str, rank: int) -> str:

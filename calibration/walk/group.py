@@ -16,11 +16,11 @@ from quant.calibration.observers import get_observer
 from quant.calibration.ranks import in_order
 from quant.calibration.solvers.solver import Pipeline, get_pipeline
 from quant.calibration.statistics import round_activation, static_input_scale
-from quant.calibration.walk.guard import Guard
 from quant.calibration.walk.scratch import Scratch
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
+from quant.recipes.guard import Guard
 from quant.recipes.plan import LayerPlan, groups_of
 
 

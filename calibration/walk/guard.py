@@ -1,57 +1,19 @@
-"""A `Guard` gives a layer whose quantized output strays too far from the original the next format in its list.
+"""`promote` gives a layer the next format of a guard's list, and `relative_error` is what the guard limits.
 
-The walk measures; the functions here only decide, and write down why. Recipes and the command line write a guard as
-its limit and the formats to try: `0.1 fp8_channel keep`.
+The walk measures; the functions here only decide, and write down why.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from quant.formats.format import Format, parse_format
 from quant.recipes.plan import LayerPlan
 from quant.recipes.recipe import presets
-
-
-@dataclass(frozen=True)
-class Guard:
-    """When a layer is promoted, and to what.
-
-    Attributes:
-        limit: largest relative error of a layer's output on held-out calibration rows.
-        formats: what comes after the planned format, in this order; None is 16 bit.
-    """
-
-    limit: float
-    formats: tuple[Format | None, ...] = (None,)
-
-    @classmethod
-    def parse(cls, text: str) -> Guard:
-        """A guard from `LIMIT [FORMAT …]`; without formats, a layer beyond the limit stays in 16 bit.
-
-        Raises:
-            ValueError: the limit is no positive number, or a format is unknown.
-        """
-        first, *names = text.split() or [""]
-        try:
-            limit = float(first)
-        except ValueError:
-            limit = math.nan
-        if not 0 < limit < math.inf:
-            raise ValueError(f"guard {text!r}: write a positive limit and the formats to try, as in '0.1 fp8 keep'")
-        try:
-            formats = tuple(map(parse_format, names))
-        except ValueError as error:
-            raise ValueError(f"guard {text!r}: {error}") from None
-        return cls(limit, formats or (None,))
-
-    def formats_for(self, layer: LayerPlan) -> tuple[Format | None, ...]:
-        """The list for one layer, its present format first where it is not in it."""
-        return self.formats if layer.weight in self.formats else (layer.weight, *self.formats)
 
 
 def relative_error(reference: torch.Tensor, output: torch.Tensor) -> float:

@@ -21,7 +21,8 @@ from quant.calibration.progress import Progress
 from quant.checkpoints.pretrained import attach
 from quant.errors import UserError
 from quant.execution.data import mixed_text
-from quant.execution.solve import Quantized, solve_plan, with_calibration, with_options
+from quant.execution.solve import Quantized, solve_plan, with_calibration
+from quant.plan.edit import set_guard_and_observer
 from quant.plan.make import check_module, kv_cache_name, make_plan
 from quant.recipes import effort as efforts
 from quant.recipes.plan import Plan
@@ -140,7 +141,7 @@ def quantize(
         plan = make_plan(
             model, recipe, include=include, exclude=exclude, lm_head=lm_head, solver=solver, effort=level, run=run
         )
-    plan = with_options(plan, guard, observer)
+    plan = set_guard_and_observer(plan, guard, observer)
     quantized = solve_plan(model, plan, data, tokenizer=tokenizer, device=device, progress=progress)
     attach(model, quantized.plan)
     return quantized

@@ -18,10 +18,15 @@ from quant.formats.atomic import claimed
 from quant.models.shapes import stored_layers
 from quant.plan.check import Problem, read_plan, validate
 from quant.plan.diff import Change, diff, totals
-from quant.plan.edit import edit, parse_setting, set_kv_cache
+from quant.plan.edit import edit, parse_setting, set_guard_and_observer, set_kv_cache
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.targets import TARGETS, get_target
 
+# Fields of a whole plan that `diff` compares: key, label, and how the absence of a value reads.
+_PLAN_FIELDS = (
+    ("kv_cache", "KV cache", "16 bit"), ("attention", "attention", "16 bit"),
+    ("guard", "guard", "none"), ("observer", "observer", ""),
+)  # fmt: skip
 _PLAN = click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
 
 
@@ -71,6 +76,8 @@ def diff_command(before: Path, after: Path, as_json: bool) -> None:
     "weight's if the plan quantizes inputs. Repeatable; the last match wins.",
 )
 @click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8, or keep.")
+@click.option("--guard", metavar="'LIMIT FORMAT …'", help="As in `quantize`; an empty text takes it away.")
+@click.option("--observer", metavar="NAME", help="As in `quantize`: absmax, percentile, mse or entropy.")
 @click.option("--whole-groups", is_flag=True, help="Change all layers that are fused with a matching one.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="File for the edited plan.")
 @click.option("--overwrite", is_flag=True, help="Replace --out if it exists.")
@@ -79,14 +86,16 @@ def edit_command(
     plan_file: Path,
     settings: tuple[str, ...],
     kv_cache: str | None,
+    guard: str | None,
+    observer: str | None,
     whole_groups: bool,
     out: Path,
     overwrite: bool,
     as_json: bool,
 ) -> None:
     """Write PLAN with some layers changed. `quantize MODEL --plan FILE` then executes it."""
-    if not settings and kv_cache is None:
-        raise UserError("nothing to change: give --set 'GLOB=FORMAT' or --kv-cache FORMAT")
+    if not settings and kv_cache is guard is observer is None:
+        raise UserError("nothing to change: give --set 'GLOB=FORMAT', --kv-cache FORMAT, --guard or --observer")
     check_apart(out, plan_file)
     click.get_current_context().with_resource(claimed(out))
     if out.exists() and not overwrite:
@@ -95,6 +104,8 @@ def edit_command(
     new = edit(old, [parse_setting(text) for text in settings], whole_groups=whole_groups)
     if kv_cache is not None:
         new = set_kv_cache(new, kv_cache)
+    if guard is not None or observer is not None:
+        new = set_guard_and_observer(new, guard, observer)
     new.save(out)
     _show_diff(old, new, as_json)
     if not as_json:
@@ -189,9 +200,9 @@ def _show_diff(old: Plan, new: Plan, as_json: bool) -> None:
     change = after["bytes"] - before["bytes"]
     sign = "+" if change >= 0 else "−"
     out.print(f"weights: {megabytes(before['bytes'])} → {megabytes(after['bytes'])} ({sign}{megabytes(abs(change))})")
-    for key, label in (("kv_cache", "KV cache"), ("attention", "attention")):
+    for key, label, unset in _PLAN_FIELDS:
         if before[key] != after[key]:
-            out.print(f"{label}: {before[key] or '16 bit'} → {after[key] or '16 bit'}")
+            out.print(f"{label}: {before[key] or unset} → {after[key] or unset}")
 
 
 def _arrow(change: Change, text: Any) -> str:

@@ -52,7 +52,7 @@ def lacks_data(plan: Plan) -> str | None:
             return f"{layer.name}: solver {layer.solver} looks at inputs; {way_out}"
         if layer.has_static_scale:
             return f"{layer.name}: {layer.activation} inputs have a static scale; {way_out}, or choose {_DYNAMIC}"
-    if plan.provenance.get("guard"):
+    if plan.guard is not None:
         return f"a guard compares layers on held-out text; {way_out}"
     return f"a KV cache in {plan.kv_cache} has static scales; {way_out}" if plan.kv_cache else None
 
@@ -167,9 +167,8 @@ def observer_of(plan: Plan) -> str:
     Raises:
         ValueError: there is no such observer.
     """
-    name = str(plan.provenance.get("observer", "absmax"))
-    get_observer(name)
-    return name
+    get_observer(plan.observer)
+    return plan.observer
 
 
 def by_input(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:

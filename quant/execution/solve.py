@@ -31,7 +31,6 @@ from quant.calibration.solvers.solver import check_solvers, get_pipeline, get_so
 from quant.calibration.texts.mixture import Record
 from quant.calibration.walk.experts import stacked
 from quant.calibration.walk.group import Settings, Solved
-from quant.calibration.walk.guard import Guard
 from quant.calibration.walk.memory import block_bytes, usable_bytes
 from quant.calibration.walk.scratch import Scratch
 from quant.calibration.walk.sequential import solve_sequentially
@@ -58,6 +57,7 @@ from quant.kernels.linear.modules import RunTimeParts
 from quant.models.stored_weights import read_stored, stored_in
 from quant.plan.check import check_plan_fits
 from quant.plan.make import without_data
+from quant.recipes.guard import Guard
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import expert_matrices, find_layers
 from quant.recipes.plan import LayerPlan, Parts, Plan
@@ -93,7 +93,7 @@ def solve_plan(
 
     Args:
         model: any module.
-        plan: made for it; its provenance may name a guard and an observer.
+        plan: made for it.
         data, tokenizer, device, progress: as in `quant.quantize`.
         partial: keeps what is finished, and has what an earlier run finished; finished layers become maps of its files.
         memory: bytes that may be used beside the page cache; None for what there is. Hidden states that would take
@@ -160,7 +160,7 @@ def _solve_and_scale(
 
 def _looks_at_data(plan: Plan) -> bool:
     """Whether weights are solved on the inputs that they get, block by block."""
-    return bool(plan.provenance.get("guard")) or any(solver_needs_data(layer) for layer in plan.quantized)
+    return plan.guard is not None or any(solver_needs_data(layer) for layer in plan.quantized)
 
 
 def _kv_scales(
@@ -182,7 +182,7 @@ def _needed_throughout(model: nn.Module, plan: Plan) -> list[str]:
     """Parameters in their files that are not read for their own layer alone: those that may stay, or be changed."""
     unread = stored_in(model)
     rotates = any(get_pipeline(layer.solver).spec.merges_rotations for layer in plan.quantized)
-    if rotates or plan.provenance.get("guard"):
+    if rotates or plan.guard is not None:
         return list(unread)
     quantized = {layer.tensor_name for layer in plan.quantized if layer.kind != LayerKind.CONV}
     return [name for name in unread if name not in quantized]
@@ -201,18 +201,6 @@ def _check_values(name: str, tensor: torch.Tensor, *, is_buffer: bool) -> None:
     """Raises UserError where a tensor holds NaN or infinity."""
     if problem := value_problem(tensor, is_buffer=is_buffer):
         raise UserError(f"{name} {list(tensor.shape)} {problem}; repair the model, or download it again")
-
-
-def with_options(plan: Plan, guard: str | None = None, observer: str | None = None) -> Plan:
-    """`plan` with a guard and an observer, as `quantize` describes them; None leaves what the plan says.
-
-    Raises:
-        ValueError: they cannot be read.
-    """
-    how = {"guard": guard, "observer": observer}
-    plan = replace(plan, provenance={**plan.provenance, **{k: v for k, v in how.items() if v is not None}})
-    _settings(plan, None)
-    return plan
 
 
 def with_data(plan: Plan, find: Callable[[], tuple[T, list[Record]]]) -> tuple[Plan, T | None]:
@@ -243,11 +231,10 @@ def with_calibration(plan: Plan, records: Sequence[Mapping[str, Any]]) -> Plan:
 
 def _settings(plan: Plan, device: torch.device | None) -> Settings:
     """How the walk is done, as far as the plan and the caller say."""
-    guard = plan.provenance.get("guard")
     return Settings(
         device=device,
         observer=observer_of(plan),
-        guard=Guard.parse(guard) if guard else None,
+        guard=Guard.parse(plan.guard) if plan.guard is not None else None,
     )
 
 

@@ -15,12 +15,13 @@ from typing import Any
 
 from quant.errors import UserError, counted
 from quant.formats.json_files import read_json
+from quant.recipes.guard import Guard
 from quant.recipes.json_data import JsonData, typed
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import obstacle
-from quant.recipes.solver_names import parse_solver
+from quant.recipes.solver_names import check_observer, parse_solver
 from quant.recipes.targets import TARGETS, Target
 
 
@@ -168,6 +169,10 @@ def _check_layers(plan: Plan) -> list[Problem]:
 
 def _check_solvers(plan: Plan) -> list[Problem]:
     found = []
+    try:
+        check_guard_and_observer(plan)
+    except ValueError as error:
+        found.append(Problem("plan", str(error)))
     for layer in plan.quantized:
         try:
             check_solver(layer.solver)
@@ -249,3 +254,11 @@ def check_solver(name: str) -> None:
     """
     registry = sys.modules.get("quant.calibration.solvers.solver")
     (registry.get_solver if registry else parse_solver)(name)
+
+
+def check_guard_and_observer(plan: Plan) -> None:
+    """Raises ValueError where the plan's guard cannot be read, or there is no observer of its name."""
+    if plan.guard is not None:
+        Guard.parse(plan.guard)
+    registry = sys.modules.get("quant.calibration.observers")
+    (registry.get_observer if registry else check_observer)(plan.observer)

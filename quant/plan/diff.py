@@ -62,6 +62,8 @@ def totals(plan: Plan) -> dict[str, Any]:
         "bits_linear": bits_per_weight(own),
         "bytes": plan.nbytes,
         **plan.run_time,
+        "guard": plan.guard,
+        "observer": plan.observer,
     }
 
 

@@ -14,7 +14,7 @@ from functools import cache
 
 from quant.errors import UserError, counted, listed
 from quant.formats.format import Format, parse_format
-from quant.plan.check import check_solver, layer_problem, sharers_of
+from quant.plan.check import check_guard_and_observer, check_solver, layer_problem, sharers_of
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.recipes.recipe import QUANTIZABLE, presets
@@ -95,6 +95,23 @@ def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False)
     changed = [layer.name for layer in edited.layers if layer != plan.by_name[layer.name]]
     edits = [*plan.provenance.get("edits", []), *(setting.text for setting in settings)]
     return replace(edited, provenance={**plan.provenance, "edits": edits}) if changed else plan
+
+
+def set_guard_and_observer(plan: Plan, guard: str | None = None, observer: str | None = None) -> Plan:
+    """`plan` with another guard and observer.
+
+    Args:
+        plan: not modified.
+        guard: as in `Plan`; an empty text takes the plan's away, and None leaves it.
+        observer: as in `Plan`; None leaves the plan's.
+
+    Raises:
+        ValueError: a guard that cannot be read, or an unknown observer, be it the plan's own.
+    """
+    guard = plan.guard if guard is None else guard or None
+    plan = replace(plan, guard=guard, observer=plan.observer if observer is None else observer)
+    check_guard_and_observer(plan)
+    return plan
 
 
 def _matched(plan: Plan, setting: Setting) -> list[LayerPlan]:

@@ -18,6 +18,7 @@ from quant.execution.layer_result import LayerResult
 from quant.formats.atomic import write_atomically
 from quant.recipes.json_text import finite, json_text
 from quant.recipes.plan import PLAN_FILE, Plan
+from quant.recipes.solver_names import DEFAULT_OBSERVER
 from quant.report.charts import budget_text, format_colours, number, sections
 from quant.report.report import Receipt, Report, interval_text
 
@@ -143,7 +144,12 @@ def _facts(report: Report, plan: Plan) -> dict[str, dict[str, str]]:
     if report.peak_rss_bytes is not None:
         seconds["peak memory"] = megabytes(report.peak_rss_bytes)
     # The page shows the report's own command and versions.
-    provenance = {k: v for k, v in plan.provenance.items() if v is not None and k not in ("command", "versions")}
+    executed = {"guard": plan.guard, "observer": None if plan.observer == DEFAULT_OBSERVER else plan.observer}
+    provenance = {
+        key: value
+        for key, value in {**plan.provenance, **executed}.items()
+        if value is not None and key not in ("command", "versions")
+    }
     origin = {key: value if isinstance(value, str) else repr(value) for key, value in provenance.items()}
     digest = {"SHA-256": report.plan_digest} if report.plan_digest else {}
     return {"Time and memory": seconds, "Versions": report.versions, "Plan": {**origin, **digest}}

@@ -19,7 +19,6 @@ from quant.calibration.placement import find_device
 from quant.calibration.sensitivity.costs import parse_quantity
 from quant.errors import UserError
 from quant.execution.data import lacks_data, solver_needs_data
-from quant.execution.solve import with_options
 from quant.execution.sources import Rows, named_inputs, sources_of
 from quant.execution.store import Partial, is_finished
 from quant.export.checkpoint.directory import check_apart, check_destination
@@ -27,10 +26,12 @@ from quant.extras import versions
 from quant.models.files import find_model
 from quant.models.open import Source
 from quant.plan.check import Problem, read_plan, refuse
+from quant.plan.edit import set_guard_and_observer
 from quant.plan.make import kv_cache_name, make_plan
 from quant.recipes import effort
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe, get_recipe
+from quant.recipes.solver_names import DEFAULT_OBSERVER
 from quant.run.same_on_ranks import check_same
 
 PlanFile = tuple[Plan, list[Problem]]
@@ -186,8 +187,8 @@ class Job:
                 "--eval": self.eval_texts or None,
                 "--calib": self.calib or None,
                 "a KV cache's scales": plan.kv_cache,
-                "a guard": plan.provenance.get("guard"),
-                "an observer": plan.provenance.get("observer"),
+                "a guard": plan.guard,
+                "an observer": None if plan.observer == DEFAULT_OBSERVER else plan.observer,
                 **{f"{m.name}'s solver {m.solver}": True for m in plan.quantized if solver_needs_data(m)},
                 **{f"{m.name}'s static input scale": True for m in plan.quantized if m.has_static_scale},
             }
@@ -228,7 +229,7 @@ class Job:
             plan, problems = recipe
             refuse(plan, problems, source.layers)
             plan = replace(plan, provenance={**plan.provenance, **_origin(source)})
-            return with_options(plan, self.guard, self.observer)
+            return set_guard_and_observer(plan, self.guard, self.observer)
         inputs = named_inputs(source, Rows(self.calib, 1, self.seqlen))
         plan = make_plan(
             source.shapes if source.model is None else source.model,
@@ -250,7 +251,7 @@ class Job:
             )
         if lacks_data(plan):
             plan = replace(plan, provenance={**plan.provenance, "calibration": "+".join(sources_of(self.calib))})
-        return with_options(plan, self.guard, self.observer)
+        return set_guard_and_observer(plan, self.guard, self.observer)
 
     def memory_bytes(self) -> int | None:
         """--memory in bytes."""
@@ -266,10 +267,9 @@ class Job:
         assert self.out is not None
         device = find_device(self.device)
         check_same({"the plan": plan.digest()}, source.files.files, device)
-        how = {key: str(plan.provenance.get(key)) for key in ("guard", "observer")}
         depends = {
             "the model's file": source.files.fingerprints(),
-            "the plan": {"digest": plan.digest(), **how},
+            "the plan": {"guard": plan.guard, "observer": plan.observer, "digest": plan.digest()},
             "the version of": versions(),
             "the seed": self.seed,
             "the kind of device": (device or torch.device("cpu")).type,

@@ -239,7 +239,7 @@ def _solve_and_write(
             )
         model, plan = quantized.model, quantized.plan
         layers = _as_stored(quantized.layers, plan, dict(model.named_parameters(remove_duplicate=False)))
-        if plan.provenance.get("guard"):
+        if plan.guard is not None:
             check_plan(plan)  # a guard may have given layers other formats
         if texts:
             evaluation, print_of_logits = _evaluated(model, plan, texts, baseline, device, progress, partial)
@@ -496,6 +496,6 @@ def _guard_warnings(asked: Plan, made: Plan) -> list[str]:
         return []
     kept = sum(layer.weight is None for layer in changed)
     return [
-        f"the guard {made.provenance.get('guard')!r} gave {len(changed)} of {counted(len(asked.quantized), 'layer')} "
+        f"the guard {made.guard!r} gave {len(changed)} of {counted(len(asked.quantized), 'layer')} "
         f"another format, {kept} of them 16 bit, {changed[0].name} first: {changed[0].reason}"
     ]

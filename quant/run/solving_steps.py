@@ -22,7 +22,7 @@ def solving_steps(
     """
     blocks = block_names(model)
     layers = [layer for group in by_input(plan.quantized) for layer in group]
-    calibrated = plan.provenance.get("guard") is not None or any(solver_needs_data(layer) for layer in layers)
+    calibrated = plan.guard is not None or any(solver_needs_data(layer) for layer in layers)
     if calibrated and data is not None:
         layers = [layer for layer in plan.quantized if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS)]
         tokens, weights = data.shape[:2].numel(), sum(layer.numel for layer in layers)

@@ -25,6 +25,7 @@ from quant.calibration.observers import (
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E3M2, E4M3, E5M2, FP32, INT8, NUMBERS, Number
 from quant.formats.tensor import fake_quantize
+from quant.recipes import solver_names
 
 FP8, NVFP4 = FORMATS["fp8"], FORMATS["nvfp4"]
 INT8_TENSOR = Format("int8_tensor", INT8, FP32, (0, 0))
@@ -298,6 +299,7 @@ def test_bad_options_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown observer 'max'; known observers: absmax, percentile, mse, entropy"):
         get_observer("max")
     assert {name: get_observer(name) for name in OBSERVERS} == OBSERVERS
+    assert tuple(OBSERVERS) == solver_names.OBSERVERS
     assert NUMBERS["e4m3"] is MSE(NVFP4).number
 
 

@@ -68,12 +68,15 @@ def test_digest_is_of_the_decisions_only() -> None:
     assert dataclasses.replace(plan, provenance={"command": "another"}).digest() == plan.digest()
     changed = [
         dataclasses.replace(plan, kv_cache=None),
+        dataclasses.replace(plan, guard="0.1 fp8 keep"),
+        dataclasses.replace(plan, guard="0.2 fp8 keep"),
+        dataclasses.replace(plan, observer="mse"),
         dataclasses.replace(plan, layers=plan.layers[:-1]),
         plan.replace_layers([dataclasses.replace(plan.layers[3], weight=FP8)]),
         plan.replace_layers([dataclasses.replace(plan.layers[1], solver="rtn")]),
         plan.replace_layers([dataclasses.replace(plan.layers[0], reason="other")]),
     ]
-    assert len({plan.digest(), *(p.digest() for p in changed)}) == 6
+    assert len({plan.digest(), *(p.digest() for p in changed)}) == 9
 
 
 def test_digest_survives_the_file_and_the_order_of_keys(tmp_path: Path) -> None:
@@ -119,10 +122,29 @@ def test_groups_come_in_model_order() -> None:
     }
 
 
-@pytest.mark.parametrize("version", [None, 0, 2, "1"])
+@pytest.mark.parametrize("version", [None, 0, 3, "1", True])
 def test_another_schema_version_is_refused(version: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"schema_version is {version!r}; this release reads 1")):
+    with pytest.raises(ValueError, match=re.escape(f"schema_version is {version!r}; this release reads 1 and 2")):
         Plan.from_dict({**mixed_plan().to_dict(), "schema_version": version})
+
+
+def test_a_guard_in_the_provenance_has_no_effect() -> None:
+    plan = dataclasses.replace(mixed_plan(), provenance={"guard": "0.1 keep", "gaurd": 3, "observer": ["mse"]})
+    loaded = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert loaded == plan and (loaded.guard, loaded.observer) == (None, "absmax")
+    assert loaded.digest() == mixed_plan().digest()
+
+
+def test_version_1_executed_a_guard_and_an_observer_from_its_provenance() -> None:
+    fields = mixed_plan().to_dict() | {"schema_version": 1}
+    executed = {key: fields.pop(key) for key in ("guard", "observer")}
+    assert executed == {"guard": None, "observer": "absmax"} and Plan.from_dict(fields) == mixed_plan()
+    fields["provenance"] = {"seed": 3, "guard": "0.1 keep", "observer": "mse"}
+    plan = Plan.from_dict(fields)
+    assert (plan.guard, plan.observer, plan.provenance) == ("0.1 keep", "mse", {"seed": 3})
+    assert plan.to_dict()["schema_version"] == 2 and Plan.from_dict(plan.to_dict()) == plan
+    with pytest.raises(ValueError, match=r"unknown field\(s\) guard in schema version 1"):
+        Plan.from_dict({**fields, "guard": "0.1 keep"})
 
 
 @pytest.mark.parametrize(
@@ -163,6 +185,9 @@ def test_a_layer_without_a_name_is_refused() -> None:
     ("field", "value", "message"),
     [
         ("layer", [], "plan: unknown field(s) layer"),
+        ("gaurd", "0.1 keep", "plan: unknown field(s) gaurd; known fields: layers, kv_cache, attention, guard"),
+        ("guard", 0.1, "guard: expected text, not 0.1"),
+        ("observer", None, "observer: expected text, not None"),
         ("kv_cache", "fp5", "unknown format 'fp5'"),
         ("attention", "fp5", "unknown format 'fp5'"),
     ],
@@ -179,11 +204,11 @@ def test_a_bad_field_of_the_plan_is_named(field: str, value: Any, message: str) 
         "{",
         "[]",
         "3",
-        '{"schema_version": 1}',
-        '{"schema_version": 1, "layers": 3}',
-        '{"schema_version": 1, "layers": [3]}',
-        '{"schema_version": 1, "layers": [{"name": "a", "kind": "linear", "shape": 3}]}',
-        '{"schema_version": 1, "layers": [{"name": "a", "kind": "linear", "shape": [1, 2], "weight": ["nvfp4"]}]}',
+        '{"schema_version": 2}',
+        '{"schema_version": 2, "layers": 3}',
+        '{"schema_version": 2, "layers": [3]}',
+        '{"schema_version": 2, "layers": [{"name": "a", "kind": "linear", "shape": 3}]}',
+        '{"schema_version": 2, "layers": [{"name": "a", "kind": "linear", "shape": [1, 2], "weight": ["nvfp4"]}]}',
     ],
 )
 def test_a_file_that_is_no_plan_is_named(tmp_path: Path, text: str) -> None:

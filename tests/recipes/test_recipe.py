@@ -236,9 +236,11 @@ def test_gate_and_up_of_experts_are_cut_between_blocks() -> None:
         assert (resolve(layers, recipe).by_name["mlp.gate_up_proj"].weight is not None) is fits
 
 
-def test_an_observer_is_in_the_plan_where_it_is_not_the_default() -> None:
-    assert resolve(LAYERS, Recipe("x", weight="nvfp4", observer="mse")).provenance["observer"] == "mse"
-    assert "observer" not in resolve(LAYERS, Recipe("x", weight="nvfp4")).provenance
+def test_guard_and_observer_are_in_the_plan() -> None:
+    plan = resolve(LAYERS, Recipe("x", weight="nvfp4", observer="mse", guard="0.1 keep"))
+    assert (plan.observer, plan.guard) == ("mse", "0.1 keep")
+    plan = resolve(LAYERS, Recipe("x", weight="nvfp4"))
+    assert (plan.observer, plan.guard) == ("absmax", None)
 
 
 def test_rules_that_split_a_fusion_group_are_refused() -> None:

@@ -51,10 +51,11 @@ def test_show_has_reason_and_cost_of_every_layer(plan_file: Path, golden: Plan) 
 
 def test_edit_and_diff_round_trip(plan_file: Path, golden: Plan, tmp_path: Path) -> None:
     out = tmp_path / "edited.json"
-    result = quant("plan", "edit", plan_file, "--set", "*.down_proj=fp8_channel", "--kv-cache", "fp8", "--out", out)
+    options = ("--set", "*.down_proj=fp8_channel", "--kv-cache", "fp8", "--guard", "0.1 keep", "--observer", "mse")
+    result = quant("plan", "edit", plan_file, *options, "--out", out)
     assert result.exit_code == 0, result.output
     edited = Plan.load(out)
-    assert edited.kv_cache == FORMATS["fp8"]
+    assert (edited.kv_cache, edited.guard, edited.observer) == (FORMATS["fp8"], "0.1 keep", "mse")
     assert [m.name for m in edited.layers if m.weight == FP8C] == [m.name for m in golden.layers if "down" in m.name]
     assert all(m.activation == TOKEN for m in edited.layers if m.weight == FP8C)
     shown = json.loads(quant("plan", "diff", plan_file, out, "--json").stdout)
@@ -66,6 +67,7 @@ def test_edit_and_diff_round_trip(plan_file: Path, golden: Plan, tmp_path: Path)
     )
     text = quant("plan", "diff", plan_file, out).stdout
     assert "2 layers: nvfp4@nvfp4 → fp8_channel@fp8_token" in text and "KV cache: 16 bit → fp8" in text
+    assert "guard: none → 0.1 keep\nobserver: absmax → mse" in text
     assert "no layer changes" in quant("plan", "diff", plan_file, plan_file).stdout
 
 
@@ -74,6 +76,8 @@ def test_edit_refuses_in_one_line_and_writes_nothing(plan_file: Path, tmp_path: 
     for options, message in (
         (("--set", "*.q_proj=keep"), "--whole-groups"),
         (("--set", "*.q_proj=nvfp5"), "unknown format"),
+        (("--observer", "median"), "unknown observer 'median'"),
+        (("--guard", "0.1 fp5"), "guard '0.1 fp5': unknown format 'fp5'"),
         ((), "nothing to change"),
     ):
         result = quant("plan", "edit", plan_file, *options, "--out", out)

@@ -70,6 +70,13 @@ def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
     assert "no kernel" in texts["backwards"]
 
 
+def test_a_guard_and_an_observer_are_checked() -> None:
+    (problem,) = validate(plan_of(*block(0), guard="0.1 fp5"))
+    assert problem.where == "plan" and "guard '0.1 fp5': unknown format 'fp5'" in problem.what
+    (problem,) = validate(plan_of(*block(0), observer="median"))
+    assert problem.where == "plan" and problem.what.startswith("unknown observer 'median'; known observers: absmax")
+
+
 def test_another_models_plan_names_missing_extra_and_reshaped() -> None:
     plan = plan_of(*block(0), *block(1))
     layers = [replace(m, shape=(64, 256)) if m.name == ATTENTION.format(0, "k") else m for m in layers_of(plan)]

@@ -35,7 +35,8 @@ def test_totals_count_by_hand() -> None:
     quantized = 3 * (64 * 128 * 9 // 16 + 4) + 128 * 256 * 9 // 16 + 4
     weights = 3 * 64 * 128 + 128 * 256
     kept = 2 * 128 * 256
-    found = totals(plan)
+    found = totals(replace(plan, guard="0.1 keep", observer="mse"))
+    assert (found["guard"], found["observer"]) == ("0.1 keep", "mse")
     assert found["bytes"] == quantized + kept + 2 * 512 * 128 + 2 * 128
     assert found["effective_bits"] == pytest.approx(8 * quantized / weights)
     assert found["bits_linear"] == pytest.approx(8 * (quantized + kept) / (weights + 128 * 256))

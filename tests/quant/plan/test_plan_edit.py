@@ -11,7 +11,7 @@ from plan_samples import ATTENTION, FP8C, NVFP4, block, plan_of
 
 from quant.errors import UserError
 from quant.formats.format import FORMATS, get_format
-from quant.plan.edit import edit, input_of, parse_setting, set_kv_cache
+from quant.plan.edit import edit, input_of, parse_setting, set_guard_and_observer, set_kv_cache
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.recipes.recipe import presets
@@ -65,6 +65,17 @@ def test_an_edit_changes_what_it_names_and_nothing_else() -> None:
     assert old.by_name[down.name].nbytes == 128 * 256 // 2 + 128 * 256 // 16 + 4
     assert new.provenance == {"seed": 3, "edits": ["*.1.*.down_proj=fp8_channel:mse", "*.0.self_attn.*=keep"]}
     assert Plan.from_dict(json.loads(json.dumps(new.to_dict()))) == new
+
+
+def test_guard_and_observer_are_set_and_taken_away() -> None:
+    plan = set_guard_and_observer(plan_of(*block(0)), "0.1 fp8 keep", "mse")
+    assert (plan.guard, plan.observer) == ("0.1 fp8 keep", "mse")
+    assert set_guard_and_observer(plan) == plan
+    assert set_guard_and_observer(plan, "", "absmax") == plan_of(*block(0))
+    with pytest.raises(ValueError, match=r"guard '-1': write a positive limit"):
+        set_guard_and_observer(plan, "-1")
+    with pytest.raises(ValueError, match="unknown observer 'median'; known observers: absmax, percentile"):
+        set_guard_and_observer(plan, observer="median")
 
 
 @pytest.mark.parametrize(
