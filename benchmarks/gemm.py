@@ -41,6 +41,7 @@ from quant.kernels import tiles
 from quant.kernels.ceilings import copy_rate, warm_up
 from quant.kernels.hardware import current
 from quant.kernels.linear import dispatch, tables, tuning
+from quant.kernels.linear.fp8_gemm import prefill_linear
 from quant.kernels.timing import graph_microseconds
 from quant.recipes.json_text import json_text
 
@@ -122,7 +123,7 @@ def _choices(weight: BlockScaledTensor, tokens: int) -> list[tiles.Choice]:
     shape = (weight.shape[0], weight.shape[1])
     if _search:
         return tiles.candidates(weight.format, tokens, shape, current(), weight.codes.dtype is torch.int32)
-    return [dispatch.choose(weight, torch.empty(tokens, shape[1], device="cuda", dtype=torch.bfloat16))]
+    return [dispatch.choose_launch(weight, torch.empty(tokens, shape[1], device="cuda", dtype=torch.bfloat16))]
 
 
 def _run_once(weight: BlockScaledTensor, tokens: int) -> None:
@@ -130,7 +131,7 @@ def _run_once(weight: BlockScaledTensor, tokens: int) -> None:
     dispatch.dequantize(weight, torch.bfloat16)
     for choice in _choices(weight, tokens):
         try:
-            dispatch.run(x, weight, None, choice)
+            dispatch.multiply_with(x, weight, None, choice)
         except Exception as error:
             print(f"{weight.format} {list(weight.shape)} {tokens} {choice}: {error}", file=sys.stderr)
 
@@ -203,14 +204,14 @@ def prefill(compile_only: bool) -> Iterator[Row]:
     for shape, tokens in ((WIDE, 1024), (WIDE, 4096), (TALL, 4096)):
         weight = prepack(random_weight(FORMATS["nvfp4"], shape))
         x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
-        y = dispatch.prefill_linear(x, weight, None, None, "fp8_token")
+        y = prefill_linear(x, weight, None, None, activation=FORMATS["fp8_token"])
         sm90_decode_nvfp4.dequantize_prepacked(weight)
         if compile_only:
             continue
         exact = x.double() @ dispatch.dequantize(weight, torch.bfloat16).double().T
         copies = list(tuning.copies(weight, current().l2))
         us = graph_microseconds(
-            [lambda w=w, x=x: dispatch.prefill_linear(x, w, None, None, "fp8_token") for w in copies]
+            [lambda w=w, x=x: prefill_linear(x, w, None, None, activation=FORMATS["fp8_token"]) for w in copies]
         )
         row = _library_row("nvfp4 × fp8_token", shape, tokens, us, 1)
         yield {**row, "TB/s": None, "error": float((y.double() - exact).norm() / exact.norm())}

@@ -59,6 +59,11 @@ class Format:
         return self.block == (1, 0)
 
     @property
+    def has_square_blocks(self) -> bool:
+        """Whether a block spans several rows and several columns, as DeepSeek's squares of 128 × 128 do."""
+        return self.block[0] > 1 and self.block[1] > 1
+
+    @property
     def is_static(self) -> bool:
         """Whether one scale serves a whole tensor: fused weights share it, and calibration measures an activation's."""
         return self.global_scale or self.per_tensor

@@ -22,6 +22,8 @@ from quant.kernels.hardware import Hardware
 
 Launch = Callable[[torch.Tensor, BlockScaledTensor, torch.Tensor | None], torch.Tensor]
 """`x @ weight.T + bias` for arguments of the shapes, dtypes and strides that it was prepared for."""
+Product = Callable[[torch.Tensor, BlockScaledTensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+"""The same of (x `[tokens, in]`, weight, bias, input scale), rounding x to its activation format first."""
 
 
 @dataclass(frozen=True)

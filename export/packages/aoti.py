@@ -39,7 +39,7 @@ from quant.kernels.attention.forward import fp8_attention
 from quant.kernels.attention_reference import fp8_attention_reference
 from quant.kernels.hardware import has_fp8_tensor_cores
 from quant.kernels.linear.conv import CONV, QuantConv, conv_matrix, conv_parameter
-from quant.kernels.linear.fp8_gemm import fp8_linear, round_input, takes
+from quant.kernels.linear.fp8_gemm import fp8_linear, round_to_e4m3, takes_fp8
 from quant.kernels.linear.modules import QuantLinear, restore_layout
 from quant.kernels.linear.ops import LINEAR
 
@@ -227,14 +227,14 @@ def _linear(
     weight_format: str,
     activation: str,
 ) -> torch.Tensor:
-    format, shape = FORMATS[weight_format], (codes.shape[0], x.shape[-1])
-    if takes(format, activation, shape, x.dtype) and has_fp8_tensor_cores(x.device):
-        return fp8_linear(x, codes, scale, bias, input_scale, activation)
-    if activation:
-        given = FORMATS[activation]
-        x = fake_quantize(x, given, **{"global_scale" if given.global_scale else "scale": input_scale})
-    weight = dequantize_in_graph(BlockScaledTensor(codes, scale, format, shape, global_scale), x.dtype)
-    return torch.nn.functional.linear(x, weight, bias)
+    shape = (codes.shape[0], x.shape[-1])
+    weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], shape, global_scale)
+    rounding = FORMATS[activation] if activation else None
+    if rounding and takes_fp8(weight.format, rounding, shape, x.dtype) and has_fp8_tensor_cores(x.device):
+        return fp8_linear(x, weight, bias, input_scale, rounding)
+    if rounding is not None:
+        x = fake_quantize(x, rounding, **{"global_scale" if rounding.global_scale else "scale": input_scale})
+    return torch.nn.functional.linear(x, dequantize_in_graph(weight, x.dtype), bias)
 
 
 def _conv(
@@ -369,7 +369,8 @@ def _exported_attention(
             q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     given = torch.stack([torch.full((), value, dtype=torch.float32, device=q.device) for value in scales[:3]])
-    q8, k8, v8 = (round_input(x, FORMATS["fp8"], value)[0] for x, value in zip((q, k, v), given.unbind(), strict=True))
+    form = FORMATS["fp8"]
+    q8, k8, v8 = (round_to_e4m3(x, form, value)[0] for x, value in zip((q, k, v), given.unbind(), strict=True))
     dtype = q.dtype if q.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
     return fp8_attention(q8, k8, v8, given, causal=causal, softmax_scale=scale, dtype=dtype).to(q.dtype)
 

@@ -51,7 +51,7 @@ def time_as_called(
         ]
         for count in tokens:
             x = torch.randn(count, columns, device=weight.codes.device, dtype=torch.bfloat16)
-            choice = dispatch.choose(weight, x)
+            choice = dispatch.choose_launch(weight, x)
             took = graph_microseconds([call_of(x, copy, choice) for copy in weights])
             base = graph_microseconds([lambda w=w, x=x: x @ w.T for w in dense])  # type: ignore[misc]
             rows.append(

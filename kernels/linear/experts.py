@@ -23,7 +23,7 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import current, has_triton
 from quant.kernels.layout import is_prepacked, restore
-from quant.kernels.linear import dispatch
+from quant.kernels.linear.input_rounding import aligned_rows, round_rows
 from quant.kernels.linear.ops import below_autograd, input_gradient, quantized_linear, register
 
 GROUPED_LINEAR = "quant::grouped_linear"
@@ -147,8 +147,8 @@ def _on_gpu(
     grouped_gemm.check(x, weight, offsets)
     if is_prepacked(weight):
         if x.dtype is torch.bfloat16:
-            rounded = x if activation is None else dispatch.round_rows(x, activation, input_scale)
-            return sm90_codes_gemm_many.grouped_gemm_many(dispatch.aligned_rows(rounded), weight, offsets)
+            rounded = x if activation is None else round_rows(x, activation, input_scale)
+            return sm90_codes_gemm_many.grouped_gemm_many(aligned_rows(rounded), weight, offsets)
         weight = restore(weight)
     if activation is None:
         return grouped_gemm.grouped_codes_gemm(x, weight, offsets)
@@ -162,7 +162,7 @@ def _on_gpu(
     if whole and gpu.has_block_scales and block_scaled_gemm.takes(weight.format, activation):
         rows = casts.quantize(x, activation, global_scale=second)
         return block_scaled_gemm.block_scaled_gemm(rows, weight, None, x.dtype, offsets=offsets)
-    return grouped_gemm.grouped_codes_gemm(dispatch.round_rows(x, activation, input_scale), weight, offsets)
+    return grouped_gemm.grouped_codes_gemm(round_rows(x, activation, input_scale), weight, offsets)
 
 
 def _gradient(

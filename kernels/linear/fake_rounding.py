@@ -37,7 +37,7 @@ from quant.formats.rounding import round_to
 from quant.formats.scaling import global_scale_of
 from quant.formats.tensor import choose_scale, round_activation, round_with_scale
 from quant.kernels.hardware import has_triton
-from quant.kernels.linear import dispatch
+from quant.kernels.linear.input_rounding import round_rows
 from quant.kernels.linear.ops import below_autograd, is_traced, register
 
 _FLOATS = (torch.float16, torch.bfloat16)
@@ -270,7 +270,7 @@ def _round_input(x: torch.Tensor, input_scale: torch.Tensor | None, activation: 
             rows = x.reshape(-1, x.shape[-1])
             if fake_rounding.can_measure(format, rows.shape) and format.global_scale == (input_scale is not None):
                 return fake_rounding.round_weight(rows, format, x.dtype, None, input_scale).view(x.shape)
-            return dispatch.round_rows(rows, format, input_scale).view(x.shape)
+            return round_rows(rows, format, input_scale).view(x.shape)
     # An op returns no tensor that it was given, as rounding does of no rows.
     return round_activation(x, format, input_scale) if x.numel() else x.clone()
 

@@ -7,31 +7,33 @@ cuBLASLt multiplies per-tensor and per-row scales in the epilogue, at about 1.8 
 input is plain PyTorch, written so that a compiler (AOTInductor) fuses it into the kernel that makes the input.
 
 cuBLASLt wants both scales of one kind and dimensions that are multiples of 16, and with per-row scales its output is
-BF16. `takes` says what fits; everything else goes to the general op.
+BF16. `takes_fp8` says what fits; everything else goes to the general op.
+
+With many tokens a prepacked weight is multiplied here, too (`prefill_linear`), once its codes have become E4M3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import Format
 from quant.formats.scaling import finite_or_nan, scale_of
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels import tiles
 from quant.kernels.hardware import has_triton
+from quant.kernels.layout import is_prepacked
+from quant.kernels.tiles import Product
 
 _STEP = 16
 
 
-def takes(weight: Format, activation: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+def takes_fp8(weight: Format, activation: Format | None, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Whether `fp8_linear` computes a linear of `shape` `[out, in]` for an input of `dtype`."""
-    if not activation or not (_per_row(weight) or _per_tensor(weight)):
+    if activation is None or not (_is_per_row(weight) or _is_per_tensor(weight)):
         return False
-    given = FORMATS[activation]
-    if not (_per_row(given) or _per_tensor(given)) or any(size % _STEP for size in shape):
+    if not (_is_per_row(activation) or _is_per_tensor(activation)) or any(size % _STEP for size in shape):
         return False
-    by_rows = _per_row(weight) or _per_row(given)
+    by_rows = _is_per_row(weight) or _is_per_row(activation)
     return dtype is torch.bfloat16 or (dtype in (torch.float16, torch.float32) and not by_rows)
 
 
@@ -39,15 +41,15 @@ def _is_e4m3(format: Format) -> bool:
     return format.element.torch_dtype is torch.float8_e4m3fn and format.scale.is_wide and not format.global_scale
 
 
-def _per_tensor(format: Format) -> bool:
+def _is_per_tensor(format: Format) -> bool:
     return _is_e4m3(format) and format.per_tensor
 
 
-def _per_row(format: Format) -> bool:
+def _is_per_row(format: Format) -> bool:
     return _is_e4m3(format) and format.per_row
 
 
-def round_input(x: torch.Tensor, activation: Format, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def round_to_e4m3(x: torch.Tensor, activation: Format, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`[tokens, in]` in E4M3 and its scale, as `fake_quantize` rounds it.
 
     Args:
@@ -57,7 +59,7 @@ def round_input(x: torch.Tensor, activation: Format, scale: torch.Tensor | None)
     """
     largest = activation.element.max
     if scale is None:
-        amax = x.abs().amax(-1, keepdim=True) if _per_row(activation) else x.abs().amax()
+        amax = x.abs().amax(-1, keepdim=True) if _is_per_row(activation) else x.abs().amax()
         scale = scale_of(amax, largest)
     else:
         x, scale = finite_or_nan(x), scale.reshape(())
@@ -66,27 +68,25 @@ def round_input(x: torch.Tensor, activation: Format, scale: torch.Tensor | None)
 
 def fp8_linear(
     x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
+    weight: BlockScaledTensor,
     bias: torch.Tensor | None,
     input_scale: torch.Tensor | None,
-    activation: str,
+    activation: Format,
 ) -> torch.Tensor:
-    """`[..., in]` to `[..., out]`, where `takes` says so.
+    """`[..., in]` to `[..., out]`, where `takes_fp8` says so, in PyTorch alone.
 
     Args:
         x: `[..., in]`; its dtype is the output's.
-        codes: E4M3 `[out, in]`.
-        scale: float32 `[1, 1]` or `[out, 1]`.
+        weight: E4M3 `[out, in]`, with a scale `[1, 1]` or `[out, 1]`.
         bias: `[out]`, or None.
         input_scale: static scale of the input, float32 scalar; None measures it.
-        activation: name of the input's format.
+        activation: the input's format.
     """
-    x8, sx = round_input(x.reshape(-1, x.shape[-1]), FORMATS[activation], input_scale)
-    return _multiply(x8, sx, codes, scale, bias, x.dtype).reshape(*x.shape[:-1], codes.shape[0])
+    x8, sx = round_to_e4m3(x.reshape(-1, x.shape[-1]), activation, input_scale)
+    return _scaled_mm(x8, sx, weight, bias, x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def prepare(x: torch.Tensor, activation: Format, input_scale: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+def prepare_fp8_linear(x: torch.Tensor, activation: Format, input_scale: torch.Tensor | None) -> Product:
     """`fp8_linear` in two launches, where there is a kernel that rounds x in one pass, for arguments like these.
 
     Args:
@@ -95,13 +95,13 @@ def prepare(x: torch.Tensor, activation: Format, input_scale: torch.Tensor | Non
         input_scale: static scale of the input, or None.
 
     Returns:
-        A function of (x, weight, bias, input scale), which cannot be traced.
+        A product that cannot be traced.
     """
 
     def by_torch(
         x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
     ) -> torch.Tensor:
-        return fp8_linear(x, weight.codes, weight.scale, bias, input_scale, activation.name)
+        return fp8_linear(x, weight, bias, input_scale, activation)
 
     if x.dtype not in (torch.float16, torch.bfloat16) or not x.numel() or not has_triton():
         return by_torch
@@ -112,31 +112,60 @@ def prepare(x: torch.Tensor, activation: Format, input_scale: torch.Tensor | Non
     casts.check_scales(x, activation, input_scale, None)
     cast, per_tensor = casts.prepare(x, activation, contiguous=x.is_contiguous()), activation.per_tensor
 
-    def run(
+    def by_cast(
         x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
     ) -> torch.Tensor:
         rows = cast(x, input_scale)
         sx = rows.scale.reshape(()) if per_tensor else rows.scale
-        return _multiply(rows.codes, sx, weight.codes, weight.scale, bias, x.dtype)
+        return _scaled_mm(rows.codes, sx, weight, bias, x.dtype)
 
-    return run
+    return by_cast
 
 
-def _multiply(
-    x8: torch.Tensor,
-    sx: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
+def _scaled_mm(
+    x8: torch.Tensor, sx: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    tokens, out = x8.shape[0], codes.shape[0]
-    if sx.dim() == 0 and scale.numel() == 1:
-        sx, sw = sx.reshape(1, 1), scale.reshape(1, 1)
-    else:
+    """`[tokens, out]` in `dtype`, from E4M3 `[tokens, in]` under scales `[]` or `[tokens, 1]`."""
+    tokens, out = x8.shape[0], weight.codes.shape[0]
+    if sx.dim() == 0 and weight.scale.numel() == 1:
+        sx, sw = sx.reshape(1, 1), weight.scale.reshape(1, 1)
+    else:  # both sides need scales of one kind
         sx = sx.reshape(-1, 1).expand(tokens, 1).contiguous()
-        sw = scale.reshape(1, -1).expand(1, out).contiguous()
+        sw = weight.scale.reshape(1, -1).expand(1, out).contiguous()
+    w8 = weight.codes.t()
     # Fast accumulation: sums of E4M3 products in the tensor core's own precision, as every serving runtime does.
     if bias is not None and dtype is torch.float32:  # the library adds no bias to a result in FP32
-        return torch._scaled_mm(x8, codes.t(), sx, sw, out_dtype=dtype, use_fast_accum=True) + bias
-    return torch._scaled_mm(x8, codes.t(), sx, sw, bias, out_dtype=dtype, use_fast_accum=True)
+        return torch._scaled_mm(x8, w8, sx, sw, out_dtype=dtype, use_fast_accum=True) + bias
+    return torch._scaled_mm(x8, w8, sx, sw, bias, out_dtype=dtype, use_fast_accum=True)
+
+
+def takes_prefill(weight: BlockScaledTensor, activation: Format, tokens: int, dtype: torch.dtype) -> bool:
+    """Whether `prefill_linear` multiplies: its weight is prepacked, and the plan gave the layer FP8 activations."""
+    from quant.kernels.portable import casts
+
+    is_fp8 = activation.name in casts.FORMATS_OUT and (_is_per_tensor(activation) or _is_per_row(activation))
+    is_many = tokens > tiles.PREFILL and dtype is torch.bfloat16
+    return is_fp8 and is_many and is_prepacked(weight) and weight.shape[1] <= casts.MAX_COLUMNS
+
+
+def prefill_linear(
+    x: torch.Tensor,
+    weight: BlockScaledTensor,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    *,
+    activation: Format,
+) -> torch.Tensor:
+    """`x @ weight.T + bias` in FP8: NVFP4 codes become E4M3 with a scale a row in one pass, x as its format says.
+
+    The library multiplies FP8 at nearly twice the rate of 16 bit. The price is one more rounding of the weight, of up
+    to one part in 16 (`benchmarks/gemm.py` prints the error of the product).
+    """
+    from quant.kernels.hopper import sm90_decode_nvfp4
+    from quant.kernels.portable import casts
+
+    codes, scale = sm90_decode_nvfp4.prepacked_to_e4m3(weight)
+    rows = casts.quantize(x, activation, scale=input_scale)
+    sx = rows.scale.reshape(-1, 1).expand(x.shape[0], 1).contiguous()
+    bias = None if bias is None else bias.to(x.dtype)
+    return torch._scaled_mm(rows.codes, codes.t(), sx, scale[None], bias, out_dtype=x.dtype, use_fast_accum=True)

@@ -84,6 +84,21 @@ def input_gradient(gradient: torch.Tensor, weight: BlockScaledTensor) -> torch.T
     return total.to(gradient.dtype).view(*gradient.shape[:-1], weight.shape[1])
 
 
+def _reference(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    weight_format: str,
+    activation: str,
+) -> torch.Tensor:
+    """The op `quant::linear` on a device without kernels."""
+    weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (codes.shape[0], x.shape[-1]), global_scale)
+    return oracle.reference_linear(x, weight, bias, input_scale, FORMATS[activation] if activation else None)
+
+
 def _gradient(
     gradient: torch.Tensor,
     codes: torch.Tensor,
@@ -210,8 +225,8 @@ register(
     "str weight_format, str activation) -> Tensor",
     _fake,
     autograd=_with_gradients,
-    default=oracle.linear,
-    cuda=dispatch.linear,
+    default=_reference,
+    cuda=dispatch.linear_on_gpu,
 )
 register(
     _GRADIENT,

@@ -18,36 +18,48 @@ import torch
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
-from quant.formats.format import FORMATS
+from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor, round_activation
 from quant.kernels.layout import TILE, as_computed, is_prepacked, restore
 
 _SLICE_ELEMENTS, _GPU_SLICE_ELEMENTS = 1 << 23, 1 << 26
 
 
-def linear(
+def reference_linear(
     x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
+    weight: BlockScaledTensor,
     bias: torch.Tensor | None,
     input_scale: torch.Tensor | None,
-    weight_format: str,
-    activation: str,
+    activation: Format | None,
 ) -> torch.Tensor:
-    """The op `quant::linear` (`kernels/linear/ops.py`) on any device."""
-    shape = (codes.shape[0], x.shape[-1])
-    weight = as_stored(BlockScaledTensor(codes, scale, FORMATS[weight_format], shape, global_scale))
-    if activation:
-        x = round_activation(x, FORMATS[activation], input_scale)
+    """`x @ weight.T + bias` on any device, `[..., in]` to `[..., out]`; the weight is in either layout."""
+    weight = as_stored(weight)
+    if activation is not None:
+        x = round_activation(x, activation, input_scale)
     dense = _cache.get(weight, x.dtype)
     if dense is not None:
         return functional.linear(x, dense, bias)
-    out = x.new_empty(*x.shape[:-1], codes.shape[0])
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
     for rows, piece in row_slices(weight):
         part = None if bias is None else bias[rows]
         out[..., rows] = functional.linear(x, piece.dequantize(x.dtype), part)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceProduct:
+    """`reference_linear` as a `Product` of `kernels/linear/dispatch.py`; it takes x in any shape `[..., in]`."""
+
+    activation: Format | None
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: BlockScaledTensor,
+        bias: torch.Tensor | None,
+        input_scale: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return reference_linear(x, weight, bias, input_scale, self.activation)
 
 
 def dense_view(weight: BlockScaledTensor, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -143,7 +143,7 @@ def test_agrees_with_float64_on_a_gpu(size: tuple[int, int, int]) -> None:
         first = None
         for _ in range(3):
             torch.full((tokens, rows), float("nan"), device="cuda", dtype=torch.bfloat16)
-            y = dispatch.run(x, packed, bias, choice)
+            y = dispatch.multiply_with(x, packed, bias, choice)
             assert bool(((y.double() - exact).abs() <= bound).all())
             assert first is None or torch.equal(y, first)
             first = y
@@ -161,14 +161,14 @@ def test_parts_of_a_tile_need_not_be_there_at_once(monkeypatch: pytest.MonkeyPat
     weights = [quantize(torch.randn(4096, 4096, device="cuda"), FORMATS["nvfp4"]) for _ in range(2)]
     packed = [prepack(weight) for weight in weights]
     assert deal(32 * 2, current().sms, 32)[2:] == (64, current().sms // 64)
-    first = [dispatch.run(x, weight, None, choice) for weight in packed]
+    first = [dispatch.multiply_with(x, weight, None, choice) for weight in packed]
     streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1)]
     torch.cuda.synchronize()
     found: list[list[torch.Tensor]] = [[], []]
     for _ in range(100):
         for stream, weight, kept in zip(streams, packed, found, strict=True):
             with torch.cuda.stream(stream):
-                kept.append(dispatch.run(x, weight, None, choice))
+                kept.append(dispatch.multiply_with(x, weight, None, choice))
     torch.cuda.synchronize()
     for weight, expected, kept in zip(weights, first, found, strict=True):
         exact = x.double() @ weight.dequantize(torch.float64).T

@@ -85,14 +85,15 @@ def test_many_tokens_go_to_hoppers_kernel(form: str, tokens: int) -> None:
 def test_what_the_kernel_cannot_multiply_takes_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
     weight, x = quantize(torch.randn(256, 512), FORMATS["fp8_channel"]), torch.randn(100, 512).bfloat16()
-    assert isinstance(dispatch.choose(weight, x), tiles.PrefillTiles)
-    assert dispatch.choose(weight, x.half()) is tiles.DENSE
+    assert isinstance(dispatch.choose_launch(weight, x), tiles.PrefillTiles)
+    assert dispatch.choose_launch(weight, x.half()) is tiles.DENSE
     memory = torch.empty(256 * 512 + 8, dtype=torch.uint8)[8:]
     shifted = replace(weight, codes=memory.view(256, 512).view(torch.float8_e4m3fn))
     shifted.codes.copy_(weight.codes)
-    assert dispatch.choose(shifted, x) is (tiles.DENSE if shifted.codes.data_ptr() % 16 else dispatch.choose(weight, x))
+    chosen = dispatch.choose_launch(weight, x)
+    assert dispatch.choose_launch(shifted, x) is (tiles.DENSE if shifted.codes.data_ptr() % 16 else chosen)
     weight.codes.view(torch.uint8)[3, 5] = 0x7F
-    assert dispatch.choose(weight, x) is tiles.DENSE
+    assert dispatch.choose_launch(weight, x) is tiles.DENSE
 
 
 def weight_of_all_codes(form: str, rows: int, columns: int) -> BlockScaledTensor:
@@ -138,7 +139,7 @@ def test_agrees_with_float64_on_a_gpu(form: str, size: tuple[int, int]) -> None:
         first = None
         for _ in range(3):
             torch.full((tokens, rows), float("nan"), device="cuda", dtype=torch.bfloat16)
-            y = dispatch.run(x, weight, bias, choice)
+            y = dispatch.multiply_with(x, weight, bias, choice)
             assert bool(((y.double() - exact).abs() <= magnitude * unit + exact.abs() * 2**-8).all())
             assert first is None or torch.equal(y, first)
             first = y

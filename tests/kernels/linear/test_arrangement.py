@@ -290,15 +290,15 @@ def test_a_loaded_model_takes_the_fastest_kernel(format: str, monkeypatch: pytes
     model = nn.Sequential(QuantLinear(weight_in(format, 512, 1024))).cuda()
     assert is_prepacked(model[0].stored_weight) == (format in ARRANGED)
     dense, used = model[0].dequantize(torch.float64), []
-    prepare = dispatch.prepare
+    prepare = dispatch.prepare_launch
 
     def seen(x: torch.Tensor, weight: BlockScaledTensor, bias: Any, choice: Any) -> Any:
         launch = prepare(x, weight, bias, choice)
         used.append(launch.__module__.rpartition(".")[2])
         return launch
 
-    monkeypatch.setattr(dispatch, "prepare", seen)
-    monkeypatch.setattr(dispatch, "_ways", {})
+    monkeypatch.setattr(dispatch, "prepare_launch", seen)
+    monkeypatch.setattr(dispatch, "_products", {})
     for tokens in TOKENS:
         used.clear()
         x = torch.randn(tokens, 1024, device="cuda").bfloat16()
@@ -326,5 +326,5 @@ def test_which_kernel_an_h100_takes(format: str, monkeypatch: pytest.MonkeyPatch
     weight = weight_in(format, 512, 1024)
     arranged = weight if why_not(weight) else as_computed(prepack(weight))
     for tokens in TOKENS:
-        choice = dispatch.choose(arranged, torch.empty(tokens, 1024, dtype=torch.bfloat16))
+        choice = dispatch.choose_launch(arranged, torch.empty(tokens, 1024, dtype=torch.bfloat16))
         assert files.get(type(choice), "dispatch") in kernels_of(arranged.format, tokens), (tokens, choice)

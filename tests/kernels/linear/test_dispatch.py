@@ -16,15 +16,16 @@ from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels import hardware, tiles
 from quant.kernels.hardware import TARGETS
 from quant.kernels.layout import prepack, restore
-from quant.kernels.linear import dispatch
+from quant.kernels.linear import dispatch, native_gemm
+from quant.kernels.linear.input_rounding import round_rows
 
 
 @pytest.fixture(autouse=True)
 def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An L40S, for which no table is shipped; its launches are interpreted."""
     monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["l40s"])
-    monkeypatch.setattr(dispatch, "_checked", {})
-    monkeypatch.setattr(dispatch, "_ways", {})
+    monkeypatch.setattr(native_gemm, "_verdicts", {})
+    monkeypatch.setattr(dispatch, "_products", {})
     with interpreted():
         yield
 
@@ -32,7 +33,7 @@ def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def linear(
     x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None = None, activation: str = ""
 ) -> torch.Tensor:
-    return dispatch.linear(
+    return dispatch.linear_on_gpu(
         x, weight.codes, weight.scale, weight.global_scale, bias, None, weight.format.name, activation
     )
 
@@ -47,7 +48,7 @@ def close(y: torch.Tensor, x: torch.Tensor, weight: BlockScaledTensor) -> None:
 def test_both_ways_to_multiply(format: str, tokens: int) -> None:
     weight, x = quantize(torch.randn(96, 256), FORMATS[format]), torch.randn(2, tokens, 256).bfloat16()
     kind = tiles.Dense if tokens > 32 else tiles.Tiles
-    assert isinstance(dispatch.choose(weight, x.view(-1, 256)), kind)
+    assert isinstance(dispatch.choose_launch(weight, x.view(-1, 256)), kind)
     y = linear(x, weight)
     assert y.shape == (2, tokens, 96) and y.dtype is torch.bfloat16
     close(y, x, weight)
@@ -104,7 +105,7 @@ def test_rounding_is_that_of_the_oracle(format: str, static: bool) -> None:
     for columns in (256, 200):
         x = torch.randn(6, columns).bfloat16()
         known = {"global_scale" if form.global_scale else "scale": scale}
-        assert torch.equal(dispatch.round_rows(x, form, scale), fake_quantize(x, form, **known))
+        assert torch.equal(round_rows(x, form, scale), fake_quantize(x, form, **known))
 
 
 def test_fp32_is_left_to_the_oracle() -> None:
@@ -140,10 +141,10 @@ def test_prepacked_weights_go_to_hoppers_kernel(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
     weight = prepack(quantize(torch.randn(256, 1024), FORMATS["nvfp4"]))
     few, many = torch.randn(9, 1024).bfloat16(), torch.randn(4096, 1024).bfloat16()
-    assert isinstance(dispatch.choose(weight, few), tiles.GluonTiles)
-    assert isinstance(dispatch.choose(weight, many), tiles.PrefillTiles)
+    assert isinstance(dispatch.choose_launch(weight, few), tiles.GluonTiles)
+    assert isinstance(dispatch.choose_launch(weight, many), tiles.PrefillTiles)
     # Those kernels multiply in BF16 only; other inputs get the weight dequantized.
-    assert dispatch.choose(weight, few.half()) is tiles.DENSE
+    assert dispatch.choose_launch(weight, few.half()) is tiles.DENSE
     # (Gluon has no interpreter: the kernel that dequantizes is tested on a GPU.)
     monkeypatch.setattr(dispatch, "dequantize", lambda weight, dtype: restore(weight).dequantize(dtype))
     close(linear(few.half(), weight), few, restore(weight))
@@ -153,8 +154,8 @@ def test_prepacked_weights_go_to_hoppers_kernel(monkeypatch: pytest.MonkeyPatch)
 def test_fp8_blocks_by_fp8_groups(monkeypatch: pytest.MonkeyPatch, tokens: int, used: bool) -> None:
     """With many tokens codes meet codes, with few the weight is decoded; the product is the same."""
     calls = []
-    native = dispatch._native_linear
-    monkeypatch.setattr(dispatch, "_native_linear", lambda *given: calls.append(given) or native(*given))
+    native = native_gemm.multiply_codes
+    monkeypatch.setattr(native_gemm, "multiply_codes", lambda *given: calls.append(given) or native(*given))
     monkeypatch.setattr(torch.Tensor, "to", _stay_on_cpu(torch.Tensor.to))
     weight, x = quantize(torch.randn(200, 256), FORMATS["fp8_block"]), torch.randn(tokens, 256).bfloat16()
     y = linear(x, weight, activation="fp8_group")
@@ -166,7 +167,7 @@ def test_a_block_scaled_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.Mon
     """A first product that differs from float64 ends in a warning, and the weight is dequantized as elsewhere."""
     monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["b200"])
     weight, x = quantize(torch.randn(64, 128), FORMATS["mxfp8"]), torch.randn(9, 128).bfloat16()
-    monkeypatch.setattr(dispatch, "_native_linear", lambda x, weight, *rest: x.new_zeros(len(x), weight.shape[0]))
+    monkeypatch.setattr(native_gemm, "multiply_codes", lambda x, weight, *rest: x.new_zeros(len(x), weight.shape[0]))
     monkeypatch.setattr(torch.Tensor, "to", _stay_on_cpu(torch.Tensor.to))
     with pytest.warns(UserWarning, match=r"kernel for mxfp8 by mxfp8 is wrong on this GPU \(error 1\.0e\+00\)"):
         y = linear(x, weight, activation="mxfp8")

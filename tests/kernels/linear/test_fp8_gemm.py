@@ -1,11 +1,11 @@
-"""The library's FP8 matmul takes what `takes` says, inputs are rounded as by the oracle, and values fit float64."""
+"""The library's FP8 matmul takes what `takes_fp8` says, inputs are rounded as by the oracle, and values fit float64."""
 
 import pytest
 import torch
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize, quantize
-from quant.kernels.linear.fp8_gemm import round_input, takes
+from quant.kernels.linear.fp8_gemm import round_to_e4m3, takes_fp8
 from quant.kernels.linear.ops import quantized_linear
 
 
@@ -14,17 +14,18 @@ def test_inputs_are_rounded_as_the_oracle_rounds(activation: str, static: bool) 
     x = torch.randn(33, 64) * torch.randn(33, 1).exp()
     x[4] = 0
     form, scale = FORMATS[activation], torch.tensor(0.01) if static else None
-    x8, sx = round_input(x, form, scale)
+    x8, sx = round_to_e4m3(x, form, scale)
     assert torch.equal(x8.float() * sx, fake_quantize(x, form, scale=scale))
 
 
 def test_what_the_library_takes() -> None:
     row, tensor, block = FORMATS["fp8_channel"], FORMATS["fp8"], FORMATS["fp8_block"]
-    assert takes(row, "fp8_token", (32, 64), torch.bfloat16) and takes(tensor, "fp8", (32, 64), torch.float16)
-    assert not takes(row, "fp8_token", (32, 64), torch.float16)
-    assert not takes(row, "fp8_token", (33, 64), torch.bfloat16)
-    assert not takes(block, "fp8_group", (128, 128), torch.bfloat16)
-    assert not takes(row, "", (32, 64), torch.bfloat16)
+    token, group = FORMATS["fp8_token"], FORMATS["fp8_group"]
+    assert takes_fp8(row, token, (32, 64), torch.bfloat16) and takes_fp8(tensor, tensor, (32, 64), torch.float16)
+    assert not takes_fp8(row, token, (32, 64), torch.float16)
+    assert not takes_fp8(row, token, (33, 64), torch.bfloat16)
+    assert not takes_fp8(block, group, (128, 128), torch.bfloat16)
+    assert not takes_fp8(row, None, (32, 64), torch.bfloat16)
 
 
 @pytest.mark.gpu

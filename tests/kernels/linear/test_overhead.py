@@ -31,10 +31,10 @@ def _h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
     monkeypatch.setattr("quant.kernels.hopper.sm90_codes_gemm_many.current", lambda index=0: TARGETS["h100"])
     monkeypatch.setattr(modules, "is_wanted", lambda device: True)
-    monkeypatch.setattr(dispatch, "_ways", {})
+    monkeypatch.setattr(dispatch, "_products", {})
     monkeypatch.setattr(JITFunction, "run", lambda *args, **options: None)
     with torch.library._scoped_library("quant", "IMPL") as library:
-        library.impl("linear", dispatch.linear, "CPU")
+        library.impl("linear", dispatch.linear_on_gpu, "CPU")
         yield
 
 

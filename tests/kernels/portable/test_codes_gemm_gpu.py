@@ -86,7 +86,7 @@ def test_every_prepacked_code_at_every_scale() -> None:
     for block_m, launches in tiles.GLUON_LAUNCHES.items():
         for warps, resident, depth in launches:
             choice = tiles.gluon_tiles(block_m, warps, resident, current(), depth)
-            assert torch.equal(dispatch.run(eye, packed, None, choice), exact.T)
+            assert torch.equal(dispatch.multiply_with(eye, packed, None, choice), exact.T)
     assert torch.equal(dispatch.dequantize(packed, torch.bfloat16), exact)
 
 
@@ -126,7 +126,7 @@ def test_all_candidates_agree(format: str, prepacked: bool, tokens: int) -> None
     layout = prepack(weight) if prepacked else weight
     x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
     for choice in tiles.candidates(weight.format, tokens, (1024, 2048), current(), prepacked):
-        close_to_float64(dispatch.run(x, layout, None, choice), x, weight, None)
+        close_to_float64(dispatch.multiply_with(x, layout, None, choice), x, weight, None)
 
 
 def test_a_graph_replays_with_new_values() -> None:

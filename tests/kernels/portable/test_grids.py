@@ -52,7 +52,7 @@ def grouped() -> None:
 def linear() -> None:
     weight, x = quantize(torch.ones(64, 32), FORMATS["fp8_channel"]), half(TOKENS, 32)
     tiles = guess(weight.format, TOKENS, (64, 32), TARGETS["l40s"], False)
-    dispatch.run(x, weight, None, tiles)
+    dispatch.multiply_with(x, weight, None, tiles)
 
 
 def attend() -> None:

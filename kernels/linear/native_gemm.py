@@ -1,0 +1,79 @@
+"""Tensor cores multiply codes by codes here: both operands as their formats store them, without dequantizing.
+
+    weight          activation        tensor cores                kernel
+    fp8_block       fp8_group         FP8 (Ada, Hopper, …)        kernels/portable/fp8_block_gemm.py
+    nvfp4, mxfp4,   the same format   block scales (Blackwell)    kernels/portable/block_scaled_gemm.py
+    mxfp8
+
+A kernel that a GPU has never run is first compared with float64, once in a process. One that is wrong there is not
+used, with a warning: the weight is then dequantized, as everywhere else.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from quant.formats.format import FORMATS, Format
+from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
+from quant.kernels import hardware, tiles
+from quant.kernels.layout import is_prepacked
+
+_GROUPS = FORMATS["fp8_group"]  # of activations: 1 × 128, the counterpart of weights in 128 × 128
+_verdicts: dict[tuple[str, str, int], bool] = {}
+"""By format of the weight, format of the activation and GPU: whether a first product was right."""
+
+
+def multiplies_natively(weight: BlockScaledTensor, activation: Format, tokens: int, device: torch.device) -> bool:
+    """Whether tensor cores of this GPU take both sides as they are stored, and got a first product right."""
+    from quant.kernels.portable import block_scaled_gemm, casts
+
+    format, columns = weight.format, weight.shape[1]
+    if is_prepacked(weight) or not format.block[1] or columns % format.block[1]:
+        return False
+    gpu = hardware.current(device.index or 0)
+    if format.has_square_blocks:
+        # With few tokens reading W takes all the time, and 16-bit products are no slower.
+        is_able = gpu.has_fp8 and activation is _GROUPS and tokens > tiles.FEW
+    else:
+        is_able = gpu.has_block_scales and activation is format and format.name in block_scaled_gemm.SCALED_FORMATS
+    if not is_able or columns > casts.MAX_COLUMNS:
+        return False
+    case = (format.name, activation.name, device.index or 0)
+    if case not in _verdicts:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False  # a check waits for its result, which a capture cannot
+        _verdicts[case] = _multiplies_right(format, activation, device.index or 0)
+    return _verdicts[case]
+
+
+def _multiplies_right(format: Format, activation: Format, index: int) -> bool:
+    """Multiplies two random matrices on GPU `index` and compares with float64; warns where they differ."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(size, 512, generator=generator).to(f"cuda:{index}") for size in (130, 200))
+    weight = quantize(w, format)
+    y = multiply_codes(x.bfloat16(), weight, None, None)
+    rounded = fake_quantize(x.bfloat16().float(), activation)
+    exact = rounded.double() @ weight.dequantize(torch.float64).T
+    error = float((y.double() - exact).norm() / exact.norm())
+    if error < 2**-7:
+        return True
+    warnings.warn(
+        f"the kernel for {format} by {activation} is wrong on this GPU (error {error:.1e}) and is not used: weights "
+        "are dequantized instead; please report the GPU, its driver and the version of Triton",
+        stacklevel=2,
+    )
+    return False
+
+
+def multiply_codes(
+    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
+) -> torch.Tensor:
+    """`[tokens, out]`: x `[tokens, in]` is rounded to codes, then codes are multiplied by codes."""
+    from quant.kernels.portable import block_scaled_gemm, casts, fp8_block_gemm
+
+    if weight.format.has_square_blocks:
+        return fp8_block_gemm.fp8_block_gemm(casts.quantize(x, _GROUPS), weight, bias, x.dtype)
+    codes = casts.quantize(x, weight.format, global_scale=input_scale if weight.format.global_scale else None)
+    return block_scaled_gemm.block_scaled_gemm(codes, weight, bias, x.dtype)
