@@ -191,7 +191,7 @@ def kv_scale_tensors(scales: Mapping[str, AttentionScales], dtype: torch.dtype) 
     """
     tensors = {}
     for name, module in scales.items():
-        if module.kv_format is None or module.kv_format.name != "fp8":
+        if module.kv_format is None or not (module.kv_format.is_fp8 and module.kv_format.per_tensor):
             kept = module.kv_format or "16 bit"
             raise ValueError(f"{name}: checkpoints hold scales of a KV cache in fp8; this one is in {kept}")
         for operand in ("k", "v"):

@@ -232,7 +232,7 @@ def round_activation(x: torch.Tensor, activation: Format | None, input_scale: to
     """An input as the matmul sees it; None leaves it."""
     if activation is None:
         return x
-    if x.is_cuda and activation.name == "nvfp4" and x.shape[-1] % activation.block[1] == 0 and x.numel():
+    if x.is_cuda and activation.is_nvfp4 and x.shape[-1] % activation.block[1] == 0 and x.numel():
         from quant.kernels.portable.nvfp4_solvers import fake_quantize_nvfp4
 
         return fake_quantize_nvfp4(x, input_scale)

@@ -64,6 +64,21 @@ class Format:
         return self.block[0] > 1 and self.block[1] > 1
 
     @property
+    def is_nvfp4(self) -> bool:
+        """Whether it is laid out as NVFP4: runs of 16 E2M1 codes, E4M3 block scales, one FP32 scale a matrix."""
+        return self.element is E2M1 and self.scale is E4M3 and self.block == (1, 16) and self.global_scale
+
+    @property
+    def is_mx(self) -> bool:
+        """Whether block scales are powers of two, as in the OCP Microscaling formats."""
+        return self.scale is E8M0
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether elements are E4M3 with scales in FP32, whichever block shares one: no MX format."""
+        return self.element is E4M3 and self.scale is FP32
+
+    @property
     def is_static(self) -> bool:
         """Whether one scale serves a whole tensor: fused weights share it, and calibration measures an activation's."""
         return self.global_scale or self.per_tensor
@@ -86,7 +101,7 @@ class Format:
     @property
     def takes_short_blocks(self) -> bool:
         """Whether runtimes read a short last block along the reduction axis, as they do of FP8 weights in squares."""
-        return self.block[0] > 1 and self.element.bits == 8
+        return self.has_square_blocks and self.element.bits == 8
 
     def divides(self, shape: Sequence[int]) -> bool:
         """Whether `shape` has no short last block along the reduction axis and no half-used byte."""

@@ -188,7 +188,7 @@ class _Rounded(torch.autograd.Function):
 
 
 def _is_fused(x: torch.Tensor, format: Format) -> bool:
-    return x.is_cuda and format.name == "nvfp4" and x.shape[-1] % format.block[1] == 0
+    return x.is_cuda and format.is_nvfp4 and x.shape[-1] % format.block[1] == 0
 
 
 def _spread(scale: torch.Tensor, shape: tuple[int, ...], format: Format) -> torch.Tensor:

@@ -247,7 +247,7 @@ def gptq(
         step = scale.repeat_interleave(shape[0], 0)[: len(weight)].repeat_interleave(shape[1], 1)
         step = step[:, : weight.shape[1]].t()
         step = step.contiguous() if order is None else step[order]
-    at_a_time = weight.is_cuda and format.name == "nvfp4" and len(target) % width == 0
+    at_a_time = weight.is_cuda and format.is_nvfp4 and len(target) % width == 0
 
     def solve_rows(start: int, stop: int) -> None:
         rows = slice(start, stop)

@@ -65,7 +65,7 @@ def local_hessian(weight: Tensor, moments: Tensor, format: Format, global_scale:
     mean = nonzero(moments.diagonal(dim1=1, dim2=2).mean())
     _, uppers = block_factors(moments + _DAMPING * mean * torch.eye(width, device=moments.device))
     target = weight.t().contiguous()
-    if weight.is_cuda and format.name == "nvfp4" and len(target) % width == 0:
+    if weight.is_cuda and format.is_nvfp4 and len(target) % width == 0:
         from quant.kernels.portable.nvfp4_solvers import search_nvfp4_blocks
 
         values, found = search_nvfp4_blocks(target, uppers, second)

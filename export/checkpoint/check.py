@@ -185,8 +185,9 @@ def _modelopt_config(plan: Plan, names: StoredNames) -> Mapping[str, Any] | None
 def _agree(layer: LayerPlan, said: tuple[Format | None, Format | None], compressed_tensors: bool) -> bool:
     """Whether a config means what the plan says. It does not name formats, and ModelOpt's has one name for two."""
     weight, activation = said
-    if not compressed_tensors and str(weight) == str(layer.weight) == "fp8_block":
-        return layer.activation is None or layer.activation.name == "fp8_group"
+    if not compressed_tensors and weight is not None and weight.has_square_blocks and weight == layer.weight:
+        inputs = layer.activation
+        return inputs is None or (inputs.is_fp8 and inputs.block == (1, weight.block[1]))
     return _values(layer.weight) == _values(weight) and _values(layer.activation) == _values(activation)
 
 

@@ -88,7 +88,7 @@ def layer_problem(
     if activation.name not in known:
         choices = " or ".join((*known, "16-bit inputs (activation null)"))
         why = f"TensorRT has no GEMM of {weight} weights and {activation} inputs"
-        if weight.name == "fp8_block":
+        if weight.has_square_blocks:
             why = "TensorRT miscompiles FP8 weights in blocks with FP8 inputs"
         return f"{why}; use {choices} in the plan"
     if activation.is_static and not static_scale:

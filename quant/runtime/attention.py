@@ -233,7 +233,7 @@ def scales_of(
 
 def _is_calibrated(module: nn.Module, format: Format) -> bool:
     """Whether a module has scales for a cache in `format`; checkpoints keep scales for FP8 alone."""
-    return format.name == "fp8" and isinstance(getattr(module, "k_scale", None), torch.Tensor)
+    return format.is_fp8 and format.per_tensor and isinstance(getattr(module, "k_scale", None), torch.Tensor)
 
 
 def _mask(
@@ -325,7 +325,9 @@ def _rounded(
     k_scale = first_scale(k, format) if k_scale is None else k_scale
     v_scale = first_scale(v, format) if v_scale is None else v_scale
     k, v = round_kv(k, format, k_scale), round_kv(v, format, v_scale)
-    return q, k, v, (k_scale, v_scale) if format.name == "fp8" and k_scale is not None and v_scale is not None else None
+    if not format.per_tensor or k_scale is None or v_scale is None:
+        return q, k, v, None
+    return q, k, v, (k_scale, v_scale)
 
 
 def _dense(

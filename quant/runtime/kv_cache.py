@@ -130,7 +130,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
     def scales(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The scales of K and V in FP8 with one a head; None for other formats."""
         assert self._pages is not None and self.format is not None
-        if self.format.name != "fp8":
+        if not self.format.per_tensor:
             return None
         pages = self._pages.layer(0)
         assert pages.k_scale is not None and pages.v_scale is not None

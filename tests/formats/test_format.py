@@ -122,12 +122,6 @@ def test_a_row_is_a_matrix_of_one_row_and_a_scalar_is_refused() -> None:
         FORMATS["nvfp4"].scale_shape(())
 
 
-def test_extent_of_scales() -> None:
-    assert {name for name, format in FORMATS.items() if format.per_tensor} == {"fp8", "int8_tensor"}
-    assert {n for n, format in FORMATS.items() if format.per_row} == {"fp8_channel", "fp8_token", "int8", "int8_token"}
-    assert {name for name, format in FORMATS.items() if format.is_static} == {"fp8", "int8_tensor", "nvfp4"}
-
-
 @pytest.mark.parametrize("name", [None, "keep", "16bit", "bf16", "fp16"])
 def test_16_bit_has_several_names_and_is_no_format(name: str | None) -> None:
     assert parse_format(name) is None
@@ -142,3 +136,21 @@ def test_a_format_of_a_copied_model_is_the_same_object(format: Format) -> None:
     assert copy.deepcopy(format) is pickle.loads(pickle.dumps(format)) is format
     other = replace(format, block=(3, 5))
     assert copy.deepcopy(other) is other and pickle.loads(pickle.dumps(other)) == other
+
+
+@pytest.mark.parametrize(
+    ("ask", "names"),
+    [
+        ("per_tensor", "fp8 int8_tensor"),
+        ("per_row", "fp8_channel fp8_token int8 int8_token"),
+        ("has_square_blocks", "fp8_block"),
+        ("is_static", "nvfp4 fp8 int8_tensor"),
+        ("is_nvfp4", "nvfp4"),
+        ("is_mx", "mxfp4 mxfp6 mxfp6_e3m2 mxfp8 mxfp8_e5m2"),
+        ("is_fp8", "fp8 fp8_channel fp8_block fp8_token fp8_group"),
+    ],
+)
+def test_formats_answer_by_what_they_are_made_of(ask: str, names: str) -> None:
+    assert [format.name for format in FORMATS.values() if getattr(format, ask)] == names.split()
+    renamed = [replace(format, name="x") for format in FORMATS.values()]
+    assert [getattr(format, ask) for format in renamed] == [getattr(format, ask) for format in FORMATS.values()]
