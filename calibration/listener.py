@@ -50,6 +50,9 @@ class Listener:
         progress: called as `progress(stage, done, total)`, if given.
     """
 
+    is_silent = True
+    """Whether messages go nowhere, so that none need be made that takes time."""
+
     def __init__(self, progress: Progress | None = None) -> None:
         self.progress = progress
 

@@ -45,7 +45,7 @@ from quant.kernels.linear.stack import ExpertStack
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import expert_matrices
 from quant.recipes.plan import PLAN_FILE, Plan
-from quant.run.request import Job
+from quant.run.request import Request
 from quant.run.run import run
 
 FORMATS = ("nvfp4a16", "fp8_channel")
@@ -341,7 +341,7 @@ def _verdicts(name: str, format: str, folder: Path) -> Iterator[tuple[Any, ...]]
     model.save_pretrained(folder / "model")
     result(model, given)  # the harness itself is wrong where this fails
     try:
-        report = run(Job(str(folder / "model"), format, solver="rtn", out=folder / "out"))
+        report = run(Request(str(folder / "model"), format, solver="rtn", out=folder / "out")).report
     except ValueError as error:
         yield COMPRESSED, "refused", " ".join(str(error).replace(str(folder), "").split())
         return
@@ -355,6 +355,7 @@ def _verdicts(name: str, format: str, folder: Path) -> Iterator[tuple[Any, ...]]
         yield COMPRESSED, "TRACEBACK", f"quant.load: {_where(error)}"
         return
     found, off = _of_transformers(model, folder / "out", given, ours, format)
+    assert report is not None
     told = [line for line in report.warnings if "transformers" in line]
     wrong = _of_ours(model, loaded, given, ours, format, Plan.load(folder / "out" / PLAN_FILE))
     if wrong is not None:

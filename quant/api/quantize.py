@@ -1,37 +1,35 @@
-"""`quant.quantize` makes a plan from a recipe, or lets an allocation choose formats for a budget, and executes it.
+"""`quant.quantize` builds the request of a run for a module in memory, and gives back the quantized module.
 
-Each of these steps is a public function that a training script can call alone, on any `nn.Module`.
+Each step of a run is a public function too, which a training script can call alone on any `nn.Module`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from quant.allocation.allocate import FORMATS, allocate, check_feasible
-from quant.allocation.goal import Goal
-from quant.allocation.held_out import HeldOut
-from quant.calibration.inputs import Inputs, inputs_of, on_first, recorded
+from quant.calibration.inputs import Inputs, inputs_of, recorded
+from quant.calibration.listener import Listener
 from quant.calibration.placement import Device
 from quant.calibration.progress import Progress
-from quant.checkpoints.pretrained import attach
 from quant.errors import UserError
-from quant.execution.data import mixed_text
-from quant.execution.solve import Quantized, solve_plan, with_calibration
-from quant.plan.edit import set_guard_and_observer
-from quant.plan.make import check_module, kv_cache_name, make_plan
-from quant.recipes import effort as efforts
+from quant.execution.solve import Quantized
+from quant.plan.make import check_module
 from quant.recipes.plan import Plan
-from quant.recipes.recipe import KEEP, Recipe, get_recipe
+from quant.recipes.recipe import Recipe
+from quant.run.budget import AllocationRequest
+from quant.run.request import Request
+from quant.run.run import run as start
+
+_RECIPE = "nvfp4"
 
 
 def quantize(
     model: nn.Module,
-    recipe: str | Recipe | Plan = "nvfp4",
+    recipe: str | Recipe | Plan = _RECIPE,
     data: Any = None,
     *,
     forward_loop: Callable[[nn.Module], Any] | None = None,
@@ -90,67 +88,35 @@ def quantize(
         ValueError: bad recipe, plan, glob, weight or data; the message names it and the way out.
     """
     check_module(model, "quantize")
-    if forward_loop is not None:
-        if data is not None:
-            raise UserError("data= and forward_loop= both give calibration inputs; pass one of them")
-        data = recorded(model, forward_loop)
-    elif data is not None and not isinstance(data, torch.Tensor | Inputs):
-        data = inputs_of(data, model)
-    _check_data(data)
-    if run is None and data is not None and data.is_floating_point():
-        run = on_first(data)
-    cache = None if kv_cache is None else kv_cache_name(kv_cache, "kv_cache=")
-    if bits is not None or max_kl is not None or formats is not None:
-        if recipe != "nvfp4":
-            raise UserError(f"recipe {recipe!r} fixes the formats that a budget would choose; name those with formats=")
-        if guard is not None or observer is not None:
-            raise UserError("guard= and observer= would change what a budget is measured with; pass them with the plan")
-        if lm_head is not None:
-            raise UserError("a budget counts the layers inside the model: leave lm_head= out, and set it in the plan")
-        if isinstance(data, Inputs):
-            raise UserError("a budget measures on one tensor, token ids or images; pass one, or a recipe and this data")
-        goal = Goal(bits=bits, max_kl=max_kl)
-        records = None
-        choices: dict[str, Any] = {
-            "formats": formats or FORMATS, "include": include, "exclude": exclude, "kv_cache": cache, "run": run
-        }  # fmt: skip
-        if data is None:
-            check_feasible(model, goal, **choices)  # before text is written, which takes long
-            made_for = make_plan(model, "fp8", include=include, exclude=exclude, run=run)
-            data, record = mixed_text(model, made_for, tokenizer, device=device, progress=progress)
-            records = [{"source": "mix", **record}]
-        held_out = None
-        if goal.has_limit:
-            data, held_out = HeldOut.from_calibration(data)
-        plan = allocate(
-            model, data, goal, solver=solver or efforts.solver_of(effort or 0, KEEP), held_out=held_out, device=device,
-            progress=progress, **choices,
-        ).plan  # fmt: skip
-        plan = plan if records is None else with_calibration(plan, records)
-    elif isinstance(recipe, Plan):
-        if include or exclude or solver or effort is not None or lm_head is not None or kv_cache is not None:
-            raise UserError(
-                "a plan says everything: edit it instead of passing include, exclude, lm_head, kv_cache, solver or "
-                "effort"
-            )
-        plan = recipe
-    else:
-        level = efforts.DEFAULT if effort is None else effort
-        if cache is not None:
-            recipe = replace(get_recipe(recipe) if isinstance(recipe, str) else recipe, kv_cache=cache)
-        plan = make_plan(
-            model, recipe, include=include, exclude=exclude, lm_head=lm_head, solver=solver, effort=level, run=run
-        )
-    plan = set_guard_and_observer(plan, guard, observer)
-    quantized = solve_plan(model, plan, data, tokenizer=tokenizer, device=device, progress=progress)
-    attach(model, quantized.plan)
+    has_budget = bits is not None or max_kl is not None or formats is not None
+    request = Request(
+        model,
+        recipe=None if has_budget and recipe == _RECIPE else recipe,
+        data=_data_of(model, data, forward_loop),
+        include=include,
+        exclude=exclude,
+        lm_head=lm_head,
+        kv_cache=kv_cache,
+        solver=solver,
+        effort=effort,
+        run=run,
+        guard=guard,
+        observer=observer,
+        budget=AllocationRequest(bits=bits, max_kl=max_kl, formats=formats),
+        tokenizer=tokenizer,
+        device=device,
+    )
+    quantized = start(request, Listener(progress)).quantized
+    assert quantized is not None
     return quantized
 
 
-def _check_data(data: torch.Tensor | Inputs | None) -> None:
-    if data is None or isinstance(data, Inputs):
-        return
-    if not len(data) or not (data.is_floating_point() or data.dim() == 2):
-        raise UserError(
-            f"data is {list(data.shape)}; expected token ids [rows, seqlen], or inputs of the model [rows, …]"
-        )
+def _data_of(
+    model: nn.Module, data: Any, forward_loop: Callable[[nn.Module], Any] | None
+) -> torch.Tensor | Inputs | None:
+    """Calibration data as a run takes it: rows of token ids, or calls of the model."""
+    if forward_loop is not None:
+        if data is not None:
+            raise UserError("data= and forward_loop= both give calibration inputs; pass one of them")
+        return recorded(model, forward_loop)
+    return data if data is None or isinstance(data, torch.Tensor | Inputs) else inputs_of(data, model)

@@ -81,6 +81,8 @@ def status(text: str, quiet: bool) -> Any:
 class Printer(Listener):
     """Prints what it hears on standard error."""
 
+    is_silent = False
+
     def message(self, text: str) -> None:
         """Prints one line."""
         CONSOLE.print(text, soft_wrap=True)

@@ -11,12 +11,11 @@ import click
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_line, model_options, print_json
 from quant.cli.console import CONSOLE, listener, print_plan
-from quant.recipes.plan import Plan
 
 
 @click.command("quantize", cls=Command)
 @click.argument("model")
-@click.option("--format", "format_name", help="Preset: nvfp4, nvfp4a16, mxfp8, fp8, … (`quant formats` lists them).")
+@click.option("--format", "recipe", help="Preset: nvfp4, nvfp4a16, mxfp8, fp8, … (`quant formats` lists them).")
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe file (TOML).")
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Plan file, which you may have edited.")
 @click.option("--solver", help="Method that rounds weights; replaces the recipe's.")
@@ -115,17 +114,17 @@ def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
     Give one of --format, --recipe and --plan, or a budget or limit for which formats are chosen (--bits …).
     """
     from quant.report.report import print_summary
-    from quant.run.request import AllocationRequest, Job
+    from quant.run.budget import AllocationRequest
+    from quant.run.request import Request
     from quant.run.run import run
 
-    request = AllocationRequest(**{field.name: options.pop(field.name) for field in fields(AllocationRequest)})
+    budget = AllocationRequest(**{field.name: options.pop(field.name) for field in fields(AllocationRequest)})
     command = command_line(click.get_current_context())
-    outcome = run(Job(**options, request=request, command=command), listener(quiet or as_json))
+    outcome = run(Request(**options, budget=budget, command=command), listener(quiet or as_json))
     if as_json:
-        print_json({} if outcome is None else outcome.to_dict())
+        print_json((outcome.report or outcome.plan).to_dict())
+    elif outcome.report is not None and not quiet:
+        print_summary(outcome.report, CONSOLE)
+        CONSOLE.print(f"written to {options['out']}")
     elif not quiet:
-        if isinstance(outcome, Plan):
-            print_plan(outcome)
-        elif outcome is not None:
-            print_summary(outcome, CONSOLE)
-            CONSOLE.print(f"written to {options['out']}")
+        print_plan(outcome.plan)

@@ -77,6 +77,19 @@ class Quantized:
     seconds: dict[str, float]
 
 
+def check_solvable(model: nn.Module, plan: Plan) -> None:
+    """Raises ValueError where a plan cannot be executed on a model, as far as names, shapes and devices tell."""
+    check_plan_fits(plan, find_layers(model))
+    check_solvers(plan)
+    for layer in plan.quantized:
+        weight = model.get_parameter(layer.tensor_name)
+        if weight.is_meta and not hasattr(weight, "stored"):
+            raise UserError(
+                f"{layer.name}: its weight is on the meta device, where there are no values; load the model first. "
+                "quant.make_plan plans without"
+            )
+
+
 def solve_plan(
     model: nn.Module,
     plan: Plan,
@@ -104,15 +117,7 @@ def solve_plan(
         ValueError: the plan does not fit the model, or it needs data and there is none, or a tensor holds NaN or
             infinity; the message names it.
     """
-    check_plan_fits(plan, find_layers(model))
-    check_solvers(plan)
-    for layer in plan.quantized:
-        weight = model.get_parameter(layer.tensor_name)
-        if weight.is_meta and not hasattr(weight, "stored"):
-            raise UserError(
-                f"{layer.name}: its weight is on the meta device, where there are no values; load the model first. "
-                "quant.make_plan plans without"
-            )
+    check_solvable(model, plan)
     there = find_device(device)
     if _looks_at_data(plan):
         meet(there)

@@ -181,7 +181,7 @@ def test_a_plan_that_does_not_fit(change, message: str) -> None:
 def test_a_plan_and_globs_contradict_each_other() -> None:
     plan = make_plan(Net(), "nvfp4a16", run=example)
     for option in ({"include": ["*"]}, {"exclude": ["out"]}, {"solver": "mse"}):
-        with pytest.raises(UserError, match="a plan says everything: edit it instead"):
+        with pytest.raises(UserError, match="a plan says everything already: edit it instead"):
             quantize(Net(), plan, **option)
 
 
@@ -285,7 +285,7 @@ def test_the_head_and_the_kv_cache_get_formats_of_their_own() -> None:
     [
         ({"kv_cache": "fp4"}, "kv_cache= fp4: unknown format of a KV cache; checkpoints hold it in fp8"),
         ({"lm_head": "fp4"}, "unknown format 'fp4'"),
-        ({"bits": 6, "lm_head": "fp8"}, "leave lm_head= out"),
+        ({"bits": 6, "lm_head": "fp8"}, "lm_head= fp8: a budget counts the layers inside the model; leave it out"),
         ({"recipe": make_plan(Net(), "mxfp8", run=example), "kv_cache": "fp8"}, "a plan says everything"),
         ({"recipe": make_plan(Net(), "mxfp8", run=example), "lm_head": "fp8"}, "a plan says everything"),
     ],

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import quant
 from quant.checkpoints.trial_load import check_read_back, trial
 from quant.errors import UserError
-from quant.run.request import Job
+from quant.run.request import Request
 from quant.run.run import run
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
@@ -151,7 +151,7 @@ def test_what_transformers_does_with_conv1d_is_told_as_it_is(
 
 def test_the_command_refuses_such_experts_before_any_work(tmp_path: Path) -> None:
     build("HYV4ForCausalLM", torch.bfloat16).save_pretrained(tmp_path / "model")
-    job = Job(str(tmp_path / "model"), "fp8_channel", solver="gptq", out=tmp_path / "out")  # which would need data
+    job = Request(str(tmp_path / "model"), "fp8_channel", solver="gptq", out=tmp_path / "out")  # which would need data
     with pytest.raises(UserError, match="no rule of it joins quantized ones"):
         run(job)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -164,12 +164,12 @@ def test_a_stopped_run_says_that_the_same_command_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("quant.run.run.open_model", stop)
+        patched.setattr("quant.run.load.open_model", stop)
         assert run(*arguments).stderr == f"error: stopped by SIGINT before {out} was written\n"  # nothing is kept
     kept = "what is finished is kept, and the same command goes on behind it"
     for option, more in ((), ""), (("--restart",), " without --restart"):
         with monkeypatch.context() as patched:
-            patched.setattr("quant.run.run.write_model", stop)
+            patched.setattr("quant.run.write.write_model", stop)
             stopped = run(*arguments, *option)
         assert stopped.exit_code == 130
         assert stopped.stderr == f"error: stopped by SIGINT before {out} was written; {kept}{more}\n"

@@ -30,8 +30,14 @@ from quant.execution.solve import with_calibration
 from quant.execution.sources import tokenizer_if_any
 from quant.execution.store import partial_path
 from quant.models.open import open_model
+from quant.run import decide as deciding
+from quant.run import measure as measuring
 from quant.run import run as pipeline
-from quant.run.request import AllocationRequest, Job
+from quant.run import solve as solving
+from quant.run import write as writing
+from quant.run.budget import AllocationRequest
+from quant.run.plan import plan_for
+from quant.run.request import Request
 
 SMALL = {"calib_samples": 8, "seqlen": 32, "command": "quantize"}
 
@@ -70,8 +76,8 @@ def weights(directory: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in directory.iterdir() if p.name in names or "safetensors" in p.name}
 
 
-def job(model: Path, out: Path, text: str, **options: Any) -> Job:
-    return Job(str(model), out=out, **{**SMALL, "calib": (text,), **options})
+def job(model: Path, out: Path, text: str, **options: Any) -> Request:
+    return Request(str(model), out=out, **{**SMALL, "calib": (text,), **options})
 
 
 CASES = [
@@ -95,12 +101,12 @@ CASES = [
 def test_a_run_writes_what_quantize_and_save_write(
     name: str, format: str, solver: str, models: Callable[[str], Path], text: str, tmp_path: Path
 ) -> None:
-    ours = job(models(name), tmp_path / "ours", text, format_name=format, solver=solver)
+    ours = job(models(name), tmp_path / "ours", text, recipe=format, solver=solver)
     pipeline.run(ours)
     source = open_model(models(name))
     assert source.model is not None
     rows = quant.calibration_rows(text, None, samples=8, seqlen=32)
-    plan = ours.plan(source, ours.recipe())
+    plan = plan_for(ours, source)
     if lacks_data(plan):
         plan = with_calibration(plan, [{"source": text, "rows": 8, "seqlen": 32, "sha256": rows_hash(rows)}])
     quantized = quant.quantize(source.model, plan, rows)
@@ -127,19 +133,19 @@ def test_hidden_states_in_a_file_give_the_same_bytes(
     monkeypatch.setattr(BlockKeeper, "end", watch)
     for name, share in (("memory", 1.0), ("file", 0.0)):
         monkeypatch.setattr("quant.execution.finished_layers._STATES_SHARE", share)
-        pipeline.run(job(model, tmp_path / name, text, format_name="nvfp4a16", solver="gptq"))
+        pipeline.run(job(model, tmp_path / name, text, recipe="nvfp4a16", solver="gptq"))
     assert seen == 3 * [False] + 3 * [True]
     assert weights(tmp_path / "file") == weights(tmp_path / "memory")
 
 
 def test_a_block_that_does_not_fit_is_named(text: str, tmp_path: Path) -> None:
-    ours = job(BASE, tmp_path / "out", text, format_name="nvfp4a16", solver="gptq", memory="1MB")
+    ours = job(BASE, tmp_path / "out", text, recipe="nvfp4a16", solver="gptq", memory="1MB")
     message = (
         r"model\.layers\.0: solving this block takes about [\d.]+ MB of memory, and 1\.00 MB may be used: give fewer"
     )
     with pytest.raises(ValueError, match=message):
         pipeline.run(ours)
-    pipeline.run(job(BASE, tmp_path / "out", text, format_name="nvfp4a16", memory="1MB"))
+    pipeline.run(job(BASE, tmp_path / "out", text, recipe="nvfp4a16", memory="1MB"))
 
 
 def test_a_block_that_a_device_has_no_room_for_is_named(
@@ -154,7 +160,7 @@ def test_a_block_that_a_device_has_no_room_for_is_named(
         return solve(work, *arguments, **options)
 
     monkeypatch.setattr(BlockWork, "solve", solve_first)
-    ours = job(BASE, tmp_path / "out", text, format_name="nvfp4a16", solver="gptq")
+    ours = job(BASE, tmp_path / "out", text, recipe="nvfp4a16", solver="gptq")
     with pytest.raises(
         ValueError, match=r"^model\.layers\.1: its device ran out of memory while it was solved: give fewer"
     ):
@@ -166,7 +172,7 @@ def test_more_memory_than_the_container_has_is_not_used(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quant.calibration.walk.memory.memory_limit", lambda: 2_000_000)
-    ours = job(BASE, tmp_path / "out", text, format_name="nvfp4a16", solver="gptq", memory="8GB")
+    ours = job(BASE, tmp_path / "out", text, recipe="nvfp4a16", solver="gptq", memory="8GB")
     with pytest.raises(ValueError, match=r"and 2\.00 MB may be used: .* or more to this container$"):
         pipeline.run(ours)
 
@@ -211,7 +217,7 @@ def test_killed_at_any_step_it_ends_with_the_same_bytes(
     name: str, solver: str, overwrite: bool, steps: int, models: Callable[[str], Path], text: str, tmp_path: Path
 ) -> None:
     def work(out: Path) -> None:
-        pipeline.run(job(models(name), out, text, format_name="nvfp4a16", solver=solver, overwrite=overwrite))
+        pipeline.run(job(models(name), out, text, recipe="nvfp4a16", solver=solver, overwrite=overwrite))
 
     assert in_child(lambda: work(tmp_path / "whole")) == 0
     if overwrite:
@@ -244,9 +250,9 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pipeline, "write_model", partial(pipeline.write_model, shard_bytes=60_000))
+    monkeypatch.setattr(writing, "write_model", partial(writing.write_model, shard_bytes=60_000))
     format_name = "int4a16" if name == "llama/wide" else "nvfp4a16"
-    options: dict[str, Any] = {"format_name": format_name, "solver": solver, "kv_cache": "fp8", "eval_samples": 4}
+    options: dict[str, Any] = {"recipe": format_name, "solver": solver, "kv_cache": "fp8", "eval_samples": 4}
     options["eval_texts"] = (text,)
     pipeline.run(job(models(name), tmp_path / "whole", text, **options))
     monkeypatch.setattr("quant.export.checkpoint.tensor_file._TOLD_BYTES", 4096)
@@ -274,7 +280,7 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
         shard = max((left / "new").glob("*.safetensors"), key=lambda file: file.stat().st_size)
         shard.write_bytes(shard.read_bytes()[:-1000])
     else:
-        monkeypatch.setattr(pipeline, "evaluate_texts", None)  # what was measured is kept, as are solutions
+        monkeypatch.setattr(measuring, "evaluate_texts", None)  # what was measured is kept, as are solutions
         monkeypatch.setattr(BlockWork, "solve", None)
     pipeline.run(job(models(name), tmp_path / "out", text, **options))
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
@@ -290,7 +296,7 @@ def begun(directory: Path, text: str, **options: Any) -> Path:
     """A partial directory in which some steps are finished; `directory` gets a model, and a run that stopped."""
     model = directory / "model"
     tiny_models.llama(dtype=torch.bfloat16, gain=2.0).save_pretrained(model)
-    ours = job(model, directory / "out", text, format_name="nvfp4a16", **options)
+    ours = job(model, directory / "out", text, recipe="nvfp4a16", **options)
     assert killed_at(7, lambda: pipeline.run(ours)) == -signal.SIGKILL
     assert any(partial_path(directory / "out").glob("*.safetensors"))
     return model
@@ -300,7 +306,7 @@ def test_what_changed_is_named_and_refused(text: str, tmp_path: Path, monkeypatc
     model = begun(tmp_path, text, solver="gptq")
     rows = tmp_path / "rows.safetensors"
     save_file({"input_ids": torch.randint(5, 60, (8, 32), generator=torch.Generator().manual_seed(2))}, rows)
-    same: dict[str, Any] = {"format_name": "nvfp4a16", "solver": "gptq"}
+    same: dict[str, Any] = {"recipe": "nvfp4a16", "solver": "gptq"}
 
     def refused(message: str, text: str = text, **options: Any) -> None:
         with pytest.raises(ValueError, match=message):
@@ -311,11 +317,11 @@ def test_what_changed_is_named_and_refused(text: str, tmp_path: Path, monkeypatc
     refused("the plan observer was absmax, and is mse now; .* --restart", observer="mse")
     refused("the seed was 0, and is 7 now", seed=7)
     with monkeypatch.context() as patched:
-        patched.setattr("quant.run.request.find_device", lambda device: torch.device("cuda", 0))
+        patched.setattr("quant.calibration.session.find_device", lambda device: torch.device("cuda", 0))
         refused("the kind of device was cpu, and is cuda now")
     refused("another calibration text; .* --restart", text=str(rows))
     with monkeypatch.context() as patched:
-        patched.setattr("quant.run.request.versions", lambda: {"torch": "1.0"})
+        patched.setattr("quant.run.resume.versions", lambda: {"torch": "1.0"})
         refused("the version of python was .*, and is None now|the version of torch was .*, and is 1.0 now")
     weights_file = model / "model.safetensors"
     before = weights_file.stat()
@@ -330,8 +336,8 @@ def test_what_changed_is_named_and_refused(text: str, tmp_path: Path, monkeypatc
 
 def test_restart_removes_what_an_abandoned_run_left(text: str, tmp_path: Path) -> None:
     model = begun(tmp_path, text, solver="gptq")
-    pipeline.run(job(model, tmp_path / "out", text, format_name="mxfp8", restart=True))
-    pipeline.run(job(model, tmp_path / "direct", text, format_name="mxfp8"))
+    pipeline.run(job(model, tmp_path / "out", text, recipe="mxfp8", restart=True))
+    pipeline.run(job(model, tmp_path / "direct", text, recipe="mxfp8"))
     assert weights(tmp_path / "out") == weights(tmp_path / "direct")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["direct", "model", "out"]
 
@@ -343,7 +349,7 @@ def test_a_damaged_part_is_made_again(text: str, tmp_path: Path) -> None:
     content[-1] ^= 1
     part.write_bytes(content)
     for out in ("out", "direct"):
-        pipeline.run(job(model, tmp_path / out, text, format_name="nvfp4a16", solver="rtn"))
+        pipeline.run(job(model, tmp_path / out, text, recipe="nvfp4a16", solver="rtn"))
     assert weights(tmp_path / "out") == weights(tmp_path / "direct")
 
 
@@ -364,7 +370,7 @@ def test_a_weight_file_that_changes_during_the_run(
     monkeypatch.setattr(partial_module, "_write", meddle)
     what = "disappeared" if vanishes else "changed"
     with pytest.raises(ValueError, match=rf"model\.safetensors: this file of the model {what} while it was read"):
-        pipeline.run(job(model, tmp_path / "out", text, format_name="nvfp4a16"))
+        pipeline.run(job(model, tmp_path / "out", text, recipe="nvfp4a16"))
     assert not (tmp_path / "out").exists()
 
 
@@ -374,16 +380,16 @@ def test_a_weight_file_that_becomes_shorter(solver: str, text: str, tmp_path: Pa
     model = tmp_path / "model"
     tiny_models.llama(dtype=torch.bfloat16, hidden_size=128, intermediate_size=256).save_pretrained(model)
     shard, said = model / "model.safetensors", tmp_path / "said"
-    real = pipeline.solve_plan
+    real = solving.solve_plan
 
     def cut(*args: Any, **options: Any) -> Any:
         os.truncate(shard, 1 << 16)
         return real(*args, **options)
 
     def work() -> None:
-        pipeline.solve_plan = cut  # type: ignore[attr-defined]
+        solving.solve_plan = cut  # type: ignore[attr-defined]
         try:
-            pipeline.run(job(model, tmp_path / "out", text, format_name="nvfp4a16", solver=solver))
+            pipeline.run(job(model, tmp_path / "out", text, recipe="nvfp4a16", solver=solver))
         except ValueError as error:
             said.write_text(str(error))
 
@@ -398,19 +404,19 @@ def test_a_weight_file_that_changes_before_anything_is_kept(
     model = tmp_path / "model"
     tiny_models.llama(dtype=torch.bfloat16).save_pretrained(model)
     shard = model / "model.safetensors"
-    step = "allocate" if kind == "allocation" else "solve_state_dict"
-    real = getattr(pipeline, step)
+    room, step = (deciding, "allocate") if kind == "allocation" else (solving, "solve_state_dict")
+    real = getattr(room, step)
 
     def meddle(*args: Any, **options: Any) -> Any:
         found = real(*args, **options)
         shard.unlink()
         return found
 
-    monkeypatch.setattr(pipeline, step, meddle)
+    monkeypatch.setattr(room, step, meddle)
     if kind == "allocation":
-        ours = job(model, tmp_path / "out", text, request=AllocationRequest(bits=8.0, formats="nvfp4,fp8"))
+        ours = job(model, tmp_path / "out", text, budget=AllocationRequest(bits=8.0, formats="nvfp4,fp8"))
     else:
-        ours = job(shard, tmp_path / "out", text, format_name="nvfp4a16", calib=())
+        ours = job(shard, tmp_path / "out", text, recipe="nvfp4a16", calib=())
     with pytest.raises(ValueError, match=r"model\.safetensors: this file of the model disappeared while it was read"):
         pipeline.run(ours)
     assert not (tmp_path / "out").exists()
@@ -423,7 +429,7 @@ def test_fifty_kills_at_random_moments(
     solver: str, overwrite: bool, models: Callable[[str], Path], text: str, tmp_path: Path
 ) -> None:
     def work(out: Path) -> None:
-        pipeline.run(job(models("base"), out, text, format_name="nvfp4", solver=solver, overwrite=overwrite))
+        pipeline.run(job(models("base"), out, text, recipe="nvfp4", solver=solver, overwrite=overwrite))
 
     started = time.perf_counter()
     assert in_child(lambda: work(tmp_path / "whole")) == 0

@@ -1,0 +1,123 @@
+"""The third stage reads the data of a run: calibration rows where the plan needs some, and evaluation rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from quant.allocation.held_out import HeldOut
+from quant.calibration.inputs import Inputs
+from quant.calibration.texts.mixture import Record
+from quant.calibration.walk.expected_time import expected_time, in_words
+from quant.evaluation.checks import check_evaluable
+from quant.execution.announcements import announce_effort
+from quant.execution.data import lacks_data, solver_needs_data
+from quant.execution.solve import check_solvable, with_calibration, with_data
+from quant.execution.sources import (
+    as_rows,
+    digest_of,
+    read_calibration,
+    read_evaluation,
+    share_written,
+    tokenizer_if_any,
+    within_context,
+)
+from quant.models.stored_weights import read_stored, stored_in
+from quant.recipes.plan import Plan
+from quant.run.job import Decision, Job
+from quant.run.same_on_ranks import check_same
+
+Data = torch.Tensor | Inputs
+
+
+def read_data(job: Job, decision: Decision) -> Decision:
+    """The decision with calibration data, where its plan needs some and has none.
+
+    Without a source that the user names, a plan whose effort chose the solver falls back to effort 1 where the model
+    can write no text.
+
+    Raises:
+        UserError: there is no data, and the plan needs it.
+    """
+    if decision.data is not None or job.source.model is None:
+        return decision
+    check_solvable(job.model, decision.plan)
+    if not lacks_data(decision.plan):
+        return decision
+    if job.request.calib:
+        data, records = _kept_data(job, decision.plan)
+        return replace(decision, plan=with_calibration(decision.plan, records), data=data)
+    plan, found = with_data(decision.plan, lambda: _kept_data(job, decision.plan))
+    announce_effort(job.listener, plan)
+    return replace(decision, plan=plan, data=found)
+
+
+def _kept_data(job: Job, plan: Plan) -> tuple[Data, list[Record]]:
+    """Calibration data and its records. Text that the model wrote is kept in the store, for writing takes long."""
+    rows, store = job.request.calibration_rows, job.session.store
+    step = f"calibration rows of {rows.label}"
+    kept = store.get(step) if rows.is_written else None
+    if kept is not None:
+        return kept.tensors["rows"].clone(), kept.record
+    on_processor = job.session.device is None or job.session.device.type == "cpu"
+    if rows.is_written and on_processor:
+        read_stored(job.model, stored_in(job.model))  # or each token would read every weight again
+    data, records = calibration_data(job, lambda: plan)
+    digest = digest_of(data)
+    check_same({f"the calibration text {rows.label}": digest}, device=job.session.device)
+    if rows.is_written:
+        assert isinstance(data, torch.Tensor)
+        store.put(step, {"rows": data}, records)
+    else:
+        store.expect("calibration text", digest)
+    return data, records
+
+
+def calibration_data(job: Job, plan: Callable[[], Plan]) -> tuple[Data, list[Record]]:
+    """Calibration data of a request and a record of each source; `plan` needs it, which messages say."""
+    session, rows = job.session, job.request.calibration_rows
+    return read_calibration(
+        job.source, rows, device=session.device, progress=session.progress, listener=job.listener,
+        plan=plan() if rows.is_written else None,
+    )  # fmt: skip
+
+
+def evaluation_data(job: Job) -> dict[str, Data]:
+    """Rows or inputs of each evaluation source by its name; the model runs on all of them."""
+    data = read_evaluation(job.source, job.request.evaluation_rows, device=job.session.device, listener=job.listener)
+    for rows in data.values():
+        check_evaluable(job.model, rows)
+    return data
+
+
+def unseen_data(job: Job, decision: Decision) -> Mapping[str, Data]:
+    """Evaluation data that took no part in the choice of formats: the half of each text that the choice left."""
+    data = evaluation_data(job)
+    if decision.allocation is None or not decision.allocation.record.verified or not data:
+        return data
+    return dict(HeldOut.halves({name: as_rows(job.model, rows, "a limit") for name, rows in data.items()}).verify)
+
+
+def announce_time(job: Job, decision: Decision) -> None:
+    """Says before anything slow starts how long a plan that works from text will take."""
+    source, request, plan = job.source, job.request, decision.plan
+    is_solved = decision.allocation is not None and decision.allocation.quantized is not None
+    if (
+        is_solved
+        or job.listener.is_silent
+        or not source.is_causal_lm
+        or not any(solver_needs_data(layer) for layer in plan.quantized)
+    ):
+        return
+    share = share_written(request.calib, has_tokenizer=tokenizer_if_any(source) is not None)
+    samples, seqlen = request.calib_samples, within_context(source, request.seqlen)
+    written = round(share * samples * seqlen)
+    time = expected_time(job.model, plan, rows=samples, seqlen=seqlen, written=written, device=job.session.device)
+    solvers = " and ".join(dict.fromkeys(layer.solver for layer in plan.quantized))
+    writing = f"{in_words(time.writing)} to write text, " if written else ""
+    job.listener.message(
+        f"{solvers} on {samples} rows of {seqlen} tokens will take about "
+        f"{in_words(time.writing + time.solving)}: {writing}{in_words(time.solving)} to solve; --effort 0 takes seconds"
+    )

@@ -1,0 +1,109 @@
+"""The second stage decides the plan of a run: its recipe's, or the one that an allocation chooses for a budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from quant.allocation.allocate import Allocation, allocate, check_feasible
+from quant.allocation.goal import Goal
+from quant.allocation.held_out import HeldOut
+from quant.calibration.inputs import on_first
+from quant.calibration.listener import SILENT
+from quant.checkpoints.trial_load import check_experts
+from quant.errors import UserError
+from quant.execution.announcements import announce_effort
+from quant.execution.solve import with_calibration
+from quant.execution.sources import as_rows
+from quant.export.checkpoint.compressed_tensors import check_plan
+from quant.export.checkpoint.names import stored_names
+from quant.plan.make import make_plan
+from quant.recipes.effort import solver_of
+from quant.recipes.recipe import KEEP
+from quant.run.data import calibration_data, evaluation_data
+from quant.run.job import Decision, Job
+from quant.run.plan import example_run, plan_for, provenance
+from quant.run.same_on_ranks import check_same
+
+
+def decide(job: Job) -> Decision:
+    """The plan of a run. Where a checkpoint is to be written, its layout can hold the plan.
+
+    Raises:
+        ValueError: the plan does not fit the model, or the layout has no place for one of its formats.
+    """
+    request, source = job.request, job.source
+    if request.goal is not None:
+        decision = _for_budget(job, request.goal)
+    else:
+        decision = Decision(plan_for(request, source), request.data)
+    if request.is_in_memory:
+        return decision
+    check_plan(decision.plan)
+    if request.dry_run:
+        return decision
+    if source.model is None:
+        announce_effort(job.listener, decision.plan)
+        request.check_state_dict(decision.plan)
+    elif not request.allow_missing:
+        check_experts(decision.plan, stored_names(source.model))
+    return decision
+
+
+def _for_budget(job: Job, goal: Goal) -> Decision:
+    """Chooses formats for a budget or a limit on the loss.
+
+    Raises:
+        Infeasible: no choice keeps the budget. This is known from shapes, before any text is written.
+    """
+    request, source = job.request, job.source
+    if source.model is None:
+        raise UserError(
+            f"{request.model}: a bare state dict cannot be run, and an allocation measures; pass --model-factory"
+        )
+    globs: dict[str, Any] = {"include": request.include, "exclude": request.exclude}
+    choices: dict[str, Any] = {**globs, "kv_cache": request.kv_cache_format}
+    options = request.budget.options()
+    check_feasible(
+        job.model, goal, formats=options["formats"], constraints=options["constraints"],
+        run=example_run(request, source), **choices,
+    )  # fmt: skip
+    held_out = None
+    if goal.has_limit and request.eval_texts:
+        texts = evaluation_data(replace(job, listener=SILENT))
+        held_out = HeldOut.halves({name: as_rows(job.model, rows, "a limit") for name, rows in texts.items()})
+    with job.stages() as (staged, _):
+        data, records = request.data, None
+        if data is None:
+            data, records = calibration_data(staged, lambda: make_plan(job.model, "fp8", run=request.run, **globs))
+        rows = as_rows(job.model, data, "a budget")
+        if goal.has_limit and held_out is None:
+            rows, held_out = HeldOut.from_calibration(rows)
+        allocation = allocate(
+            job.model,
+            rows,
+            goal,
+            solver=request.solver or solver_of(request.effort or 0, KEEP),
+            run=request.run or (on_first(rows) if rows.is_floating_point() else None),
+            held_out=held_out,
+            seed=request.seed,
+            provenance=_provenance(job),
+            device=staged.session.device,
+            progress=staged.session.progress,
+            **choices,
+            **options,
+        )
+    job.seconds.update(score=allocation.sensitivity.seconds, allocate=allocation.record.seconds)
+    check_same({"the plan that the budget chose": allocation.plan.digest()}, device=job.session.device)
+    plan = allocation.plan if records is None else with_calibration(allocation.plan, records)
+    return Decision(plan, rows, _in_place(allocation) if request.is_in_memory else allocation)
+
+
+def _provenance(job: Job) -> dict[str, Any] | None:
+    origin = provenance(job.request, job.source)
+    return None if origin is None else {**origin, "calibration": job.request.calibration_rows.label}
+
+
+def _in_place(allocation: Allocation) -> Allocation:
+    """The allocation without its quantized copy, since the module itself is to be quantized."""
+    return replace(allocation, quantized=None)

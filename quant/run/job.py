@@ -1,0 +1,103 @@
+"""A `Job` is a run under way, which its stages hand on; an `Outcome` is the result of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from quant.allocation.allocate import Allocation
+from quant.calibration.inputs import Inputs
+from quant.calibration.listener import Listener, StageProgress
+from quant.calibration.session import Session
+from quant.execution.layer_result import LayerResult
+from quant.execution.solve import Quantized
+from quant.formats.tensor import BlockScaledTensor
+from quant.models.open import Source
+from quant.recipes.plan import Plan
+from quant.report.report import Report
+from quant.run.request import Request
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A run under way.
+
+    Attributes:
+        request: everything that is asked for.
+        source: the opened model.
+        session: device, memory, store and seed of all steps.
+        listener: hears how the run goes.
+        seconds: time of finished stages, by name.
+    """
+
+    request: Request
+    source: Source
+    session: Session
+    listener: Listener
+    seconds: dict[str, float]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, where the source is no bare state dict."""
+        assert self.source.model is not None
+        return self.source.model
+
+    @contextmanager
+    def stages(self) -> Iterator[tuple[Job, StageProgress]]:
+        """The same job while its listener hears of stages with counts, and what they report to."""
+        with self.listener.stages() as progress:
+            yield replace(self, session=replace(self.session, progress=progress)), progress
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """The plan of a run, and the data that its weights are solved with.
+
+    Attributes:
+        plan: as it was decided, before a guard changed it.
+        data: calibration data; None where none was read yet, or none is needed.
+        allocation: the record of the choice where formats were chosen for a budget, and the quantized copy of the model
+            that it measured, if any.
+    """
+
+    plan: Plan
+    data: torch.Tensor | Inputs | None = None
+    allocation: Allocation | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """The solved weights of a run.
+
+    Attributes:
+        plan: that was executed.
+        layers: one result for each layer of the plan.
+        bytes_before: bytes of all weights of the original.
+        quantized: the quantized model; None for a bare state dict.
+        tensors: solved weights by layer name, of a bare state dict.
+    """
+
+    plan: Plan
+    layers: list[LayerResult]
+    bytes_before: int
+    quantized: Quantized | None = None
+    tensors: Mapping[str, BlockScaledTensor] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """The result of a run.
+
+    Attributes:
+        plan: that was executed; for a dry run, that would be.
+        report: where a checkpoint was written.
+        quantized: where a module in memory was quantized.
+    """
+
+    plan: Plan
+    report: Report | None = None
+    quantized: Quantized | None = None

@@ -1,0 +1,77 @@
+"""The first stage opens the model of a request and makes the session in which the run's steps work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quant.calibration.listener import Listener
+from quant.calibration.ranks import rank_and_world
+from quant.calibration.session import Session
+from quant.errors import UserError
+from quant.execution.announcements import announce_device, announce_source
+from quant.formats.atomic import claimed
+from quant.models.open import Source, open_model
+from quant.run.job import Job
+from quant.run.request import Request
+
+
+@dataclass(eq=False, kw_only=True)
+class _InMemory(Source):
+    """A module of the caller. Its tokenizer is the one that the caller gives, and no other is looked for."""
+
+    tokenizer: Any = None
+
+    def load_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise UserError(f"{self.name}: no tokenizer was given; pass tokenizer=")
+        return self.tokenizer
+
+
+@contextmanager
+def destination(request: Request) -> Iterator[None]:
+    """While open, no other run can write to the destination of a request, which is a place to write to."""
+    if request.out is None or request.dry_run or rank_and_world()[0]:
+        request.check_destination()
+        yield
+        return
+    with claimed(request.out):
+        request.check_destination()
+        yield
+
+
+def load(request: Request, listener: Listener) -> Job:
+    """Opens the model; a dry run reads only configs and headers."""
+    if request.is_in_memory:
+        session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)
+        return Job(request, _in_memory(request), session, listener, {})
+    session = Session(memory=request.memory_bytes, seed=request.seed)
+    if not request.dry_run:
+        session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)
+        announce_device(listener, session.device)
+    torch.manual_seed(request.seed)
+    started = time.perf_counter()
+    with listener.step(f"loading {request.model}"):
+        source = open_model(
+            request.model,
+            model_factory=request.model_factory,
+            unsafe_load=request.unsafe_load,
+            meta=request.dry_run,
+            # An allocation and an evaluation run the whole model, which reads every expert at every row.
+            stream=not request.dry_run and request.goal is None and not request.eval_texts,
+        )
+    announce_source(listener, source)
+    return Job(request, source, session, listener, {"load": time.perf_counter() - started})
+
+
+def _in_memory(request: Request) -> _InMemory:
+    source = open_model(request.model)
+    return _InMemory(
+        name=source.name, kind=source.kind, model=source.model, state_dict=None, path=source.path, dtype=source.dtype,
+        tokenizer=request.tokenizer,
+    )  # fmt: skip

@@ -1,0 +1,104 @@
+"""The fifth stage measures the quantized model of a run on its evaluation texts, next to the original one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quant.calibration.inputs import Inputs
+from quant.calibration.placement import placed
+from quant.calibration.progress import reporter
+from quant.errors import UserError
+from quant.evaluation.evaluate import evaluate_texts
+from quant.evaluation.fingerprint import Fingerprint, fingerprint
+from quant.evaluation.record import Evaluation
+from quant.execution.sources import digest_of
+from quant.execution.store import Partial
+from quant.models.open import open_model
+from quant.run.job import Decision, Job, Solved
+from quant.runtime.attention import quantized_attention
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Figures and fingerprint of a quantized model; None where nothing was measured."""
+
+    evaluation: Evaluation | None = None
+    fingerprint: Fingerprint | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Baseline:
+    """Evaluation texts, and the original model to compare with.
+
+    Attributes:
+        texts: rows or inputs by the name of their source.
+        model: the original, apart from the model that is quantized in place; None where there are no texts.
+    """
+
+    texts: Mapping[str, torch.Tensor | Inputs]
+    model: nn.Module | None
+
+
+def baseline_of(job: Job, decision: Decision, texts: Mapping[str, torch.Tensor | Inputs]) -> Baseline:
+    """The original model, to be taken before the model is quantized.
+
+    An allocation that quantized a copy left the model as it was. Otherwise it is opened again, which maps its files
+    once more, or copied.
+    """
+    if not texts:
+        return Baseline({}, None)
+    if decision.allocation is not None and decision.allocation.quantized is not None:
+        return Baseline(texts, job.model)
+    again = open_model(str(job.request.model)).model if job.source.kind == "huggingface" else None
+    return Baseline(texts, copy.deepcopy(job.model) if again is None else again)
+
+
+def measure(job: Job, solved: Solved, baseline: Baseline) -> Measured:
+    """Measures the quantized model. The store keeps the result, since weights move into the checkpoint afterwards.
+
+    Raises:
+        UserError: an earlier run was stopped while its weights moved, and it had measured on other texts.
+    """
+    if not baseline.texts:
+        return Measured()
+    assert solved.quantized is not None
+    store, digests = job.session.store, {name: digest_of(rows) for name, rows in baseline.texts.items()}
+    kept = store.get("evaluation")
+    if kept is not None and kept.record["texts"] == digests:
+        logits = kept.record["fingerprint"]
+        measured = Measured(
+            Evaluation.from_dict(kept.record["evaluation"]), None if logits is None else Fingerprint.from_dict(logits)
+        )
+    elif isinstance(store, Partial) and store.is_moving:
+        raise UserError(
+            f"{store.path}: the run was stopped while it wrote its files, and --eval was another; give the same, or "
+            "pass --restart to begin anew"
+        )
+    else:
+        measured = _measured(job, solved.quantized.model, solved, baseline)
+        store.put("evaluation", {}, {"texts": digests, **_record(measured)})
+    assert measured.evaluation is not None
+    job.seconds["evaluate"] = sum(each.seconds for each in measured.evaluation.texts)
+    return measured
+
+
+def _measured(job: Job, model: nn.Module, solved: Solved, baseline: Baseline) -> Measured:
+    report, device = reporter(job.session.progress, "evaluate"), job.session.device
+    with quantized_attention(model, **solved.plan.run_time):
+        evaluation = evaluate_texts(model, baseline.texts, baseline.model, device=device, progress=report)
+        if any(rows.is_floating_point() for rows in baseline.texts.values()):
+            return Measured(evaluation)
+        with placed(model, device):
+            return Measured(evaluation, fingerprint(model))
+
+
+def _record(measured: Measured) -> dict[str, object]:
+    """The figures, JSON-ready."""
+    assert measured.evaluation is not None
+    logits = None if measured.fingerprint is None else measured.fingerprint.to_dict()
+    return {"evaluation": measured.evaluation.to_dict(), "fingerprint": logits}

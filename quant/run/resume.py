@@ -1,0 +1,41 @@
+"""A run keeps what it finishes beside its destination, so that the same command goes on there after it was stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from quant.execution.store import Partial
+from quant.extras import versions
+from quant.recipes.plan import Plan
+from quant.run.job import Job
+from quant.run.same_on_ranks import check_same, kind_of
+
+
+@contextmanager
+def resumable(job: Job, plan: Plan) -> Iterator[Job]:
+    """The job with a store of finished steps. A bare state dict is solved in seconds, and a module has no directory.
+
+    Raises:
+        ValueError: a run with other options, another model or another version left steps there.
+    """
+    request, source = job.request, job.source
+    if request.out is None or source.model is None:
+        yield job
+        return
+    device = job.session.device
+    check_same({"the plan": plan.digest()}, source.files.files, device)
+    depends = {
+        "the model's file": source.files.fingerprints(),
+        "the plan": {"guard": plan.guard, "observer": plan.observer, "digest": plan.digest()},
+        "the version of": versions(),
+        "the seed": request.seed,
+        "the kind of device": (device or torch.device("cpu")).type,
+    }
+    with Partial(request.out, depends, source.files, restart=request.restart) as store:
+        if not store.is_complete:
+            store.expect("device", kind_of(device))  # each kind of GPU rounds sums in its own way
+        yield replace(job, session=replace(job.session, store=store))

@@ -1,0 +1,160 @@
+"""The last stage writes the checkpoint with its report; a module in memory gets its plan instead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from quant.calibration.placement import describe
+from quant.calibration.ranks import leave, rank_and_world
+from quant.checkpoints.companion_files import add_companions
+from quant.checkpoints.pretrained import attach
+from quant.checkpoints.save import Finish, save_state_dict, write_model
+from quant.errors import counted
+from quant.execution.layer_result import LayerResult, loss_warnings
+from quant.execution.sources import tokenizer_if_any
+from quant.export.checkpoint.compressed_tensors import runtime_warnings
+from quant.export.checkpoint.names import StoredNames, stored_names
+from quant.extras import versions
+from quant.plan.make import coverage_warnings, fusion_warnings
+from quant.recipes.plan import Plan
+from quant.report.report import Report, kv_cache_of, peak_rss
+from quant.run.job import Decision, Job, Outcome, Solved
+from quant.run.measure import Measured
+
+
+def write(job: Job, decision: Decision, solved: Solved, measured: Measured) -> Outcome:
+    """Writes a checkpoint with its report, on the first rank; the others have nothing left to do."""
+    if job.request.out is None:
+        assert solved.quantized is not None
+        attach(solved.quantized.model, solved.plan)
+        return Outcome(solved.plan, quantized=solved.quantized)
+    report = _report(job, decision, solved, measured)
+    job.session.store.flush()
+    is_first = rank_and_world()[0] == 0
+    leave()
+    if is_first:
+        _write_checkpoint(job, solved, report)
+    return Outcome(solved.plan, report)
+
+
+def _write_checkpoint(job: Job, solved: Solved, report: Report) -> None:
+    request, source = job.request, job.source
+    assert request.out is not None
+    finish = _finish(job, solved.plan, report)
+    if solved.quantized is None:
+        assert source.state_dict is not None and solved.tensors is not None
+        save_state_dict(
+            source.state_dict, solved.tensors, solved.plan, request.out, overwrite=request.overwrite, finish=finish
+        )
+        return
+    write_model(
+        solved.quantized.model,
+        solved.plan,
+        request.out,
+        stored_names(job.model),
+        tokenizer=tokenizer_if_any(source),
+        overwrite=request.overwrite,
+        allow_missing=request.allow_missing,
+        finish=finish,
+        store=job.session.store,
+    )
+
+
+def _finish(job: Job, plan: Plan, report: Report) -> Finish:
+    """Completes the directory of the checkpoint before it appears under its name."""
+    started = time.perf_counter()
+
+    def finish(directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
+        report.seconds["write"] = time.perf_counter() - started
+        report.warnings += messages
+        add_companions(job.source, report, plan, directory, hashes)
+        job.source.files.check()
+
+    return finish
+
+
+def _report(job: Job, decision: Decision, solved: Solved, measured: Measured) -> Report:
+    source, plan = job.source, solved.plan
+    layers = _as_stored(solved.layers, plan, _stored_tensors(job, solved))
+    saved = sum(2 * layer.numel - layer.nbytes for layer in plan.quantized)
+    allocation = decision.allocation
+    return Report(
+        model=source.name,
+        layers=layers,
+        bytes_before=solved.bytes_before,
+        bytes_after=solved.bytes_before - saved,
+        effective_bits=plan.effective_bits,
+        evaluation=measured.evaluation,
+        plan_digest=plan.digest(),
+        command=job.request.command,
+        versions=versions(),
+        seconds=job.seconds,
+        peak_rss_bytes=peak_rss(),
+        device=describe(job.session.device),
+        files={},
+        warnings=_warnings(job, decision, plan, layers),
+        sensitivity=None if allocation is None else allocation.sensitivity,
+        allocation=None if allocation is None else allocation.record,
+        kv_cache=kv_cache_of(source.config, plan),
+        fingerprint=measured.fingerprint,
+    )
+
+
+def _stored_tensors(job: Job, solved: Solved) -> Mapping[str, torch.Tensor]:
+    if solved.quantized is None:
+        return job.source.state_dict or {}
+    return dict(solved.quantized.model.named_parameters(remove_duplicate=False))
+
+
+def _as_stored(results: Sequence[LayerResult], plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[LayerResult]:
+    """The results, with the size that layers have in the checkpoint where they stay in a dtype other than 16 bit.
+
+    Args:
+        results: of the plan's layers.
+        plan: that was executed.
+        tensors: by name, of the quantized model or the original state dict.
+    """
+
+    def stored(result: LayerResult) -> LayerResult:
+        layer = plan.by_name[result.name]
+        tensor = tensors.get(plan.by_name.get(layer.tied_to or "", layer).tensor_name)
+        if result.format is not None or tensor is None:
+            return result
+        size = tensor.dtype.itemsize
+        return replace(result, bits=8.0 * size, nbytes=0 if layer.tied_to else size * layer.numel)
+
+    return [stored(result) for result in results]
+
+
+def _warnings(job: Job, decision: Decision, plan: Plan, layers: Sequence[LayerResult]) -> list[str]:
+    """Everything that a user should know before relying on the checkpoint."""
+    source = job.source
+    # transformers loads models that have a config; its trouble with other dtypes concerns no one else.
+    dtype = source.dtype if source.config is not None else torch.bfloat16
+    names = StoredNames() if source.model is None else stored_names(source.model)
+    return [
+        *runtime_warnings(plan, dtype, names),
+        *fusion_warnings(plan),
+        *coverage_warnings(plan),
+        *loss_warnings(layers),
+        *_guard_warnings(decision.plan, plan),
+        *([] if decision.allocation is None else decision.allocation.record.warnings()),
+    ]
+
+
+def _guard_warnings(decided: Plan, executed: Plan) -> list[str]:
+    """One sentence on the layers that a guard gave another format, if there are any."""
+    changed = [layer for layer in executed.layers if layer.weight != decided.by_name[layer.name].weight]
+    if not changed:
+        return []
+    kept = sum(layer.weight is None for layer in changed)
+    return [
+        f"the guard {executed.guard!r} gave {len(changed)} of "
+        f"{counted(len(decided.quantized), 'layer')} another format, {kept} of them 16 bit, {changed[0].name} first: "
+        f"{changed[0].reason}"
+    ]
