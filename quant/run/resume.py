@@ -33,9 +33,13 @@ def resumable(job: Job, plan: Plan) -> Iterator[Job]:
         "the plan": {"guard": plan.guard, "observer": plan.observer, "digest": plan.digest()},
         "the version of": versions(),
         "the seed": request.seed,
-        "the kind of device": (device or torch.device("cpu")).type,
+        "the kind of device": _device_type(device),
     }
     with Partial(request.out, depends, source.files, restart=request.restart) as store:
         if not store.is_complete:
             store.expect("device", kind_of(device))  # each kind of GPU rounds sums in its own way
         yield replace(job, session=replace(job.session, store=store))
+
+
+def _device_type(device: torch.device | None) -> str:
+    return "cpu" if device is None else device.type
