@@ -29,7 +29,7 @@ from torch import nn
 
 from quant.formats.format import FORMATS
 from quant.kernels.attention.decode import paged_attention
-from quant.kernels.layout import prepack, why_not
+from quant.kernels.layout import prepack, prepack_refusal
 from quant.kernels.linear.gated import gated_linear
 from quant.kernels.linear.modules import QuantLinear
 from quant.kernels.pages import KVPages
@@ -47,7 +47,7 @@ def linear(rows: int, columns: int, format: str | None) -> nn.Module:
         return module
     # Rows are in no order, so that they may as well be those of gate and up in turns.
     weight = random_weight(FORMATS[format], (rows, columns))
-    return QuantLinear(weight if why_not(weight) else prepack(weight))
+    return QuantLinear(weight if prepack_refusal(weight) else prepack(weight))
 
 
 class Layer(nn.Module):

@@ -37,10 +37,10 @@ from _table import Row, machine, show, versions, write_json
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels import tiles
+from quant.kernels import launch_table, tiles
 from quant.kernels.ceilings import copy_rate, warm_up
 from quant.kernels.hardware import current
-from quant.kernels.linear import dispatch, tables, tuning
+from quant.kernels.linear import dispatch, tuning
 from quant.kernels.linear.fp8_gemm import prefill_linear
 from quant.kernels.timing import graph_microseconds
 from quant.recipes.json_text import json_text
@@ -112,7 +112,7 @@ def weights(
                     "others": " ".join(f"{_words(t.choice)}={t.microseconds:.1f}" for t in timings[1:]),
                     "dropped": "; ".join(f"{_words(c)}: {why}" for c, why in dropped.items()),
                     "choice": tiles.to_dict(best.choice),
-                    "key": tables.key(FORMATS[name], tokens, shape, prepacked),
+                    "key": launch_table.key(FORMATS[name], tokens, shape, prepacked),
                 }
             )
 

@@ -59,6 +59,11 @@ class Format:
         return self.block == (1, 0)
 
     @property
+    def has_power_of_two_scales(self) -> bool:
+        """Whether block scales are E8M0, as those of the MX formats are."""
+        return self.scale is E8M0
+
+    @property
     def has_square_blocks(self) -> bool:
         """Whether a block spans several rows and several columns, as DeepSeek's squares of 128 × 128 do."""
         return self.block[0] > 1 and self.block[1] > 1

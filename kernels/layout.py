@@ -34,8 +34,8 @@ from functools import cache
 
 import torch
 
-from quant.formats.format import FORMATS
-from quant.formats.number import E4M3, Number
+from quant.formats.format import FORMATS, Format
+from quant.formats.number import E2M1, E4M3, Number
 from quant.formats.packing import pack, unpack
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import current, has_triton
@@ -54,11 +54,9 @@ _ROWS_AT_ONCE = 1024
 # code of the E8M0 scale that would be stored as zero, minus the exponent of the global scale.
 _SPAN = 29
 _BASE = 105
-WIDENED = ("mxfp6", "mxfp6_e3m2")
-"""Formats whose codes become E4M3."""
 
 
-def is_wanted(device: torch.device) -> bool:
+def prefers_prepacked(device: torch.device) -> bool:
     """Whether the kernels for `device` are fastest with weights in this layout: those for Hopper."""
     return device.type == "cuda" and has_triton() and current(device.index or 0).has_wgmma
 
@@ -73,23 +71,34 @@ def as_computed(weight: BlockScaledTensor) -> BlockScaledTensor:
     return replace(weight, format=FORMATS["mxfp8"]) if _is_widened(weight) else weight
 
 
+def takes_any_dtype(format: Format) -> bool:
+    """Whether the layout of `format` also serves inputs that are not in BF16: codes as E4M3 are a format themselves."""
+    return _becomes_e4m3(format)
+
+
+def _becomes_e4m3(format: Format) -> bool:
+    """Whether `prepack` widens the codes to E4M3, as it does of MXFP6."""
+    return format.element.bits == 6
+
+
 def _is_widened(weight: BlockScaledTensor) -> bool:
-    return weight.format.name in WIDENED and weight.codes.dtype is torch.float8_e4m3fn
+    return _becomes_e4m3(weight.format) and weight.codes.dtype is torch.float8_e4m3fn
 
 
-def why_not(weight: BlockScaledTensor) -> str:
+def prepack_refusal(weight: BlockScaledTensor) -> str:
     """The reason why `prepack` would refuse `weight`, empty if it would not."""
-    if weight.format.name not in ("nvfp4", "mxfp4", *WIDENED):
-        return f"{weight.format} has no kernel layout"
+    format = weight.format
+    if not (format.element is E2M1 or _becomes_e4m3(format)):
+        return f"{format} has no kernel layout"
     rows, columns = weight.shape[-2:]
-    if len(weight.shape) > 2 and weight.format.name != "nvfp4":
-        return f"experts in {weight.format} have no kernel layout"
-    if weight.format.name in WIDENED:
+    if len(weight.shape) > 2 and not format.global_scale:
+        return f"experts in {format} have no kernel layout"
+    if _becomes_e4m3(format):
         return ""
     if not 2 <= len(weight.shape) <= 3 or rows % TILE or columns % TILE:
         return f"the shape {list(weight.shape)} is no multiple of [{TILE}, {TILE}]"
     stored = weight.scale.view(torch.uint8)
-    if weight.format.name == "mxfp4":
+    if format.has_power_of_two_scales:
         least, most = (int(bound) for bound in stored.aminmax())
         if most == 255 or most - least > _SPAN or most < 30:
             return f"block scales from 2^{least - 127} to 2^{most - 127} are more than 2^{_SPAN} apart, tiny or NaN"
@@ -113,10 +122,10 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
     Raises:
         ValueError: it has no such layout; the message says why.
     """
-    reason = why_not(weight)
+    reason = prepack_refusal(weight)
     if reason:
         raise ValueError(f"weight {list(weight.shape)} cannot be prepacked: {reason}")
-    if weight.format.name in WIDENED:
+    if _becomes_e4m3(weight.format):
         return _widened(weight)
     rows, columns = _tall(weight)
     flat = weight.codes.reshape(rows, -1)
@@ -129,17 +138,17 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
             for bit, place in enumerate(places):
                 half |= (code >> bit & 1) << place
         words[part] = half.to(torch.int16).view(torch.int32).view(-1, columns // 8)
-    second = weight.global_scale
-    if weight.format.name == "mxfp4":
+    global_scale = weight.global_scale
+    if weight.format.has_power_of_two_scales:
         base = weight.scale.view(torch.uint8).amax().int() - _SPAN - 1
         stored = ((weight.scale.view(torch.uint8).int() - base) << 3).to(torch.uint8).repeat_interleave(2, 1)
-        second = torch.ldexp(torch.ones((), device=words.device), base - _BASE)
+        global_scale = torch.ldexp(torch.ones((), device=words.device), base - _BASE)
     else:
         stored = _scale_table().to(words.device)[weight.scale.view(torch.uint8).int()].to(torch.uint8)
     stored = stored.view(-1, 4, 8, 2, columns // TILE, 4).permute(_TO_SCALES)[..., list(_SCALE_ORDER)]
     lead = weight.shape[:-1]
     scale = stored.contiguous().view(torch.int32).view(*lead, columns // TILE)
-    return replace(weight, codes=words.view(*lead, columns // 8), scale=scale, global_scale=second)
+    return replace(weight, codes=words.view(*lead, columns // 8), scale=scale, global_scale=global_scale)
 
 
 def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
@@ -161,7 +170,7 @@ def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
         packed[part] = pack(codes.contiguous(), 4)
     stored = weight.scale.contiguous().view(torch.uint8).view(-1, columns // TILE, 4, 8, 2, 4)[..., list(_SCALE_ORDER)]
     stored = stored.permute(_inverse(_TO_SCALES)).reshape(rows, columns // 16)
-    if weight.format.name == "mxfp4":
+    if weight.format.has_power_of_two_scales:
         assert weight.global_scale is not None
         base = torch.frexp(weight.global_scale).exponent - 1 + _BASE
         scale = ((stored[:, ::2].int() >> 3) + base).to(torch.uint8)

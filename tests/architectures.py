@@ -41,7 +41,7 @@ from safetensors import safe_open
 from quant.checkpoints.convert import convert
 from quant.checkpoints.load import load
 from quant.export.checkpoint.names import cut_experts, expert_names
-from quant.kernels.linear.stack import ExpertStack
+from quant.kernels.linear.expert_stack import ExpertStack
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import expert_matrices
 from quant.recipes.plan import PLAN_FILE, Plan

@@ -29,7 +29,7 @@ ROOMS = {
 # The parts of a room, lowest first: a part imports itself and those before it. "." is the room's own files.
 PARTS = {
     "formats": (".",),
-    "kernels": (".", "portable", "hopper", "attention", "linear"),
+    "kernels": (".", "portable", "hopper", "attention", "linear", "training"),
     "recipes": (".",),
     "calibration": (".", "texts", "solvers", "walk", "sensitivity"),
     "export": ("checkpoint", "onnx_graph", "engine", "packages"),

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from quant.formats.stacking import Stacking
-from quant.kernels.linear.stack import ExpertStack
+from quant.kernels.linear.expert_stack import ExpertStack
 from quant.recipes.plan import LayerPlan
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from quant.calibration.solvers.solver import get_pipeline, get_solver
 from quant.calibration.statistics import static_input_scale
 from quant.calibration.walk.collect import collect_input_amax
 from quant.formats.tensor import BlockScaledTensor, round_activation
-from quant.kernels.linear.modules import experts_forward, runs_experts_alone
+from quant.kernels.linear.expert_modules import experts_forward, runs_experts_alone
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import expert_matrices, stacking_of
 from quant.recipes.plan import LayerPlan

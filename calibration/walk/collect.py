@@ -17,8 +17,8 @@ from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.texts.rows import check_ids
 from quant.calibration.walk.not_finite import InputNotFiniteError, naming_the_culprit
 from quant.formats.stacking import Stacking
-from quant.kernels.linear.modules import experts_forward, runs_experts_alone
-from quant.kernels.linear.stack import ExpertStack
+from quant.kernels.linear.expert_modules import experts_forward, runs_experts_alone
+from quant.kernels.linear.expert_stack import ExpertStack
 from quant.recipes.layers import expert_matrices, stacking_of
 
 

@@ -36,7 +36,8 @@ from quant.calibration.walk.not_finite import InputNotFiniteError
 from quant.calibration.walk.scratch import Scratch
 from quant.calibration.walk.shared_moments import Moments, at_a_time, pooled, stats_of
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear.modules import QuantExperts, RunTimeParts, experts_forward, runs_experts_alone
+from quant.kernels.linear.expert_modules import QuantExperts, experts_forward, runs_experts_alone
+from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.layers import expert_matrices, stacking_of
 from quant.recipes.plan import LayerPlan
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from quant.formats.format import Format
 from quant.formats.stacking import Stacking
-from quant.kernels.linear.stack import ExpertStack
+from quant.kernels.linear.expert_stack import ExpertStack
 from quant.recipes.layers import stacking_of
 
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "weight": ("",)}

@@ -21,7 +21,8 @@ from quant.export.checkpoint.tensor_file import FileLog, Made, write_tensor_file
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding
-from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.modules import QuantLinear
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import expert_matrices
 from quant.recipes.plan import Parts, Plan

@@ -44,7 +44,7 @@ from quant.export.onnx_graph.ops import translations
 from quant.export.onnx_graph.opsets import OPSET
 from quant.export.onnx_graph.shapes import Input, parse_profile
 from quant.formats.atomic import put_file, temporary_directory
-from quant.kernels.linear.modules import restore_layout
+from quant.kernels.linear.quantized_module import restore_layout
 from quant.recipes.plan import Plan
 
 EXTERNAL_BYTES = 256 << 20

@@ -29,7 +29,8 @@ from torch import nn
 from quant.formats.format import Format
 from quant.kernels.attention_tiles import HEAD_DIMS as PLUGIN_HEAD_DIMS
 from quant.kernels.linear.conv import QuantConv
-from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.modules import QuantLinear
 
 # Activation formats by weight format; as activations, fp8_channel is fp8_token and int8 is int8_token.
 _TOKEN_FP8 = ("fp8", "fp8_token", "fp8_channel")

@@ -40,8 +40,9 @@ from quant.kernels.attention_reference import fp8_attention_reference
 from quant.kernels.hardware import has_fp8_tensor_cores
 from quant.kernels.linear.conv import CONV, QuantConv, conv_matrix, conv_parameter
 from quant.kernels.linear.fp8_gemm import fp8_linear, round_to_e4m3, takes_fp8
-from quant.kernels.linear.modules import QuantLinear, restore_layout
+from quant.kernels.linear.modules import QuantLinear
 from quant.kernels.linear.ops import LINEAR
+from quant.kernels.linear.quantized_module import restore_layout
 
 _ATTENTION = "quant::fp8_attention"
 _EXPORTED_ATTENTION = "quant::onnx_attention"

@@ -32,7 +32,8 @@ from quant.formats.atomic import put_file, temporary_directory
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.linear.conv import QuantConv
-from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.modules import QuantLinear
 
 # What torch-tensorrt converts, and the ops' arguments after the tensor and its amax.
 _FORMATS = ("fp8", "nvfp4")

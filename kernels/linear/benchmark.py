@@ -10,7 +10,7 @@ import torch
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import current
-from quant.kernels.layout import as_computed, is_prepacked, prepack, restore, why_not
+from quant.kernels.layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.tuning import call_of, copies, extra_copies
 from quant.kernels.tiles import to_dict
@@ -42,7 +42,7 @@ def time_as_called(
         weight = (restore(weight) if is_prepacked(weight) else weight).to(f"cuda:{index}")
         out, columns = weight.shape
         format = weight.format.name
-        if gpu.has_wgmma and not why_not(weight):
+        if gpu.has_wgmma and not prepack_refusal(weight):
             weight = as_computed(prepack(weight))
         weights = list(copies(weight, gpu.l2))
         dense = [

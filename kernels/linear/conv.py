@@ -26,9 +26,9 @@ from torch.autograd.function import once_differentiable
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, round_activation
-from quant.kernels.linear.modules import _QuantModule
 from quant.kernels.linear.ops import below_autograd, register
 from quant.kernels.linear.oracle import dense_view
+from quant.kernels.linear.quantized_module import QuantizedModule
 
 CONV = "quant::conv"
 _GEOMETRY = (
@@ -113,7 +113,7 @@ class ConvGeometry:
         return self.padding
 
 
-class QuantConv(ConvGeometry, _QuantModule):
+class QuantConv(ConvGeometry, QuantizedModule):
     """A convolution with a quantized weight.
 
     Args:

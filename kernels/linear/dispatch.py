@@ -25,9 +25,9 @@ from torch.nn.functional import linear as dense_linear
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels import hardware, tiles
+from quant.kernels import hardware, launch_table, tiles
 from quant.kernels.layout import as_computed, is_prepacked
-from quant.kernels.linear import fp8_gemm, native_gemm, tables
+from quant.kernels.linear import fp8_gemm, native_gemm
 from quant.kernels.linear.input_rounding import aligned_rows, prepare_rounding
 from quant.kernels.linear.oracle import ReferenceProduct
 from quant.kernels.tiles import Launch, Product
@@ -68,7 +68,8 @@ def linear_on_gpu(
         codes.device, codes.is_contiguous(), codes.data_ptr() % 16, scale.dtype, scale.shape, scale.device,
         scale.is_contiguous(), None if global_scale is None else (global_scale.shape, global_scale.device),
         None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous()),
-        None if input_scale is None else (input_scale.shape, input_scale.dtype, input_scale.device), tables.edition,
+        None if input_scale is None else (input_scale.shape, input_scale.dtype, input_scale.device),
+        launch_table.edition,
     )  # fmt: skip
     # As `BlockScaledTensor(…)` does, which takes longer: the constructor of a frozen dataclass sets fields one by one.
     weight = object.__new__(BlockScaledTensor)
@@ -187,7 +188,7 @@ def _choose_for_numbers(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Cho
     if prepacked and x.dtype is not torch.bfloat16:
         return tiles.DENSE
     gpu, shape = hardware.current(x.device.index or 0), (weight.shape[0], weight.shape[1])
-    measured = tables.look_up(gpu, weight.format, x.shape[0], shape, prepacked)
+    measured = launch_table.look_up(gpu, weight.format, x.shape[0], shape, prepacked)
     choice = measured or tiles.guess(weight.format, x.shape[0], shape, gpu, prepacked)
     aligned = x.dtype is torch.bfloat16 and weight.codes.data_ptr() % 16 == 0
     if _reads_stored_codes(choice, weight) and not aligned:

@@ -19,8 +19,8 @@ from torch import nn
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import has_triton
-from quant.kernels.linear.modules import _QuantModule
 from quant.kernels.linear.ops import register
+from quant.kernels.linear.quantized_module import QuantizedModule
 
 EMBEDDING = "quant::embedding"
 
@@ -49,7 +49,7 @@ def quantized_embedding(ids: torch.Tensor, weight: BlockScaledTensor, dtype: tor
     )
 
 
-class QuantEmbedding(_QuantModule):
+class QuantEmbedding(QuantizedModule):
     """An embedding over a quantized table.
 
     Args:
@@ -74,7 +74,7 @@ class QuantEmbedding(_QuantModule):
         return quantized_embedding(ids, self.stored_weight, self._dtype.dtype)
 
 
-def takes(module: nn.Module) -> str:
+def embedding_refusal(module: nn.Module) -> str:
     """The reason why `QuantEmbedding` cannot replace `module`, empty if it can."""
     if type(module) is not nn.Embedding:
         return f"it is a {type(module).__name__}, which does more than look up"

@@ -81,10 +81,10 @@ def sort_by_expert(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, tor
     return order, torch.searchsorted(sorted_index, bounds).int()
 
 
-def experts_forward(
+def grouped_experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """`quant.kernels.linear.modules.experts_forward`, with one grouped matmul a projection; both are `QuantExperts`."""
+    """`experts_forward` of `kernels/linear/expert_modules.py`, with one grouped matmul for each projection."""
     tokens, slots = top_k_index.shape
     order, offsets = sort_by_expert(top_k_index, self.num_experts)
     expert = top_k_index.flatten()[order].clamp(max=self.num_experts - 1)

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.hardware import has_triton
 from quant.kernels.linear import dispatch, oracle
 from quant.kernels.linear.oracle import row_slices
 
@@ -137,6 +138,11 @@ class _Linear(torch.autograd.Function):
 def is_traced() -> bool:
     """Whether torch.compile, or a mode such as that of fake tensors, records the ops that run."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def runs_eagerly(x: torch.Tensor) -> bool:
+    """Whether x is on a GPU and nothing records its ops: calling a body then saves 100 to 200 µs of dispatch."""
+    return x.is_cuda and type(x) in (torch.Tensor, torch.nn.Parameter) and has_triton() and not is_traced()
 
 
 def below_autograd(op: Any, keyset: Any, *args: Any) -> torch.Tensor:

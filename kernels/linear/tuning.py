@@ -18,10 +18,10 @@ from torch import nn
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels import tiles
 from quant.kernels.hardware import Hardware
-from quant.kernels.layout import as_computed, is_prepacked, prepack, restore, why_not
+from quant.kernels.launch_table import Timing, key, store, to_entry
+from quant.kernels.layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.modules import QuantLinear
-from quant.kernels.linear.tables import Timing, key, store, to_entry
 from quant.kernels.timing import graph_microseconds
 
 
@@ -107,7 +107,7 @@ def tune_shapes(
     for done, (weight, count) in enumerate(jobs):
         weight = (restore(weight) if is_prepacked(weight) else weight).to("cuda")
         layouts = [weight]
-        if gpu.has_wgmma and not why_not(weight):
+        if gpu.has_wgmma and not prepack_refusal(weight):
             layouts.append(as_computed(prepack(weight)))
         for layout in layouts:
             name = key(layout.format, count, (weight.shape[0], weight.shape[1]), is_prepacked(layout))

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from quant.kernels import launch_table
 from quant.kernels.hardware import current
-from quant.kernels.linear import tables
 
 
 def examine_gpus() -> list[dict[str, Any]]:
@@ -32,7 +32,7 @@ def examine_gpus() -> list[dict[str, Any]]:
                     "memory_bandwidth": gpu.bandwidth if gpu.known else None,
                     "tflops": gpu.tflops if gpu.known else None,
                     "native_formats": list(gpu.native_formats),
-                    "tuned_shapes": tables.count_entries(gpu),
+                    "tuned_shapes": launch_table.count_entries(gpu),
                     "readings": _readings(nvml, index),
                 }
             )

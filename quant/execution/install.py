@@ -14,9 +14,9 @@ from torch import nn
 from quant.errors import UserError
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
-from quant.kernels.linear.embedding import QuantEmbedding
-from quant.kernels.linear.embedding import takes as why_not_embedding
-from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts
+from quant.kernels.linear.embedding import QuantEmbedding, embedding_refusal
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.modules import QuantLinear, RunTimeParts
 from quant.models.experts_forward import run_experts_alone
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import stacking_of
@@ -48,7 +48,7 @@ def install_weight(
         delattr(parent, last)
     elif layer.kind == LayerKind.EMBEDDING:
         table = parent.get_submodule(last)
-        if why := why_not_embedding(table):
+        if why := embedding_refusal(table):
             raise UserError(f"{layer.name}: cannot be in {layer.weight}: {why}; keep it in 16 bit")
         assert isinstance(table, nn.Embedding)
         new = QuantEmbedding(weight, table.weight.dtype, table.padding_idx)

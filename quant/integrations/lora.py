@@ -32,7 +32,8 @@ from quant.errors import UserError, listed
 from quant.execution.solve import Quantized, solve_plan
 from quant.extras import require
 from quant.integrations.dense import DenseExperts, dense_linear
-from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.modules import QuantLinear
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Parts, Plan
 

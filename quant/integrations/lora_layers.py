@@ -13,9 +13,10 @@ from torch.nn import functional
 
 from quant.errors import UserError
 from quant.integrations.dense import DenseExperts, dense_linear
-from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.expert_stack import ExpertStack
+from quant.kernels.linear.modules import QuantLinear
 from quant.kernels.linear.ops import autocast_dtype, input_gradient, without_autocast
-from quant.kernels.linear.stack import ExpertStack
 
 
 class LoraQuantLinear(Linear):  # type: ignore[misc]

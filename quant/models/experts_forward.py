@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from quant.kernels.linear.modules import experts_forward
+from quant.kernels.linear.expert_modules import experts_forward
 
 
 def run_experts_alone(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from quant.export.checkpoint.names import expert_names
-from quant.kernels.linear.modules import runs_experts_alone
+from quant.kernels.linear.expert_modules import runs_experts_alone
 from quant.models.experts_forward import run_experts_alone
 
 

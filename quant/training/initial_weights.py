@@ -21,8 +21,8 @@ from quant.calibration.solvers.lowrank import residual_weight
 from quant.calibration.solvers.rotation import rotate_weight
 from quant.formats.rounding import round_to
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear.fake_rounding import weight_steps
 from quant.kernels.linear.modules import RunTimeParts
+from quant.kernels.training.weight_rounding import weight_steps
 from quant.training.modules import decoded_scale
 
 _WITHIN = 0.95  # of half a cell

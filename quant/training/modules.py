@@ -2,7 +2,7 @@
 
 `QATLinear`, `QATConv`, `QATExperts` and `QATEmbedding` stand where `QuantLinear` and its like will: with the same
 formats, input scale, rotation, branch and bias. Their forward is the reference arithmetic of the packed layer with the
-rounding of weight and input as differentiable ops (`kernels/linear/fake_rounding.py`). Each keeps its block scales in
+rounding of weight and input as differentiable ops (`kernels/training/`). Each keeps its block scales in
 one of three ways:
 
     recomputed    measured from the weight at each forward, by the `max` rule; fused layers share their second level
@@ -29,17 +29,18 @@ from quant.formats.rounding import decode, decode_power_of_two, round_to
 from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
 from quant.kernels.linear.conv import ConvGeometry, QuantConv, conv_matrix, conv_parameter
 from quant.kernels.linear.embedding import QuantEmbedding
-from quant.kernels.linear.fake_rounding import (
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.expert_stack import ExpertStack
+from quant.kernels.linear.modules import QuantLinear, RunTimeParts
+from quant.kernels.linear.ops import autocast_dtype
+from quant.kernels.training.input_rounding import round_input
+from quant.kernels.training.weight_rounding import (
     as_stored_scale,
     group_amax,
     measured_global_scale,
     measured_scale,
-    round_input,
     round_weight,
 )
-from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts
-from quant.kernels.linear.ops import autocast_dtype
-from quant.kernels.linear.stack import ExpertStack
 from quant.recipes.plan import Plan
 from quant.training.fusion import Fusion
 

@@ -28,7 +28,8 @@ from quant.execution.solve import solve_plan
 from quant.export.checkpoint.write import plan_of_model
 from quant.kernels.linear.conv import QuantConv, conv_matrix, conv_parameter
 from quant.kernels.linear.embedding import QuantEmbedding
-from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.modules import QuantLinear, RunTimeParts
 from quant.plan.check import check_plan_fits
 from quant.plan.make import check_module, make_plan
 from quant.recipes.layers import find_layers

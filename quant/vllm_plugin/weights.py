@@ -23,7 +23,7 @@ import quant.kernels.linear.ops  # noqa: F401 - defines torch.ops.quant.linear
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.counters import reserve
-from quant.kernels.layout import prepack, why_not
+from quant.kernels.layout import prepack, prepack_refusal
 
 
 def nvfp4_weight(codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> BlockScaledTensor:
@@ -67,7 +67,7 @@ def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
         reserve(device)
     if weight.format.name not in ("nvfp4", "mxfp4"):
         return weight, ""
-    reason = why_not(weight)
+    reason = prepack_refusal(weight)
     return (weight, reason) if reason else (prepack(weight), "")
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from quant.formats.format import FORMATS
-from quant.kernels import hardware, tiles
+from quant.kernels import hardware, launch_table, tiles
 from quant.kernels.hardware import TARGETS
-from quant.kernels.linear import tables
+from quant.kernels.launch_table import Timing, key
 
 # Compute capability, and the formats that tensor cores take, from NVIDIA's CUDA documentation.
 KNOWN = {
@@ -83,23 +83,23 @@ def test_buckets_of_tokens(tokens: int, stands_for: int) -> None:
 
 def test_a_measured_launch_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("BLOCKSCALE_CACHE", str(tmp_path))
-    tables._table.cache_clear()
+    launch_table._table.cache_clear()
     gpu, form, shape = TARGETS["l40s"], FORMATS["mxfp8"], (1234, 512)
-    assert tables.look_up(gpu, form, 5, shape, prepacked=False) is None
+    assert launch_table.look_up(gpu, form, 5, shape, prepacked=False) is None
     best = tiles.Tiles(16, 32, 128, 2)
-    path = tables.store(gpu, {tables.key(form, 8, shape, prepacked=False): tables.Timing(best, 12.5, 0.001)})
+    path = launch_table.store(gpu, {key(form, 8, shape, prepacked=False): Timing(best, 12.5, 0.001)})
     assert path.parent == tmp_path
-    assert tables.look_up(gpu, form, 5, shape, prepacked=False) == best
-    assert tables.look_up(gpu, form, 1, shape, prepacked=False) == best
-    assert tables.look_up(gpu, form, 9, shape, prepacked=False) is None
-    assert tables.look_up(gpu, form, 5, shape, prepacked=True) is None
-    tables.store(gpu, {tables.key(form, 128, shape, prepacked=False): tables.Timing(tiles.DENSE, 9.0, 0.0)})
-    assert tables.look_up(gpu, form, 65, shape, prepacked=False) == tiles.DENSE
-    assert tables.look_up(gpu, form, 64, shape, prepacked=False) is None  # few tokens are another case
-    tables.store(gpu, {tables.key(form, 16, shape, prepacked=False): tables.Timing(tiles.DENSE, 3.0, 0.0)})
-    assert tables.look_up(gpu, form, 9, shape, prepacked=False) == tiles.DENSE
-    assert tables.look_up(gpu, form, 5, shape, prepacked=False) == best
-    tables._table.cache_clear()
+    assert launch_table.look_up(gpu, form, 5, shape, prepacked=False) == best
+    assert launch_table.look_up(gpu, form, 1, shape, prepacked=False) == best
+    assert launch_table.look_up(gpu, form, 9, shape, prepacked=False) is None
+    assert launch_table.look_up(gpu, form, 5, shape, prepacked=True) is None
+    launch_table.store(gpu, {key(form, 128, shape, prepacked=False): Timing(tiles.DENSE, 9.0, 0.0)})
+    assert launch_table.look_up(gpu, form, 65, shape, prepacked=False) == tiles.DENSE
+    assert launch_table.look_up(gpu, form, 64, shape, prepacked=False) is None  # few tokens are another case
+    launch_table.store(gpu, {key(form, 16, shape, prepacked=False): Timing(tiles.DENSE, 3.0, 0.0)})
+    assert launch_table.look_up(gpu, form, 9, shape, prepacked=False) == tiles.DENSE
+    assert launch_table.look_up(gpu, form, 5, shape, prepacked=False) == best
+    launch_table._table.cache_clear()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -116,7 +116,7 @@ def test_a_guess_for_few_tokens_covers_the_shape(format: str, tokens: int) -> No
 
 def test_the_shipped_tables_can_be_launched() -> None:
     """Every entry names a format and a shape, and a launch that the kernels take for it."""
-    files = sorted(tables._SHIPPED.glob("*.json"))
+    files = sorted(launch_table._SHIPPED.glob("*.json"))
     assert [path.stem for path in files] == ["h100", "h200"]
     for path in files:
         gpu = TARGETS[path.stem]
@@ -134,7 +134,7 @@ def test_the_shipped_tables_can_be_launched() -> None:
 
 def test_the_guess_is_what_was_fastest_when_measured_on_an_h100() -> None:
     """The kernel and the tokens of its tile, for every shape of the shipped table; only the rest is left to tuning."""
-    entries = json.loads((tables._SHIPPED / "h100.json").read_text())["entries"]
+    entries = json.loads((launch_table._SHIPPED / "h100.json").read_text())["entries"]
     for name, entry in entries.items():
         format, layout, tokens, rows, columns = name.split("|")
         shape, fastest = (int(rows), int(columns)), tiles.from_dict(entry["choice"])

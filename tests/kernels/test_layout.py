@@ -11,7 +11,7 @@ from quant.formats.format import FORMATS
 from quant.formats.number import E2M1, E4M3
 from quant.formats.packing import pack, unpack
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.layout import as_computed, is_prepacked, prepack, restore, why_not
+from quant.kernels.layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
 from quant.kernels.linear.ops import quantized_linear
 
 
@@ -124,11 +124,11 @@ def test_what_has_no_layout_says_why() -> None:
     with pytest.raises(ValueError, match=r"\[128, 2048\] cannot be prepacked: a block whose scale is zero has codes"):
         prepack(weight)
     weight.scale.view(torch.uint8)[5, 3] = 0x80 | 3
-    assert why_not(weight) == "a block scale is negative or NaN"
-    assert "no multiple of [64, 64]" in why_not(quantize(torch.randn(64, 160), FORMATS["nvfp4"]))
-    assert why_not(quantize(torch.randn(64, 128), FORMATS["mxfp8"])) == "mxfp8 has no kernel layout"
+    assert prepack_refusal(weight) == "a block scale is negative or NaN"
+    assert "no multiple of [64, 64]" in prepack_refusal(quantize(torch.randn(64, 160), FORMATS["nvfp4"]))
+    assert prepack_refusal(quantize(torch.randn(64, 128), FORMATS["mxfp8"])) == "mxfp8 has no kernel layout"
     far = quantize(torch.randn(64, 128) * 2.0 ** torch.arange(64)[:, None], FORMATS["mxfp4"])
-    assert "are more than 2^29 apart" in why_not(far)
+    assert "are more than 2^29 apart" in prepack_refusal(far)
 
 
 def test_experts_are_laid_out_one_by_one() -> None:

@@ -26,7 +26,8 @@ from quant.calibration.blocks import block_names, capture
 from quant.calibration.placement import find_device, placed
 from quant.evaluation.evaluate import evaluate
 from quant.execution.data import mixed_text
-from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.modules import QuantLinear
 from quant.models.open import open_model
 from quant.plan.make import make_plan
 from quant.recipes.plan import Plan, bits_per_weight

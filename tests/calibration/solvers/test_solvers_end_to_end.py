@@ -26,7 +26,8 @@ from quant.calibration.walk.group import Settings
 from quant.checkpoints.load import load
 from quant.cli.quantize import quantize_command
 from quant.formats.format import FORMATS
-from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.modules import QuantLinear
 from quant.models.open import open_model
 from quant.recipes.plan import Plan
 

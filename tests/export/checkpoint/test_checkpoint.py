@@ -26,7 +26,8 @@ from quant.export.checkpoint.write import checkpoint_tensors, layer_weights, spl
 from quant.formats import atomic
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.modules import QuantLinear
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan

@@ -22,7 +22,7 @@ from quant.export.checkpoint.check import matrix_problems
 from quant.export.checkpoint.compressed_tensors import compress
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.linear.modules import restore_layout
+from quant.kernels.linear.quantized_module import restore_layout
 
 Tensors = dict[str, torch.Tensor]
 Q = "model.layers.1.self_attn.q_proj"

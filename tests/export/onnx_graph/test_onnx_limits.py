@@ -11,7 +11,8 @@ from torch import nn
 from quant.export.onnx_graph.limits import check_attention, check_model, layer_problem
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.modules import QuantLinear
 
 
 @pytest.mark.parametrize(

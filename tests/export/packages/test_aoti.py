@@ -15,7 +15,7 @@ from quant.export.packages.aoti import dequantize_in_graph, export_aoti, load_ao
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.attention.forward import fp8_attention
-from quant.kernels.linear import modules
+from quant.kernels.linear import quantized_module
 from quant.kernels.linear.conv import QuantConv, weight_of_conv
 from quant.kernels.linear.modules import QuantLinear
 
@@ -236,7 +236,7 @@ def test_gpu_package_with_fp8_matmul_and_attention(package: Callable[..., Path],
 
 def test_weights_in_a_kernels_layout_are_restored_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that ran on a Hopper GPU has them; this CPU is taken for one."""
-    monkeypatch.setattr(modules, "is_wanted", lambda device: True)
+    monkeypatch.setattr(quantized_module, "prefers_prepacked", lambda device: True)
     model, x = Gated("nvfp4", None, False), torch.randn(2, 3, 64, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = model(x)

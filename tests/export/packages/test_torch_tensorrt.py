@@ -17,7 +17,8 @@ from quant.export.packages.torch_tensorrt import lower, lowered_program, require
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.conv import QuantConv, weight_of_conv
-from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.modules import QuantLinear, RunTimeParts
 
 _QUANTIZE = "(Tensor input, Tensor amax, int num_bits, int exponent_bits, bool unsigned, bool narrow_range) -> Tensor"
 _BLOCK = (

@@ -23,10 +23,11 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, _pair_table, quantize
 from quant.kernels import hardware, layout, tiles
 from quant.kernels.hardware import TARGETS, current
-from quant.kernels.layout import as_computed, is_prepacked, prepack, restore, why_not
-from quant.kernels.linear import dispatch, modules
+from quant.kernels.layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
+from quant.kernels.linear import dispatch, quantized_module
 from quant.kernels.linear.embedding import QuantEmbedding
-from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.modules import QuantLinear
 
 ARRANGED = ("nvfp4", "mxfp4", "mxfp6", "mxfp6_e3m2")
 OUT, IN = 128, 192
@@ -36,7 +37,7 @@ OUT, IN = 128, 192
 def hopper(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """`hopper.here` says whether this machine's CPU is taken for a Hopper GPU."""
     where = SimpleNamespace(here=True)
-    monkeypatch.setattr(modules, "is_wanted", lambda device: where.here and device.type == "cpu")
+    monkeypatch.setattr(quantized_module, "prefers_prepacked", lambda device: where.here and device.type == "cpu")
     return where
 
 
@@ -324,7 +325,7 @@ def test_which_kernel_an_h100_takes(format: str, monkeypatch: pytest.MonkeyPatch
         tiles.PrefillTiles: "sm90_codes_gemm_many",
     }
     weight = weight_in(format, 512, 1024)
-    arranged = weight if why_not(weight) else as_computed(prepack(weight))
+    arranged = weight if prepack_refusal(weight) else as_computed(prepack(weight))
     for tokens in TOKENS:
         choice = dispatch.choose_launch(arranged, torch.empty(tokens, 1024, dtype=torch.bfloat16))
         assert files.get(type(choice), "dispatch") in kernels_of(arranged.format, tokens), (tokens, choice)

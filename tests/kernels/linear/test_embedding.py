@@ -6,7 +6,7 @@ from torch import nn
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.linear.embedding import QuantEmbedding, quantized_embedding, takes
+from quant.kernels.linear.embedding import QuantEmbedding, embedding_refusal, quantized_embedding
 
 IDS = torch.tensor([[0, 299, 7], [7, 128, 127]])
 
@@ -75,9 +75,9 @@ def test_only_a_plain_look_up_is_replaced() -> None:
     class Scaled(nn.Embedding):
         pass
 
-    assert takes(nn.Embedding(3, 4)) == ""
-    assert takes(Scaled(3, 4)) == "it is a Scaled, which does more than look up"
-    assert takes(nn.Embedding(3, 4, max_norm=1.0)) == "it renormalizes rows as they are read"
+    assert embedding_refusal(nn.Embedding(3, 4)) == ""
+    assert embedding_refusal(Scaled(3, 4)) == "it is a Scaled, which does more than look up"
+    assert embedding_refusal(nn.Embedding(3, 4, max_norm=1.0)) == "it renormalizes rows as they are read"
 
 
 @pytest.mark.parametrize("arch", [90, 120])

@@ -8,8 +8,8 @@ from torch import nn
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize, quantize
-from quant.kernels.linear import experts, modules
-from quant.kernels.linear.modules import QuantExperts
+from quant.kernels.linear import experts
+from quant.kernels.linear.expert_modules import QuantExperts, experts_forward
 
 EXPERTS, HIDDEN, INNER = 6, 256, 128
 
@@ -67,15 +67,15 @@ def test_slots_are_sorted_and_counted() -> None:
 @pytest.mark.parametrize(("format", "activation"), [("nvfp4", None), ("fp8_channel", "fp8_token"), ("mxfp8", "mxfp8")])
 def test_is_one_expert_at_a_time(format: str, activation: str | None) -> None:
     module, args = Experts(format, activation, "cpu"), routing(11, "cpu", torch.float32)
-    y = experts.experts_forward(module, *args)
+    y = experts.grouped_experts_forward(module, *args)
     assert float((y.double() - by_tokens(module, *args)).norm() / y.norm()) < 2e-3
-    torch.testing.assert_close(y, modules.experts_forward(module, *args), rtol=0, atol=1e-5)
+    torch.testing.assert_close(y, experts_forward(module, *args), rtol=0, atol=1e-5)
 
 
 def test_slots_beyond_the_last_expert_count_nothing() -> None:
     module, (hidden, index, weights) = Experts("mxfp8", None, "cpu"), routing(7, "cpu", torch.float32)
     index[2, 1] = index[5, 0] = EXPERTS
-    y = experts.experts_forward(module, hidden, index, weights)
+    y = experts.grouped_experts_forward(module, hidden, index, weights)
     assert float((y.double() - by_tokens(module, hidden, index, weights)).norm() / y.norm()) < 1e-4
 
 
@@ -108,7 +108,7 @@ def test_on_a_gpu(format: str, activation: str | None, tokens: int) -> None:
     module = Experts(format, activation, "cuda")
     hidden, index, weights = routing(tokens, "cuda", torch.bfloat16)
     index[0, 1] = EXPERTS
-    y = modules.experts_forward(module, hidden, index, weights)
+    y = experts_forward(module, hidden, index, weights)
     expected = by_tokens(module, hidden, index, weights)
     # A last bit of an inner value moves some of its 8-bit codes to a neighbour, 6% away.
     assert float((y.double() - expected).norm() / expected.norm()) < (4e-2 if activation else 1e-2)
@@ -118,10 +118,10 @@ def test_on_a_gpu(format: str, activation: str | None, tokens: int) -> None:
 def test_a_graph_follows_the_router() -> None:
     module = Experts("nvfp4", None, "cuda")
     hidden, index, weights = routing(4, "cuda", torch.bfloat16)
-    modules.experts_forward(module, hidden, index, weights)
+    experts_forward(module, hidden, index, weights)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = modules.experts_forward(module, hidden, index, weights)
+        y = experts_forward(module, hidden, index, weights)
     for _ in range(3):
         new = routing(4, "cuda", torch.bfloat16)
         for old, value in zip((hidden, index, weights), new, strict=True):

@@ -20,7 +20,8 @@ from quant.execution.solve import apply_plan, solve_state_dict
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize
 from quant.formats.tensor import quantize as quantize_tensor
-from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.modules import QuantLinear
 from quant.models.open import open_model
 from quant.plan.check import check_plan_fits
 from quant.plan.make import fusion_warnings, make_plan

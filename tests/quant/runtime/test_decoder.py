@@ -18,7 +18,7 @@ from interpreter import interpreted
 import quant
 from quant.calibration.blocks import cache_argument, cache_of
 from quant.kernels.layout import prepack
-from quant.kernels.linear.merged import merge_rows
+from quant.kernels.linear.merged_linear import merge_rows
 from quant.kernels.linear.modules import QuantLinear
 from quant.runtime import decoder as decoders
 from quant.runtime import generate as generation

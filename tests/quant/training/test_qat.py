@@ -21,8 +21,9 @@ from quant.checkpoints.convert import convert
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize, round_activation
 from quant.kernels.hadamard import hadamard_transform
-from quant.kernels.linear.fake_rounding import round_input
-from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.training.input_rounding import round_input
 from quant.training.modules import SCALES, QATExperts, QATLinear, RoundedWeight
 
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))

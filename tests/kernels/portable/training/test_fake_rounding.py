@@ -14,8 +14,8 @@ from quant.formats.format import FORMATS
 from quant.formats.rounding import round_to
 from quant.formats.tensor import quantize, round_activation, round_with_scale
 from quant.kernels.aot import compile_kernel
-from quant.kernels.linear.fake_rounding import measured_scale
 from quant.kernels.portable.training import fake_rounding
+from quant.kernels.training.weight_rounding import measured_scale
 
 
 def weight(rows: int = 37, columns: int = 320, dtype: torch.dtype = torch.float32) -> torch.Tensor:

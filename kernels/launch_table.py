@@ -26,7 +26,7 @@ from quant.kernels.hardware import Hardware
 _SAME = 16
 edition = 0
 """Counts the changes of this machine's tables in this process: a choice from an earlier one is out of date."""
-_SHIPPED = Path(__file__).resolve().parents[1] / "tuned"
+_SHIPPED = Path(__file__).resolve().parent / "tuned"
 
 
 @dataclass(frozen=True)

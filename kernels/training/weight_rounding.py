@@ -1,8 +1,7 @@
-"""Fake quantization rounds values to a format and keeps them as floats, so that a model can be trained as deployed.
+"""Fake quantization of a weight rounds it to a format and keeps floats, so that a model can be trained as deployed.
 
-    quant::round_weight(weight, scale?, global_scale?, …) -> weight that the packed model multiplies by
-    quant::round_input(x, input_scale?, activation)       -> input as the packed model rounds it
-    quant::round_…_gradient(gradient, …)                  -> what goes back through them
+    quant::round_weight(weight, scale?, global_scale?, …)      -> weight that the packed model multiplies by
+    quant::round_weight_gradient, quant::round_scale_gradient  -> the gradients of the weight and of its block scales
 
 Rounding has a derivative of zero almost everywhere, so gradients pass straight through it (Bengio et al., 2013):
 dW = dY for a weight within the range of its block, and 0 for one beyond a scale that is fixed, which no small change of
@@ -11,17 +10,8 @@ is learned has the gradient of LSQ (Esser et al., 2020): with steps u = w / s an
 
     dL/ds = sum over the block of  dY · (q − u)    within the range,    dY · q    beyond it
 
-Short blocks of inputs are scaled by their own largest magnitude a, which therefore decides how finely all of the block
-are rounded. With s in proportion to a, the same sum becomes a gradient of the input that has it:
-
-    dL/da = sum over the block of  dY · (rounded − x) / a
-
-so that training also learns to keep outliers small. Rounding scales with its block, and its gradient says so: over a
-block, x · dL/dx sums to dY · rounded. It lowers the KL of NVFP4 by 2 to 5 % (docs/training.md). Scales of whole rows
-have none: one input among thousands decides little there.
-
 On a GPU one Triton kernel rounds and another masks (`kernels/portable/training/fake_rounding.py`); elsewhere the oracle
-runs.
+runs. `input_rounding.py` does the same for inputs.
 """
 
 from __future__ import annotations
@@ -35,13 +25,11 @@ from torch.autograd.function import once_differentiable
 from quant.formats.format import FORMATS, Format
 from quant.formats.rounding import round_to
 from quant.formats.scaling import global_scale_of
-from quant.formats.tensor import choose_scale, round_activation, round_with_scale
+from quant.formats.tensor import choose_scale, round_with_scale
 from quant.kernels.hardware import has_triton
-from quant.kernels.linear.input_rounding import round_rows
-from quant.kernels.linear.ops import below_autograd, is_traced, register
+from quant.kernels.linear.ops import below_autograd, register, runs_eagerly
 
 _FLOATS = (torch.float16, torch.bfloat16)
-_SHORT = 32  # inputs of a block whose scale has a gradient
 
 
 def round_weight(
@@ -72,24 +60,9 @@ def round_weight(
         The shape of `weight`, in `dtype`.
     """
     arguments = (weight, scale, global_scale, format.name, rule, stored, dtype, clips and scale is not None)
-    if _is_eager(weight):
+    if runs_eagerly(weight):
         return _RoundWeight.apply(None, *arguments)  # type: ignore[no-any-return, no-untyped-call]
     return torch.ops.quant.round_weight(*arguments)  # type: ignore[no-any-return]
-
-
-def round_input(x: torch.Tensor, activation: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """An input `[..., in]` as a packed linear rounds it, with straight-through gradients.
-
-    Inputs beyond the range of a static scale have no gradient. The largest of a short block has that of its scale, too.
-    """
-    if _is_eager(x):
-        return _RoundInput.apply(None, x, input_scale, activation.name)  # type: ignore[no-any-return, no-untyped-call]
-    return torch.ops.quant.round_input(x, input_scale, activation.name)  # type: ignore[no-any-return]
-
-
-def _is_eager(x: torch.Tensor) -> bool:
-    """Whether nothing looks on: then the bodies of the ops are called themselves, past 100 to 200 µs of dispatch."""
-    return x.is_cuda and type(x) in (torch.Tensor, torch.nn.Parameter) and has_triton() and not is_traced()
 
 
 def measured_scale(
@@ -125,7 +98,7 @@ def measured_global_scale(weights: Sequence[torch.Tensor], format: Format) -> to
 
     It has gone through the reciprocal that files may store.
     """
-    if all(_is_eager(weight) and weight.dim() == 2 for weight in weights):
+    if all(runs_eagerly(weight) and weight.dim() == 2 for weight in weights):
         from quant.kernels.portable.training import global_scale
 
         with torch.cuda.device_of(weights[0]):
@@ -261,105 +234,6 @@ def _weight_with_gradients(keyset: Any, *args: Any) -> torch.Tensor:
     return below_autograd(torch.ops.quant.round_weight.default, keyset, *args)
 
 
-def _round_input(x: torch.Tensor, input_scale: torch.Tensor | None, activation: str) -> torch.Tensor:
-    format = FORMATS[activation]
-    if x.numel() and x.is_cuda and x.dtype in _FLOATS and has_triton():
-        from quant.kernels.portable.training import fake_rounding
-
-        with torch.cuda.device_of(x):
-            rows = x.reshape(-1, x.shape[-1])
-            if fake_rounding.can_measure(format, rows.shape) and format.global_scale == (input_scale is not None):
-                return fake_rounding.round_weight(rows, format, x.dtype, None, input_scale).view(x.shape)
-            return round_rows(rows, format, input_scale).view(x.shape)
-    # An op returns no tensor that it was given, as rounding does of no rows.
-    return round_activation(x, format, input_scale) if x.numel() else x.clone()
-
-
-def _input_gradient(
-    gradient: torch.Tensor, x: torch.Tensor, rounded: torch.Tensor, input_scale: torch.Tensor | None, activation: str
-) -> torch.Tensor:
-    """The gradient of an input, in the dtype of `gradient`: straight through, and of the scales of short blocks."""
-    format = FORMATS[activation]
-    if not _follows(format):
-        assert input_scale is not None
-        return _passed(gradient, x, input_scale, format)
-    if x.numel() and x.is_cuda and has_triton():
-        from quant.kernels.portable.training import fake_rounding
-
-        if fake_rounding.can_sum(format, (rows := x.reshape(-1, x.shape[-1])).shape):
-            with torch.cuda.device_of(x):
-                found = fake_rounding.input_gradient(
-                    gradient.reshape(rows.shape), rows, rounded.reshape(rows.shape), format, input_scale
-                )
-            return found.view(x.shape)
-    columns = format.block[1]
-    width = (0, -x.shape[-1] % columns)
-    given, change, slope = (
-        torch.nn.functional.pad(each.float(), width).unflatten(-1, (-1, columns))
-        for each in (x, rounded.float() - x.float(), gradient)
-    )
-    amax = given.abs().amax(dim=-1, keepdim=True)
-    follows = (amax > 0) if input_scale is None else _in_reach(amax, input_scale, format)
-    of_scale = torch.where(follows, (slope * change).sum(dim=-1, keepdim=True) / amax, 0)
-    largest = given.abs() == amax
-    added = largest * given.sign() * (of_scale / largest.sum(dim=-1, keepdim=True))
-    total: torch.Tensor = added.flatten(-2)[..., : x.shape[-1]].to(gradient.dtype)
-    return total.add_(gradient if input_scale is None else _passed(gradient, x, input_scale, format))
-
-
-def _follows(format: Format) -> bool:
-    """Whether the scales of an input are those of short blocks, and follow the largest magnitude of each."""
-    rows, columns = format.block
-    return rows == 1 and 0 < columns <= _SHORT
-
-
-def _in_reach(amax: torch.Tensor, input_scale: torch.Tensor, format: Format) -> torch.Tensor:
-    """Where a block's scale is neither the largest nor the smallest one, and so follows the block."""
-    unit = format.element.max * input_scale.float().reshape(())
-    return (amax > format.scale.min_subnormal * unit) & (amax <= format.scale.max * unit)
-
-
-def _passed(gradient: torch.Tensor, x: torch.Tensor, input_scale: torch.Tensor, format: Format) -> torch.Tensor:
-    """The gradient with zeros where an input is beyond the range of a static scale."""
-    largest = format.element.max * (format.scale.max if format.global_scale else 1)
-    if _is_eager(gradient) and x.is_contiguous():
-        from quant.kernels.portable.training import fake_rounding
-
-        with torch.cuda.device_of(x):
-            return fake_rounding.within(gradient, x, input_scale.reshape(()), largest)
-    return gradient * (x.float().abs() <= largest * input_scale.float().reshape(()))
-
-
-class _RoundInput(torch.autograd.Function):
-    """`quant::round_input` where the input needs a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> torch.Tensor:
-        x, input_scale, ctx.activation = args
-        ctx.is_eager = keyset is None
-        if ctx.is_eager:
-            rounded = _round_input(*args)
-        else:
-            rounded = below_autograd(torch.ops.quant.round_input.default, keyset, *args)
-        ctx.passes_all = input_scale is None and not _follows(FORMATS[ctx.activation])
-        ctx.save_for_backward(*(() if ctx.passes_all else (x, rounded, input_scale)))
-        return rounded
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if not ctx.passes_all:
-            found: Any = _input_gradient if ctx.is_eager else torch.ops.quant.round_input_gradient
-            gradient = found(gradient, *ctx.saved_tensors, ctx.activation)
-        return None, gradient, None, None
-
-
-def _input_with_gradients(keyset: Any, *args: Any) -> torch.Tensor:
-    if torch.is_grad_enabled() and args[0].requires_grad:
-        return _RoundInput.apply(keyset, *args)  # type: ignore[no-any-return, no-untyped-call]
-    return below_autograd(torch.ops.quant.round_input.default, keyset, *args)
-
-
 def _fake_weight(weight: torch.Tensor, *rest: Any) -> torch.Tensor:
     return torch.empty(weight.shape, dtype=rest[-2], device=weight.device)
 
@@ -370,14 +244,6 @@ def _fake_weight_gradient(gradient: torch.Tensor, weight: torch.Tensor, *rest: A
 
 def _fake_scale_gradient(gradient: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *rest: Any) -> torch.Tensor:
     return torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
-
-
-def _fake_input_gradient(gradient: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-
-
-def _fake_input(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 register(
@@ -393,12 +259,6 @@ register(
     default=_scale_gradient,
 )
 register(
-    "quant::round_input_gradient",
-    "(Tensor gradient, Tensor x, Tensor rounded, Tensor? input_scale, str activation) -> Tensor",
-    _fake_input_gradient,
-    default=_input_gradient,
-)
-register(
     "quant::round_weight",
     "(Tensor weight, Tensor? scale, Tensor? global_scale, str format, str rule, ScalarType stored, ScalarType dtype, "
     "bool clips) -> Tensor",
@@ -406,12 +266,4 @@ register(
     autograd=_weight_with_gradients,
     in_autocast=False,
     default=_round_weight,
-)
-register(
-    "quant::round_input",
-    "(Tensor x, Tensor? input_scale, str activation) -> Tensor",
-    _fake_input,
-    autograd=_input_with_gradients,
-    in_autocast=False,
-    default=_round_input,
 )

@@ -1,0 +1,159 @@
+"""`QuantExperts` holds the quantized weights of all experts of one projection, and `experts_forward` runs them.
+
+On a GPU all experts run in one grouped matmul a projection (`kernels/linear/experts.py`), elsewhere one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.formats.format import Format
+from quant.formats.stacking import Stacking
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.expert_stack import ExpertStack
+from quant.kernels.linear.experts import grouped_experts_forward, grouped_linear
+from quant.kernels.linear.ops import quantized_linear
+from quant.kernels.linear.oracle import as_stored
+from quant.kernels.linear.quantized_module import QuantizedModule
+
+
+class QuantExperts(QuantizedModule, ExpertStack):
+    """The quantized weights of all experts of one projection, in place of the parameter that stacks them.
+
+    Args:
+        weight: `[experts, out, in]`.
+        activation: format the input is rounded to; None leaves it in 16 bit.
+        input_scale: static scale of the activation format, float32 scalar, where the format has one.
+        dtype: of dequantized values; `.to(dtype)` changes it.
+        stacking: how the parameter holds the matrices; by default `[experts, out, in]`.
+    """
+
+    runs_grouped = True
+    _dtype: torch.Tensor
+
+    def __init__(
+        self,
+        weight: BlockScaledTensor,
+        activation: Format | None = None,
+        input_scale: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        stacking: Stacking | None = None,
+    ) -> None:
+        super().__init__(weight, activation, input_scale)
+        self.register_buffer("_dtype", torch.empty(0, dtype=dtype), persistent=False)
+        self.stacking = stacking or Stacking(tuple(weight.shape), weight.shape[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that indexing gives: `float32` unless `.to(dtype)` said otherwise."""
+        return self._dtype.dtype
+
+    def _settle(self, x: torch.Tensor) -> None:
+        if (self.codes.device, self.codes.dtype, x.dtype) != self._arranged:
+            self.arrange(x.dtype)
+
+    def __getitem__(self, index: int | torch.Tensor) -> Any:
+        """One expert as the parameter holds it, or several. Without rounded inputs, these are dequantized values."""
+        if self.activation_format is None and not (isinstance(index, torch.Tensor) and index.dim()):
+            return self.stacking.hold(self.dense(int(index)))
+        return super().__getitem__(index)
+
+    def dense(self, index: int) -> torch.Tensor:
+        """The values `[out, in]` of one expert."""
+        return as_stored(self.stored_weight.matrix(index)).dequantize(self.dtype)
+
+    def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """`[tokens, in]` to `[tokens, out]` through expert `index`."""
+        self._settle(x)
+        return quantized_linear(x, self.stored_weight.matrix(index), None, self.input_scale, self.activation_format)
+
+    def every(self, x: torch.Tensor) -> torch.Tensor:
+        """`[experts, tokens, in]` to `[experts, tokens, out]`, each expert with its own tokens."""
+        offsets = torch.arange(len(x) + 1, device=x.device, dtype=torch.int32) * x.shape[1]
+        y: torch.Tensor = self.grouped(x.flatten(0, 1), offsets).unflatten(0, x.shape[:2])
+        return y
+
+    def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """`[tokens, in]`, sorted by expert, to `[tokens, out]`; rows of expert e are those from `offsets[e]` on."""
+        self._settle(x)
+        y = grouped_linear(x, self.stored_weight, offsets, self.input_scale, self.activation_format)
+        return self.stacking.outputs(y)
+
+
+def experts_forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    observe: Callable[[str, int, torch.Tensor], None] | None = None,
+    until: str | None = None,
+) -> torch.Tensor:
+    """Forward of a transformers experts module whose projections are `QuantExperts`.
+
+    On a GPU all experts run in one grouped matmul a projection, elsewhere one at a time. Registered with transformers
+    as the experts implementation "quant".
+
+    Args:
+        self: the experts module; its projections may also be plain parameters.
+        hidden_states: `[tokens, hidden]`.
+        top_k_index: expert of each token and slot, `[tokens, k]`; indices beyond the last expert are skipped.
+        top_k_weights: routing weights, `[tokens, k]`.
+        observe: called with (projection, expert, its input `[tokens, in]`) before each matmul, for calibration.
+        until: the last projection to be observed; those from it on are not run, and the result means nothing.
+
+    Returns:
+        `[tokens, hidden]`.
+    """
+    first = "gate_up_proj" if self.has_gate else "up_proj"
+    projections = (getattr(self, first), self.down_proj)
+    if hidden_states.is_cuda and observe is None and all(getattr(p, "runs_grouped", False) for p in projections):
+        return grouped_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    out = torch.zeros_like(hidden_states)
+
+    def project(name: str, x: torch.Tensor, expert: int) -> torch.Tensor:
+        if observe is not None:
+            observe(name, expert, x)
+        return _apply_expert(self, name, x, expert)
+
+    with ExitStack() as stack:
+        for projection in projections:
+            if isinstance(projection, ExpertStack):
+                stack.enter_context(projection.opened())
+        for expert in top_k_index.unique().tolist():
+            if expert >= self.num_experts:
+                continue
+            token, slot = torch.where(top_k_index == expert)
+            if until == first and observe is not None:
+                observe(first, expert, hidden_states[token])
+                continue
+            up = project(first, hidden_states[token], expert)
+            up = self._apply_gate(up) if self.has_gate else self.act_fn(up)
+            if until is not None and observe is not None:
+                observe("down_proj", expert, up)
+                continue
+            down = project("down_proj", up, expert)
+            if getattr(self, "has_post_expert_norm", False):
+                down = self.post_expert_norm(down)
+            out.index_add_(0, token, (down * top_k_weights[token, slot, None]).to(out.dtype))
+    return out
+
+
+def runs_experts_alone(module: nn.Module) -> bool:
+    """Whether `experts_forward` does what the forward of a transformers experts module does."""
+    return hasattr(module, "has_gate")
+
+
+def _apply_expert(self: Any, name: str, x: torch.Tensor, expert: int) -> torch.Tensor:
+    """One expert's matmul. A projection in 16 bit is a plain parameter, whose experts may be in their files still."""
+    projection = getattr(self, name)
+    if isinstance(projection, ExpertStack):
+        y: torch.Tensor = projection(x, expert)
+    else:
+        weight = getattr(projection, "stored", projection)[expert].to(x.device, x.dtype)
+        y = nn.functional.linear(x, weight.t() if getattr(self, "is_transposed", False) else weight)
+    return y + getattr(self, f"{name}_bias")[expert].to(x.dtype) if getattr(self, "has_bias", False) else y

@@ -1,0 +1,201 @@
+"""`QuantizedModule` holds the codes and scales of one quantized weight as buffers and lays them out for the kernels.
+
+`model.float()`, `.half()` and `.to(dtype)` cast the floating-point tensors of a module, and FP8 counts as floating
+point, so `_apply` is overridden: codes and scales follow the module to a device and never change their dtype.
+
+On a Hopper GPU a weight takes the layout of the fastest kernel (`kernels/layout.py`) when the module arrives there by
+`.to` or `.cuda`, and otherwise at its first forward, because tools such as accelerate move tensors one by one. That
+layout is for inputs in BF16; a module that gets inputs of another dtype returns to the checkpoint's layout.
+`state_dict` returns the checkpoint's layout and `load_state_dict` takes it, bit for bit, wherever the module is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.formats.finite import is_finite
+from quant.formats.format import Format
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.counters import reserve
+from quant.kernels.layout import is_prepacked, prefers_prepacked, prepack, prepack_refusal, restore, takes_any_dtype
+from quant.kernels.linear.ops import autocast_dtype, is_traced
+
+_EXACT = ("codes", "scale", "global_scale", "input_scale")
+# A thread whose forward finds another thread arranging the weight waits for the three tensors to change together.
+_arranging = threading.RLock()
+
+
+class QuantizedModule(nn.Module):
+    """Buffers of one quantized weight, safe from dtype casts."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None
+    input_scale: torch.Tensor | None
+    has_kernel_layout = True
+
+    def __init__(
+        self,
+        weight: BlockScaledTensor,
+        activation: Format | None = None,
+        input_scale: torch.Tensor | None = None,
+        **parts: torch.Tensor | None,
+    ) -> None:
+        super().__init__()
+        self.weight_format = weight.format
+        self.activation_format = activation
+        self.weight_shape = weight.shape
+        exact = (weight.codes, weight.scale, weight.global_scale, input_scale)
+        buffers = {**dict(zip(_EXACT, exact, strict=True)), **parts}
+        # Those that are None come last: torch.export counts a module's buffers with them and names without.
+        for name in sorted(buffers, key=lambda name: buffers[name] is None):
+            self.register_buffer(name, buffers[name])
+        if weight.codes.is_cuda:
+            reserve(weight.codes.device)
+        # Device and dtype of the codes, and dtype of the input, that the layout was last decided for.
+        self._arranged: tuple[torch.device, torch.dtype, torch.dtype] | None = None
+        self._stays_stored = False
+        self._unread: str | None = None
+
+    def check_at_first_use(self, place: str) -> None:
+        """Notes that the codes are still to be searched for NaN; `place` names them in the error.
+
+        Files are mapped, so that loading reads no codes. The search waits until the weight is read for another reason:
+        it arrives at a GPU, is arranged for its first forward, or is written.
+        """
+        if self.codes.is_floating_point():  # only those of FP8 may be NaN
+            self._unread = place
+
+    def _check_codes(self) -> None:
+        codes = self.codes
+        if type(codes) is not torch.Tensor or codes.is_meta or is_traced():
+            return
+        if not is_finite(codes):
+            wrong = int((~codes.float().isfinite()).sum())
+            raise ValueError(
+                f"{self._unread} holds {wrong:,} codes that are NaN or infinite; repair the model, or download it again"
+            )
+        self._unread = None
+
+    @property
+    def stored_weight(self) -> BlockScaledTensor:
+        """The weight as the buffers hold it: perhaps in the layout of a kernel (`kernels/layout.py`)."""
+        if self._unread is not None:
+            self._check_codes()
+        return BlockScaledTensor(self.codes, self.scale, self.weight_format, self.weight_shape, self.global_scale)
+
+    @property
+    def quantized_weight(self) -> BlockScaledTensor:
+        """The weight in the layout of a checkpoint, sharing the module's buffers unless they are prepacked."""
+        weight = self.stored_weight
+        return restore(weight) if is_prepacked(weight) else weight
+
+    @property
+    def qweight(self) -> torch.Tensor:
+        """The codes, by the name under which PEFT looks for the device of a quantized layer."""
+        return self.codes
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weight's values, `[..., out, in]`."""
+        return self.quantized_weight.dequantize(dtype)
+
+    def arrange(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Puts the weight in the layout that is fastest for inputs of `dtype` where it is now.
+
+        Not while it is traced, nor while a CUDA graph is captured, whose kernels keep the addresses of its weights,
+        nor where accelerate copies it from the CPU anew for each forward.
+        """
+        codes = self.codes
+        if type(codes) is not torch.Tensor or codes.is_meta or is_traced():
+            return
+        computed = autocast_dtype(codes.device.type) or dtype
+        # Weights made in inference mode would be of no use to a later backward pass.
+        with _arranging, torch.inference_mode(False):
+            if not (codes.is_cuda and torch.cuda.is_current_stream_capturing()):
+                if codes.is_cuda:
+                    reserve(codes.device)
+                weight = self.stored_weight
+                on_hopper = prefers_prepacked(codes.device)
+                suits = self.has_kernel_layout and on_hopper
+                suits &= computed is torch.bfloat16 or takes_any_dtype(weight.format)
+                if is_prepacked(weight) and not suits:
+                    self._store(restore(weight))
+                    # A model that sees several dtypes does not change back and forth.
+                    self._stays_stored = on_hopper
+                elif suits and not (
+                    is_prepacked(weight) or self._stays_stored or _is_offloaded(self) or prepack_refusal(weight)
+                ):
+                    self._store(prepack(weight))
+            self._arranged = (self.codes.device, self.codes.dtype, dtype)
+
+    def take(self, weight: BlockScaledTensor) -> None:
+        """Holds `weight` from now on: the same values, perhaps in a layout of a kernel, or a view of a larger one."""
+        with _arranging:
+            self._store(weight)
+            self._arranged = None
+
+    def _store(self, weight: BlockScaledTensor) -> None:
+        if weight.codes.is_cuda:
+            # Other streams may still read the memory that is freed here, and will read what this stream has written.
+            torch.cuda.synchronize(weight.codes.device)
+        self.codes, self.scale, self.global_scale = weight.codes, weight.scale, weight.global_scale
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedModule:
+        before = {name: getattr(self, name) for name in _EXACT}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in before.items():
+            if buffer is not None and getattr(self, name).dtype != buffer.dtype:
+                setattr(self, name, buffer.to(getattr(self, name).device))
+        if before["codes"].device != self.codes.device:
+            self._stays_stored = False
+            self.arrange()
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if is_prepacked(self.stored_weight):
+            weight = self.quantized_weight
+            destination[f"{prefix}codes"], destination[f"{prefix}scale"] = weight.codes, weight.scale
+            if weight.global_scale is None:
+                destination.pop(f"{prefix}global_scale", None)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        held = self.stored_weight
+        if is_prepacked(held):
+            self._store(restore(held))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._arranged = None
+        if is_prepacked(held):
+            self.arrange()
+            now = self.stored_weight
+            if now.codes.shape == held.codes.shape and now.codes.device == held.codes.device:
+                # Into the same memory: captured graphs read it.
+                held.codes.copy_(now.codes)
+                held.scale.copy_(now.scale)
+                if held.global_scale is not None and now.global_scale is not None:
+                    held.global_scale.copy_(now.global_scale)
+                self._store(held)
+
+    def extra_repr(self) -> str:
+        activation = self.activation_format or "16 bit"
+        return f"{list(self.weight_shape)}, weight={self.weight_format}, activation={activation}"
+
+
+def restore_layout(model: nn.Module) -> None:
+    """Puts all weights of `model` in the layout of a checkpoint, for exporters; a forward arranges them again."""
+    for module in model.modules():
+        if isinstance(module, QuantizedModule) and is_prepacked(module.stored_weight):  # looks for NaN, too
+            module._store(restore(module.stored_weight))
+            module._arranged = None
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Whether a hook of accelerate brings the weight to the device for each forward, and takes it away again."""
+    hook = getattr(module, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))
+    return any(getattr(each, "offload", False) and getattr(each, "offload_buffers", False) for each in hooks)
