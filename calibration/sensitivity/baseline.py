@@ -1,12 +1,12 @@
-"""`Baseline` keeps a run of the model in one choice of formats, so that similar choices are cheap to measure.
+"""`Baseline` caches a run of the model in one choice of formats, so that similar choices are cheap to measure.
 
 Measuring the loss of one group runs the model once for every format. All these runs share two things with the first:
 
-    the blocks before the group that differs      they are skipped; the last of them returns its kept output
+    the blocks before the group that differs      they are skipped; the last of them returns its cached output
     most of every activation after it             only the differences are multiplied (`fast_matmul`)
 
-Nothing is approximated beyond the rounding of *differences* to BF16. A choice that differs everywhere is measured too,
-without a gain.
+The only approximation is the rounding of *differences* to BF16. A choice that differs everywhere is measured as well,
+but no faster than without a baseline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.calibration.texts.rows import few_of
 
 _BATCH_TOKENS = 4096
-# Bytes of activations and of distributions that are kept.
+# Bytes of activations and of distributions that are cached, by type of device.
 _ACTIVATIONS = {"cpu": 2 << 30, "cuda": 8 << 30}
 _DISTRIBUTIONS = {"cpu": 1 << 30, "cuda": 4 << 30}
 
@@ -38,7 +38,7 @@ class Baseline:
         rows: token ids, int64 `[rows, seqlen]`.
         by_row: whether rows run one by one, for `losses`.
 
-    A divergence that is NaN or infinite is the error NotFinite, which names the row and token.
+    Every method raises NotFinite for a divergence that is NaN or infinite, with the row and token named.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class Baseline:
         self.batch_rows = 1 if by_row else max(_BATCH_TOKENS // rows.shape[1], 1)
         self.batches = rows.split(self.batch_rows)
         self.chain = _chain(switchable, few_of(rows))
-        self.place = {
+        # Number of the block of each group; groups outside the chain count as the first block, so no block is skipped.
+        self.block_index = {
             group: next((i for i, block in enumerate(self.chain) if group.startswith(f"{block}.")), 0)
             for group in switchable.groups
         }
@@ -58,7 +59,7 @@ class Baseline:
         self.references: list[Any] = []
 
     def start(self, choice: Mapping[str, str]) -> float:
-        """Measures `choice` with a whole run, and keeps that run."""
+        """Measures `choice` with a whole run, and caches that run."""
         self._remember_references()
         self.choice, self.outputs, self.caches = dict(choice), [], []
         self.switchable.set(choice)
@@ -74,14 +75,14 @@ class Baseline:
         return self._mean(total)
 
     def loss(self, choice: Mapping[str, str]) -> float:
-        """Measures `choice` from the first block that differs from the kept run; with a whole run if none is kept."""
+        """Measures `choice` from the first block that differs from the cached run; without one, with a whole run."""
         self._remember_references()
         self.switchable.set(choice)
         if self.choice is None:
             return self._mean(sum(self._measured(i) for i in range(len(self.batches))))
         total = 0.0
-        changed = [g for g in self.place if choice.get(g) != self.choice.get(g)]
-        first = min((self.place[g] for g in changed), default=0)
+        changed = [g for g in self.block_index if choice.get(g) != self.choice.get(g)]
+        first = min((self.block_index[g] for g in changed), default=0)
         for i in range(len(self.batches)):
             with self.switchable.caching(self.caches[i]), self._skipped(first, self.outputs[i]):
                 total += self._measured(i)
@@ -95,12 +96,12 @@ class Baseline:
         """The mean divergence of each batch in `choice`, with a whole run."""
         self._remember_references()
         self.switchable.set(choice)
-        found = self.losses_of(self.divergence)
+        losses = self.losses_of(self.divergence)
         self.switchable.forget_inputs()
-        return found
+        return losses
 
     def losses_of(self, divergence: Divergence) -> list[float]:
-        """The same of another model, as in `loss_of`."""
+        """The mean divergence on each batch of another model, which `divergence` runs."""
         sums = [self._measured(i, divergence) for i in range(len(self.batches))]
         return [max(s, 0.0) / self.divergence.count(batch) for s, batch in zip(sums, self.batches, strict=True)]
 
@@ -111,7 +112,7 @@ class Baseline:
 
     def _mean(self, total: float) -> float:
         self.switchable.forget_inputs()
-        # A distance of zero may come out negative by a rounding error.
+        # Rounding may make a distance of zero slightly negative.
         return max(total, 0.0) / self.divergence.count(self.rows)
 
     def _remember_references(self) -> None:
@@ -125,17 +126,17 @@ class Baseline:
     @contextmanager
     def _collected(self) -> Iterator[list[Any]]:
         """Collects the outputs of the chain's blocks, in their order."""
-        found: list[Any] = []
+        outputs: list[Any] = []
         blocks = [self.switchable.model.get_submodule(name) for name in self.chain]
-        with removing(block.register_forward_hook(lambda module, args, out: found.append(out)) for block in blocks):
-            yield found
+        with removing(block.register_forward_hook(lambda module, args, out: outputs.append(out)) for block in blocks):
+            yield outputs
 
     @contextmanager
     def _skipped(self, first: int, outputs: list[Any]) -> Iterator[None]:
-        """Lets the blocks before number `first` of the chain return `outputs` at once."""
+        """While open, the blocks of the chain before number `first` return `outputs` instead of computing them."""
         skipped = [self.switchable.model.get_submodule(name) for name in self.chain[:first]]
         for module, output in zip(skipped, outputs, strict=False):
-            module.forward = _giving(output)
+            module.forward = _constant(output)
         try:
             yield
         finally:
@@ -151,5 +152,5 @@ def _chain(switchable: SwitchableModel, few: torch.Tensor) -> list[str]:
     return chains[0] if len(chains) == 1 else []
 
 
-def _giving(output: Any) -> Callable[..., Any]:
+def _constant(output: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: output

@@ -1,4 +1,4 @@
-"""A `Candidate` is what an allocator may choose for a layer, under the name that `--formats` takes.
+"""A `Candidate` is one choice that an allocator has for a layer, under the name that `--formats` takes.
 
 nvfp4, mxfp8, fp8, …     a preset: its weights and its inputs
 nvfp4a16, fp8a16, …      the same weights, inputs in 16 bit
@@ -40,7 +40,7 @@ class Candidate:
         return self.activation is not None and self.activation.is_static
 
     def applied(self, layer: LayerPlan) -> LayerPlan:
-        """The layer in these formats, with the solver that takes the branch off; nothing else is beside its weight."""
+        """The layer in these formats, with the solver that splits off the branch, and without any other extra parts."""
         rank = min(self.rank, *layer.shape[-2:]) if self.rank else 0
         solver = with_branch(layer.solver, rank) if rank else layer.solver
         planned = replace(layer, weight=self.weight, activation=self.activation)
@@ -60,15 +60,15 @@ def parse_candidates(names: str | Iterable[str]) -> tuple[Candidate, ...]:
         ValueError: an unknown name, or the same pair of formats twice.
     """
     names = names.split(",") if isinstance(names, str) else list(names)
-    found = [_parse(name.strip()) for name in names if name.strip() and not is_16bit(name.strip())]
-    if not found:
+    candidates = [_parse(name.strip()) for name in names if name.strip() and not is_16bit(name.strip())]
+    if not candidates:
         raise ValueError("no formats to choose from; name some, such as nvfp4,mxfp8,fp8")
     pairs: dict[tuple[Format | None, Format | None, int], str] = {}
-    for candidate in found:
+    for candidate in candidates:
         other = pairs.setdefault((candidate.weight, candidate.activation, candidate.rank), candidate.name)
-        if other != candidate.name or [c.name for c in found].count(other) > 1:
+        if other != candidate.name or [c.name for c in candidates].count(other) > 1:
             raise ValueError(f"formats {other!r} and {candidate.name!r} are the same; name each once")
-    return (*found, KEPT)
+    return (*candidates, KEPT)
 
 
 def _parse(name: str) -> Candidate:
@@ -81,14 +81,14 @@ def _parse(name: str) -> Candidate:
     if "@" in name:
         weight, activation = name.split("@", 1)
         return Candidate(name, get_format(weight), parse_format(activation))
-    known = presets()
+    recipes = presets()
     stem = name.removesuffix("a16")
-    if name not in known and (stem == name or stem not in known):
+    if name not in recipes and (stem == name or stem not in recipes):
         raise ValueError(
-            f"unknown format {name!r}; known formats: {', '.join(known)}, any of them with a16 at its end, "
+            f"unknown format {name!r}; known formats: {', '.join(recipes)}, any of them with a16 at its end, "
             "or WEIGHT@INPUT such as nvfp4@fp8; with +lowrank:RANK after it, a branch in 16 bit"
-            f"{did_you_mean(name, known)}"
+            f"{did_you_mean(name, recipes)}"
         )
-    recipe = known.get(name) or known[stem]
-    activation = recipe.activation if name in known else KEEP
+    recipe = recipes.get(name) or recipes[stem]
+    activation = recipe.activation if name in recipes else KEEP
     return Candidate(name, get_format(recipe.weight), parse_format(activation))

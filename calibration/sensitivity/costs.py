@@ -1,10 +1,10 @@
-"""This file counts what a choice of formats costs: bytes exactly, seconds from a table or a roofline.
+"""Costs of a choice of formats: bytes exactly, seconds from a table of kernel times or a roofline.
 
 Bits and bytes come from `LayerPlan`, the one place that counts them: codes, block scales, global scales and pads.
 Effective bits are bytes over weights, taken over all layers that an allocator may choose for, those that it leaves
 in 16 bit included; embeddings, norms and an output head that no format is offered for are outside.
 
-A model that is served takes more than its weights:
+A model that is served takes more memory than its weights:
 
     memory = weights that are allocated + weights that are not + key-value cache of batch × context tokens
 
@@ -44,14 +44,14 @@ def group_bytes(members: Sequence[LayerPlan], candidate: Candidate) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by what they are for.
+    """Bytes of a served model by their use.
 
     Attributes:
-        codes: of quantized weights, without scales.
-        scales: block scales, global scales, and whatever stands beside a quantized weight.
+        codes: codes of quantized weights, without scales.
+        scales: block scales, global scales, and other parts of quantized layers, such as branches.
         embeddings: embeddings and output heads that stay in 16 bit.
         rest: all other weights in 16 bit: norms, biases and kept layers.
-        kv_cache: of `tokens` tokens.
+        kv_cache: KV cache of `tokens` tokens.
         tokens: batch × context.
     """
 
@@ -74,11 +74,11 @@ def memory_of(plan: Plan, *, unplanned: int = 0, kv_cache: int = 0, tokens: int 
     Args:
         plan: all layers that own a weight.
         unplanned: bytes of tensors that are in no plan: biases, position tables.
-        kv_cache: as `kv_cache_bytes` gives them.
-        tokens: that they are for.
+        kv_cache: bytes of the KV cache.
+        tokens: number of tokens in that cache.
     """
     codes = scales = embeddings = 0
-    rest = unplanned
+    other = unplanned
     for layer in plan.layers:
         if layer.weight is not None:
             part = math.prod(layer.weight.codes_shape(layer.shape)) if layer.tied_to is None else 0
@@ -87,16 +87,16 @@ def memory_of(plan: Plan, *, unplanned: int = 0, kv_cache: int = 0, tokens: int 
         elif layer.kind in (LayerKind.EMBEDDING, LayerKind.HEAD):
             embeddings += layer.nbytes
         else:
-            rest += layer.nbytes
-    return Memory(codes, scales, embeddings, rest, kv_cache, tokens)
+            other += layer.nbytes
+    return Memory(codes, scales, embeddings, other, kv_cache, tokens)
 
 
 def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None = None) -> int:
     """Bytes of the key-value cache of `batch` sequences of `context` tokens.
 
-    Layers with a sliding window hold its tokens and no more; layers of linear attention, whose state does not grow,
-    hold none; latent attention (DeepSeek) holds one compressed vector a token for all heads. A model without attention
-    heads (Mamba, RWKV, xLSTM) has a state of one size, and no cache that grows.
+    Layers with a sliding window hold at most the window's tokens; layers of linear attention, whose state does not
+    grow, hold none; latent attention (DeepSeek) holds one compressed vector a token for all heads. A model without
+    attention heads (Mamba, RWKV, xLSTM) has a state of fixed size, and no cache that grows.
 
     Args:
         config: a transformers config, or None for a model without a cache.
@@ -134,7 +134,7 @@ def _latent(config: Any) -> bool:
 
 
 def _cached(config: Any) -> tuple[int, int]:
-    """(heads, width) of what one layer holds of a token."""
+    """Shape (heads, width) of the keys of one token in one layer."""
     if _latent(config):
         return 1, config.kv_lora_rank + config.qk_rope_head_dim
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -146,7 +146,7 @@ class Timing(Protocol):
 
     Attributes:
         name: of the GPU or the table.
-        measured: whether they were measured.
+        measured: whether the times were measured.
     """
 
     @property
@@ -166,7 +166,7 @@ class Timing(Protocol):
 
 @dataclass(frozen=True)
 class Roofline:
-    """A GPU by its data sheet."""
+    """Bounds on kernel times from a GPU's data sheet."""
 
     gpu: Hardware
     measured = False
@@ -222,7 +222,7 @@ class LatencyTable:
         """Reads a table.
 
         Raises:
-            ValueError: not JSON, a missing field, or a time that is none; the message names the file.
+            ValueError: not JSON, a missing field, or a time that is not above zero; the message names the file.
         """
         return read_json(path, "a table of kernel times", cls._of_fields)
 
@@ -293,14 +293,14 @@ def parse_quantity(text: str, kind: str) -> float:
     """A number with a unit: `24GB`, `32k` (1,024 each, as contexts are counted), `12ms`, `1%`.
 
     Args:
-        text: what the user wrote.
+        text: the user's input.
         kind: "size" (bytes), "count", "time" (seconds) or "ratio".
 
     Raises:
         ValueError: not such a quantity, or not above zero; the message gives an example.
     """
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*([^0-9.]*?)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*([^0-9.]*?)\s*", text, re.IGNORECASE)
     units = _UNITS[kind]
-    if found is None or found[2].lower() not in units or not 0 < float(found[1]) < math.inf:
+    if match is None or match[2].lower() not in units or not 0 < float(match[1]) < math.inf:
         raise ValueError(f"{text!r} is no {kind}; write it like {_EXAMPLES[kind]}")
-    return float(found[1]) * units[found[2].lower()]
+    return float(match[1]) * units[match[2].lower()]

@@ -5,20 +5,20 @@
     embedding    1 − cosine of the mean last hidden state, one figure a row
 
 All are zero and flat at the original, so near it they are quadratic forms: ½ δᵀ F δ, with F the Fisher information.
-`probe` draws a random function of the output whose gradient g has E[g gᵀ] = F: for the next token or class the
-negative log-likelihood of one that the model itself proposes; for an embedding its product with a random direction.
+`probe` draws a random function of the output whose gradient g has E[g gᵀ] = F: for next tokens or classes the negative
+log-likelihood of one drawn from the model's own distribution; for an embedding its product with a random direction.
 Then ½ E[(g · δ)²] is the divergence that a change δ causes, and one backward pass gives g at every layer.
 
 A model that is changed a little has logits z + d with d = (h' − h) Wᵀ, and in these terms
 
     KL(base‖model) = ln Σ p exp(d) − Σ p d        p the base's distribution; logarithm and exponential by log1p, expm1
 
-which loses nothing to cancellation, as a difference of two log-probabilities does. It also lets the product run in
-BF16: its relative error is one of d and not of z (see `fast_matmul`).
+which avoids the cancellation in a difference of two log-probabilities. The product can then run in BF16: its relative
+error is one of d and not of z (see `fast_matmul`).
 
-What all logits of a position gain together changes no distribution, and it can be far larger than what does: −33 where
-the logits differ by tenths. So d is taken from its mean Σ p d before the exponential, and the rows of W from their mean
-before they are rounded to BF16.
+A shift that all logits of a position share changes no distribution, and it can be far larger than the differences that
+do: −33 where the logits differ by tenths. So the mean Σ p d is subtracted from d before the exponential, and the mean
+row from the rows of W before they are rounded to BF16.
 """
 
 from __future__ import annotations
@@ -38,31 +38,33 @@ from quant.calibration.texts.rows import few_of
 from quant.recipes.layers import output_head
 
 
-class NotFinite(ValueError):  # noqa: N818 -- what it says of a measured value
+class NotFinite(ValueError):  # noqa: N818 -- a statement about the measured value
     """A measured value is NaN or infinite; the message names the row and token, or the group and format."""
 
 
-def finite(value: float, place: str, what: str) -> float:
-    """`value`, unless it is NaN or infinite: then the error NotFinite says so of `what` at `place`."""
+def finite(value: float, position: str, quantity: str) -> float:
+    """`value`; raises NotFinite if it is NaN or infinite, with its position and quantity in the message."""
     if not math.isfinite(value):
-        raise NotFinite(f"{place}: NaN or infinity in {what}; find the layer that makes it, or keep it in 16 bit")
+        raise NotFinite(
+            f"{position}: NaN or infinity in {quantity}; find the layer that makes it, or keep it in 16 bit"
+        )
     return value
 
 
-def finite_sum(values: torch.Tensor, place: Callable[[int], str], what: str) -> float:
+def finite_sum(values: torch.Tensor, name_of: Callable[[int], str], quantity: str) -> float:
     """The sum in float64.
 
     Args:
         values: one for each position, `[positions]`.
-        place: what a position is called.
-        what: what the values are.
+        name_of: gives the name of a position, for errors.
+        quantity: name of the values, for errors.
 
     Raises:
-        NotFinite: a value is NaN or infinite; the first place is named.
+        NotFinite: a value is NaN or infinite; the first such position is named.
     """
     total = float(values.detach().double().sum())
     if not math.isfinite(total):
-        finite(total, place(int((~values.isfinite()).nonzero()[0])), what)
+        finite(total, name_of(int((~values.isfinite()).nonzero()[0])), quantity)
     return total
 
 
@@ -70,10 +72,10 @@ class Divergence(Protocol):
     """A distance to the original model, over rows of token ids.
 
     Attributes:
-        unit: what a value means.
-        probes: random probes that a row needs.
-        by_token: whether errors of different tokens of a row may be taken for independent. They may where each
-            token is compared for itself; where tokens are averaged, it is what they have in common that is left.
+        unit: of the divergence.
+        probes: number of random probes for each row.
+        by_token: whether errors of different tokens of a row count as independent. They do where each token is
+            compared by itself; an average over tokens keeps only their common part.
     """
 
     @property
@@ -86,15 +88,15 @@ class Divergence(Protocol):
     def by_token(self) -> bool: ...
 
     def count(self, rows: torch.Tensor) -> int:
-        """How many values a sum over `rows` is a sum of."""
+        """The number of values that a sum over `rows` adds up."""
         ...
 
     def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
-        """What must be remembered of the original model's output, to be called with it as it is now.
+        """The output of the original model, in the form that `measure` compares with; call it before any change.
 
         Args:
             rows: the text.
-            keep: remember whole distributions, which are large, where they would have to be worked out every time.
+            keep: includes whole distributions, which are large, instead of computing them in every measurement.
         """
         ...
 
@@ -103,7 +105,7 @@ class Divergence(Protocol):
 
         Args:
             rows: the text.
-            reference: what `reference` gave for it.
+            reference: result of `reference` for it.
             first_row: number of its first row, for errors.
 
         Raises:
@@ -121,13 +123,13 @@ class Divergence(Protocol):
 
 
 def divergence_of(model: nn.Module, rows: torch.Tensor) -> Divergence:
-    """The one that fits `model`: next tokens if it has an output head, classes if it gives one vector for each row."""
+    """The divergence for `model`: next tokens if it has an output head, classes if it returns one vector a row."""
     head = output_head(model)
     if head is not None:
         return NextToken(model, head)
     with torch.no_grad():
-        found = last_hidden(model(few_of(rows)))
-    return Classes(model) if found.dim() == 2 else Embeddings(model)
+        output = last_hidden(model(few_of(rows)))
+    return Classes(model) if output.dim() == 2 else Embeddings(model)
 
 
 class NextToken(Logits):
@@ -153,22 +155,22 @@ class NextToken(Logits):
         total = 0.0
         with torch.no_grad():
             hidden = self.hidden(rows)
-            for place, part in enumerate(self.parts(hidden)):
-                p = self._base(reference, place, part)
-                found = _kl(p, self._difference(hidden[part], reference[0][part], p))
-                total += self._sum(found, rows, part, "the divergence from the original model", first_row)
+            for index, part in enumerate(self.parts(hidden)):
+                p = self._base(reference, index, part)
+                kl = _kl(p, self._difference(hidden[part], reference[0][part], p))
+                total += self._sum(kl, rows, part, "the divergence from the original model", first_row)
         return total
 
-    def _sum(self, values: torch.Tensor, rows: torch.Tensor, part: slice, what: str, first_row: int) -> float:
-        return finite_sum(values, lambda i: self._place(rows, part.start + i, first_row), what)
+    def _sum(self, values: torch.Tensor, rows: torch.Tensor, part: slice, quantity: str, first_row: int) -> float:
+        return finite_sum(values, lambda i: self._position_name(rows, part.start + i, first_row), quantity)
 
-    def _place(self, rows: torch.Tensor, position: int, first_row: int) -> str:
-        """What errors call a position."""
+    def _position_name(self, rows: torch.Tensor, position: int, first_row: int) -> str:
+        """The name of a position in errors."""
         row, token = divmod(position, rows.shape[1] - 1)
         return f"row {first_row + row}, token {token}"
 
     def _difference(self, hidden: torch.Tensor, base: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """Logits of the model less those of the base; 0 where the base rules a token out."""
+        """Logits of the model minus those of the base; 0 for tokens that the base rules out."""
         if self.split and self.cap is None and type(self.head) is nn.Linear:
             if self.narrow is None:
                 self.narrow = _narrowed(self.head.weight.detach().to(hidden.dtype), difference_dtype(hidden))
@@ -183,19 +185,19 @@ class NextToken(Logits):
         with torch.no_grad():
             hidden = self.hidden(rows)
             for part in self.parts(hidden):
-                found = -self.logp(hidden[part]).gather(1, targets[part, None])[:, 0]
-                total += self._sum(found, rows, part, "the likelihood of the next token", first_row)
+                nll = -self.logp(hidden[part]).gather(1, targets[part, None])[:, 0]
+                total += self._sum(nll, rows, part, "the likelihood of the next token", first_row)
         return total
 
     def probe(self, rows: torch.Tensor, generator: torch.Generator, first_row: int = 0) -> None:
-        def loss(place: int, part: slice, logp: torch.Tensor) -> torch.Tensor:
+        def loss(index: int, part: slice, logp: torch.Tensor) -> torch.Tensor:
             return -logp.gather(1, _drawn(logp.detach().exp(), generator))[:, 0]
 
         self._backward(rows, loss, first_row)
 
     def descend(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
-        def loss(place: int, part: slice, logp: torch.Tensor) -> torch.Tensor:
-            p = self._base(reference, place, part)
+        def loss(index: int, part: slice, logp: torch.Tensor) -> torch.Tensor:
+            p = self._base(reference, index, part)
             return (torch.xlogy(p, p) - p * logp.masked_fill(p == 0, 0)).sum(dim=-1)
 
         return self._backward(rows, loss, first_row)
@@ -203,23 +205,24 @@ class NextToken(Logits):
     def _backward(
         self, rows: torch.Tensor, loss: Callable[[int, slice, torch.Tensor], torch.Tensor], first_row: int
     ) -> float:
-        """Backward from the sum of a loss of each position, the head's share slice by slice."""
+        """Backward from the sum of a loss of each position; the head's part runs one slice of positions at a time."""
         with torch.enable_grad():
             hidden = self.hidden(rows)
             gradient = torch.empty_like(hidden)
             total = 0.0
-            for place, part in enumerate(self.parts(hidden)):
+            for index, part in enumerate(self.parts(hidden)):
                 leaf = hidden[part].detach().requires_grad_(True)
-                values = loss(place, part, self.logp(leaf))
+                values = loss(index, part, self.logp(leaf))
                 total += self._sum(values, rows, part, "the loss", first_row)
                 (gradient[part],) = torch.autograd.grad(values.sum(), leaf)
             hidden.backward(gradient)
         return total
 
-    def _base(self, reference: Any, place: int, part: slice) -> torch.Tensor:
-        hidden, kept = reference
-        if kept is not None:
-            return kept[place]  # type: ignore[no-any-return]
+    def _base(self, reference: Any, index: int, part: slice) -> torch.Tensor:
+        """The original's distribution at the positions of slice number `index`, float32 `[positions, vocabulary]`."""
+        hidden, distributions = reference
+        if distributions is not None:
+            return distributions[index]  # type: ignore[no-any-return]
         with torch.no_grad():
             return self._p(hidden[part])
 
@@ -228,7 +231,7 @@ class NextToken(Logits):
 
 
 class Classes(NextToken):
-    """KL of the classes that a model tells rows into: what it gives for a row is one vector of logits."""
+    """KL for classifiers: the output for a row is one vector of logits."""
 
     unit = "nats: KL(base‖model) of the class"
     probes = 8
@@ -243,7 +246,7 @@ class Classes(NextToken):
     def hidden(self, rows: torch.Tensor) -> torch.Tensor:
         return logits_of(self.model, rows)
 
-    def _place(self, rows: torch.Tensor, position: int, first_row: int) -> str:
+    def _position_name(self, rows: torch.Tensor, position: int, first_row: int) -> str:
         return f"row {first_row + position}"
 
 
@@ -292,7 +295,7 @@ class Embeddings:
 
 
 def last_hidden(result: Any) -> torch.Tensor:
-    """The last hidden states in what an encoder returns, `[rows, tokens, hidden]`."""
+    """The last hidden states in an encoder's output, `[rows, tokens, hidden]`."""
     return result.last_hidden_state if hasattr(result, "last_hidden_state") else output_of(result)
 
 
@@ -302,33 +305,33 @@ def _kl(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     Args:
         p: float32 `[positions, vocabulary]`; its sums, which a softmax over a large vocabulary gives to 2⁻¹⁵ only, are
             divided out.
-        d: float32 of the same shape; what is added to a whole row of it does not matter.
+        d: float32 of the same shape; a constant added to a whole row of it does not matter.
     """
     total = p.sum(dim=-1)
-    # By Jensen's inequality Σ p exp(d) is at least 1 once Σ p d is 0, so no digits of log1p's argument cancel. What
-    # rounding leaves of that mean is taken out at the end.
+    # By Jensen's inequality Σ p exp(d) is at least 1 once Σ p d is 0, so no digits of log1p's argument cancel. The
+    # rounding error of that mean is subtracted at the end.
     d = d - (vecdot(p, d) / total)[:, None]
-    found: torch.Tensor = torch.log1p(vecdot(p, d.expm1()) / total) - vecdot(p, d) / total
+    kl: torch.Tensor = torch.log1p(vecdot(p, d.expm1()) / total) - vecdot(p, d) / total
     # The exponential overflows where a logit rises by more than 88 above the mean.
-    far = ~found.isfinite()
+    far = ~kl.isfinite()
     if bool(far.any()):
         p64, d64 = p[far].double(), d[far].double()
         weight = p64 / p64.sum(dim=-1, keepdim=True)
-        found[far] = (torch.logsumexp(weight.log() + d64, dim=-1) - vecdot(weight, d64)).to(found.dtype)
-    return found
+        kl[far] = (torch.logsumexp(weight.log() + d64, dim=-1) - vecdot(weight, d64)).to(kl.dtype)
+    return kl
 
 
 def _narrowed(weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """The head's weight `[vocabulary, hidden]` in `dtype`, less the mean of its rows; None leaves it as it is.
+    """The head's weight `[vocabulary, hidden]` minus the mean of its rows, in `dtype`; None leaves it as it is.
 
-    The mean moves all logits together, and so far that rounding to `dtype` would hide what moves them apart.
+    The mean moves all logits together, and so far that rounding to `dtype` would hide the differences between them.
     """
     return weight if dtype is None else (weight - weight.mean(dim=0)).to(dtype)
 
 
 def _drawn(p: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A token for each position of `p` `[positions, vocabulary]`, int64 `[positions, 1]`, by its distribution."""
-    # The chances come from the CPU, so that the same seed draws the same tokens on every device.
-    chance = torch.rand(len(p), 1, generator=generator).to(p.device)
-    upto = p.cumsum(dim=-1)
-    return torch.searchsorted(upto, chance * upto[:, -1:], right=True).clamp_(max=p.shape[-1] - 1)
+    """A token drawn from each distribution of `p` `[positions, vocabulary]`, int64 `[positions, 1]`."""
+    # The uniform numbers come from the CPU, so that the same seed draws the same tokens on every device.
+    uniform = torch.rand(len(p), 1, generator=generator).to(p.device)
+    cumulative = p.cumsum(dim=-1)
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_(max=p.shape[-1] - 1)

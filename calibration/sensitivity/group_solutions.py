@@ -7,11 +7,11 @@ quantization later solves it again, on the inputs that it really gets.
 
     y = Q(x / s) · Q(W diag(s))ᵀ        s from the solver's transforms, such as AWQ's; each format has its own
 
-Only scaling and rounding are done, and the low-rank branch of a candidate that has one:
+Only scaling, rounding and the low-rank branch of a candidate are applied:
 y = Q(x / s) · Q(W diag(s) − B A)ᵀ + (x / s) · (B A)ᵀ. A rotation, a reconstruction or a branch in the solver's own name
 lowers the error of every format and is left out.
 
-All second moments at once would be larger than the model, so groups are taken in parts that fit, each with a forward
+All second moments at once would be larger than the model, so groups are solved in parts that fit, each with a forward
 pass over the text that ends behind the last group of the part.
 """
 
@@ -30,6 +30,7 @@ from torch import nn
 from quant.calibration.blocks import Stop
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.sensitivity.candidates import Candidate
+from quant.calibration.session import Session
 from quant.calibration.solvers.base import SAMPLED_TOKENS, GroupInputs
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.lowrank import Branch, take_branches
@@ -42,10 +43,11 @@ from quant.recipes.plan import LayerPlan
 from quant.recipes.solver_names import with_branch
 
 _BATCH_TOKENS = 2048
-# Bytes of second moments that are held at a time.
+# Bytes of second moments that are held at a time, by type of device.
 _MOMENTS = {"cpu": 1 << 30, "cuda": 8 << 30}
 
-Key = tuple[str, str]  # a group and a candidate
+Key = tuple[str, str]
+"""Names of a group and of a candidate."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +56,9 @@ class GroupSolution:
 
     Attributes:
         weights: codes and scales by layer, of the weight times `divisor`.
-        divisor: what the input is divided by, `[in]`; None for nothing.
+        divisor: s, by which the input is divided, `[in]`; None if it is not.
         input_scale: static scale of the divided input, where its format has one.
-        branches: by layer, `[rank, in]` and `[out, rank]`, which the divided input goes through unrounded.
+        branches: by layer, A `[rank, in]` and B `[out, rank]`, which take the divided input unrounded.
     """
 
     weights: Mapping[str, BlockScaledTensor]
@@ -79,10 +81,10 @@ def solve_each_group(
     rows: torch.Tensor,
     solver: str,
     stored: torch.dtype,
-    progress: Callable[[int, int], None] | None = None,
+    session: Session,
     home: torch.device | None = None,
 ) -> dict[Key, GroupSolution]:
-    """Solutions of every group in every format that is allowed for it, or with a branch if the solver needs no data.
+    """Solutions of every group in every format that is allowed for it; without a solver from data, only with branches.
 
     Fused experts, formats that the solver's rounding does not know, and groups that no token reaches are left out.
 
@@ -93,12 +95,12 @@ def solve_each_group(
         rows: token ids, int64 `[rows, seqlen]`, where the model runs.
         solver: one that works from data.
         stored: dtype of the model's checkpoint, which some scales are rounded to.
-        progress: called as `progress(groups done, groups in all)`.
+        session: its listener hears of the stage "alone", group by group.
         home: where solutions are kept; None is where they are solved.
     """
     pipeline = get_pipeline(solver)
     batches = rows.split(max(_BATCH_TOKENS // rows.shape[1], 1))
-    wanted = {
+    needed = {
         group: [
             c
             for c in allowed[group]
@@ -107,34 +109,34 @@ def solve_each_group(
         for group, members in groups.items()
         if all(layer.kind == LayerKind.LINEAR for layer in members)
     }
-    wanted = {group: choices for group, choices in wanted.items() if choices}
-    found: dict[Key, GroupSolution] = {}
+    needed = {group: choices for group, choices in needed.items() if choices}
+    solutions: dict[Key, GroupSolution] = {}
     done = 0
-    for part in _parts(groups, wanted, rows.device.type):
+    for part in _parts(groups, needed, rows.device.type):
+        # Members of a group share their input, so the first one is watched for all.
         watched = {groups[group][0].name: group for group in part}
         inputs = _Inputs(keep=bool(pipeline.transforms), every=max(rows.numel() // SAMPLED_TOKENS, 1))
         if pipeline.transforms or any(c.activation is not None for choices in part.values() for c in choices):
             _watch(model, watched, batches, inputs.add)
         works = {
-            group: [_Work(c, groups[group], model, solver, inputs, group, stored, rows.device) for c in choices]
+            group: [_Work(c, _Task(model, groups[group], solver, stored, rows.device), inputs, group) for c in choices]
             for group, choices in part.items()
         }
         if any(work.pipeline.needs_moment for choices in works.values() for work in choices):
             _watch(model, watched, batches, partial(_add, works))
         for group, choices in works.items():
             for work in choices:
-                solution = work.solve(stored)
+                solution = work.solve()
                 if solution is not None:
-                    found[group, work.candidate.name] = solution if home is None else solution.to(home)
-            choices.clear()  # and with them the second moments
+                    solutions[group, work.candidate.name] = solution if home is None else solution.to(home)
+            choices.clear()  # frees the second moments
             done += 1
-            if progress:
-                progress(done, len(wanted))
-    return found
+            session.report("alone", done, len(needed))
+    return solutions
 
 
 def digest_of(solutions: Mapping[Key, GroupSolution]) -> str:
-    """SHA-256 of some scales of each solution, by which kept scores are recognised."""
+    """SHA-256 of some scales of each solution, a part of the key of sensitivity tables."""
     digest = hashlib.sha256()
     for key, solution in sorted(solutions.items(), key=lambda item: item[0]):
         digest.update(repr(key).encode())
@@ -145,18 +147,18 @@ def digest_of(solutions: Mapping[Key, GroupSolution]) -> str:
 
 
 def _parts(
-    groups: Mapping[str, Sequence[LayerPlan]], wanted: Mapping[str, Sequence[Candidate]], device: str
+    groups: Mapping[str, Sequence[LayerPlan]], needed: Mapping[str, Sequence[Candidate]], device_type: str
 ) -> list[dict[str, Sequence[Candidate]]]:
     """Groups whose second moments fit together, in model order."""
     parts: list[dict[str, Sequence[Candidate]]] = [{}]
-    held = 0
-    for group, choices in wanted.items():
-        size = 4 * groups[group][0].shape[-1] ** 2 * len(choices)
-        if parts[-1] and held + size > _MOMENTS.get(device, _MOMENTS["cpu"]):
+    part_bytes = 0
+    for group, choices in needed.items():
+        nbytes = 4 * groups[group][0].shape[-1] ** 2 * len(choices)  # FP32 [in, in] for each format
+        if parts[-1] and part_bytes + nbytes > _MOMENTS.get(device_type, _MOMENTS["cpu"]):
             parts.append({})
-            held = 0
+            part_bytes = 0
         parts[-1][group] = choices
-        held += size
+        part_bytes += nbytes
     return parts
 
 
@@ -164,30 +166,36 @@ def _watch(
     model: nn.Module,
     names: Mapping[str, str],
     batches: Sequence[torch.Tensor],
-    see: Callable[[str, torch.Tensor, int], None],
+    add: Callable[[str, torch.Tensor, int], None],
 ) -> None:
-    """Calls `see(group, input, rows)` for every input `[tokens, in]` of the layers `names`.
+    """Calls `add(group, input, rows)` for every input `[tokens, in]` of the layers `names`.
 
-    `rows` is the number of calibration rows in it, as `MomentSum.add` takes it. Passes end at the last layer.
+    `rows` is the number of calibration rows in the input, as `MomentSum.add` takes it. Passes end at the last layer.
     """
     calls: Counter[str] = Counter()
     last: str | None = None
 
     def observe(name: str, x: torch.Tensor) -> None:
         calls[name] += 1
-        see(names[name], x.detach().reshape(-1, x.shape[-1]).float(), rows_of(x))
+        add(names[name], x.detach().reshape(-1, x.shape[-1]).float(), rows_of(x))
         if name == last:
             raise Stop
 
     for i, batch in enumerate(batches):
         with torch.no_grad(), fast_matmul(), watch_inputs(model, list(names), observe), suppress(Stop):
             model(batch)
+        # The order of layers is known after one whole pass, if each layer is called once.
         if i == 0 and len(calls) == len(names) and set(calls.values()) == {1}:
             last = next(reversed(calls))
 
 
 class _Inputs:
-    """Magnitudes by channel and some tokens, from which transforms and static scales are chosen."""
+    """Input statistics of groups, from which transforms and static scales are chosen.
+
+    Args:
+        keep: whether transforms need a sample of tokens.
+        every: each n-th token goes into the sample.
+    """
 
     def __init__(self, keep: bool, every: int) -> None:
         self.keep, self.every = keep, every
@@ -197,7 +205,7 @@ class _Inputs:
         self.tokens: Counter[str] = Counter()
 
     def add(self, group: str, x: torch.Tensor, rows: int) -> None:
-        """Adds one call; what is kept is the same for any number of rows."""
+        """Adds one call of a group; the memory does not grow with the number of rows."""
         if not len(x):
             return
         magnitude = x.abs()
@@ -206,58 +214,68 @@ class _Inputs:
         self.total[group] = self.total[group] + total if group in self.total else total
         self.tokens[group] += len(x)
         if self.keep:
-            # A copy: a view would keep every token of every layer.
+            # A copy: a view would keep every token of every layer alive.
             self.sample.setdefault(group, []).append(x[:: self.every].clone())
 
     def of(self, group: str) -> GroupInputs:
-        """As transforms take them."""
+        """The statistics in the form that transforms take."""
         sample = torch.cat(self.sample[group])
         mean = self.total[group] / self.tokens[group]
         return GroupInputs(sample, mean, self.amax[group])
 
 
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """A group to solve.
+
+    Attributes:
+        model: holds its weights.
+        members: its layers.
+        solver: name of the solver.
+        stored: dtype of the model's checkpoint.
+        device: where the group is solved.
+    """
+
+    model: nn.Module
+    members: Sequence[LayerPlan]
+    solver: str
+    stored: torch.dtype
+    device: torch.device
+
+
 class _Work:
     """One group in one format: its input scale, and the second moment of the scaled and rounded input."""
 
-    def __init__(
-        self,
-        candidate: Candidate,
-        members: Sequence[LayerPlan],
-        model: nn.Module,
-        solver: str,
-        inputs: _Inputs,
-        group: str,
-        stored: torch.dtype,
-        there: torch.device,
-    ) -> None:
-        self.candidate = candidate
-        self.pipeline = get_pipeline(with_branch(solver, candidate.rank) if candidate.rank else solver)
-        self.there = there
-        self.weights = {m.name: model.get_submodule(m.name).weight.detach() for m in members}  # type: ignore[operator]
+    def __init__(self, candidate: Candidate, task: _Task, inputs: _Inputs, group: str) -> None:
+        self.candidate, self.task = candidate, task
+        self.pipeline = get_pipeline(with_branch(task.solver, candidate.rank) if candidate.rank else task.solver)
+        self.weights = {m.name: task.model.get_submodule(m.name).weight.detach() for m in task.members}  # type: ignore[operator]
         self.divisor = self.input_scale = None
         self.moment = MomentSum()
-        # A solver that works from one pass over the original inputs sees them as they are.
+        # A solver that works from one pass over the original inputs sees them unrounded.
         self.activation = None if self.pipeline.at_once else candidate.activation
         assert candidate.weight is not None
         if self.pipeline.transforms and group in inputs.tokens:
-            seen = inputs.of(group)
-            weight = torch.cat([w.to(self.there).float() for w in self.weights.values()])
-            divisor = torch.ones_like(seen.amax)
+            statistics = inputs.of(group)
+            weight = torch.cat([w.to(task.device).float() for w in self.weights.values()])
+            divisor = torch.ones_like(statistics.amax)
+            # Transforms follow each other: each sees the weight and the input that those before have scaled.
             for transform in self.pipeline.transforms:
-                here = seen.divided(divisor)
-                divisor = divisor * transform(weight * divisor, here, candidate.weight, candidate.activation, None)
+                divided = statistics.divided(divisor)
+                divisor = divisor * transform(weight * divisor, divided, candidate.weight, candidate.activation, None)
             self.divisor = divisor
         if candidate.activation is not None and group in inputs.amax:
             amax = inputs.amax[group] if self.divisor is None else inputs.amax[group] / self.divisor
-            self.input_scale = static_input_scale(amax.amax(), candidate.activation, stored)
+            self.input_scale = static_input_scale(amax.amax(), candidate.activation, task.stored)
 
-    def solve(self, stored: torch.dtype) -> GroupSolution | None:
+    def solve(self) -> GroupSolution | None:
         """The group solved in the format; None without statistics of its input."""
+        stored = self.task.stored
         stats: LayerStats | None = self.moment.stats()
         if stats is None and (self.pipeline.needs_moment or self.divisor is None):
             return None
         assert self.candidate.weight is not None
-        weights = {name: w.to(self.there) for name, w in self.weights.items()}
+        weights = {name: w.to(self.task.device) for name, w in self.weights.items()}
         weights = {name: w.float() if self.divisor is None else w * self.divisor for name, w in weights.items()}
         branches: dict[str, Branch] = {}
         if self.candidate.rank:
@@ -271,13 +289,13 @@ class _Work:
 
 def _add(works: Mapping[str, Sequence[_Work]], group: str, x: torch.Tensor, rows: int) -> None:
     """Adds one call of a group to its second moments; formats that leave the input unchanged share one."""
-    plain: MomentSum | None = None
+    unchanged: MomentSum | None = None
     for work in works[group]:
         if work.activation is None and work.divisor is None:
-            if plain is None:
-                plain = work.moment
-                plain.add(x, rows=rows)
-            work.moment = plain
+            if unchanged is None:
+                unchanged = work.moment
+                unchanged.add(x, rows=rows)
+            work.moment = unchanged
             continue
         divided = x if work.divisor is None else x / work.divisor
         rounded = round_activation(divided, work.activation, work.input_scale)

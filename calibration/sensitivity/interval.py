@@ -1,12 +1,15 @@
-"""`mean_interval` says how far the mean over rows of text may be from the mean over all text of that kind.
+"""`mean_interval` bounds how far the mean over rows of text may be from the mean over all text of that kind.
 
 Tokens of one row share a subject and are far from independent, so a row is one observation. With n rows of mean m and
 standard deviation s, the interval of 95 % is Student's
 
     m ± t · s / √n        t the 97.5 % point of the t distribution with n − 1 degrees of freedom
 
-It takes rows for independent draws. Rows that were cut one after the other from one document are less than that, and
-the interval is then too narrow.
+It assumes that rows are independent draws. Rows cut one after the other from one document are not independent, and the
+interval is then too narrow.
+
+The quantile is computed here, to 1e-9 of scipy's (tests compare them): scipy belongs to the extra `allocate`, and
+`quantize --eval` prints intervals with the core packages alone.
 """
 
 from __future__ import annotations
@@ -23,20 +26,20 @@ def mean_interval(values: Sequence[float], *, least: float = -math.inf) -> tuple
 
     Args:
         values: one for each row.
-        least: no mean can be smaller; a divergence is never negative.
+        least: lower bound of any mean; 0 for a divergence.
 
     Returns:
-        Low and high end; None for a single row, which says nothing about others.
+        Low and high end; None for a single row, which tells nothing about the spread.
     """
     if len(values) < 2:
         return None
-    middle = statistics.fmean(values)
-    half = student_point(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return max(middle - half, least), middle + half
+    mean = statistics.fmean(values)
+    half_width = student_point(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return max(mean - half_width, least), mean + half_width
 
 
 def student_point(freedom: int) -> float:
-    """The t with a share of `LEVEL` of Student's distribution between −t and t, by bisection."""
+    """The t for which a share of `LEVEL` of Student's distribution lies between −t and t, by bisection."""
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2

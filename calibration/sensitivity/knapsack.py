@@ -30,12 +30,12 @@ SCORE = "score"
 
 
 class Infeasible(ValueError):  # noqa: N818 -- the field's word
-    """No allocation keeps the limits; the message says what the smallest feasible value is."""
+    """No allocation keeps the limits; the message names the smallest feasible value."""
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Groups, formats, and what each choice costs.
+    """Groups, formats, and the score and the costs of each choice.
 
     Attributes:
         groups: G names.
@@ -73,11 +73,11 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Near:
-    """A limit on how far the answer may be from a known choice.
+    """A limit on the distance of the answer from another choice.
 
     Attributes:
         choice: index of a format for each group, `[G]`.
-        changes: groups that may differ from it.
+        changes: number of groups that may differ from it.
     """
 
     choice: np.ndarray
@@ -92,8 +92,8 @@ def solve(
     Args:
         problem: the groups.
         limits: largest sum by resource: keys of `problem.costs`, or "score".
-        minimize: what is minimized; "score" or a resource.
-        near: keeps the answer near a known one.
+        minimize: "score" or a resource.
+        near: keeps the answer near another choice.
 
     Returns:
         Index of the format of each group, int64 `[G]`.
@@ -103,6 +103,7 @@ def solve(
     """
     _require_scipy()
     check_feasible(problem, limits)
+    # HiGHS may exceed a limit by its tolerance, 1e-6: lower the limit by twice the excess and solve again.
     tightened = dict(limits)
     for _ in range(8):
         choice = _milp(problem, tightened, minimize, near)
@@ -119,7 +120,7 @@ def _require_scipy() -> None:
 
 
 def smallest(problem: Problem, resource: str) -> float:
-    """The least that `resource` can sum to, whatever the others."""
+    """The smallest sum of `resource` over all choices, with no limit on the other resources."""
     table = problem.scores if resource == SCORE else problem.costs[resource]
     return float(np.where(problem.allowed, table, np.inf).min(axis=1).sum())
 
@@ -133,18 +134,18 @@ def check_feasible(problem: Problem, limits: Mapping[str, float]) -> None:
 
 
 def pareto(problem: Problem, resource: str, points: int = 25) -> list[np.ndarray]:
-    """Best choices for `points` limits of `resource` from the smallest to the least lossy's.
+    """Best choices for `points` limits of `resource`, from its smallest sum to that of the least lossy choice.
 
-    They lie closer near the smallest, where a curve bends most and where budgets are.
+    Limits are denser near the smallest sum, where the curve bends most and where budgets lie.
     """
     low = smallest(problem, resource)
     unbounded = problem.scores.argmin(axis=1)
     high = max(problem.total(resource, unbounded), low)
-    found: dict[tuple[int, ...], np.ndarray] = {}
+    choices: dict[tuple[int, ...], np.ndarray] = {}
     for limit in low + (high - low) * np.linspace(0, 1, points) ** 2:
         choice = solve(problem, {resource: float(limit) * (1 + 1e-12)})
-        found.setdefault(tuple(choice), choice)
-    return list(found.values())
+        choices.setdefault(tuple(choice), choice)
+    return list(choices.values())
 
 
 def _milp(problem: Problem, limits: Mapping[str, float], minimize: str, near: Near | None) -> np.ndarray:
@@ -154,10 +155,11 @@ def _milp(problem: Problem, limits: Mapping[str, float], minimize: str, near: Ne
     x = _run_milp(program)
     if x is None:
         raise Infeasible(f"no choice keeps {_listed(limits)} together")
-    chosen = np.full(problem.scores.shape, -np.inf)
-    chosen[rows, columns] = x
-    found: np.ndarray = chosen.argmax(axis=1)
-    return found
+    # x is 0 or 1 up to the tolerance: the largest of a group's variables is its format.
+    variables = np.full(problem.scores.shape, -np.inf)
+    variables[rows, columns] = x
+    choice: np.ndarray = variables.argmax(axis=1)
+    return choice
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +218,7 @@ def _run_milp(program: _Program) -> np.ndarray | None:
 
 @contextmanager
 def _silent_stdout() -> Iterator[None]:
-    """HiGHS prints a line of its own now and then, past Python, which would end up in the middle of --json."""
+    """While open, file descriptor 1 is closed: HiGHS sometimes prints a line past Python, into the output of --json."""
     sys.stdout.flush()
     saved = os.dup(1)
     try:

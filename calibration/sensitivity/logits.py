@@ -1,9 +1,9 @@
 """`Logits` computes the logits of a model for slices of positions, since those of whole rows do not fit in memory.
 
-512 positions of a vocabulary of 150k are 300 MB in FP32, several times over. So the model runs on whole rows without
-its output head, and the head is applied to a slice of positions at a time. Between the hidden states and the logits a
-model may do more than apply its head and a soft cap: the short cut is compared with the model's own forward on a few
-tokens, and a model for which the two differ is taken whole.
+The logits of 512 positions of a vocabulary of 150k take 300 MB in FP32, and several such tensors are needed. So the
+model runs on whole rows without its output head, and the head is applied to a slice of positions at a time. Some models
+do more between the hidden states and the logits than apply a head and a soft cap. So the short cut is compared with the
+model's own forward on a few tokens, and if the two differ, the whole model computes the logits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quant.calibration.attention_names import text_config
 from quant.calibration.blocks import output_of
 from quant.calibration.texts.rows import few_of
 
-# 32 MB of FP32 logits on a CPU; on a GPU what counts is the number of kernels.
+# 32 MB of FP32 logits on a CPU; on a GPU more, for fewer kernel launches.
 _SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
 
 
@@ -28,7 +28,7 @@ class Logits:
 
     Args:
         model: from token ids to logits, or to an output with `.logits`.
-        head: its last linear layer, whose outputs are logits; None takes the model whole.
+        head: its last linear layer, whose outputs are logits; None runs the whole model for them.
     """
 
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
@@ -37,12 +37,12 @@ class Logits:
         self.cap: float | None = getattr(text_config(getattr(model, "config", None)), "final_logit_softcapping", None)
 
     def hidden(self, rows: torch.Tensor) -> torch.Tensor:
-        """Inputs of the head `[positions, hidden]`, or logits `[positions, vocabulary]` of a model taken whole."""
+        """Inputs of the head `[positions, hidden]`, or logits `[positions, vocabulary]` where it is not split off."""
         self.decide(rows)
         return (self._before_head(rows) if self.split else logits_of(self.model, rows))[:, :-1].flatten(0, 1)
 
     def decide(self, rows: torch.Tensor) -> None:
-        """Finds out, on a few tokens of `rows`, whether the head can be taken by itself, where that is not known."""
+        """Finds out, on a few tokens of `rows`, whether the head can be split off, unless that was found out before."""
         if self.split is None:
             self.split = self._can_split(few_of(rows))
 
@@ -54,7 +54,7 @@ class Logits:
         return [slice(start, min(start + step, len(hidden))) for start in range(0, len(hidden), step)]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[positions, vocabulary]`, of what `hidden` gave."""
+        """Logits `[positions, vocabulary]` from the result of `hidden`."""
         return self._head(hidden) if self.split else hidden
 
     def logp(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -71,6 +71,7 @@ class Logits:
 
         def stand_in(hidden: torch.Tensor) -> torch.Tensor:
             seen.append(hidden)
+            # One column: the model may still slice or scale its "logits" by position.
             return hidden[..., :1].detach()
 
         assert self.head is not None
@@ -81,14 +82,14 @@ class Logits:
     def _can_split(self, rows: torch.Tensor) -> bool:
         with torch.no_grad():
             expected = logits_of(self.model, rows).float()
-            found = self._head(self._before_head(rows)).float()
+            split = self._head(self._before_head(rows)).float()
         # Rounding differs by far less than this even in BF16, a forgotten factor by more.
-        same = expected.shape == found.shape
-        return same and bool((expected - found).abs().max() <= 0.01 * expected.abs().max())
+        same_shape = expected.shape == split.shape
+        return same_shape and bool((expected - split).abs().max() <= 0.01 * expected.abs().max())
 
 
 def logits_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    """What a model gives for token ids: logits where it has any, else the first of its outputs."""
+    """The logits of a model for token ids, or the first of its outputs if it has no logits."""
     result = model(rows)
     return result.logits if hasattr(result, "logits") else output_of(result)
 

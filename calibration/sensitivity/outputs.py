@@ -1,12 +1,12 @@
-"""`compare` sums up how far the outputs of two models are apart for each row of a call, whatever they are outputs of.
+"""`compare` sums up, for each row of a call, how far the outputs of two models are apart, for models of any kind.
 
     logits of next tokens   KL(base‖model) over the vocabulary where a token follows, and the likelihood of that token
     other logits            KL(base‖model) over the last dimension: of the class, or of each frame or position
-    embeddings              1 − cosine similarity of what stands for a row, and the squared error of all of it
+    embeddings              1 − cosine similarity of a row's mean embedding, and the squared error of all its values
 
-Places in a text that stand for an image or a sound follow nothing and are predicted by nobody; they are not counted.
-Nor is padding, on either side, where an output has a position for each token of the mask: neither what it predicts nor
-what is predicted of it. Sums are kept in float64, so that batches and ranks add up.
+Tokens that stand for pieces of an image or a sound are not predicted, so they are not counted. If an output has a
+position for each token of the mask, padding on either side is not counted, neither as a prediction nor as a target.
+Sums are kept in float64, so that batches and ranks add up.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from quant.calibration.blocks import output_of
 from quant.calibration.texts.prepare import DECODER
 from quant.recipes.layers import output_head
 
-_STAND_INS = re.compile(r"(image|video|vision|audio)\w*_token_(id|index)$")
-# Sums over predictions, and over embeddings.
+_MEDIA_TOKENS = re.compile(r"(image|video|vision|audio)\w*_token_(id|index)$")
+# Columns of the sums over predictions, and of those over embeddings.
 NLL, BASE_NLL, KL, SAME, PREDICTIONS, TARGETS = range(6)
 DISTANCE, ERROR, SQUARE = range(3)
 _SLICE_ELEMENTS = 1 << 23  # of logits that are widened at once
@@ -33,15 +33,15 @@ Sums = dict[str, torch.Tensor]
 """Float64 sums of each row by output: `[rows, 6]` of `logits`, as `NLL` … name them, `[rows, 3]` of embeddings."""
 
 
-def compare(model: nn.Module, call: Mapping[str, Any], result: Any, base: Any | None, place: str) -> Sums:
+def compare(model: nn.Module, call: Mapping[str, Any], result: Any, base: Any | None, call_name: str) -> Sums:
     """The sums of the rows of one call.
 
     Args:
         model: that gave `result`.
         call: the named arguments of the call.
-        result: what the model gave.
-        base: what the original gave; None counts the likelihood of texts alone.
-        place: of the call, for errors.
+        result: the model's output.
+        base: the original model's output; None computes only the likelihood of texts.
+        call_name: for errors.
 
     Raises:
         ValueError: NaN or infinity in an output; there is nothing to compare.
@@ -49,28 +49,28 @@ def compare(model: nn.Module, call: Mapping[str, Any], result: Any, base: Any | 
     with torch.no_grad():
         logits = _logits(result)
         if logits is not None:
-            return {"logits": _predictions(model, call, logits, None if base is None else _logits(base), place)}
+            return {"logits": _predictions(model, call, logits, None if base is None else _logits(base), call_name)}
         if base is None:
             raise ValueError(
                 f"{type(model).__name__} gives no logits: its outputs can only be compared; name a --baseline"
             )
-        others = _embeddings(base)
+        base_embeddings = _embeddings(base)
         return {
             name: _finite(
                 embedded(
-                    found.double().cpu(),
-                    others[name].double().cpu(),
-                    f"{place}, {name}",
-                    _shown(call, found.shape[:-1]),
+                    embeddings.double().cpu(),
+                    base_embeddings[name].double().cpu(),
+                    f"{call_name}, {name}",
+                    _unpadded(call, embeddings.shape[:-1]),
                 ),
-                f"{place}: NaN or infinity in {name}",
+                f"{call_name}: NaN or infinity in {name}",
             )
-            for name, found in _embeddings(result).items()
+            for name, embeddings in _embeddings(result).items()
         }
 
 
 def _logits(result: Any) -> torch.Tensor | None:
-    """Logits `[rows, classes]` or `[rows, positions, classes]`; None for a model that gives something else."""
+    """Logits `[rows, classes]` or `[rows, positions, classes]`; None for a model without logits."""
     logits = getattr(result, "logits", None)
     if logits is None and isinstance(result, torch.Tensor) and result.dim() == 2:
         logits = result  # of a classifier that is no model of transformers
@@ -78,7 +78,7 @@ def _logits(result: Any) -> torch.Tensor | None:
 
 
 def _embeddings(result: Any) -> dict[str, torch.Tensor]:
-    """The embeddings of a model, `[rows, …]`: those that it calls so, or else its last hidden state."""
+    """The embeddings of a model, `[rows, …]`: outputs with `_embeds` in their name, or else its last hidden state."""
     if isinstance(result, Mapping):
         named = {k: v for k, v in result.items() if k.endswith("_embeds") and isinstance(v, torch.Tensor)}
         if named:
@@ -89,92 +89,100 @@ def _embeddings(result: Any) -> dict[str, torch.Tensor]:
 
 
 def _predictions(
-    model: nn.Module, call: Mapping[str, Any], logits: torch.Tensor, base: torch.Tensor | None, place: str
+    model: nn.Module, call: Mapping[str, Any], logits: torch.Tensor, base: torch.Tensor | None, call_name: str
 ) -> torch.Tensor:
     targets, counted = _targets(model, call, logits)
     if targets is not None:
         logits, base = logits[:, :-1], None if base is None else base[:, :-1]
     flat = logits[counted] if counted is not None else logits.flatten(0, -2)
     numbers = torch.arange(len(logits)).view(-1, *[1] * (logits.dim() - 2)).expand(logits.shape[:-1])
-    of_row = numbers[counted.cpu()] if counted is not None else numbers.flatten()
-    other = None
+    row_of = numbers[counted.cpu()] if counted is not None else numbers.flatten()
+    flat_base = None
     if base is not None:
-        other = base[counted.to(base.device)] if counted is not None else base.flatten(0, -2)
-        if other.shape != flat.shape:
-            raise ValueError(f"{place}: the models give logits {list(flat.shape)} and {list(other.shape)}")
-    wanted = None if targets is None or counted is None else targets[counted].cpu()[:, None]
+        flat_base = base[counted.to(base.device)] if counted is not None else base.flatten(0, -2)
+        if flat_base.shape != flat.shape:
+            raise ValueError(f"{call_name}: the models give logits {list(flat.shape)} and {list(flat_base.shape)}")
+    target_ids = None if targets is None or counted is None else targets[counted].cpu()[:, None]
     step = max(_SLICE_ELEMENTS // flat.shape[-1], 1)
-    found = torch.zeros(len(logits), 6, dtype=torch.float64)
+    row_sums = torch.zeros(len(logits), 6, dtype=torch.float64)
     for part in (slice(start, start + step) for start in range(0, len(flat), step)):
         logp = flat[part].double().cpu().log_softmax(dim=-1)
         sums = torch.zeros(len(logp), 6, dtype=torch.float64)
         sums[:, PREDICTIONS] = 1
-        if wanted is not None:
+        if target_ids is not None:
             sums[:, TARGETS] = 1
-            sums[:, NLL] = -logp.gather(1, wanted[part])[:, 0]
-        if other is not None:
-            base_logp = other[part].double().cpu().log_softmax(dim=-1)
+            sums[:, NLL] = -logp.gather(1, target_ids[part])[:, 0]
+        if flat_base is not None:
+            base_logp = flat_base[part].double().cpu().log_softmax(dim=-1)
             p = base_logp.exp()
             sums[:, KL] = (p * (base_logp - logp)).masked_fill(p == 0, 0).sum(dim=-1)
             sums[:, SAME] = (base_logp.argmax(dim=-1) == logp.argmax(dim=-1)).double()
-            if wanted is not None:
-                sums[:, BASE_NLL] = -base_logp.gather(1, wanted[part])[:, 0]
-        found.index_add_(0, of_row[part], sums)
-    return _finite(found, f"{place}: NaN or infinity in the logits")
+            if target_ids is not None:
+                sums[:, BASE_NLL] = -base_logp.gather(1, target_ids[part])[:, 0]
+        row_sums.index_add_(0, row_of[part], sums)
+    return _finite(row_sums, f"{call_name}: NaN or infinity in the logits")
 
 
 def _targets(
     model: nn.Module, call: Mapping[str, Any], logits: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The tokens that follow each position `[rows, positions - 1]`, None for other logits; and which positions count.
+    """The next token of each position, and the positions that count, bool: both `[rows, positions - 1]`.
 
-    Where all do, that is None for other logits.
+    For logits that are not over next tokens, the first is None, and the second is of all positions, or None if all
+    of them count.
     """
     ids = call.get(DECODER if DECODER in call else "input_ids")
-    shown = _shown(call, logits.shape[:-1])
-    shown = None if shown is None else shown.to(logits.device)
-    # A head over the vocabulary: those of classifiers and of start and end positions are not the output embeddings.
+    unpadded = _unpadded(call, logits.shape[:-1])
+    unpadded = None if unpadded is None else unpadded.to(logits.device)
+    # Only a head over the vocabulary is the model's output embeddings; heads of classifiers and of spans are not.
     if ids is None or logits.dim() != 3 or logits.shape[1] != ids.shape[1] or output_head(model) is None:
-        return None, shown
+        return None, unpadded
     targets = ids[:, 1:].to(logits.device)
-    # Padding on the left predicts the first token, which is nothing that the model was asked.
-    counted = torch.ones_like(targets, dtype=torch.bool) if shown is None else shown[:, 1:] & shown[:, :-1]
-    for token in _stand_ins(getattr(model, "config", None)):
+    # A position of padding on the left would predict the first token, which depends on nothing that the model read.
+    counted = torch.ones_like(targets, dtype=torch.bool) if unpadded is None else unpadded[:, 1:] & unpadded[:, :-1]
+    for token in _media_tokens(getattr(model, "config", None)):
         counted &= targets != token
     return targets, counted
 
 
-def _shown(call: Mapping[str, Any], positions: tuple[int, ...]) -> torch.Tensor | None:
-    """Which `positions`, `[rows, tokens]`, of an output are no padding, bool; None where no mask has this shape."""
+def _unpadded(call: Mapping[str, Any], positions: tuple[int, ...]) -> torch.Tensor | None:
+    """The positions `[rows, tokens]` of an output that are no padding, bool; None if no mask has this shape."""
     mask = call.get("decoder_attention_mask" if DECODER in call else "attention_mask")
     return mask.bool() if isinstance(mask, torch.Tensor) and mask.shape == positions else None
 
 
-def _stand_ins(config: Any) -> Iterable[int]:
-    """Tokens that stand for pieces of images and sounds."""
+def _media_tokens(config: Any) -> Iterable[int]:
+    """Ids of the tokens that stand for pieces of images and sounds."""
     for name in dir(config) if config is not None else ():
-        if _STAND_INS.match(name) and isinstance(value := getattr(config, name, None), int):
+        if _MEDIA_TOKENS.match(name) and isinstance(value := getattr(config, name, None), int):
             yield value
 
 
-def embedded(found: torch.Tensor, base: torch.Tensor, place: str, shown: torch.Tensor | None = None) -> torch.Tensor:
-    """The sums `[rows, 3]` of embeddings `[rows, …]` of two models, float64.
+def embedded(values: torch.Tensor, base: torch.Tensor, name: str, unpadded: torch.Tensor | None = None) -> torch.Tensor:
+    """The sums `[rows, 3]` of embeddings of two models, float64: columns `DISTANCE`, `ERROR` and `SQUARE`.
 
-    Of embeddings `[rows, tokens, hidden]` those tokens count that are in `shown`, bool `[rows, tokens]`; None is all.
+    Args:
+        values: embeddings of the model, float64 `[rows, …]`.
+        base: those of the original.
+        name: of the row or call, for errors.
+        unpadded: tokens of embeddings `[rows, tokens, hidden]` that count, bool `[rows, tokens]`; None counts all.
+
+    Raises:
+        ValueError: the two have different shapes.
     """
-    if found.shape != base.shape:
-        raise ValueError(f"{place}: the models give {list(found.shape)} and {list(base.shape)}")
-    if shown is not None:
-        # A mean over zeros too is shorter, which its cosine does not see.
-        found, base = (x.masked_fill(~shown.cpu()[..., None], 0) for x in (found, base))
-    # The tokens of a row stand for it together; an image's features [rows, channels, height, width] are one vector.
-    first, second = (x.mean(dim=1) if x.dim() == 3 else x.flatten(1) for x in (found, base))
+    if values.shape != base.shape:
+        raise ValueError(f"{name}: the models give {list(values.shape)} and {list(base.shape)}")
+    if unpadded is not None:
+        # Zeros shorten the mean over all tokens but do not turn it, and the cosine is blind to length.
+        values, base = (x.masked_fill(~unpadded.cpu()[..., None], 0) for x in (values, base))
+    # The mean over tokens stands for a row; an image's features [rows, channels, height, width] are one vector.
+    first, second = (x.mean(dim=1) if x.dim() == 3 else x.flatten(1) for x in (values, base))
     distance = 1 - cosine_similarity(first, second, dim=-1)
-    error, square = (x.square().flatten(1).sum(dim=1) for x in (found - base, base))
+    error, square = (x.square().flatten(1).sum(dim=1) for x in (values - base, base))
     return torch.stack([distance, error, square], dim=1)
 
 
-def _finite(sums: torch.Tensor, what: str) -> torch.Tensor:
+def _finite(sums: torch.Tensor, problem: str) -> torch.Tensor:
     if not bool(sums.isfinite().all()):
-        raise ValueError(f"{what}; find the layer that makes it, or keep it in 16 bit")
+        raise ValueError(f"{problem}; find the layer that makes it, or keep it in 16 bit")
     return sums

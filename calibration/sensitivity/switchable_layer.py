@@ -1,9 +1,9 @@
-"""`SwitchableLayer` computes a layer in whatever format its `SwitchableModel` is set to.
+"""`SwitchableLayer` computes a layer in the format that its `SwitchableModel` is set to.
 
 Calls of a run may be kept in a `CallCache`: inputs and outputs of all layers, exactly. Later runs on the same tokens
-then multiply only what has changed since, in BF16, which is several times as fast (see `fast_matmul`).
+then multiply only the differences, in BF16, which is several times as fast (see `fast_matmul`).
 
-For gradients, a layer is one node of autograd that saves its input and nothing else. In the backward pass it shows
+For gradients, a layer is one node of autograd that saves only its input. In the backward pass it shows
 input and output gradient to `observe`, so that scores need neither the output nor the graph afterwards.
 """
 
@@ -47,7 +47,7 @@ Observe = Callable[["SwitchableLayer", LayerGradient], None]
 
 @dataclass(frozen=True, eq=False)
 class CachedCall:
-    """One call of a layer in a run that is kept.
+    """One call of a layer in a cached run.
 
     Attributes:
         candidate: the layer's format then.
@@ -61,11 +61,11 @@ class CachedCall:
 
 
 class CallCache:
-    """Calls of all layers in one run, as far as they fit.
+    """Calls of all layers in one run, as far as they fit into `budget`.
 
     Attributes:
-        budget: bytes that may still be kept.
-        writing: whether calls are kept; otherwise they are looked up.
+        budget: bytes that may still be added.
+        writing: whether calls are added; otherwise they are looked up.
     """
 
     def __init__(self, budget: int) -> None:
@@ -75,7 +75,7 @@ class CallCache:
         self.writing = True
 
     def keep(self, name: str, call: CachedCall) -> None:
-        """Keeps a call unless the budget is used up; layers with one input share it."""
+        """Adds a call unless the budget is used up; layers with the same input share its memory."""
         new = {t.data_ptr(): t.nbytes for t in (call.x, call.y) if t.data_ptr() not in self.held}
         if sum(new.values()) <= self.budget:
             self.budget -= sum(new.values())
@@ -93,7 +93,8 @@ class SwitchableLayer(nn.Module):
     def __init__(self, owner: SwitchableModel, plan: LayerPlan, group: str, weight: torch.Tensor, bias: Any) -> None:
         nn.Module.__init__(self)
         self.plan, self.group = plan, group
-        object.__setattr__(self, "owner", owner)  # no submodule
+        # Past nn.Module.__setattr__: as a submodule or parameter each would appear in the state of the model.
+        object.__setattr__(self, "owner", owner)
         object.__setattr__(self, "original", weight)
         object.__setattr__(self, "bias", bias)
 
@@ -107,17 +108,19 @@ class SwitchableLayer(nn.Module):
         """The output in the present format."""
         owner = self.owner
         candidate = owner.current(self.group)
-        given, x = x, owner.round_input(self.group, x, candidate)
-        beside = owner.beside(self, candidate, given, x)
-        # How many tokens an expert gets differs from run to run; a branch sees more than what is kept of a call.
-        cache = owner.cache if index is None and beside is None else None
+        unrounded, x = x, owner.round_input(self.group, x, candidate)
+        branch = owner.branch_output(self, candidate, unrounded, x)
+        # The number of tokens of an expert differs from run to run, and a branch needs the unrounded input, which a
+        # cached call does not hold.
+        cache = owner.cache if index is None and branch is None else None
         if cache is not None and not cache.writing:
-            known = cache.calls.get(self.plan.name)
-            if known is not None and known.candidate == candidate.name and known.x.shape == x.shape:
+            cached = cache.calls.get(self.plan.name)
+            if cached is not None and cached.candidate == candidate.name and cached.x.shape == x.shape:
+                # y' = y + (x' − x) Wᵀ: rounding to BF16 is relative to the difference, not to the output.
                 weight = owner.narrow(self, candidate)
-                return known.y + linear((x - known.x).to(weight.dtype), weight).to(x.dtype)
+                return cached.y + linear((x - cached.x).to(weight.dtype), weight).to(x.dtype)
         y = linear(x, owner.dense(self, candidate, index).to(x.dtype), self.bias)
-        y = y if beside is None else y + beside
+        y = y if branch is None else y + branch
         if cache is not None and cache.writing:
             cache.keep(self.plan.name, CachedCall(candidate.name, x, y))
         return y
@@ -164,5 +167,5 @@ class _Probe(torch.autograd.Function):
 
 
 def same_tensor(a: torch.Tensor | None, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same memory: recomputing a block hands out one object for each use of a tensor."""
+    """Whether two tensors share memory and shape; in a recomputed block every use of a tensor is another object."""
     return a is b or (a is not None and a.data_ptr() == b.data_ptr() and a.shape == b.shape)

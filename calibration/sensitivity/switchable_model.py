@@ -10,8 +10,8 @@ For a solver that needs data the weights are solved beforehand (`group_solutions
 used as Q(x / s) s and Q(W s) / s, which is the same product, so that all candidates of a weight can be compared. A
 branch that sees the input x unrounded is used as x_q (W_q + B A)ᵀ + (x − x_q) (B A)ᵀ, for the same reason.
 
-Where the inputs of all layers are too much for the backward pass, `recomputed` keeps those of blocks and runs each
-block again.
+If the inputs of all layers are too large to keep for the backward pass, `recomputed` keeps only the inputs of blocks
+and runs each block again.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from quant.calibration.blocks import block_names
 from quant.calibration.evaluating import prepared
 from quant.calibration.fast_matmul import difference_dtype
 from quant.calibration.placement import NARROW, free_memory
+from quant.calibration.progress import reporter
 from quant.calibration.sensitivity.candidates import KEPT, Candidate
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
 from quant.calibration.sensitivity.switchable_layer import (
@@ -38,6 +39,7 @@ from quant.calibration.sensitivity.switchable_layer import (
     SwitchableLayer,
     same_tensor,
 )
+from quant.calibration.session import Session
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.solver import get_pipeline, get_solver
 from quant.calibration.statistics import static_input_scale
@@ -48,13 +50,13 @@ from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import expert_matrices, stacking_of
 from quant.recipes.plan import LayerPlan
 
-# Bytes of a GPU that are left to activations and logits before dense weights are kept there.
+# Bytes of a GPU that stay free for activations and logits; dense weights may take half of the memory above that.
 _RESERVE = 16 << 30
 
 
 @dataclass(eq=False)
 class SwitchableModel:
-    """See the module docstring.
+    """A model whose layers can be switched between formats at run time; see the module docstring.
 
     Attributes:
         model: changed while this is entered, and restored afterwards.
@@ -63,11 +65,15 @@ class SwitchableModel:
         amax: largest input magnitude of each layer, for static scales; see `measure_amax`.
         solver: rounds the weights; one that needs no data.
         solutions: groups in a format that another solver has solved, as `solve_each_group` gives them.
-        stored: dtype that scales are rounded to, the model's own; None takes that of the weights.
-        budget: bytes of dense weights that are kept; on a GPU, more where it has more to spare.
+        stored: dtype that scales are rounded to, the model's own; None takes the dtype of the weights.
+        budget: bytes of dense weights that may be cached; a GPU with more free memory raises it.
         device: where the model runs; weights are copied there as layers need them. None is where the model is.
-        dtype: what 16-bit weights are widened to while `ready`; None leaves them.
-        blocks: names of the model's repeated blocks, found while their linears can still be seen.
+        dtype: dtype to which 16-bit weights are widened while `ready`; None leaves them.
+        blocks: names of the model's repeated blocks, found while their linears are still in place.
+        layers: the switchable layers by name, while this is entered.
+        observe: called with every layer's gradients in backward passes, see `observed`.
+        cache: calls of one run, see `caching`.
+        choice: candidate by group; groups left out are in 16 bit.
     """
 
     model: nn.Module
@@ -151,7 +157,7 @@ class SwitchableModel:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """While open, this is entered and the model prepared for measuring, as `prepared` does with `dtype`."""
+        """While open, this is entered and the model prepared for measuring, by `prepared` with `dtype`."""
         if self.device is None:
             with prepared(self.model, self.dtype), self:
                 yield
@@ -191,12 +197,12 @@ class SwitchableModel:
         return self._solved[key]
 
     def _parts(self, weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """What is solved together: a group, but each fused-experts projection apart."""
+        """The weights that are solved together: a whole group, but each fused-experts projection apart."""
         stacked = [name for name, weight in weights.items() if weight.dim() == 3]
         return [{name: weights[name]} for name in stacked] if stacked else [weights]
 
     def dense(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor:
-        """The weight `[out, in]` in a format, of one expert where `index` says."""
+        """The weight `[out, in]` in a format, of expert `index` if it is given."""
         key = (layer.plan.name, candidate.name)
         if key in self._dense:
             return self._dense[key] if index is None else self._dense[key][index]
@@ -216,24 +222,27 @@ class SwitchableModel:
             dense = torch.addmm(dense, up.to(dense), down.to(dense))
         return dense if solution is None or solution.divisor is None else dense / solution.divisor.to(dense)
 
-    def beside(
+    def branch_output(
         self, layer: SwitchableLayer, candidate: Candidate, x: torch.Tensor, rounded: torch.Tensor
     ) -> torch.Tensor | None:
-        """What a branch adds for the part of the input `x` that rounding took away, `[..., out]`; None for nothing."""
+        """The branch's output for the rounding error x − x_q, `[..., out]`; None without a branch or rounded input.
+
+        `dense` includes B A and is multiplied by x_q, so only (x − x_q) (B A)ᵀ is missing.
+        """
         solution = self.solutions.get((layer.group, candidate.name))
         if candidate.activation is None or solution is None or layer.plan.name not in solution.branches:
             return None
         down, up = (part.to(x) for part in solution.branches[layer.plan.name])
-        lost = x - rounded
-        lost = lost if solution.divisor is None else lost / solution.divisor.to(lost)
-        return lost @ down.t() @ up.t()
+        error = x - rounded
+        error = error if solution.divisor is None else error / solution.divisor.to(error)
+        return error @ down.t() @ up.t()
 
     def narrow(self, layer: SwitchableLayer, candidate: Candidate) -> torch.Tensor:
         """The weight for products with small differences: BF16 where that is fast."""
         return self._narrowed(layer, (candidate.name, "narrow"), lambda: self._values(layer, candidate))
 
     def change(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor | None:
-        """What `candidate` would add to the weight as it is now, `[out, in]`, as `narrow`; None for nothing."""
+        """The weight in `candidate` minus the weight as it is now, `[out, in]`, as `narrow`; None if they are equal."""
         now = self.current(layer.group)
         solved = {(layer.group, candidate.name), (layer.group, now.name)} & self.solutions.keys()
         if candidate.weight == now.weight and not solved:
@@ -245,19 +254,19 @@ class SwitchableModel:
         )
 
     def _values(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor:
-        """As `dense`, not kept."""
-        kept = self._dense.get((layer.plan.name, candidate.name))
-        if kept is not None:
-            return kept if index is None else kept[index]
+        """As `dense`, without adding the result to the cache."""
+        dense = self._dense.get((layer.plan.name, candidate.name))
+        if dense is not None:
+            return dense if index is None else dense[index]
         if candidate.weight is None:
             return self._moved(layer.original if index is None else layer.original[index])
         quantized = self.solved(layer.group, candidate)[layer.plan.name]
         return self._restored(layer, candidate, quantized if index is None else quantized.matrix(index))
 
     def _narrowed(
-        self, layer: SwitchableLayer, what: tuple[str, ...], make: Callable[[], torch.Tensor]
+        self, layer: SwitchableLayer, form: tuple[str, ...], make: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        key = (layer.plan.name, *what)
+        key = (layer.plan.name, *form)
         if key in self._dense:
             return self._dense[key]
         weight = make()
@@ -267,9 +276,9 @@ class SwitchableModel:
         return weight
 
     def _fits(self, layer: SwitchableLayer, dtype: torch.dtype) -> bool:
-        """Whether one more weight may be kept."""
-        held = sum(weight.nbytes for weight in self._dense.values())
-        return held + layer.plan.numel * dtype.itemsize <= self.budget
+        """Whether the cache has room for one more weight."""
+        cached = sum(weight.nbytes for weight in self._dense.values())
+        return cached + layer.plan.numel * dtype.itemsize <= self.budget
 
     @contextmanager
     def caching(self, cache: CallCache) -> Iterator[None]:
@@ -281,7 +290,7 @@ class SwitchableModel:
             self.cache = None
 
     def round_input(self, group: str, x: torch.Tensor, candidate: Candidate) -> torch.Tensor:
-        """`x` as a group sees it in a format; kept until another input comes."""
+        """The input `x` rounded as a group sees it in a format; the results are kept until another input comes."""
         if candidate.activation is None:
             return x
         if self._rounded[0] != group or not same_tensor(self._rounded[1], x):
@@ -290,13 +299,14 @@ class SwitchableModel:
         if candidate.name not in by_name:
             solution = self.solutions.get((group, candidate.name))
             divisor = None if solution is None or solution.divisor is None else solution.divisor.to(x)
+            # Q(x / s) s: a transform's divisor is applied before rounding and taken back after it.
             divided = x.detach() if divisor is None else x.detach() / divisor
             rounded = round_activation(divided, candidate.activation, self.input_scale(group, candidate))
             by_name[candidate.name] = rounded if divisor is None else rounded * divisor
         return by_name[candidate.name]
 
     def forget_inputs(self) -> None:
-        """Drops the rounded input of the call before."""
+        """Drops the rounded input of the last call."""
         self._rounded = ("", None, {})
 
     def input_scale(self, group: str, candidate: Candidate) -> torch.Tensor | None:
@@ -315,7 +325,7 @@ class SwitchableModel:
 
 @contextmanager
 def recomputed(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """While open, backward passes run the blocks `names` again instead of storing what happened inside them."""
+    """While open, backward passes run the blocks `names` again instead of keeping the activations inside them."""
     blocks = [model.get_submodule(name) for name in names]
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -331,12 +341,12 @@ def measure_amax(
     groups: Mapping[str, Sequence[LayerPlan]],
     candidates: Mapping[str, Candidate],
     rows: torch.Tensor,
-    progress: Callable[[int, int], None] | None = None,
-    device: torch.device | None = None,
+    session: Session,
 ) -> dict[str, torch.Tensor]:
-    """What `SwitchableModel.amax` takes: nothing where no candidate has static scales."""
+    """Largest input magnitude of each layer, as `SwitchableModel.amax` takes it; empty if no candidate needs it."""
     if not any(candidate.has_static_scale for candidate in candidates.values()):
         return {}
     names = [layer.name for members in groups.values() for layer in members]
     with prepared(model, None):
-        return collect_input_amax(model, names, rows, progress, device=device)
+        report = reporter(session.progress, "calibrate")
+        return collect_input_amax(model, names, rows, report, device=session.device)

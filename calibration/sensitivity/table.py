@@ -1,15 +1,15 @@
 """A `Sensitivity` table holds the loss that each fusion group causes in each format.
 
     scores[group][format]      expected loss if this group alone is quantized so and all others stay as they are
-    bits, bytes                what it takes then, every scale and pad counted
+    bits, bytes                size of the group in that format, every scale and pad counted
 
-A format here is what `--formats` names: a preset (`nvfp4`, `mxfp8`, `fp8`: weights and inputs), a preset with
-`a16` at its end (weights only), or `keep`, which is 16 bit and costs nothing. The scores of three methods differ in
-what they ask and in what they take, see `calibration.sensitivity.scores`; within one table they can be added up,
-which is what the allocator does.
+A format here is a name that `--formats` takes: a preset (`nvfp4`, `mxfp8`, `fp8`: weights and inputs), a preset with
+`a16` at its end (weights only), or `keep`, which is 16 bit and costs no loss. The three methods measure different
+quantities at different expense, see `calibration.sensitivity.scores`; within one table scores can be added up, as the
+allocator does.
 
-The file is JSON, written whole or not at all, and holds what it was made from, so that a run that was interrupted
-goes on where it stopped and never on another model's scores.
+The file is JSON, written whole or not at all. Its key is a hash of the model, text and settings, so that an interrupted
+run continues from it, and never from another model's scores.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GroupScores(JsonData):
         bytes: bytes by format name.
 
     Raises:
-        ValueError: a score is NaN or infinite, which no choice can be made by.
+        ValueError: a score is NaN or infinite.
     """
 
     name: str
@@ -69,10 +69,10 @@ class Sensitivity(JsonData):
     Attributes:
         method: one of `METHODS`.
         formats: columns of the table, as the user named them; `keep` is always among them.
-        unit: what a score means, a value of `UNITS`.
-        rows, seqlen: size of the text it was measured on.
+        unit: of the scores, a value of `UNITS`.
+        rows, seqlen: size of the text that they were measured on.
         groups: in model order.
-        key: SHA-256 over model, text and settings: what the scores belong to.
+        key: SHA-256 over model, text and settings.
         seconds: time that scoring took.
     """
 

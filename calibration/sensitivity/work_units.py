@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
+from quant.calibration.session import Session
 from quant.formats.atomic import write_atomically
 from quant.formats.json_files import read_json
 from quant.recipes.json_data import typed
@@ -24,23 +25,23 @@ Result = dict[str, dict[str, float]]
 def run_units(
     names: Sequence[str],
     work: Callable[[str], Result],
+    session: Session,
     *,
     key: str = "",
     path: Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Result]:
     """Results of all units by name.
 
     Args:
         names: the units, the same on every rank.
-        work: does one.
-        key: what the results depend on; those on disk with another key are not used.
-        path: partial results are kept in files beside it; None keeps none.
-        progress: called as `progress(units done, units in all)`.
+        work: computes one.
+        session: the ranks that share the units; its listener hears of the stage "score".
+        key: digest of everything that the results depend on; results on disk with another key are not used.
+        path: partial results are written to files of this name with a suffix; None writes none.
     """
-    rank, world = rank_and_world()
-    # All ranks must start from the same, or they would share out the rest differently: one may have read before
-    # another wrote its first result.
+    rank, world = session.rank, session.world
+    # All ranks must start from the same results, or they would divide the other units differently: one rank may have
+    # read the files before another wrote its first result.
     done = _from_all(_read(path, key) if path else {})
     mine = [name for name in names if name not in done][rank::world]
     own: dict[str, Result] = {}
@@ -49,8 +50,7 @@ def run_units(
         if path is not None:
             held = {"key": key, "units": {**_units_in(_part(path, rank), key), **own}}
             write_atomically(_part(path, rank), json.dumps(held, allow_nan=False))
-        if progress is not None:
-            progress(len(names) - len(mine) + count, len(names))
+        session.report("score", len(names) - len(mine) + count, len(names))
     done = _from_all({**done, **own})
     return {name: done[name] for name in names}
 
@@ -65,14 +65,14 @@ def total(results: dict[str, Result]) -> Result:
     sums: Result = {}
     for result in results.values():
         for group, scores in result.items():
-            into = sums.setdefault(group, {})
+            group_sums = sums.setdefault(group, {})
             for name, value in scores.items():
-                into[name] = into.get(name, 0.0) + value
+                group_sums[name] = group_sums.get(name, 0.0) + value
     return sums
 
 
 def remove_parts(path: Path) -> None:
-    """Deletes the partial results beside `path`, once the whole is written; on the first rank alone."""
+    """Deletes the files of partial results of `path`, once the whole table is written; on the first rank alone."""
     wait_for_all()
     if rank_and_world()[0] == 0:
         for part in _parts(path):
@@ -88,15 +88,15 @@ def _parts(path: Path) -> list[Path]:
 
 
 def _read(path: Path, key: str) -> dict[str, Result]:
-    found: dict[str, Result] = {}
+    units: dict[str, Result] = {}
     for part in _parts(path):
-        found |= _units_in(part, key)
-    return found
+        units |= _units_in(part, key)
+    return units
 
 
 def _units_in(part: Path, key: str) -> dict[str, Result]:
     try:
-        held = read_json(part, "partial scores", lambda found: typed(dict[str, Any], found, "scores"))
+        held = read_json(part, "partial scores", lambda fields: typed(dict[str, Any], fields, "scores"))
         own: dict[str, Result] = typed(dict[str, Result], held.get("units"), "units")
     except (OSError, ValueError):
         return {}

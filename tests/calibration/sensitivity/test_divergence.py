@@ -14,8 +14,9 @@ from torch import nn
 import quant
 from quant.calibration.sensitivity.candidates import Candidate, parse_candidates
 from quant.calibration.sensitivity.divergence import Classes, Embeddings, NextToken, NotFinite, _kl, divergence_of
-from quant.calibration.sensitivity.scores import score_groups
+from quant.calibration.sensitivity.scores import Scoring, score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
+from quant.calibration.session import Session
 from quant.calibration.texts.rows import few_of
 from quant.plan.make import make_plan
 from quant.recipes.plan import groups_of
@@ -54,7 +55,7 @@ def kl(base: torch.Tensor, found: torch.Tensor) -> float:
 def scores(model: nn.Module, rows: torch.Tensor, method: str) -> dict[str, float]:
     groups = groups_of(make_plan(model, "fp8_channel", run=lambda m: m(rows[:1])).quantized)
     candidates = parse_candidates("fp8_channel")
-    table = score_groups(model, groups, dict.fromkeys(groups, candidates), rows, method=method)
+    table = score_groups(model, groups, dict.fromkeys(groups, candidates), rows, Scoring(method), Session())
     assert "class" in table.unit
     return {group.name: group.scores["fp8_channel"] for group in table.groups}
 

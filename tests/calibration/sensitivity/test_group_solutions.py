@@ -13,8 +13,9 @@ from quant.api.quantize import quantize
 from quant.calibration.sensitivity import group_solutions
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, digest_of, solve_each_group
-from quant.calibration.sensitivity.scores import score_groups
+from quant.calibration.sensitivity.scores import Scoring, score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
+from quant.calibration.session import Session
 from quant.evaluation.evaluate import evaluate
 from quant.plan.make import make_plan
 from quant.recipes.plan import LayerPlan, groups_of
@@ -38,7 +39,7 @@ def _groups(model: nn.Module) -> dict[str, list[LayerPlan]]:
 def _solutions(model: nn.Module, formats: str, solver: str) -> dict[Key, GroupSolution]:
     groups = _groups(model)
     return solve_each_group(
-        model, groups, dict.fromkeys(groups, parse_candidates(formats)), _rows(), solver, torch.float32
+        model, groups, dict.fromkeys(groups, parse_candidates(formats)), _rows(), solver, torch.float32, Session()
     )
 
 
@@ -69,10 +70,10 @@ def test_a_group_alone_loses_what_it_loses_for_real(solver: str, formats: str) -
         groups,
         dict.fromkeys(groups, candidates),
         _rows(),
-        method="kl",
-        solutions=_solutions(model, formats, solver),
+        Scoring("kl", solutions=_solutions(model, formats, solver)),
+        Session(),
     )
-    plain = score_groups(model, groups, dict.fromkeys(groups, candidates), _rows(), method="kl", solver="mse")
+    plain = score_groups(model, groups, dict.fromkeys(groups, candidates), _rows(), Scoring("kl", "mse"), Session())
     better = 0
     for group in (g for g in groups if "o_proj" not in g):  # whose scale is tied to rows of v_proj, for real
         for name in (c.name for c in candidates[:-1]):
@@ -91,7 +92,7 @@ def test_parts_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch) -> None
     groups = _groups(model)
     parts = solve_each_group(
         model, groups, dict.fromkeys(groups, parse_candidates("nvfp4,fp8a16")), _rows(), "gptq", torch.float32,
-        lambda done, all_: seen.append((done, all_)),
+        Session(progress=lambda stage, done, all_: seen.append((done, all_))),
     )  # fmt: skip
     assert digest_of(parts) == digest_of(whole) and len(whole) == 2 * len(groups)
     for key, solution in whole.items():

@@ -19,14 +19,16 @@ from torch import nn
 
 from quant.api.quantize import quantize
 from quant.calibration.evaluating import prepared
+from quant.calibration.progress import Progress
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.group_solutions import solve_each_group
-from quant.calibration.sensitivity.scores import score_groups
+from quant.calibration.sensitivity.scores import Scoring, score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.calibration.sensitivity.work_units import run_units, total
+from quant.calibration.session import Session
 from quant.cli.ranks.launch import free_port
 from quant.evaluation.evaluate import evaluate
 from quant.formats.tensor import fake_quantize
@@ -61,13 +63,21 @@ def _groups(model: nn.Module) -> dict[str, list[LayerPlan]]:
 
 
 def _score(
-    model: nn.Module, formats: str, method: str, rows: torch.Tensor | None = None, **options: Any
+    model: nn.Module,
+    formats: str,
+    method: str,
+    rows: torch.Tensor | None = None,
+    *,
+    progress: Progress | None = None,
+    seed: int = 0,
+    path: Path | None = None,
+    **options: Any,
 ) -> Sensitivity:
     groups = _groups(model)
-    candidates = parse_candidates(formats)
-    return score_groups(
-        model, groups, dict.fromkeys(groups, candidates), _rows() if rows is None else rows, method=method, **options
-    )
+    allowed = dict.fromkeys(groups, parse_candidates(formats))
+    rows = _rows() if rows is None else rows
+    session = Session(progress=progress, seed=seed)
+    return score_groups(model, groups, allowed, rows, Scoring(method, **options), session, path=path)
 
 
 def _really_quantized(model: nn.Module, members: list[LayerPlan], preset: str, rows: torch.Tensor) -> nn.Module:
@@ -103,10 +113,12 @@ def test_fisher_is_what_plain_autograd_gives(formats: str) -> None:
     rows = _rows(2)
     groups = _groups(model)
     candidates = parse_candidates(formats)[:-1]
-    solutions = solve_each_group(model, groups, dict.fromkeys(groups, candidates), rows, "rtn", torch.float32)
+    solutions = solve_each_group(
+        model, groups, dict.fromkeys(groups, candidates), rows, "rtn", torch.float32, Session()
+    )
     table = _score(model, formats, "fisher", rows, seed=5, solutions=solutions)
     layers = {m.name: model.get_submodule(m.name) for members in groups.values() for m in members}
-    amax = measure_amax(model, groups, {c.name: c for c in candidates}, rows)
+    amax = measure_amax(model, groups, {c.name: c for c in candidates}, rows, Session())
     switchable = SwitchableModel(model, groups, {c.name: c for c in candidates}, amax, solutions=solutions)
     sums = {(g, c.name): 0.0 for g in groups for c in candidates}
     with switchable:
@@ -312,7 +324,7 @@ def test_a_model_that_scales_its_logits_is_taken_whole() -> None:
 def test_recomputing_blocks_changes_no_score(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, rows = make(), _rows(2)
     plain = _score(model, "nvfp4,fp8", "fisher", rows)
-    monkeypatch.setattr("quant.calibration.sensitivity.scores._ACTIVATION_BYTES", 0)
+    monkeypatch.setattr("quant.calibration.sensitivity.token_products._ACTIVATION_BYTES", 0)
     bounded = _score(model, "nvfp4,fp8", "fisher", rows)
     for a, b in zip(plain.groups, bounded.groups, strict=True):
         assert b.scores == pytest.approx(a.scores, rel=1e-5)
@@ -321,7 +333,7 @@ def test_recomputing_blocks_changes_no_score(make: Any, monkeypatch: pytest.Monk
 
 def test_units_add_up_in_one_order() -> None:
     values = {str(i): 10.0 ** ((-1) ** i * i) for i in range(12)}
-    results = run_units(list(values), lambda name: {"g": {"f": values[name]}})
+    results = run_units(list(values), lambda name: {"g": {"f": values[name]}}, Session())
     expected = 0.0
     for value in values.values():
         expected += value
@@ -333,7 +345,8 @@ import json, sys, time, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from quant.calibration.sensitivity.candidates import parse_candidates
-from quant.calibration.sensitivity.scores import score_groups
+from quant.calibration.sensitivity.scores import Scoring, score_groups
+from quant.calibration.session import Session
 from quant.recipes.plan import groups_of
 from quant.plan.make import make_plan
 import os
@@ -371,7 +384,8 @@ for method in ("fisher", "kl", "output"):
     if os.environ.get("RANK") == "1":
         time.sleep(0.5)  # the other rank would have written its first results
     path = Path(sys.argv[2]) / f"{method}.json"
-    found[method] = [g.scores for g in score_groups(model, groups, allowed, rows, method=method, path=path).groups]
+    table = score_groups(model, groups, allowed, rows, Scoring(method), Session(), path=path)
+    found[method] = [g.scores for g in table.groups]
 if os.environ.get("RANK", "0") == "0":
     print(json.dumps(found))
 """
@@ -419,7 +433,7 @@ def test_a_remembered_run_changes_no_loss(make: Any, budget: int, monkeypatch: p
     base = dict(zip(names, ["nvfp4", "fp8a16", "keep"] * len(names), strict=False))
     near = [{**base, names[-1]: "nvfp4"}, {**base, names[0]: "keep", names[3]: "fp8a16"}, base]
     with prepared(model, torch.float32):
-        amax = measure_amax(model, groups, by_name, rows)
+        amax = measure_amax(model, groups, by_name, rows, Session())
         with SwitchableModel(model, groups, by_name, amax, stored=torch.bfloat16) as switchable:
             whole, resumed = (Baseline(switchable, divergence_of(model, rows), rows) for _ in range(2))
             assert len(resumed.batches) == 3 and len(resumed.chain) == 2
