@@ -8,16 +8,16 @@
     search     changes and exchanges near that, each measured, until none helps `quant.allocation.search`
 
 Scores are estimates that add up. They ignore that errors of different groups cancel or amplify each other, and that the
-loss of a large error is not a multiple of a small one's. So a limit on the loss is never checked by the sum: `--max-kl`
-searches for the budget at which the *measured* loss stays just below it, and every plan ends with a measured figure.
-It is measured on one part of the text, and in the end on another that took no part (`quant.allocation.held_out`).
+loss does not grow in proportion to the error. So a limit on the loss is never checked by the sum: `--max-kl` searches
+for the budget at which the *measured* loss stays just below it, and every plan ends with a measured figure. It is
+measured on one part of the text, and in the end on another that took no part (`quant.allocation.held_out`).
 
-A mix is worth its place only if it beats no mix: each format for all groups that the budget has room for is measured
-as well, and the best one wins.
+A mix of formats is only chosen if it beats every single format: each one that the budget has room for is measured for
+all groups as well, and the best one wins.
 
 The loop measures on a model whose layers can be switched between formats at run time, with the codes and scales that
 quantizing gives. The result of a solver that works from data (GPTQ, AWQ) depends on the layers before: scores and loop
-then use what it gives for each group alone (`calibration.sensitivity.group_solutions`), and the choice is quantized for
+then use its result for each group alone (`calibration.sensitivity.group_solutions`), and the choice is quantized for
 real, measured, and corrected.
 """
 
@@ -25,10 +25,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -37,27 +36,28 @@ from torch import nn
 from quant.allocation.bench import Bench, Effort
 from quant.allocation.goal import Constraint, Goal
 from quant.allocation.held_out import HeldOut
-from quant.allocation.loop import Loop
+from quant.allocation.loop import Loop, MeasuredChoice
+from quant.allocation.make_space import make_space
+from quant.allocation.options import FORMATS, OptionArguments, Options, Run
 from quant.allocation.real_solver import RealSolver
 from quant.allocation.record import AllocationRecord, Chosen, Verified
-from quant.allocation.space import Run, Space
+from quant.allocation.space import Space
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.conv1d import as_linears
 from quant.calibration.evaluating import prepared
-from quant.calibration.placement import Device, device_of, elsewhere, find_device
-from quant.calibration.progress import Progress, reporter
-from quant.calibration.sensitivity.candidates import parse_candidates
+from quant.calibration.placement import Device, device_of
+from quant.calibration.progress import Progress
 from quant.calibration.sensitivity.divergence import divergence_of
-from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, solve_each_group
+from quant.calibration.sensitivity.group_solutions import solve_each_group
 from quant.calibration.sensitivity.knapsack import SCORE
-from quant.calibration.sensitivity.scores import score_groups
+from quant.calibration.sensitivity.scores import Scoring, score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax
 from quant.calibration.sensitivity.table import Sensitivity
+from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
 from quant.execution.solve import Quantized
 from quant.recipes.plan import Plan
 
-FORMATS = ("nvfp4", "fp8")
 _STAND_IN = "mse"
 _EFFORT = Effort()
 _P = ParamSpec("_P")
@@ -66,13 +66,13 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, eq=False)
 class Allocation:
-    """What `allocate` gives.
+    """The result of `allocate`.
 
     Attributes:
         plan: a format, a reason and a score for every layer.
-        record: how it came about.
+        record: predictions and measurements that led to it.
         sensitivity: the scores it started from.
-        quantized: a copy of the model that is quantized by the plan, where measuring took one.
+        quantized: a copy of the model that is quantized by the plan, if measuring needed one.
     """
 
     plan: Plan
@@ -98,22 +98,11 @@ def allocate(
     rows: torch.Tensor,
     goal: Goal,
     *,
-    formats: str | Sequence[str] = FORMATS,
-    method: str = "fisher",
-    solver: str = "rtn",
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    constraints: Sequence[Constraint] = (),
-    kv_cache: str | None = None,
     held_out: HeldOut | None = None,
     effort: Effort = _EFFORT,
-    dtype: torch.dtype | None = torch.float32,
-    seed: int = 0,
-    path: Path | None = None,
-    run: Run | None = None,
-    provenance: Mapping[str, Any] | None = None,
     device: Device = None,
     progress: Progress | None = None,
+    **options: Unpack[OptionArguments],
 ) -> Allocation:
     """Decides a format for every layer; the model is as before afterwards.
 
@@ -123,91 +112,66 @@ def allocate(
             the first `effort.score_rows`, the joint loss of budgets on those that follow, and the local search on
             those after them. For a limit on the loss without `held_out`, half of the rows are held out first.
         goal: budgets and limits.
-        formats: what may be chosen beside 16 bit; see `calibration.sensitivity.candidates`.
-        method: of the scores, see `calibration.sensitivity.scores`.
-        solver: that the plan will name.
-        include, exclude, run: as in `quantize`.
-        constraints: per glob.
-        kv_cache: format of the KV cache, or None for 16 bit.
         held_out: rows on which a limit on the loss must hold, and those that verify it.
-        effort: how much is measured.
-        dtype: what 16-bit tensors are widened to while measuring; None leaves them.
-        seed: of what `fisher` draws.
-        path: where the sensitivity table is kept.
-        provenance: recorded in the plan.
+        effort: the number of measurements.
         device: where the model runs and is solved; its weights are copied there as they are needed. By default where
             it is.
         progress: called as `progress(stage, done, total)`.
+        options: formats, solver, include, exclude, constraints, kv_cache, run, provenance, method, dtype, seed and
+            path, see `quant.allocation.options.Options`.
 
     Raises:
-        Infeasible: no choice keeps the budgets; the message says the smallest feasible value.
+        Infeasible: no choice keeps the budgets; the message names the smallest feasible value.
         UserError: an unknown format, or a target that runs none of them.
         NotFinite: a score or a loss is NaN or infinite; the group and its format, or the row and token are named.
     """
     started = time.perf_counter()
-    there = _away(model, device)
-    home = device_of(model)
-    rows = rows.to(home)
+    settings = Options(**options)
+    session = Session.on(device, progress=progress, seed=settings.seed).for_model(model)
+    rows = rows.to(device_of(model))
     if goal.has_limit and held_out is None:
         rows, held_out = HeldOut.from_calibration(rows)
-    space = Space.of(
-        model, parse_candidates(formats), goal, solver, include, exclude, constraints, kv_cache, run, provenance
-    )
+    space = make_space(model, goal, settings)
     space.explain(goal, space.problem())
-    amax = measure_amax(model, space.groups, space.candidates, rows, reporter(progress, "calibrate"), there)
-    scored = rows[: effort.score_rows]
-    stand_in, solutions = _solutions(model, space, rows, solver, dtype, there, progress)
+    amax = measure_amax(model, space.groups, space.candidates, rows, session)
+    texts = _divided(rows, held_out, effort)
+    scoring = _scoring(model, space, rows, settings, session)
     scores = score_groups(
-        model, space.groups, space.allowed, scored, method=method, solver=stand_in, solutions=solutions, dtype=dtype,
-        seed=seed, amax=amax, path=path, device=there, progress=progress,
-    )  # fmt: skip
-    started += scores.seconds
-    rest = rows[effort.score_rows :]
-    if held_out is None:
-        check, rest = rest[: effort.check_rows], rest[effort.check_rows :]
-        held_out = HeldOut.without_verification(check if len(check) else scored)
-    searched = rest[: effort.search_rows] if len(rest) else scored
+        model, space.groups, space.allowed, texts.scored, scoring, session, amax=amax, path=settings.path
+    )
+    started += scores.seconds  # the record's time is without scoring
     problem = space.problem(scores)
     switchable = SwitchableModel(
-        model, space.groups, space.candidates, amax, stand_in, stored_dtype(model), solutions, device=there, dtype=dtype
-    )
-    scored, searched = (text.to(there or home) for text in (scored, searched))
-    held_out = held_out.to(there or home)
-    expected = len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0) + effort.probes(there or home)
+        model, space.groups, space.candidates, amax, scoring.solver, stored_dtype(model), scoring.solutions,
+        device=session.device, dtype=settings.dtype,
+    )  # fmt: skip
+    texts = texts.to(session.device or device_of(model))
     bench = Bench(
-        switchable, space, divergence_of(model, rows), scored, held_out, searched, progress, expected,
-        by_perplexity=goal.by_perplexity,
+        switchable, space, divergence_of(model, rows), *texts, session, by_perplexity=goal.by_perplexity,
+        expected=len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0) + effort.probes(texts.searched),
     )  # fmt: skip
     loop = Loop(problem, space, bench, goal, effort)
     with switchable.ready():
-        found = loop.run()
+        best = loop.run()
         uniform = bench.uniform(problem)
         curve = loop.curve()
-        verified = bench.verified(found.choice)
+        verified = bench.verified(best.choice)
 
     def plan_of(choice: np.ndarray) -> Plan:
         return space.plan(choice, problem, scores, goal, loop.corrected)
 
     quantized = None
-    if stand_in != solver or solutions:
-        real = RealSolver(model, loop, plan_of, rows, dtype, there, progress)
-        found, quantized = real.within_loss(found) if goal.has_limit else real.within_budget(found)
+    if scoring.solver != settings.solver or scoring.solutions:
+        real = RealSolver(model, loop, plan_of, rows, settings.dtype, session)
+        best, quantized = real.within_loss(best) if goal.has_limit else real.within_budget(best)
         uniform = tuple(replace(each, kl=real.uniform.get(each.name, each.kl)) for each in uniform)
         verified = real.verified(quantized)
-    plan = _with_verified(plan_of(found.choice), verified)
+    plan = _with_verified(plan_of(best.choice), verified)
     if quantized is not None:
         quantized = replace(quantized, plan=_with_verified(quantized.plan, verified))
     record = AllocationRecord(
         budget=goal.budget,
-        chosen=Chosen(
-            bits=space.bits(found.choice),
-            kl_predicted=problem.total(SCORE, found.choice),
-            kl_measured=found.measured,
-            bytes=space.bytes(found.choice),
-            memory=space.bytes(found.choice) + space.fixed_bytes,
-            seconds=space.seconds(found.choice, problem),
-            timing=space.timing_name,
-        ),
+        chosen=_chosen(best, loop),
         curve=curve,
         uniform=uniform,
         rounds=tuple(loop.rounds),
@@ -223,27 +187,17 @@ def score(
     model: nn.Module,
     rows: torch.Tensor,
     *,
-    formats: str | Sequence[str] = FORMATS,
-    method: str = "fisher",
-    solver: str = "rtn",
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    dtype: torch.dtype | None = torch.float32,
-    seed: int = 0,
-    path: Path | None = None,
-    run: Run | None = None,
     device: Device = None,
     progress: Progress | None = None,
+    **options: Unpack[OptionArguments],
 ) -> Sensitivity:
-    """What each fusion group would lose in each format; arguments as in `allocate`, `rows` all used."""
-    space = Space.of(model, parse_candidates(formats), Goal(bits=16.0), solver, include, exclude, (), None, run, None)
-    there = _away(model, device)
+    """Scores of each fusion group in each format; arguments as in `allocate`, `rows` all used."""
+    settings = Options(**options)
+    space = make_space(model, Goal(bits=16.0), settings)
+    session = Session.on(device, progress=progress, seed=settings.seed).for_model(model)
     rows = rows.to(device_of(model))
-    stand_in, solutions = _solutions(model, space, rows, solver, dtype, there, progress)
-    return score_groups(
-        model, space.groups, space.allowed, rows, method=method, solver=stand_in, solutions=solutions, dtype=dtype,
-        seed=seed, path=path, device=there, progress=progress,
-    )  # fmt: skip
+    scoring = _scoring(model, space, rows, settings, session)
+    return score_groups(model, space.groups, space.allowed, rows, scoring, session, path=settings.path)
 
 
 @_on_linears
@@ -258,46 +212,76 @@ def check_feasible(
     kv_cache: str | None = None,
     run: Run | None = None,
 ) -> None:
-    """Refuses what `allocate` would refuse, from shapes alone, for those who have no rows yet; arguments as there.
+    """Refuses goals that `allocate` would refuse, from shapes alone, before there are rows; arguments as there.
 
     Raises:
         Infeasible, UserError: as `allocate`.
     """
-    candidates = parse_candidates(formats)
-    space = Space.of(model, candidates, goal, "rtn", include, exclude, constraints, kv_cache, run, None)
+    options = Options(
+        formats=formats, include=include, exclude=exclude, constraints=constraints, kv_cache=kv_cache, run=run
+    )
+    space = make_space(model, goal, options)
     space.explain(goal, space.problem())
 
 
-def _away(model: nn.Module, device: Device) -> torch.device | None:
-    """The device that `device` names where the model is on another; else None."""
-    there = find_device(device)
-    return there if elsewhere(model, there) else None
+class _Texts(NamedTuple):
+    """Rows of token ids by their use, int64 `[rows, seqlen]`, in the order in which `Bench` takes them."""
+
+    scored: torch.Tensor
+    held_out: HeldOut
+    searched: torch.Tensor
+
+    def to(self, device: torch.device) -> _Texts:
+        """The same rows on `device`."""
+        return _Texts(self.scored.to(device), self.held_out.to(device), self.searched.to(device))
 
 
-def _solutions(
-    model: nn.Module,
-    space: Space,
-    rows: torch.Tensor,
-    solver: str,
-    dtype: torch.dtype | None,
-    device: torch.device | None,
-    progress: Progress | None,
-) -> tuple[str, dict[Key, GroupSolution]]:
-    """The solver that a switchable model rounds with, and what takes data: a solver that does, or branches."""
-    needs_data = get_pipeline(solver).needs_data
-    stand_in = _STAND_IN if needs_data else solver
+def _divided(rows: torch.Tensor, held_out: HeldOut | None, effort: Effort) -> _Texts:
+    """Calibration rows for scores, for the joint loss unless `held_out` is given, and for the search, in this order.
+
+    With too few rows, uses at the end share those of the scores.
+    """
+    scored, remaining = rows[: effort.score_rows], rows[effort.score_rows :]
+    if held_out is None:
+        check, remaining = remaining[: effort.check_rows], remaining[effort.check_rows :]
+        held_out = HeldOut.without_verification(check if len(check) else scored)
+    searched = remaining[: effort.search_rows] if len(remaining) else scored
+    return _Texts(scored, held_out, searched)
+
+
+def _scoring(model: nn.Module, space: Space, rows: torch.Tensor, options: Options, session: Session) -> Scoring:
+    """How groups are scored: with the solver itself, or with a stand-in and solutions for each group from data.
+
+    A switchable model rounds with a solver that needs no data. Groups are solved one by one for a solver that works
+    from data, and for candidates with a branch.
+    """
+    needs_data = get_pipeline(options.solver).needs_data
+    scoring = Scoring(options.method, _STAND_IN if needs_data else options.solver, dtype=options.dtype)
     if not needs_data and not any(candidate.rank for candidate in space.candidates.values()):
-        return stand_in, {}
-    stored = stored_dtype(model)
-    report = reporter(progress, "alone")
-    home = device_of(model)
-    with prepared(model, dtype, device):
-        rows = rows.to(device)
-        return stand_in, solve_each_group(model, space.groups, space.allowed, rows, solver, stored, report, home)
+        return scoring
+    stored, home = stored_dtype(model), device_of(model)
+    with prepared(model, options.dtype, session.device):
+        rows = rows.to(session.device)
+        solutions = solve_each_group(model, space.groups, space.allowed, rows, options.solver, stored, session, home)
+    return replace(scoring, solutions=solutions)
+
+
+def _chosen(best: MeasuredChoice, loop: Loop) -> Chosen:
+    """The chosen allocation with its costs, for the record."""
+    space, problem, formats = loop.space, loop.problem, best.choice
+    return Chosen(
+        bits=space.bits(formats),
+        kl_predicted=problem.total(SCORE, formats),
+        kl_measured=best.measured,
+        bytes=space.bytes(formats),
+        memory=space.bytes(formats) + space.fixed_bytes,
+        seconds=space.seconds(formats, problem),
+        timing=space.timing_name,
+    )
 
 
 def _with_verified(plan: Plan, verified: Sequence[Verified]) -> Plan:
-    """A plan that says what its allocation measured on text kept to verify it."""
+    """The plan with the losses on the text that verifies its allocation, in its provenance."""
     if not verified:
         return plan
     note = {**plan.provenance["allocation"], "verified": [each.to_dict() for each in verified]}

@@ -15,14 +15,14 @@ import torch
 from quant.allocation.held_out import HeldOut
 from quant.allocation.record import Uniform, Verified
 from quant.allocation.space import Space, key_of
-from quant.calibration.progress import Progress
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import KEPT
 from quant.calibration.sensitivity.divergence import Divergence, NextToken
 from quant.calibration.sensitivity.interval import mean_interval
 from quant.calibration.sensitivity.knapsack import Problem
-from quant.calibration.sensitivity.scores import TokenProducts, observed
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
+from quant.calibration.sensitivity.token_products import TokenProducts, observed
+from quant.calibration.session import Session
 from quant.errors import UserError
 
 # On a CPU a measurement takes seconds, and a hundred of them gain a percent or two.
@@ -31,16 +31,16 @@ _MEASUREMENTS = {"cpu": 0, "cuda": 500}
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured.
+    """The numbers of rows and measurements.
 
     Attributes:
-        score_rows: rows that scores and gains are taken on.
-        check_rows: rows that the joint loss is measured on.
-        search_rows: rows that the local search measures on.
+        score_rows: rows for scores and gains.
+        check_rows: rows for the joint loss.
+        search_rows: rows for the local search.
         measurements: of the local search; None for 500 on a GPU, where they take seconds, and none on a CPU.
-        rounds: turns of the correcting loop.
+        rounds: rounds of corrections.
         solves: quantizations with a solver that works from data.
-        points: of the Pareto curve.
+        points: points of the Pareto curve.
     """
 
     score_rows: int = 8
@@ -51,9 +51,10 @@ class Effort:
     solves: int = 3
     points: int = 17
 
-    def probes(self, device: torch.device) -> int:
-        """Measurements of the local search on `device`."""
-        return _MEASUREMENTS.get(device.type, _MEASUREMENTS["cpu"]) if self.measurements is None else self.measurements
+    def probes(self, searched: torch.Tensor) -> int:
+        """Measurements of the local search on the device of its rows."""
+        default = _MEASUREMENTS.get(searched.device.type, _MEASUREMENTS["cpu"])
+        return default if self.measurements is None else self.measurements
 
 
 @dataclass(eq=False)
@@ -63,13 +64,18 @@ class Bench:
     Attributes:
         switchable: the model, entered.
         space: the choices.
-        divergence: what is measured.
+        divergence: from the model in 16 bit.
         scored: rows for gains.
         held_out: rows for the loss, and to verify it in the end.
         searched: rows for the local search.
-        progress: as in `allocate`.
-        expected: how many measurements there will be, about.
-        by_perplexity: whether the increase of perplexity is verified, and not the divergence.
+        session: its listener hears of the stage "verify".
+        expected: rough number of measurements, for the listener.
+        by_perplexity: whether the increase of perplexity is verified instead of the divergence.
+        references: outputs of the original model on the scored rows, for gains.
+        losses: measured losses, by choice.
+        nlls: measured negative log-likelihoods by text, by choice; the empty choice is the original model.
+        nlls_before: those of the original model on the rows that verify, by text.
+        probed: number of measurements of the local search.
     """
 
     switchable: SwitchableModel
@@ -78,7 +84,7 @@ class Bench:
     scored: torch.Tensor
     held_out: HeldOut
     searched: torch.Tensor
-    progress: Progress | None = None
+    session: Session
     expected: int = 0
     references: list[Any] = field(default_factory=list)
     losses: dict[tuple[int, ...], float] = field(default_factory=dict)
@@ -89,11 +95,11 @@ class Bench:
 
     @cached_property
     def checked(self) -> dict[str, Baseline]:
-        """Measures on the check rows of each text."""
+        """A baseline on the check rows of each text."""
         return {n: Baseline(self.switchable, self.divergence, rows) for n, rows in self.held_out.check.items()}
 
     def loss(self, choice: np.ndarray) -> float:
-        """Mean divergence on the check rows; of several texts, on the worst."""
+        """Mean divergence of a choice on the check rows; of several texts, on the worst."""
         key = key_of(choice)
         if key not in self.losses:
             self.losses[key] = max(each.loss(self.space.named(choice)) for each in self.checked.values())
@@ -101,7 +107,7 @@ class Bench:
         return self.losses[key]
 
     def loss_of(self, divergence: Divergence) -> float:
-        """The same of a model that is quantized for real, which `divergence` runs."""
+        """`loss` of a model that is quantized for real, which `divergence` runs."""
         return max(each.loss_of(divergence) for each in self.checked.values())
 
     def perplexity_increase(self, choice: np.ndarray) -> float:
@@ -114,13 +120,13 @@ class Bench:
         return self._increase(self._nlls(choice))
 
     def perplexity_increase_of(self, divergence: Divergence) -> float:
-        """The same of a model that is quantized for real, which `divergence` runs."""
+        """`perplexity_increase` of a model that is quantized for real, which `divergence` runs."""
         self._next_token()
         return self._increase(_nlls_of(divergence, self.held_out.check))
 
     @cached_property
     def verifying(self) -> dict[str, Baseline]:
-        """Measures on the rows of each text that verify, row by row."""
+        """A baseline on the rows of each text that verify, which measures row by row."""
         verify = self.held_out.verify
         return {n: Baseline(self.switchable, self.divergence, rows, by_row=True) for n, rows in verify.items()}
 
@@ -138,19 +144,19 @@ class Bench:
         return self._verified_nlls(nlls)
 
     def verified_of(self, divergence: Divergence) -> tuple[Verified, ...]:
-        """The same of a model that is quantized for real, once a choice has been verified."""
+        """`verified` of a model that is quantized for real; call `verified` for a choice before."""
         if not self.by_perplexity:
             return tuple(_verified(name, each.losses_of(divergence)) for name, each in self.verifying.items())
         return self._verified_nlls({name: _row_nlls(divergence, rows) for name, rows in self.held_out.verify.items()})
 
     def _verified_nlls(self, nlls: Mapping[str, list[float]]) -> tuple[Verified, ...]:
-        found = []
+        verified = []
         for name, after in nlls.items():
             rises = [b - a for a, b in zip(self.nlls_before[name], after, strict=True)]
             interval = mean_interval(rises)
             ends = None if interval is None else tuple(_expm1(end) for end in interval)
-            found.append(Verified(name, len(rises), _expm1(fmean(rises)), ends))
-        return tuple(found)
+            verified.append(Verified(name, len(rises), _expm1(fmean(rises)), ends))
+        return tuple(verified)
 
     def _next_token(self) -> NextToken:
         if type(self.divergence) is not NextToken:
@@ -174,10 +180,10 @@ class Bench:
         return self.nlls[key]
 
     def gains(self, choice: np.ndarray, problem: Problem) -> np.ndarray:
-        """What changing one group alone would add to the loss of a choice, `[G, F]`; one backward pass a row.
+        """Estimated change of the loss if one group of a choice changed its format, `[G, F]`; one backward pass a row.
 
-        To first order by the gradient at the quantized model, which sees how errors add up; to second order by the
-        scores, of which the change takes one away and brings another.
+        The first order comes from the gradient at the quantized model, which includes the errors of other groups; the
+        second order from the scores of the group's present and new format.
         """
         if not self.references:
             self.switchable.set({})
@@ -185,10 +191,10 @@ class Bench:
         sums = np.zeros(problem.scores.shape)
         names = list(self.space.candidates)
         self.switchable.set(self.space.named(choice))
-        for place, rows in enumerate(self.scored.split(1)):
+        for index, row in enumerate(self.scored.split(1)):
             products = TokenProducts(self.switchable, self.space.allowed)
-            with observed(self.switchable, products.observe, rows.numel()):
-                self.divergence.descend(rows, self.references[place], place)
+            with observed(self.switchable, products.observe, row.numel()):
+                self.divergence.descend(row, self.references[index], index)
             for i, group in enumerate(problem.groups):
                 for name, value in products.sums().get(group, {}).items():
                     sums[i, names.index(name)] += value
@@ -200,7 +206,7 @@ class Bench:
         return np.where(problem.allowed, table, np.inf)
 
     def uniform(self, problem: Problem) -> tuple[Uniform, ...]:
-        """What each choice of one format measures."""
+        """The loss of each choice of one format for all groups."""
         return tuple(
             Uniform(name, self.space.bits(choice), self.loss(choice))
             for name, choice in uniform_choices(problem).items()
@@ -212,13 +218,12 @@ class Bench:
         self._tick()
 
     def _tick(self) -> None:
-        if self.progress is not None:
-            done = len(self.losses) + len(self.nlls) + self.probed
-            self.progress("verify", done, max(done, self.expected))
+        done = len(self.losses) + len(self.nlls) + self.probed
+        self.session.report("verify", done, max(done, self.expected))
 
 
 def uniform_choices(problem: Problem) -> dict[str, np.ndarray]:
-    """Each format for every group that may take it, the best allowed one for others."""
+    """For each format: the choice of it for every group that may take it, and of the best allowed one for others."""
     return {
         name: np.where(problem.allowed[:, j], j, problem.scores.argmin(axis=1))
         for j, name in enumerate(problem.candidates)

@@ -1,4 +1,4 @@
-"""A `Goal` holds the budgets and limits of an allocation, a `Constraint` what a user says of single layers."""
+"""A `Goal` holds the budgets and limits of an allocation, a `Constraint` restricts the formats of single layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quant.recipes.targets import TARGETS
 
 @dataclass(frozen=True)
 class Goal:
-    """What is asked for: budgets hold together; at most one limit on the loss.
+    """The budgets of an allocation, which hold together, and at most one limit on the loss.
 
     Attributes:
         bits: per weight, over all weights that formats are chosen for, every scale and pad counted.
@@ -53,12 +53,12 @@ class Goal:
 
     @property
     def has_limit(self) -> bool:
-        """Whether the loss is limited, and the size is what is minimized."""
+        """Whether the loss is limited and the size minimized; otherwise the size is limited and the loss minimized."""
         return self.max_kl is not None or self.max_ppl_increase is not None
 
     @property
     def by_perplexity(self) -> bool:
-        """Whether the limit is one on the increase of perplexity."""
+        """Whether the limit is on the increase of perplexity."""
         return self.max_ppl_increase is not None
 
     @property
@@ -82,7 +82,7 @@ class Goal:
 
     @property
     def budget(self) -> Budget:
-        """For the record: the limit on the loss if there is one, else the first budget."""
+        """The limit on the loss if there is one, else the first budget, for the record."""
         named = (
             ("kl", self.max_kl), ("perplexity", self.max_ppl_increase), ("bits", self.bits), ("bytes", self.fit),
             ("seconds", self.latency),
@@ -92,11 +92,11 @@ class Goal:
 
 @dataclass(frozen=True)
 class Constraint:
-    """What a user says of the groups that a glob matches.
+    """A restriction on the formats of the groups that a glob matches.
 
     Attributes:
         kind: `pin` (this format and no other), `forbid` (not this one) or `at_least` (no fewer bits than this one).
-        match: glob over layer names; a group is meant if any of its members is.
+        match: glob over layer names; it holds for a group if it matches any of its members.
         format: a candidate's name, or `keep`.
     """
 

@@ -1,11 +1,10 @@
 """`HeldOut` holds the text on which a limit on the loss is kept: one part chooses the formats, the other verifies them.
 
 The loss of the smallest choice that keeps a limit lies just below it on the text that it was chosen on, partly by luck.
-So what it measures there says too little; the rows that verify take part in nothing before. With several texts the
-worst one counts.
+So the loss there is biased, and the rows that verify take no part in choosing. With several texts the worst one counts.
 
     texts of their own    the first half of the rows of each text chooses, the second half verifies
-    calibration rows      a quarter chooses and a quarter verifies, drawn once for all; the solver works with the rest
+    calibration rows      a quarter chooses and a quarter verifies, drawn once; the solver works with the other half
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class HeldOut:
     """Rows of token ids by the name of their text, int64 `[rows, seqlen]`.
 
     Attributes:
-        check: rows that the joint loss is measured on while formats are chosen.
-        verify: rows that the choice is measured on at the end; empty where nothing is verified.
+        check: rows for the joint loss while formats are chosen.
+        verify: rows for the loss of the final choice; empty where nothing is verified.
     """
 
     check: Mapping[str, torch.Tensor]
@@ -61,12 +60,12 @@ class HeldOut:
                 "one to verify on; give 3 or more, or a text of its own with --eval"
             )
         quarter = max(len(rows) // 4, 1)
-        # Drawn, since rows of a mixture follow each other by kind.
+        # At random, since rows of a mixture follow each other by kind of text.
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-        check, verify, rest = (
+        check, verify, calibration = (
             rows[part.sort()[0]] for part in order.split([quarter, quarter, len(rows) - 2 * quarter])
         )
-        return rest, cls({_CALIBRATION: check}, {_CALIBRATION: verify})
+        return calibration, cls({_CALIBRATION: check}, {_CALIBRATION: verify})
 
     @classmethod
     def without_verification(cls, check: torch.Tensor) -> HeldOut:

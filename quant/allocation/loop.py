@@ -1,4 +1,4 @@
-"""The `Loop` of an allocation solves, measures all groups together, and corrects the choice by what it measured.
+"""The `Loop` of an allocation solves the knapsack, measures all groups together, and corrects the choice.
 
 With a budget the best choice by the scores is improved: a few groups at a time by gradients at the quantized model,
 then by measuring single changes on separate text (`quant.allocation.search`), so that the reported loss is measured on
@@ -24,8 +24,8 @@ from quant.calibration.sensitivity.knapsack import SCORE, Infeasible, Near, Prob
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """A choice and its joint loss on the check rows."""
+class MeasuredChoice:
+    """A choice, and its joint loss on the check rows."""
 
     choice: np.ndarray
     measured: float
@@ -36,10 +36,15 @@ class Loop:
     """Solve, measure, correct.
 
     Attributes:
-        problem: by the scores.
-        rounds: what was measured, in order.
-        corrected: what measuring changed, by group, for the reasons.
+        problem: the knapsack, with scores as losses.
+        space: the choices.
+        bench: measures losses.
+        goal: budgets and limits.
+        effort: numbers of rounds and measurements.
+        rounds: measured choices, in order.
+        corrected: sentence on each group whose format was changed after measuring, for its reason.
         scale: measured loss of the real solver over that of its stand-in; 1 without one.
+        last: the choice of the last round.
     """
 
     problem: Problem
@@ -52,43 +57,46 @@ class Loop:
     scale: float = 1.0
     last: np.ndarray | None = None
 
-    def run(self) -> Found:
-        """The choice, and what it measures.
+    def run(self) -> MeasuredChoice:
+        """The best choice, measured.
 
         Raises:
             Infeasible: the budgets cannot be kept, or not together with the limit on the loss.
         """
         self.space.explain(self.goal, self.problem)
         self.corrected = {}
-        found = self._within_loss() if self.goal.has_limit else self._within_budget()
-        found = self._search(self._correct(found))
-        # A smaller loss at the same size is room for a smaller size.
-        found = self._correct(found) if self.goal.has_limit else found
-        return self._against_uniform(found)
+        best = self._within_loss() if self.goal.has_limit else self._within_budget()
+        best = self._search(self._correct(best))
+        # A smaller loss at the same size leaves room for a smaller size.
+        best = self._correct(best) if self.goal.has_limit else best
+        return self._against_uniform(best)
 
     def curve(self) -> tuple[CurvePoint, ...]:
-        """Predicted Pareto curve with what was measured on it, by rising bits."""
-        points = {key_of(c): c for c in pareto(self.problem, "bytes", self.effort.points)}
-        found = [
+        """Predicted Pareto curve by rising bits, with losses where they were measured."""
+        choices = {key_of(c): c for c in pareto(self.problem, "bytes", self.effort.points)}
+        points = [
             CurvePoint(self.space.bits(c), self.problem.total(SCORE, c), self.bench.losses.get(key))
-            for key, c in points.items()
+            for key, c in choices.items()
         ]
-        return tuple(sorted(found, key=lambda p: p.bits))
+        return tuple(sorted(points, key=lambda p: p.bits))
 
-    def _within_budget(self) -> Found:
+    def _within_budget(self) -> MeasuredChoice:
         choice = solve(self.problem, self.space.limits(self.goal))
-        return Found(choice, self._note(choice, self.problem.total(SCORE, choice)))
+        return MeasuredChoice(choice, self._note(choice, self.problem.total(SCORE, choice)))
 
-    def _within_loss(self) -> Found:
+    def _within_loss(self) -> MeasuredChoice:
         """The smallest model on the curve of the scores whose measured loss is within the limit, by bisection.
 
-        The curve is walked by its one parameter, the sum of scores that is allowed. It starts at the limit itself,
-        which is where it would end if scores were exact, and each measurement rescales the next guess.
+        A point of the curve is given by the sum of scores that is allowed. The first is the limit itself, which would
+        be the answer if scores were exact, and each measurement rescales the next guess.
         """
         budgets = self.space.limits(self.goal)
         least = self.problem.total(SCORE, solve(self.problem, budgets))
         good: np.ndarray | None = None
-        low, high = least, math.inf  # sums of scores that are known to keep the limit, and to break it
+        low, high = (
+            least,
+            math.inf,
+        )  # the largest sum of scores that keeps the limit so far, the smallest that breaks it
         allowance = max(self._limit_as_loss(), least)
         for _ in range(10):
             choice = self._smallest_within(allowance, budgets)
@@ -109,10 +117,10 @@ class Loop:
             raise Infeasible(
                 f"{self.limit_text()}: even the least lossy choice within the budgets measures {ratio:.3g} times that"
             )
-        return Found(good, self.bench.loss(good))
+        return MeasuredChoice(good, self.bench.loss(good))
 
     def _next(self, allowance: float, ratio: float, low: float, high: float) -> float:
-        """The next sum of scores to try: rescaled by what was measured, or halfway where that leads nowhere."""
+        """The next sum of scores to try: rescaled by the measurement, or halfway if that is outside the interval."""
         guess = allowance / max(ratio, 0.05) if ratio != 1 else 1.02 * allowance
         if high == math.inf:
             return guess
@@ -127,7 +135,7 @@ class Loop:
         return self.space.bytes(choice) > smallest(self.problem, "bytes")
 
     def _is_close(self, good: np.ndarray, high: float, budgets: Mapping[str, float]) -> bool:
-        """Whether the smallest choice that may still keep the limit would save less than 0.3 % more."""
+        """Whether the smallest choice that may still keep the limit would save at most 0.3 % more."""
         try:
             next_one = self._smallest_within(high * (1 - 1e-6), budgets)
         except Infeasible:
@@ -137,17 +145,17 @@ class Loop:
     def _limit_as_loss(self) -> float:
         if self.goal.max_kl is not None:
             return self.goal.max_kl / self.scale
-        # ΔNLL and KL are of one size for a calibrated model: the expectation of one is the other.
+        # ΔNLL and KL have the same size for a calibrated model: KL is the expectation of ΔNLL.
         return math.log1p(self.goal.max_ppl_increase or 0.0) / self.scale
 
     def limit_text(self) -> str:
-        """The limit as the command line has it."""
+        """The limit as an option of the command line."""
         if self.goal.max_kl is not None:
             return f"--max-kl {self.goal.max_kl:g}"
         return f"--max-ppl-increase {100 * (self.goal.max_ppl_increase or 0.0):g}%"
 
     def _ratio(self, choice: np.ndarray, predicted: float) -> float:
-        """What a choice measures as a fraction of the limit."""
+        """The measured loss of a choice as a fraction of the limit; the round is recorded."""
         return self._ratio_of(choice, self._note(choice, predicted))
 
     def _ratio_of(self, choice: np.ndarray, measured: float) -> float:
@@ -166,58 +174,58 @@ class Loop:
         self.last = choice
         return measured
 
-    def _correct(self, found: Found) -> Found:
+    def _correct(self, present: MeasuredChoice) -> MeasuredChoice:
         """Changes the groups with the best gain at the quantized model, a few at a time, while that does gain."""
         changes = max(len(self.problem.groups) // 24, 2)
         gains: np.ndarray | None = None
         for _ in range(self.effort.rounds):
             if gains is None:
-                gains = self.bench.gains(found.choice, self.problem)
-            choice, predicted = self._step(found, gains, changes)
-            if choice is None or np.array_equal(choice, found.choice):
+                gains = self.bench.gains(present.choice, self.problem)
+            choice, predicted = self._step(present, gains, changes)
+            if choice is None or np.array_equal(choice, present.choice):
                 break
             ratio = self._ratio(choice, predicted) if self.goal.has_limit else 0.0
             measured = self.bench.loss(choice) if self.goal.has_limit else self._note(choice, predicted)
             better = (
-                self.space.bytes(choice) < self.space.bytes(found.choice)
+                self.space.bytes(choice) < self.space.bytes(present.choice)
                 if self.goal.has_limit
-                else measured < found.measured
+                else measured < present.measured
             )
             if ratio <= 1 and better:
-                self._explain(found, choice, measured)
-                found, gains = Found(choice, measured), None
+                self._explain(present, choice, measured)
+                present, gains = MeasuredChoice(choice, measured), None
             else:
                 changes //= 2
                 if changes == 0:
                     break
-        return found
+        return present
 
-    def _search(self, found: Found) -> Found:
+    def _search(self, present: MeasuredChoice) -> MeasuredChoice:
         """The least loss near a choice at its size, by measuring."""
-        bench, count = self.bench, self.effort.probes(self.bench.searched.device)
-        if found.measured == 0 or count == 0:
-            return found
+        bench, count = self.bench, self.effort.probes(self.bench.searched)
+        if present.measured == 0 or count == 0:
+            return present
         limits = self.space.limits(self.goal)
         if self.goal.has_limit:
-            limits["bytes"] = self.space.bytes(found.choice)
+            limits["bytes"] = self.space.bytes(present.choice)
         baseline = Baseline(bench.switchable, bench.divergence, bench.searched)
         search = Search(self.problem, limits, baseline, self.space.named, count, bench.probe)
-        choice = search.improve(found.choice)
-        if np.array_equal(choice, found.choice):
-            return found
-        measured = self._note(choice, found.measured * search.loss_of(choice) / search.loss_of(found.choice))
+        choice = search.improve(present.choice)
+        if np.array_equal(choice, present.choice):
+            return present
+        measured = self._note(choice, present.measured * search.loss_of(choice) / search.loss_of(present.choice))
         ratio = self._ratio_of(choice, measured) if self.goal.has_limit else 0.0
-        if ratio > 1 or measured >= found.measured:
-            return found
-        self._explain(found, choice, measured)
-        return Found(choice, measured)
+        if ratio > 1 or measured >= present.measured:
+            return present
+        self._explain(present, choice, measured)
+        return MeasuredChoice(choice, measured)
 
-    def _against_uniform(self, found: Found) -> Found:
+    def _against_uniform(self, present: MeasuredChoice) -> MeasuredChoice:
         """One format for all groups instead, where that is within the budgets and measured to be better.
 
         Scores and gains are estimates, and with little to choose between a mix can end worse than no mix.
         """
-        best, best_name = found, ""
+        best, best_name = present, ""
         for name, choice in self.uniform_within_budgets().items():
             measured = self.bench.loss(choice)
             if self.goal.has_limit:
@@ -225,10 +233,10 @@ class Loop:
                 better = better and self._ratio_of(choice, measured) <= 1
             else:
                 better = measured < best.measured
-            if better and not np.array_equal(choice, found.choice):
-                best, best_name = Found(choice, measured), name
-        if best is not found:
-            self.note_uniform(best_name, found.measured, best.measured)
+            if better and not np.array_equal(choice, present.choice):
+                best, best_name = MeasuredChoice(choice, measured), name
+        if best is not present:
+            self.note_uniform(best_name, present.measured, best.measured)
             self._note(best.choice, best.measured)
         return best
 
@@ -243,12 +251,12 @@ class Loop:
 
     def note_uniform(self, name: str, mixed: float, measured: float) -> None:
         """Lets every group's reason say that one format measured better than the mix."""
-        said = f"{name} for every layer measured better than the mix: joint loss {mixed:.4g} → {measured:.4g}"
-        self.corrected = dict.fromkeys(self.problem.groups, said)
+        reason = f"{name} for every layer measured better than the mix: joint loss {mixed:.4g} → {measured:.4g}"
+        self.corrected = dict.fromkeys(self.problem.groups, reason)
 
-    def _step(self, found: Found, gains: np.ndarray, changes: int) -> tuple[np.ndarray | None, float]:
-        """The best choice near the present one by its gains, and the loss that they promise."""
-        near = Near(found.choice, changes)
+    def _step(self, present: MeasuredChoice, gains: np.ndarray, changes: int) -> tuple[np.ndarray | None, float]:
+        """The best choice near the present one by the gains, and the loss that they predict; None if there is none."""
+        near = Near(present.choice, changes)
         # Gains are differences and may be negative; the solver is indifferent to that.
         local = Problem(self.problem.groups, self.problem.candidates, gains, self.problem.costs)
         limits = self.space.limits(self.goal)
@@ -256,18 +264,18 @@ class Loop:
             if not self.goal.has_limit:
                 choice = solve(local, limits, near=near)
             else:
-                slack = max(self._limit_as_loss() - found.measured, 0.0)
+                slack = max(self._limit_as_loss() - present.measured, 0.0)
                 if self.goal.max_kl is None:
                     slack = 0.0
                 choice = solve(local, {SCORE: 0.9 * slack, **limits}, minimize="bytes", near=near)
         except Infeasible:
             return None, math.nan
-        return choice, found.measured + local.total(SCORE, choice)
+        return choice, present.measured + local.total(SCORE, choice)
 
-    def _explain(self, found: Found, choice: np.ndarray, measured: float) -> None:
+    def _explain(self, present: MeasuredChoice, choice: np.ndarray, measured: float) -> None:
         names = self.problem.candidates
-        for group, old, new in zip(self.problem.groups, found.choice, choice, strict=True):
+        for group, old, new in zip(self.problem.groups, present.choice, choice, strict=True):
             if old != new:
                 self.corrected[group] = (
-                    f"changed from {names[old]} after measuring: joint loss {found.measured:.4g} → {measured:.4g}"
+                    f"changed from {names[old]} after measuring: joint loss {present.measured:.4g} → {measured:.4g}"
                 )

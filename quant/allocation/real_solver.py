@@ -1,9 +1,8 @@
-"""`RealSolver` quantizes what an allocation chose with a solver that works from data, measures it, and chooses again.
+"""`RealSolver` quantizes a choice of formats with a solver that works from data, measures it, and chooses again.
 
-Such a solver (GPTQ, AWQ) gives a layer what suits the quantized layers before it, so groups influence each other. The
-loop of an allocation knows only what the solver leaves of each group alone. Here the whole model is solved: for a
-budget once, and once more for a single format that may be better than the mix; for a limit on the loss until the limit
-is kept.
+Such a solver (GPTQ, AWQ) fits a layer to the quantized layers before it, so groups influence each other. The loop of an
+allocation only knows the loss that the solver leaves in each group alone. Here the whole model is solved: for a budget
+once, and once more for a single format that may be better than the mix; for a limit on the loss until it is kept.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.allocation.loop import Found, Loop
+from quant.allocation.loop import Loop, MeasuredChoice
 from quant.allocation.record import Round, Verified
 from quant.allocation.space import key_of
 from quant.calibration.evaluating import prepared
 from quant.calibration.placement import device_of
-from quant.calibration.progress import Progress
 from quant.calibration.sensitivity.divergence import Divergence, divergence_of
 from quant.calibration.sensitivity.knapsack import Infeasible
+from quant.calibration.session import Session
 from quant.execution.solve import Quantized, solve_plan
 from quant.recipes.plan import Plan
 
-# What a solver leaves of groups solved alone is an estimate of what it leaves of all: a format for all that is worse
-# than the mix by less than this factor is solved too.
+# The loss of groups solved alone only estimates the loss of the solved model: a single format whose estimate is worse
+# than that of the mix by less than this factor is solved too.
 _CLOSE = 1.25
 
 
@@ -37,8 +36,17 @@ _CLOSE = 1.25
 class RealSolver:
     """Quantizes copies of the model with the solver that the plan names, and measures them.
 
-    Groups influence each other there, which solutions of each group alone do not show. What is learned from a copy is
-    one number: its loss over that of layers solved alone.
+    Groups influence each other there, unlike in solutions of each group alone. The loop learns one number from a copy:
+    its loss divided by that of layers solved alone.
+
+    Attributes:
+        model: in 16 bit; copied for each quantization.
+        loop: the loop that made the choice.
+        plan_of: gives the plan of a choice.
+        rows: calibration rows, int64 `[rows, seqlen]`.
+        dtype: dtype to which 16-bit tensors are widened while measuring.
+        session: where models are solved and run.
+        uniform: measured losses of single formats, by format.
     """
 
     model: nn.Module
@@ -46,28 +54,27 @@ class RealSolver:
     plan_of: Callable[[np.ndarray], Plan]
     rows: torch.Tensor
     dtype: torch.dtype | None
-    device: torch.device | None
-    progress: Progress | None
+    session: Session
     uniform: dict[str, float] = field(default_factory=dict)
 
-    def within_budget(self, found: Found) -> tuple[Found, Quantized]:
-        """The choice, or one format for all groups where that is measured to be better."""
+    def within_budget(self, estimated: MeasuredChoice) -> tuple[MeasuredChoice, Quantized]:
+        """The choice, or one format for all groups if its measured loss is smaller."""
         loop = self.loop
-        quantized = self._quantized(found.choice)
-        best = Found(found.choice, self._measured(quantized, found))
+        quantized = self._quantized(estimated.choice)
+        best = MeasuredChoice(estimated.choice, self._measured(quantized, estimated))
         for name, choice in loop.uniform_within_budgets().items():
             alone = loop.bench.losses[key_of(choice)]
-            if np.array_equal(choice, found.choice) or alone > _CLOSE * found.measured:
+            if np.array_equal(choice, estimated.choice) or alone > _CLOSE * estimated.measured:
                 continue
             rival = self._quantized(choice)
-            self.uniform[name] = measured = self._measured(rival, Found(choice, alone))
+            self.uniform[name] = measured = self._measured(rival, MeasuredChoice(choice, alone))
             if measured < best.measured:
                 loop.note_uniform(name, best.measured, measured)
-                best = Found(choice, measured)
+                best = MeasuredChoice(choice, measured)
                 quantized = replace(rival, plan=_reasons(rival.plan, self.plan_of(choice)))
         return best, quantized
 
-    def within_loss(self, found: Found) -> tuple[Found, Quantized]:
+    def within_loss(self, estimated: MeasuredChoice) -> tuple[MeasuredChoice, Quantized]:
         """The smallest choice that keeps the limit, searched again while it is missed.
 
         Raises:
@@ -75,19 +82,19 @@ class RealSolver:
         """
         loop, limit = self.loop, self.loop.goal.limit
         assert limit is not None
-        best: tuple[Found, Quantized] | None = None
+        best: tuple[MeasuredChoice, Quantized] | None = None
         for _ in range(loop.effort.solves):
-            alone = self._alone(found)
-            quantized = self._quantized(found.choice)
-            measured = self._measured(quantized, found)
+            alone = self._alone(estimated)
+            quantized = self._quantized(estimated.choice)
+            measured = self._measured(quantized, estimated)
             limited = self._limited(quantized, measured)
-            smaller = best is None or loop.space.bytes(found.choice) < loop.space.bytes(best[0].choice)
+            smaller = best is None or loop.space.bytes(estimated.choice) < loop.space.bytes(best[0].choice)
             if limited <= limit and smaller:
-                best = Found(found.choice, measured), quantized
+                best = MeasuredChoice(estimated.choice, measured), quantized
             loop.scale = limited / alone if alone > 0 and limited > 0 else 1.0
             with loop.bench.switchable.ready():
-                found = loop.run()
-            if best is not None and loop.space.bytes(found.choice) > 0.995 * loop.space.bytes(best[0].choice):
+                estimated = loop.run()
+            if best is not None and loop.space.bytes(estimated.choice) > 0.995 * loop.space.bytes(best[0].choice):
                 break
         if best is None:
             raise Infeasible(
@@ -96,26 +103,28 @@ class RealSolver:
         return best
 
     def verified(self, quantized: Quantized) -> tuple[Verified, ...]:
-        """The loss of what was quantized on the rows kept for it."""
+        """The loss of a quantized copy on the rows that verify, text by text."""
         with self._running(quantized) as divergence:
             return self.loop.bench.verified_of(divergence)
 
     def _quantized(self, choice: np.ndarray) -> Quantized:
         plan = self.plan_of(choice)
-        return solve_plan(copy.deepcopy(self.model), plan, self.rows, device=self.device, progress=self.progress)
+        session = self.session
+        return solve_plan(copy.deepcopy(self.model), plan, self.rows, device=session.device, progress=session.progress)
 
-    def _measured(self, quantized: Quantized, found: Found) -> float:
-        """The joint loss of a quantized copy; the record gets a line."""
+    def _measured(self, quantized: Quantized, estimated: MeasuredChoice) -> float:
+        """The joint loss of a quantized copy; the measurement is recorded as a round."""
         with self._running(quantized) as divergence:
             measured = self.loop.bench.loss_of(divergence)
-        self.loop.rounds.append(Round(self.loop.space.bits(found.choice), found.measured * self.loop.scale, measured))
+        predicted = estimated.measured * self.loop.scale
+        self.loop.rounds.append(Round(self.loop.space.bits(estimated.choice), predicted, measured))
         return measured
 
-    def _alone(self, found: Found) -> float:
-        """The limited figure of groups solved alone, which the loop has measured."""
+    def _alone(self, estimated: MeasuredChoice) -> float:
+        """The limited figure, loss or increase of perplexity, of groups solved alone, which the loop has measured."""
         if not self.loop.goal.by_perplexity:
-            return found.measured
-        return self.loop.bench.perplexity_increase(found.choice)
+            return estimated.measured
+        return self.loop.bench.perplexity_increase(estimated.choice)
 
     def _limited(self, quantized: Quantized, measured: float) -> float:
         """The limited figure of a quantized copy whose loss is known."""
@@ -129,12 +138,12 @@ class RealSolver:
         """A divergence that runs a quantized copy."""
         few = next(iter(self.loop.bench.held_out.check.values()))
         divergence = divergence_of(quantized.model, few.to(device_of(quantized.model)))
-        with prepared(quantized.model, self.dtype, self.device):
+        with prepared(quantized.model, self.dtype, self.session.device):
             yield divergence
 
 
 def _reasons(quantized: Plan, planned: Plan) -> Plan:
-    """A plan that was executed, with the reasons of the one that was asked for."""
+    """The executed plan, with the reasons of the planned one."""
     return quantized.replace_layers(
         replace(layer, reason=planned.by_name[layer.name].reason) for layer in quantized.quantized
     )

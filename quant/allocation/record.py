@@ -1,4 +1,4 @@
-"""An `AllocationRecord` holds what an allocation decided and how well it predicted the result.
+"""An `AllocationRecord` holds the decision of an allocation, its predictions and its measurements.
 
 The sensitivity table that it started from is `quant.calibration.sensitivity.table.Sensitivity`; `report.json` holds the
 two under "allocation" and "sensitivity". `kl` means KL(base‖model) in nats, of next tokens or of classes, or 1 − cosine
@@ -18,7 +18,7 @@ from quant.recipes.json_data import JsonData
 
 @dataclass(frozen=True)
 class Budget(JsonData):
-    """What was asked for.
+    """The limit that the user set.
 
     Attributes:
         kind: `bits`, `bytes` (from --fit), `seconds` (from --latency), `kl` or `perplexity`.
@@ -37,10 +37,10 @@ class Chosen(JsonData):
         bits: bits per weight.
         kl_predicted: sum of the scores.
         kl_measured: measured with all groups quantized together.
-        bytes: of the weights that were allocated.
-        memory: bytes of those, of all other weights, and of the KV cache where --fit counted one.
-        seconds: of a decode step by the target's kernel times; None where there are none.
-        timing: where those are from, such as "h100, roofline".
+        bytes: bytes of the weights that formats were chosen for.
+        memory: bytes of these, of all other weights, and of the KV cache if --fit counted one.
+        seconds: of a decode step by the target's kernel times; None without kernel times.
+        timing: source of the kernel times, such as "h100, roofline".
     """
 
     bits: float
@@ -54,7 +54,7 @@ class Chosen(JsonData):
 
 @dataclass(frozen=True)
 class CurvePoint(JsonData):
-    """The best allocation at one size by the scores; measured where the loop came past it."""
+    """The best allocation at one size by the scores, with its measured loss if the loop measured it."""
 
     bits: float
     kl_predicted: float
@@ -77,7 +77,7 @@ class Round(JsonData):
     Attributes:
         bits: bits per weight.
         predicted: the KL that was expected before measuring.
-        measured: the KL that was found.
+        measured: the measured KL.
         changed: layers whose format differs from the round before; empty for the first.
     """
 
@@ -93,7 +93,7 @@ class Verified(JsonData):
 
     Attributes:
         text: its name.
-        rows: how many.
+        rows: number of its rows.
         loss: in the unit of the budget: KL, or the relative increase of perplexity.
         interval: low and high end of the interval of 95 % around it, Student's over rows; None for one row.
     """
@@ -109,14 +109,14 @@ class AllocationRecord(JsonData):
     """The whole story of one allocation.
 
     Attributes:
-        budget: what was asked for.
-        chosen: what came out.
+        budget: the limit that the user set.
+        chosen: the resulting allocation.
         curve: predicted Pareto curve, by rising bits.
-        uniform: the single formats beside it.
+        uniform: single formats for all groups, for comparison.
         rounds: in the order in which they were measured.
         seconds: time of the loop, scoring not included.
-        unit: what `kl` means here.
-        verified: the loss on each text where it was limited; the worst one counts.
+        unit: of all figures called `kl`.
+        verified: the loss on each text, if it was limited; the worst one counts.
     """
 
     budget: Budget
@@ -134,14 +134,14 @@ class AllocationRecord(JsonData):
         return max(self.verified, key=lambda each: each.loss, default=None)
 
     def warnings(self) -> list[str]:
-        """What to know before relying on the limit: one sentence if it does not hold on the rows that verify it."""
+        """One sentence if the limit does not hold on the rows that verify it."""
         worst = self.worst
         if worst is None or worst.loss <= self.budget.value:
             return []
         percent = self.budget.kind == "perplexity"
         loss, limit = (f"{100 * x:.3g}%" if percent else f"{x:.4g}" for x in (worst.loss, self.budget.value))
-        what, option = ("perplexity rises by", "--max-ppl-increase") if percent else ("the loss is", "--max-kl")
+        statement, option = ("perplexity rises by", "--max-ppl-increase") if percent else ("the loss is", "--max-kl")
         return [
             f"{option} {limit} holds on the rows that formats were chosen on, and not on those kept to verify it: "
-            f"{what} {loss} on {counted(worst.rows, 'row')} of {worst.text}; give a lower limit, or more rows"
+            f"{statement} {loss} on {counted(worst.rows, 'row')} of {worst.text}; give a lower limit, or more rows"
         ]

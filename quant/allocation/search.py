@@ -5,7 +5,7 @@
              up, so several sizes of step are measured and the best is taken
     swaps    where no step helps: one group up and another down, most promising first; the first that helps is taken
 
-Every measurement starts at the first block that differs and computes only what changed
+Every measurement starts at the first block that differs and computes only the changes
 (`calibration.sensitivity.baseline`), so hundreds take a minute on a GPU. With fewer measurements than flips, the flips
 that scores find most promising are measured.
 """
@@ -33,12 +33,13 @@ class Search:
     """One search, on one text.
 
     Attributes:
-        problem: choices and what they take; its scores say which flips to measure first.
+        problem: the choices, their costs, and scores that order the flips to measure.
         limits: budgets, by resource.
-        baseline: measures.
-        named: a choice by names.
-        measurements: how many are left.
+        baseline: measures losses.
+        named: gives the names of a choice's formats, by group.
+        measurements: number of measurements that are left.
         tick: called after each.
+        losses: measured losses, by choice.
     """
 
     problem: Problem
@@ -47,7 +48,7 @@ class Search:
     named: Callable[[np.ndarray], dict[str, str]]
     measurements: int
     tick: Callable[[], None] = lambda: None
-    known: dict[tuple[int, ...], float] = field(default_factory=dict)
+    losses: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def improve(self, choice: np.ndarray) -> np.ndarray:
         """The best choice found; `choice` itself if none is better."""
@@ -64,26 +65,26 @@ class Search:
         return choice
 
     def loss_of(self, choice: np.ndarray) -> float:
-        """What a choice that the search came by measures on its text."""
-        return self.known[key_of(choice)]
+        """The loss of a choice that the search has measured."""
+        return self.losses[key_of(choice)]
 
     def _start(self, choice: np.ndarray) -> float:
         self.measurements -= 1
         loss = self.baseline.start(self.named(choice))
-        self.known[key_of(choice)] = loss
+        self.losses[key_of(choice)] = loss
         self.tick()
         return loss
 
     def _loss(self, choice: np.ndarray) -> float:
         key = key_of(choice)
-        if key not in self.known:
+        if key not in self.losses:
             self.measurements -= 1
-            self.known[key] = self.baseline.loss(self.named(choice))
+            self.losses[key] = self.baseline.loss(self.named(choice))
             self.tick()
-        return self.known[key]
+        return self.losses[key]
 
     def _flips(self, choice: np.ndarray, present: float) -> np.ndarray:
-        """What each change of one group adds to the loss, `[G, F]`; infinite where it was not measured."""
+        """Change of the loss by each change of one group, `[G, F]`; infinite where it was not measured."""
         table = np.full(self.problem.scores.shape, np.inf)
         table[np.arange(len(choice)), choice] = 0.0
         for group, format_ in self._shortlist(choice):
@@ -93,16 +94,17 @@ class Search:
     def _shortlist(self, choice: np.ndarray) -> list[tuple[int, int]]:
         """Flips to measure: all, or as many as half of the measurements allow, by score per unit of cost."""
         rows = np.arange(len(choice))
-        found = [(int(g), int(f)) for g, f in np.argwhere(self.problem.allowed) if choice[g] != f]
+        flips = [(int(g), int(f)) for g, f in np.argwhere(self.problem.allowed) if choice[g] != f]
         count = self.measurements // 2
-        if len(found) <= count:
-            return found
+        if len(flips) <= count:
+            return flips
         cost = sum(self.problem.costs[name] / max(abs(limit), 1e-300) for name, limit in self.limits.items())
         scores = self.problem.scores
         gain = scores - scores[rows, choice][:, None]
         extra = cost - np.asarray(cost)[rows, choice][:, None]
         rate = gain / np.where(extra == 0, 1e-12, np.abs(extra))
-        sides = [sorted((m for m in found if up == (extra[m] > 0)), key=lambda m: rate[m]) for up in (True, False)]
+        # Both larger and smaller formats: a swap needs one of each.
+        sides = [sorted((m for m in flips if up == (extra[m] > 0)), key=lambda m: rate[m]) for up in (True, False)]
         return [move for side in sides for move in side[: max(count // 2, 1)]]
 
     def _step(self, choice: np.ndarray, present: float, flips: np.ndarray) -> np.ndarray | None:
@@ -111,12 +113,12 @@ class Search:
         best, least = None, present * (1 - _LEAST_GAIN)
         for changes in _STEPS:
             try:
-                there = solve(local, self.limits, near=Near(choice, changes))
+                candidate = solve(local, self.limits, near=Near(choice, changes))
             except Infeasible:
                 continue
-            loss = self._loss(there)
+            loss = self._loss(candidate)
             if loss < least:
-                best, least = there, loss
+                best, least = candidate, loss
         return best
 
     def _swap(self, choice: np.ndarray, present: float, flips: np.ndarray) -> np.ndarray | None:
@@ -134,14 +136,15 @@ class Search:
         for a, b in pairs[np.argsort(promised[fits], kind="stable")][:_SWAPS]:
             if self.measurements <= 0:
                 break
-            there = _changed(choice, [moves[a], moves[b]])
-            if self._loss(there) < present * (1 - _LEAST_GAIN):
-                return there
+            candidate = _changed(choice, [moves[a], moves[b]])
+            if self._loss(candidate) < present * (1 - _LEAST_GAIN):
+                return candidate
         return None
 
 
 def _changed(choice: np.ndarray, moves: Iterable[Sequence[int] | np.ndarray]) -> np.ndarray:
-    there = np.array(choice)
+    """A copy of a choice with other formats for some groups; `moves` are pairs of group and format."""
+    changed = np.array(choice)
     for group, format_ in moves:
-        there[group] = format_
-    return there
+        changed[group] = format_
+    return changed

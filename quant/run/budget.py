@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quant.allocation.allocate import FORMATS
 from quant.allocation.bench import Effort
 from quant.allocation.goal import Constraint, Goal
+from quant.allocation.options import FORMATS
 from quant.calibration.sensitivity.costs import parse_quantity
 from quant.errors import UserError
 from quant.run.spelling import Spelling, as_option

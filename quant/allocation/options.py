@@ -1,0 +1,64 @@
+"""`Options` are the settings of an allocation beside its goal: the formats on offer, the solver, and the scoring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from torch import nn
+
+from quant.allocation.goal import Constraint
+
+FORMATS = ("nvfp4", "fp8")
+Run = Callable[[nn.Module], Any]
+
+
+class OptionArguments(TypedDict, total=False):
+    """The attributes of `Options` as keyword arguments of `allocate` and `score`."""
+
+    formats: str | Sequence[str]
+    solver: str
+    include: Sequence[str]
+    exclude: Sequence[str]
+    constraints: Sequence[Constraint]
+    kv_cache: str | None
+    run: Run | None
+    provenance: Mapping[str, Any] | None
+    method: str
+    dtype: torch.dtype | None
+    seed: int
+    path: Path | None
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The settings of an allocation.
+
+    Attributes:
+        formats: formats to choose from, in addition to 16 bit; see `calibration.sensitivity.candidates`.
+        solver: the solver that the plan will name.
+        include, exclude, run: as in `quantize`.
+        constraints: on groups, by glob.
+        kv_cache: format of the KV cache, or None for 16 bit.
+        provenance: recorded in the plan.
+        method: of the scores, see `calibration.sensitivity.scores`.
+        dtype: dtype to which 16-bit tensors are widened while measuring; None leaves them.
+        seed: of the tokens and directions that the method `fisher` draws.
+        path: file of the sensitivity table; None writes none.
+    """
+
+    formats: str | Sequence[str] = FORMATS
+    solver: str = "rtn"
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    constraints: Sequence[Constraint] = ()
+    kv_cache: str | None = None
+    run: Run | None = None
+    provenance: Mapping[str, Any] | None = None
+    method: str = "fisher"
+    dtype: torch.dtype | None = torch.float32
+    seed: int = 0
+    path: Path | None = None
