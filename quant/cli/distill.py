@@ -81,7 +81,7 @@ def distill_command(directory: Path, teacher: str, quiet: bool, as_json: bool, *
     if as_json:
         print_json(report.to_dict())
     elif not quiet:
-        from quant.report.report import print_summary
+        from quant.report.summary import print_summary
 
         print_summary(report, CONSOLE)
         CONSOLE.print(f"written to {out}")

@@ -152,7 +152,7 @@ def _print_evaluation(result: Evaluation) -> None:
 
 def _figures(result: Evaluation) -> dict[str, str]:
     """The figures on one text, by label."""
-    from quant.report.report import interval_text
+    from quant.report.summary import interval_text
 
     found = {} if result.perplexity is None else {"perplexity": f"{result.perplexity:.3f}"}
     interval = interval_text(result)

@@ -113,7 +113,7 @@ def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
     Writes a checkpoint that vLLM and transformers load, a plan with the reason for every layer's format, and a report.
     Give one of --format, --recipe and --plan, or a budget or limit for which formats are chosen (--bits …).
     """
-    from quant.report.report import print_summary
+    from quant.report.summary import print_summary
     from quant.run.budget import AllocationRequest
     from quant.run.request import Request
     from quant.run.run import run

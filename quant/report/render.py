@@ -1,4 +1,4 @@
-"""The report becomes one HTML file here: no request leaves it, it reads in light and dark, on a desk and on a phone.
+"""`render_html` makes one HTML file of a report: it loads nothing, and reads in light and dark, on desktop and phone.
 
 `report.html.j2` is the page, `report.css` its looks and `report.js` its charts; Jinja2 escapes every text that comes
 from a model. d3 and Observable Plot draw the charts. They are in `vendor/` and go into the page whole, so that it works
@@ -19,8 +19,11 @@ from quant.formats.atomic import write_atomically
 from quant.recipes.json_text import finite, json_text
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.solver_names import DEFAULT_OBSERVER
-from quant.report.charts import budget_text, format_colours, number, sections
-from quant.report.report import Receipt, Report, interval_text
+from quant.report.allocation_charts import budget_text
+from quant.report.report import Receipt, Report
+from quant.report.section import format_colours, number
+from quant.report.sections import sections
+from quant.report.summary import interval_text
 
 _FOLDER = Path(__file__).parent
 _PARTS = ("report.css", "vendor/d3.min.js", "vendor/plot.umd.min.js", "report.js")
@@ -31,7 +34,7 @@ def render_html(report: Report, plan: Plan) -> str:
 
     Args:
         report: results.
-        plan: the plan that was executed; layers it lacks are shown with what the report knows.
+        plan: the plan that was executed; layers that it lacks are shown with the facts in the report.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup, escape
@@ -73,23 +76,23 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     if (record := report.allocation) is not None:
         predicted, measured = number(record.chosen.kl_predicted), number(record.chosen.kl_measured)
         tiles.insert(0, ("Asked for", budget_text(record.budget), f"loss {predicted} predicted, {measured} measured"))
-    if (found := report.evaluation) is None:
+    if (evaluation := report.evaluation) is None:
         return [*tiles, ("Quality", "not measured", "give a text to evaluate on")]
-    count, found = len(found.texts), found.worst
-    of = f"on {found.text}, the worst of {count} texts" if count > 1 else ""
-    interval = interval_text(found).removeprefix(" ")
-    if found.perplexity is not None:
-        base = found.baseline_perplexity
-        change = f"{base:.2f} before, {100 * (found.perplexity / base - 1):+.1f}%" if base else "no baseline measured"
-        tiles.append(("Perplexity", f"{found.perplexity:.2f}", _note(change, of)))
-    if found.cosine is not None:
-        tiles.append(("Embeddings", f"{found.cosine:.5f}", _note("1 − cosine to the model before", interval, of)))
-    if found.kl is not None:
+    count, worst = len(evaluation.texts), evaluation.worst
+    of = f"on {worst.text}, the worst of {count} texts" if count > 1 else ""
+    interval = interval_text(worst).removeprefix(" ")
+    if worst.perplexity is not None:
+        base = worst.baseline_perplexity
+        change = f"{base:.2f} before, {100 * (worst.perplexity / base - 1):+.1f}%" if base else "no baseline measured"
+        tiles.append(("Perplexity", f"{worst.perplexity:.2f}", _note(change, of)))
+    if worst.cosine is not None:
+        tiles.append(("Embeddings", f"{worst.cosine:.5f}", _note("1 − cosine to the model before", interval, of)))
+    if worst.kl is not None:
         note = _note("nats per prediction, from the model before", interval, of)
-        tiles.append(("KL divergence", f"{found.kl:.4f}", note))
-    if found.top1 is not None:
-        note = _note(f"same likeliest token, over {found.tokens:,} positions", of)
-        tiles.append(("Top-1 agreement", f"{100 * found.top1:.1f}%", note))
+        tiles.append(("KL divergence", f"{worst.kl:.4f}", note))
+    if worst.top1 is not None:
+        note = _note(f"same likeliest token, over {worst.tokens:,} positions", of)
+        tiles.append(("Top-1 agreement", f"{100 * worst.top1:.1f}%", note))
     return tiles
 
 
@@ -108,13 +111,13 @@ def _layers(report: Report, plan: Plan) -> list[dict[str, Any]]:
         bits = None if layer.format else layer.bits
         groups.setdefault((layer.format, layer.activation, reason, bits), []).append((f"L{i}", layer))
     order = list(colours)
-    found = []
+    tables = []
     for format, activation, reason, bits in sorted(groups, key=lambda key: order.index(key[0])):
         members = groups[format, activation, reason, bits]
         head = ["layer", "shape", "bits", "bytes", *(("SNR", "error", "solver") if format else ())]
         inputs = f", inputs {activation or '16 bit'}" if format or activation else ""
         total = megabytes(sum(layer.nbytes for _, layer in members))
-        found.append(
+        tables.append(
             {
                 "colour": colours[format],
                 "title": format or f"{bits:g} bit",
@@ -124,7 +127,7 @@ def _layers(report: Report, plan: Plan) -> list[dict[str, Any]]:
                 "rows": [(row, _cells(layer, plan, with_reason=reason is None)) for row, layer in members],
             }
         )
-    return found
+    return tables
 
 
 def _cells(layer: LayerResult, plan: Plan, *, with_reason: bool) -> list[str]:
@@ -139,7 +142,7 @@ def _cells(layer: LayerResult, plan: Plan, *, with_reason: bool) -> list[str]:
 
 
 def _facts(report: Report, plan: Plan) -> dict[str, dict[str, str]]:
-    """What it takes to make the result again, as lists of label and value by title."""
+    """The facts needed to reproduce the result, as lists of label and value by title."""
     seconds = {stage: f"{value:.1f} s" for stage, value in report.seconds.items()}
     if report.peak_rss_bytes is not None:
         seconds["peak memory"] = megabytes(report.peak_rss_bytes)
@@ -162,9 +165,9 @@ def rewrite(
 
     Args:
         directory: with report.json and plan.json.
-        receipt: what `quant export` found.
+        receipt: result of `quant export`.
         out: the page; report.html in the directory by default.
-        source: what errors call the receipt.
+        source: name of the receipt in errors.
 
     Returns:
         Where the page is.

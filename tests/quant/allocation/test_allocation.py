@@ -37,7 +37,8 @@ from quant.models.open import open_model
 from quant.plan.make import make_plan
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan
-from quant.report.report import Report, _kept_budget, summary
+from quant.report.report import Report
+from quant.report.summary import _kept_budget, summary
 from quant.run.budget import AllocationRequest
 
 VOCABULARY = 61

@@ -29,7 +29,8 @@ from quant.models.open import open_model
 from quant.plan.make import make_plan
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import presets
-from quant.report.report import Report, summary
+from quant.report.report import Report
+from quant.report.summary import summary
 
 pytest.importorskip("transformers")
 

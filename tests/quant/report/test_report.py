@@ -23,7 +23,8 @@ from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
-from quant.report.report import KVCache, Receipt, Report, kv_cache_of, peak_rss, print_summary, summary
+from quant.report.report import KVCache, Receipt, Report, kv_cache_of, peak_rss
+from quant.report.summary import print_summary, summary
 
 Rich = tuple[Report, Plan]
 Make = Callable[..., Rich]

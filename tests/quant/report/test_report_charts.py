@@ -14,9 +14,9 @@ from quant.calibration.sensitivity.table import GroupScores, Sensitivity
 from quant.formats.format import get_format
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.report import charts
-from quant.report.charts import Section
+from quant.report import allocation_charts, model_charts, receipt_charts
 from quant.report.report import Receipt, Report
+from quant.report.section import Section, block_starts, format_colours
 
 Rich = tuple[Report, Plan]
 Make = Callable[..., Rich]
@@ -46,7 +46,7 @@ def points(section: Section | None) -> dict[tuple[str, str], tuple[float, float 
 def test_the_pareto_curve_is_what_the_records_say(rich_report: Rich) -> None:
     record = rich_report[0].allocation
     assert record is not None
-    section = charts.pareto(record)
+    section = allocation_charts.pareto(record)
     expected = {("predicted", f"P{i}"): (p.bits, p.kl_predicted) for i, p in enumerate(record.curve)}
     expected |= {("measured", f"P{i}"): (p.bits, p.kl_measured) for i, p in enumerate(record.curve) if p.kl_measured}
     expected |= {("one format for all, measured", f"U{i}"): (u.bits, u.kl) for i, u in enumerate(record.uniform)}
@@ -58,16 +58,16 @@ def test_the_pareto_curve_is_what_the_records_say(rich_report: Rich) -> None:
     ratio = record.chosen.kl_measured / record.uniform[0].kl
     assert f"nvfp4, measures {record.uniform[0].kl:.4g}; the chosen allocation has {ratio:.2f} of that" in section.text
     assert chart(section)["limit"] == {"x": 6.0}
-    assert chart(charts.pareto(replace(record, budget=Budget("kl", 0.1))))["limit"] == {"y": 0.1}
-    assert chart(charts.pareto(replace(record, budget=Budget("bytes", 1e9))))["limit"] is None
-    assert "No single format is as small." in charts.pareto(replace(record, uniform=record.uniform[1:])).text
+    assert chart(allocation_charts.pareto(replace(record, budget=Budget("kl", 0.1))))["limit"] == {"y": 0.1}
+    assert chart(allocation_charts.pareto(replace(record, budget=Budget("bytes", 1e9))))["limit"] is None
+    assert "No single format is as small." in allocation_charts.pareto(replace(record, uniform=record.uniform[1:])).text
 
 
 def test_a_loss_of_zero_is_in_the_table_and_not_on_the_curve(rich_report: Rich) -> None:
     record = rich_report[0].allocation
     assert record is not None
     last = replace(record.curve[-1], bits=16.0, kl_predicted=0.0, kl_measured=None)
-    section = charts.pareto(replace(record, curve=(*record.curve, last)))
+    section = allocation_charts.pareto(replace(record, curve=(*record.curve, last)))
     assert cells(section, f"P{len(record.curve)}") == ["allocated", "16.000", "0", "–"]
     assert len(chart(section)["curve"]) == len(record.curve)
 
@@ -75,7 +75,7 @@ def test_a_loss_of_zero_is_in_the_table_and_not_on_the_curve(rich_report: Rich) 
 def test_rounds_show_what_was_expected_and_found(rich_report: Rich) -> None:
     record = rich_report[0].allocation
     assert record is not None
-    section = charts.rounds(record)
+    section = allocation_charts.rounds(record)
     seen = points(section)
     for i, turn in enumerate(record.rounds):
         best = turn.measured == record.chosen.kl_measured
@@ -87,20 +87,20 @@ def test_rounds_show_what_was_expected_and_found(rich_report: Rich) -> None:
     assert "round 2 of 2" in section.text
     assert f"measured is {record.chosen.kl_measured:.4g}, +12.0% from it" in section.text
     worse = replace(record.rounds[1], measured=9.0)  # tried after it, and turned down
-    longer = charts.rounds(replace(record, rounds=(*record.rounds, worse)))
+    longer = allocation_charts.rounds(replace(record, rounds=(*record.rounds, worse)))
     assert longer is not None and "outcome of round 2 of 3" in longer.text
     assert cells(section, "R1")[6] == "2: 3.mlp.down_proj, 9.mlp.down_proj"
     names = [f"model.layers.{name}" for name in ("5.self_attn.q_proj", "5.self_attn.k_proj", "17.mlp.up_proj")]
     several = replace(record, rounds=(replace(record.rounds[0], changed=tuple(names)),))
-    assert cells(charts.rounds(several), "R0")[6] == "3: 5.self_attn.(q_proj, k_proj), 17.mlp.up_proj"
-    assert charts.rounds(replace(record, rounds=())) is None
+    assert cells(allocation_charts.rounds(several), "R0")[6] == "3: 5.self_attn.(q_proj, k_proj), 17.mlp.up_proj"
+    assert allocation_charts.rounds(replace(record, rounds=())) is None
 
 
 def test_the_heat_map_holds_the_scores_and_the_plan(rich_report: Rich) -> None:
     report, plan = rich_report
     table = report.sensitivity
     assert table is not None
-    section = charts.heat_map(table, plan)
+    section = allocation_charts.heat_map(table, plan)
     drawn = chart(section)["cells"]
     assert len(drawn) == 2 * len(table.groups)
     for format, role, block, score, chosen, row in drawn:
@@ -124,11 +124,11 @@ def test_groups_without_a_block_and_negative_scores() -> None:
     )
     table = Sensitivity("kl", ("nvfp4", "keep"), "nats", 1, 8, groups)
     plan = Plan(tuple(LayerPlan(g.name, LayerKind.LINEAR, (8, 16), *2 * [get_format("nvfp4")]) for g in groups))
-    assert [cell[1:4] for cell in chart(charts.heat_map(table, plan))["cells"]] == [
+    assert [cell[1:4] for cell in chart(allocation_charts.heat_map(table, plan))["cells"]] == [
         ("*.up", 0, -1e-6),
         ("head", None, 0.5),
     ]
-    bars = charts.waterfall(table, plan, None, {"nvfp4": "c0"})
+    bars = allocation_charts.waterfall(table, plan, None, {"nvfp4": "c0"})
     assert [cells(bars, row)[2] for row in ("W0", "W1", "WX0")] == ["-1e-06", "0.5", "0.5"]
 
 
@@ -147,7 +147,10 @@ def test_groups_without_a_block_and_negative_scores() -> None:
 def test_the_chosen_column(weight: str | None, activation: str | None, columns: tuple[str, ...], expected: str) -> None:
     formats = [get_format(name) if name else None for name in (weight, activation)]
     plan = Plan((LayerPlan("a", LayerKind.LINEAR, (8, 32), *formats),))
-    assert charts.chosen_format(GroupScores("a", ("a",), 1, dict.fromkeys(columns, 0.1), {}, {}), plan) == expected
+    assert (
+        allocation_charts.chosen_format(GroupScores("a", ("a",), 1, dict.fromkeys(columns, 0.1), {}, {}), plan)
+        == expected
+    )
 
 
 def test_the_waterfall_adds_up(rich_report: Rich) -> None:
@@ -155,7 +158,7 @@ def test_the_waterfall_adds_up(rich_report: Rich) -> None:
     report, plan = rich_report
     table, record = report.sensitivity, report.allocation
     assert table is not None and record is not None
-    section = charts.waterfall(table, plan, record, charts.format_colours(report))
+    section = allocation_charts.waterfall(table, plan, record, format_colours(report))
     steps = {row: (x1, x2, y1, y2, series) for x1, x2, y1, y2, series, row in chart(section)["steps"]}
     total, right = 0.0, 0
     for i, group in enumerate(table.groups):
@@ -180,7 +183,7 @@ def test_memory_adds_up_to_the_plan(rich_report: Rich) -> None:
     report, plan = rich_report
     branch = LayerPlan("x", LayerKind.LINEAR, (64, 128), get_format("nvfp4"), parts=Parts(pre_scale=True, rank=4))
     plan = replace(plan, layers=(*plan.layers, branch))
-    section = charts.memory(plan, report.kv_cache)
+    section = model_charts.memory(plan, report.kv_cache)
     sizes = {name: size for _, size, name, _ in chart(section)["parts"]}
     for i, name in enumerate(sizes):
         assert cells(section, f"M{i}")[0] == name and cells(section, f"M{i}")[2] == f"{sizes[name]:,}"
@@ -194,14 +197,14 @@ def test_memory_adds_up_to_the_plan(rich_report: Rich) -> None:
     assert sizes["all weights"] == plan.nbytes
     assert sizes["KV cache, 8 × 32,768 tokens"] == 30 * 2 * 192 * 262_144  # layers × (K and V) × bytes × tokens
     assert [bar for bar, *_ in chart(section)["parts"]] == ["weights"] * 4 + ["both"] * 2
-    alone = charts.memory(plan, None)
-    assert alone is not None and "KV cache" in alone.text and charts.memory(Plan(()), None) is None
+    alone = model_charts.memory(plan, None)
+    assert alone is not None and "KV cache" in alone.text and model_charts.memory(Plan(()), None) is None
 
 
 @pytest.mark.parametrize("formats", [(), ("nvfp4",), ("nvfp4", "mxfp8")])
 def test_sizes_add_up(make_report: Make, formats: tuple[str, ...]) -> None:
     report, plan = make_report(formats=formats)
-    section = charts.sizes(report, plan)
+    section = model_charts.sizes(report, plan)
     for bar, total in (("before", report.bytes_before), ("after", report.bytes_after)):
         assert sum(size for when, size, *_ in chart(section)["parts"] if when == bar) == total
     colours = dict(chart(section)["series"])
@@ -214,7 +217,7 @@ def test_errors_are_those_of_the_layers(make_report: Make) -> None:
     report, _ = make_report()
     exact = replace(report.layers[3], snr_db=None, relative_error=0.0)
     report = replace(report, layers=[*report.layers[:3], exact, *report.layers[4:]])
-    section = charts.errors(report)
+    section = model_charts.errors(report)
     shown = {f"L{i}": layer for i, layer in enumerate(report.layers) if layer.format or len(layer.shape) > 1}
     seen = {row: (y, series) for (series, row), (_, y) in points(section).items()}
     assert list(seen) == list(shown)
@@ -228,14 +231,14 @@ def test_errors_are_those_of_the_layers(make_report: Make) -> None:
     }
     worst = min((layer for layer in report.layers if layer.snr_db), key=lambda layer: layer.snr_db or 0)
     assert section is not None and section.link == (f"L{report.layers.index(worst)}", worst.name)
-    assert charts.errors(make_report(formats=())[0]) is None
+    assert model_charts.errors(make_report(formats=())[0]) is None
 
 
 def test_roles_have_colours_where_there_is_one_format(make_report: Make) -> None:
     report, _ = make_report(names=30, formats=("nvfp4",))
     names = [f"m.{i}.role{i % 9}" for i in range(len(report.layers))]
     layers = [replace(layer, name=name) for layer, name in zip(report.layers, names, strict=True)]
-    series = {row: s for (s, row) in points(charts.errors(replace(report, layers=layers)))}
+    series = {row: s for (s, row) in points(model_charts.errors(replace(report, layers=layers)))}
     roles = list(dict.fromkeys(name[-5:] for name, layer in zip(names, layers, strict=True) if layer.format))
     for i, layer in enumerate(layers):
         if layer.format:
@@ -246,7 +249,7 @@ def test_roles_have_colours_where_there_is_one_format(make_report: Make) -> None
 def test_the_receipt_puts_failures_first(rich_report: Rich) -> None:
     record = rich_report[0].receipt
     assert record is not None
-    section, audit = charts.receipt(record)
+    section, audit = receipt_charts.receipt(record)
     bad = record.layers[5]
     assert section.verdict is False and f"These layers failed: {bad.name}. " in section.text
     assert section.rows[0][0] == "E5" and len(dict(section.rows)) == len(record.layers)
@@ -265,15 +268,15 @@ def test_the_receipt_puts_failures_first(rich_report: Rich) -> None:
     assert f"0 of {len(record.layers)} layers agree exactly" in section.text
     exact = replace(record.layers[0], fake_quant=0.0, onnx=0.0)
     good = Receipt((exact, *(replace(m, passed=True) for m in record.layers[:2])), (), True)
-    (section,) = charts.receipt(good)
+    (section,) = receipt_charts.receipt(good)
     assert section.verdict is True and "failed" not in str(section) and "1 of 3 layers agree exactly" in section.text
-    (section,) = charts.receipt(Receipt((), (), False))
+    (section,) = receipt_charts.receipt(Receipt((), (), False))
     assert section.verdict is False and section.chart is None and not section.rows
 
 
 def test_blocks_begin_where_their_first_layer_is() -> None:
     def starts(names: Iterable[str]) -> list[tuple[int, int]]:
-        return charts._block_starts(names)
+        return block_starts(names)
 
     assert starts(["embed", "layers.0.a", "layers.0.b", "layers.1.a.2", "head"]) == [(1, 0), (3, 1)]
     assert starts(["0.weight", "conv2d", "1"]) == [(0, 0), (2, 1)]
