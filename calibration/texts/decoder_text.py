@@ -8,7 +8,6 @@ is greedy; the encoder runs once for a call.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 
 from quant.calibration.inputs import Inputs
 from quant.calibration.placement import device_of
+from quant.calibration.session import Session
 from quant.calibration.texts.prepare import DECODER
 
 TOKENS = 32
@@ -27,13 +27,13 @@ def lacks_decoder_text(inputs: Inputs) -> bool:
     return any(_lacks_text(kwargs) for _, kwargs in inputs.calls)
 
 
-def write_decoder_text(model: nn.Module, inputs: Inputs, progress: Callable[[int, int], None] | None = None) -> Inputs:
+def write_decoder_text(model: nn.Module, inputs: Inputs, session: Session) -> Inputs:
     """Calibration calls in which every lone start token is followed by the model's own text.
 
     Args:
         model: an encoder-decoder of transformers, on the device where it is to run.
         inputs: its calls.
-        progress: called as `progress(calls done, calls in all)`.
+        session: its listener hears of the stage "generate", call by call.
 
     Raises:
         ValueError: the model gives NaN or infinity.
@@ -44,8 +44,7 @@ def write_decoder_text(model: nn.Module, inputs: Inputs, progress: Callable[[int
             calls.append(
                 (args, {**kwargs, DECODER: _decode_greedily(model, kwargs)} if _lacks_text(kwargs) else kwargs)
             )
-            if progress is not None:
-                progress(number + 1, len(inputs))
+            session.report("generate", number + 1, len(inputs))
     completed = Inputs(calls)
     completed.own_text = True
     completed.about = f"{inputs.about}; the model wrote the others" if inputs.about else ""

@@ -26,7 +26,7 @@ ones, except that a model's matrix products round a little differently for a lar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +35,9 @@ from torch import nn
 
 from quant.calibration.blocks import cache_argument, cache_of
 from quant.calibration.evaluating import evaluating
+from quant.calibration.session import Session
 
+_ALONE = Session()
 ROWS_AT_ONCE = 64
 _MOST_AT_ONCE = 1024  # on a GPU, where the cache of these rows may take an eighth of the memory
 _NO_TEXT = "cannot write its own calibration text; pass some with --calib FILE"
@@ -49,10 +51,9 @@ def generate_rows(
     *,
     samples: int,
     seqlen: int,
-    seed: int = 0,
     openings: Sequence[Sequence[int]] = ((),),
     temperatures: Sequence[float] = (1.0,),
-    progress: Callable[[int, int], None] | None = None,
+    session: Session = _ALONE,
 ) -> torch.Tensor:
     """Rows of tokens drawn from a causal language model.
 
@@ -62,10 +63,10 @@ def generate_rows(
         tokenizer: names the special tokens and the true size of the vocabulary; None takes them from the config.
         samples: number of rows.
         seqlen: tokens in a row, the start token included.
-        seed: the same rows for the same seed, model and machine. Torch's global generators are left alone.
         openings: token ids that rows begin with, behind the start token; row `i` has opening `i` modulo their number.
         temperatures: that rows are drawn at, in turn like the openings.
-        progress: called as `progress(tokens done, tokens in all)`.
+        session: its seed gives the same rows for the same model and machine, without torch's global generators; its
+            listener hears of the stage "generate", in tokens.
 
     Returns:
         int64 `[samples, seqlen]` on the CPU.
@@ -83,12 +84,11 @@ def generate_rows(
         for first in range(0, samples, at_once):
             part = rows[first : first + at_once]
             numbers = range(first, first + len(part))
-            uniform = torch.stack([_uniform(seed, i, seqlen) for i in numbers])
+            uniform = torch.stack([_uniform(session.seed, i, seqlen) for i in numbers])
             template = _template([openings[i % len(openings)] for i in numbers], start, seqlen)
             heat = torch.tensor([temperatures[i % len(temperatures)] for i in numbers])
             for position in _fill(model, part, uniform, template, heat, allowed):
-                if progress:
-                    progress(first * seqlen + len(part) * (position + 1), samples * seqlen)
+                session.report("generate", first * seqlen + len(part) * (position + 1), samples * seqlen)
     return rows
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.session import Session
 from quant.calibration.texts.documents import chat_ids, cut_rows, start_token
 from quant.calibration.texts.generate import first_token, generate_rows
 
@@ -55,26 +56,31 @@ class Writer:
 
     Attributes:
         model: on the device where it is to run.
-        progress: called as `progress(tokens done, tokens in all)`.
         why_not: the reason why the mixture should do without its text; None if it may have some.
     """
 
     model: nn.Module
-    progress: Callable[[int, int], None] | None = None
     why_not: str | None = None
 
 
 def mixture_rows(
-    writer: Writer | None, tokenizer: Any | None, *, samples: int, seqlen: int, seed: int = 0, own_only: bool = False
+    writer: Writer | None,
+    tokenizer: Any | None,
+    session: Session,
+    *,
+    samples: int,
+    seqlen: int,
+    own_only: bool = False,
 ) -> tuple[torch.Tensor, Record]:
     """Rows of calibration text as the module docstring describes them, and how they came about.
 
     Args:
         writer: of own text. Without it, or where its model cannot write, the samples take the place of own text.
         tokenizer: a Hugging Face tokenizer; without one all text is the model's own.
+        session: its seed chooses the pieces and the model's draws: the same rows for the same seed, model and machine.
+            Its listener hears of the stage "generate".
         samples: rows. There are fewer where the samples end and no model writes.
         seqlen: tokens a row.
-        seed: chooses the pieces and the model's draws; the same rows for the same seed, model and machine.
         own_only: leaves the samples out, and own text begins from the start token alone.
 
     Returns:
@@ -88,7 +94,7 @@ def mixture_rows(
     end = getattr(tokenizer, "eos_token_id", None)
     needed = samples * (seqlen - (start is not None))
     length = max(2, min(PIECE, needed // samples))
-    generator = random.Random(seed)
+    generator = random.Random(session.seed)
     stock: dict[str, list[torch.Tensor]] = {}
     if tokenizer is not None and not own_only:
         stock = {name: _pieces(name, tokenizer, length, start, end) for name in SHARES if name != OWN}
@@ -99,7 +105,7 @@ def mixture_rows(
     if writer is not None and (why_not is None or not stock):
         openings = _openings(stock, tokenizer, length, start, generator) if stock else [[]]
         try:
-            parts[OWN] = _own_pieces(writer, tokenizer, needed - _tokens(parts), length, seed, openings, end)
+            parts[OWN] = _own_pieces(writer.model, tokenizer, needed - _tokens(parts), length, openings, end, session)
         except torch.OutOfMemoryError:
             raise
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
@@ -115,7 +121,7 @@ def mixture_rows(
     record: Record = {
         "rows": len(rows),
         "seqlen": seqlen,
-        "seed": seed,
+        "seed": session.seed,
         "tokens": {name: _tokens({name: pieces}) for name, pieces in parts.items() if pieces},
         "sha256": rows_hash(rows),
     }
@@ -199,26 +205,25 @@ def _openings(
 
 
 def _own_pieces(
-    writer: Writer,
+    model: nn.Module,
     tokenizer: Any,
     needed: int,
     length: int,
-    seed: int,
     openings: Sequence[Sequence[int]],
     end: int | None,
+    session: Session,
 ) -> list[torch.Tensor]:
     """At least `needed` tokens of own text in pieces of at most `length`, without their start tokens."""
-    start = first_token(writer.model, tokenizer)
+    start = first_token(model, tokenizer)
     piece_tokens = length - (start is not None) + (end is not None)
     rows = generate_rows(
-        writer.model,
+        model,
         tokenizer,
         samples=max(1, -(-needed // piece_tokens)),
         seqlen=length,
-        seed=seed,
         openings=openings,
         temperatures=_TEMPERATURES,
-        progress=writer.progress,
+        session=session,
     )
     ended = rows if end is None else torch.cat([rows, rows.new_full((len(rows), 1), end)], dim=1)
     return list(ended[:, 1:] if start is not None else ended)

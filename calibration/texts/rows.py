@@ -18,23 +18,57 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from quant.calibration.session import Session
 from quant.calibration.texts.documents import cut_rows, pack_rows, read_documents, shuffled, start_token, whole_rows
 from quant.calibration.texts.generate import generate_rows
-from quant.calibration.texts.records import parse_corpus, read_records
+from quant.calibration.texts.records import Corpus, parse_corpus, read_records
 
 Text = str | Path | torch.Tensor
 
 FEW = 16
 """Tokens of a row that are enough to try a model on."""
+
+
+class RowArguments(TypedDict, total=False):
+    """The attributes of `RowOptions` as keyword arguments of `calibration_rows`."""
+
+    shuffle: bool
+    pack: bool
+    config: str | None
+    split: str | None
+    column: str | None
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """How rows are taken from a source.
+
+    Attributes:
+        shuffle: draws rows from a whole text, and documents of other sources within a window, instead of the first.
+        pack: cuts the chain of all documents; False takes the beginning of every document that is long enough. A
+            text or token file is cut by `token_rows` either way.
+        config, split, column: of a data set; they override those in the source's name.
+    """
+
+    shuffle: bool = False
+    pack: bool = True
+    config: str | None = None
+    split: str | None = None
+    column: str | None = None
+
+    def applied(self, corpus: Corpus) -> Corpus:
+        """The corpus with the configuration, split and column that are given here."""
+        overrides = {"config": self.config, "split": self.split, "column": self.column}
+        return replace(corpus, **{key: value for key, value in overrides.items() if value is not None})
 
 
 def calibration_rows(
@@ -44,13 +78,9 @@ def calibration_rows(
     samples: int | None,
     seqlen: int,
     seed: int = 0,
-    shuffle: bool = False,
-    pack: bool = True,
-    config: str | None = None,
-    split: str | None = None,
-    column: str | None = None,
     model: nn.Module | None = None,
     progress: Callable[[int, int], None] | None = None,
+    **options: Unpack[RowArguments],
 ) -> torch.Tensor:
     """Calibration rows from any source.
 
@@ -62,12 +92,9 @@ def calibration_rows(
         samples: number of rows; None takes all of them, and is not for `"self"`.
         seqlen: tokens in a row.
         seed: of the shuffling and of the model's draws.
-        shuffle: draws rows from a whole text, and documents of other sources within a window, instead of the first.
-        pack: cuts the chain of all documents; False takes the beginning of every document that is long enough. A
-            text or token file is cut by `token_rows` either way.
-        config, split, column: of a data set; they override those in the source's name.
         model: writes the text of `"self"`.
         progress: called as `progress(tokens done, tokens in all)` while the model writes.
+        options: shuffle, pack, config, split and column, see `RowOptions`.
 
     Returns:
         int64 `[samples, seqlen]`.
@@ -77,30 +104,30 @@ def calibration_rows(
         ValueError: the source cannot be used: the message says why, and the way out.
     """
     _check_size(samples, seqlen)
+    settings = RowOptions(**options)
     if source is None or (isinstance(source, str) and source == "self"):
         if model is None or samples is None:
             raise ValueError("self: text that a model writes itself needs the model and a number of samples")
-        return generate_rows(model, tokenizer, samples=samples, seqlen=seqlen, seed=seed, progress=progress)
-    items: Iterable[Any]
+        session = Session(progress=progress and (lambda stage, done, total: progress(done, total)), seed=seed)
+        return generate_rows(model, tokenizer, samples=samples, seqlen=seqlen, session=session)
     corpus = parse_corpus(str(source)) if isinstance(source, str | Path) else None
-    if corpus is not None:
-        overrides = {"config": config, "split": split, "column": column}
-        corpus = replace(corpus, **{key: value for key, value in overrides.items() if value is not None})
-        name, column = str(source), corpus.column
-        items = read_records(corpus, seed=seed if shuffle else None)
-    elif isinstance(source, str | Path | torch.Tensor):
+    if corpus is None and isinstance(source, str | Path | torch.Tensor):
         _check_name(source)
-        return token_rows(source, tokenizer, samples=samples, seqlen=seqlen, seed=seed if shuffle else None)
+        return token_rows(source, tokenizer, samples=samples, seqlen=seqlen, seed=seed if settings.shuffle else None)
+    if corpus is not None:
+        corpus = settings.applied(corpus)
+        name, column = str(source), corpus.column
+        items: Iterable[Any] = read_records(corpus, seed=seed if settings.shuffle else None)
     else:
-        name = f"calibration data ({type(source).__name__})"
+        name, column = f"calibration data ({type(source).__name__})", settings.column
         if not isinstance(source, Iterable):
             raise ValueError(f"{name}: give a file, a data set, token ids or an iterable of texts or batches")
         # Iterating over a single batch would give the names of its fields.
         items = [source] if isinstance(source, Mapping | np.ndarray) else source
     documents = read_documents(items, tokenizer, name, column)
-    if shuffle and corpus is None:
+    if settings.shuffle and corpus is None:
         documents = shuffled(documents, seed)
-    if pack:
+    if settings.pack:
         end = getattr(tokenizer, "eos_token_id", None)
         rows = pack_rows(documents, end, samples, seqlen, name, start_token(tokenizer))
     else:

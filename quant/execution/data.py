@@ -13,6 +13,7 @@ from quant.calibration.observers import get_observer
 from quant.calibration.placement import Device, find_device, is_visited, placed
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.ranks import from_first
+from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import static_input_scale
 from quant.calibration.texts.mixture import Record, Writer, mixture_rows
@@ -91,16 +92,16 @@ def mixed_text(
     """
     context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     seqlen = min(seqlen, context) if isinstance(context, int) and context > 0 else seqlen
-    report = reporter(progress, "generate")
+    session = Session(progress=progress, seed=seed)
     there = find_device(device)
 
     def write() -> tuple[torch.Tensor, Record]:
         why_not = _too_large(model, there)
-        how: dict[str, Any] = {"samples": samples, "seqlen": seqlen, "seed": seed, "own_only": own_only}
+        shape: dict[str, Any] = {"samples": samples, "seqlen": seqlen, "own_only": own_only}
         if why_not is not None and tokenizer is not None and not own_only:
-            return mixture_rows(Writer(model, why_not=why_not), tokenizer, **how)
+            return mixture_rows(Writer(model, why_not=why_not), tokenizer, session, **shape)
         with placed(model, there):
-            rows, record = mixture_rows(Writer(model, report), tokenizer, **how)
+            rows, record = mixture_rows(Writer(model), tokenizer, session, **shape)
             if "no_own_text" in record:
                 run_probe(model, rows[:1, :2])
         return rows, record

@@ -18,8 +18,9 @@ from torch import nn
 from quant.calibration.inputs import Inputs, joined
 from quant.calibration.listener import SILENT, Listener
 from quant.calibration.placement import placed
-from quant.calibration.progress import Progress, reporter
+from quant.calibration.progress import Progress
 from quant.calibration.ranks import from_first
+from quant.calibration.session import Session
 from quant.calibration.texts.decoder_text import lacks_decoder_text, write_decoder_text
 from quant.calibration.texts.mixture import OWN, SHARES, Record, rows_hash
 from quant.calibration.texts.named_inputs import read_inputs
@@ -259,7 +260,7 @@ def with_decoder_text(
     if not lacks_decoder_text(inputs):
         return inputs
     with placed(model, device):
-        return from_first(lambda: write_decoder_text(model, inputs, reporter(progress, "generate")))
+        return from_first(lambda: write_decoder_text(model, inputs, Session(progress=progress)))
 
 
 def as_rows(model: nn.Module, data: torch.Tensor | Inputs, option: str) -> torch.Tensor:

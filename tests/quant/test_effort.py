@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import quant
+from quant.calibration.session import Session
 from quant.calibration.texts.mixture import mixture_rows
 from quant.calibration.walk.expected_time import expected_time, in_words
 from quant.cli.main import main
@@ -66,7 +67,7 @@ def test_the_default_is_gptq_on_text_that_the_model_writes() -> None:
     assert record["source"] == "mix" and record["rows"] == 32 and record["seqlen"] == 32
     from quant.calibration.texts.mixture import Writer
 
-    rows, _ = mixture_rows(Writer(model), None, samples=32, seqlen=32)
+    rows, _ = mixture_rows(Writer(model), None, Session(), samples=32, seqlen=32)
     quant.quantize(given, "nvfp4a16", rows, solver="gptq")
     for ours, theirs in zip(alone.parameters(), given.parameters(), strict=True):
         assert torch.equal(ours, theirs)

@@ -10,6 +10,7 @@ import tiny_models
 import torch
 from torch import nn
 
+from quant.calibration.session import Session
 from quant.calibration.texts.generate import _rows_at_once, generate_rows
 from quant.calibration.texts.rows import calibration_rows
 
@@ -73,8 +74,8 @@ def test_without_a_start_token() -> None:
 
 def test_the_cache_changes_nothing() -> None:
     model = tiny_llama()
-    rows = generate_rows(model, samples=5, seqlen=40, seed=3)
-    assert torch.equal(rows, generate_rows(Alone(model), samples=5, seqlen=40, seed=3))
+    rows = generate_rows(model, samples=5, seqlen=40, session=Session(seed=3))
+    assert torch.equal(rows, generate_rows(Alone(model), samples=5, seqlen=40, session=Session(seed=3)))
     assert len({tuple(row) for row in rows.tolist()}) == 5
 
 
@@ -84,7 +85,7 @@ def test_seeds_and_numbers_of_rows() -> None:
     assert torch.equal(generate_rows(model, samples=66, seqlen=20), rows)
     assert torch.equal(generate_rows(model, samples=3, seqlen=20), rows[:3])
     assert torch.equal(rows[64:], generate_rows(model, samples=72, seqlen=20)[64:66])
-    other = generate_rows(model, samples=66, seqlen=20, seed=1)
+    other = generate_rows(model, samples=66, seqlen=20, session=Session(seed=1))
     assert float((other[:, 1:] == rows[:, 1:]).float().mean()) < 0.3
     # Row 1 of one seed is not row 0 of the next.
     assert not torch.equal(other[0], rows[1])
@@ -119,7 +120,7 @@ def test_model_and_generators_are_left_as_they_were() -> None:
     model = tiny_llama().train()
     model.lm_head.eval()
     state, done = torch.get_rng_state(), []
-    generate_rows(model, samples=65, seqlen=4, progress=lambda *counts: done.append(counts))
+    generate_rows(model, samples=65, seqlen=4, session=Session(progress=lambda _, *counts: done.append(counts)))
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training and model.model.training and not model.lm_head.training
     assert model.config._attn_implementation == "sdpa"
@@ -128,7 +129,7 @@ def test_model_and_generators_are_left_as_they_were() -> None:
 
 def test_default_source_of_calibration() -> None:
     model = tiny_llama()
-    expected = generate_rows(model, samples=2, seqlen=9, seed=4)
+    expected = generate_rows(model, samples=2, seqlen=9, session=Session(seed=4))
     for source in (None, "self"):
         assert torch.equal(calibration_rows(source, model=model, samples=2, seqlen=9, seed=4), expected)
     with pytest.raises(ValueError, match="needs the model and a number of samples"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from quant.calibration.session import Session
 from quant.calibration.texts.generate import generate_rows
 from quant.calibration.texts.mixture import SHARES, Writer, mixture_rows, sample_texts, turns
 
@@ -51,7 +52,9 @@ class Upwards(nn.Module):
 
 def mixed(samples: int = 16, seqlen: int = 512, **options: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     options = {"writer": Writer(Upwards()), "tokenizer": Bytes()} | options
-    return mixture_rows(options.pop("writer"), options.pop("tokenizer"), samples=samples, seqlen=seqlen, **options)
+    session = Session(seed=options.pop("seed", 0))
+    writer, tokenizer = options.pop("writer"), options.pop("tokenizer")
+    return mixture_rows(writer, tokenizer, session, samples=samples, seqlen=seqlen, **options)
 
 
 def pieces_of(rows: torch.Tensor) -> list[bytes]:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tiny_processors import RATE, TEXTS, tone
 
 import quant
+from quant.calibration.session import Session
 from quant.calibration.texts.decoder_text import TOKENS, lacks_decoder_text, write_decoder_text
 from quant.calibration.texts.named_inputs import read_inputs
 from quant.cli.main import main
@@ -167,7 +168,7 @@ def test_a_decoder_without_a_text_reads_what_the_model_writes(tmp_path: Path) ->
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     inputs = read_inputs(tmp_path / "text.txt", model, lambda: tokenizer, samples=3, seqlen=17)
     assert inputs is not None and lacks_decoder_text(inputs)
-    written = write_decoder_text(model, inputs)
+    written = write_decoder_text(model, inputs, Session())
     for _, call in written.calls:
         assert call["input_ids"].shape == (1, 17) and call["input_ids"][0, -1] == tokenizer.eos_token_id
         wanted = model.generate(
