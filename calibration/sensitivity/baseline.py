@@ -23,6 +23,7 @@ from quant.calibration.sensitivity.switchable_layer import CallCache
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.calibration.texts.rows import few_of
 
+# Rows run together up to this many tokens.
 _BATCH_TOKENS = 4096
 # Bytes of activations and of distributions that are cached, by type of device.
 _ACTIVATIONS = {"cpu": 2 << 30, "cuda": 8 << 30}
@@ -66,6 +67,7 @@ class Baseline:
         budget = _ACTIVATIONS.get(self.rows.device.type, _ACTIVATIONS["cpu"])
         total = 0.0
         for i in range(len(self.batches)):
+            # An equal share for each batch, so that the first ones do not use up the budget.
             cache = CallCache(budget // len(self.batches))
             with self.switchable.caching(cache), self._collected() as outputs:
                 total += self._measured(i)
@@ -118,6 +120,7 @@ class Baseline:
     def _remember_references(self) -> None:
         if self.references:
             return
+        # FP32 distributions of all positions, computed once if they fit, else again in every measurement.
         vocabulary = getattr(getattr(self.switchable.model, "config", None), "vocab_size", 0)
         keep = 4 * self.rows.numel() * vocabulary <= _DISTRIBUTIONS.get(self.rows.device.type, _DISTRIBUTIONS["cpu"])
         self.switchable.set({})

@@ -63,6 +63,7 @@ def parse_candidates(names: str | Iterable[str]) -> tuple[Candidate, ...]:
     candidates = [_parse(name.strip()) for name in names if name.strip() and not is_16bit(name.strip())]
     if not candidates:
         raise ValueError("no formats to choose from; name some, such as nvfp4,mxfp8,fp8")
+    # Two names for the same formats would give the knapsack two equal columns, and the plan an arbitrary name.
     pairs: dict[tuple[Format | None, Format | None, int], str] = {}
     for candidate in candidates:
         other = pairs.setdefault((candidate.weight, candidate.activation, candidate.rank), candidate.name)
@@ -72,15 +73,16 @@ def parse_candidates(names: str | Iterable[str]) -> tuple[Candidate, ...]:
 
 
 def _parse(name: str) -> Candidate:
-    if "+" in name:
+    if "+" in name:  # nvfp4+lowrank:32
         stem, _, branch = name.partition("+")
         rank = branch.removeprefix("lowrank:")
         if rank == branch or not rank.isdecimal() or int(rank) < 1:
             raise ValueError(f"format {name!r}: after '+' comes lowrank:RANK, such as {stem}+lowrank:32")
         return replace(_parse(stem), name=name, rank=int(rank))
-    if "@" in name:
+    if "@" in name:  # nvfp4@fp8
         weight, activation = name.split("@", 1)
         return Candidate(name, get_format(weight), parse_format(activation))
+    # A preset, or a preset with a16 at its end. Some presets end in a16 themselves (nvfp4a16), so whole names go first.
     recipes = presets()
     stem = name.removesuffix("a16")
     if name not in recipes and (stem == name or stem not in recipes):

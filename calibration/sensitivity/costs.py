@@ -81,6 +81,7 @@ def memory_of(plan: Plan, *, unplanned: int = 0, kv_cache: int = 0, tokens: int 
     other = unplanned
     for layer in plan.layers:
         if layer.weight is not None:
+            # A tied layer shares the codes of another one, which counts them.
             part = math.prod(layer.weight.codes_shape(layer.shape)) if layer.tied_to is None else 0
             codes += part
             scales += layer.nbytes - part
@@ -113,10 +114,12 @@ def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None 
     heads, width = _cached(config)
     total = 0
     for kind in kinds:
+        # transformers' names: linear_attention, mamba, conv (LFM2) have a state of fixed size, not a cache.
         if "linear" in kind or "mamba" in kind or "conv" in kind:
             continue
         tokens = batch * (min(context, window) if "sliding" in kind and window else context)
         shape = (tokens * heads, width)
+        # Keys and values; latent attention caches one vector for both.
         total += sum(
             format.nbytes(shape) if format else 2 * math.prod(shape) for _ in range(1 if _latent(config) else 2)
         )
@@ -136,6 +139,7 @@ def _latent(config: Any) -> bool:
 def _cached(config: Any) -> tuple[int, int]:
     """Shape (heads, width) of the keys of one token in one layer."""
     if _latent(config):
+        # The compressed vector, and the part of the key that carries the rotary positions.
         return 1, config.kv_lora_rank + config.qk_rope_head_dim
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -186,9 +190,11 @@ class Roofline:
 
     def _peak(self, *formats: Format | None) -> float:
         """Operations/s of the narrowest dtype that holds both operands and that the GPU's tensor cores multiply."""
+        # Integers multiply integers only: a weight in INT8 with 16-bit inputs runs as a 16-bit product.
         if all(format is not None and format.element.is_integer for format in formats):
             return 1e12 * self.gpu.tflops["int8"]
         widest = max(16 if format is None else format.element.bits for format in formats)
+        # A GPU without FP4 units runs FP4 at the rate of FP8, and one without these at the rate of BF16.
         able = [name for name, bits in _FLOAT_BITS.items() if bits >= widest and name in self.gpu.tflops]
         return 1e12 * self.gpu.tflops[able[0]]
 
@@ -196,6 +202,7 @@ class Roofline:
 _FLOAT_BITS = {"fp4": 4, "fp8": 8, "bf16": 16}
 
 
+# Fields of a row of a latency table, with their types.
 _ROW: dict[str, Any] = {
     "weight": str | None, "activation": str | None, "out": int, "in": int, "tokens": int, "seconds": float,
 }  # fmt: skip
@@ -249,12 +256,13 @@ class LatencyTable:
             ValueError: the table has no such shape in such formats; the message names both.
         """
         names = [f.name if f is not None else None for f in (layer.weight, layer.activation)]
-        count = math.prod(layer.shape[:-2])
+        count = math.prod(layer.shape[:-2])  # experts; 1 for a plain linear
         branch = self.read(layer.parts.nbytes(layer.shape))
         points = self.times.get((names[0], names[1], layer.shape[-2], layer.shape[-1]))
         if points is None:
             pair = " with inputs in ".join(name or "16 bit" for name in names)
             raise ValueError(f"{layer.name} {list(layer.shape[-2:])}: table {self.name!r} has no time for {pair}")
+        # Beyond the table a kernel is bound by arithmetic, so its time is proportional to the tokens.
         if tokens > points[-1][0]:
             return branch + count * points[-1][1] * tokens / points[-1][0]
         return branch + count * float(np.interp(tokens, [t for t, _ in points], [s for _, s in points]))
@@ -279,6 +287,7 @@ def get_timing(name: str) -> Timing:
     )
 
 
+# Sizes in powers of 1000 as disks and GPUs are sold, or of 1024 with an i; counts in powers of 1024 as contexts are.
 _UNITS: dict[str, dict[str, float]] = {
     "size": {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
     | {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},

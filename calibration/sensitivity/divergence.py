@@ -171,10 +171,12 @@ class NextToken(Logits):
 
     def _difference(self, hidden: torch.Tensor, base: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         """Logits of the model minus those of the base; 0 for tokens that the base rules out."""
+        # d = (h' − h) Wᵀ; a bias of the head would cancel, and a soft cap is not linear.
         if self.split and self.cap is None and type(self.head) is nn.Linear:
             if self.narrow is None:
                 self.narrow = _narrowed(self.head.weight.detach().to(hidden.dtype), difference_dtype(hidden))
             return torch.nn.functional.linear((hidden - base).to(self.narrow.dtype), self.narrow).float()
+        # A whole model may return −∞ for tokens that it rules out, and −∞ − (−∞) is NaN.
         difference = self.logits(hidden).float() - self.logits(base).float()
         return difference if self.split else difference.masked_fill(p == 0, 0)
 
@@ -198,6 +200,7 @@ class NextToken(Logits):
     def descend(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
         def loss(index: int, part: slice, logp: torch.Tensor) -> torch.Tensor:
             p = self._base(reference, index, part)
+            # Σ p ln(p / p'), with 0 ln 0 = 0.
             return (torch.xlogy(p, p) - p * logp.masked_fill(p == 0, 0)).sum(dim=-1)
 
         return self._backward(rows, loss, first_row)
@@ -208,6 +211,8 @@ class NextToken(Logits):
         """Backward from the sum of a loss of each position; the head's part runs one slice of positions at a time."""
         with torch.enable_grad():
             hidden = self.hidden(rows)
+            # The head's backward pass runs slice by slice into `gradient`, and the body's once for the whole row: the
+            # logits of a row never exist together.
             gradient = torch.empty_like(hidden)
             total = 0.0
             for index, part in enumerate(self.parts(hidden)):
@@ -277,6 +282,7 @@ class Embeddings:
     def probe(self, rows: torch.Tensor, generator: torch.Generator, first_row: int = 0) -> None:
         with torch.enable_grad():
             embedding = self._embed(rows)
+            # Standard normal, drawn on the CPU: E[g gᵀ] is then the identity on embeddings, as 1 − cosine needs.
             direction = torch.randn(embedding.shape, generator=generator).to(embedding)
             values = (embedding * direction).sum(dim=-1)
             self._sum(values, first_row)

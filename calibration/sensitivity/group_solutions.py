@@ -272,6 +272,7 @@ class _Work:
         """The group solved in the format; None without statistics of its input."""
         stored = self.task.stored
         stats: LayerStats | None = self.moment.stats()
+        # AWQ with plain rounding needs the divisor and no second moment.
         if stats is None and (self.pipeline.needs_moment or self.divisor is None):
             return None
         assert self.candidate.weight is not None
@@ -299,5 +300,6 @@ def _add(works: Mapping[str, Sequence[_Work]], group: str, x: torch.Tensor, rows
             continue
         divided = x if work.divisor is None else x / work.divisor
         rounded = round_activation(divided, work.activation, work.input_scale)
+        # Σ (x_q − x)² by channel: a branch takes the input unrounded and so also corrects the input's rounding.
         noise = (rounded - divided).float().square().sum(0) if work.candidate.rank and work.activation else None
         work.moment.add(rounded, rows=rows, noise=noise)

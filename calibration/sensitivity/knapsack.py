@@ -142,6 +142,7 @@ def pareto(problem: Problem, resource: str, points: int = 25) -> list[np.ndarray
     unbounded = problem.scores.argmin(axis=1)
     high = max(problem.total(resource, unbounded), low)
     choices: dict[tuple[int, ...], np.ndarray] = {}
+    # (1 + 1e-12): the last limit is the sum of the least lossy choice itself, up to rounding.
     for limit in low + (high - low) * np.linspace(0, 1, points) ** 2:
         choice = solve(problem, {resource: float(limit) * (1 + 1e-12)})
         choices.setdefault(tuple(choice), choice)
@@ -185,6 +186,7 @@ def _program(
     count, groups = len(rows), len(problem.groups)
     tables = {SCORE: problem.scores, **problem.costs}
     objective = tables[minimize][rows, columns]
+    # Σ_f x[g, f] = 1: a row for each group, with ones at its variables.
     matrices = [csr_array((np.ones(count), (rows, np.arange(count))), shape=(groups, count))]
     low, high = [np.ones(groups)], [np.ones(groups)]
     for name, limit in limits.items():
@@ -194,6 +196,7 @@ def _program(
         matrices.append(csr_array(values[None] / unit))
         low.append(np.array([-np.inf]))
         high.append(np.array([limit / unit]))
+    # At least G − changes groups keep the format of the known choice: Σ x[g, choice[g]] ≥ G − changes.
     if near is not None:
         matrices.append(csr_array((near.choice[rows] == columns).astype(float)[None]))
         low.append(np.array([float(groups - near.changes)]))
@@ -211,6 +214,7 @@ def _run_milp(program: _Program) -> np.ndarray | None:
             constraints=LinearConstraint(program.matrix, program.low, program.high),
             integrality=np.ones(len(program.objective)),
             bounds=Bounds(0, 1),
+            # Within 1e-6 of the optimum, or the best after 20 s.
             options={"mip_rel_gap": 1e-6, "time_limit": 20.0},
         )
     return result.x  # type: ignore[no-any-return]

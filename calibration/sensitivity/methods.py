@@ -49,6 +49,7 @@ class FisherMethod(Method):
 
     def work(self, name: str) -> Result:
         index = int(name.split()[1])
+        # One generator a row: its draws do not depend on which rank scores which rows.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         row = self.rows[index : index + 1]
         self.switchable.set({})
@@ -58,13 +59,16 @@ class FisherMethod(Method):
             with observed(self.switchable, products.observe, row.numel()):
                 self.divergence.probe(row, generator, index)
             if self.divergence.by_token:
+                # Errors of tokens are independent: Σ over tokens of (g · δ)².
                 squares[str(probe)] = products.squares()
             else:
+                # Tokens are averaged before they are compared: (Σ over tokens of g · δ)².
                 sums = products.sums()
                 squares[str(probe)] = {g: {c: v * v for c, v in scores.items()} for g, scores in sums.items()}
         return total(squares)
 
     def finish(self, sums: Result) -> Result:
+        # The mean over positions and probes of ½ (g · δ)².
         count = self.divergence.count(self.rows) * self.divergence.probes
         return {group: {c: 0.5 * v / count for c, v in scores.items()} for group, scores in sums.items()}
 
@@ -122,7 +126,7 @@ class KlMethod(Method):
         self.names = list(self.groups)
 
     def work(self, name: str) -> Result:
-        if self.baseline.choice is None:
+        if self.baseline.choice is None:  # the run in 16 bit, once for all units of this rank
             self.baseline.start({})
         return {
             group: {c.name: self._loss(group, c.name) for c in self.allowed[group] if c.weight is not None}

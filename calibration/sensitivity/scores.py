@@ -172,6 +172,7 @@ def _key(
     *settings: Any,
 ) -> str:
     """SHA-256 over everything that the scores depend on; of each weight, its shape and a few of its values."""
+    # 256 values of each weight tell models apart, and hashing all would read 16 GB for an 8B model.
     digest = hashlib.sha256(repr(settings).encode())
     for name, members in groups.items():
         digest.update(repr((name, [(c.name, c.weight, c.activation) for c in allowed[name]])).encode())

@@ -151,6 +151,7 @@ class _Probe(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, anchor: torch.Tensor, layer: SwitchableLayer, index: int | None
     ) -> torch.Tensor:
+        # Only x: the weight is dequantized again in the backward pass, or comes from the cache of dense weights.
         ctx.save_for_backward(x)
         ctx.layer, ctx.index = layer, index
         return layer.compute(x, index)
@@ -160,6 +161,7 @@ class _Probe(torch.autograd.Function):
         (x,), layer = ctx.saved_tensors, ctx.layer
         (gradient,) = gradients
         weight = layer.owner.dense(layer, layer.owner.current(layer.group), ctx.index)
+        # ∂L/∂x = ∂L/∂Y · W. No gradient of a weight is computed: nothing is trained.
         back = gradient @ weight.to(gradient.dtype)
         if layer.owner.observe is not None:
             layer.owner.observe(layer, LayerGradient(x, gradient, back, ctx.index))

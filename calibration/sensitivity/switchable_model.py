@@ -102,6 +102,8 @@ class SwitchableModel:
                 f"solver {self.solver!r} needs data; a switchable model takes one that does not, such as 'mse'"
             )
         self.candidates = {**self.candidates, KEPT.name: KEPT}
+        # Autograd only visits nodes with an input that needs a gradient. Weights and token ids need none, so every
+        # layer takes this empty tensor as a second input.
         self.anchor = torch.empty(0, requires_grad=True)
 
     def __enter__(self) -> SwitchableModel:
@@ -109,6 +111,7 @@ class SwitchableModel:
         if self.device is not None and self.device.type == "cuda":
             self.budget = max(self.budget, (free_memory(self.device) - _RESERVE) // 2)
         experts: set[nn.Module] = set()
+        # Every replacement leaves its inverse in `_undo`; `__exit__` runs them last first.
         for group, members in self.groups.items():
             for layer in members:
                 parent_name, _, last = layer.name.rpartition(".")
@@ -132,6 +135,8 @@ class SwitchableModel:
                     self._undo.append(partial(setattr, parent, last, original))
                     setattr(parent, last, new)
                 self.layers[layer.name] = self.model.get_submodule(layer.name)  # type: ignore[assignment]
+        # transformers may run fused experts by one batched product over the parameter, which a module cannot stand in
+        # for: such modules get a loop over experts that calls the projections.
         for module in filter(runs_experts_alone, experts):
             module.forward = partial(experts_forward, module)
             self._undo.append(partial(delattr, module, "forward"))
@@ -158,6 +163,8 @@ class SwitchableModel:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """While open, this is entered and the model prepared for measuring, by `prepared` with `dtype`."""
+        # With a device, weights stay where they are and layers copy them: layers are replaced before the model is
+        # placed, so that only its other tensors move. Without one, weights are widened before layers take them.
         if self.device is None:
             with prepared(self.model, self.dtype), self:
                 yield
@@ -188,6 +195,8 @@ class SwitchableModel:
         if key not in self._solved:
             assert candidate.weight is not None
             weights = {m.name: self.layers[m.name].original for m in self.groups[group]}
+            # Solved on the device of the run in the dtype of the checkpoint, as `quantize` does; kept packed where the
+            # original weight is.
             home = next(iter(weights.values())).device
             weights = {name: w.to(self.device, self.stored or w.dtype) for name, w in weights.items()}
             self._solved[key] = {}
@@ -206,6 +215,7 @@ class SwitchableModel:
         key = (layer.plan.name, candidate.name)
         if key in self._dense:
             return self._dense[key] if index is None else self._dense[key][index]
+        # The original in 16 bit needs no room in the cache, unless it is on another device.
         if candidate.weight is None and layer.original.device == (self.device or layer.original.device):
             return layer.original if index is None else layer.original[index]
         if self._fits(layer, self._dtype_of(layer.original)):
@@ -244,10 +254,11 @@ class SwitchableModel:
     def change(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor | None:
         """The weight in `candidate` minus the weight as it is now, `[out, in]`, as `narrow`; None if they are equal."""
         now = self.current(layer.group)
+        # Two candidates with one weight format have equal weights, unless a solver from data fitted each to its inputs.
         solved = {(layer.group, candidate.name), (layer.group, now.name)} & self.solutions.keys()
         if candidate.weight == now.weight and not solved:
             return None
-        if index is not None:
+        if index is not None:  # of experts, single matrices are not cached
             return self.dense(layer, candidate, index) - self.dense(layer, now, index)
         return self._narrowed(
             layer, (candidate.name, now.name, "change"), lambda: self._values(layer, candidate) - self.dense(layer, now)
@@ -266,6 +277,7 @@ class SwitchableModel:
     def _narrowed(
         self, layer: SwitchableLayer, form: tuple[str, ...], make: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
+        # `form` is a candidate with "narrow", or two candidates with "change"; both share the budget of dense weights.
         key = (layer.plan.name, *form)
         if key in self._dense:
             return self._dense[key]
@@ -317,6 +329,7 @@ class SwitchableModel:
             scale = self.solutions[group, candidate.name].input_scale
             return None if scale is None else scale.to(self.device)
         assert candidate.activation is not None
+        # Members of a group share their input, so a serving engine gives them one scale: the largest.
         members = self.groups[group]
         amax = torch.stack([self.amax[member.name] for member in members]).amax().to(self.device)
         weight = self.layers[members[0].name].original
@@ -328,6 +341,7 @@ def recomputed(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """While open, backward passes run the blocks `names` again instead of keeping the activations inside them."""
     blocks = [model.get_submodule(name) for name in names]
     for block in blocks:
+        # Reentrant checkpoints would need an input that requires a gradient, which hidden states here do not.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     try:
         yield

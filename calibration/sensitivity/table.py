@@ -57,6 +57,7 @@ class GroupScores(JsonData):
     bytes: dict[str, int]
 
     def __post_init__(self) -> None:
+        # JSON of earlier releases may hold NaN, which the knapsack would compare as neither smaller nor larger.
         for format, score in self.scores.items():
             if not math.isfinite(score):
                 raise ValueError(f"{self.name}: its score in {format} is {score}; measure it again")

@@ -58,10 +58,13 @@ class TokenProducts:
             if candidate.name == now.name:
                 continue
             x = switchable.round_input(group, call.x, candidate)
+            # (∂L/∂Y · W) · (x_q − x), with the weight and input of the present format in the place of W and x.
             product = vecdot(call.back, x - x_now)
             change = switchable.change(layer, candidate, call.index)
             if change is not None:
+                # (∂L/∂Y · (W_q − W)) · x_q
                 product = product + vecdot((call.gradient.to(change.dtype) @ change).to(x.dtype), x)
+            # The branch of the new format comes, that of the present one goes.
             for each, rounded, sign in ((candidate, x, 1), (now, x_now, -1)):
                 unrounded = switchable.branch_output(layer, each, call.x, rounded)
                 if unrounded is not None:
@@ -95,6 +98,7 @@ def observed(switchable: SwitchableModel, observe: Callable[..., None], tokens: 
     If the activations of all blocks are too large for autograd to keep, it keeps the blocks' inputs and runs each
     block again in the backward pass.
     """
+    # Bytes of one token's inputs and outputs in all layers.
     features = sum(sum(layer.plan.shape[-2:]) * layer.original.dtype.itemsize for layer in switchable.layers.values())
     names = switchable.blocks if 2 * tokens * features > _ACTIVATION_BYTES else []
     switchable.observe = observe

@@ -47,6 +47,7 @@ def run_units(
     own: dict[str, Result] = {}
     for count, name in enumerate(mine, 1):
         own[name] = work(name)
+        # After each unit, with the results of earlier runs: a file of a rank is only ever written by that rank.
         if path is not None:
             held = {"key": key, "units": {**_units_in(_part(path, rank), key), **own}}
             write_atomically(_part(path, rank), json.dumps(held, allow_nan=False))
@@ -98,6 +99,6 @@ def _units_in(part: Path, key: str) -> dict[str, Result]:
     try:
         held = read_json(part, "partial scores", lambda fields: typed(dict[str, Any], fields, "scores"))
         own: dict[str, Result] = typed(dict[str, Result], held.get("units"), "units")
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # a damaged file costs its units, not the run
         return {}
     return own if held.get("key") == key else {}

@@ -67,7 +67,7 @@ def _documents(item: Any, tokenizer: Any | None, name: str, column: str | None) 
         raise ValueError(
             f"{name}: cannot take tokens from {type(item).__name__}; give texts, chats, token ids or dicts of input_ids"
         )
-    elif _is_chat(item):
+    elif _is_chat(item):  # before ids: both are lists
         yield chat_ids(item, _need(tokenizer, name), name), False
     elif item and all(isinstance(i, int | np.integer) for i in item):
         yield _ids(item, name), False
@@ -174,6 +174,7 @@ def start_token(tokenizer: Any | None) -> int | None:
     bos = getattr(tokenizer, "bos_token_id", None)
     if tokenizer is None or bos is None:
         return None
+    # Tokenizers may name a start token that they do not write, as GPT-2's does: try a text.
     ids = tokenizer("a", verbose=False)["input_ids"]
     return int(bos) if len(ids) > 1 and int(ids[0]) == bos else None
 
@@ -188,6 +189,7 @@ def cut_rows(ids: torch.Tensor, seqlen: int, start: int | None = None) -> torch.
         return ids[:, : usable * seqlen].reshape(-1, seqlen)
     if seqlen == 1:
         raise ValueError(f"seqlen=1: every row begins with token {start} and would hold nothing else; raise seqlen")
+    # Rows are cut one token shorter and the start token is put before each.
     if bool((ids[:, 0] == start).all()):
         ids = ids[:, 1:]
     rows = cut_rows(ids, seqlen - 1)
@@ -216,11 +218,12 @@ def pack_rows(
     tokens, count, texts = 0, 0, False
     for ids, is_open in documents:
         texts |= is_open
+        # Some tokenizers close texts themselves.
         if is_open and end is not None and int(ids[-1]) != end:
             ids = torch.cat([ids, torch.tensor([end])])
         parts.append(ids)
         tokens, count = tokens + len(ids), count + 1
-        if samples is not None and tokens >= samples * seqlen:
+        if samples is not None and tokens >= samples * seqlen:  # a stream of terabytes is read no further
             break
     _check_any(count, name)
     rows, needed = cut_rows(torch.cat(parts)[None], seqlen, start if texts else None), samples or 1

@@ -100,6 +100,7 @@ def mixture_rows(
         stock = {name: _pieces(name, tokenizer, length, start, end) for name in SHARES if name != OWN}
     for pieces in stock.values():
         generator.shuffle(pieces)
+    # Samples first: the model then writes as many tokens as they leave open.
     parts = _first_pieces(stock, _apportioned(-(-needed // length), SHARES), length)
     why_not = "no model that writes" if writer is None else writer.why_not
     if writer is not None and (why_not is None or not stock):
@@ -108,6 +109,7 @@ def mixture_rows(
             parts[OWN] = _own_pieces(writer.model, tokenizer, needed - _tokens(parts), length, openings, end, session)
         except torch.OutOfMemoryError:
             raise
+        # A model that is no causal language model fails in its own way; the samples then take over all shares.
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
             if not stock:
                 raise
@@ -151,6 +153,7 @@ def _pieces(name: str, tokenizer: Any, length: int, start: int | None, end: int 
     for document in sample_texts(name):
         ids = _chat(turns(document), tokenizer, start) if name == CHAT else _text(document, tokenizer, start)
         for piece in ids.split(length - (end is not None)):
+            # The last piece of a document may be a few tokens, which would be mostly end-of-text.
             if len(piece) >= min(_SHORTEST, length - 1):
                 pieces.append(piece if end is None else torch.cat([piece, torch.tensor([end])]))
     return pieces
@@ -194,6 +197,7 @@ def _openings(
     texts = [piece[:_OPENING] for name, pieces in stock.items() if name != CHAT for piece in pieces]
     chats = [turns(document)[:1] for document in sample_texts(CHAT)]
     questions = [_chat(messages, tokenizer, start, ask=True) for messages in chats]
+    # A question must leave at least half of the piece to the answer.
     questions = [ids for ids in questions if 2 * len(ids) <= length]
     generator.shuffle(texts)
     generator.shuffle(questions)

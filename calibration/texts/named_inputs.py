@@ -47,10 +47,12 @@ def read_inputs(
     if path.suffix == ".safetensors":
         if path.is_file() and (named := _named_tensors(path, model)):
             if is_seq2seq and DECODER not in named:
+                # A start token for each row; `write_decoder_text` lets the model go on from it.
                 count = len(next(iter(named.values())))
                 named = {**named, DECODER: decoder_ids(model, None, "", 1).repeat(count, 1)}
             inputs = inputs_of({name: tensor[:samples] for name, tensor in named.items()}, model)
     elif path.is_dir() or is_seq2seq or parameters & _MEDIA:
+        # The processor is loaded only if there is something for it: it may take seconds.
         media = read_samples(source, samples, pairs=is_seq2seq)
         if media is None and is_seq2seq and "input_ids" in parameters:
             media = _texts(source, processor(), samples, seqlen)
@@ -80,6 +82,7 @@ def _named_tensors(path: Path, model: nn.Module) -> Mapping[str, torch.Tensor] |
         raise ValueError(f"{path}: not a safetensors file: {error}") from None
     parameters = set(inspect.signature(model.forward).parameters)
     arguments = set(tensors) & parameters
+    # One tensor of integers is a file of token rows, for `calibration_rows`, unless an encoder-decoder reads them.
     is_ids = len(tensors) == 1 and not next(iter(tensors.values())).is_floating_point()
     if not arguments or (is_ids and DECODER not in parameters):
         return None

@@ -85,6 +85,7 @@ class Preparer:
                 "prepare inputs yourself and give them as .safetensors"
             ) from error
         call = {name: value for name, value in arguments.items() if name in self.parameters and name != "labels"}
+        # A processor for another model may produce nothing but masks that this one has arguments for.
         if all("mask" in name for name in call):
             raise ValueError(
                 f"{sample.name}: {type(self.model).__name__} takes none of {', '.join(arguments)}, which "
@@ -114,7 +115,7 @@ class Preparer:
         if rate is None:
             raise ValueError(f"{type(self.processor).__name__} prepares no sounds")
         options = {"sampling_rate": rate, "return_tensors": "pt"}
-        if self.extractor is self.processor:
+        if self.extractor is self.processor:  # a bare feature extractor takes the sound by position
             return self.processor(sample.sound(rate), **options)
         if DECODER not in self.parameters and "input_ids" in self.parameters:
             options["text"] = sample.texts[0] if sample.texts else _SOUND
@@ -156,6 +157,7 @@ def decoder_ids(model: nn.Module, tokenizer: Any, target: str, length: int) -> t
     """
     start = start_of(model)
     ids = list(tokenizer(text_target=target, truncation=True, max_length=length)["input_ids"]) if target else []
+    # The decoder's input is its target shifted by one: the end token is predicted, not read.
     if ids and ids[-1] == getattr(tokenizer, "eos_token_id", None):
         ids = ids[:-1]
     return torch.tensor([ids if ids[:1] == [start] else [start, *ids]])[:, :length]

@@ -53,6 +53,7 @@ def parse_corpus(spec: str) -> Corpus | None:
         if not name:
             raise ValueError(f"{spec}: name the data set as hf:NAME[:CONFIG][:SPLIT][#COLUMN]")
         return Corpus(name, None, config or None, split or None, column or None)
+    # A file name may hold a #; only where there is no such file does it begin the column.
     path, column = (spec, "") if Path(spec).exists() else (spec.partition("#")[0], spec.partition("#")[2])
     if Path(path).is_dir():
         return Corpus(path, column=column or None)
@@ -104,7 +105,7 @@ def _explained(corpus: Corpus) -> Iterator[None]:
     """Turns errors inside `datasets` into one line, and keeps the package from logging them again."""
     logger = logging.getLogger("datasets")
     level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    logger.setLevel(logging.CRITICAL)  # datasets logs errors itself before it raises
     try:
         yield
     except ConnectionError as error:
@@ -124,6 +125,7 @@ def _open(datasets: Any, corpus: Corpus) -> Any:
         options = {"sep": "\t"} if ".tsv" in corpus.path.lower() else {}
         return datasets.load_dataset(corpus.reader, data_files=corpus.path, streaming=True, **options)
     saved = Path(corpus.path)
+    # `save_to_disk` leaves state.json for a data set and dataset_dict.json for one with splits.
     if (saved / "state.json").is_file():
         return datasets.load_from_disk(corpus.path).to_iterable_dataset()
     if (saved / "dataset_dict.json").is_file():

@@ -178,6 +178,7 @@ def token_rows(
             f"{needed} row(s) need {needed * seqlen} tokens. Give a longer text, or lower samples or seqlen"
         )
     if seed is not None:
+        # A generator of its own: the global one would make rows depend on what ran before.
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
         return rows[order[:samples]].clone()
     return rows[:samples].clone()
@@ -237,6 +238,7 @@ def _tokenize(path: Path, tokenizer: Any | None) -> torch.Tensor:
 
 def _check_vocabulary(ids: torch.Tensor, size: int, name: str, owner: str = "tokenizer") -> None:
     low, high = (int(n) for n in torch.aminmax(ids))
+    # An id beyond the embedding would be an index error on a CPU and an asynchronous device assert on a GPU.
     if low < 0 or high >= size:
         bad = high if high >= size else low
         raise ValueError(
@@ -267,6 +269,7 @@ def check_ids(rows: torch.Tensor, model: nn.Module) -> None:
 def _check_size(samples: int | None, seqlen: int) -> None:
     if seqlen < 1 or (samples is not None and samples < 1):
         raise ValueError(f"samples={samples} and seqlen={seqlen} must be at least 1")
+    # torch's sizes are int64: refuse before an allocation overflows.
     if (samples or 1) * seqlen >= 2**62:
         raise ValueError(f"samples={samples} and seqlen={seqlen}: more tokens than there are numbers for")
 

@@ -106,6 +106,7 @@ def read_samples(source: str | Path, count: int, *, pairs: bool) -> list[Sample]
     if corpus is None:
         return None
     records = read_records(replace(corpus, column=None))
+    # The first record decides for all; it is put back before the others.
     first = next(records, None)
     if first is None or not (_media(first) or (pairs and _texts_of(first, corpus, str(source)))):
         return None
