@@ -58,6 +58,7 @@ from quant.calibration.solvers.solver import get_pipeline
 from quant.execution.solve import Quantized
 from quant.recipes.plan import Plan
 
+# Rounds switchable layers where the plan's solver works from data.
 _STAND_IN = "mse"
 _EFFORT = Effort()
 _P = ParamSpec("_P")
@@ -132,6 +133,7 @@ def allocate(
     if goal.has_limit and held_out is None:
         rows, held_out = HeldOut.from_calibration(rows)
     space = make_space(model, goal, settings)
+    # Infeasible budgets are refused before the model runs for the first time.
     space.explain(goal, space.problem())
     amax = measure_amax(model, space.groups, space.candidates, rows, session)
     texts = _divided(rows, held_out, effort)
@@ -160,10 +162,12 @@ def allocate(
     def plan_of(choice: np.ndarray) -> Plan:
         return space.plan(choice, problem, scores, goal, loop.corrected)
 
+    # So far groups were rounded by a stand-in or solved alone. The plan's solver has the last word.
     quantized = None
     if scoring.solver != settings.solver or scoring.solutions:
         real = RealSolver(model, loop, plan_of, rows, settings.dtype, session)
         best, quantized = real.within_loss(best) if goal.has_limit else real.within_budget(best)
+        # Single formats that were solved for real are compared by their real loss.
         uniform = tuple(replace(each, kl=real.uniform.get(each.name, each.kl)) for each in uniform)
         verified = real.verified(quantized)
     plan = _with_verified(plan_of(best.choice), verified)
@@ -259,6 +263,7 @@ def _scoring(model: nn.Module, space: Space, rows: torch.Tensor, options: Option
     scoring = Scoring(options.method, _STAND_IN if needs_data else options.solver, dtype=options.dtype)
     if not needs_data and not any(candidate.rank for candidate in space.candidates.values()):
         return scoring
+    # Taken before `prepared` widens the weights and moves them.
     stored, home = stored_dtype(model), device_of(model)
     with prepared(model, options.dtype, session.device):
         rows = rows.to(session.device)

@@ -136,6 +136,7 @@ class Bench:
         if not self.by_perplexity:
             return tuple(_verified(name, each.losses(named)) for name, each in self.verifying.items())
         model = self._next_token()
+        # Both models on the same rows, for the differences in `_verified_nlls`.
         self.switchable.set({})
         self.nlls_before = {name: _row_nlls(model, rows) for name, rows in self.held_out.verify.items()}
         self.switchable.set(named)
@@ -152,6 +153,8 @@ class Bench:
     def _verified_nlls(self, nlls: Mapping[str, list[float]]) -> tuple[Verified, ...]:
         verified = []
         for name, after in nlls.items():
+            # The interval is of the difference of NLL row by row, since both models find the same rows hard. Its ends
+            # become relative increases of perplexity, exp(ΔNLL) − 1.
             rises = [b - a for a, b in zip(self.nlls_before[name], after, strict=True)]
             interval = mean_interval(rises)
             ends = None if interval is None else tuple(_expm1(end) for end in interval)
@@ -171,7 +174,7 @@ class Bench:
 
     def _nlls(self, choice: np.ndarray | None) -> dict[str, float]:
         """Mean negative log-likelihood on the check rows of each text."""
-        key = () if choice is None else key_of(choice)
+        key = () if choice is None else key_of(choice)  # () is the model in 16 bit
         if key not in self.nlls:
             self.switchable.set({} if choice is None else self.space.named(choice))
             self.nlls[key] = _nlls_of(self.divergence, self.held_out.check)
@@ -188,6 +191,7 @@ class Bench:
         if not self.references:
             self.switchable.set({})
             self.references = [self.divergence.reference(part) for part in self.scored.split(1)]
+        # First order: Σ over tokens of g · (Y_new − Y_now), with the gradient g at the quantized model.
         sums = np.zeros(problem.scores.shape)
         names = list(self.space.candidates)
         self.switchable.set(self.space.named(choice))
@@ -200,6 +204,7 @@ class Bench:
                     sums[i, names.index(name)] += value
         self._tick()
         sums /= self.divergence.count(self.scored)
+        # Second order: δ_new − δ_now, taken as independent, has the sum of both squares.
         own = problem.scores[np.arange(len(choice)), choice][:, None]
         table = sums + problem.scores + own
         table[np.arange(len(choice)), choice] = 0.0

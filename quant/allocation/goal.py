@@ -47,7 +47,7 @@ class Goal:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UserError(f"--{name.replace('_', '-')} {value:g}: give a finite number above zero")
-        timing = self.timing
+        timing = self.timing  # also without --latency: an unknown target is refused here
         if self.latency is not None and timing is None:
             raise UserError("--latency needs the GPU or a table of kernel times: --target h100, or --target FILE.json")
 
@@ -69,6 +69,7 @@ class Goal:
     @property
     def timing(self) -> Timing | None:
         """Kernel times of the target."""
+        # `--target` takes runtimes, GPUs and tables of kernel times alike; runtimes have no times.
         names = [name for name in self.target if name not in TARGETS]
         unknown = [name for name in names if name not in GPUS and not name.endswith(".json")]
         if unknown:
@@ -83,6 +84,7 @@ class Goal:
     @property
     def budget(self) -> Budget:
         """The limit on the loss if there is one, else the first budget, for the record."""
+        # A limit on the loss comes first: with one, budgets are side conditions.
         named = (
             ("kl", self.max_kl), ("perplexity", self.max_ppl_increase), ("bits", self.bits), ("bytes", self.fit),
             ("seconds", self.latency),
@@ -107,6 +109,7 @@ class Constraint:
     @classmethod
     def parse(cls, kind: str, text: str) -> Constraint:
         """From `GLOB=FORMAT`."""
+        # From the right: a glob may hold "=", a format may not.
         match, separator, format_ = text.rpartition("=")
         if not separator or not match or not format_:
             raise UserError(f"--{kind.replace('_', '-')} {text!r}: write it as GLOB=FORMAT, such as '*.down_proj=fp8'")

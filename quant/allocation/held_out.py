@@ -44,6 +44,7 @@ class HeldOut:
                     f"{name}: {len(rows)} row to evaluate on; a limit on the loss is kept on one half of the rows and "
                     "verified on the other: give --eval-samples 2 or more"
                 )
+        # The first half, in the order of the text: neighbouring rows of one document stay on one side.
         check = {name: rows[: len(rows) // 2] for name, rows in texts.items()}
         return cls(check, {name: rows[len(rows) // 2 :] for name, rows in texts.items()})
 
@@ -60,6 +61,7 @@ class HeldOut:
                 "one to verify on; give 3 or more, or a text of its own with --eval"
             )
         quarter = max(len(rows) // 4, 1)
+        # The seed is fixed, and not the run's: the same rows verify every allocation on this text.
         # At random, since rows of a mixture follow each other by kind of text.
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
         check, verify, calibration = (

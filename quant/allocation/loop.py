@@ -101,13 +101,14 @@ class Loop:
         for _ in range(10):
             choice = self._smallest_within(allowance, budgets)
             predicted = self.problem.total(SCORE, choice)
-            ratio = self._ratio(choice, predicted)
+            ratio = self._ratio(choice, predicted)  # measured loss / limit
             if ratio <= 1:
                 good, low = choice, max(allowance, low)
                 if not self._can_shrink(choice):
                     break
             else:
                 high = predicted
+                # Even the least lossy choice within the budgets breaks the limit.
                 if predicted <= least * (1 + 1e-9) + 1e-15:
                     break
             if good is not None and high < math.inf and self._is_close(good, high, budgets):
@@ -121,13 +122,16 @@ class Loop:
 
     def _next(self, allowance: float, ratio: float, low: float, high: float) -> float:
         """The next sum of scores to try: rescaled by the measurement, or halfway if that is outside the interval."""
+        # As if the loss were proportional to the scores. A choice exactly at the limit may have room for 2 % more.
         guess = allowance / max(ratio, 0.05) if ratio != 1 else 1.02 * allowance
         if high == math.inf:
             return guess
+        # Guesses near an end hardly shrink the interval.
         margin = 0.02 * (high - low)
         return guess if low + margin < guess < high - margin else (low + high) / 2
 
     def _smallest_within(self, allowance: float, budgets: Mapping[str, float]) -> np.ndarray:
+        # A little more than `allowance`, which may be the sum of a choice that was found by the same solver.
         limits = {SCORE: allowance * (1 + 1e-9) + 1e-15, **budgets}
         return solve(self.problem, limits, minimize="bytes")
 
@@ -176,6 +180,7 @@ class Loop:
 
     def _correct(self, present: MeasuredChoice) -> MeasuredChoice:
         """Changes the groups with the best gain at the quantized model, a few at a time, while that does gain."""
+        # Gains hold near the present choice only, so few groups change at a time, and half as many after a failure.
         changes = max(len(self.problem.groups) // 24, 2)
         gains: np.ndarray | None = None
         for _ in range(self.effort.rounds):
@@ -206,7 +211,7 @@ class Loop:
         if present.measured == 0 or count == 0:
             return present
         limits = self.space.limits(self.goal)
-        if self.goal.has_limit:
+        if self.goal.has_limit:  # less loss at the same size; `_correct` then turns it into a smaller size
             limits["bytes"] = self.space.bytes(present.choice)
         baseline = Baseline(bench.switchable, bench.divergence, bench.searched)
         search = Search(self.problem, limits, baseline, self.space.named, count, bench.probe)
@@ -267,6 +272,7 @@ class Loop:
                 slack = max(self._limit_as_loss() - present.measured, 0.0)
                 if self.goal.max_kl is None:
                     slack = 0.0
+                # Smallest size whose predicted loss uses at most 0.9 of the distance to the limit.
                 choice = solve(local, {SCORE: 0.9 * slack, **limits}, minimize="bytes", near=near)
         except Infeasible:
             return None, math.nan

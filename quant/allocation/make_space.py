@@ -37,9 +37,11 @@ def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
     runtimes = [get_target(name) for name in goal.target if name in TARGETS]
     plans = _plan_each(model, candidates, options)
     base = next(iter(plans.values()))
+    # A layer is open to choice if at least one format can quantize it; others keep 16 bit and count as fixed.
     quantized = {layer.name for plan in plans.values() for layer in plan.quantized}
     groups = groups_of([layer for layer in base.layers if layer.name in quantized])
     by_name = {c.name: c for c in candidates}
+    # Some runtimes take each format alone but not several in one checkpoint.
     mixed = len(plans) > 1
     allowed = {
         group: [c for c in candidates if all(_fits(c, m, plans.get(c.name), runtimes, mixed) for m in members)]
@@ -50,6 +52,7 @@ def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
     for constraint in options.constraints:
         _constrain(constraint, groups, allowed, by_name)
     fixed_layers = [layer for layer in base.layers if layer.name not in quantized]
+    # By identity, since tied weights are one tensor under several names.
     planned = {id(p) for layer in base.layers for p in _parameters_of(model, layer)}
     unplanned_bytes = sum(t.nbytes for t in _tensors(model) if id(t) not in planned)
     cache_bytes = kv_cache_bytes(getattr(model, "config", None), goal.context, goal.batch, base.kv_cache)
@@ -115,12 +118,14 @@ def _recipe_of(candidate: Candidate, solver: str, kv_cache: str | None) -> Recip
 def _fits(candidate: Candidate, layer: LayerPlan, plan: Plan | None, runtimes: Sequence[Target], mixed: bool) -> bool:
     """Whether a layer can take a candidate: the candidate's plan quantizes it, and every runtime has the result."""
     planned = candidate.weight is None or (plan is not None and plan.by_name[layer.name].weight is not None)
+    # Branches are made for plain linear layers only.
     planned = planned and (layer.kind == LayerKind.LINEAR or not candidate.rank)
     return planned and not any(runtime.problems(candidate.applied(layer), mixed=mixed) for runtime in runtimes)
 
 
 def _bytes_read(fixed: Sequence[LayerPlan]) -> int:
     """Bytes of layers with a fixed format that a decoding step reads; of an embedding, only a row a token."""
+    # A head that is tied to an embedding has no bytes of its own in the plan, but each step reads it in 16 bit.
     heads = (2 * layer.numel for layer in fixed if layer.kind == LayerKind.HEAD and layer.tied_to is not None)
     return sum(layer.nbytes for layer in fixed if layer.kind != LayerKind.EMBEDDING) + sum(heads)
 

@@ -91,9 +91,11 @@ class RealSolver:
             smaller = best is None or loop.space.bytes(estimated.choice) < loop.space.bytes(best[0].choice)
             if limited <= limit and smaller:
                 best = MeasuredChoice(estimated.choice, measured), quantized
+            # The ratio corrects the loop's measurements of groups solved alone; the next choice aims at limit / scale.
             loop.scale = limited / alone if alone > 0 and limited > 0 else 1.0
             with loop.bench.switchable.ready():
                 estimated = loop.run()
+            # A further quantization must promise to save more than 0.5 %.
             if best is not None and loop.space.bytes(estimated.choice) > 0.995 * loop.space.bytes(best[0].choice):
                 break
         if best is None:

@@ -138,6 +138,7 @@ class AllocationRecord(JsonData):
         worst = self.worst
         if worst is None or worst.loss <= self.budget.value:
             return []
+        # Limits on perplexity are relative and shown in percent, those on KL in nats.
         percent = self.budget.kind == "perplexity"
         loss, limit = (f"{100 * x:.3g}%" if percent else f"{x:.4g}" for x in (worst.loss, self.budget.value))
         statement, option = ("perplexity rises by", "--max-ppl-increase") if percent else ("the loss is", "--max-kl")

@@ -98,6 +98,7 @@ class Search:
         count = self.measurements // 2
         if len(flips) <= count:
             return flips
+        # Costs as fractions of their limits, so that bytes and seconds can be added.
         cost = sum(self.problem.costs[name] / max(abs(limit), 1e-300) for name, limit in self.limits.items())
         scores = self.problem.scores
         gain = scores - scores[rows, choice][:, None]
@@ -124,6 +125,7 @@ class Search:
     def _swap(self, choice: np.ndarray, present: float, flips: np.ndarray) -> np.ndarray | None:
         """The first exchange of two groups that helps."""
         rows = np.arange(len(choice))
+        # All pairs of measured flips at once: [moves, moves] matrices of their summed gains and costs.
         moves = np.argwhere(np.isfinite(flips) & (np.arange(flips.shape[1]) != choice[:, None]))
         gain = flips[moves[:, 0], moves[:, 1]]
         promised = gain[:, None] + gain[None]

@@ -56,7 +56,7 @@ class Space:
         """The knapsack problem; without scores all losses are zero, which is enough to check budgets."""
         names = tuple(self.candidates)
         shape = (len(self.groups), len(names))
-        loss = np.full(shape, np.inf)
+        loss = np.full(shape, np.inf)  # infinite where a format is not allowed
         tables = {"bytes": np.zeros(shape)} | ({"seconds": np.zeros(shape)} if self.timing is not None else {})
         for i, (group, members) in enumerate(self.groups.items()):
             for candidate in self.allowed[group]:
@@ -104,6 +104,7 @@ class Space:
         """The budgets as limits on the sums of the groups' costs, by resource, without fixed bytes and seconds."""
         limits: dict[str, float] = {}
         if goal.bits is not None:
+            # Whole bytes; 1e-6 makes up for bits that have no exact binary fraction, such as 4.8.
             limits["bytes"] = math.floor(goal.bits * self.numel / 8 + 1e-6)
         if goal.fit is not None:
             limits["bytes"] = min(limits.get("bytes", math.inf), math.floor(goal.fit) - self.fixed_bytes)
@@ -138,6 +139,7 @@ class Space:
     ) -> Plan:
         """The plan of a choice, with a reason for every layer."""
         layers = []
+        # Rank 1 is the group that loses most in its worst format.
         ranks = {g.name: i for i, g in enumerate(sorted(scores.groups, key=lambda g: -max(g.scores.values())), 1)}
         for group, name in self.named(choice).items():
             candidate, entry = self.candidates[name], scores.by_name[group]
@@ -169,6 +171,7 @@ def key_of(choice: np.ndarray) -> tuple[int, ...]:
 def _reason(entry: Any, name: str, rank: int, count: int) -> str:
     """The reason for a group's format, in one sentence."""
     own = f"{name if name != KEPT.name else '16 bit'} at {entry.bits[name]:.2f} bits, score {entry.scores[name]:.3g}"
+    # The reason names the nearest alternatives: the next smaller format, and the next larger one that loses less.
     smaller = [c for c in entry.bytes if entry.bytes[c] < entry.bytes[name]]
     larger = [c for c in entry.bytes if entry.bytes[c] > entry.bytes[name] and entry.scores[c] < entry.scores[name]]
     clauses = [f"allocated {own} (sensitivity rank {rank} of {count})"]

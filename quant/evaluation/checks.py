@@ -24,6 +24,7 @@ def check_evaluable(model: nn.Module, rows: torch.Tensor | Inputs) -> None:
     if isinstance(rows, Inputs):
         return
     _check_rows(model, rows)
+    # Two tokens, so that one position a row is told from one position a token.
     name, probe = type(model).__name__, rows[:1, :2]
     try:
         output = run_probe(model, probe)
@@ -69,6 +70,7 @@ def _check_rows(model: nn.Module, rows: torch.Tensor) -> None:
             f"rows of {rows.shape[1]} tokens are longer than the {context} positions of {type(model).__name__}; "
             f"use a seqlen of at most {context}"
         )
+    # An id outside the vocabulary is an index error on a CPU and an asynchronous device assert on a GPU.
     vocabulary = getattr(config, "vocab_size", None)
     low, high = (int(n) for n in torch.aminmax(rows))
     if low < 0 or (isinstance(vocabulary, int) and high >= vocabulary):

@@ -41,11 +41,13 @@ def prediction_sums(logits: Sequence[Logits], batch: torch.Tensor, first_row: in
         logp = [each.logp(h[part]) for each, h in zip(logits, hidden, strict=True)]
         if len({x.shape[-1] for x in logp}) > 1:
             raise ValueError(f"model and baseline have different vocabularies: {[x.shape[-1] for x in logp]} tokens")
+        # The two models may be on different devices: sums are taken on the model's.
         target = targets[part, None].to(logp[0].device)
         values = torch.zeros(4, len(target), dtype=torch.float64, device=target.device)
         for i, of_model in enumerate(logp):
             values[i] = -of_model.gather(1, target.to(of_model.device))[:, 0]
         if len(logp) == 2:
+            # `_kl_` destroys the baseline's log-probabilities, so it comes last.
             values[SAME] = logp[0].argmax(dim=-1) == logp[1].argmax(dim=-1).to(target.device)
             values[KL] = _kl_(logp[1].to(target.device), logp[0])
         _check_finite(values, first_row * positions_per_row + part.start, positions_per_row)

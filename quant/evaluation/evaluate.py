@@ -100,6 +100,7 @@ def evaluate(
             a baseline.
     """
     models = [model] if baseline is None else [model, baseline]
+    # A batch of images or other features: each row is a call of its own.
     if isinstance(rows, torch.Tensor) and rows.is_floating_point() and rows.dim() > 2:
         rows = Inputs([((row[None],), {}) for row in rows])
     for each in models:
@@ -109,6 +110,7 @@ def evaluate(
     started = time.perf_counter()
     report = progress or (lambda done, total: None)
     target_device = find_device(device)
+    # Models that do not fit on the device, whose blocks visit it one by one.
     visited = [each for each in models if is_visited(each, target_device, dtype)]
     if isinstance(rows, Inputs):
         with torch.no_grad(), prepared(models, dtype, target_device):
@@ -166,6 +168,7 @@ def _evaluate_calls(models: Sequence[nn.Module], inputs: Inputs, size: int, repo
             stack.enter_context(understood(each))
         for number in own_batches(len(batches)):
             batch = batches[number]
+            # Model and baseline may have different dtypes and be on different devices.
             results = [each(cast_for(each, batch).to(device_of(each))) for each in models]
             base_result = results[1] if len(results) > 1 else None
             call = batch.named_arguments(models[0])
@@ -214,6 +217,7 @@ def _of_embeddings(sums: Mapping[str, torch.Tensor], count: int, unit: str) -> E
         OutputDistance(name, float(v[:, DISTANCE].mean()), math.sqrt(float(v[:, ERROR].sum() / v[:, SQUARE].sum())))
         for name, v in sums.items()
     )
+    # With several outputs, as of CLIP, a row counts by the mean of their distances.
     of_rows = torch.stack([values[:, DISTANCE] for values in sums.values()]).mean(dim=0)
     return Evaluation(
         perplexity=None,
@@ -251,6 +255,7 @@ def _batches(rows: torch.Tensor, size: int, report: Report) -> Iterator[tuple[in
     starts = range(0, len(rows), size)
     for start in (starts[number] for number in own_batches(len(starts))):
         batch = rows[start : start + size]
+        # The caller works on the batch before the generator goes on, so the report comes after the work.
         yield start, batch
         report(start + len(batch), len(rows))
 

@@ -71,4 +71,5 @@ class Evaluation(JsonData):
     @property
     def worst(self) -> Evaluation:
         """The figures on the text on which the model is furthest from its baseline."""
+        # Without a baseline all losses are None, and the first text is returned.
         return max(self.texts, key=lambda each: each.loss or 0.0)

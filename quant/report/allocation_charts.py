@@ -36,6 +36,7 @@ def pareto(record: AllocationRecord) -> Section:
     uniform = sorted(record.uniform, key=lambda u: u.bits)
     points += [(f"U{i}", f"all in {u.name}", u.bits, None, u.kl, single) for i, u in enumerate(uniform)]
     points.append(("PX", "chosen", chosen.bits, chosen.kl_predicted, chosen.kl_measured, best))
+    # The chosen loss is divided by a rival's, so rivals with a loss of zero are left out.
     fitting = [u for u in uniform if u.bits <= chosen.bits + 1e-9 and u.kl > 0]
     text = f"Asked for {budget_text(budget)}; chosen {chosen.bits:.3f} bits a weight, measured "
     text += f"{number(chosen.kl_measured)}. "
@@ -56,6 +57,7 @@ def pareto(record: AllocationRecord) -> Section:
         + [(bits, measured, series, row) for row, _, bits, _, measured, series in points if measured is not None],
         "labels": sorted([*((u.bits, u.kl, u.name) for u in uniform), (chosen.bits, chosen.kl_measured, "chosen")]),
         "curve": [(p.bits, p.kl_predicted) for p in record.curve if p.kl_predicted > 0],
+        # A line across the chart; budgets in bytes and seconds have no axis here.
         "limit": {"bits": {"x": budget.value}, "kl": {"y": budget.value}}.get(budget.kind),
     }
     rows = [(row, (name, f"{bits:.3f}", number(p), number(m))) for row, name, bits, p, m, _ in points]
@@ -79,6 +81,7 @@ def rounds(record: AllocationRecord) -> Section | None:
     chosen, turns, rows = record.chosen, record.rounds, []
     if not turns:
         return None
+    # The plan holds the round with the chosen loss; none, if a solver from data or a single format came after them.
     chosen_round = next((i for i, turn in enumerate(turns) if turn.measured == chosen.kl_measured), None)
     for i, turn in enumerate(turns):
         cells = (f"{turn.bits:.3f}", number(turn.predicted), number(turn.measured), _off(turn.measured, turn.predicted))
@@ -185,6 +188,7 @@ def waterfall(
         steps.append((n * (1.03 + 0.075 * k), n * (1.085 + 0.075 * k), 0.0, value, name, f"WX{k}"))
         series[name] = colour
     ranked = sorted(zip(scores, chosen, strict=True), key=lambda item: -item[0])
+    # The fewest groups that together make up half of the sum.
     few = next((k for k in range(1, n) if sum(score for score, _ in ranked[:k]) >= 0.5 * sums[n]), n)
     score, (_, group, f) = ranked[0]
     text = f"{few} of {n} groups carry half of the predicted loss. "
@@ -209,6 +213,7 @@ def chosen_format(group: GroupScores, plan: Plan) -> str | None:
         return None
     if layer.weight is None:
         return KEEP if KEEP in group.scores else None
+    # Columns are names that the user wrote, the plan holds formats: compare the formats.
     formats = (layer.weight, layer.activation)
     columns = _candidates(tuple(name for name in group.scores if name != KEEP))
     return next((column.name for column in columns if (column.weight, column.activation) == formats), None)

@@ -55,6 +55,7 @@ def sizes(report: Report, plan: Plan) -> Section:
     for i, (format, kind) in enumerate(sorted(groups, key=lambda key: (order.index(key[0]), key[1]))):
         members, name = groups[format, kind], format or kind
         weights = sum(math.prod(layer.shape) for layer in members)
+        # Quantized weights had 2 bytes each; a tied layer has no bytes and is counted where its weight is.
         before = sum(2 * math.prod(layer.shape) if layer.format else layer.nbytes for layer in members if layer.nbytes)
         size = {"before": before, "after": sum(layer.nbytes for layer in members)}
         parts += [(bar, size[bar], name, f"B{i}") for bar in bars]
@@ -77,6 +78,7 @@ def memory(plan: Plan, kv_cache: KVCache | None) -> Section | None:
     parts = [("weights", size, name) for name, size in sizes.items() if size]
     bars = {"weights": f"Weights {megabytes(weights.total)}"}
     text = "The KV cache and activations take memory as well; the server decides how much."
+    # A second bar, since a long context's cache may be many times as large as the weights.
     if kv_cache is not None:
         cache_name = f"KV cache, {kv_cache.batch} × {kv_cache.context:,} tokens"
         parts += [("both", weights.total, "all weights"), ("both", kv_cache.nbytes, cache_name)]

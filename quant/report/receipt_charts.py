@@ -18,6 +18,7 @@ def receipt(record: Receipt) -> list[Section]:
     more = f" and {len(names) - 6} more" if len(names) > 6 else ""
     text = f"These layers failed: {', '.join(dict.fromkeys(names[:6]))}{more}. " if names else ""
     ran = {key: name for key, name in _STAGES.items() if any(getattr(m, key) is not None for m in record.layers)}
+    # Stages that were not run have no column.
     chart, rows = None, []
     if ran:
         deviations = [{key: v for key in ran if (v := getattr(m, key)) is not None} for m in record.layers]

@@ -49,6 +49,7 @@ def render_html(report: Report, plan: Plan) -> str:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    # Long layer names may be broken after dots and bars, so that tables fit a phone.
     environment.filters["breakable"] = lambda name: Markup(re.sub(r"([.|])", r"\1<wbr>", str(escape(name))))
     # A point at "top" stands at the upper end of its axis.
     environment.filters["finite"] = partial(finite, instead="top")
@@ -110,7 +111,7 @@ def _layers(report: Report, plan: Plan) -> list[dict[str, Any]]:
         reason = layer.reason if planned is None or planned.score is None else None
         bits = None if layer.format else layer.bits
         groups.setdefault((layer.format, layer.activation, reason, bits), []).append((f"L{i}", layer))
-    order = list(colours)
+    order = list(colours)  # formats with the fewest bits first, 16 bit last
     tables = []
     for format, activation, reason, bits in sorted(groups, key=lambda key: order.index(key[0])):
         members = groups[format, activation, reason, bits]
@@ -184,6 +185,7 @@ def rewrite(
             report.receipt = Receipt.from_dict(receipt)
         except ValueError as error:
             raise UserError(f"{source}: not a receipt of `quant export`: {error}") from None
+        # The digest identifies the plan; a receipt without one is checked by the names of its layers.
         strangers = [layer.name for layer in report.receipt.layers if layer.name not in plan.by_name]
         if receipt.get("plan") not in (None, plan.digest()) or strangers:
             raise UserError(f"{source}: the receipt of another plan than {directory / PLAN_FILE}")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     pass
 
 SCHEMA_VERSION = 1
+# Fields that `to_dict` leaves out if they are None, so that the report of a plain run stays short.
 _PARTS = ("sensitivity", "allocation", "receipt", "kv_cache", "distillation", "fingerprint")
 
 
@@ -77,6 +78,7 @@ class Receipt(JsonData):
         Raises:
             ValueError: an unknown or a missing field of a layer, or no verdict.
         """
+        # A receipt file has further fields, which the page does not show.
         whole = typed(dict[str, Any], fields, "receipt")
         own = {key: value for key, value in whole.items() if key in ("layers", "audit", "passed")}
         return super().from_dict({"layers": (), "audit": (), **own})
@@ -237,4 +239,5 @@ def peak_rss() -> int | None:
     except ImportError:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS counts bytes, Linux KiB.
     return peak if sys.platform == "darwin" else peak * 1024

@@ -54,6 +54,7 @@ def percentage(value: float, total: float) -> str:
 
 def format_colours(report: Report) -> dict[str | None, str]:
     """Colours of the weight formats in use, fewest bits first; then `kept` for None, which is 16 bit."""
+    # Ties by name: the colour of a format must not depend on the order of layers.
     bits = {layer.format: layer.bits for layer in report.layers if layer.format is not None}
     colours: dict[str | None, str] = {}
     colours.update(colours_of(sorted(bits, key=lambda name: (bits[name], name))))

@@ -38,6 +38,7 @@ def summary(report: Report) -> list[tuple[str, str]]:
         ("size", f"{megabytes(report.bytes_before)} → {megabytes(report.bytes_after)} ({_shrinking(report.ratio)})"),
         ("effective bits", bits),
     ]
+    # One line for each format, and for each width of layers that are not quantized.
     formats: dict[str, list[LayerResult]] = {}
     for layer in report.layers:
         formats.setdefault(layer.format or f"{layer.bits:g} bit", []).append(layer)
@@ -53,6 +54,7 @@ def summary(report: Report) -> list[tuple[str, str]]:
         rows.append(("distilled", _distillation(trained, report.evaluation)))
     if (record := report.allocation) is not None:
         chosen, count = record.chosen, counted(len(record.rounds), "round")
+        # Nothing is quantized then, so there is no loss to print.
         if chosen.bits == 16:
             text = "everything stays in 16 bit: the budget has room for it"
         else:
@@ -99,6 +101,7 @@ def _figures(texts: Sequence[Evaluation]) -> list[tuple[str, str]]:
 def _distillation(trained: Distillation, now: Evaluation | None) -> str:
     """How it was trained, and KL before and after on each text."""
     lines = [f"{trained.steps} steps of {trained.batch} × {trained.seqlen} tokens, from {trained.start}"]
+    # Both evaluations are on the same texts in the same order.
     for old, new in zip(trained.before.texts if trained.before else (), now.texts if now else (), strict=True):
         if old.kl is not None and new.kl is not None:
             lines.append(f"KL {old.kl:.4f} → {new.kl:.4f} ({new.kl / old.kl:.2f}×) on {new.text}")
