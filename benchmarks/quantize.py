@@ -30,6 +30,7 @@ import torch
 from _table import machine, show, versions
 
 from quant.formats.format import FORMATS
+from quant.formats.install_command import install_command
 from quant.formats.number import E2M1
 from quant.formats.rounding import round_to
 from quant.formats.tensor import quantize
@@ -185,7 +186,7 @@ def main(
     notes = ["Extra memory: growth of the peak RSS beyond input and output. The weight is normal, in BF16."]
     has_modelopt = importlib.util.find_spec("modelopt") is not None
     if not has_modelopt:
-        notes.append("ModelOpt is not installed, so there is no peer here: pip install 'blockscale[modelopt]'.")
+        notes.append(f"ModelOpt is not installed, so there is no peer here: {install_command('modelopt')}.")
     options = [
         f"--{key}={value}"
         for key, value in {

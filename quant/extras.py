@@ -1,6 +1,7 @@
 """Optional packages are imported here when they are needed, and their absence is explained.
 
-`import quant` needs torch, numpy, safetensors, click and rich. Everything else belongs to an extra of `pyproject.toml`.
+`import quant` needs torch, numpy, safetensors, click, rich and jinja2. Every other package belongs to an extra of
+`pyproject.toml`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from importlib import metadata
 from types import ModuleType
 
 from quant.errors import UserError
+from quant.formats.install_command import install_command
 
 _REPORTED = (
     "blockscale", "torch", "numpy", "safetensors", "transformers", "tokenizers", "accelerate", "datasets", "gguf",
@@ -23,7 +25,7 @@ def require(module: str, extra: str) -> ModuleType:
     """Imports an optional package.
 
     Args:
-        module: what to import, `"transformers"` or `"transformers.utils"`.
+        module: full name, such as `"transformers"` or `"transformers.utils"`.
         extra: the extra of this distribution that installs it.
 
     Raises:
@@ -35,9 +37,7 @@ def require(module: str, extra: str) -> ModuleType:
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == package
         why = "is not installed" if missing else f"cannot be imported ({' '.join(str(error).split())})"
-        raise UserError(
-            f"this needs the package `{package}`, which {why}: pip install 'blockscale[{extra}]'"
-        ) from error
+        raise UserError(f"this needs the package `{package}`, which {why}: {install_command(extra)}") from error
 
 
 def versions() -> dict[str, str]:

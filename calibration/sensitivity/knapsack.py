@@ -26,6 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from quant.formats.install_command import install_command
+
 SCORE = "score"
 
 
@@ -116,7 +118,7 @@ def solve(
 
 def _require_scipy() -> None:
     if importlib.util.find_spec("scipy") is None:
-        raise ValueError("allocation needs the package `scipy`: pip install 'blockscale[allocate]'")
+        raise ValueError(f"allocation needs the package `scipy`: {install_command('allocate')}")
 
 
 def smallest(problem: Problem, resource: str) -> float:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quant.formats.install_command import install_command
+
 SHUFFLE_WINDOW = 1024
 
 _READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -76,7 +78,7 @@ def read_records(corpus: Corpus, *, seed: int | None = None) -> Iterator[dict[st
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"{corpus.path}: reading it needs the package `datasets`: pip install 'blockscale[data]'; "
+            f"{corpus.path}: reading it needs the package `datasets`: {install_command('data')}; "
             "a plain UTF-8 text file needs nothing"
         ) from error
     if corpus.reader and not Path(corpus.path).is_file():

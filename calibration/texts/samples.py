@@ -22,6 +22,7 @@ import numpy as np
 
 from quant.calibration.texts.records import Corpus, parse_corpus, read_records
 from quant.calibration.texts.sounds import is_sound, read_sound, resampled
+from quant.formats.install_command import install_command
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 SOUNDS = (".wav", ".flac", ".ogg", ".mp3")
@@ -74,7 +75,7 @@ class Sample:
             from PIL import Image
         except ImportError:
             raise ValueError(
-                f"{self.name}: images take the package pillow: pip install 'blockscale[vision]'; prepared inputs as "
+                f"{self.name}: images take the package pillow: {install_command('vision')}; prepared inputs as "
                 ".safetensors need nothing"
             ) from None
         assert self.content is not None

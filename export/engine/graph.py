@@ -19,6 +19,7 @@ from quant.export.engine.targets import Target
 from quant.export.onnx_graph.export import layer_of
 from quant.export.onnx_graph.opsets import PLUGIN
 from quant.export.onnx_graph.shapes import FP8_ATTENTION_MINIMUM, Input, Shapes, graph_inputs, parse_profile
+from quant.formats.install_command import install_command
 
 ATTENTION = ("Attention", "TRT_QuantizedAttention", PLUGIN)
 _SAME_SHAPE = ("Cast", "DequantizeLinear", "Identity", "Mul", "QuantizeLinear")
@@ -220,5 +221,5 @@ def require(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
-            f"engines need the package `{module}`, which is not installed: pip install 'blockscale[onnx]'"
+            f"engines need the package `{module}`, which is not installed: {install_command('onnx')}"
         ) from error

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
+from quant.formats.install_command import install_command
 from quant.kernels.hardware import CAPABILITIES
 
 _GENERATIONS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
@@ -91,11 +92,11 @@ def choose_backend(target: Target, backend: str | None = None) -> Backend:
         if backend in (None, name) and able[name] and importlib.util.find_spec(name):
             return Backend(name, f"{name} builds for {target}: {why[name]}")
     ways_out = {
-        ("tensorrt_rtx", True): "TensorRT-RTX can build it on any machine: pip install 'blockscale[tensorrt-rtx]'",
+        ("tensorrt_rtx", True): f"TensorRT-RTX can build it on any machine: {install_command('tensorrt-rtx')}",
         ("tensorrt_rtx", False): f"TensorRT-RTX builds for {', '.join(RTX_TARGETS)} alone",
-        ("tensorrt", True): "TensorRT can build it on this machine's GPU: pip install 'blockscale[tensorrt]'",
+        ("tensorrt", True): f"TensorRT can build it on this machine's GPU: {install_command('tensorrt')}",
         ("tensorrt", False): f"TensorRT builds for the GPU it runs on, so run it on a machine with {target} "
-        "(pip install 'blockscale[tensorrt]')",
+        f"({install_command('tensorrt')})",
     }
     said = [ways_out[name, able[name]] for name in EXTRAS if backend in (None, name)]
     raise ValueError("; ".join([f"no engine for {target}", *said]))

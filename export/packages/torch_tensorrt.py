@@ -30,6 +30,7 @@ from torch import nn
 from quant.export.packages.aoti import traced
 from quant.formats.atomic import put_file, temporary_directory
 from quant.formats.format import Format
+from quant.formats.install_command import install_command
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.expert_modules import QuantExperts
@@ -76,7 +77,7 @@ def require_ops() -> None:
     except ImportError as error:
         raise ValueError(
             f"torch-tensorrt's quantize ops come with nvidia-modelopt, which cannot be imported ({error}): "
-            "pip install 'blockscale[modelopt]', and torch-tensorrt on the GPU that compiles the program"
+            f"{install_command('modelopt')}, and torch-tensorrt on the GPU that compiles the program"
         ) from error
     if not _has_ops():
         raise ValueError("this nvidia-modelopt has no tensorrt::quantize_op; install 0.47 or later")

@@ -11,6 +11,7 @@ from rich.console import Console
 from quant.cli.base import JSON, Command, print_json
 from quant.cli.console import page, table
 from quant.extras import versions
+from quant.formats.install_command import install_command
 from quant.kernels.processor import cores, describe_processor, quota
 
 # The purpose of each optional package, and the extra that installs it.
@@ -92,9 +93,12 @@ def print_findings(findings: dict[str, Any]) -> None:
         out.print("GPU: none; quantizing, exporting and evaluating work, kernels run as their PyTorch reference")
     packages = table("package", "for", "here")
     for name, entry in findings["packages"].items():
-        how = f"pip install 'blockscale[{entry['extra']}]'" if entry["extra"] else "no"
+        how = f"no: extra {entry['extra']}" if entry["extra"] else "no"
         packages.add_row(name, entry["for"], "yes" if entry["installed"] else how)
     out.print(packages)
+    missing = [e["extra"] for e in findings["packages"].values() if e["extra"] and not e["installed"]]
+    if missing:
+        out.print(f"extras are installed by, for example: {install_command(missing[0])}", highlight=False, markup=False)
 
 
 def _print_gpu(out: Console, gpu: dict[str, Any]) -> None:

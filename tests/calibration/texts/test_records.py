@@ -158,5 +158,5 @@ def test_no_network(datasets: Any) -> None:
 def test_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"text": "abc"}])
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"needs the package `datasets`: pip install 'blockscale\[data\]'"):
+    with pytest.raises(ValueError, match=r"needs the package `datasets`: pip install -e '.*\[data\]'"):
         rows(path)

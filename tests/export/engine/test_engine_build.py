@@ -79,13 +79,13 @@ def test_backend(machine: Callable[..., None], target: str, packages: Any, gpu: 
 @pytest.mark.parametrize(
     ("target", "packages", "message"),
     [
-        ("sm120", (), r"TensorRT-RTX can build it on any machine: pip install 'blockscale\[tensorrt-rtx\]'; TensorRT"),
+        ("sm120", (), r"TensorRT-RTX can build it on any machine: pip install -e '.*\[tensorrt-rtx\]'; TensorRT"),
         (
             "h100",
             ("tensorrt_rtx", "tensorrt"),
             r"no engine for h100 \(sm90\); TensorRT-RTX builds for sm75.* alone; .*",
         ),
-        ("b200", (), r"run it on a machine with b200 \(sm100\) \(pip install 'blockscale\[tensorrt\]'\)"),
+        ("b200", (), r"run it on a machine with b200 \(sm100\) \(pip install -e '.*\[tensorrt\]'\)"),
     ],
 )
 def test_no_backend(machine: Callable[..., None], target: str, packages: Any, message: str) -> None:

@@ -739,7 +739,7 @@ def test_alias_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_extra_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match=r"`transformers`.*pip install 'blockscale\[hf\]'"):
+    with pytest.raises(UserError, match=r"`transformers`.*pip install -e '.*\[hf\]'"):
         open_model(BASE)
     with pytest.raises(UserError, match="`no_such_package`, which is not installed"):
         require("no_such_package.part", "hf")
