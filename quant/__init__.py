@@ -7,9 +7,26 @@ transformers.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 __version__ = "0.1.0"
+
+
+def _check_links() -> None:
+    """Raises ImportError in a checkout where git or an archive has written text files in the place of the links."""
+    home = os.path.dirname(__file__)
+    links = [os.path.join(home, room) for room in ("formats", "kernels", "recipes", "calibration", "export")]
+    if os.path.isdir(home) and (broken := [path for path in links if not os.path.isdir(path)]):
+        paths = " ".join(f"quant/{os.path.basename(path)}" for path in links)
+        raise ImportError(
+            f"{broken[0]} is not the link to ../{os.path.basename(broken[0])} that it is in the repository: in a "
+            f"clone, run `git config core.symlinks true` and `git checkout -- {paths}` (Windows makes links in its "
+            "developer mode alone); otherwise install Blockscale with `pip install .`, which needs no links"
+        )
+
+
+_check_links()
 
 _PUBLIC = {
     "quant.allocation.allocate": ("Allocation", "allocate"),

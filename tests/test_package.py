@@ -144,6 +144,21 @@ print(quant.render_html(Report("a <model>", [], 0, 0, 16.0), quant.Plan(())))
         assert (ROOT / "quant/report" / name).read_text() in html
 
 
+@pytest.mark.parametrize("link", ["a text file", "nothing"])
+def test_a_checkout_without_links_says_what_to_do(link: str, tree: Path, tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    shutil.copytree(tree, checkout, symlinks=True)
+    path = checkout / "quant" / "formats"
+    path.unlink()
+    if link == "a text file":
+        path.write_text("../formats")
+    command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(checkout)!r}); import quant"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("ImportError: ")]
+    assert f"{path} is not the link to ../formats" in line
+    assert "git config core.symlinks true" in line and "pip install ." in line
+
+
 def test_import_quant_loads_nothing_heavy(installed: Path) -> None:
     code = "import json, quant; print(json.dumps([quant.__file__, quant.__version__, sorted(sys.modules)]))"
     file, version, modules = json.loads(run_installed(installed, code))
