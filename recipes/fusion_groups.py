@@ -1,10 +1,10 @@
 """`group_unseen` gives fusion groups to linear layers that no forward pass has called.
 
-`layers.find_groups` sees what two tokens of text, or one calibration row, go through. Experts that got no token are not
-called, nor is the tower for images of a model that was given none, and nothing runs a bare state dict. Serving runtimes
-merge these layers all the same, so their second-level scales must be common. Two sources are left:
+`shared_inputs.watching` sees the layers that two tokens of text, or one calibration row, go through. Experts that got
+no token are not called, nor is the tower for images of a model that was given none, and nothing runs a bare state dict.
+Serving runtimes merge these layers all the same, so their second-level scales must be common. Two sources are left:
 
-1. A sibling that was called, whose name differs in numbers only (`experts.3` for `experts.5`), shows what is merged.
+1. A sibling that was called, and whose name differs in numbers only (`experts.3` for `experts.5`), shows the group.
 2. Otherwise the names by which runtimes merge layers of one module: q, k and v, or gate and up, of one input size.
 
 Solvers that need data take the statistics of a group from its first member, so a group by name must not hold layers
@@ -22,7 +22,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import Layer, group_name, parent_of
+from quant.recipes.layers import Layer
+from quant.recipes.shared_inputs import group_name, parent_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +44,7 @@ def group_unseen(layers: Sequence[Layer], model: nn.Module | None = None) -> lis
     """`layers` with groups for the linear ones that no pass has called, and that have none.
 
     Args:
-        layers: as `find_groups` or `layers_of_state_dict` gives them.
+        layers: as `Watched.of` or `layers_of_state_dict` gives them.
         model: that they came from, whose classes tell attention across two inputs; None where there is none.
     """
     unseen = {layer.name: layer for layer in layers if _is_unseen(layer) and layer.group is None}
@@ -108,7 +109,7 @@ def _by_sibling(layers: Sequence[Layer], unseen: dict[str, Layer]) -> dict[str, 
 
 
 def _twin_keys(name: str) -> list[tuple[str, ...]]:
-    """What a layer has in common with one of the same number in another block, and with any that differs in numbers."""
+    """Two keys of a name: without the number of its block, but with those of experts, and without any number."""
     pattern = _numberless(name)
     return [(pattern, *_NUMBER.findall(name)[1:]), (pattern, "any")]
 

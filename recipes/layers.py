@@ -12,23 +12,18 @@ modules and for bare state dicts.
 A convolution, and the `Conv1D` of GPT-2, are in the list by the matrix that they multiply by: output channels first,
 also where the parameter is stored with its input channels first (`transposed`).
 
-Layers that read the *same input tensor* (q/k/v, gate/up) are merged into one matmul by every serving runtime, and
-must then share their format and their second-level scales. They are found by watching one forward pass: whatever
-receives the very same tensor object belongs together, within one numbered block. Layers that the pass does not call
-(experts without tokens, towers without images) are left to `unseen_groups`.
+Layers that read the same input are found by `quant.recipes.shared_inputs`.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from quant.formats.stacking import Stacking
+from quant.recipes.expert_stacks import EXPERT_NAMES, are_transposed, stacking_of
 from quant.recipes.layer_kind import LayerKind
 
 if TYPE_CHECKING:
@@ -36,15 +31,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 _CONV1D_NAMES = ("c_attn", "q_attn", "c_fc", "c_proj")
-_EXPERT_NAMES = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w1", "w2", "w3")
 
 # Heads, by any part of their name, and by its first part alone: deeper in a model those words mean other things.
 _HEADS = {"lm_head", "score", "classifier", "classification_head", "qa_outputs", "class_labels_classifier"} | {
     "bbox_predictor", "box_predictor", "class_predictor", "class_embed", "bbox_embed", "distillation_classifier"
 }  # fmt: skip
 _TOP_HEADS = {"cls", "head", "fc", "proj_out", "embed_out", "lm_loss", "logits_proj", "generator_lm_head"}
-
-_NUMBERED = re.compile(r".*?\.\d+(?=\.)")
 
 ROUTER = "router: a rounding error sends tokens to the wrong expert"
 _PACKED = "packed projections of nn.MultiheadAttention, which multiplies by them itself"
@@ -94,7 +86,7 @@ class Layer:
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
-    """Every layer of `model` that owns a weight, in model order. Fusion groups are left to `find_groups`."""
+    """Every layer of `model` that owns a weight, in model order. Fusion groups are left to `watching`."""
     head, routers, places = output_head(model), _routers(model), _places(model)
     owner: dict[int, str] = {}
     layers = []
@@ -146,122 +138,14 @@ def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
             layers.append(
                 Layer(stem, kind, tuple(shape[::-1] if turned else shape), obstacle=obstacle, transposed=turned)
             )
-        elif len(shape) == 3 and last in _EXPERT_NAMES:
+        elif len(shape) == 3 and last in EXPERT_NAMES:
             pair = [shapes.get(f"{stem}.{part}", ()) for part in ("gate_up_proj", "down_proj")]
             layers.append(
-                Layer(name, LayerKind.EXPERTS, tuple(shape), obstacle=_TRANSPOSED if _are_transposed(*pair) else None)
+                Layer(name, LayerKind.EXPERTS, tuple(shape), obstacle=_TRANSPOSED if are_transposed(*pair) else None)
             )
         elif len(shape) > 1:
             layers.append(Layer(name, LayerKind.PARAMETER, tuple(shape)))
     return layers
-
-
-@dataclass
-class Watched:
-    """What forward passes have shown of linear layers.
-
-    Attributes:
-        groups: name of the fusion group by layer, of those that read an input together.
-        input_dims: dimensions of the input by layer, of those that were called.
-    """
-
-    groups: dict[str, str] = field(default_factory=dict)
-    input_dims: dict[str, int] = field(default_factory=dict)
-
-    def add(self, other: Watched) -> None:
-        """Takes from another pass what it shows of modules that no pass before has called a layer of."""
-        known = {parent_of(name) for name in self.input_dims}
-        new = {name for name in other.input_dims if parent_of(name) not in known}
-        old = {group for name, group in other.groups.items() if name not in new}
-        self.groups |= {name: group for name, group in other.groups.items() if name in new and group not in old}
-        self.input_dims |= {name: other.input_dims[name] for name in new}
-
-    def of(self, layers: Sequence[Layer]) -> list[Layer]:
-        """`layers` with fusion groups and the dimensions of inputs filled in."""
-        return [
-            replace(layer, group=self.groups.get(layer.name, layer.group), input_dims=self.input_dims.get(layer.name))
-            for layer in layers
-        ]
-
-
-def find_groups(model: nn.Module, layers: Sequence[Layer], run: Callable[[nn.Module], Any]) -> list[Layer]:
-    """`layers` with fusion groups and the dimensions of inputs filled in, found by one forward pass.
-
-    Args:
-        model: the model that `layers` came from.
-        layers: as `find_layers` gives them.
-        run: calls the model on any valid input, for example one token on the meta device.
-    """
-    with watching(model, layers) as watched:
-        run(model)
-    return watched.of(layers)
-
-
-@contextmanager
-def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
-    """Watches one forward pass inside, without gradients and in evaluation mode; arguments as in `find_groups`.
-
-    What it gives is filled in at the end. If the pass raises, that is what was seen before, without the module whose
-    layers were called last, which may have called only some of them, and without what shares an input with those.
-    """
-    import torch
-
-    linears = {layer.name for layer in layers if layer.kind == LayerKind.LINEAR}
-    readers: dict[tuple[int, str], list[str]] = {}
-    called: dict[str, int] = {}
-    held = []
-
-    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if args and isinstance(args[0], torch.Tensor):
-                held.append(args[0])  # kept alive, so that no other tensor gets its id
-                # Every decoder block reads what the encoder gave, and no runtime merges blocks.
-                readers.setdefault((id(args[0]), _block_of(name)), []).append(name)
-                called.pop(name, None)  # the layer that was called last stands last
-                called[name] = args[0].dim()
-
-        return hook
-
-    handles = [m.register_forward_pre_hook(watch(n)) for n, m in model.named_modules() if n in linears]
-    modes = {module: module.training for module in model.modules()}
-    found, unfinished = Watched(), set[str]()
-    try:
-        model.eval()  # in training, this row would move the statistics of batch norms
-        with torch.no_grad():
-            yield found
-    except BaseException:
-        unfinished = {name for name in called if parent_of(name) == parent_of(next(reversed(called)))}
-        unfinished.update(*(names for names in readers.values() if not unfinished.isdisjoint(names)))
-        raise
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, training in modes.items():
-            module.training = training
-        found.input_dims |= {name: dims for name, dims in called.items() if name not in unfinished}
-        for names in readers.values():
-            names = [name for name in dict.fromkeys(names) if name in found.input_dims]
-            if len(names) > 1:
-                found.groups |= dict.fromkeys(names, group_name(names))
-
-
-def parent_of(name: str) -> str:
-    """Path of the module that holds a layer."""
-    return name.rpartition(".")[0]
-
-
-def _block_of(name: str) -> str:
-    """The first numbered module that a layer is in: `model.layers.0`; empty where it is in none."""
-    found = _NUMBERED.match(name)
-    return found[0] if found else ""
-
-
-def group_experts(layers: Sequence[Layer]) -> list[Layer]:
-    """`layers` with the experts of one module put into one group each, for they run in one grouped matmul."""
-    return [
-        replace(layer, group=layer.name.rpartition(".")[0]) if layer.kind == LayerKind.EXPERTS else layer
-        for layer in layers
-    ]
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -351,57 +235,6 @@ def _shape(module: nn.Module, name: str, parameter: torch.Tensor, transposed: bo
     return (outputs * groups, inputs // groups, *kernel)
 
 
-def stacking_of(module: nn.Module, name: str) -> Stacking | None:
-    """How the parameter `name` of a module holds the matrices of experts; None where it holds something else.
-
-    One of two parameters tells whether they are transposed: `gate_up_proj` has twice the rows of what `down_proj`
-    reads, or twice the columns. Without it, transformers marks the module. JetMoE calls each parameter `weight`, and
-    DBRX has them in two dimensions and multiplies by its `w2` without transposing it.
-    """
-    parameter: Any = getattr(module, name)
-    shape = tuple(parameter.shape)
-    count = getattr(module, "moe_num_experts", None)
-    if len(shape) == 2 and name in ("w1", "v1", "w2") and count and shape[0] == count * module.ffn_hidden_size:
-        return Stacking(shape, count, transposed=name == "w2")
-    if name == "weight" and len(shape) == 3:
-        sizes = tuple(getattr(module, size, None) for size in ("num_experts", "output_size", "input_size"))
-        return Stacking(shape, shape[0]) if shape == sizes else None
-    if len(shape) != 3 or name not in _EXPERT_NAMES:
-        return None
-    pair = [
-        tuple(getattr(module, part).shape) if hasattr(module, part) else () for part in ("gate_up_proj", "down_proj")
-    ]
-    transposed = _are_transposed(*pair) if all(pair) else bool(getattr(module, "is_transposed", False))
-    interleaved = name == "gate_up_proj" and not getattr(module, "is_concatenated", True)
-    return Stacking(shape, shape[0], transposed, interleaved)
-
-
-def expert_matrices(model: nn.Module, name: str, held: Any = None) -> Any:
-    """The matrices `[experts, out, in]` of a parameter, or what reads them one by one from its file.
-
-    Args:
-        model: that holds it.
-        name: of the parameter.
-        held: its values where they are elsewhere, on another device for example.
-    """
-    path, _, last = name.rpartition(".")
-    module = model.get_submodule(path)
-    stacking = stacking_of(module, last)
-    assert stacking is not None, name
-    if held is None:
-        parameter = module.get_parameter(last)
-        stored = getattr(parameter, "stored", None)
-        if stored is not None:
-            return stacking.read(stored)
-        held = parameter.detach()
-    return stacking.matrices(held)
-
-
-def _are_transposed(fused: Sequence[int], down: Sequence[int]) -> bool:
-    """Whether `gate_up_proj` and `down_proj` of these shapes are `[experts, in, out]`."""
-    return len(fused) == len(down) == 3 and tuple(fused[1:]) == (down[2], 2 * down[1])
-
-
 def _routers(model: nn.Module) -> set[str]:
     """Names of the linear layers that choose among experts: in a block of experts, with one output for each."""
     from torch import nn
@@ -443,12 +276,3 @@ def output_head(model: nn.Module) -> nn.Module | None:
     """What turns a model's hidden states into logits, as transformers knows it; None where there is none."""
     find = getattr(model, "get_output_embeddings", None)
     return find() if callable(find) else None
-
-
-def group_name(names: Sequence[str]) -> str:
-    """`a.q_proj`, `a.k_proj` -> `a.(k_proj|q_proj)`."""
-    prefixes = [name.rpartition(".")[0] for name in names]
-    if len(set(prefixes)) > 1:
-        return "|".join(names)
-    tails = "|".join(name.rpartition(".")[2] for name in names)
-    return f"{prefixes[0]}.({tails})".lstrip(".")

@@ -32,8 +32,9 @@ from typing import Any
 from quant.formats.format import Format, is_16bit, parse_format
 from quant.formats.json_files import check_depth
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import ROUTER, Layer, group_name
+from quant.recipes.layers import ROUTER, Layer
 from quant.recipes.plan import LayerPlan, Plan, groups_of
+from quant.recipes.shared_inputs import group_name
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 
 KEEP = "keep"

@@ -42,8 +42,8 @@ from quant.checkpoints.convert import convert
 from quant.checkpoints.load import load
 from quant.export.checkpoint.names import cut_experts, expert_names
 from quant.kernels.linear.expert_stack import ExpertStack
+from quant.recipes.expert_stacks import expert_matrices
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import expert_matrices
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.run.request import Request
 from quant.run.run import run

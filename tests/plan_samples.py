@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import nn
 
 from quant.formats.format import get_format
 from quant.plan.check import Problem
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import Layer
+from quant.recipes.layers import Layer, find_layers
 from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.shared_inputs import watching
 
 NVFP4, FP8C, TOKEN = get_format("nvfp4"), get_format("fp8_channel"), get_format("fp8_token")
 ATTENTION = "model.layers.{}.self_attn.{}_proj"
@@ -31,6 +35,14 @@ def plan_of(*layers: LayerPlan, **fields: Any) -> Plan:
 
 def layers_of(plan: Plan) -> list[Layer]:
     return [Layer(m.name, m.kind, m.shape, m.group, m.tied_to) for m in plan.layers]
+
+
+def watched_layers(model: nn.Module, run: Callable[[nn.Module], Any]) -> list[Layer]:
+    """The layers of a model with the fusion groups and input dimensions that one forward pass shows."""
+    layers = find_layers(model)
+    with watching(model, layers) as watched:
+        run(model)
+    return watched.of(layers)
 
 
 def where(problems: list[Problem]) -> list[str]:

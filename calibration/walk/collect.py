@@ -19,7 +19,7 @@ from quant.calibration.walk.not_finite import InputNotFiniteError, naming_the_cu
 from quant.formats.stacking import Stacking
 from quant.kernels.linear.expert_modules import experts_forward, runs_experts_alone
 from quant.kernels.linear.expert_stack import ExpertStack
-from quant.recipes.layers import expert_matrices, stacking_of
+from quant.recipes.expert_stacks import expert_matrices, stacking_of
 
 
 def collect_input_amax(

@@ -56,8 +56,8 @@ from quant.calibration.walk.group import Settings, Solved, gather
 from quant.calibration.walk.memory import naming_the_block
 from quant.calibration.walk.not_finite import naming_the_culprit
 from quant.calibration.walk.stand_in import weight_of
+from quant.recipes.expert_stacks import expert_matrices
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import expert_matrices
 from quant.recipes.plan import LayerPlan, Plan
 
 Progress = Callable[[int, int], None]

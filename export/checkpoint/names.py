@@ -25,7 +25,7 @@ from torch import nn
 from quant.formats.format import Format
 from quant.formats.stacking import Stacking
 from quant.kernels.linear.expert_stack import ExpertStack
-from quant.recipes.layers import stacking_of
+from quant.recipes.expert_stacks import stacking_of
 
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "weight": ("",)}
 """Matrices of an expert that one parameter holds, in the order of its rows; others hold one of their own name."""

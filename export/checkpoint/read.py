@@ -23,8 +23,9 @@ from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.fusion_groups import group_unseen
 from quant.recipes.json_data import typed
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import Layer, group_experts
+from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Parts, Plan
+from quant.recipes.shared_inputs import group_experts
 
 EXACT = "blockscale.float64"
 """Key in the metadata of a file: scales that float32 does not hold, in hexadecimal."""

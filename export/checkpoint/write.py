@@ -23,8 +23,8 @@ from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.modules import QuantLinear
+from quant.recipes.expert_stacks import expert_matrices
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import expert_matrices
 from quant.recipes.plan import Parts, Plan
 
 SHARD_BYTES = 5 * 1000**3

@@ -31,8 +31,9 @@ from quant.extras import require
 from quant.models import huggingface
 from quant.models.configs import check_sizes, explained, read_fields, read_generation_config
 from quant.plan.check import check_plan_fits
+from quant.recipes.expert_stacks import stacking_of
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import find_layers, stacking_of
+from quant.recipes.layers import find_layers
 from quant.recipes.plan import PLAN_FILE, Plan
 
 KV_SCALES = (".k_scale", ".v_scale")

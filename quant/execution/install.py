@@ -18,8 +18,8 @@ from quant.kernels.linear.embedding import QuantEmbedding, embedding_refusal
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.modules import QuantLinear, RunTimeParts
 from quant.models.experts_forward import run_experts_alone
+from quant.recipes.expert_stacks import stacking_of
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import stacking_of
 from quant.recipes.plan import LayerPlan, Plan
 
 

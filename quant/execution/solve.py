@@ -57,9 +57,10 @@ from quant.kernels.linear.modules import RunTimeParts
 from quant.models.stored_weights import read_stored, stored_in
 from quant.plan.check import check_plan_fits
 from quant.plan.make import without_data
+from quant.recipes.expert_stacks import expert_matrices
 from quant.recipes.guard import Guard
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import expert_matrices, find_layers
+from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Parts, Plan
 
 T = TypeVar("T")

@@ -44,8 +44,9 @@ from quant.integrations.modelopt_quantizers import (
 from quant.integrations.quantized_model import Solved, Taken, install_taken, plan_taken, stand_in, ungrouped
 from quant.kernels.linear.conv import weight_of_conv
 from quant.kernels.linear.modules import RunTimeParts
+from quant.recipes.expert_stacks import expert_matrices
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import expert_matrices, is_conv1d
+from quant.recipes.layers import is_conv1d
 from quant.recipes.plan import LayerPlan, Plan
 
 _TOOLKIT = "ModelOpt"

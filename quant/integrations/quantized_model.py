@@ -20,8 +20,8 @@ from quant.kernels.linear.modules import RunTimeParts
 from quant.plan.check import check_plan_fits
 from quant.plan.make import grouped_layers
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import group_name
 from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.shared_inputs import group_name
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ from quant.formats.format import parse_format
 from quant.recipes.effort import solver_of
 from quant.recipes.fusion_groups import group_unseen, patterns, without_group
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import Layer, Watched, find_layers, group_experts, layers_of_state_dict, watching
+from quant.recipes.layers import Layer, find_layers, layers_of_state_dict
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, resolve
+from quant.recipes.shared_inputs import Watched, group_experts, watching
 
 NOT_RUN = "a bare state dict cannot be run"
 BY_NAME = "fusion_groups_by_name"

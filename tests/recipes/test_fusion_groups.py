@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from plan_samples import watched_layers
 from torch import nn
 
 import quant
 from quant.plan.make import BY_NAME, NOT_SEEN, fusion_warnings, make_plan
 from quant.recipes.fusion_groups import group_unseen
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import Layer, find_groups, find_layers
+from quant.recipes.layers import Layer, find_layers
 from quant.recipes.plan import Plan
 
 IDS = torch.zeros(1, 2, dtype=torch.long)
@@ -55,7 +56,7 @@ def test_experts_without_tokens_are_grouped_as_those_with() -> None:
     model = Experts()
     plan = make_plan(model, "nvfp4a16")
     everyone = torch.arange(model.count)[None]
-    truth = find_groups(model, find_layers(model), lambda m: m(everyone))
+    truth = watched_layers(model, lambda m: m(everyone))
     assert len(groups_of(truth)) == 16 and groups_of(plan.layers) == groups_of(truth)
     assert plan.provenance.keys().isdisjoint({BY_NAME, NOT_SEEN, "fusion_groups"})
 
@@ -86,7 +87,7 @@ def test_a_tower_without_images_is_grouped_as_one_with(head: str) -> None:
     model = transformers.LlavaForConditionalGeneration(config).eval()
     plan = make_plan(model, "nvfp4a16", include=["*vision_tower*"])
     images = torch.zeros(1, 3, vision.image_size, vision.image_size)
-    truth = find_groups(model, find_layers(model), lambda m: m.model.vision_tower(images))
+    truth = watched_layers(model, lambda m: m.model.vision_tower(images))
     towers = {names for names in groups_of(truth) if all("vision_tower" in name for name in names)}
     quantized = {layer.name for layer in plan.quantized}
     planned = {names for names in groups_of(plan.layers) if names <= quantized}
@@ -107,7 +108,7 @@ def test_no_group_by_name_has_two_inputs(build: str) -> None:
     """Cross-attention of four kinds; the truth is a run that calls every layer."""
     model, run = across(build)
     layers = find_layers(model)
-    truth = find_groups(model, layers, run)
+    truth = watched_layers(model, run)
     group = {layer.name: layer.group for layer in truth}
     named = groups_of(group_unseen(layers, model))
     assert all(len({group[name] for name in names} - {None}) == 1 for names in named), named
@@ -191,7 +192,7 @@ def test_groups_of_fused_experts_on_the_meta_device(dtype: torch.dtype) -> None:
     real = tiny_models.qwen3_moe()
     with torch.device("meta"):
         meta = tiny_models.qwen3_moe(dtype=dtype)
-    truth = groups_of(find_groups(real, find_layers(real), lambda m: m(IDS)))
+    truth = groups_of(watched_layers(real, lambda m: m(IDS)))
     plan = make_plan(meta, "nvfp4a16")
     quantized = {layer.name for layer in plan.quantized}
     assert groups_of(plan.layers) == {names for names in truth if names <= quantized} and truth

@@ -6,18 +6,14 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from plan_samples import watched_layers
 from torch import nn
 
 from quant.plan.make import make_plan
+from quant.recipes.expert_stacks import stacking_of
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import (
-    Layer,
-    find_groups,
-    find_layers,
-    group_experts,
-    layers_of_state_dict,
-    stacking_of,
-)
+from quant.recipes.layers import Layer, find_layers, layers_of_state_dict
+from quant.recipes.shared_inputs import group_experts
 
 IDS = torch.zeros(1, 4, dtype=torch.long)
 
@@ -78,7 +74,7 @@ def test_a_llama_has_every_weight_once_and_in_order() -> None:
 
 def test_groups_of_a_llama_read_the_same_input() -> None:
     model = llama()
-    found = groups(find_groups(model, find_layers(model), lambda m: m(IDS.to("meta"))))
+    found = groups(watched_layers(model, lambda m: m(IDS.to("meta"))))
     assert found == {
         name: {f"model.layers.{i}.{block}.{member}" for member in members}
         for i in range(2)
@@ -90,8 +86,8 @@ def test_groups_of_a_llama_read_the_same_input() -> None:
 def test_groups_of_a_real_run_are_those_of_a_run_on_meta() -> None:
     meta = llama()
     real = tiny_models.llama(num_key_value_heads=4)
-    on_cpu = find_groups(real, find_layers(real), lambda m: m(IDS))
-    assert on_cpu == find_groups(meta, find_layers(meta), lambda m: m(IDS.to("meta")))
+    on_cpu = watched_layers(real, lambda m: m(IDS))
+    assert on_cpu == watched_layers(meta, lambda m: m(IDS.to("meta")))
     assert make_plan(real, "nvfp4").groups().keys() == make_plan(meta, "nvfp4").groups().keys() == groups(on_cpu).keys()
 
 
@@ -113,7 +109,7 @@ def test_groups_of_an_encoder() -> None:
 
 def test_names_say_nothing_and_inputs_everything() -> None:
     model = Odd()
-    layers = find_groups(model, find_layers(model), lambda m: m(torch.zeros(2, 8)))
+    layers = watched_layers(model, lambda m: m(torch.zeros(2, 8)))
     assert groups(layers) == {"(zebra|apple)": {"zebra", "apple"}}
     assert {layer.name: layer.kind for layer in layers} == {
         "zebra": "linear",
@@ -141,7 +137,7 @@ def test_equal_inputs_that_are_not_the_same_tensor_are_no_group() -> None:
             return self.a(x.clone()) + self.b(x.clone())
 
     model = Copies()
-    assert groups(find_groups(model, find_layers(model), lambda m: m(torch.zeros(1, 8)))) == {}
+    assert groups(watched_layers(model, lambda m: m(torch.zeros(1, 8)))) == {}
 
 
 def test_a_layer_called_twice_on_one_input_is_not_its_own_group() -> None:
@@ -154,14 +150,14 @@ def test_a_layer_called_twice_on_one_input_is_not_its_own_group() -> None:
             return self.a(x) + self.a(x)
 
     model = Twice()
-    assert groups(find_groups(model, find_layers(model), lambda m: m(torch.zeros(1, 8)))) == {}
+    assert groups(watched_layers(model, lambda m: m(torch.zeros(1, 8)))) == {}
 
 
 def test_looking_for_groups_moves_no_statistics() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
     model[1].eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    find_groups(model, find_layers(model), lambda m: m(torch.ones(1, 4)))
+    watched_layers(model, lambda m: m(torch.ones(1, 4)))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert [module.training for module in model] == [True, False, True]
 
@@ -169,7 +165,7 @@ def test_looking_for_groups_moves_no_statistics() -> None:
 def test_looking_for_groups_leaves_no_hook_behind_even_when_the_model_fails() -> None:
     model = Odd()
     with pytest.raises(RuntimeError, match="normalized_shape"):
-        find_groups(model, find_layers(model), lambda m: m(torch.zeros(2, 5)))
+        watched_layers(model, lambda m: m(torch.zeros(2, 5)))
     assert all(not module._forward_pre_hooks for module in model.modules())
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from plan_samples import watched_layers
 from torch import nn
 
 from quant.calibration import placement
@@ -28,7 +29,6 @@ from quant.calibration.walk.sequential import solve_sequentially
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize, round_activation
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import find_groups, find_layers
 from quant.recipes.plan import LayerPlan, Plan
 
 NVFP4 = FORMATS["nvfp4"]
@@ -47,7 +47,7 @@ def _bert() -> nn.Module:
 
 def _plan(model: nn.Module, solver: str, activation: str | None = None) -> Plan:
     ids = torch.zeros(1, 4, dtype=torch.long)
-    layers = find_groups(model, find_layers(model), lambda m: m(ids))
+    layers = watched_layers(model, lambda m: m(ids))
     planned = []
     for layer in layers:
         fits = layer.kind == LayerKind.LINEAR

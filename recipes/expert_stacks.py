@@ -1,0 +1,64 @@
+"""`stacking_of` says how a parameter of a model holds the matrices of all experts, and `expert_matrices` gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from quant.formats.stacking import Stacking
+
+if TYPE_CHECKING:
+    from torch import nn
+
+EXPERT_NAMES = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w1", "w2", "w3")
+
+
+def stacking_of(module: nn.Module, name: str) -> Stacking | None:
+    """How the parameter `name` of a module holds the matrices of experts; None where it holds something else.
+
+    One of two parameters tells whether they are transposed: `gate_up_proj` has twice the rows of what `down_proj`
+    reads, or twice the columns. Without it, transformers marks the module. JetMoE calls each parameter `weight`, and
+    DBRX has them in two dimensions and multiplies by its `w2` without transposing it.
+    """
+    parameter: Any = getattr(module, name)
+    shape = tuple(parameter.shape)
+    count = getattr(module, "moe_num_experts", None)
+    if len(shape) == 2 and name in ("w1", "v1", "w2") and count and shape[0] == count * module.ffn_hidden_size:
+        return Stacking(shape, count, transposed=name == "w2")
+    if name == "weight" and len(shape) == 3:
+        sizes = tuple(getattr(module, size, None) for size in ("num_experts", "output_size", "input_size"))
+        return Stacking(shape, shape[0]) if shape == sizes else None
+    if len(shape) != 3 or name not in EXPERT_NAMES:
+        return None
+    pair = [
+        tuple(getattr(module, part).shape) if hasattr(module, part) else () for part in ("gate_up_proj", "down_proj")
+    ]
+    transposed = are_transposed(*pair) if all(pair) else bool(getattr(module, "is_transposed", False))
+    interleaved = name == "gate_up_proj" and not getattr(module, "is_concatenated", True)
+    return Stacking(shape, shape[0], transposed, interleaved)
+
+
+def expert_matrices(model: nn.Module, name: str, held: Any = None) -> Any:
+    """The matrices `[experts, out, in]` of a parameter, or what reads them one by one from its file.
+
+    Args:
+        model: that holds it.
+        name: of the parameter.
+        held: its values where they are elsewhere, on another device for example.
+    """
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    stacking = stacking_of(module, last)
+    assert stacking is not None, name
+    if held is None:
+        parameter = module.get_parameter(last)
+        stored = getattr(parameter, "stored", None)
+        if stored is not None:
+            return stacking.read(stored)
+        held = parameter.detach()
+    return stacking.matrices(held)
+
+
+def are_transposed(fused: Sequence[int], down: Sequence[int]) -> bool:
+    """Whether `gate_up_proj` and `down_proj` of these shapes are `[experts, in, out]`."""
+    return len(fused) == len(down) == 3 and tuple(fused[1:]) == (down[2], 2 * down[1])

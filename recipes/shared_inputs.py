@@ -1,0 +1,126 @@
+"""Layers that read the *same input tensor* (q/k/v, gate/up) are found by watching a forward pass.
+
+Every serving runtime merges them into one matmul, so they must share their format and their second-level scales.
+Whatever receives the very same tensor object belongs together, within one numbered block. Layers that the pass does not
+call (experts without tokens, towers without images) are left to `quant.recipes.fusion_groups`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import Layer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_NUMBERED = re.compile(r".*?\.\d+(?=\.)")
+
+
+@dataclass
+class Watched:
+    """What forward passes have shown of linear layers.
+
+    Attributes:
+        groups: name of the fusion group by layer, of those that read an input together.
+        input_dims: dimensions of the input by layer, of those that were called.
+    """
+
+    groups: dict[str, str] = field(default_factory=dict)
+    input_dims: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: Watched) -> None:
+        """Takes from another pass what it shows of modules that no pass before has called a layer of."""
+        known = {parent_of(name) for name in self.input_dims}
+        new = {name for name in other.input_dims if parent_of(name) not in known}
+        old = {group for name, group in other.groups.items() if name not in new}
+        self.groups |= {name: group for name, group in other.groups.items() if name in new and group not in old}
+        self.input_dims |= {name: other.input_dims[name] for name in new}
+
+    def of(self, layers: Sequence[Layer]) -> list[Layer]:
+        """`layers` with fusion groups and the dimensions of inputs filled in."""
+        return [
+            replace(layer, group=self.groups.get(layer.name, layer.group), input_dims=self.input_dims.get(layer.name))
+            for layer in layers
+        ]
+
+
+@contextmanager
+def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
+    """Watches one forward pass inside, without gradients and in evaluation mode; arguments as in `find_groups`.
+
+    What it gives is filled in at the end. If the pass raises, that is what was seen before, without the module whose
+    layers were called last, which may have called only some of them, and without what shares an input with those.
+    """
+    import torch
+
+    linears = {layer.name for layer in layers if layer.kind == LayerKind.LINEAR}
+    readers: dict[tuple[int, str], list[str]] = {}
+    called: dict[str, int] = {}
+    held = []
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if args and isinstance(args[0], torch.Tensor):
+                held.append(args[0])  # kept alive, so that no other tensor gets its id
+                # Every decoder block reads what the encoder gave, and no runtime merges blocks.
+                readers.setdefault((id(args[0]), _block_of(name)), []).append(name)
+                called.pop(name, None)  # the layer that was called last stands last
+                called[name] = args[0].dim()
+
+        return hook
+
+    handles = [m.register_forward_pre_hook(watch(n)) for n, m in model.named_modules() if n in linears]
+    modes = {module: module.training for module in model.modules()}
+    found, unfinished = Watched(), set[str]()
+    try:
+        model.eval()  # in training, this row would move the statistics of batch norms
+        with torch.no_grad():
+            yield found
+    except BaseException:
+        unfinished = {name for name in called if parent_of(name) == parent_of(next(reversed(called)))}
+        unfinished.update(*(names for names in readers.values() if not unfinished.isdisjoint(names)))
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, training in modes.items():
+            module.training = training
+        found.input_dims |= {name: dims for name, dims in called.items() if name not in unfinished}
+        for names in readers.values():
+            names = [name for name in dict.fromkeys(names) if name in found.input_dims]
+            if len(names) > 1:
+                found.groups |= dict.fromkeys(names, group_name(names))
+
+
+def group_experts(layers: Sequence[Layer]) -> list[Layer]:
+    """`layers` with the experts of one module put into one group each, for they run in one grouped matmul."""
+    return [
+        replace(layer, group=layer.name.rpartition(".")[0]) if layer.kind == LayerKind.EXPERTS else layer
+        for layer in layers
+    ]
+
+
+def parent_of(name: str) -> str:
+    """Path of the module that holds a layer."""
+    return name.rpartition(".")[0]
+
+
+def _block_of(name: str) -> str:
+    """The first numbered module that a layer is in: `model.layers.0`; empty where it is in none."""
+    found = _NUMBERED.match(name)
+    return found[0] if found else ""
+
+
+def group_name(names: Sequence[str]) -> str:
+    """`a.q_proj`, `a.k_proj` -> `a.(k_proj|q_proj)`."""
+    prefixes = [name.rpartition(".")[0] for name in names]
+    if len(set(prefixes)) > 1:
+        return "|".join(names)
+    tails = "|".join(name.rpartition(".")[2] for name in names)
+    return f"{prefixes[0]}.({tails})".lstrip(".")
