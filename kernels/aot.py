@@ -77,9 +77,9 @@ def compile_kernel(
     """
     if arch not in ARCHITECTURES:
         raise ValueError(f"{kernel.__name__}: cannot compile for {arch}; known: {', '.join(map(str, ARCHITECTURES))}")
-    given = [*signature, *constants]
-    if sorted(given) != sorted(kernel.arg_names):
-        raise ValueError(f"{kernel.__name__}: parameters {kernel.arg_names}, but given are {given}")
+    names = [*signature, *constants]
+    if sorted(names) != sorted(kernel.arg_names):
+        raise ValueError(f"{kernel.__name__}: parameters {kernel.arg_names}, but given are {names}")
     return _compile(kernel, tuple(signature.items()), tuple(constants.items()), arch, num_warps, num_stages)
 
 
@@ -127,5 +127,5 @@ def without_scratch(ptx: str, keep: int) -> tuple[str, str]:
         symbol = parameter.split()[-1]
         if len(re.findall(rf"{re.escape(symbol)}\b", ptx)) > 1:
             raise ValueError(f"{name}: uses its scratch memory ({symbol}); it cannot be launched without Triton")
-    kept = ",\n".join(f"\t{parameter}" for parameter in parameters[:keep])
-    return name, _ENTRY.sub(lambda match: f".visible .entry {match[1]}(\n{kept}\n)", ptx)
+    kept_parameters = ",\n".join(f"\t{parameter}" for parameter in parameters[:keep])
+    return name, _ENTRY.sub(lambda match: f".visible .entry {match[1]}(\n{kept_parameters}\n)", ptx)

@@ -37,7 +37,7 @@ def reference(
     *,
     compute: torch.dtype = torch.float32,
     round_p: bool = True,
-    **given: Unpack[AttentionKeywords],
+    **keywords: Unpack[AttentionKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`quant.kernels.attention.forward.attention` with every option, in plain PyTorch.
 
@@ -45,13 +45,13 @@ def reference(
         q, k, v: operands of any floating dtype.
         compute: dtype of everything in between; float64 for a comparison to trust.
         round_p: whether the probabilities are rounded to the dtype of v, as in the kernels.
-        given: fields of `AttentionOptions`; `dtype` is BF16 by default, and v is not laid out.
+        keywords: fields of `AttentionOptions`; `dtype` is BF16 by default, and v is not laid out.
 
     Returns:
         The output and the log-sum-exp of the scores, `[batch, heads, seq_q]` in `compute`. A query that sees no key
         gives zeros and −inf.
     """
-    options = AttentionOptions(**given)
+    options = AttentionOptions(**keywords)
     query = _dequantized(q, options.q_scale, options.cu_seqlens_q, compute) * options.scale_of(q.shape[3])
     key = _dequantized(k, options.k_scale, options.cu_seqlens_k, compute)
     value = _dequantized(v, options.v_scale, options.cu_seqlens_k, compute)
@@ -61,8 +61,8 @@ def reference(
     for rows, keys in _sequences(q.shape[2], k.shape[2], options.cu_seqlens_q, options.cu_seqlens_k):
         part = query[:, :, rows].unflatten(1, (k.shape[1], -1)), key[:, :, None, keys], value[:, :, None, keys]
         for piece, (values, sums) in _in_pieces(*part, options, rounded_to):
-            here = slice(rows.start + piece.start, rows.start + piece.stop)
-            out[:, :, here], lse[:, :, here] = values.flatten(1, 2).to(out.dtype), sums.flatten(1, 2)
+            queries = slice(rows.start + piece.start, rows.start + piece.stop)
+            out[:, :, queries], lse[:, :, queries] = values.flatten(1, 2).to(out.dtype), sums.flatten(1, 2)
     return out, lse
 
 
@@ -125,14 +125,14 @@ def _in_pieces(
         if options.softcap:
             scores = options.softcap * torch.tanh(scores / options.softcap)
         if options.causal or options.window is not None:
-            place = torch.arange(seq_q, device=query.device)[piece] + seq_kv - seq_q
-            scores = scores.masked_fill(~_visible(place, seq_kv, options), -math.inf)
+            position = torch.arange(seq_q, device=query.device)[piece] + seq_kv - seq_q
+            scores = scores.masked_fill(~_visible(position, seq_kv, options), -math.inf)
         yield piece, _softmax_times(scores, value, rounded_to)
 
 
-def _visible(place: torch.Tensor, seq_kv: int, options: AttentionOptions) -> torch.Tensor:
+def _visible(position: torch.Tensor, seq_kv: int, options: AttentionOptions) -> torch.Tensor:
     """The keys that queries at `place` see, bool `[queries, seq_kv]`."""
-    ahead = torch.arange(seq_kv, device=place.device) - place[:, None]
+    ahead = torch.arange(seq_kv, device=position.device) - position[:, None]
     visible = ahead <= 0 if options.causal else torch.ones_like(ahead, dtype=torch.bool)
     return visible if options.window is None else visible & (ahead.abs() < options.window)
 

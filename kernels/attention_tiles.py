@@ -34,8 +34,8 @@ def tiles_for(dim: int, arch: int, itemsize: int = 1) -> Tiles:
         ValueError: `dim` is none of them.
     """
     if dim not in DIMS:
-        known = ", ".join(map(str, DIMS))
-        raise ValueError(f"attention: head dimension {dim}; the kernel takes {known}")
+        dims = ", ".join(map(str, DIMS))
+        raise ValueError(f"attention: head dimension {dim}; the kernel takes {dims}")
     if arch // 10 in (9, 10):  # 227 KiB of shared memory
         if itemsize > 1:
             return Tiles(128, 64, 8, 2) if dim > 128 else Tiles(128, 128, 8, 2)

@@ -87,12 +87,12 @@ def _matmuls(gpu: Hardware) -> list[Ceiling]:
         calls["fp8_row"] = lambda: torch._scaled_mm(
             x8, w8.T, rows, rows.T, out_dtype=torch.bfloat16, use_fast_accum=True
         )
-    found = []
+    rates = []
     for name, call in calls.items():
         sheet = gpu.tflops.get(name.removesuffix("_row")) if gpu.known else None
         rate = 2 * _SIZE**3 / graph_microseconds([call], at_least=20e-3) * 1e6
-        found.append(Ceiling(name, rate, "TFLOP/s", None if sheet is None else sheet * 1e12))
-    return found
+        rates.append(Ceiling(name, rate, "TFLOP/s", None if sheet is None else sheet * 1e12))
+    return rates
 
 
 def warm_up(seconds: float = 0.3) -> None:

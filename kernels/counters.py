@@ -35,10 +35,10 @@ def arrival_counters(x: torch.Tensor, count: int) -> torch.Tensor:
         assert _stream_of is not None and _is_capturing is not None
         stream = _stream_of(device)
         capture = _capture_number(stream) if _is_capturing() else 0
-    place = (device, stream, capture > 0)
-    held = _buffers.get(place)
+    key = (device, stream, capture > 0)
+    held = _buffers.get(key)
     if held is None or held[0] != capture or held[1].numel() < count:
-        held = _buffers[place] = capture, _zeros(x.device, count, captured=capture > 0)
+        held = _buffers[key] = capture, _zeros(x.device, count, captured=capture > 0)
     return held[1]
 
 

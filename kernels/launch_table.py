@@ -49,9 +49,9 @@ def look_up(gpu: Hardware, format: Format, tokens: int, shape: tuple[int, int], 
     else:
         most = 8 * count
     while count <= most:
-        found = table.get(key(format, count, shape, prepacked))
-        if found is not None:
-            return found
+        choice = table.get(key(format, count, shape, prepacked))
+        if choice is not None:
+            return choice
         count = 1 << count.bit_length()
     return None
 
@@ -65,11 +65,11 @@ def key(format: Format, tokens: int, shape: tuple[int, int], prepacked: bool) ->
 @lru_cache(maxsize=8)
 def _table(gpu: str) -> dict[str, tiles.Choice]:
     """Shipped entries, and those measured here on top."""
-    found: dict[str, tiles.Choice] = {}
+    entries: dict[str, tiles.Choice] = {}
     for path in (_SHIPPED / f"{gpu}.json", cache_file(gpu)):
         if path.exists():
-            found |= read_json(path, "a table of launches; delete it", _choices)
-    return found
+            entries |= read_json(path, "a table of launches; delete it", _choices)
+    return entries
 
 
 def _choices(document: Any) -> dict[str, tiles.Choice]:
@@ -105,9 +105,8 @@ def store(gpu: Hardware, entries: dict[str, Timing]) -> Path:
         The file.
     """
     path = cache_file(gpu.name)
-    known = json.loads(path.read_text())["entries"] if path.exists() else {}
-    known.update({name: to_entry(timing) for name, timing in entries.items()})
-    table = {"gpu": gpu.name, "entries": known}
+    table = {"gpu": gpu.name, "entries": json.loads(path.read_text())["entries"] if path.exists() else {}}
+    table["entries"].update({name: to_entry(timing) for name, timing in entries.items()})
     write_atomically(path, json.dumps(table, indent=1, sort_keys=True, allow_nan=False) + "\n")
     _table.cache_clear()
     global edition

@@ -135,8 +135,8 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
         four = codes.permute(_TO_WORDS).reshape(-1, 4).int()
         half = torch.zeros(four.shape[0], dtype=torch.int32, device=four.device)
         for code, places in zip(four.unbind(1), _PLACES, strict=True):
-            for bit, place in enumerate(places):
-                half |= (code >> bit & 1) << place
+            for bit, target in enumerate(places):
+                half |= (code >> bit & 1) << target
         words[part] = half.to(torch.int16).view(torch.int32).view(-1, columns // 8)
     global_scale = weight.global_scale
     if weight.format.has_power_of_two_scales:
@@ -162,8 +162,8 @@ def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
         half = words[part].contiguous().view(torch.int16).int().view(-1)
         four = torch.zeros(half.shape[0], 4, dtype=torch.uint8, device=half.device)
         for code, places in enumerate(_PLACES):
-            for bit, place in enumerate(places):
-                four[:, code] |= ((half >> place & 1) << bit).to(torch.uint8)
+            for bit, target in enumerate(places):
+                four[:, code] |= ((half >> target & 1) << bit).to(torch.uint8)
         shape = (four.shape[0] * 4 // (TILE * columns), *_fill(_SPLIT_CODES, columns))
         permuted = four.view([shape[i] for i in _TO_WORDS])
         codes = permuted.permute(_inverse(_TO_WORDS)).reshape(-1, columns)
@@ -177,8 +177,8 @@ def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
         return replace(weight, codes=packed, scale=scale, global_scale=None)
     table = _scale_table()
     inverse = torch.zeros(256, dtype=torch.uint8, device="cpu")
-    known = table >= 0
-    inverse[table[known]] = known.nonzero().flatten().to(torch.uint8)
+    has_code = table >= 0
+    inverse[table[has_code]] = has_code.nonzero().flatten().to(torch.uint8)
     scale = inverse.to(stored.device)[stored.int()].view(torch.float8_e4m3fn)
     return replace(weight, codes=packed.view(*lead, columns // 2), scale=scale.view(*lead, columns // 16))
 

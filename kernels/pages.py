@@ -97,7 +97,7 @@ def token_bytes(format: Format | None, dim: int) -> int:
     """Bytes of one token's key or value in one head."""
     if format is None:
         return 2 * dim
-    scales = dim // 16 if format.global_scale else 4 if format.name == "fp8_token" else 0
+    scales = dim // 16 if format.global_scale else 4 if format.per_row else 0
     return dim * format.element.bits // 8 + scales
 
 
@@ -183,13 +183,13 @@ def round_kv(x: torch.Tensor, format: Format | None, scale: torch.Tensor | None)
     """`x` `[…, kv_heads, tokens, dim]` as it comes back from a cache, in its own dtype."""
     if format is None:
         return x
-    codes, found, blocks = encode_kv(x, format, scale)
-    return decode_kv(codes, format, scale if found is None else found, blocks).to(x.dtype)
+    codes, token_scale, blocks = encode_kv(x, format, scale)
+    return decode_kv(codes, format, scale if token_scale is None else token_scale, blocks).to(x.dtype)
 
 
 def first_scale(x: torch.Tensor, format: Format | None) -> torch.Tensor | None:
     """Scales float32 `[kv_heads]` from the first tokens `[batch, kv_heads, tokens, dim]` of a cache, with headroom."""
-    if format is None or format.name == "fp8_token":
+    if format is None or format.per_row:
         return None
     amax = x.abs().amax(dim=(0, 2, 3)).float() * HEADROOM
     return global_scale_of(amax, format) if format.global_scale else scale_of(amax, format.element.max)
@@ -221,8 +221,8 @@ def write_reference(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k:
             codes[at] = x.transpose(1, 2).to(codes.dtype)
             continue
         per_token = scale is not None and scale.dim() == 3
-        found = encode_kv(x, pages.format, None if per_token else scale)
-        for target, part in zip((codes, scale if per_token else None, blocks), found, strict=True):
+        encoded = encode_kv(x, pages.format, None if per_token else scale)
+        for target, part in zip((codes, scale if per_token else None, blocks), encoded, strict=True):
             if part is not None:
                 assert target is not None
                 _bytes(target)[at] = _bytes(part).transpose(1, 2)

@@ -31,14 +31,14 @@ def cores() -> int:
 
 def quota(root: Path = _ROOT) -> float | None:
     """CPUs' worth of time that the process's control groups allow, such as 1.5; None for no limit."""
-    found = []
+    allowances = []
     for group in _groups("cpu", root):
         spent, period = (*_words(group / "cpu.max"), "", "")[:2]  # "150000 100000", or "max 100000"
         spent = spent or " ".join(_words(group / "cpu.cfs_quota_us"))  # -1 for no limit
         period = period or " ".join(_words(group / "cpu.cfs_period_us"))
         if spent.isdigit() and period.isdigit() and int(period):
-            found.append(int(spent) / int(period))
-    return min(found, default=None)
+            allowances.append(int(spent) / int(period))
+    return min(allowances, default=None)
 
 
 def memory_limit(root: Path = _ROOT) -> int | None:
@@ -51,13 +51,13 @@ def memory_left(root: Path = _ROOT) -> int | None:
 
     The page cache is not counted as taken: the kernel drops it when memory is asked for.
     """
-    found = []
+    remaining = []
     for group, limit in _memory_groups(root):
         used = next((int(w) for name in ("memory.current", "memory.usage_in_bytes") for w in _words(group / name)), 0)
-        found.append(max(limit - used + _page_cache(group), 0))
+        remaining.append(max(limit - used + _page_cache(group), 0))
     available = [line.split()[1] for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
-    found += [1024 * int(kilobytes) for kilobytes in available]
-    return min(found, default=None)
+    remaining += [1024 * int(kilobytes) for kilobytes in available]
+    return min(remaining, default=None)
 
 
 def set_up_threads(environment: MutableMapping[str, str]) -> str | None:
@@ -73,18 +73,18 @@ def set_up_threads(environment: MutableMapping[str, str]) -> str | None:
     """
     if not any(name in environment for name in (*_WAITING, "KMP_BLOCKTIME")):
         environment.update(_WAITING)
-    allowed, there = quota(), cores()
-    threads = there if allowed is None else math.ceil(allowed)
-    if threads >= there or "OMP_NUM_THREADS" in environment:
+    allowed, available = quota(), cores()
+    threads = available if allowed is None else math.ceil(allowed)
+    if threads >= available or "OMP_NUM_THREADS" in environment:
         return None
     environment["OMP_NUM_THREADS"] = str(threads)
-    return f"{threads} thread{'s' * (threads > 1)}: the quota of this container is {allowed:g} of {there} CPUs"
+    return f"{threads} thread{'s' * (threads > 1)}: the quota of this container is {allowed:g} of {available} CPUs"
 
 
 def describe_processor(root: Path = _ROOT) -> str:
     """Name of the processor and its widest vector units: "AMD EPYC, AVX-512 BF16"."""
-    found = dict(line.partition(":")[::2] for line in reversed(_lines(root / "proc/cpuinfo")) if ":" in line)
-    facts = {name.strip(): value.strip() for name, value in found.items()}
+    fields = dict(line.partition(":")[::2] for line in reversed(_lines(root / "proc/cpuinfo")) if ":" in line)
+    facts = {name.strip(): value.strip() for name, value in fields.items()}
     flags = set(facts.get("flags", facts.get("Features", "")).split())
     units = {"amx_tile": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2", "asimd": "NEON"}
     widest = next((unit for flag, unit in units.items() if flag in flags), None)
@@ -114,8 +114,8 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
         _, names, path = line.split(":", 2)
         paths.update(dict.fromkeys(names.split(","), path))
     for line in _lines(root / "proc/self/mountinfo"):
-        place, _, system = line.partition(" - ")
-        shown, mounted_at = place.split()[3:5]
+        mount, _, system = line.partition(" - ")
+        shown, mounted_at = mount.split()[3:5]
         kind, _, options = system.split(" ", 2)
         name = {"cgroup2": "", "cgroup": controller}.get(kind)
         if name not in paths or (name and name not in options.split(",")):

@@ -263,15 +263,15 @@ def candidates(
 ) -> list[Choice]:
     """Launches worth timing for a shape, the guess first."""
     rows, columns = shape
-    found: list[Choice] = [guess(format, tokens, shape, hardware, prepacked)]
+    choices: list[Choice] = [guess(format, tokens, shape, hardware, prepacked)]
     if prepacked:
         least = next(size for size in GLUON_LAUNCHES if tokens <= size or size == 256)
         for block_m, launches in GLUON_LAUNCHES.items():
             # Tiles smaller than the number of tokens read W more than once, and may still be faster.
             if min(64, least) <= block_m <= least:
-                found += [gluon_tiles(block_m, *launch[:2], hardware, launch[2]) for launch in launches]
+                choices += [gluon_tiles(block_m, *launch[:2], hardware, launch[2]) for launch in launches]
         if tokens > FEW:
-            found += [prefill_tiles(*size, hardware) for size in PREFILL_UNITS]
+            choices += [prefill_tiles(*size, hardware) for size in PREFILL_UNITS]
     elif tokens <= FEW:
         block_m = max(16, bucket(tokens))
         for block_n, block_k, warps, stages in ((64, 128, 4, 4), (32, 256, 4, 4), (128, 128, 4, 3), (64, 256, 4, 3)):
@@ -279,7 +279,7 @@ def candidates(
                 if swap and block_n < 64:
                     continue
                 splits = _splits(-(-rows // block_n), columns, block_k, hardware.sms * 3)
-                found.append(Tiles(block_m, block_n, block_k, splits, swap, warps, stages))
+                choices.append(Tiles(block_m, block_n, block_k, splits, swap, warps, stages))
     else:
         for block_m, block_n, block_k, warps, stages in (
             (64, 128, 64, 4, 4),
@@ -288,20 +288,20 @@ def candidates(
         ):
             for swap in (False, True):
                 splits = _splits(-(-rows // block_n) * -(-tokens // block_m), columns, block_k, hardware.sms)
-                found.append(Tiles(block_m, block_n, block_k, splits, swap, warps, stages))
+                choices.append(Tiles(block_m, block_n, block_k, splits, swap, warps, stages))
     if not prepacked and tokens > STORED_FEW and takes_stored(format, shape, hardware):
-        found += [prefill_tiles(*size, hardware, format) for size in STORED_UNITS]
+        choices += [prefill_tiles(*size, hardware, format) for size in STORED_UNITS]
     if tokens > FEW:
-        found.append(DENSE)
-    return list(dict.fromkeys(found))
+        choices.append(DENSE)
+    return list(dict.fromkeys(choices))
 
 
 def _splits(tiles: int, columns: int, block_k: int, programs: int) -> int:
     """Parts of K that give about `programs` programs, each with two steps or more."""
-    wanted = programs / max(tiles, 1)
+    ideal = programs / max(tiles, 1)
     most = max(columns // (2 * block_k), 1)
     splits = 1
-    while splits * 2 <= min(wanted, most, 32):
+    while splits * 2 <= min(ideal, most, 32):
         splits *= 2
     return splits
 

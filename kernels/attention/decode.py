@@ -30,7 +30,7 @@ def paged_attention(
     max_length: int | None = None,
     shortest: int | None = None,
     tiles: DecodeTiles | None = None,
-    **given: Unpack[ScoreKeywords],
+    **keywords: Unpack[ScoreKeywords],
 ) -> torch.Tensor:
     """softmax(cap(q kᵀ · softmax_scale) + mask) v over the keys and values in `pages`.
 
@@ -43,7 +43,7 @@ def paged_attention(
         max_length, shortest: the largest and the smallest of `lengths`, from a caller that vouches for them and for
             the block table. None has both checked, which waits for a GPU.
         tiles: the launch; None takes `decode_tiles_for`.
-        given: window, softcap, softmax_scale: see `AttentionOptions`.
+        keywords: window, softcap, softmax_scale: see `AttentionOptions`.
 
     Returns:
         `[batch, heads, new, dim]` in the dtype of q.
@@ -52,7 +52,7 @@ def paged_attention(
         ValueError: operands that do not fit each other, a page that does not exist, a length below `new`.
     """
     where = f"paged attention q {list(q.shape)} over {pages.format or '16 bit'} pages {list(pages.k.shape)}"
-    options = AttentionOptions(causal=True, **given)
+    options = AttentionOptions(causal=True, **keywords)
     options.check(where)
     _check(where, q, pages, block_table, lengths)
     if max_length is None or shortest is None:
@@ -65,7 +65,7 @@ def paged_attention(
             f"{block_table.shape[1]} pages of {pages.page_size}"
         )
     if q.device.type != "cuda":
-        return paged_reference(q, pages, block_table, lengths, **given)
+        return paged_reference(q, pages, block_table, lengths, **keywords)
     from quant.kernels.portable.paged_attention import attend_pages
 
     if tiles is None:
@@ -109,14 +109,14 @@ def paged_reference(
     lengths: torch.Tensor,
     *,
     compute: torch.dtype = torch.float32,
-    **given: Unpack[ScoreKeywords],
+    **keywords: Unpack[ScoreKeywords],
 ) -> torch.Tensor:
     """The oracle: each sequence's pages gathered and dequantized, then plain attention in `compute`."""
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
         k, v = pages.read(block_table[row, : -(-length // pages.page_size)], length)
         attended, _ = reference(
-            q[row, None], k[None], v[None], causal=True, dtype=q.dtype, compute=compute, round_p=False, **given
+            q[row, None], k[None], v[None], causal=True, dtype=q.dtype, compute=compute, round_p=False, **keywords
         )
         out[row] = attended[0]
     return out

@@ -40,14 +40,24 @@ def attention(
     v: torch.Tensor,
     *,
     return_lse: Literal[False] = False,
-    **given: Unpack[AttentionKeywords],
+    **keywords: Unpack[AttentionKeywords],
 ) -> torch.Tensor: ...
 @overload
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True], **given: Unpack[AttentionKeywords]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **keywords: Unpack[AttentionKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, **given: Unpack[AttentionKeywords]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: bool = False,
+    **keywords: Unpack[AttentionKeywords],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(cap(q kᵀ · softmax_scale) + mask) v.
 
@@ -56,7 +66,7 @@ def attention(
         k, v: `[batch, kv_heads, seq_kv, dim]`, of q's dtype; `kv_heads` divides `heads`.
         return_lse: whether to return the log-sum-exp of each query's scores, too. Attention over parts of the keys is
             merged by it.
-        given: q_scale, k_scale, v_scale, causal, window, softcap, softmax_scale, cu_seqlens_q, cu_seqlens_k,
+        keywords: q_scale, k_scale, v_scale, causal, window, softcap, softmax_scale, cu_seqlens_q, cu_seqlens_k,
             max_seqlen_q, dtype, v_laid_out: see `AttentionOptions`.
 
     Returns:
@@ -67,7 +77,7 @@ def attention(
         ValueError: operands that do not fit each other, or that no kernel takes.
     """
     where = f"attention q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    options = _resolved(where, q, k, v, AttentionOptions(**given))
+    options = _resolved(where, q, k, v, AttentionOptions(**keywords))
     out, lse = torch.ops.quant.attention(q, k, v, *options, return_lse)
     return (out, lse) if return_lse else out
 
@@ -124,8 +134,8 @@ def _expanded_scale(
 def _check_dtypes(where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> None:
     """One dtype for all operands, with scales exactly where it needs them."""
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float8_e4m3fn, torch.bfloat16, torch.float16):
-        given = ", ".join(f"{name} {x.dtype}" for name, x in (("q", q), ("k", k), ("v", v)))
-        raise ValueError(f"{where}: {given}; expected one dtype of float8_e4m3fn, bfloat16 and float16")
+        dtypes = ", ".join(f"{name} {x.dtype}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"{where}: {dtypes}; expected one dtype of float8_e4m3fn, bfloat16 and float16")
     needed = q.dtype == torch.float8_e4m3fn
     scales = {"q_scale": options.q_scale, "k_scale": options.k_scale, "v_scale": options.v_scale}
     wrong = ", ".join(name for name, scale in scales.items() if (scale is not None) != needed)
@@ -179,9 +189,11 @@ def _has_kernel(q: torch.Tensor) -> bool:
     return capability_of(q.device) >= ((8, 9) if q.dtype == torch.float8_e4m3fn else (8, 0))
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Body of `quant::attention`; the log-sum-exp is empty unless it is wanted."""
-    *fields, with_lse = given
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Body of `quant::attention`; the log-sum-exp is empty unless it is asked for."""
+    *fields, with_lse = arguments
     options = AttentionOptions(*fields)  # type: ignore[arg-type]
     hopper = is_hopper(q.device)
     if options.v_laid_out and not hopper:
@@ -189,7 +201,7 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: object
     if not _has_kernel(q):
         out, lse = reference(q, k, v, **options._asdict())
         return out, lse if with_lse else lse.new_empty(0)
-    out, lse = _fake_attention(q, k, v, *given)
+    out, lse = _fake_attention(q, k, v, *arguments)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if hopper:
         from quant.kernels.hopper import sm90_dense_attention as kernel
@@ -203,8 +215,8 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: object
     return out, lse
 
 
-def _fake_attention(q: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
-    *_, dtype, _, with_lse = rest
+def _fake_attention(q: torch.Tensor, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+    *_, dtype, _, with_lse = arguments
     assert isinstance(dtype, torch.dtype)
     lse_shape = q.shape[:3] if with_lse else [0]
     return q.new_empty(q.shape, dtype=dtype), q.new_empty(lse_shape, dtype=torch.float32)
@@ -234,7 +246,7 @@ torch.library.define(
     "(Tensor q, Tensor k, Tensor v, Tensor scales, bool causal, float softmax_scale, ScalarType dtype) -> Tensor",
 )
 torch.library.impl("quant::fp8_attention", "default", _fp8_attention)
-torch.library.register_fake("quant::fp8_attention", lambda q, *rest: q.new_empty(q.shape, dtype=rest[-1]))
+torch.library.register_fake("quant::fp8_attention", lambda q, *arguments: q.new_empty(q.shape, dtype=arguments[-1]))
 torch.library.define(
     "quant::attention",
     "(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, bool causal, int? window, "

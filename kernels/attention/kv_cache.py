@@ -82,13 +82,13 @@ class PagedKVCache:
     def _checked_scales(
         self, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
     ) -> dict[str, torch.Tensor] | None:
-        given = {"k_scale": k_scale, "v_scale": v_scale}
-        if self.format is None or self.format.name == "fp8_token":
-            if named := [name for name, scale in given.items() if scale is not None]:
+        named_scales = {"k_scale": k_scale, "v_scale": v_scale}
+        if self.format is None or self.format.per_row:  # FP8 with a scale for each token measures them
+            if named := [name for name, scale in named_scales.items() if scale is not None]:
                 raise ValueError(f"KV cache in {self.format or '16 bit'}: {', '.join(named)} given, but it has none")
             return None
         shape, scales = (self.layers, self.kv_heads), {}
-        for name, scale in given.items():
+        for name, scale in named_scales.items():
             scale = torch.ones(shape) if scale is None else scale
             if tuple(scale.shape) != shape or not bool((scale > 0).all() and scale.isfinite().all()):
                 raise ValueError(
@@ -107,7 +107,7 @@ class PagedKVCache:
             codes, blocks = ((self.dim // 2,), torch.uint8), ((self.dim // 16,), torch.float8_e4m3fn)
             return {"k": codes, "v": codes, "k_blocks": blocks, "v_blocks": blocks}
         codes = ((self.dim,), torch.float8_e4m3fn)
-        if self.format.name == "fp8":
+        if self.format.per_tensor:
             return {"k": codes, "v": codes}
         return {"k": codes, "v": codes, "k_scale": ((), torch.float32), "v_scale": ((), torch.float32)}
 
@@ -221,7 +221,7 @@ class PagedKVCache:
             self._reserve([sequence], [start], max(room - start, 0))
 
     def attend(
-        self, layer: int, sequences: Sequence[int], q: torch.Tensor, **given: Unpack[ScoreKeywords]
+        self, layer: int, sequences: Sequence[int], q: torch.Tensor, **keywords: Unpack[ScoreKeywords]
     ) -> torch.Tensor:
         """Causal attention of the newest tokens over all cached tokens: see `paged_attention`."""
         counts = [self.length(sequence, layer) for sequence in sequences]
@@ -232,7 +232,7 @@ class PagedKVCache:
             self._tensor_of(counts),
             max_length=max(counts, default=0),
             shortest=min(counts, default=0),
-            **given,
+            **keywords,
         )
 
     def read(self, layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,16 +275,16 @@ class PagedKVCache:
 
     def _reserve(self, sequences: Sequence[int], starts: Sequence[int], new: int) -> None:
         """Gives each sequence pages of its own for the tokens to be written, or raises before any change."""
-        wanted, needed = [], 0
+        missing_pages, needed = [], 0
         for sequence, start in zip(sequences, starts, strict=True):
             pages = self._of(sequence)
             touched = range(start // self.page_size, -(-(start + new) // self.page_size))
             missing = [i for i in touched if i >= len(pages) or self._owners[pages[i]] > 1]
-            wanted.append((pages, missing))
+            missing_pages.append((pages, missing))
             needed += len(missing)
         if needed > len(self._free):
             self._make_room(needed)
-        for pages, missing in wanted:
+        for pages, missing in missing_pages:
             for index in missing:
                 # Once its other owners have taken copies, a page is this sequence's own.
                 if index < len(pages) and self._owners[pages[index]] == 1:

@@ -66,16 +66,16 @@ class AttentionOperands:
     score_shift: torch.Tensor | None = None
 
     @overload
-    def attend(self, *, return_lse: Literal[False] = False, **given: Unpack[MaskKeywords]) -> torch.Tensor: ...
+    def attend(self, *, return_lse: Literal[False] = False, **keywords: Unpack[MaskKeywords]) -> torch.Tensor: ...
     @overload
     def attend(
-        self, *, return_lse: Literal[True], **given: Unpack[MaskKeywords]
+        self, *, return_lse: Literal[True], **keywords: Unpack[MaskKeywords]
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
     def attend(
-        self, *, return_lse: bool = False, **given: Unpack[MaskKeywords]
+        self, *, return_lse: bool = False, **keywords: Unpack[MaskKeywords]
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """`attention` over these operands, with the log-sum-exp of the scores before K was smoothed."""
-        options = self.options._replace(**given)
+        options = self.options._replace(**keywords)
         if options.softcap is not None and self.score_shift is not None:
             raise ValueError(
                 "attention with a soft cap: smoothing K shifts the scores, and a cap is no longer the same; "

@@ -169,11 +169,12 @@ def _append(targets: Sequence[torch.Tensor], pair: tuple[torch.Tensor, torch.Ten
     v_scale.copy_(_power_of_two(v, format))
     zero = torch.zeros(1, 1, dtype=torch.int32, device=k.device)
     for row in range(len(k)):
-        here = slice(row, row + 1)
+        entry = slice(row, row + 1)
         page = KVPages(
-            k_codes[here], v_codes[here], format, k.shape[3], k_scale[row], v_scale[row], k_blocks[here], v_blocks[here]
-        )
-        write_kv(page, zero, zero[0], k[here], v[here])
+            k_codes[entry], v_codes[entry], format, k.shape[3], k_scale[row], v_scale[row],
+            k_blocks[entry], v_blocks[entry],
+        )  # fmt: skip
+        write_kv(page, zero, zero[0], k[entry], v[entry])
 
 
 def _power_of_two(x: torch.Tensor, format: Format) -> torch.Tensor:
@@ -233,16 +234,16 @@ def ring_attention(
         _agree(where, q, k, format, group)
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
     message = _Message.of(k, format)
-    here, there = torch.empty(2, message.nbytes, dtype=torch.uint8, device=k.device)
-    message.write(here, k, v)
+    held, incoming = torch.empty(2, message.nbytes, dtype=torch.uint8, device=k.device)
+    message.write(held, k, v)
     queries = _Queries(q, fp8=format is not None and not format.global_scale, scale=scale)
     for step in range(world):
-        waiting = _exchange(here, there, group) if step < world - 1 else []
+        waiting = _exchange(held, incoming, group) if step < world - 1 else []
         for rows, piece, masked in _work(rank, (rank - step) % world, causal):
-            queries.attend(rows, message.read(here, piece, q.dtype), masked)
+            queries.attend(rows, message.read(held, piece, q.dtype), masked)
         for request in waiting:
             request.wait()
-        here, there = there, here
+        held, incoming = incoming, held
     return queries.out.to(q.dtype)
 
 
@@ -258,12 +259,12 @@ def _work(rank: int, owner: int, causal: bool) -> Iterator[tuple[int, int, bool]
         yield from ((_EARLY, _EARLY, True), (_LATE, _EARLY, False), (_LATE, _LATE, True))
 
 
-def _exchange(here: torch.Tensor, there: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
+def _exchange(held: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
     """Starts sending `here` to the next rank and receiving `there` from the previous one."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     ends = [rank + 1, rank - 1]
     to, source = (end % world if group is None else dist.get_global_rank(group, end % world) for end in ends)
-    send, receive = dist.P2POp(dist.isend, here, to, group), dist.P2POp(dist.irecv, there, source, group)
+    send, receive = dist.P2POp(dist.isend, held, to, group), dist.P2POp(dist.irecv, incoming, source, group)
     started: list[dist.Work] = dist.batch_isend_irecv([send, receive])
     return started
 
@@ -282,11 +283,11 @@ class _Queries:
         for part in (_EARLY, _LATE) if rows == _BOTH else (rows,):
             q, q_scale = self.parts[part]
             out, lse = self._attention(q, q_scale, keys, causal)
-            here = slice(part * self.half, (part + 1) * self.half)
-            before, after = self.lse[:, :, here], torch.logaddexp(self.lse[:, :, here], lse)
-            self.out[:, :, here] *= (before - after).exp()[..., None]
-            self.out[:, :, here] += out.float() * (lse - after).exp()[..., None]
-            self.lse[:, :, here] = after
+            tokens = slice(part * self.half, (part + 1) * self.half)
+            before, after = self.lse[:, :, tokens], torch.logaddexp(self.lse[:, :, tokens], lse)
+            self.out[:, :, tokens] *= (before - after).exp()[..., None]
+            self.out[:, :, tokens] += out.float() * (lse - after).exp()[..., None]
+            self.lse[:, :, tokens] = after
 
     def _attention(
         self, q: torch.Tensor, q_scale: torch.Tensor | None, keys: _Keys, causal: bool
@@ -319,11 +320,11 @@ def _agree(
 ) -> None:
     index = -1 if format is None else RING_FORMATS.index(format.name)
     mine = (*q.shape, k.shape[1], q.dtype.itemsize, index)
-    given = torch.tensor(mine, device=q.device)
-    everyone = [torch.empty_like(given) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, given, group=group)
+    own = torch.tensor(mine, device=q.device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, own, group=group)
     for rank, theirs in enumerate(everyone):
-        if not torch.equal(theirs, given):
+        if not torch.equal(theirs, own):
             raise ValueError(
                 f"{where}: rank {rank} has batch, heads, tokens, dim, KV heads {theirs[:5].tolist()}, bytes and format "
                 f"{theirs[5:].tolist()}; all ranks need the same: pad the sequence to a multiple of 2 · world"

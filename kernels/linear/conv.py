@@ -94,8 +94,8 @@ class ConvGeometry:
             return self.forward(x[None], output_size)[0]
         output_padding: Sequence[int] = self.output_padding
         if output_size is not None:
-            given = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
-            output_padding = self._output_padding(x, output_size, *given)  # type: ignore[misc, arg-type]
+            geometry = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
+            output_padding = self._output_padding(x, output_size, *geometry)  # type: ignore[misc, arg-type]
         return self.convolve(self.padded(x), output_padding)
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
@@ -221,9 +221,9 @@ def _convolve(
     return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
 
 
-def _fake(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: Any, *rest: Any) -> torch.Tensor:
+def _fake(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: Any, *options: Any) -> torch.Tensor:
     weight = codes.new_empty(codes.shape, dtype=x.dtype)
-    return torch.convolution(x, weight, bias, *rest[3:])
+    return torch.convolution(x, weight, bias, *options[3:])
 
 
 class _Conv(torch.autograd.Function):
@@ -242,9 +242,9 @@ class _Conv(torch.autograd.Function):
         codes, scale = ctx.saved_tensors
         transposed, groups = ctx.geometry[3], ctx.geometry[5]
         weight = _dense(codes, scale, ctx.weight_format, groups, transposed, gradient.dtype)
-        wanted = [ctx.needs_input_grad[1], False, ctx.needs_input_grad[4]]
-        x = gradient.new_empty(1).expand(ctx.shape)  # of which nothing but the shape is read
-        for_x, _, for_bias = torch.ops.aten.convolution_backward(gradient, x, weight, ctx.biases, *ctx.geometry, wanted)
+        asked = [ctx.needs_input_grad[1], False, ctx.needs_input_grad[4]]
+        x = gradient.new_empty(1).expand(ctx.shape)  # only its shape is read
+        for_x, _, for_bias = torch.ops.aten.convolution_backward(gradient, x, weight, ctx.biases, *ctx.geometry, asked)
         return None, for_x, None, None, for_bias, *[None] * 9
 
 

@@ -115,8 +115,8 @@ def _embedding(
     return _rows(ids, weight, dtype)
 
 
-def _fake(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return torch.empty(*ids.shape, rest[-2], dtype=rest[-1], device=ids.device)
+def _fake(ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return torch.empty(*ids.shape, arguments[-2], dtype=arguments[-1], device=ids.device)
 
 
 register(

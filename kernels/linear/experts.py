@@ -98,8 +98,8 @@ def grouped_experts_forward(
     if getattr(self, "has_post_expert_norm", False):
         down = self.post_expert_norm(down)
     # Slots of no expert are beyond the last offset, where a row holds whatever was in memory.
-    known = (torch.arange(len(order), device=offsets.device) < offsets[-1])[:, None]
-    weighted = torch.where(known, down * top_k_weights.flatten()[order, None], 0).to(hidden_states.dtype)
+    is_routed = (torch.arange(len(order), device=offsets.device) < offsets[-1])[:, None]
+    weighted = torch.where(is_routed, down * top_k_weights.flatten()[order, None], 0).to(hidden_states.dtype)
     out = torch.empty_like(weighted)
     out[order] = weighted
     return out.view(tokens, slots, -1).sum(1)
@@ -116,16 +116,16 @@ def _grouped(
     activation: str,
 ) -> torch.Tensor:
     weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (*codes.shape[:2], x.shape[1]), global_scale)
-    given = FORMATS[activation] if activation else None
+    rounding = FORMATS[activation] if activation else None
     in_16_bit = x.dtype in (torch.float16, torch.bfloat16)
-    if x.is_cuda and in_16_bit and has_triton() and _rows_stand_alone(given, input_scale):
+    if x.is_cuda and in_16_bit and has_triton() and _rows_stand_alone(rounding, input_scale):
         with torch.cuda.device_of(x):
-            return _on_gpu(x, weight, offsets, input_scale, given)
+            return _on_gpu(x, weight, offsets, input_scale, rounding)
     y = x.new_zeros(len(x), codes.shape[1])
     bounds = offsets.tolist()
     for expert, (start, stop) in enumerate(pairwise(bounds)):
         if stop > start:
-            y[start:stop] = quantized_linear(x[start:stop], weight.matrix(expert), None, input_scale, given)
+            y[start:stop] = quantized_linear(x[start:stop], weight.matrix(expert), None, input_scale, rounding)
     return y
 
 
@@ -200,18 +200,18 @@ class _Grouped(torch.autograd.Function):
         return None, x, *(None,) * 7
 
 
-def _with_gradients(keyset: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _with_gradients(keyset: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Grouped.apply(keyset, x, *rest)  # type: ignore[no-any-return, no-untyped-call]
-    return below_autograd(torch.ops.quant.grouped_linear.default, keyset, x, *rest)
+        return _Grouped.apply(keyset, x, *arguments)  # type: ignore[no-any-return, no-untyped-call]
+    return below_autograd(torch.ops.quant.grouped_linear.default, keyset, x, *arguments)
 
 
-def _fake(x: torch.Tensor, codes: torch.Tensor, *rest: object) -> torch.Tensor:
+def _fake(x: torch.Tensor, codes: torch.Tensor, *arguments: object) -> torch.Tensor:
     return x.new_empty(x.shape[0], codes.shape[1])
 
 
-def _fake_gradient(gradient: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return gradient.new_empty(gradient.shape[0], rest[-1])
+def _fake_gradient(gradient: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return gradient.new_empty(gradient.shape[0], arguments[-1])
 
 
 register(

@@ -160,12 +160,12 @@ def _with_gradients(keyset: Any, *args: Any) -> torch.Tensor:
         return _REDISPATCH(keyset & torch._C._after_autograd_keyset, *args)  # type: ignore[no-any-return]
 
 
-def _fake(x: torch.Tensor, codes: torch.Tensor, *rest: object) -> torch.Tensor:
+def _fake(x: torch.Tensor, codes: torch.Tensor, *arguments: object) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], codes.shape[0])
 
 
-def _fake_gradient(gradient: torch.Tensor, codes: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return gradient.new_empty(*gradient.shape[:-1], rest[-1])
+def _fake_gradient(gradient: torch.Tensor, codes: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], arguments[-1])
 
 
 def register(
@@ -211,15 +211,16 @@ _AUTOCAST_KEYS = {
 
 
 def _in_autocast(op: Any, device: str) -> Any:
-    bias_at = next((i for i, argument in enumerate(op._schema.arguments) if argument.name == "bias"), None)
+    positions = [i for i, argument in enumerate(op._schema.arguments) if i == 0 or argument.name == "bias"]
 
     def cast(*args: Any) -> torch.Tensor:
-        given, dtype = list(args), torch.get_autocast_dtype(device)
-        for place in (0, bias_at):
-            if place is not None and given[place] is not None and given[place].dtype is not torch.float64:
-                given[place] = given[place].to(dtype)
+        arguments, dtype = list(args), torch.get_autocast_dtype(device)
+        for position in positions:
+            tensor = arguments[position]
+            if tensor is not None and tensor.dtype is not torch.float64:
+                arguments[position] = tensor.to(dtype)
         with without_autocast(device):
-            return op(*given)  # type: ignore[no-any-return]
+            return op(*arguments)  # type: ignore[no-any-return]
 
     return cast
 

@@ -64,8 +64,8 @@ class ReferenceProduct:
 
 def dense_view(weight: BlockScaledTensor, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A dequantized weight whose codes are a view or copy of `codes`, kept as long as those of linears are."""
-    kept = _cache.get(weight, dtype, codes)
-    return weight.dequantize(dtype) if kept is None else kept
+    dense = _cache.get(weight, dtype, codes)
+    return weight.dequantize(dtype) if dense is None else dense
 
 
 def as_stored(weight: BlockScaledTensor) -> BlockScaledTensor:

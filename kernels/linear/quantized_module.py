@@ -62,14 +62,14 @@ class QuantizedModule(nn.Module):
         self._stays_stored = False
         self._unread: str | None = None
 
-    def check_at_first_use(self, place: str) -> None:
-        """Notes that the codes are still to be searched for NaN; `place` names them in the error.
+    def check_at_first_use(self, tensor: str) -> None:
+        """Notes that the codes are still to be searched for NaN; `tensor` names them in the error.
 
         Files are mapped, so that loading reads no codes. The search waits until the weight is read for another reason:
         it arrives at a GPU, is arranged for its first forward, or is written.
         """
         if self.codes.is_floating_point():  # only those of FP8 may be NaN
-            self._unread = place
+            self._unread = tensor
 
     def _check_codes(self) -> None:
         codes = self.codes
@@ -164,11 +164,11 @@ class QuantizedModule(nn.Module):
             if weight.global_scale is None:
                 destination.pop(f"{prefix}global_scale", None)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
         held = self.stored_weight
         if is_prepacked(held):
             self._store(restore(held))
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._arranged = None
         if is_prepacked(held):
             self.arrange()

@@ -82,11 +82,11 @@ def extra_copies(l2: int, nbytes: int) -> int:
 
 def shapes_of(model: nn.Module) -> list[BlockScaledTensor]:
     """One quantized weight for each format and shape that `model` has."""
-    found: dict[tuple[str, tuple[int, ...]], BlockScaledTensor] = {}
+    weights: dict[tuple[str, tuple[int, ...]], BlockScaledTensor] = {}
     for module in model.modules():
         if isinstance(module, QuantLinear):
-            found.setdefault((module.weight_format.name, module.weight_shape), module.stored_weight)
-    return list(found.values())
+            weights.setdefault((module.weight_format.name, module.weight_shape), module.stored_weight)
+    return list(weights.values())
 
 
 def tune_shapes(

@@ -68,21 +68,21 @@ def _input_gradient(
 
         if fake_rounding.can_sum(format, (rows := x.reshape(-1, x.shape[-1])).shape):
             with torch.cuda.device_of(x):
-                found = fake_rounding.input_gradient(
+                gradient_of_rows = fake_rounding.input_gradient(
                     gradient.reshape(rows.shape), rows, rounded.reshape(rows.shape), format, input_scale
                 )
-            return found.view(x.shape)
+            return gradient_of_rows.view(x.shape)
     columns = format.block[1]
     width = (0, -x.shape[-1] % columns)
-    given, change, slope = (
+    values, change, slope = (
         torch.nn.functional.pad(each.float(), width).unflatten(-1, (-1, columns))
         for each in (x, rounded.float() - x.float(), gradient)
     )
-    amax = given.abs().amax(dim=-1, keepdim=True)
+    amax = values.abs().amax(dim=-1, keepdim=True)
     follows = (amax > 0) if input_scale is None else _in_reach(amax, input_scale, format)
     of_scale = torch.where(follows, (slope * change).sum(dim=-1, keepdim=True) / amax, 0)
-    largest = given.abs() == amax
-    added = largest * given.sign() * (of_scale / largest.sum(dim=-1, keepdim=True))
+    largest = values.abs() == amax
+    added = largest * values.sign() * (of_scale / largest.sum(dim=-1, keepdim=True))
     total: torch.Tensor = added.flatten(-2)[..., : x.shape[-1]].to(gradient.dtype)
     return total.add_(gradient if input_scale is None else _passed(gradient, x, input_scale, format))
 
@@ -129,8 +129,8 @@ class _RoundInput(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if not ctx.passes_all:
-            found: Any = _input_gradient if ctx.is_eager else torch.ops.quant.round_input_gradient
-            gradient = found(gradient, *ctx.saved_tensors, ctx.activation)
+            gradient_of: Any = _input_gradient if ctx.is_eager else torch.ops.quant.round_input_gradient
+            gradient = gradient_of(gradient, *ctx.saved_tensors, ctx.activation)
         return None, gradient, None, None
 
 
@@ -140,11 +140,11 @@ def _input_with_gradients(keyset: Any, *args: Any) -> torch.Tensor:
     return below_autograd(torch.ops.quant.round_input.default, keyset, *args)
 
 
-def _fake_input_gradient(gradient: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _fake_input_gradient(gradient: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
 
 
-def _fake_input(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _fake_input(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 

@@ -89,8 +89,8 @@ def as_stored_scale(scale: torch.Tensor, format: Format, stored: torch.dtype) ->
 
 def group_amax(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Largest magnitude of weights `[..., out, in]` that share a scale: float32 `[...]`, over all shards of them."""
-    found = [_amax(weight) for weight in weights]
-    return found[0] if len(found) == 1 else torch.stack(found).amax(dim=0)
+    amax = [_amax(weight) for weight in weights]
+    return amax[0] if len(amax) == 1 else torch.stack(amax).amax(dim=0)
 
 
 def measured_global_scale(weights: Sequence[torch.Tensor], format: Format) -> torch.Tensor:
@@ -109,10 +109,10 @@ def measured_global_scale(weights: Sequence[torch.Tensor], format: Format) -> to
 def _amax(weight: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of each matrix, float32, over all shards of the weight."""
     if not hasattr(weight, "full_tensor"):  # as one kernel, which DTensor does not have
-        found: torch.Tensor = torch.linalg.vector_norm(weight, torch.inf, dim=(-2, -1), dtype=torch.float32)
-        return found
-    amax: Any = weight.abs().amax(dim=(-2, -1)).float()
-    return amax.full_tensor()  # type: ignore[no-any-return]
+        amax: torch.Tensor = torch.linalg.vector_norm(weight, torch.inf, dim=(-2, -1), dtype=torch.float32)
+        return amax
+    sharded_amax: Any = weight.abs().amax(dim=(-2, -1)).float()
+    return sharded_amax.full_tensor()  # type: ignore[no-any-return]
 
 
 def _round_weight(
@@ -234,15 +234,15 @@ def _weight_with_gradients(keyset: Any, *args: Any) -> torch.Tensor:
     return below_autograd(torch.ops.quant.round_weight.default, keyset, *args)
 
 
-def _fake_weight(weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return torch.empty(weight.shape, dtype=rest[-2], device=weight.device)
+def _fake_weight(weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return torch.empty(weight.shape, dtype=arguments[-2], device=weight.device)
 
 
-def _fake_weight_gradient(gradient: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _fake_weight_gradient(gradient: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
-def _fake_scale_gradient(gradient: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _fake_scale_gradient(gradient: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
 
 

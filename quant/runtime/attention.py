@@ -190,8 +190,8 @@ def _attend_ring(
 ) -> tuple[torch.Tensor, None]:
     """The same as `_attend`, where each process of a group has a share of the tokens."""
     window = None if sliding_window is None or sliding_window >= q.shape[2] * group.size() else sliding_window
-    given = {"a sliding window": window, "a soft cap": softcap, "attention sinks": s_aux, "a mask": mask}
-    if named := [what for what, value in given.items() if value is not None] + ["no causal mask"] * (
+    unsupported = {"a sliding window": window, "a soft cap": softcap, "attention sinks": s_aux, "a mask": mask}
+    if named := [what for what, value in unsupported.items() if value is not None] + ["no causal mask"] * (
         not _is_causal(module, is_causal)
     ):
         raise UserError(f"{type(module).__name__} has {', '.join(named)}, which attention over a group does not take")
@@ -201,9 +201,9 @@ def _attend_ring(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _is_causal(module: nn.Module, given: bool | None) -> bool:
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     """Whether queries see earlier keys alone: what transformers says in the call, or else the module."""
-    return bool(getattr(module, "is_causal", True) if given is None else given)
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def turns(module: nn.Module, format: Format | None, fp8: bool) -> bool:
@@ -222,13 +222,13 @@ def scales_of(
     """
     if not _is_calibrated(module, format):
         return None, None
-    found = []
+    scales = []
     for name in ("k_scale", "v_scale"):
         scale = getattr(module, name)
         if scale.numel() not in (1, kv_heads):
             raise UserError(f"{name} {list(scale.shape)} of an attention with {kv_heads} KV heads: one, or one a head")
-        found.append(scale.float().flatten().expand(kv_heads))
-    return (None, found[1] * HEADROOM) if turned else (found[0], found[1])
+        scales.append(scale.float().flatten().expand(kv_heads))
+    return (None, scales[1] * HEADROOM) if turned else (scales[0], scales[1])
 
 
 def _is_calibrated(module: nn.Module, format: Format) -> bool:
@@ -243,7 +243,7 @@ def _mask(
     mask_function: Any = None,
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
-    **rest: Any,
+    **arguments: Any,
 ) -> torch.Tensor | None:
     """None for a causal mask, perhaps with a window, which our functions apply; else bool, True where seen."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -251,9 +251,9 @@ def _mask(
     plain = mask_function is None or mask_function is causal_mask_function or _is_window(mask_function, local_size)
     if plain and kv_offset == 0 and (attention_mask is None or bool(attention_mask[:, :kv_length].all())):
         return None
-    rest |= {"mask_function": mask_function or causal_mask_function, "allow_is_causal_skip": False}
-    rest |= {"kv_length": kv_length, "kv_offset": kv_offset, "attention_mask": attention_mask, "local_size": local_size}
-    mask: torch.Tensor | None = sdpa_mask(**rest)
+    arguments |= {"mask_function": mask_function or causal_mask_function, "allow_is_causal_skip": False}
+    arguments |= {"kv_length": kv_length, "kv_offset": kv_offset, "attention_mask": attention_mask}
+    mask: torch.Tensor | None = sdpa_mask(**arguments, local_size=local_size)
     return mask
 
 
@@ -341,7 +341,7 @@ def _dense(
     dim, dtype = q.shape[3], q.dtype
     if options["softmax_scale"] is None:
         options["softmax_scale"] = dim**-0.5
-    room = next((known for known in DIMS if known >= dim), None)
+    room = next((size for size in DIMS if size >= dim), None)
     if room is None:
         raise UserError(f"head dimension {dim}: quantized attention takes at most {DIMS[-1]} (--attention 16bit)")
     on_gpu = q.is_cuda and (fp8 or dtype is not torch.float32)
@@ -349,13 +349,13 @@ def _dense(
         q, k, v = (pad(x, (0, room - dim)) for x in (q, k, v))
     out: torch.Tensor
     if on_gpu and fp8 and dtype is not torch.float32:
-        given = None if scales is None else _scales_of_heads(q, *scales)
-        out = quantize_attention(q, k, v, scales=given).attend(**options, dtype=dtype)
+        qkv_scales = None if scales is None else _scales_of_heads(q, *scales)
+        out = quantize_attention(q, k, v, scales=qkv_scales).attend(**options, dtype=dtype)
         return out[..., :dim]
     if fp8 and scales is not None:
-        found = _scales_of_heads(q, *scales)
-        q, k, v = (encode(x.float() / s[..., None, None], E4M3) for x, s in zip((q, k, v), found, strict=True))
-        options |= zip(("q_scale", "k_scale", "v_scale"), found, strict=True)
+        qkv_scales = _scales_of_heads(q, *scales)
+        q, k, v = (encode(x.float() / s[..., None, None], E4M3) for x, s in zip((q, k, v), qkv_scales, strict=True))
+        options |= zip(("q_scale", "k_scale", "v_scale"), qkv_scales, strict=True)
     elif fp8:
         (q, options["q_scale"]), (k, options["k_scale"]), (v, options["v_scale"]) = map(quantize_blocks, (q, k, v))
     if on_gpu:

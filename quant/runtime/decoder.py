@@ -52,7 +52,7 @@ def why_not(model: nn.Module) -> str:
     device, dtype = _device(model), _dtype(model)
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = {each.get("rope_type", "default") for each in (rope, *(x for x in rope.values() if isinstance(x, dict)))}
-    said = model.generation_config.to_diff_dict().keys() - _HARMLESS  # type: ignore[operator, union-attr]
+    options = model.generation_config.to_diff_dict().keys() - _HARMLESS  # type: ignore[operator, union-attr]
     for wrong, reason in (
         (not has_triton(), "Triton is not installed"),
         (device.type != "cuda", f"the model is on {device}"),
@@ -61,7 +61,7 @@ def why_not(model: nn.Module) -> str:
         (not ropes <= set(_ROPES), f"its rotary embedding is {', '.join(sorted(ropes))}"),
         (getattr(config, "use_bidirectional_attention", False), "its attention looks ahead"),
         (_head_dim(config) % 16 or _head_dim(config) > MAX_DIM, f"its head dimension is {_head_dim(config)}"),
-        (bool(said), f"its generation config sets {', '.join(sorted(said))}"),
+        (bool(options), f"its generation config sets {', '.join(sorted(options))}"),
     ):
         if wrong:
             return reason
@@ -90,8 +90,8 @@ class Decoder:
         self.embed, self.head, self.norm = body.embed_tokens, model.get_output_embeddings(), _of_norm(body.norm)  # type: ignore[operator]
         pages = -(-room // _PAGE)
         self.has_quantized_cache = has_quantized_cache
-        kept = 1 if has_quantized_cache else pages
-        self.layers = [_Layer(model.config, layer, index, kept, dtype) for index, layer in enumerate(body.layers)]
+        pages_held = 1 if has_quantized_cache else pages
+        self.layers = [_Layer(model.config, layer, index, pages_held, dtype) for index, layer in enumerate(body.layers)]
         probe = torch.empty(1, 1, 1, device=device, dtype=dtype)  # tells the dtype and the device
         places = torch.arange(room, device=device)[None]
         kinds = getattr(body.rotary_emb, "layer_types", None)  # Gemma 3 turns sliding layers by other angles
@@ -128,9 +128,10 @@ class Decoder:
 
         before = self.lengths.clone()
         self.lengths += 1
-        place = before.long()
+        position = before.long()
         angles = {
-            kind: (cos.index_select(0, place), sin.index_select(0, place)) for kind, (cos, sin) in self.angles.items()
+            kind: (cos.index_select(0, position), sin.index_select(0, position))
+            for kind, (cos, sin) in self.angles.items()
         }
         x, residual = self.embed(self.token), None
         for layer in self.layers:
@@ -141,7 +142,7 @@ class Decoder:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         self.finite &= (logits < torch.inf).all()
         self.token.copy_(logits.argmax(-1))
-        self.written.index_copy_(0, place + 1, self.token)
+        self.written.index_copy_(0, position + 1, self.token)
         return logits
 
     def agrees(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -160,7 +161,7 @@ class Decoder:
             self.step()
         self.replay = graph.replay
 
-    def run(self, start: int, end: int, stops: Sequence[int], *, taken: int = 0) -> Iterator[list[int]]:
+    def run(self, start: int, end: int, stops: Sequence[int], *, steps_done: int = 0) -> Iterator[list[int]]:
         """The tokens at positions `start` to `end`, or up to one of `stops`, some at a time.
 
         Positions behind a stop may be written, too.
@@ -169,20 +170,20 @@ class Decoder:
             start: position of the token that `begin` got.
             end: behind the last position.
             stops: tokens that end a text.
-            taken: steps that were made since `begin`.
+            steps_done: steps that were made since `begin`.
         """
-        written = start + 1 + taken
+        written = start + 1 + steps_done
         while start < end:
             upto = min(max(start + _LOOK, written), end)
             for _ in range(upto - written):
                 (self.replay or self.step)()
             written = upto
-            found = self.written[start:upto].tolist()
-            last = next((i for i, token in enumerate(found) if token in stops), None)
+            tokens = self.written[start:upto].tolist()
+            last = next((i for i, token in enumerate(tokens) if token in stops), None)
             if last is not None:
-                yield found[: last + 1]
+                yield tokens[: last + 1]
                 return
-            yield found
+            yield tokens
             start = upto
 
 

@@ -105,14 +105,14 @@ def generate(
         UserError: an empty prompt, too many tokens for the model, a device that is not there, or NaN in the logits,
             with the tensor named that it comes from.
     """
-    there = find_device(device) or device_of(model)
+    target = find_device(device) or device_of(model)
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
     _check(model, ids, max_new_tokens)
     if dtype is not None:
         _cast(model, dtype)
-    model.eval().to(there)
-    kernels = _multiplies(there)
-    ids = ids.to(there)
+    model.eval().to(target)
+    kernels = _multiplies(target)
+    ids = ids.to(target)
     cache = _cache(model, kv_cache)
     stream = TextStream(tokenizer, on_text)
     started = time.perf_counter()
@@ -143,12 +143,12 @@ def generate(
         tuple(ids[0].tolist()),
         tuple(stream.tokens),
         seconds,
-        str(there),
+        str(target),
         kernels,
         "16bit" if is_16bit(attention) else str(attention),
         "16bit" if is_16bit(kv_cache) else str(kv_cache),
         None if cache is None else cache.nbytes,
-        GRAPH if not reason else f"transformers: {reason}" if there.type == "cuda" else "transformers",
+        GRAPH if not reason else f"transformers: {reason}" if target.type == "cuda" else "transformers",
     )
 
 
@@ -181,7 +181,7 @@ def _decode(
         return "the logits of its first token would be others"
     if max_new_tokens > 2:
         decoder.capture()
-    for tokens in decoder.run(count, count + max_new_tokens, stops, taken=1):
+    for tokens in decoder.run(count, count + max_new_tokens, stops, steps_done=1):
         if not decoder.finite:
             _refuse_logits(model, count)
         tell(tokens)
@@ -190,8 +190,8 @@ def _decode(
 
 def _ends(model: nn.Module) -> tuple[int, ...]:
     """Ids of the tokens that end a text."""
-    found: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
-    return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    stops: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
+    return () if stops is None else tuple(stops) if isinstance(stops, list | tuple) else (int(stops),)
 
 
 def _check_logits(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -233,8 +233,8 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
         except ValueError:
             format = None
         if format is None:
-            known = ", ".join(name for name in KV_CACHES if name != "16bit")
-            raise UserError(f"--kv-cache {kv_cache}: no quantized cache; known: {known}")
+            formats = ", ".join(name for name in KV_CACHES if name != "16bit")
+            raise UserError(f"--kv-cache {kv_cache}: no quantized cache; known: {formats}")
         config = text_config(model.config)
         modules = _attention_modules(model)
         super().__init__(layers=[QuantizedKVLayer(config, module, format, page_size) for module in modules])
@@ -255,11 +255,12 @@ def _attention_modules(model: nn.Module) -> list[nn.Module]:
             f"{type(model).__name__}: layers that share or keep something other than keys and values "
             f"({', '.join(sorted(kinds))}) have no quantized cache; generate with --kv-cache 16bit"
         )
-    found: dict[int, nn.Module] = {}
+    attention: dict[int, nn.Module] = {}
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
         if isinstance(index, int) and hasattr(module, "is_causal"):
-            found[index] = module
-    if sorted(found) != list(range(text.num_hidden_layers)):
-        raise UserError(f"{type(model).__name__}: found attention of {len(found)} of {text.num_hidden_layers} layers")
-    return [found[index] for index in range(text.num_hidden_layers)]
+            attention[index] = module
+    layers = range(text.num_hidden_layers)
+    if sorted(attention) != list(layers):
+        raise UserError(f"{type(model).__name__}: found attention of {len(attention)} of {len(layers)} layers")
+    return [attention[index] for index in layers]

@@ -103,8 +103,8 @@ def _center(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> torch.Ten
     rows = torch.arange(0, q.shape[2], max(stride, -(-k.shape[0] * k.shape[2] // _QUERIES)), device=q.device)
     queries = q[:, :, rows].float().unflatten(1, (k.shape[1], -1))
     scores = queries @ keys[:, :, None].mT * softmax_scale
-    place = torch.arange(0, k.shape[2], stride, device=q.device)
-    weight = scores.masked_fill(place > rows[:, None], -torch.inf).softmax(-1).sum((2, 3))[..., None]
+    positions = torch.arange(0, k.shape[2], stride, device=q.device)
+    weight = scores.masked_fill(positions > rows[:, None], -torch.inf).softmax(-1).sum((2, 3))[..., None]
     mean: torch.Tensor = ((weight * keys).sum(2) / weight.sum(2)).mean(0)[:, None]
     return torch.where(mean.isfinite().all(), mean, torch.zeros_like(mean))
 
@@ -130,12 +130,12 @@ def _by_products(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     size = x.abs().sum(-1).amax(-1)[:, None, None]
-    rest, found = x / size, identity.expand_as(x)
+    residual, root = x / size, identity.expand_as(x)
     for _ in range(_ITERATIONS):
-        step = torch.add(1.25 * identity, rest, alpha=-0.25)
+        step = torch.add(1.25 * identity, residual, alpha=-0.25)
         squared = step @ step
-        found, rest = found @ step, squared @ (squared @ rest)
-    inverse = found * size**-0.25
+        root, residual = root @ step, squared @ (squared @ residual)
+    inverse = root * size**-0.25
     return inverse, torch.linalg.inv_ex(inverse).inverse
 
 

@@ -160,7 +160,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
-        **others: Any,
+        **ignored: Any,
     ) -> None:
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
@@ -189,11 +189,11 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         Raises:
             ValueError: layers of other shapes keep their blocks in the same buffer.
         """
-        place = (cache.data_ptr(), len(cache))
-        if place not in self._pages:
-            self._pages = {place: self._make_pages(layer, cache)}
+        key = (cache.data_ptr(), len(cache))
+        if key not in self._pages:
+            self._pages = {key: self._make_pages(layer, cache)}
             logger.info_once("Blockscale: attention reads and writes an NVFP4 KV cache with our kernels")
-        return self._pages[place]
+        return self._pages[key]
 
     def _make_pages(self, layer: Any, cache: torch.Tensor) -> KVPages:
         if self.shares_with is not None:
@@ -280,13 +280,13 @@ def values_of(pages: KVPages, table: torch.Tensor, length: int, dtype: torch.dty
     def gathered(x: torch.Tensor) -> torch.Tensor:
         return x[used].transpose(0, 1).flatten(1, 2)[None, :, :length].contiguous()
 
-    found = []
+    both = []
     for codes, blocks, scale in ((pages.k, pages.k_blocks, pages.k_scale), (pages.v, pages.v_blocks, pages.v_scale)):
         assert blocks is not None and scale is not None
         # As bytes, because not every indexing kernel takes FP8.
         steps = gathered(blocks.view(torch.uint8)).view(torch.float8_e4m3fn)
-        found.append(read_nvfp4_kv(gathered(codes), steps, scale[None], dtype)[0].transpose(0, 1))
-    return found
+        both.append(read_nvfp4_kv(gathered(codes), steps, scale[None], dtype)[0].transpose(0, 1))
+    return both
 
 
 class BlockscaleNvFp4AttentionBackend(AttentionBackend):
@@ -342,10 +342,10 @@ def install() -> None:
     register_backend(AttentionBackendEnum.CUSTOM, path)
 
     def priorities(
-        use_mla: bool, device_capability: Any, num_heads: int | None = None, kv_cache_dtype: Any = None, *rest: Any
+        use_mla: bool, device_capability: Any, num_heads: int | None = None, kv_cache_dtype: Any = None, *arguments: Any
     ) -> list[Any]:
-        found = theirs(use_mla, device_capability, num_heads, kv_cache_dtype, *rest)
-        return [AttentionBackendEnum.CUSTOM, *found] if kv_cache_dtype == "nvfp4" and not use_mla else found
+        backends = theirs(use_mla, device_capability, num_heads, kv_cache_dtype, *arguments)
+        return [AttentionBackendEnum.CUSTOM, *backends] if kv_cache_dtype == "nvfp4" and not use_mla else backends
 
     priorities.is_blockscale = True  # type: ignore[attr-defined]
     cuda._get_backend_priorities = priorities

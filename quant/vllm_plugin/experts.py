@@ -113,8 +113,8 @@ class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         activation: MoEActivation,
-        *rest: Any,
-        **others: Any,
+        *ignored: Any,
+        **named: Any,
     ) -> None:
         """Leaves the unweighted output of every slot's expert for `finalize_weight_and_reduce_impl`."""
         from quant.kernels.portable.grouped_gemm import route

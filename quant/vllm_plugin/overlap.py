@@ -45,11 +45,11 @@ def _swiglu(both: torch.Tensor) -> torch.Tensor:
     return swiglu(both)
 
 
-def _two_like(x: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _two_like(x: torch.Tensor, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
-def _one_like(x: torch.Tensor, *rest: object) -> torch.Tensor:
+def _one_like(x: torch.Tensor, *arguments: object) -> torch.Tensor:
     return torch.empty_like(x)
 
 

@@ -74,13 +74,13 @@ def install() -> str:
         (lists._POSSIBLE_WFP8A16_KERNELS, linear.BlockscaleFp8LinearKernel),
     )
     for by_platform, ours in places:
-        known = by_platform[PlatformEnum.CUDA]
-        if ours not in known:
-            known.insert(0, ours)
+        classes = by_platform[PlatformEnum.CUDA]
+        if ours not in classes:
+            classes.insert(0, ours)
     # Nobody has measured our INT4 beside Machete, which vLLM prefers to Marlin on Hopper.
-    known = lists._POSSIBLE_KERNELS[PlatformEnum.CUDA]
-    if linear.BlockscaleInt4LinearKernel not in known:
-        known.insert(known.index(lists.MarlinLinearKernel), linear.BlockscaleInt4LinearKernel)
+    classes = lists._POSSIBLE_KERNELS[PlatformEnum.CUDA]
+    if linear.BlockscaleInt4LinearKernel not in classes:
+        classes.insert(classes.index(lists.MarlinLinearKernel), linear.BlockscaleInt4LinearKernel)
     # For NVFP4 without activation scales two modules go by this name and ask no list.
     lists.MarlinNvFp4LinearKernel = linear.BlockscaleNvFp4LinearKernel
     modelopt.MarlinNvFp4LinearKernel = linear.weight_only_nvfp4
