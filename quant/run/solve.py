@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from quant.calibration.listener import StageProgress
-from quant.execution.solve import Quantized, solve_plan, solve_state_dict
+from quant.execution.solve import solve_plan, solve_state_dict
 from quant.execution.store import Partial
 from quant.export.checkpoint.compressed_tensors import check_plan
 from quant.run.job import Decision, Job, Solved
@@ -16,25 +16,20 @@ def solve(job: Job, decision: Decision, progress: StageProgress) -> Solved:
     """Quantizes the model in place; a quantized copy that an allocation has measured is taken as it is."""
     if job.source.model is None:
         return _solve_state_dict(job, decision, progress)
+    session = job.session
     bytes_before = sum(parameter.nbytes for parameter in job.model.parameters())
     quantized = None if decision.allocation is None else decision.allocation.quantized
     if quantized is None:
         progress.expect("solve", *solving_steps(job.model, decision.plan, decision.data))
-        with job.session.store.solving():
-            quantized = _solve_plan(job, decision)
+        with session.store.solving():
+            quantized = solve_plan(
+                job.model, decision.plan, decision.data, device=session.device, progress=session.progress,
+                partial=session.store if isinstance(session.store, Partial) else None, memory=session.memory,
+            )  # fmt: skip
     job.seconds.update(quantized.seconds)
     if quantized.plan.guard is not None and not job.request.is_in_memory:
         check_plan(quantized.plan)  # a guard may have given layers other formats
     return Solved(quantized.plan, quantized.layers, bytes_before, quantized)
-
-
-def _solve_plan(job: Job, decision: Decision) -> Quantized:
-    session = job.session
-    partial = session.store if isinstance(session.store, Partial) else None
-    return solve_plan(
-        job.model, decision.plan, decision.data, device=session.device, progress=session.progress, partial=partial,
-        memory=session.memory,
-    )  # fmt: skip
 
 
 def _solve_state_dict(job: Job, decision: Decision, progress: StageProgress) -> Solved:
