@@ -4,9 +4,9 @@
     python benchmarks/casts.py --formats mxfp4,fp8      other formats
     python benchmarks/casts.py --json casts.json
 
-A row of the table is a format and what makes its input: nothing, RMSNorm with or without a residual, or SwiGLU. The
-columns are blocks of a Hadamard rotation before the rounding, 0 for none. Rates are bytes read and written, as those
-of the copy are. Inputs are 128 MiB, more than any L2 cache holds; calls are replayed from a CUDA graph. The last table
+A row of the table is a format and a width. The columns are blocks of a Hadamard rotation before the rounding, 0 for
+none. Rates are bytes read and written, as those of the copy are. Inputs are 128 MiB, more than any L2 cache holds;
+calls are replayed from a CUDA graph. The last table
 has few tokens, where the time is that of a launch.
 """
 
@@ -22,44 +22,35 @@ from _table import machine, show_all, versions
 
 from quant.formats.format import FORMATS
 from quant.kernels.ceilings import copy_rate
-from quant.kernels.portable import casts, fused
+from quant.kernels.portable import casts
 from quant.kernels.timing import graph_microseconds
 
 ELEMENTS = 1 << 26
 WIDTHS = (4096, 14336)
 BLOCKS = (0, 16, 32, 64, 128, 256)
-Call = Callable[[torch.Tensor, int], Any]
 
 
-def calls(name: str, like: torch.Tensor) -> dict[str, tuple[int, Call]]:
-    """By source: how many 16-bit tensors pass beside the codes, and the call for an input and a Hadamard block."""
-    form, columns = FORMATS[name], like.shape[1]
-    number = torch.tensor(0.02, device="cuda")
-    known = {"scale": number} if form.per_tensor else {"global_scale": number} if form.global_scale else {}
-    weight, other = torch.ones(columns, device="cuda", dtype=like.dtype), torch.randn_like(like)
-    return {
-        "alone": (1, lambda x, h: casts.quantize(x, form, hadamard=h, **known)),
-        "rmsnorm": (1, lambda x, h: fused.rmsnorm_quantize(x, weight, 1e-6, form, hadamard=h, **known)),
-        "add, rmsnorm": (3, lambda x, h: fused.add_rmsnorm_quantize(x, other, weight, 1e-6, form, hadamard=h, **known)),
-        "swiglu": (2, lambda x, h: fused.swiglu_quantize(x, other, form, hadamard=h, **known)),
-    }
+def quantizer(name: str) -> Callable[[torch.Tensor, int], Any]:
+    """The call for an input and a Hadamard block, under static scales."""
+    form, number = FORMATS[name], torch.tensor(0.02, device="cuda")
+    scales = {"scale": number} if form.per_tensor else {"global_scale": number} if form.global_scale else {}
+    return lambda x, block: casts.quantize(x, form, hadamard=block, **scales)
 
 
 def rates(formats: list[str]) -> list[dict[str, Any]]:
-    """One row a format, width and source: TB/s by Hadamard block, and a copy's."""
+    """One row a format and width: TB/s by Hadamard block, and a copy's."""
     rows = []
     for columns in WIDTHS:
         tokens = ELEMENTS // columns
         inputs = [torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
         for name in formats:
-            copy = copy_rate() * 1e-12
-            for source, (passes, call) in calls(name, inputs[0]).items():
-                row: dict[str, Any] = {"format": name, "width": columns, "after": source, "copy TB/s": copy}
-                moved = passes * 2 * tokens * columns + FORMATS[name].nbytes((tokens, columns))
-                for block in BLOCKS:
-                    us = graph_microseconds([lambda x=x, c=call, h=block: c(x, h) for x in inputs], 3)
-                    row[f"H{block}"] = moved / us * 1e-6
-                rows.append(row)
+            row: dict[str, Any] = {"format": name, "width": columns, "copy TB/s": copy_rate() * 1e-12}
+            moved = 2 * tokens * columns + FORMATS[name].nbytes((tokens, columns))
+            call = quantizer(name)
+            for block in BLOCKS:
+                us = graph_microseconds([lambda x=x, c=call, h=block: c(x, h) for x in inputs], 3)
+                row[f"H{block}"] = moved / us * 1e-6
+            rows.append(row)
     return rows
 
 
@@ -73,10 +64,10 @@ def latencies() -> list[dict[str, Any]]:
             row: dict[str, Any] = {"width": columns, "tokens": tokens}
             row["copy µs"] = graph_microseconds([lambda x=x, y=y: y.copy_(x)] * 20)
             for name in ("nvfp4", "mxfp8"):
-                made = calls(name, x)
-                for source, block in (("alone", 0), ("alone", 128), ("rmsnorm", 0), ("rmsnorm", 128)):
-                    one = [lambda x=x, c=made[source][1], h=block: c(x, h)]
-                    row[f"{name} {source} H{block} µs"] = graph_microseconds(one * 20)
+                call = quantizer(name)
+                for block in (0, 128):
+                    one = [lambda x=x, c=call, h=block: c(x, h)]
+                    row[f"{name} H{block} µs"] = graph_microseconds(one * 20)
             rows.append(row)
     return rows
 

@@ -30,7 +30,6 @@ from torch import nn
 from quant.formats.format import FORMATS
 from quant.kernels.attention.decode import paged_attention
 from quant.kernels.layout import prepack, prepack_refusal
-from quant.kernels.linear.gated import gated_linear
 from quant.kernels.linear.modules import QuantLinear
 from quant.kernels.pages import KVPages
 from quant.kernels.portable.decoder_step import add_rmsnorm, greedy, rotate_and_store, swiglu
@@ -45,13 +44,12 @@ def linear(rows: int, columns: int, format: str | None) -> nn.Module:
         module = nn.Linear(columns, rows, bias=False, device="cuda", dtype=torch.bfloat16)
         nn.init.normal_(module.weight, std=columns**-0.5)
         return module
-    # Rows are in no order, so that they may as well be those of gate and up in turns.
     weight = random_weight(FORMATS[format], (rows, columns))
     return QuantLinear(weight if prepack_refusal(weight) else prepack(weight))
 
 
 class Layer(nn.Module):
-    """A decoder layer that reads one new token a sequence, in ten launches; quantized, in nine."""
+    """A decoder layer that reads one new token a sequence, in ten launches."""
 
     def __init__(self, format: str | None, pages: KVPages) -> None:
         super().__init__()
@@ -71,8 +69,6 @@ class Layer(nn.Module):
             q, self.pages, where.table, where.lengths, max_length=where.context, shortest=where.context
         )
         normed, residual = add_rmsnorm(self.out(attended.reshape(batch, -1)), residual, self.norms[1], 1e-5)
-        if isinstance(self.up, QuantLinear):
-            return self.down(gated_linear(normed, self.up.stored_weight)), residual
         return self.down(swiglu(self.up(normed))), residual
 
 

@@ -226,40 +226,26 @@ def prefill(compile_only: bool) -> Iterator[Row]:
 
 
 def casts(compile_only: bool) -> Iterator[Row]:
-    """Quantizers, alone and behind RMSNorm and SwiGLU: bytes read and written a second."""
-    from quant.kernels.portable import casts, fused
+    """Quantizers, with and without a rotation: bytes read and written a second."""
+    from quant.kernels.portable import casts
 
     tokens, columns = 16384, 4096
     inputs = [torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    other = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
-    weight = torch.ones(columns, device="cuda", dtype=torch.bfloat16)
     one = torch.tensor(0.01, device="cuda")
     for name in ("nvfp4", "mxfp8", "fp8_token"):
         form = FORMATS[name]
         second = one if form.global_scale else None
-        calls: dict[str, tuple[float, Callable[[torch.Tensor], Any]]] = {
-            "quantize": (1, lambda x, f=form, g=second: casts.quantize(x, f, global_scale=g)),
-            "hadamard 128, quantize": (
-                1,
-                lambda x, f=form, g=second: casts.quantize(x, f, global_scale=g, hadamard=128),
-            ),
-            "rmsnorm, quantize": (
-                1,
-                lambda x, f=form, g=second: fused.rmsnorm_quantize(x, weight, 1e-6, f, global_scale=g),
-            ),
-            "add, rmsnorm, quantize": (
-                3,
-                lambda x, f=form, g=second: fused.add_rmsnorm_quantize(x, other, weight, 1e-6, f, global_scale=g),
-            ),
-            "swiglu, quantize": (2, lambda x, f=form, g=second: fused.swiglu_quantize(x, other, f, global_scale=g)),
-        }
-        for what, (passes, call) in calls.items():
+        for what, block in (("quantize", 0), ("hadamard 128, quantize", 128)):
+
+            def call(x: torch.Tensor, f: Format = form, g: torch.Tensor | None = second, h: int = block) -> Any:
+                return casts.quantize(x, f, global_scale=g, hadamard=h)
+
             try:
                 call(inputs[0])
                 if compile_only:
                     continue
                 us = graph_microseconds([lambda x=x, c=call: c(x) for x in inputs])
-                moved = passes * 2 * tokens * columns + form.nbytes((tokens, columns))
+                moved = 2 * tokens * columns + form.nbytes((tokens, columns))
                 yield {"what": f"{what} {name}", "N": columns, "M": tokens, "us": us, "TB/s": moved / us * 1e-6}
             except Exception as error:
                 yield {"what": f"{what} {name}", "launch": f"{type(error).__name__}: {error}"[:300]}

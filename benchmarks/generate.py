@@ -3,8 +3,7 @@
     python benchmarks/generate.py                          Llama 3 8B's shape, NVFP4 weights, a 16-bit head
     python benchmarks/generate.py --layers 4 --format fp8_channel
 
-Weights are random, the prompt too. `bare step` is that of `decode.py`, with its fused gate, at the context in the
-middle of the run.
+Weights are random, the prompt too. `bare step` is that of `decode.py` at the context in the middle of the run.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def interpreted() -> Iterator[None]:
     from triton.runtime import interpreter
     from triton.runtime.jit import JITFunction
 
-    from quant.kernels.portable.casts import larger
+    from quant.kernels.portable.block_scales import larger
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         interpreter.InterpretedFunction(self.fn).run(*args, grid=grid, warmup=warmup, **kwargs)

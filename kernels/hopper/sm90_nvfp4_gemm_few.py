@@ -1,21 +1,28 @@
-"""This Gluon kernel multiplies by prepacked NVFP4 on Hopper, y = x · Wᵀ, as fast as W can be read or multiplied.
+"""With few tokens this Gluon kernel multiplies by prepacked NVFP4 on Hopper, y = x · Wᵀ, as fast as W can be read.
 
     one warp fetches                                shared memory, `stages` deep          4 · panels warps multiply
     x     [block_m, 64 · depth] BF16     ──TMA──▶   ┌ x ┬ words ┬ scales ┐  ──wgmma, right operand─────────────▶ acc
     words [panels, depth, 512] int32     ──TMA──▶   ├───┼───────┼────────┤  ──16 bytes a thread──▶ decode ──▶    +=
     scales                               ──TMA──▶   └───┴───────┴────────┘     BF16 in registers, left operand
 
-With 8 tokens a tile, mma.sync replaces wgmma, so that a warp does not wait for the other three of its warpgroup.
+The tensor cores compute yᵀ = W · xᵀ, so that rows of W fill the 64 rows of a wgmma, and tokens are its columns. A warp
+owns 16 rows of W, a warpgroup a panel of 64. With 8 tokens a tile, mma.sync replaces wgmma, so that a warp does not
+wait for the other three of its warpgroup. `sm90_gemm_pipeline.py` draws the ring and says who waits for whom.
 
 Words are read from shared memory by the thread that multiplies them (`kernels/layout.py` put them in that order), so
 that decoding needs no exchange: 3 instructions a weight in all, where reading at 3 TB/s leaves time for 5.5. A tile is
 decoded while the tensor cores work on the one before it.
 
 A unit of work is `depth` tiles of 64 columns of K for 64 · panels rows of W and block_m tokens. The units of the whole
-product, ordered by output tile, are dealt out evenly to programs that stay on their SM ("stream-K"), so
-there is no last wave of half-empty SMs, and the fetching warp is at the next tile before the sum of this one is
-stored. A program that has only a part of a tile's units leaves its float32 sum in `partial`; the last program to
-arrive adds the sums in order. Results are the same in every run.
+product, ordered by output tile, are dealt out evenly to programs that stay on their SM ("stream-K"):
+
+    output tiles   │ 0: `steps` units │ 1               │ 2               │ 3
+    programs       │ 0        │ 1         │ 2        │ 3         │ 4            programs 0 and 1 share tile 0, 1 and 2 tile 1
+
+So no last wave leaves SMs idle, and the fetching warp is at the next tile before the sum of this one is stored. A
+program that has only a part of a tile's units leaves its float32 sum in `sums`, in one of two buffers: one for a tile
+that it begins, one for a tile that an earlier program began. A counter for each tile tells the last program to arrive,
+which adds the sums in the order of the programs. Results are the same in every run, and no program waits.
 
 With `overlap`, a program starts while the previous kernel still runs ("programmatic dependent launch"): it fetches its
 first words, and waits for that kernel before it reads x or writes. So a kernel that lets its successor start early must
@@ -28,74 +35,123 @@ the PTX, and the values are tested on a GPU.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.counters import arrival_counters
 from quant.kernels.hopper.sm90_decode_nvfp4 import DECODED, decode
+from quant.kernels.hopper.sm90_gemm_epilogue import Output, halve, store_sum
+from quant.kernels.hopper.sm90_gemm_pipeline import (
+    advance,
+    barrier,
+    let_next_kernel_start,
+    load_words,
+    ring_barriers,
+    slot_before,
+    wait_for_previous_kernel,
+    weight_rings,
+)
+from quant.kernels.hopper.tensor_maps import matrix_fields, prepacked_fields, tensor_map
 from quant.kernels.launch_cache import Repeated
 from quant.kernels.tiles import GluonTiles, Launch
 
-# Triton 3.6 calls it thread_barrier.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-
-_WAIT_FOR_KERNEL = gl.constexpr("griddepcontrol.wait; // $0")
 ALONE = gl.constexpr(8)
 """Tokens of a tile up to which each warp multiplies by itself (mma.sync), and waits for no other warp."""
 
-_LET_NEXT_START = gl.constexpr("griddepcontrol.launch_dependents; // $0")
+
+@dataclass(frozen=True)
+class Constants:
+    """The compile-time properties of a launch.
+
+    Attributes:
+        has_bias: whether a bias is added.
+        stages, depth: slots of the ring, and tiles of 64 columns of a slot.
+        split: whether programs share a tile.
+        overlap: whether the kernel starts before the previous one has ended.
+    """
+
+    has_bias: bool
+    stages: int
+    depth: int
+    split: bool
+    overlap: bool
 
 
-@gluon.jit
-def _order(instruction: gl.constexpr):
-    gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+class TensorMaps(NamedTuple):
+    """Tensor maps of x, words and scales."""
+
+    x: gl.tensor
+    words: gl.tensor
+    scales: gl.tensor
+
+
+class Rings(NamedTuple):
+    """The ring in shared memory: its tensors, in the shape of their writer or their reader, and its barriers."""
+
+    x: gl.shared_memory_descriptor
+    words: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Work(NamedTuple):
+    """The product: tokens, units of an output tile, tiles of 64 columns, units of all output tiles."""
+
+    M: gl.tensor
+    steps: gl.tensor
+    tiles_k: gl.tensor
+    units: gl.tensor
+
+
+class Partial(NamedTuple):
+    """Sums of parts of tiles, float32, two buffers for each program; arrivals at each tile, int32, zero between calls."""
+
+    sums: gl.tensor
+    arrivals: gl.tensor
 
 
 @gluon.jit
 def _span(units):
-    """This program's units: the first `rest` programs have one more than `each`."""
+    """This program's units [begin, end): the first `longer` programs have one more than `each`."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     each = units // programs
-    rest = units % programs
-    begin = program * each + gl.minimum(program, rest)
-    return begin, begin + each + (program < rest).to(gl.int32), each, rest
+    longer = units % programs
+    begin = program * each + gl.minimum(program, longer)
+    return begin, begin + each + (program < longer).to(gl.int32), each, longer
 
 
 @gluon.jit
-def _program_of(unit, each, rest):
+def _program_of(unit, each, longer):
     """The inverse of `_span`."""
-    longer = rest * (each + 1)
-    return gl.where(unit < longer, unit // (each + 1), rest + (unit - longer) // each)
+    boundary = longer * (each + 1)
+    return gl.where(unit < boundary, unit // (each + 1), longer + (unit - boundary) // each)
 
 
 @gluon.jit
-def _fetch_w(w_desc, s_desc, w_ring, s_ring, bar, slot, tile, k, tiles_m, tiles_k, panels: gl.constexpr):
+def _fetch_w(maps, rings, slot, tile, k, tiles_m, tiles_k, panels: gl.constexpr):
     panel = tile // tiles_m * panels
+    full = rings.full.index(slot)
     for p in gl.static_range(panels):
         row = (panel + p) * tiles_k + k
-        tma.async_copy_global_to_shared(w_desc, [row * 2, 0], bar, w_ring.index(slot * panels + p))
-        tma.async_copy_global_to_shared(s_desc, [row, 0], bar, s_ring.index(slot * panels + p))
+        tma.async_copy_global_to_shared(maps.words, [row * 2, 0], full, rings.words.index(slot * panels + p))
+        tma.async_copy_global_to_shared(maps.scales, [row, 0], full, rings.scales.index(slot * panels + p))
 
 
 @gluon.jit
-def _fetch_x(x_desc, x_ring, bar, slot, tile, k, tiles_m, depth: gl.constexpr):
-    m = tile % tiles_m * x_desc.block_type.shape[0]
+def _fetch_x(maps, rings, slot, tile, k, tiles_m, depth: gl.constexpr):
+    m = tile % tiles_m * maps.x.block_type.shape[0]
+    full = rings.full.index(slot)
     for d in gl.static_range(depth):
-        tma.async_copy_global_to_shared(x_desc, [m, (k + d) * 64], bar, x_ring.index(slot * depth + d))
-
-
-@gluon.jit
-def _advance(slot, phase, stages: gl.constexpr):
-    slot += 1
-    phase = gl.where(slot == stages, phase ^ 1, phase)
-    return gl.where(slot == stages, 0, slot), phase
+        tma.async_copy_global_to_shared(maps.x, [m, (k + d) * 64], full, rings.x.index(slot * depth + d))
 
 
 @gluon.jit
@@ -106,183 +162,114 @@ def _next_unit(tile, k, steps, depth: gl.constexpr):
 
 
 @gluon.jit
-def _before(slot, stages: gl.constexpr):
-    return gl.where(slot == 0, stages - 1, slot - 1)
-
-
-@gluon.jit
-def _produce(
-    x_desc, w_desc, s_desc, x_ring, w_ring, s_ring, full, empty, M, steps, tiles_k, units,
-    stages: gl.constexpr, depth: gl.constexpr, panels: gl.constexpr, overlap: gl.constexpr,
-):  # fmt: skip
-    block_m: gl.constexpr = x_desc.block_type.shape[0]
+def _produce(maps, rings, work, panels: gl.constexpr, constants: gl.constexpr):
+    """The fetching warp: fills slot after slot with this program's units, each as soon as its readers are done."""
+    stages: gl.constexpr = constants.stages
+    depth: gl.constexpr = constants.depth
+    block_m: gl.constexpr = maps.x.block_type.shape[0]
     nbytes: gl.constexpr = depth * (block_m * 128 + panels * 2304)
-    begin, end, _, _ = _span(units)
-    tiles_m = gl.cdiv(M, block_m)
-    tile = begin // steps
-    k = (begin - tile * steps) * depth
+    begin, end, _, _ = _span(work.units)
+    tiles_m = gl.cdiv(work.M, block_m)
+    tile = begin // work.steps
+    k = (begin - tile * work.steps) * depth
     slot = begin * 0
     phase = slot + 1
-    if overlap:
-        _order(_LET_NEXT_START)
-        # The first stages: the weight at once, x when it is there.
+    if constants.overlap:
+        let_next_kernel_start()
+        # The first stages: the weight at once, x when the kernel that writes it has ended.
         head = gl.minimum(end, begin + stages)
         w_tile = tile + 0
         w_k = k + 0
         for unit in range(begin, head):
-            bar = full.index(unit - begin)
-            mbarrier.expect(bar, nbytes)
-            _fetch_w(w_desc, s_desc, w_ring, s_ring, bar, unit - begin, w_tile, w_k, tiles_m, tiles_k, panels)
-            w_tile, w_k = _next_unit(w_tile, w_k, steps, depth)
-        _order(_WAIT_FOR_KERNEL)
+            mbarrier.expect(rings.full.index(unit - begin), nbytes)
+            _fetch_w(maps, rings, unit - begin, w_tile, w_k, tiles_m, work.tiles_k, panels)
+            w_tile, w_k = _next_unit(w_tile, w_k, work.steps, depth)
+        wait_for_previous_kernel()
         for unit in range(begin, head):
-            _fetch_x(x_desc, x_ring, full.index(unit - begin), unit - begin, tile, k, tiles_m, depth)
-            tile, k = _next_unit(tile, k, steps, depth)
-            slot, phase = _advance(slot, phase, stages)
+            _fetch_x(maps, rings, unit - begin, tile, k, tiles_m, depth)
+            tile, k = _next_unit(tile, k, work.steps, depth)
+            slot, phase = advance(slot, phase, stages)
         begin = head
     for _ in range(begin, end):
-        mbarrier.wait(empty.index(slot), phase)
-        bar = full.index(slot)
-        mbarrier.expect(bar, nbytes)
-        _fetch_w(w_desc, s_desc, w_ring, s_ring, bar, slot, tile, k, tiles_m, tiles_k, panels)
-        _fetch_x(x_desc, x_ring, bar, slot, tile, k, tiles_m, depth)
-        tile, k = _next_unit(tile, k, steps, depth)
-        slot, phase = _advance(slot, phase, stages)
+        mbarrier.wait(rings.empty.index(slot), phase)
+        mbarrier.expect(rings.full.index(slot), nbytes)
+        _fetch_w(maps, rings, slot, tile, k, tiles_m, work.tiles_k, panels)
+        _fetch_x(maps, rings, slot, tile, k, tiles_m, depth)
+        tile, k = _next_unit(tile, k, work.steps, depth)
+        slot, phase = advance(slot, phase, stages)
 
 
 @gluon.jit
-def _operand(words, scales, d: gl.constexpr, warps: gl.constexpr, layout: gl.constexpr):
-    """Tile `d` of a slot, [panels, depth, 128, 4] and [panels, depth, 32, 2], as left operand [16 · warps, 64]."""
-    panels: gl.constexpr = warps // 4
-    words_layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [panels, 1, 4, 1], [3, 2, 1, 0])
-    flat: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
-    word = words.slice(d, 1, dim=1).load(words_layout).reshape([32 * warps, 4])
-    # Four neighbouring threads read the same scales.
-    quads: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1, 2], [1, 1, 8, 4, 1], [panels, 1, 4, 1, 1], [4, 3, 2, 1, 0])
-    scales_layout: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [warps, 1], [1, 0])
-    scale = scales.slice(d, 1, dim=1).load(gl.SliceLayout(3, quads)).expand_dims(3)
-    scale, _ = gl.broadcast(scale, gl.zeros([panels, 1, 32, 4, 2], gl.int32, quads))
-    scale = gl.convert_layout(scale.reshape([32 * warps, 2]), scales_layout, assert_trivial=True)
-    value = decode(gl.convert_layout(word, flat, assert_trivial=True), scale, warps)
-    return gl.convert_layout(value, layout, assert_trivial=True)
-
-
-@gluon.jit
-def _halve(tile):
-    """[rows, 2 m] to its left and its right [rows, m]: other registers of the same threads."""
-    rows: gl.constexpr = tile.shape[0]
-    half: gl.constexpr = tile.shape[1] // 2
-    return tile.reshape([rows, 2, half]).permute([0, 2, 1]).split()
-
-
-@gluon.jit
-def _store(acc, scale, bias, y, n, m, M, N, has_bias: gl.constexpr, gated: gl.constexpr = False):
-    """y[m:, n:] = accᵀ · scale + bias; 64 tokens at a time, for lack of registers for more addresses."""
+def _leave_sum(acc, buffer):
+    """Writes a sum to where `_collect` finds it, 64 tokens at a time."""
     rows: gl.constexpr = acc.shape[0]
     width: gl.constexpr = acc.shape[1]
     if width > 64:
-        low, high = _halve(acc)
-        _store(low, scale, bias, y, n, m, M, N, has_bias, gated)
-        _barrier()
-        _store(high, scale, bias, y, n, m + width // 2, M, N, has_bias, gated)
-    elif gated:
-        # Neighbouring rows of W, gate and up, are rows b of (warp, b, g), and in one thread.
-        gate, up = gl.split((acc * scale).reshape([rows // 16, 2, 8, width]).permute([0, 2, 3, 1]))
-        gate = gate.reshape([rows // 2, width]).to(gl.bfloat16).to(gl.float32)
-        up = up.reshape([rows // 2, width]).to(gl.bfloat16).to(gl.float32)
-        gate = (gate / (1.0 + gl.exp(-gate))).to(gl.bfloat16).to(gl.float32)
-        _write(gate * up, y, n // 2, m, M, N // 2)
-    else:
-        acc = acc * scale
-        # From the instruction's row order (warp, b, g) to that of W: a thread then holds two neighbours.
-        acc = acc.reshape([rows // 16, 2, 8, width]).permute([0, 2, 1, 3]).reshape([rows, width])
-        if has_bias:
-            at = n + gl.arange(0, rows, gl.SliceLayout(1, acc.type.layout))
-            acc += gl.load(bias + at, mask=at < N, other=0.0).to(gl.float32)[:, None]
-        _write(acc, y, n, m, M, N)
-
-
-@gluon.jit
-def _write(value, y, n, m, M, N):
-    """y[m:, n:] = valueᵀ, where it has rows and columns."""
-    layout: gl.constexpr = value.type.layout
-    n = n + gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
-    m = m + gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
-    mask = (m < M)[None, :] & (n < N)[:, None]
-    gl.store(y + (m.to(gl.int64)[None, :] * N + n[:, None]), value.to(gl.bfloat16), mask=mask)
-
-
-@gluon.jit
-def _put(acc, place):
-    """Writes a sum where `_add` finds it, 64 tokens at a time."""
-    rows: gl.constexpr = acc.shape[0]
-    width: gl.constexpr = acc.shape[1]
-    if width > 64:
-        low, high = _halve(acc)
-        _put(low, place)
-        _put(high, place + rows * (width // 2))
+        low, high = halve(acc)
+        _leave_sum(low, buffer)
+        _leave_sum(high, buffer + rows * (width // 2))
     else:
         layout: gl.constexpr = acc.type.layout
         n = gl.arange(0, rows, gl.SliceLayout(1, layout))
         m = gl.arange(0, width, gl.SliceLayout(0, layout))
-        gl.store(place + (n[:, None] * width + m[None, :]), acc)
+        gl.store(buffer + (n[:, None] * width + m[None, :]), acc)
 
 
 @gluon.jit
 def _collect(
-    partial, lowest, highest, first, scale, bias, y, n, m, M, N, has_bias: gl.constexpr, gated: gl.constexpr,
-    like: gl.constexpr, rows: gl.constexpr, block_m: gl.constexpr, width: gl.constexpr,
+    sums, lowest, highest, first, scale, out, n, m, has_bias: gl.constexpr, layout: gl.constexpr,
+    rows: gl.constexpr, block_m: gl.constexpr, width: gl.constexpr,
 ):  # fmt: skip
-    """Adds the partial sums of programs `lowest` to `highest` for `width` tokens from `first` on, and stores them."""
+    """Adds the sums of programs `lowest` to `highest` for `width` tokens from `first` on, and stores them."""
     if width > 64:
-        _collect(partial, lowest, highest, first, scale, bias, y, n, m, M, N, has_bias, gated, like,
-                 rows, block_m, width // 2)  # fmt: skip
-        _collect(partial, lowest, highest, first + width // 2, scale, bias, y, n, m, M, N, has_bias, gated, like,
-                 rows, block_m, width // 2)  # fmt: skip
+        _collect(sums, lowest, highest, first, scale, out, n, m, has_bias, layout, rows, block_m, width // 2)
+        first += width // 2
+        _collect(sums, lowest, highest, first, scale, out, n, m, has_bias, layout, rows, block_m, width // 2)
     else:
-        row = gl.arange(0, rows, gl.SliceLayout(1, like))
-        column = gl.arange(0, width, gl.SliceLayout(0, like))
+        row = gl.arange(0, rows, gl.SliceLayout(1, layout))
+        column = gl.arange(0, width, gl.SliceLayout(0, layout))
         inside = first * rows + row[:, None] * width + column[None, :]
-        total = gl.zeros((rows, width), gl.float32, like)
+        total = gl.zeros((rows, width), gl.float32, layout)
         # As many reads under way at once as there are registers for: each takes half a microsecond.
         at_once: gl.constexpr = 64 // width
         for group in range(lowest, highest + 1, at_once):
             for j in gl.static_range(at_once):
-                other = group + j
-                place = 2 * other + (other == lowest).to(gl.int32)
-                there = (inside >= 0) & (other <= highest)
+                program = group + j
+                # The first of them began the tile: its second buffer.
+                buffer = 2 * program + (program == lowest).to(gl.int32)
+                mask = (inside >= 0) & (program <= highest)
                 # Bypass L1, which is not coherent with the writes of other programs.
                 total += gl.load(
-                    partial + place.to(gl.int64) * (rows * block_m) + inside, mask=there, other=0.0,
+                    sums + buffer.to(gl.int64) * (rows * block_m) + inside, mask=mask, other=0.0,
                     cache_modifier=".cg",
                 )  # fmt: skip
-        _store(total, scale, bias, y, n, m + first, M, N, has_bias, gated)
+        store_sum(total, scale, out, n, m + first, has_bias)
 
 
 @gluon.constexpr_function
 def _layout_of(block_m, warps, width):
-    """Where a sum of `width` tokens lies, of a tile of `block_m`."""
+    """The layout of a sum of `width` tokens, of a tile of `block_m`."""
     if block_m <= ALONE:
         return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 16])
 
 
 @gluon.jit
-def _sum(
-    x_ring, words, scales, full, empty, slot, phase, count, stages: gl.constexpr, depth: gl.constexpr,
-    block_m: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
+def _multiply_units(rings, slot, phase, count, block_m: gl.constexpr, layout: gl.constexpr, constants: gl.constexpr):
     """The product of the next `count` units, float32 [rows, block_m], and the slot and phase behind them."""
+    stages: gl.constexpr = constants.stages
+    depth: gl.constexpr = constants.depth
     warps: gl.constexpr = gl.num_warps()
     alone: gl.constexpr = layout.version[0] == 2
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2)
+    left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2)
     right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=layout, k_width=2)
     acc = gl.zeros((16 * warps, block_m), gl.float32, layout)
     for step in range(count):
-        mbarrier.wait(full.index(slot), phase)
+        mbarrier.wait(rings.full.index(slot), phase)
         for d in gl.static_range(depth):
-            a = _operand(words.index(slot), scales.index(slot), d, warps, operand)
-            b = x_ring.index(slot * depth + d).permute((1, 0))
+            word, scale = load_words(rings.words.index(slot), rings.scales.index(slot), 0, d, warps)
+            a = gl.convert_layout(decode(word, scale, warps), left, assert_trivial=True)
+            b = rings.x.index(slot * depth + d).permute((1, 0))
             if alone:
                 acc = mma_v2(a, b.load(right), acc)
             else:
@@ -290,32 +277,30 @@ def _sum(
                 # The product before this one has read its operands; this one goes on while the next are decoded.
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 if d == 0:
-                    mbarrier.arrive(empty.index(_before(slot, stages)), count=1, pred=step > 0)
+                    mbarrier.arrive(rings.empty.index(slot_before(slot, stages)), count=1, pred=step > 0)
         if alone:
-            mbarrier.arrive(empty.index(slot), count=1)
-        slot, phase = _advance(slot, phase, stages)
+            mbarrier.arrive(rings.empty.index(slot), count=1)
+        slot, phase = advance(slot, phase, stages)
     if not alone:
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(_before(slot, stages)), count=1)
+        mbarrier.arrive(rings.empty.index(slot_before(slot, stages)), count=1)
     return acc, slot, phase
 
 
 @gluon.jit
-def _consume(
-    x_ring, words, scales, full, empty, global_scale, bias, y, partial, counter, M, N, steps, units,
-    stages: gl.constexpr, depth: gl.constexpr, block_m: gl.constexpr, split: gl.constexpr, has_bias: gl.constexpr,
-    gated: gl.constexpr, overlap: gl.constexpr,
-):  # fmt: skip
+def _consume(rings, global_scale, out, partial, work, block_m: gl.constexpr, constants: gl.constexpr):
+    """The multiplying warps: sum after sum, each stored, or left for the last program of its tile."""
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = 16 * warps
     width: gl.constexpr = block_m if block_m < 64 else 64
     layout: gl.constexpr = _layout_of(block_m, warps, block_m)
     narrow: gl.constexpr = _layout_of(block_m, warps, width)
-    begin, end, each, rest = _span(units)
-    tiles_m = gl.cdiv(M, block_m)
+    steps = work.steps
+    begin, end, each, longer = _span(work.units)
+    tiles_m = gl.cdiv(out.M, block_m)
     scale = gl.load(global_scale).to(gl.float32) * DECODED
-    if overlap:
-        _order(_WAIT_FOR_KERNEL)
+    if constants.overlap:
+        wait_for_previous_kernel()
     unit = begin
     slot = begin * 0
     phase = begin * 0
@@ -323,152 +308,97 @@ def _consume(
         tile = unit // steps
         start = unit - tile * steps
         count = gl.minimum(steps - start, end - unit)
-        acc, slot, phase = _sum(x_ring, words, scales, full, empty, slot, phase, count, stages, depth, block_m, layout)
+        acc, slot, phase = _multiply_units(rings, slot, phase, count, block_m, layout, constants)
         unit += count
         n = tile // tiles_m * rows
         m = tile % tiles_m * block_m
-        if split and count < steps:
-            # Two places a program: for a tile that it begins, and for one that an earlier program began.
-            place = 2 * gl.program_id(0) + (start == 0).to(gl.int32)
-            _put(acc, partial + place.to(gl.int64) * (rows * block_m))
-            lowest = _program_of(tile * steps, each, rest)
-            highest = _program_of(tile * steps + steps - 1, each, rest)
-            _barrier()
-            if gl.atomic_add(counter + tile, 1, sem="acq_rel") == highest - lowest:
-                _collect(partial, lowest, highest, 0, scale, bias, y, n, m, M, N, has_bias, gated, narrow,
+        if constants.split and count < steps:
+            buffer = 2 * gl.program_id(0) + (start == 0).to(gl.int32)
+            _leave_sum(acc, partial.sums + buffer.to(gl.int64) * (rows * block_m))
+            lowest = _program_of(tile * steps, each, longer)
+            highest = _program_of(tile * steps + steps - 1, each, longer)
+            # All threads have written before one of them counts this program as arrived.
+            barrier()
+            if gl.atomic_add(partial.arrivals + tile, 1, sem="acq_rel") == highest - lowest:
+                _collect(partial.sums, lowest, highest, 0, scale, out, n, m, constants.has_bias, narrow,
                          rows, block_m, block_m)  # fmt: skip
-                gl.store(counter + tile, 0)
+                gl.store(partial.arrivals + tile, 0)
         else:
-            _store(acc, scale, bias, y, n, m, M, N, has_bias, gated)
-
-
-@gluon.jit
-def _weight_rings(w_desc, s_desc, stages: gl.constexpr, panels: gl.constexpr, depth: gl.constexpr):
-    """Where words and scales are fetched to, as TMA writes them and as threads read them."""
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    w_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, 2 * depth, 256], w_desc.layout)
-    s_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, depth, 64], s_desc.layout)
-    words = w_ring._reinterpret(gl.int32, [stages, panels, depth, 128, 4], plain)
-    scales = s_ring._reinterpret(gl.int32, [stages, panels, depth, 32, 2], plain)
-    return w_ring, s_ring, words, scales
-
-
-@gluon.jit
-def _ring_barriers(stages: gl.constexpr, readers: gl.constexpr):
-    """By slot of a ring: that it is full, and that all its `readers` are done with it."""
-    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(stages):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=readers)
-    return full, empty
+            store_sum(acc, scale, out, n, m, constants.has_bias)
 
 
 @gluon.jit(do_not_specialize=["M", "steps", "tiles_k", "units"])
 def sm90_nvfp4_gemm_few(
-    x_desc, w_desc, s_desc, global_scale, bias, y, partial, counter, M, N, steps, tiles_k, units,
-    has_bias: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr, split: gl.constexpr,
-    overlap: gl.constexpr, fetcher_registers: gl.constexpr,
+    x_map, w_map, s_map, global_scale, bias, y, partial, counter, M, N, steps, tiles_k, units,
+    constants: gl.constexpr, fetcher_registers: gl.constexpr,
 ):  # fmt: skip
-    """See the module docstring; `steps` units make an output tile, `split` is whether programs share one."""
+    """Grid: programs that stay on their SM. See the module docstring; `steps` units make an output tile."""
+    stages: gl.constexpr = constants.stages
+    depth: gl.constexpr = constants.depth
     panels: gl.constexpr = gl.num_warps() // 4
-    block_m: gl.constexpr = x_desc.block_type.shape[0]
-    x_ring = gl.allocate_shared_memory(gl.bfloat16, [stages * depth, block_m, 64], x_desc.layout)
-    w_ring, s_ring, words, scales = _weight_rings(w_desc, s_desc, stages, panels, depth)
-    full, empty = _ring_barriers(stages, 1)
+    block_m: gl.constexpr = x_map.block_type.shape[0]
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [stages * depth, block_m, 64], x_map.layout)
+    w_ring, s_ring, words, scales = weight_rings(w_map, s_map, stages, panels, depth)
+    full, empty = ring_barriers(stages, 1)
+    work = Work(M, steps, tiles_k, units)
     gl.warp_specialize(
         [
-            (_consume, (x_ring, words, scales, full, empty, global_scale, bias, y, partial, counter, M, N, steps,
-                        units, stages, depth, block_m, split, has_bias, gated, overlap)),
-            (_produce, (x_desc, w_desc, s_desc, x_ring, w_ring, s_ring, full, empty, M, steps, tiles_k, units,
-                        stages, depth, panels, overlap)),
+            (_consume, (Rings(x_ring, words, scales, full, empty), global_scale, Output(bias, y, M, N),
+                        Partial(partial, counter), work, block_m, constants)),
+            (_produce, (TensorMaps(x_map, w_map, s_map), Rings(x_ring, w_ring, s_ring, full, empty), work, panels,
+                        constants)),
         ],
         [1],
         [fetcher_registers],
     )  # fmt: skip
 
 
-def gemm_few(
-    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: GluonTiles, *, gated: bool = False
-) -> torch.Tensor:
-    """`x @ weight.T + bias`, or `silu(gate) · up` of it; the arguments have been checked.
+def prepare_gemm_few(
+    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: GluonTiles
+) -> Launch:
+    """A function that computes `x @ weight.T + bias` for arguments like these, which have been checked.
+
+    Everything is decided here that does not depend on the values of the arguments.
 
     Args:
         x: `[tokens, in]`, BF16, rows contiguous and 16-byte aligned.
         weight: prepacked NVFP4, `[out, in]`.
-        bias: `[out]`, or None; None where `gated`.
+        bias: `[out]`, or None.
         tiles: how to cut it up.
-        gated: whether rows of gate and up alternate in the weight, and the result is `silu(gate) · up`.
 
     Returns:
-        `[tokens, out]`, or `[tokens, out / 2]` where `gated`, BF16.
+        The function, which gives `[tokens, out]` in BF16.
     """
-    return prepare_gemm_few(x, weight, bias, tiles, gated=gated)(x, weight, bias)
-
-
-def prepare_gemm_few(
-    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: GluonTiles, *, gated: bool = False
-) -> Launch:
-    """`gemm_few` for arguments like these, with everything decided that does not depend on their values."""
     (M, K), N = x.shape, weight.shape[0]
-    width = N // 2 if gated else N
     if not M:
-        return lambda x, weight, bias: x.new_empty(0, width)
+        return lambda x, weight, bias: x.new_empty(0, N)
     rows, block_m, depth = 16 * tiles.warps, tiles.block_m, tiles.depth
     count, steps = triton.cdiv(N, rows) * triton.cdiv(M, block_m), triton.cdiv(K // 64, depth)
     # No more than the longest span needs: spans that are alike begin and end with output tiles more often.
     units = count * steps
     programs = triton.cdiv(units, triton.cdiv(units, min(tiles.programs, units)))
     split = units % (programs * steps) != 0
-    x_fields, w_fields, s_fields = descriptors(x, weight, block_m, depth)
+    x_fields, (w_fields, s_fields) = matrix_fields(x, block_m, 64), prepacked_fields(weight, depth)
     constants = {
-        "has_bias": bias is not None, "gated": gated, "stages": tiles.stages, "depth": depth, "split": split,
-        "overlap": tiles.overlap, **registers(tiles), "num_warps": tiles.warps, "launch_pdl": tiles.overlap,
+        "constants": Constants(bias is not None, tiles.stages, depth, split, tiles.overlap), **registers(tiles),
+        "num_warps": tiles.warps, "launch_pdl": tiles.overlap,
     }  # fmt: skip
     launch = Repeated(sm90_nvfp4_gemm_few, (programs,), constants)
 
     def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
-        y = x.new_empty(M, width)
+        y = x.new_empty(M, N)
         partial = counter = y
         if split:
             partial = torch.empty(2 * programs * rows * block_m, dtype=torch.float32, device=x.device)
             counter = arrival_counters(x, count)
-        sides = []
-        for fields, tensor in ((x_fields, x), (w_fields, weight.codes), (s_fields, weight.scale)):
-            # Checked when it was prepared; the constructor takes as long as a launch.
-            sides.append(object.__new__(TensorDescriptor))
-            vars(sides[-1]).update(fields, base=tensor)
-        sides[0].strides = [x.stride(0), 1]
         launch(
-            *sides, weight.global_scale, x if bias is None else bias, y, partial, counter, M, N, steps, K // 64, units
-        )
+            tensor_map(x_fields, x, [x.stride(0), 1]), tensor_map(w_fields, weight.codes),
+            tensor_map(s_fields, weight.scale), weight.global_scale, x if bias is None else bias, y, partial, counter,
+            M, N, steps, K // 64, units,
+        )  # fmt: skip
         return y
 
     return run
-
-
-Fields = dict[str, object]
-
-
-def descriptors(x: torch.Tensor, weight: BlockScaledTensor, block_m: int, depth: int) -> tuple[Fields, ...]:
-    """Descriptors of x, words and scales by field: `block_m` rows by 64 columns, and `depth` tiles of the weight."""
-    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return (
-        tile_fields(x, block_m, 64),
-        fields_of(TensorDescriptor(weight.codes, [weight.codes.numel() // 256, 256], [256, 1], [2 * depth, 256], flat)),
-        fields_of(TensorDescriptor(weight.scale, [weight.scale.numel() // 64, 64], [64, 1], [depth, 64], flat)),
-    )
-
-
-def tile_fields(matrix: torch.Tensor, rows: int, columns: int) -> Fields:
-    """The fields of a descriptor of a matrix in BF16, of which so many rows and columns are fetched at once."""
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
-    return fields_of(TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns], layout))
-
-
-def fields_of(descriptor: TensorDescriptor) -> Fields:
-    """The fields of a descriptor that has checked them, without its tensor."""
-    return {name: value for name, value in vars(descriptor).items() if name != "base"}
 
 
 def registers(tiles: GluonTiles) -> dict[str, int]:

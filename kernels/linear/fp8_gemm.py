@@ -110,7 +110,7 @@ def prepare_fp8_linear(x: torch.Tensor, activation: Format, input_scale: torch.T
     if x.shape[1] > casts.MAX_COLUMNS or activation.name not in casts.FORMATS_OUT:
         return by_torch
     casts.check_scales(x, activation, input_scale, None)
-    cast, per_tensor = casts.prepare(x, activation, contiguous=x.is_contiguous()), activation.per_tensor
+    cast, per_tensor = casts.prepare_cast(x, activation, contiguous=x.is_contiguous()), activation.per_tensor
 
     def by_cast(
         x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None

@@ -44,7 +44,7 @@ def prepare_rounding(x: torch.Tensor, format: Format, input_scale: torch.Tensor 
         return lambda x, input_scale: round_activation(x, format, input_scale)
     has_global = format.global_scale  # an input scale is then the second level, and block scales are measured
     casts.check_scales(x, format, *((None, input_scale) if has_global else (input_scale, None)))
-    cast = casts.prepare(x, format, contiguous=x.is_contiguous())
+    cast = casts.prepare_cast(x, format, contiguous=x.is_contiguous())
 
     def cast_and_decode(x: torch.Tensor, input_scale: torch.Tensor | None) -> torch.Tensor:
         codes = cast(x, None, input_scale) if has_global else cast(x, input_scale)

@@ -59,8 +59,8 @@ def add_rmsnorm_kernel(
 
 
 @triton.jit
-def swiglu_kernel(both, out, K, in_turns: tl.constexpr, gelu: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr):
-    """One piece of a row; with `in_turns` gate and up alternate, otherwise up follows gate."""
+def swiglu_kernel(both, out, K, gelu: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr):
+    """A program computes `width` columns of one row of `out`, from as many of gate and of up, which follows gate."""
     if overlap:
         start_next()
         wait_for_previous()
@@ -70,15 +70,8 @@ def swiglu_kernel(both, out, K, in_turns: tl.constexpr, gelu: tl.constexpr, widt
     inside = column < K
     dtype: tl.constexpr = both.dtype.element_ty
     start = both + row * 2 * K
-    if in_turns:
-        gate, up = tl.split(
-            tl.load(start + 2 * column[:, None] + tl.arange(0, 2)[None, :], mask=inside[:, None], other=0.0)
-        )
-    else:
-        gate = tl.load(start + column, mask=inside, other=0.0)
-        up = tl.load(start + K + column, mask=inside, other=0.0)
-    gate = gate.to(tl.float32)
-    up = up.to(tl.float32)
+    gate = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(start + K + column, mask=inside, other=0.0).to(tl.float32)
     # gelu's approximation by tanh is gate · sigmoid(2z).
     z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if gelu else gate
     gate = (gate / (1.0 + tl.exp(-z))).to(dtype).to(tl.float32)
@@ -203,12 +196,11 @@ def add_rmsnorm(
     return out, hidden
 
 
-def swiglu(both: torch.Tensor, in_turns: bool = False, *, gelu: bool = False) -> torch.Tensor:
+def swiglu(both: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
     """`silu(gate) · up`, `[tokens, intermediate]`.
 
     Args:
         both: `[tokens, 2 · intermediate]`, gate first; FP16 or BF16, contiguous.
-        in_turns: gate and up alternate instead.
         gelu: the gate passes gelu, approximated by tanh, instead of silu.
 
     Raises:
@@ -221,7 +213,7 @@ def swiglu(both: torch.Tensor, in_turns: bool = False, *, gelu: bool = False) ->
     out = both.new_empty(tokens, columns)
     if out.numel():
         options = {"width": 1024, "num_warps": 4, **overlap_options(both)}
-        swiglu_kernel[tokens * triton.cdiv(columns, 1024),](both, out, columns, in_turns=in_turns, gelu=gelu, **options)
+        swiglu_kernel[tokens * triton.cdiv(columns, 1024),](both, out, columns, gelu=gelu, **options)
     return out
 
 

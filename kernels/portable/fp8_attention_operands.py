@@ -16,7 +16,7 @@ import triton.language as tl
 
 from quant.kernels.attention_operands import SCALE_BLOCK, AttentionInputs, QuantizedParts, Scales, scale_blocks
 from quant.kernels.hadamard import hadamard_block, sign_matrices
-from quant.kernels.portable.casts import amax_of, finite_or_nan, larger
+from quant.kernels.portable.block_scales import amax_of, finite_or_nan, larger
 
 _INTEGERS = (
     "heads", "kv_heads", "tokens_q", "tokens_kv", "blocks_q", "blocks_kv", "cos_batch",

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from quant.formats.format import FORMATS
 from quant.formats.scaling import global_scale_of
-from quant.kernels.portable.casts import amax_of
+from quant.kernels.portable.block_scales import amax_of
 from quant.kernels.portable.e2m1 import nearest_e2m1
 
 WIDTH = 16

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from quant.kernels.pages import CANDIDATES, KVPages
-from quant.kernels.portable.casts import amax_of, encode_scale, finite_or_nan, nonzero
+from quant.kernels.portable.block_scales import amax_of, encode_scale, finite_or_nan, nonzero
 from quant.kernels.portable.e2m1 import encode_e2m1, nearest_e2m1
 
 _FIRST, _LAST = (tl.constexpr(offset) for offset in CANDIDATES)

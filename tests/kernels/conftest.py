@@ -21,9 +21,9 @@ def _compiled(
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     x_layout = gl.NVMMASharedLayout.get_default_for([block_m, 64], gl.bfloat16)
     types = {
-        "x_desc": f"tensordesc<bf16[{block_m}, 64],{x_layout!r}>",
-        "w_desc": f"tensordesc<i32[{2 * depth}, 256],{flat!r}>",
-        "s_desc": f"tensordesc<i32[{depth}, 64],{flat!r}>",
+        "x_map": f"tensordesc<bf16[{block_m}, 64],{x_layout!r}>",
+        "w_map": f"tensordesc<i32[{2 * depth}, 256],{flat!r}>",
+        "s_map": f"tensordesc<i32[{depth}, 64],{flat!r}>",
         "global_scale": "*fp32",
         "block_scale": "*i32",
         "bias": "*bf16",

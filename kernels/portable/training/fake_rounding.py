@@ -24,7 +24,7 @@ import triton.language as tl
 
 from quant.formats.format import FORMATS, Format
 from quant.kernels.launch_cache import Repeated
-from quant.kernels.portable.casts import amax_of
+from quant.kernels.portable.block_scales import amax_of
 
 _BLOCK_N, _BLOCK_K = 16, 256
 _MOST_ROWS = _BLOCK_N * 65535  # of CUDA's grids

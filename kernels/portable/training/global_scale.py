@@ -18,7 +18,7 @@ import triton.language as tl
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E4M3
 from quant.kernels.launch_cache import Repeated
-from quant.kernels.portable.casts import amax_of, nonzero
+from quant.kernels.portable.block_scales import amax_of, nonzero
 
 _RUN = 8192
 

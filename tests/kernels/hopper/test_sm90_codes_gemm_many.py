@@ -29,7 +29,7 @@ SIZES = (*BEST, (128, 1, 1), (64, 1, 1), (192, 1, 1))
 
 
 @pytest.mark.parametrize(
-    ("size", "split", "width"),
+    ("size", "split", "experts"),
     [
         ((128, 2, 1), True, 0),
         ((160, 2, 1), True, 0),
@@ -42,7 +42,7 @@ SIZES = (*BEST, (128, 1, 1), (64, 1, 1), (192, 1, 1))
     ],
 )
 def test_weights_go_from_registers_into_wgmma(
-    compile_matmul: Callable[..., CompiledKernel], size: tuple[int, int, int], split: bool, width: int
+    compile_matmul: Callable[..., CompiledKernel], size: tuple[int, int, int], split: bool, experts: int
 ) -> None:
     from triton.experimental.gluon import language as gl
 
@@ -55,20 +55,13 @@ def test_weights_go_from_registers_into_wgmma(
         layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
         return f"tensordesc<bf16[{rows}, {columns}],{layout!r}>"
 
-    types = {"y_desc": tile_of(wide, 128 // groups), "offsets": "*i32"}
-    types |= {"x_tail_desc": tile_of(tail or wide, 64), "y_tail_desc": tile_of(tail or wide, 128 // groups)}
-    constants = {
-        "has_bias": split,
-        "groups": groups,
-        "halves": tiles.halves,
-        "tail": tail,
-        "stages": tiles.stages,
-        "depth": tiles.depth,
-    }
-    constants |= {"width": width, "split": split, "overlap": True, "form": "words", "unroll": tiles.unroll}
-    constants |= {"ahead": tiles.ahead, "early": tiles.early}
+    types = {"y_map": tile_of(wide, 128 // groups), "offsets": "*i32"}
+    types |= {"x_tail_map": tile_of(tail or wide, 64), "y_tail_map": tile_of(tail or wide, 128 // groups)}
+    constants = sm90_codes_gemm_many.constants_of(tiles, "words", experts=experts, split=split, has_bias=split)
     options = {"num_warps": 8 // groups} | ({} if groups == 2 and tiles.ahead else {"maxnreg": 168})
-    kernel = compile_matmul(sm90_codes_gemm_many.sm90_codes_gemm_many, wide, tiles.depth, types, constants, options)
+    kernel = compile_matmul(
+        sm90_codes_gemm_many.sm90_codes_gemm_many, wide, tiles.depth, types, {"constants": constants}, options
+    )
     products = re.findall(
         r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16\s+\{[^}]*\},\s*(\S)", kernel.ptx
     )

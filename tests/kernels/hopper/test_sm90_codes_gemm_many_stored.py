@@ -51,13 +51,13 @@ def test_weights_go_from_registers_into_wgmma(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=32 * nbytes, element_bitwidth=8 * nbytes, rank=3)
     codes = f"tensordesc<{'u8' if nbytes == 1 else 'i16'}[2, {64 * choice.halves}, 32],{layout!r}>"
     scale = "*i16" if format.scale.bits == 8 else "*fp32"
-    types = {"y_desc": tile_of(wide, 128), "offsets": "*i32", "w_desc": codes, "s_desc": codes, "block_scale": scale}
-    types |= {"x_tail_desc": tile_of(tail or wide, 64), "y_tail_desc": tile_of(tail or wide, 128)}
-    constants = {"has_bias": split, "groups": 1, "halves": choice.halves, "tail": tail, "stages": choice.stages}
-    constants |= {"depth": choice.depth, "width": 0, "split": split, "overlap": True}
-    constants |= {"form": form, "unroll": choice.unroll, "ahead": choice.ahead, "early": choice.early}
+    types = {"y_map": tile_of(wide, 128), "offsets": "*i32", "w_map": codes, "s_map": codes, "block_scale": scale}
+    types |= {"x_tail_map": tile_of(tail or wide, 64), "y_tail_map": tile_of(tail or wide, 128)}
+    constants = sm90_codes_gemm_many.constants_of(choice, form, experts=0, split=split, has_bias=split)
     options = {"num_warps": 8, "maxnreg": 168}
-    kernel = compile_matmul(sm90_codes_gemm_many.sm90_codes_gemm_many, wide, choice.depth, types, constants, options)
+    kernel = compile_matmul(
+        sm90_codes_gemm_many.sm90_codes_gemm_many, wide, choice.depth, types, {"constants": constants}, options
+    )
     products = re.findall(
         r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16\s+\{[^}]*\},\s*(\S)", kernel.ptx
     )

@@ -5,6 +5,7 @@ test_layout.py repeats its decoding in PyTorch; test_codes_gemm_gpu.py compares 
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,13 +22,13 @@ from quant.kernels.tiles import GluonTiles, candidates, gluon_tiles, guess
 
 
 @pytest.mark.parametrize(
-    ("block_m", "warps", "resident", "depth", "split", "gated"),
+    ("block_m", "warps", "resident", "depth", "split", "has_bias"),
     [
-        (8, 8, 2, 4, True, False),
-        (8, 8, 3, 2, True, True),
-        (16, 4, 3, 2, True, False),
-        (64, 16, 1, 2, True, False),
-        (128, 8, 1, 2, True, True),
+        (8, 8, 2, 4, True, True),
+        (8, 8, 3, 2, True, False),
+        (16, 4, 3, 2, True, True),
+        (64, 16, 1, 2, True, True),
+        (128, 8, 1, 2, True, False),
         (256, 8, 1, 2, False, False),
     ],
 )
@@ -38,13 +39,12 @@ def test_weights_go_from_registers_into_wgmma(
     resident: int,
     depth: int,
     split: bool,
-    gated: bool,
+    has_bias: bool,
 ) -> None:
     tiles = gluon_tiles(block_m, warps, resident, TARGETS["h100"], depth)
     options = {"num_warps": warps, **sm90_nvfp4_gemm_few.registers(tiles)}
-    constants = {"stages": tiles.stages, "depth": depth, "split": split, "overlap": split}
-    constants |= {"has_bias": split and not gated, "gated": gated}
-    constants["fetcher_registers"] = options.pop("fetcher_registers")
+    constants: dict[str, Any] = {"fetcher_registers": options.pop("fetcher_registers")}
+    constants["constants"] = sm90_nvfp4_gemm_few.Constants(has_bias, tiles.stages, depth, split, overlap=split)
     kernel = compile_matmul(sm90_nvfp4_gemm_few.sm90_nvfp4_gemm_few, block_m, depth, {}, constants, options)
     products = re.findall(
         r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16\s+\{[^}]*\},\s*(\S)", kernel.ptx

@@ -1,4 +1,4 @@
-"""Quantizers, interpreted, give the codes of the oracle, and fused ones the values of the modules they replace."""
+"""Quantizers, interpreted, give the codes of the oracle."""
 
 import re
 
@@ -15,11 +15,13 @@ from interpreter import interpreted
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E8M0
 from quant.formats.rounding import encode
-from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
+from quant.formats.tensor import fake_quantize, quantize
 from quant.kernels.aot import compile_kernel
 from quant.kernels.hadamard import hadamard_transform
-from quant.kernels.portable import casts, fused
+from quant.kernels.portable import casts
+from quant.kernels.portable.block_scales import quotient_to_code, reciprocal
 from quant.kernels.portable.e2m1 import encode_e2m1
+from quant.kernels.portable.thread_rows_to_codes import thread_rows_to_codes_kernel
 
 STATIC = torch.tensor(0.02)
 
@@ -114,33 +116,11 @@ def test_hadamard_first(format: str, block: int) -> None:
             assert torch.equal(quantized.scale.view(torch.uint8), expected.scale.view(torch.uint8))
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8_group", "int8_token"])
-def test_hadamard_after_what_makes_the_rows(format: str) -> None:
-    form, x, residual = FORMATS[format], rows(), torch.randn(5, 384).bfloat16()
-    weight, options = torch.randn(384).bfloat16(), second_level(form)
-
-    def expected(made: torch.Tensor) -> torch.Tensor:
-        return fake_quantize(hadamard_transform(made, 128).float(), form, **options)
-
-    with interpreted():
-        norm = fused.rmsnorm_quantize(x, weight, 1e-6, form, hadamard=128, **options)
-        added, hidden = fused.add_rmsnorm_quantize(x, residual, weight, 1e-6, form, hadamard=128, **options)
-        gated = fused.swiglu_quantize(x, residual, form, hadamard=128, **options)
-    assert torch.equal(hidden, x + residual)
-    for found, made in (
-        (norm, rmsnorm(x, weight, 1e-6)),
-        (added, rmsnorm(x + residual, weight, 1e-6)),
-        (gated, torch.nn.functional.silu(x) * residual),
-    ):
-        assert float((found.dequantize() != expected(made)).float().mean()) < 0.03
-        assert float((found.dequantize() - expected(made)).norm() / expected(made).norm()) < 0.01
-
-
 @triton.jit
 def _divide(x, step, out, n: tl.constexpr):
     i = tl.arange(0, n)
     divisor = tl.load(step + i)
-    tl.store(out + i, casts.quotient_to_code(tl.load(x + i), divisor, casts.reciprocal(divisor)))
+    tl.store(out + i, quotient_to_code(tl.load(x + i), divisor, reciprocal(divisor)))
 
 
 @pytest.mark.parametrize("tie", [0.25, 0.75, 1.25, 2.5, 3.5, 5.0, 1.3125, 15 / 16, 126.5])
@@ -158,24 +138,6 @@ def test_quotients_beside_a_tie_are_on_its_side(tie: float) -> None:
         assert torch.equal((out - tie).sign(), (expected - tie).sign())
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp8"])
-@pytest.mark.parametrize(("tokens", "columns", "hadamard"), [(136, 256, 0), (3, 96, 0), (136, 256, 128), (33, 160, 16)])
-def test_swizzled_scales(format: str, tokens: int, columns: int, hadamard: int) -> None:
-    """Against the views by which torchao describes the layout: [tile, 4, 32, tile, 4] to [tile, tile, 32, 4, 4]."""
-    form = FORMATS[format]
-    options = {**second_level(form), "hadamard": hadamard}
-    x = rows(tokens, columns)
-    with interpreted():
-        codes, scale, _ = casts.quantize_swizzled(x, form, **options)
-        plain = casts.quantize(x, form, **options)
-    down, across = plain.scale.shape
-    padded = torch.zeros(-(-down // 128) * 128, -(-across // 4) * 4, dtype=torch.uint8)
-    padded[:down, :across] = plain.scale.view(torch.uint8)
-    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
-    assert torch.equal(scale.view(torch.uint8), tiles.flatten())
-    assert torch.equal(codes.view(torch.uint8), plain.codes.view(torch.uint8))
-
-
 def test_rows_that_begin_anywhere() -> None:
     """Pairs of BF16 are read as words, so rows at odd places are copied first."""
     wide = torch.randn(6, 1043).bfloat16()
@@ -189,15 +151,12 @@ def test_rows_that_begin_anywhere() -> None:
 @pytest.mark.parametrize("arch", [90, 120])
 def test_ptx_of_the_rotation(arch: int) -> None:
     """16 bytes at a time, nothing through shared memory, pairs of BF16 rounded at once, no register spilled."""
-    pointers = dict.fromkeys(("x", "second", "norm_weight", "hidden"), "*bf16")
-    signature = {**pointers, "codes": "*u8", "scale": "*fp8e4nv", "global_scale": "*fp32", "eps": "fp32"}
-    signature |= dict.fromkeys(("second_stride", "K", "columns"), "i32")
+    signature = {"x": "*bf16", "codes": "*u8", "scale": "*fp8e4nv", "global_scale": "*fp32", "K": "i32"}
     constants = {
-        "source": "plain", "element": "e2m1", "largest": 6.0, "kind": "e4m3", "block": 16, "static": False,
-        "hadamard": 128, "root": 128**-0.5, "flat": True, "width": 4096, "per": 32, "whole": True, "pairs": True,
-        "swizzled": False, "x_stride": 4096,
+        "element": "e2m1", "largest": 6.0, "kind": "e4m3", "block": 16, "static": False, "hadamard": 128,
+        "root": 128**-0.5, "flat": True, "width": 4096, "per": 32, "whole": True, "pairs": True, "x_stride": 4096,
     }  # fmt: skip
-    compiled = compile_kernel(casts.quantize_threads_kernel, signature, constants, arch=arch, num_warps=4, num_stages=1)
+    compiled = compile_kernel(thread_rows_to_codes_kernel, signature, constants, arch=arch, num_warps=4, num_stages=1)
     assert compiled.shared == 0
     assert len(re.findall(r"ld\.global\.v4\.b32", compiled.ptx)) == 4
     assert len(re.findall(r"cvt\.rn\.bf16x2\.f32", compiled.ptx)) == 16
@@ -205,43 +164,9 @@ def test_ptx_of_the_rotation(arch: int) -> None:
     assert assemble(compiled).spilled == 0
 
 
-def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As transformers' modules compute it."""
-    return (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
-
-
-def nearly_all_equal(quantized: BlockScaledTensor, expected: torch.Tensor) -> None:
-    """A last bit of rsqrt or exp may move a value over a boundary; no more than that."""
-    assert float((quantized.dequantize() != expected).float().mean()) < 0.005
-
-
-@pytest.mark.parametrize("format", casts.FORMATS_OUT)
-def test_fused_quantizers_give_what_the_modules_give(format: str) -> None:
-    form, x, residual = FORMATS[format], rows(), torch.randn(5, 384).bfloat16()
-    weight, options = torch.randn(384).bfloat16(), second_level(form)
-    with interpreted():
-        norm = fused.rmsnorm_quantize(x, weight, 1e-6, form, **options)
-        added, hidden = fused.add_rmsnorm_quantize(x, residual, weight, 1e-6, form, **options)
-        gated = fused.swiglu_quantize(x, residual, form, **options)
-    nearly_all_equal(norm, fake_quantize(rmsnorm(x, weight, 1e-6).float(), form, **options))
-    assert torch.equal(hidden, x + residual)
-    nearly_all_equal(added, fake_quantize(rmsnorm(x + residual, weight, 1e-6).float(), form, **options))
-    nearly_all_equal(gated, fake_quantize((torch.nn.functional.silu(x) * residual).float(), form, **options))
-
-
-def test_halves_of_one_matmul_and_leading_axes() -> None:
-    both = torch.randn(2, 3, 256).bfloat16()
-    gate, up = both[..., :128], both[..., 128:]
-    with interpreted():
-        quantized = fused.swiglu_quantize(gate, up, FORMATS["mxfp8"])
-    expected = fake_quantize((torch.nn.functional.silu(gate) * up).float(), FORMATS["mxfp8"]).view(6, 128)
-    nearly_all_equal(quantized, expected)
-    assert quantized.shape == (6, 128)
-
-
 def test_mistakes_name_the_argument() -> None:
     x = rows()
-    with pytest.raises(ValueError, match=r"plain of x \[5, 384\] to int4: no such kernel; activation formats: nvfp4"):
+    with pytest.raises(ValueError, match=r"x \[5, 384\] to int4: no such kernel; activation formats: nvfp4"):
         casts.quantize(x, FORMATS["int4"])
     with pytest.raises(ValueError, match=r"x is torch\.float32, expected float16 or bfloat16"):
         casts.quantize(x.float(), FORMATS["mxfp8"])
@@ -249,14 +174,8 @@ def test_mistakes_name_the_argument() -> None:
         casts.quantize(x[:, :200], FORMATS["mxfp8"])
     with pytest.raises(ValueError, match="hadamard is 48"):
         casts.quantize(x, FORMATS["mxfp8"], hadamard=48)
-    with pytest.raises(ValueError, match="fp8_token has no block scales that are swizzled"):
-        casts.quantize_swizzled(x, FORMATS["fp8_token"])
-    with pytest.raises(ValueError, match="rms to nvfp4: needs a static scale"):
-        fused.rmsnorm_quantize(x, torch.ones(384), 1e-6, FORMATS["nvfp4"])
-    with pytest.raises(ValueError, match=r"weight is \[100\] on cpu, expected \[384\]"):
-        fused.rmsnorm_quantize(x, torch.ones(100), 1e-6, FORMATS["mxfp8"])
-    with pytest.raises(ValueError, match="the second input is"):
-        fused.swiglu_quantize(x, x[:4], FORMATS["mxfp8"])
+    with pytest.raises(ValueError, match="rotation to nvfp4: needs a static scale"):
+        casts.quantize(x, FORMATS["nvfp4"], hadamard=128)
     with pytest.raises(ValueError, match=r"global_scale is \[2\] torch\.float32, expected one floating-point number"):
         casts.quantize(x, FORMATS["nvfp4"], global_scale=torch.ones(2))
     with pytest.raises(ValueError, match="scale is on meta, x on cpu"):

@@ -18,7 +18,7 @@ from quant.kernels.attention.kv_cache import PagedKVCache
 from quant.kernels.hadamard import hadamard_transform
 from quant.kernels.linear.ops import quantized_linear
 from quant.kernels.pages import decode_kv, kv_format, round_kv
-from quant.kernels.portable import casts, fused
+from quant.kernels.portable import casts
 
 BAD = pytest.mark.parametrize("bad", [torch.nan, -torch.inf], ids=str)
 GPU = pytest.mark.gpu
@@ -95,46 +95,6 @@ def test_measured_scales(name: str, device: str) -> None:
     assert bool(got.dequantize()[2].isnan().any())
 
 
-@pytest.mark.parametrize("name", casts.FORMATS_OUT)
-@pytest.mark.parametrize("hadamard", [0, 64])
-@DEVICE
-def test_behind_what_makes_the_rows(name: str, hadamard: int, device: str) -> None:
-    """A norm spreads NaN over its row; SwiGLU keeps it where it is."""
-    format, options = FORMATS[name], {"hadamard": hadamard, **known(FORMATS[name], device)}
-    x, other = (torch.randn(3, 256, device=device).bfloat16() for _ in range(2))
-    weight = torch.ones(256, device=device).bfloat16()
-    x[1, 70] = torch.nan
-
-    def made() -> list[BlockScaledTensor]:
-        normed = fused.rmsnorm_quantize(x, weight, 1e-6, format, **options)
-        added, _ = fused.add_rmsnorm_quantize(other, x, weight, 1e-6, format, **options)
-        return [normed, added, fused.swiglu_quantize(x, other, format, **options)]
-
-    if device == "cuda":
-        *norms, gated = [each.to("cpu").dequantize() for each in made()]
-    else:
-        with interpreted():
-            *norms, gated = [each.dequantize() for each in made()]
-    row = torch.tensor([False, True, False])[:, None].expand(3, 256)
-    assert all(torch.equal(each.isnan(), row) for each in norms)
-    assert torch.equal(gated.isnan(), lost_with(format, (3, 256), 1, 70, hadamard))
-
-
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
-@DEVICE
-def test_swizzled_scales(name: str, device: str) -> None:
-    format, x = FORMATS[name], torch.randn(5, 256, device=device).bfloat16()
-    x[3, 100] = torch.nan
-    options = {"global_scale": torch.tensor(0.02, device=device)} if format.global_scale else {}
-    if device == "cuda":
-        _, scale, _ = casts.quantize_swizzled(x, format, **options)
-    else:
-        with interpreted():
-            _, scale, _ = casts.quantize_swizzled(x, format, **options)
-    code = 0x7F if format.global_scale else 0xFF
-    assert int((scale.view(torch.uint8) == code).sum()) == 1
-
-
 @pytest.mark.parametrize("name", ["fp8", "fp8_token", "nvfp4"])
 @BAD
 @DEVICE
@@ -182,7 +142,7 @@ def test_operands_of_attention(granularity: str, hadamard: bool, bad: float, dev
         with (
             interpreted(),
             patch.object(attention, "_measure", kernels.measure),
-            patch.object(attention, "_quantize", kernels.quantize),
+            patch.object(attention, "_quantize", kernels.quantize_qkv),
         ):
             got = attention.quantize_attention(q, k, v, **options)
     reach = {"block": (slice(128, 200), slice(0, 128)), "given": (slice(150, 151), slice(20, 21))}

@@ -188,13 +188,9 @@ def test_wrong_arguments_are_named_before_a_launch() -> None:
         quantized_linear(x, BlockScaledTensor(weight.codes, weight.scale, weight.format, weight.shape))
 
 
-def on_cpu(x: torch.Tensor, format: Format, known: dict[str, torch.Tensor]) -> torch.Tensor:
-    return fake_quantize(x.float().cpu(), format, **{name: value.cpu() for name, value in known.items()})
-
-
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "mxfp4", "fp8", "fp8_token", "fp8_group", "int8_token"])
 def test_quantized_rows_are_those_of_the_oracle(format: str) -> None:
-    from quant.kernels.portable import casts, fused
+    from quant.kernels.portable import casts
 
     form = FORMATS[format]
     x = (torch.randn(300, 4096, device="cuda") * torch.randn(300, 1, device="cuda").exp()).bfloat16()
@@ -203,14 +199,6 @@ def test_quantized_rows_are_those_of_the_oracle(format: str) -> None:
     assert torch.equal(casts.quantize(x, form).dequantize().cpu(), fake_quantize(x.float().cpu(), form))
     static = torch.tensor(0.01, device="cuda")
     known = {"scale": static} if form.block == (0, 0) else {"global_scale": static} if form.global_scale else {}
-    weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
-    h = x + x.flip(0)
-    normed = (h.float() * torch.rsqrt(h.float().square().mean(-1, keepdim=True) + 1e-6)).bfloat16() * weight
-    quantized, hidden = fused.add_rmsnorm_quantize(x, x.flip(0), weight, 1e-6, form, **known)
-    assert torch.equal(hidden, h)
-    expected = on_cpu(normed, form, known)
-    # rsqrt may differ in its last bit, which moves a few values over a rounding boundary.
-    assert float((quantized.dequantize().cpu() != expected).float().mean()) < 0.01
-    gated = torch.nn.functional.silu(x) * h
-    quantized = fused.swiglu_quantize(x, h, form, **known)
-    assert float((quantized.dequantize().cpu() != on_cpu(gated, form, known)).float().mean()) < 0.01
+    got = casts.quantize(x, form, **known).dequantize().cpu()
+    expected = fake_quantize(x.float().cpu(), form, **{name: value.cpu() for name, value in known.items()})
+    assert torch.equal(got, expected)

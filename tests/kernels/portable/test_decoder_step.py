@@ -50,8 +50,6 @@ def check_swiglu(device: str, dtype: torch.dtype) -> None:
         both = (3 * torch.randn(tokens, 2 * columns, device=device)).to(dtype)
         gate, up = both.chunk(2, -1)
         nearly(kernels.swiglu(both), torch.nn.functional.silu(gate) * up)
-        in_turns = torch.stack([gate, up], -1).flatten(1)
-        assert torch.equal(kernels.swiglu(in_turns, in_turns=True), kernels.swiglu(both))
         # Far below zero, where torch's 1 + tanh cancels to 0, the product is below 1e-4 and matters to nobody.
         expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
         torch.testing.assert_close(kernels.swiglu(both, gelu=True), expected, rtol=2**-6, atol=1e-3)
@@ -164,8 +162,8 @@ OTHERS = {"eps": "fp32", "table": "*i32", "lengths": "*i32", "tops": "*fp32", "p
     ("kernel", "constants", "warps"),
     [
         (kernels.add_rmsnorm_kernel, {"add": True, "offset": True, "width": 4096}, 16),
-        (kernels.swiglu_kernel, {"in_turns": True, "gelu": False, "width": 1024}, 4),
-        (kernels.swiglu_kernel, {"in_turns": False, "gelu": True, "width": 1024}, 4),
+        (kernels.swiglu_kernel, {"gelu": False, "width": 1024}, 4),
+        (kernels.swiglu_kernel, {"gelu": True, "width": 1024}, 4),
         (kernels.largest_of_pieces_kernel, {"width": 1024}, 4),
         (kernels.largest_of_row_kernel, {"width": 128}, 1),
         (kernels.rotate_and_store_kernel, {"norm": False, "offset": False, "page": 64, "dim": 128, "width": 64}, 1),
@@ -186,7 +184,7 @@ def test_compiles_without_spills(arch: int, kernel: Any, constants: dict[str, An
 
 def test_older_gpus_get_no_instruction_that_they_lack() -> None:
     signature = {"both": "*bf16", "out": "*bf16", "K": "i32"}
-    constants = {"in_turns": False, "gelu": False, "width": 1024, "overlap": False}
+    constants = {"gelu": False, "width": 1024, "overlap": False}
     compiled = compile_kernel(kernels.swiglu_kernel, signature, constants, arch=89, num_warps=4, num_stages=1)
     assert "griddepcontrol" not in compiled.ptx and assemble(compiled).spilled == 0
 

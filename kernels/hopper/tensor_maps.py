@@ -1,0 +1,55 @@
+"""Tensor maps tell TMA, the Hopper GPU's copy engine, which tile of which matrix in memory it fetches or writes.
+
+Their constructor checks everything, and takes as long as a launch. So the fields of a map are made once for arguments
+of one shape, and `tensor_map` puts a tensor of that shape into them at each call, unchecked.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from quant.formats.tensor import BlockScaledTensor
+
+Fields = dict[str, object]
+"""A tensor map without its tensor."""
+
+
+def fields_of(descriptor: TensorDescriptor) -> Fields:
+    """The fields of a descriptor that has checked them, without its tensor."""
+    return {name: value for name, value in vars(descriptor).items() if name != "base"}
+
+
+def matrix_fields(matrix: torch.Tensor, rows: int, columns: int) -> Fields:
+    """For a matrix in BF16 of which tiles `[rows, columns]` are copied, swizzled as wgmma reads them."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+    return fields_of(TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns], layout))
+
+
+def prepacked_fields(weight: BlockScaledTensor, depth: int) -> tuple[Fields, Fields]:
+    """For words and scales of a prepacked weight, of which `depth` tiles of 64 × 64 are fetched at once.
+
+    A tile is 512 words and 64 scales, one after another. TMA takes boxes of at most 256 elements a side.
+    """
+    linear = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    words, scales = weight.codes, weight.scale
+    return (
+        fields_of(TensorDescriptor(words, [words.numel() // 256, 256], [256, 1], [2 * depth, 256], linear)),
+        fields_of(TensorDescriptor(scales, [scales.numel() // 64, 64], [64, 1], [depth, 64], linear)),
+    )
+
+
+def tensor_map(fields: Fields, tensor: torch.Tensor, strides: list[int] | None = None) -> TensorDescriptor:
+    """The map of `tensor`, which has the shape, dtype and alignment that `fields` were checked for.
+
+    Args:
+        fields: from one of the functions above.
+        tensor: the tensor of this call.
+        strides: replace those in `fields`.
+    """
+    descriptor = object.__new__(TensorDescriptor)
+    vars(descriptor).update(fields, base=tensor)
+    if strides is not None:
+        descriptor.strides = strides
+    return descriptor

@@ -1,0 +1,97 @@
+"""Every quantizer in Triton computes the scale of a block, and divides by it, with these functions.
+
+    amax_of ─▶ encode_scale: the `max` rule, rounded to the stored dtype ─▶ reciprocal ─▶ quotient_to_code ─▶ code
+
+Divisions must agree with the oracle's, which are correctly rounded. `tl.div_rn` is, and takes about ten instructions.
+The reciprocal of a scale serves its whole block, so a quotient costs two or three FMAs here.
+
+A block that holds NaN or infinity gets a scale that is NaN, as in `quant.formats.scaling`: E2M1 and INT8 have no code
+for NaN. The maximum that keeps NaN takes as long as the one that drops it, and turning infinity into NaN is one FMA
+for each scale.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quant.kernels.portable.codes_gemm import decode_scale
+from quant.kernels.portable.e2m1 import refined
+
+
+@triton.jit
+def larger(a, b):
+    """The larger of a and b; NaN if either is NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def amax_of(x, axis: tl.constexpr):
+    """The largest magnitude along an axis; NaN if any value is NaN."""
+    return tl.reduce(tl.abs(x), axis, larger)
+
+
+@triton.jit
+def finite_or_nan(x):
+    """x, with NaN in place of infinity: 0 · infinity is NaN, and 0 · x added to x changes no other value."""
+    return tl.fma(x, 0.0, x)
+
+
+@triton.jit
+def nonzero(scale):
+    """A scale, with 1 in place of zero and NaN in place of infinity."""
+    return tl.where(scale != 0, finite_or_nan(scale), 1.0)
+
+
+@triton.jit
+def reciprocal(step):
+    """1 / step, correctly rounded."""
+    return refined(step, 1.0 / step)
+
+
+@triton.jit
+def quotient(x, step, inverse):
+    """x / step, correctly rounded where x is 0 or above 1e-30; below, the remainder underflows (Markstein, 1990).
+
+    The product with the rounded reciprocal is off by less than one unit. One FMA gives the exact remainder, a second
+    adds its quotient. A division costs three times as much.
+    """
+    near = x * inverse
+    return tl.fma(tl.fma(near, -step, x), inverse, near)
+
+
+@triton.jit
+def quotient_to_code(x, step, inverse):
+    """x / step, exact enough that every code is right, for an x of at most 11 bits and a step from 1e-30 to 1e30.
+
+    1 / step is split into its rounded value and the remainder. Their products with x are rounded once, in an FMA,
+    with an error of at most 2^-48 more than a division. No quotient lies that close to a boundary between two codes;
+    tests/kernels/portable/test_casts.py tries the nearest ones.
+    """
+    error = tl.fma(inverse, -step, 1.0)
+    remainder = tl.fma(error, error, error) * inverse
+    return tl.fma(x, inverse, x * remainder)
+
+
+@triton.jit
+def encode_scale(amax, global_scale, kind: tl.constexpr, largest: tl.constexpr):
+    """Block scales by the `max` rule, NaN if amax is not finite: the code, and its value times the global scale.
+
+    `kind` is the stored dtype ("e4m3", "e8m0", or "wide" for float32), `largest` the element's largest value.
+    """
+    if kind == "e4m3":
+        unit = largest * global_scale
+        ideal = quotient(amax, unit, reciprocal(unit))
+        # Clamp before the FMA that brings NaN back: where the quotient is infinite, its correction in `quotient` is
+        # NaN, and the minimum of NaN and 448 is 448.
+        stored = tl.fma(amax, 0.0, tl.maximum(tl.minimum(ideal, 448.0), 0.001953125)).to(tl.float8e4nv)
+        return stored, stored.to(tl.float32) * global_scale
+    elif kind == "e8m0":
+        # The exponent, rounded up where the mantissa is not zero. Quotients up to 2^-127, a subnormal, get code 0.
+        bits = tl.div_rn(amax, largest).to(tl.int32, bitcast=True)
+        code = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+        code = tl.minimum(tl.where(bits <= 0x400000, 0, code), 255)
+        return code.to(tl.uint8), decode_scale(code, "e8m0")
+    else:
+        scale = nonzero(tl.div_rn(amax, largest))
+        return scale, scale
