@@ -250,6 +250,7 @@ def _whole_tiles(work, constants: gl.constexpr):
     """How many tiles are dealt out whole: known to the host, or counted by expert."""
     width: gl.constexpr = constants.width
     whole = work.whole
+    # The fetching warp and each group count for themselves, and agree: nobody waits for the number.
     if width > 0:
         block_m: gl.constexpr = constants.block_m
         _, _, _, tiles, _ = _expert_groups(work.offsets, work.experts, block_m, width)
@@ -272,6 +273,7 @@ def _locate(tile, work, constants: gl.constexpr):
     block_m: gl.constexpr = constants.block_m
     width: gl.constexpr = constants.width
     if width > 0:
+        # `upto` grows with the expert: as many experts end before this tile of tokens as its own index.
         part = tile // work.tiles_n
         n = tile - part * work.tiles_n
         index, start, stop, tiles, upto = _expert_groups(work.offsets, work.experts, block_m, width)
@@ -326,6 +328,7 @@ def _fetch_w(maps, rings, slot, panel, k, tiles_k, panels: gl.constexpr, constan
             tma.async_copy_global_to_shared(maps.scales, [row, 0], full, rings.scales.index(slot * panels + p))
     else:
         for d in gl.static_range(depth):
+            # In pairs of codes; a box is 64 columns of all rows of the tile, even rows before odd ones.
             column = (k * depth + d) * 32
             tma.async_copy_global_to_shared(
                 maps.words, [0, panel * 32, column], full, rings.words.index(slot * depth + d)
@@ -341,9 +344,7 @@ def _fetch_x(maps, rings, slot, m, k, constants: gl.constexpr):
         column = (k * depth + d) * 64
         tma.async_copy_global_to_shared(maps.x, [m, column], full, rings.x.index(slot * depth + d))
         if constants.tail:
-            tma.async_copy_global_to_shared(
-                maps.x_tail, [m + wide, column], full, rings.x_tail.index(slot * depth + d)
-            )
+            tma.async_copy_global_to_shared(maps.x_tail, [m + wide, column], full, rings.x_tail.index(slot * depth + d))
 
 
 @gluon.jit
@@ -355,11 +356,13 @@ def _produce(maps, rings, work, panels: gl.constexpr, constants: gl.constexpr):
     split: gl.constexpr = constants.split
     form: gl.constexpr = constants.form
     block_m: gl.constexpr = constants.block_m
+    # A tile of 64 columns: 128 bytes for each token, and for each panel 2,048 of words and 256 of scales, or codes.
     nbytes: gl.constexpr = depth * (block_m * 128 + panels * (2304 if form == _WORDS else tile_bytes(form)))
     whole = _whole_tiles(work, constants)
     turn, end = _turns(whole, work.cut, work.parts)
     slot = turn * 0
     phase = slot + 1
+    # The slots of the first turn that are filled before the loop.
     head = slot + 0
     if constants.overlap:
         let_next_kernel_start()
@@ -367,6 +370,7 @@ def _produce(maps, rings, work, panels: gl.constexpr, constants: gl.constexpr):
         if turn < end:
             tile, start, count = _turn(turn, whole, work.steps, work.parts, unroll, split)
             n, expert, m, _ = _locate(tile, work, constants)
+            # Experts follow one another as one tall matrix.
             panel = expert * (work.N // 64) + n * panels
             head = gl.minimum(count, stages)
             for i in range(head):
@@ -499,6 +503,7 @@ def _leave_sum(acc, buffer, piece: gl.constexpr):
         _leave_sum(low, buffer, piece)
         _leave_sum(high, buffer + rows * (columns // 2), piece)
     else:
+        # warp, b, g | 8 tokens, q, pair: a thread holds b and pair, so no register moves.
         flat = acc.reshape([rows // 16, 2, 8, columns // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
         flat = flat.reshape([rows * columns // 4, 4])
         layout: gl.constexpr = flat.type.layout
@@ -526,6 +531,7 @@ def _piece_sum(
             # Bypass L1, which is not coherent with the writes of other programs.
             mask = (inside >= 0) & (first + part < parts)
             total += gl.load(buffer + inside, mask=mask, other=0.0, cache_modifier=".cg")
+    # Back to rows (warp, b, g) and tokens, the inverse of `_leave_sum`.
     total = total.reshape([columns // 8, rows // 16, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([rows, columns])
     form: gl.constexpr = constants.form
     total = _times_row_scales(total, row_scale, n, out.N, False, form)
@@ -553,15 +559,18 @@ def _reduce_pieces(
         part = program - tile * parts
         counter = partial.counters + (tile * groups + group)
         looks = partial.looks
+        # Poll with an atomic addition of zero, which reads L2.
         arrivals = gl.atomic_add(counter, 0, sem="acquire")
         while ((arrivals & _ARRIVALS) < parts) & (looks > 0):
             arrivals = gl.atomic_add(counter, 0, sem="acquire")
             looks -= 1
+        # From here on the last part to arrive sees that this program has stopped waiting.
         mine = 1 << (part + _ARRIVAL_BITS)
         arrivals = gl.atomic_add(counter, mine, sem="acq_rel")
         # The last program to get here leaves the counter as the next launch needs it, zero.
         if arrivals + mine == parts + ((1 << parts) - 1 << _ARRIVAL_BITS):
             gl.store(counter, 0)
+        # All parts had arrived when the bit was set: the pieces are this program's to add up.
         todo = abandoned | gl.where((arrivals & _ARRIVALS) == parts, 1 << part, 0)
         n, _, m, _ = _locate(whole + tile, work, constants)
         for piece in range(halves * across):
@@ -601,6 +610,7 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = 16 * warps
     panels: gl.constexpr = warps // 4
+    # wgmma: 64 rows a warpgroup, `wide` tokens, 16 columns of K; a warp holds 16 rows.
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, wide, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2)
     tail_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, tail if tail else wide, 16])
@@ -619,6 +629,7 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
         tile, start, count = _turn(turn, whole, work.steps, parts, unroll, split)
         n, expert, m, last = _locate(tile, work, constants)
         n = (n * groups + group) * (halves * rows)
+        # Sums of the lower and the upper half. Unused ones are other names of used ones, for code that is not compiled.
         low = gl.zeros((rows, wide), gl.float32, layout)
         high = low
         low_tail = low
@@ -673,6 +684,7 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
                         # The last product of the slot before has now read its operands.
                         mbarrier.arrive(rings.empty.index(slot_before(slot, stages)), count=1, pred=step + u > 0)
                 if ahead == 0:
+                    # No product is under way: the slot's operands have been read.
                     mbarrier.arrive(rings.empty.index(slot), count=1)
                 slot, phase = advance(slot, phase, stages)
         if ahead == 1:
@@ -691,6 +703,7 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
             # All threads have written before one of them counts this part as arrived.
             barrier()
             arrivals = gl.atomic_add(partial.counters + (gl.program_id(0) // parts * groups + group), 1, sem="acq_rel")
+            # Only the last part looks at the bits; for all others an owner still decides.
             abandoned = gl.where((arrivals & _ARRIVALS) == parts - 1, arrivals >> _ARRIVAL_BITS, 0)
         else:
             scale = _scale_of_matrix(scales, expert, form)
@@ -709,10 +722,16 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
                 _send(low, low_tail, high, high_tail, scale, block_scale, staging, out, n, m, group * halves,
                       constants)  # fmt: skip
         turn += 1
+    # Shared memory must not be given back while TMA reads it.
     tma.store_wait(0)
     if split:
         scale = _scale_of_matrix(scales, 0, form)
         _reduce_pieces(partial, abandoned, scale, block_scale, out, work, whole, group, rows, constants)
+
+
+@gluon.jit
+def _consume_as(arguments, group: gl.constexpr):
+    _consume(*arguments, group)
 
 
 @gluon.jit
@@ -723,12 +742,12 @@ def _start(consumed, produced, constants: gl.constexpr):
     """
     if constants.groups == 2:
         gl.warp_specialize(
-            [(_consume, consumed + (0,)), (_consume, consumed + (1,)), (_produce, produced)],  # noqa: RUF005
+            [(_consume_as, (consumed, 0)), (_consume_as, (consumed, 1)), (_produce, produced)],
             [4, 1],
             [_UNMOVED_REGISTERS, _UNMOVED_REGISTERS] if constants.ahead else [_REGISTERS, _FETCHER_REGISTERS],
         )
     else:
-        gl.warp_specialize([(_consume, consumed + (0,)), (_produce, produced)], [1], [_FETCHER_REGISTERS])  # noqa: RUF005
+        gl.warp_specialize([(_consume_as, (consumed, 0)), (_produce, produced)], [1], [_FETCHER_REGISTERS])
 
 
 @gluon.jit(
@@ -810,12 +829,14 @@ def prepare_gemm_many(
     (M, K), N = x.shape, weight.shape[-2]
     if not M:
         return lambda x, weight, bias: x.new_empty(0, N)
+    # Tiles along tokens and along rows of W, and units of each along K.
     rows, block_m, depth = 128 * tiles.halves, tiles.block_m, tiles.depth
     tiles_m, tiles_n, steps = triton.cdiv(M, block_m), triton.cdiv(N, rows), triton.cdiv(K, tiles.step)
     if offsets is None:
         experts, most = 1, min(tiles.programs, current(x.device.index or 0).sms)
         programs, whole, cut, parts = deal(tiles_m * tiles_n, most, steps)
     else:
+        # The number of tiles is known on the GPU alone: one program for each SM, nothing is cut.
         experts, programs, whole, cut, parts = len(offsets) - 1, tiles.programs, 0, 0, 1
     constants = constants_of(
         tiles,

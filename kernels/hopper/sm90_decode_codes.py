@@ -225,7 +225,7 @@ def stored_scales(weight: BlockScaledTensor) -> torch.Tensor:
 def numbers_only(weight: BlockScaledTensor) -> bool:
     """Whether no code is an infinity or a NaN, which are not decoded as such.
 
-    Waits for the GPU, once for each weight; while a graph is captured, it is False for one that is not known.
+    Waits for the GPU, once for each weight. While a graph is captured nothing can wait: it is False for a new weight.
     """
     codes, least = weight.codes, _NO_NUMBER.get(weight.format.element.name)
     if least is None:
@@ -233,21 +233,21 @@ def numbers_only(weight: BlockScaledTensor) -> bool:
     version = 0 if codes.is_inference() else codes._version
     # An expert's part of a stack is a new view at each call, so the result is kept with the stack.
     owner = codes if codes._base is None else codes._base
-    found = _known.get(id(owner))
-    if found is None or found[0]() is not owner:
+    entry = _results.get(id(owner))
+    if entry is None or entry[0]() is not owner:
         number = id(owner)
-        found = _known[number] = (weakref.ref(owner, lambda _: _known.pop(number, None)), {})
-    place = (codes.data_ptr(), version)
-    if place not in found[1]:
+        entry = _results[number] = (weakref.ref(owner, lambda _: _results.pop(number, None)), {})
+    results, key = entry[1], (codes.data_ptr(), version)
+    if key not in results:
         if codes.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
         parts = codes.view(torch.uint8).split(_ROWS_AT_ONCE)
-        found[1][place] = all(int((part & 0x7F).amax()) < least for part in parts)
-    return found[1][place]
+        results[key] = all(int((part & 0x7F).amax()) < least for part in parts)
+    return results[key]
 
 
 # The least code without its sign that is an infinity or a NaN.
 _NO_NUMBER = {"e4m3": 0x7F, "e5m2": 0x7C}
 _ROWS_AT_ONCE = 4096
-_known: dict[int, tuple[weakref.ref[torch.Tensor], dict[tuple[int, int], bool]]] = {}
+_results: dict[int, tuple[weakref.ref[torch.Tensor], dict[tuple[int, int], bool]]] = {}
 """By id of the codes: a weak reference to them, and by address and version whether all codes are numbers."""

@@ -69,6 +69,7 @@ def decode(words, scales, warps: gl.constexpr):
         is_pure=True,
         pack=1,
     )
+    # The scales of both rows, a byte for each 16 columns s.
     scale = gl.join(gl.join(s0, s2), gl.join(s1, s3)).reshape([32 * warps, 2, 4]).permute([0, 2, 1])  # thread s b
     low, high = gl.split(scale)
     low = gl.convert_layout(low, words.type.layout, assert_trivial=True)
@@ -83,6 +84,7 @@ def decode(words, scales, warps: gl.constexpr):
         pack=1,
     )
     value = gl.join(gl.join(_halves(c0), _halves(c1)), gl.join(_halves(c2), _halves(c3)))  # thread s h a b
+    # To rows (warp, b, g) and columns (s, a, q, h), the left operand of wgmma and mma.sync alike.
     value = value.reshape([warps, 8, 4, 4, 2, 2, 2])  # warp g q s h a b
     return value.permute([0, 6, 1, 3, 5, 2, 4]).reshape([16 * warps, 64])
 
@@ -93,6 +95,7 @@ def _tiles(words, scales, K, tiles: gl.constexpr):
     words_layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
     scales_layout: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0])
     first = (gl.program_id(1) * (K // 64) + gl.program_id(0) * tiles).to(gl.int64)
+    # Tile of the program, then thread: 512 words and 64 scales a tile, as in `sm90_gemm_pipeline.load_words`.
     thread = gl.arange(0, 128 * tiles, gl.SliceLayout(1, words_layout))
     word = gl.load(words + first * 512 + (thread[:, None] * 4 + gl.arange(0, 4, gl.SliceLayout(0, words_layout))[None]))
     thread = gl.arange(0, 128 * tiles, gl.SliceLayout(1, scales_layout))
@@ -105,6 +108,7 @@ def _tiles(words, scales, K, tiles: gl.constexpr):
 @gluon.jit
 def sm90_nvfp4_dequantize(words, scales, global_scale, out, K, tiles: gl.constexpr):
     """64 rows by 64 · tiles columns of W in the dtype of `out`."""
+    # Through shared memory to rows of 64 columns, so that a thread stores 16 bytes.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     value = _tiles(words, scales, K, tiles).to(gl.float32) * (gl.load(global_scale).to(gl.float32) * DECODED)
     value = gl.convert_layout(value.to(out.dtype.element_ty), layout)

@@ -26,7 +26,7 @@ also masks some at its end). V's scale goes into the exponent of P: the decay is
 and warps whose rows all have a decay of 1 skip the multiplication of O.
 
 P leaves the first wgmma in the accumulator's layout, where a thread holds 2 neighbours of every 8 columns; FP8 operands
-want 4 of every 16. So the columns of P are taken in another order, at no cost, and V's keys are stored in that order:
+want 4 of every 16. So the columns of P are tickets in another order, at no cost, and V's keys are stored in that order:
 `attention_operands.lay_out_v` stores V as `[dim, keys]`, since FP8 operands of wgmma must be K-major. 16-bit operands
 need neither.
 
@@ -43,7 +43,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -145,6 +145,7 @@ def _words(keys: int, fp8: bool) -> gl.DistributedLinearLayout:
 
 def _octets(columns: int) -> gl.DistributedLinearLayout:
     """A wgmma's product as [64, columns / 8, 4, 2]."""
+    # A register: pair of columns, row r or r + 8, octet. A lane: one of 4 pairs, one of 8 rows. A warp: 16 rows.
     octets = [[0, 1 << i, 0, 0] for i in range((columns // 8).bit_length() - 1)]
     lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
     warps = [[16, 0, 0, 0], [32, 0, 0, 0]]
@@ -189,6 +190,146 @@ class Kind:
         return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=shape)
 
 
+class Buffers(NamedTuple):
+    """Shared memory: Q `[queries · groups, 64, width]`, and `stages` tiles of K and of V."""
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+
+
+class Barriers(NamedTuple):
+    """Who waits for whom.
+
+    Attributes:
+        q_full, q_empty: a buffer of queries was filled by TMA; all consumers are done with it.
+        full, empty: the same for a stage of K and V.
+        ticket_full, ticket_empty: the producer wrote the number of the next tile; all consumers read it.
+    """
+
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    ticket_full: gl.shared_memory_descriptor
+    ticket_empty: gl.shared_memory_descriptor
+
+
+class Sequences(NamedTuple):
+    """How the tiles of queries are numbered.
+
+    Attributes:
+        cu_q, cu_kv: first query and key of each packed sequence, or None.
+        heads: of Q.
+        seq_q, seq_kv: lengths, where sequences are not packed.
+        blocks: tiles of queries of the longest sequence.
+        group: heads that are processed together, so that their K and V stay in L2.
+    """
+
+    cu_q: gl.tensor
+    cu_kv: gl.tensor
+    heads: gl.tensor
+    seq_q: gl.tensor
+    seq_kv: gl.tensor
+    blocks: gl.tensor
+    group: gl.tensor
+
+
+class Tokens(NamedTuple):
+    """Tokens of a head of Q, K and V in memory; heads of Q, and how many of them share a KV head."""
+
+    q: gl.tensor
+    kv: gl.tensor
+    v: gl.tensor
+    heads: gl.tensor
+    ratio: gl.tensor
+
+
+class Scales(NamedTuple):
+    """Scales of Q, K and V, and their strides along batch, head and block; a stride of 0 repeats one."""
+
+    q: gl.tensor
+    k: gl.tensor
+    v: gl.tensor
+    q_batch: gl.tensor
+    q_head: gl.tensor
+    q_block: gl.tensor
+    k_batch: gl.tensor
+    k_head: gl.tensor
+    k_block: gl.tensor
+    v_batch: gl.tensor
+    v_head: gl.tensor
+    v_block: gl.tensor
+
+
+class KeyScales(NamedTuple):
+    """Scales of the keys and values of one head of one sequence, and their strides along blocks."""
+
+    k: gl.tensor
+    v: gl.tensor
+    k_block: gl.tensor
+    v_block: gl.tensor
+
+
+class Consumed(NamedTuple):
+    """The arguments of a consumer; `total` is the number of tiles of queries."""
+
+    out: gl.tensor
+    lse: gl.tensor
+    scales: Scales
+    ticket: gl.shared_memory_descriptor
+    buffers: Buffers
+    barriers: Barriers
+    sequences: Sequences
+    tokens: Tokens
+    window: gl.tensor
+    total: gl.tensor
+    log2_scale: gl.tensor
+    cap: gl.tensor
+
+
+class Produced(NamedTuple):
+    """The arguments of the producer: tensor maps, and `counter`, from which programs draw tiles."""
+
+    q_map: gl.tensor
+    k_map: gl.tensor
+    v_map: gl.tensor
+    buffers: Buffers
+    barriers: Barriers
+    sequences: Sequences
+    tokens: Tokens
+    window: gl.tensor
+    total: gl.tensor
+    counter: gl.tensor
+    ticket: gl.shared_memory_descriptor
+
+
+class Mask(NamedTuple):
+    """By row: the key at which it stands, and the last key that it sees; and the window, in keys."""
+
+    diagonal: gl.tensor
+    last: gl.tensor
+    window: gl.tensor
+
+
+class State(NamedTuple):
+    """A consumer's softmax between two tiles of keys.
+
+    Attributes:
+        output: O so far, float32 [64, width], not yet multiplied by `decay`.
+        words: P of the last tile, in the dtype of V.
+        reference: m of each row.
+        row_sum: of each thread's columns, [64, 4].
+        decay: 2^(old reference − new reference).
+    """
+
+    output: gl.tensor
+    words: gl.tensor
+    reference: gl.tensor
+    row_sum: gl.tensor
+    decay: gl.tensor
+
+
 @gluon.jit
 def _fence(x):
     """Ends a basic block."""
@@ -196,12 +337,18 @@ def _fence(x):
 
 
 @gluon.jit
-def _tile(index, places, kind: gl.constexpr):
-    """The place of tile `index`: block, head, batch, first query and key, lengths, and first scale blocks."""
-    cu_q, cu_kv, heads, seq_q, seq_kv, blocks, group = places
+def _tile(index, sequences, kind: gl.constexpr):
+    """Coordinates of tile `index`: block, head, batch, first query and key, lengths, and first scale blocks."""
+    heads = sequences.heads
+    blocks = sequences.blocks
+    group = sequences.group
+    seq_q = sequences.seq_q
+    seq_kv = sequences.seq_kv
+    # `group` heads side by side, then their next block of queries: programs at work at one time share K and V in L2.
     within = index % (group * blocks)
     block = within // group
     if kind.causal:
+        # Blocks with the most keys first, so that short ones fill the end of the launch.
         block = blocks - 1 - block
     item = index // (group * blocks) * group + within % group
     head = item % heads
@@ -212,10 +359,10 @@ def _tile(index, places, kind: gl.constexpr):
     scale_kv = 0
     sequence = batch
     if kind.packed:
-        start_q = gl.load(cu_q + sequence)
-        start_kv = gl.load(cu_kv + sequence)
-        seq_q = gl.load(cu_q + sequence + 1) - start_q
-        seq_kv = gl.load(cu_kv + sequence + 1) - start_kv
+        start_q = gl.load(sequences.cu_q + sequence)
+        start_kv = gl.load(sequences.cu_kv + sequence)
+        seq_q = gl.load(sequences.cu_q + sequence + 1) - start_q
+        seq_kv = gl.load(sequences.cu_kv + sequence + 1) - start_kv
         scale_q = start_q // SCALE_ROWS + sequence
         scale_kv = start_kv // SCALE_ROWS + sequence
         batch = 0
@@ -225,20 +372,20 @@ def _tile(index, places, kind: gl.constexpr):
 @gluon.jit
 def _bounds(first, seq_q, seq_kv, window, kind: gl.constexpr):
     """Tiles of keys that queries [first, first + block_q) see: begin, begin and end without a mask, end."""
-    place = first + seq_kv - seq_q  # the key at which the first query stands
+    diagonal = first + seq_kv - seq_q  # the key at which the first query stands
     begin = 0
     whole_begin = 0
     whole_end = seq_kv
     end = seq_kv
     if kind.causal:
-        end = gl.minimum(end, place + kind.block_q)
-        whole_end = gl.minimum(whole_end, place + 1)
+        end = gl.minimum(end, diagonal + kind.block_q)
+        whole_end = gl.minimum(whole_end, diagonal + 1)
     if kind.windowed:
-        begin = gl.maximum(place - window + 1, 0)
-        whole_begin = gl.maximum(place + kind.block_q - window, 0)
+        begin = gl.maximum(diagonal - window + 1, 0)
+        whole_begin = gl.maximum(diagonal + kind.block_q - window, 0)
         if not kind.causal:
-            end = gl.minimum(end, place + kind.block_q + window - 1)
-            whole_end = gl.minimum(whole_end, place + window)
+            end = gl.minimum(end, diagonal + kind.block_q + window - 1)
+            whole_end = gl.minimum(whole_end, diagonal + window)
     begin = begin // kind.block_kv
     end = gl.maximum((end + kind.block_kv - 1) // kind.block_kv, begin)
     if first >= seq_q:
@@ -249,72 +396,78 @@ def _bounds(first, seq_q, seq_kv, window, kind: gl.constexpr):
 
 
 @gluon.jit
-def _produce(given, kind: gl.constexpr):
-    """Copies the tiles of the consumers, each as soon as its buffer is free."""
-    q_tensor, k_tensor, v_tensor, buffers, barriers, places, tokens, window, total, counter, ticket = given
-    q_buffer, k_buffer, v_buffer = buffers
-    q_full, q_empty, full, empty, ticket_full, ticket_empty = barriers
-    tokens_q, tokens_kv, tokens_v, heads, ratio = tokens
+def _produce(arguments, kind: gl.constexpr):
+    """The producer warp: copies the tiles of the consumers, each as soon as its buffer is free."""
+    q_map = arguments.q_map
+    k_map = arguments.k_map
+    v_map = arguments.v_map
+    barriers = arguments.barriers
+    full = barriers.full
+    tokens = arguments.tokens
+    ratio = tokens.ratio
     groups: gl.constexpr = kind.groups
     programs = gl.num_programs(0)
     count = 0
     queries = 0
-    taken = 0
+    tickets = 0
     index = gl.program_id(0)
-    while index < total:
-        following = gl.atomic_add(counter, 1, sem="relaxed") + programs
-        block, head, batch, start_q, start_kv, seq_q, seq_kv, _, scale_kv = _tile(index, places, kind)
-        begin, _, _, end = _bounds(block * kind.block_q, seq_q, seq_kv, window, kind)
+    while index < arguments.total:
+        # Drawn before this tile is fetched: the answer takes a microsecond, and arrives meanwhile.
+        following = gl.atomic_add(arguments.counter, 1, sem="relaxed") + programs
+        block, head, batch, start_q, start_kv, seq_q, seq_kv, _, scale_kv = _tile(index, arguments.sequences, kind)
+        begin, _, _, end = _bounds(block * kind.block_q, seq_q, seq_kv, arguments.window, kind)
         if end > begin:
             turn = queries % kind.queries
-            mbarrier.wait(q_empty.index(turn), ((queries // kind.queries) & 1) ^ 1)
-            mbarrier.expect(q_full.index(turn), groups * q_tensor.block_type.nbytes)
-            row = (batch * heads + head) * tokens_q + start_q + block * kind.block_q
+            mbarrier.wait(barriers.q_empty.index(turn), ((queries // kind.queries) & 1) ^ 1)
+            mbarrier.expect(barriers.q_full.index(turn), groups * q_map.block_type.nbytes)
+            row = (batch * tokens.heads + head) * tokens.q + start_q + block * kind.block_q
             for i in gl.static_range(groups):
                 tma.async_copy_global_to_shared(
-                    q_tensor, [row + 64 * i, 0], q_full.index(turn), q_buffer.index(turn * groups + i)
+                    q_map, [row + 64 * i, 0], barriers.q_full.index(turn), arguments.buffers.q.index(turn * groups + i)
                 )
-            kv_head = batch * (heads // ratio) + head // ratio
+            kv_head = batch * (tokens.heads // ratio) + head // ratio
             tiles = end - begin
+            # Stage i holds K of tile i and V of tile i − 1, counted from the last key: the tiles that one step needs.
             for i in range(0, tiles + 1):
                 slot = count % kind.stages
-                mbarrier.wait(empty.index(slot), ((count // kind.stages) & 1) ^ 1)
+                mbarrier.wait(barriers.empty.index(slot), ((count // kind.stages) & 1) ^ 1)
                 has_k = i < tiles
                 has_v = i > 0
-                mbarrier.expect(full.index(slot), 2 * k_tensor.block_type.nbytes, pred=has_k & has_v)
-                mbarrier.expect(full.index(slot), k_tensor.block_type.nbytes, pred=has_k != has_v)
+                mbarrier.expect(full.index(slot), 2 * k_map.block_type.nbytes, pred=has_k & has_v)
+                mbarrier.expect(full.index(slot), k_map.block_type.nbytes, pred=has_k != has_v)
+                # Keys pass from last to first.
                 key = start_kv + (end - 1 - i) * kind.block_kv
                 tma.async_copy_global_to_shared(
-                    k_tensor, [kv_head * tokens_kv + key, 0], full.index(slot), k_buffer.index(slot), pred=has_k
+                    k_map, [kv_head * tokens.kv + key, 0], full.index(slot), arguments.buffers.k.index(slot), pred=has_k
                 )
                 tile = end - i
                 if kind.fp8:
                     at = [kv_head * kind.dim, scale_kv * SCALE_ROWS + tile * kind.block_kv]
                 else:
-                    at = [kv_head * tokens_v + start_kv + tile * kind.block_kv, 0]
-                tma.async_copy_global_to_shared(v_tensor, at, full.index(slot), v_buffer.index(slot), pred=has_v)
+                    at = [kv_head * tokens.v + start_kv + tile * kind.block_kv, 0]
+                tma.async_copy_global_to_shared(
+                    v_map, at, full.index(slot), arguments.buffers.v.index(slot), pred=has_v
+                )
                 count += 1
             queries += 1
-        mbarrier.wait(ticket_empty, (taken & 1) ^ 1)
-        ticket.store(gl.full([1], following, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-        mbarrier.arrive(ticket_full, count=1)
+        mbarrier.wait(barriers.ticket_empty, (tickets & 1) ^ 1)
+        arguments.ticket.store(gl.full([1], following, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        mbarrier.arrive(barriers.ticket_full, count=1)
         index = following
-        taken += 1
+        tickets += 1
 
 
 @gluon.jit
-def _seen(scores, factor, cap, key, place, last, window, masked: gl.constexpr, kind: gl.constexpr):
-    """Scores, capped and masked, and the factor that is left to multiply them by.
-
-    `place` and `last`: the key at which each row stands, and the last key that it sees.
-    """
+def _seen(scores, factor, cap, key, mask, masked: gl.constexpr, kind: gl.constexpr):
+    """Scores, capped and masked, and the factor that is left to multiply them by."""
     if kind.capped:
+        # cap · tanh(s / cap) with s in units of log2(e); tanh(x) = 1 − 2 / (e^2x + 1).
         scores = cap - (2.0 * cap) / (gl.exp2(scores * (factor * (2.8853900817779268 / cap))) + 1.0)
         factor = 1.0
     if masked:
-        visible = key[None, :] <= last[:, None]
+        visible = key[None, :] <= mask.last[:, None]
         if kind.windowed:
-            visible = visible & (key[None, :] > place[:, None] - window)
+            visible = visible & (key[None, :] > mask.diagonal[:, None] - mask.window)
         scores = gl.where(visible, scores, float("-inf"))
     return scores, factor
 
@@ -322,6 +475,7 @@ def _seen(scores, factor, cap, key, place, last, window, masked: gl.constexpr, k
 @gluon.jit
 def _powers(scores, factor, bias, row_max):
     """P of a tile, the maximum subtracted from its rows, and their decay. `factor` is positive."""
+    # The reference follows the largest score only where it grows by more than 0.75: most tiles then need no decay.
     top = gl.max(scores, 1) * factor + bias
     new_max = gl.where(top > row_max + 0.75, top, row_max)
     shift = (8.0 + bias) - new_max
@@ -340,10 +494,12 @@ def _spread(x, octets: gl.constexpr, to: gl.constexpr, columns: gl.constexpr):
 @gluon.jit
 def _optimistic(scores, factor, bias, reference, first: gl.constexpr, kind: gl.constexpr):
     """P of a tile as words, the sums of each thread's part of its rows, their reference, and their decay."""
+    # One instruction block for all 64 scores of a thread; its 64 results are codes, sums, references and decays.
     wide = _spread(reference, kind.octets, kind.scores, kind.block_kv)
     code: gl.constexpr = _SOFTMAX_OF_FIRST if first else _SOFTMAX
     out = gl.inline_asm_elementwise(code, _SOFTMAX_LIKE, [scores, wide, factor, bias], gl.int32, False, 64)
     even, odd = gl.split(out.reshape([64, kind.block_kv // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]))
+    # Results 8 i + 2 j are words of codes; 1 + 2 j, 9 + 2 j and 17 + 2 j the sum, reference and decay of row j.
     words, _ = gl.split(even)
     numbers, _ = gl.split(odd)
     even, odd = gl.split(numbers.reshape([64, 2, 2, 2, 4]).permute([0, 4, 1, 2, 3]))
@@ -429,10 +585,10 @@ def _scales_of(tile, log2_scale, scales, kind: gl.constexpr):
     bias = 0.0
     weight = 1.0
     if kind.fp8:
-        k_scale, v_scale, k_block, v_block = scales
         block = tile * kind.block_kv // SCALE_ROWS
-        factor = log2_scale * gl.load(k_scale + block * k_block)
-        unit = gl.maximum(gl.load(v_scale + block * v_block), 1e-30)
+        # V's scale as a power of two in the exponent of P: a product with O's unit is then no work of its own.
+        factor = log2_scale * gl.load(scales.k + block * scales.k_block)
+        unit = gl.maximum(gl.load(scales.v + block * scales.v_block), 1e-30)
         bias = gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [unit], gl.float32, True, 1)
         weight = gl.exp2(-bias)
     return factor, bias, weight
@@ -442,18 +598,26 @@ def _scales_of(tile, log2_scale, scales, kind: gl.constexpr):
 def _scores(q_tile, k_buffer, slot, kind: gl.constexpr):
     """Issues Q Kᵀ."""
     keys: gl.constexpr = kind.block_kv
+    # `use_acc=False`: the zeros are never read.
     zeros = gl.zeros([64, keys], gl.float32, kind.scores)
     return warpgroup_mma(q_tile, k_buffer.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _steps(
-    low, high, end, count, state, q_tile, buffers, full, empty, scales, log2_scale, cap, place, last, window, zero,
+    low, high, end, count, state, q_tile, buffers, barriers, scales, log2_scale, cap, mask, zero,
     masked: gl.constexpr, kind: gl.constexpr,
 ):  # fmt: skip
-    """Adds tiles low ≤ i < high, counted from the last one; step i computes P V of tile i − 1."""
+    """Adds tiles low ≤ i < high, counted from the last one; step i computes P V of tile i − 1.
+
+    wait full[slot] ─▶ issue S = Q K(i)ᵀ ─▶ issue O += P(i − 1) V(i − 1) ─▶ wait for S ─▶ P(i) ─▶ wait for O
+                                                                                   └─▶ arrive on empty[slot]
+    """
     output, words, row_max, row_sum, decay = state
-    k_buffer, v_buffer = buffers
+    k_buffer = buffers.k
+    v_buffer = buffers.v
+    full = barriers.full
+    empty = barriers.empty
     keys: gl.constexpr = kind.block_kv
     columns = gl.arange(0, keys, kind.column)
     for i in range(low, high):
@@ -471,7 +635,7 @@ def _steps(
         else:
             scores, output = warpgroup_mma_wait(0, deps=[pending, product])
             mbarrier.arrive(empty.index(slot), count=1)
-        scores, factor = _seen(scores, factor, cap, key, place, last, window, masked, kind)
+        scores, factor = _seen(scores, factor, cap, key, mask, masked, kind)
         if kind.optimistic:
             words, sums, row_max, decay = _optimistic(scores, factor, bias, row_max, False, kind)
             row_sum = row_sum * decay + sums * weight
@@ -480,59 +644,68 @@ def _steps(
             row_sum = _added(row_sum, decay, p, weight, kind)
             words = _rounded(p, v_buffer, kind)
         if kind.tiles.overlap:
+            # ptxas keeps the powers before this point, and the wait for the products behind it.
             _fence(end)
             output = warpgroup_mma_wait(0, deps=[product])
             mbarrier.arrive(empty.index(slot), count=1)
-    return output, words, row_max, row_sum, decay
+    return State(output, words, row_max, row_sum, decay)
 
 
 @gluon.jit
-def _consume(given, warpgroup: gl.constexpr, kind: gl.constexpr):
-    """Computes 64 of the queries of each tile."""
-    out, lse, scales, strides, buffers, barriers, places, tokens, window, total, log2_scale, cap = given
-    q_buffer, k_buffer, v_buffer = buffers
-    q_full, q_empty, full, empty, ticket_full, ticket_empty = barriers
-    tokens_q, _, _, heads, ratio = tokens
-    q_scale, k_scale, v_scale, ticket = scales
-    q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block = strides
+def _consume(arguments, warpgroup: gl.constexpr, kind: gl.constexpr):
+    """One of the consumer warpgroups: computes 64 of the queries of each tile."""
+    scales = arguments.scales
+    buffers = arguments.buffers
+    k_buffer = buffers.k
+    v_buffer = buffers.v
+    barriers = arguments.barriers
+    full = barriers.full
+    empty = barriers.empty
+    tokens = arguments.tokens
+    window = arguments.window
+    log2_scale = arguments.log2_scale
+    cap = arguments.cap
     width: gl.constexpr = kind.width
     keys: gl.constexpr = kind.block_kv
     columns = gl.arange(0, keys, kind.column)
-    zero = gl.inline_asm_elementwise(_ZERO, "=r,r", [total], gl.int32, False, 1)
+    zero = gl.inline_asm_elementwise(_ZERO, "=r,r", [arguments.total], gl.int32, False, 1)
     count = 0
     queries = 0
-    taken = 0
+    tickets = 0
     index = gl.program_id(0)
-    while index < total:
-        block, head, batch, start_q, _, seq_q, seq_kv, scale_q, scale_kv = _tile(index, places, kind)
+    while index < arguments.total:
+        block, head, batch, start_q, _, seq_q, seq_kv, scale_q, scale_kv = _tile(index, arguments.sequences, kind)
         begin, whole_begin, whole_end, end = _bounds(block * kind.block_q, seq_q, seq_kv, window, kind)
         first_row = block * kind.block_q + warpgroup * 64
-        first_token = (batch * heads + head).to(gl.int64) * tokens_q + start_q
+        first_token = (batch * tokens.heads + head).to(gl.int64) * tokens.q + start_q
         row_max = gl.full([64], -1e30, gl.float32, kind.row)
         row_total = gl.full([64], 0.0, gl.float32, kind.row)
         output = gl.zeros([64, width], gl.float32, kind.output)
         if end > begin:
-            k_at = k_scale
-            v_at = v_scale
+            k_scale = scales.k
+            v_scale = scales.v
             factor = log2_scale
             if kind.fp8:
-                kv_head = head // ratio
-                q_at = q_scale + batch.to(gl.int64) * q_batch + head * q_head
-                k_at = k_scale + batch.to(gl.int64) * k_batch + kv_head * k_head + scale_kv * k_block
-                v_at = v_scale + batch.to(gl.int64) * v_batch + kv_head * v_head + scale_kv * v_block
+                kv_head = head // tokens.ratio
+                q_scale = scales.q + batch.to(gl.int64) * scales.q_batch + head * scales.q_head
+                k_scale = scales.k + batch.to(gl.int64) * scales.k_batch + kv_head * scales.k_head
+                k_scale += scale_kv * scales.k_block
+                v_scale = scales.v + batch.to(gl.int64) * scales.v_batch + kv_head * scales.v_head
+                v_scale += scale_kv * scales.v_block
                 # A warpgroup may lie beyond the last query.
                 row_block = gl.minimum(first_row, seq_q - 1) // SCALE_ROWS
-                factor = log2_scale * gl.load(q_at + (scale_q + row_block) * q_block)
-            per_tile = (k_at, v_at, k_block, v_block)
-            place = first_row + seq_kv - seq_q + gl.arange(0, 64, kind.row)
+                factor = log2_scale * gl.load(q_scale + (scale_q + row_block) * scales.q_block)
+            per_tile = KeyScales(k_scale, v_scale, scales.k_block, scales.v_block)
+            diagonal = first_row + seq_kv - seq_q + gl.arange(0, 64, kind.row)
             last = gl.full([64], seq_kv - 1, gl.int32, kind.row)
             if kind.causal:
-                last = gl.minimum(last, place)
+                last = gl.minimum(last, diagonal)
             elif kind.windowed:
-                last = gl.minimum(last, place + window - 1)
+                last = gl.minimum(last, diagonal + window - 1)
+            mask = Mask(diagonal, last, window)
 
             tiles = end - begin
-            # Tiles that only later warpgroups see are skipped.
+            # Tiles that only later warpgroups see are skipped: all warpgroups share the stages, and give them back.
             first = 0
             if kind.causal:
                 first = gl.maximum(gl.minimum(end - 1 - (first_row + 63 + seq_kv - seq_q) // keys, tiles - 1), 0)
@@ -545,22 +718,23 @@ def _consume(given, warpgroup: gl.constexpr, kind: gl.constexpr):
                 mbarrier.arrive(empty.index((count + i) % kind.stages), count=1)
             first_factor, bias, weight = _scales_of(end - 1 - first, factor, per_tile, kind)
             turn = queries % kind.queries
-            q_tile = q_buffer.index(turn * kind.groups + warpgroup)
+            q_tile = buffers.q.index(turn * kind.groups + warpgroup)
             at = count + first
             slot = at % kind.stages
-            mbarrier.wait(q_full.index(turn), (queries // kind.queries) & 1)
+            mbarrier.wait(barriers.q_full.index(turn), (queries // kind.queries) & 1)
             mbarrier.wait(full.index(slot), (at // kind.stages) & 1)
             scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_buffer, slot, kind)])
             mbarrier.arrive(empty.index(slot), count=1)
             key = (end - 1 - first) * keys + columns
-            scores, first_factor = _seen(scores, first_factor, cap, key, place, last, window, True, kind)
+            scores, first_factor = _seen(scores, first_factor, cap, key, mask, True, kind)
             if kind.optimistic:
                 reference = gl.full([64, 4], -1e30, gl.float32, kind.quad)
                 words, sums, reference, decay = _optimistic(scores, first_factor, bias, reference, True, kind)
-                state = (output, words, reference, sums * weight, decay)
+                state = State(output, words, reference, sums * weight, decay)
             else:
                 p, row_max, decay = _powers(scores, first_factor, bias, row_max)
-                state = (output, _rounded(p, v_buffer, kind), row_max, _sums(p, kind) * weight, decay)
+                state = State(output, _rounded(p, v_buffer, kind), row_max, _sums(p, kind) * weight, decay)
+            # Tiles in the order of steps: masked by the diagonal, seen whole, masked by the window's far end.
             masked_first = gl.maximum(end - whole_end, first + 1)
             masked_last = tiles
             if kind.windowed:
@@ -576,15 +750,16 @@ def _consume(given, warpgroup: gl.constexpr, kind: gl.constexpr):
                     high = tiles
                 if part < 2 or kind.windowed:
                     state = _steps(
-                        low, high, end, count, state, q_tile, (k_buffer, v_buffer), full, empty, per_tile, factor,
-                        cap, place, last, window, zero, part != 1, kind,
+                        low, high, end, count, state, q_tile, buffers, barriers, per_tile, factor, cap, mask, zero,
+                        part != 1, kind,
                     )  # fmt: skip
             output, words, reference, row_sum, decay = state
             if kind.optimistic:
                 row_max = gl.convert_layout(gl.max(reference, 1), kind.row)
             else:
                 row_max = reference
-            mbarrier.arrive(q_empty.index(turn), count=1)
+            mbarrier.arrive(barriers.q_empty.index(turn), count=1)
+            # P V of the last tile is left: its V came in a stage of its own.
             count += tiles + 1
             slot = (count - 1) % kind.stages
             output = _decayed(output, decay, kind)
@@ -596,16 +771,18 @@ def _consume(given, warpgroup: gl.constexpr, kind: gl.constexpr):
             output = warpgroup_mma_wait(0, deps=[product])
             mbarrier.arrive(empty.index(slot), count=1)
             queries += 1
-        _finish(out, lse, output, row_max, row_total, first_token, first_row, seq_q, kind)
-        mbarrier.wait(ticket_full, taken & 1)
-        index = gl.max(ticket.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        mbarrier.arrive(ticket_empty, count=1)
-        taken += 1
+        _finish(arguments.out, arguments.lse, output, row_max, row_total, first_token, first_row, seq_q, kind)
+        # The number of the next tile, which the producer has drawn for all warps of the program.
+        mbarrier.wait(barriers.ticket_full, tickets & 1)
+        index = gl.max(arguments.ticket.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.arrive(barriers.ticket_empty, count=1)
+        tickets += 1
 
 
 @gluon.jit
 def _finish(out, lse, output, row_max, row_sum, first_token, first_row, seq_q, kind: gl.constexpr):
     """Divides by the sum and writes; a row without a visible key has the sum 0."""
+    # m is in units of log2, and P was 2^8 too large: ln Σ = (m − 8 + log2 total) · ln 2.
     seen = row_sum > 0
     total = gl.where(seen, row_sum, 1.0)
     output = output * gl.convert_layout(1.0 / total, kind.output_row)[:, None]
@@ -630,17 +807,17 @@ _INTEGERS = (
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def sm90_dense_attention(
-    q_tensor, k_tensor, v_tensor, out, lse, q_scale, k_scale, v_scale, cu_q, cu_kv, counter,
+    q_map, k_map, v_map, out, lse, q_scale, k_scale, v_scale, cu_q, cu_kv, counter,
     tokens_q, tokens_kv, tokens_v, heads, ratio, seq_q, seq_kv, blocks, group, total, window,
     q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block, log2_scale, cap, kind: gl.constexpr,
 ):  # fmt: skip
     """Grid: as many programs as there are SMs. See the module docstring."""
     groups: gl.constexpr = kind.groups
     stages: gl.constexpr = kind.stages
-    tiles_of_q: gl.constexpr = [groups * kind.queries] + q_tensor.block_type.shape  # noqa: RUF005
-    q_buffer = gl.allocate_shared_memory(q_tensor.dtype, tiles_of_q, q_tensor.layout)
-    k_buffer = gl.allocate_shared_memory(k_tensor.dtype, [stages] + k_tensor.block_type.shape, k_tensor.layout)  # noqa: RUF005
-    v_buffer = gl.allocate_shared_memory(v_tensor.dtype, [stages] + v_tensor.block_type.shape, v_tensor.layout)  # noqa: RUF005
+    tiles_of_q: gl.constexpr = [groups * kind.queries] + q_map.block_type.shape  # noqa: RUF005
+    q_buffer = gl.allocate_shared_memory(q_map.dtype, tiles_of_q, q_map.layout)
+    k_buffer = gl.allocate_shared_memory(k_map.dtype, [stages] + k_map.block_type.shape, k_map.layout)  # noqa: RUF005
+    v_buffer = gl.allocate_shared_memory(v_map.dtype, [stages] + v_map.block_type.shape, v_map.layout)  # noqa: RUF005
     q_full = gl.allocate_shared_memory(gl.int64, [kind.queries, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [kind.queries, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
@@ -648,6 +825,7 @@ def sm90_dense_attention(
     ticket = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ticket_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ticket_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    # The producer arrives once on a full barrier (TMA's bytes do the rest), every consumer once on an empty one.
     mbarrier.init(ticket_full, count=1)
     mbarrier.init(ticket_empty, count=groups)
     for i in gl.static_range(kind.queries):
@@ -656,26 +834,31 @@ def sm90_dense_attention(
     for i in gl.static_range(stages):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=groups)
-    buffers = (q_buffer, k_buffer, v_buffer)
-    barriers = (q_full, q_empty, full, empty, ticket_full, ticket_empty)
-    places = (cu_q, cu_kv, heads, seq_q, seq_kv, blocks, group)
-    tokens = (tokens_q, tokens_kv, tokens_v, heads, ratio)
-    scales = (q_scale, k_scale, v_scale, ticket)
-    strides = (q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block)
-    given = (out, lse, scales, strides, buffers, barriers, places, tokens, window, total, log2_scale, cap)
-    produce = (q_tensor, k_tensor, v_tensor, buffers, barriers, places, tokens, window, total, counter, ticket)
+    buffers = Buffers(q_buffer, k_buffer, v_buffer)
+    barriers = Barriers(q_full, q_empty, full, empty, ticket_full, ticket_empty)
+    sequences = Sequences(cu_q, cu_kv, heads, seq_q, seq_kv, blocks, group)
+    tokens = Tokens(tokens_q, tokens_kv, tokens_v, heads, ratio)
+    scales = Scales(
+        q_scale, k_scale, v_scale, q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block
+    )  # fmt: skip
+    consumed = Consumed(
+        out, lse, scales, ticket, buffers, barriers, sequences, tokens, window, total, log2_scale, cap
+    )  # fmt: skip
+    produced = Produced(
+        q_map, k_map, v_map, buffers, barriers, sequences, tokens, window, total, counter, ticket
+    )  # fmt: skip
     if groups == 2:
         gl.warp_specialize(
-            [(_consume, (given, 0, kind)), (_consume, (given, 1, kind)), (_produce, (produce, kind))],
+            [(_consume, (consumed, 0, kind)), (_consume, (consumed, 1, kind)), (_produce, (produced, kind))],
             [4, 1], [kind.tiles.registers, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consume, (given, 0, kind)),
-                (_consume, (given, 1, kind)),
-                (_consume, (given, 2, kind)),
-                (_produce, (produce, kind)),
+                (_consume, (consumed, 0, kind)),
+                (_consume, (consumed, 1, kind)),
+                (_consume, (consumed, 2, kind)),
+                (_produce, (produced, kind)),
             ],
             [4, 4, 1], [kind.tiles.registers, kind.tiles.registers, 24],
         )  # fmt: skip

@@ -44,6 +44,7 @@ def softmax(first: bool) -> str:
     ]
     for j in (0, 1):
         lines.append(f"mov.f32 new{j}, {_operand('reference', 2 * j)}; mov.f32 decay{j}, {_hex(1.0)};")
+    # `untried` guards against a second restart: after one, the largest power is 2^5 by construction.
     if first:
         lines += [*_found(first), *_powers(), *_words()]
     else:
@@ -62,6 +63,7 @@ def _powers() -> Iterator[str]:
         yield f"add.rn.f32 t, {bias}, {_hex(START)}; sub.rn.f32 shift{j}, t, new{j};"
         for i in numbers:
             yield f"fma.rn.f32 t, {_operand('scores', i)}, {factor}, shift{j}; ex2.approx.ftz.f32 p{i}, t;"
+    # Two sums for each row: additions to one sum would wait for each other.
     for j, numbers in enumerate(_ROWS):
         yield f"mov.f32 sum{j}, p{numbers[0]}; mov.f32 more{j}, p{numbers[1]};"
         for i in numbers[2:]:
@@ -87,6 +89,7 @@ def _found(first: bool) -> Iterator[str]:
     for j, numbers in enumerate(_ROWS):
         yield f"mov.f32 top{j}, {_operand('scores', numbers[0])};"
         yield from (f"max.f32 top{j}, top{j}, {_operand('scores', i)};" for i in numbers[1:])
+        # The four threads of a row are neighbours.
         yield from (f"shfl.sync.bfly.b32 t, top{j}, {lane}, 31, -1; max.f32 top{j}, top{j}, t;" for lane in (1, 2))
         yield f"fma.rn.f32 t, top{j}, {_operand('factor')}, {_operand('bias')}; add.rn.f32 t, t, {_hex(ROOM)};"
         if first:

@@ -54,9 +54,11 @@ def store_sum(acc, scale, out, n, m, has_bias: gl.constexpr):
         store_sum(high, scale, out, n, m + width // 2, has_bias)
     else:
         acc = rows_of_weight(acc * scale)
+        # Rows of W beyond the end were multiplied as zeros, and tokens beyond the end too: neither is stored.
         row = n + gl.arange(0, rows, gl.SliceLayout(1, acc.type.layout))
         if has_bias:
             acc += gl.load(out.bias + row, mask=row < out.N, other=0.0).to(gl.float32)[:, None]
+        # The offset of a row of y may exceed 2^31.
         token = m + gl.arange(0, width, gl.SliceLayout(0, acc.type.layout))
         mask = (token < out.M)[None, :] & (row < out.N)[:, None]
         gl.store(out.y + (token.to(gl.int64)[None, :] * out.N + row[:, None]), acc.to(gl.bfloat16), mask=mask)

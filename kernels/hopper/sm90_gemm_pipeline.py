@@ -71,6 +71,7 @@ def ring_barriers(stages: gl.constexpr, readers: gl.constexpr):
 @gluon.jit
 def weight_rings(w_map, s_map, stages: gl.constexpr, panels: gl.constexpr, depth: gl.constexpr):
     """Rings of words and of scales, twice: in the shape in which TMA writes them, and in that which threads read."""
+    # No swizzle: threads of a warp read 512 neighbouring bytes, which meet every bank equally often.
     linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     w_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, 2 * depth, 256], w_map.layout)
     s_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, depth, 64], s_map.layout)
@@ -92,9 +93,11 @@ def load_words(words, scales, first: gl.constexpr, d: gl.constexpr, warps: gl.co
     threads; Triton checks that (`assert_trivial`).
     """
     panels: gl.constexpr = warps // 4
+    # [panel, tile, thread, word]: 16 bytes a thread, a warpgroup for each panel.
     words_layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [panels, 1, 4, 1], [3, 2, 1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
     word = words.slice(first, panels, dim=0).slice(d, 1, dim=1).load(words_layout).reshape([32 * warps, 4])
+    # [panel, tile, warp and g, q, b]: the scales are loaded without q and repeated along it.
     quads: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1, 2], [1, 1, 8, 4, 1], [panels, 1, 4, 1, 1], [4, 3, 2, 1, 0])
     scales_layout: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [warps, 1], [1, 0])
     scale = scales.slice(first, panels, dim=0).slice(d, 1, dim=1).load(gl.SliceLayout(3, quads)).expand_dims(3)

@@ -16,8 +16,10 @@ decoded while the tensor cores work on the one before it.
 A unit of work is `depth` tiles of 64 columns of K for 64 · panels rows of W and block_m tokens. The units of the whole
 product, ordered by output tile, are dealt out evenly to programs that stay on their SM ("stream-K"):
 
-    output tiles   │ 0: `steps` units │ 1               │ 2               │ 3
-    programs       │ 0        │ 1         │ 2        │ 3         │ 4            programs 0 and 1 share tile 0, 1 and 2 tile 1
+    output tiles   │ 0, `steps` units │ 1                │ 2                │ 3                │
+    programs       │ 0             │ 1             │ 2             │ 3             │ 4            │
+
+Here programs 0 and 1 share tile 0, programs 1 and 2 tile 1.
 
 So no last wave leaves SMs idle, and the fetching warp is at the next tile before the sum of this one is stored. A
 program that has only a part of a tile's units leaves its float32 sum in `sums`, in one of two buffers: one for a tile
@@ -113,10 +115,10 @@ class Work(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Sums of parts of tiles, float32, two buffers for each program; arrivals at each tile, int32, zero between calls."""
+    """Sums of parts of tiles, float32, two buffers a program; counters of arrivals by tile, zero between calls."""
 
     sums: gl.tensor
-    arrivals: gl.tensor
+    counters: gl.tensor
 
 
 @gluon.jit
@@ -138,9 +140,11 @@ def _program_of(unit, each, longer):
 
 @gluon.jit
 def _fetch_w(maps, rings, slot, tile, k, tiles_m, tiles_k, panels: gl.constexpr):
+    # Tiles of tokens come first, then the next rows of W: neighbouring programs share W in L2.
     panel = tile // tiles_m * panels
     full = rings.full.index(slot)
     for p in gl.static_range(panels):
+        # In rows of 256 words, two for a tile of 64 × 64; a panel's tiles along K follow one another in memory.
         row = (panel + p) * tiles_k + k
         tma.async_copy_global_to_shared(maps.words, [row * 2, 0], full, rings.words.index(slot * panels + p))
         tma.async_copy_global_to_shared(maps.scales, [row, 0], full, rings.scales.index(slot * panels + p))
@@ -167,17 +171,20 @@ def _produce(maps, rings, work, panels: gl.constexpr, constants: gl.constexpr):
     stages: gl.constexpr = constants.stages
     depth: gl.constexpr = constants.depth
     block_m: gl.constexpr = maps.x.block_type.shape[0]
+    # A tile of 64 columns: 128 bytes for each token, and for each panel 2,048 of words and 256 of scales.
     nbytes: gl.constexpr = depth * (block_m * 128 + panels * 2304)
     begin, end, _, _ = _span(work.units)
     tiles_m = gl.cdiv(work.M, block_m)
     tile = begin // work.steps
     k = (begin - tile * work.steps) * depth
+    # Integers made of other integers: a loop carries tensors, and a literal would be a constant.
     slot = begin * 0
     phase = slot + 1
     if constants.overlap:
         let_next_kernel_start()
         # The first stages: the weight at once, x when the kernel that writes it has ended.
         head = gl.minimum(end, begin + stages)
+        # Slots are new, so nothing waits for readers here; x arrives on the same barrier as its words.
         w_tile = tile + 0
         w_k = k + 0
         for unit in range(begin, head):
@@ -209,6 +216,7 @@ def _leave_sum(acc, buffer):
         _leave_sum(low, buffer)
         _leave_sum(high, buffer + rows * (width // 2))
     else:
+        # In the order of the registers, rows not yet as in W: `_collect` reads with the same layout.
         layout: gl.constexpr = acc.type.layout
         n = gl.arange(0, rows, gl.SliceLayout(1, layout))
         m = gl.arange(0, width, gl.SliceLayout(0, layout))
@@ -264,6 +272,7 @@ def _multiply_units(rings, slot, phase, count, block_m: gl.constexpr, layout: gl
     left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2)
     right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=layout, k_width=2)
     acc = gl.zeros((16 * warps, block_m), gl.float32, layout)
+    # At the top of the loop the last product of the slot before may still be reading that slot.
     for step in range(count):
         mbarrier.wait(rings.full.index(slot), phase)
         for d in gl.static_range(depth):
@@ -279,6 +288,7 @@ def _multiply_units(rings, slot, phase, count, block_m: gl.constexpr, layout: gl
                 if d == 0:
                     mbarrier.arrive(rings.empty.index(slot_before(slot, stages)), count=1, pred=step > 0)
         if alone:
+            # mma.sync has read its operands when it returns.
             mbarrier.arrive(rings.empty.index(slot), count=1)
         slot, phase = advance(slot, phase, stages)
     if not alone:
@@ -298,12 +308,14 @@ def _consume(rings, global_scale, out, partial, work, block_m: gl.constexpr, con
     steps = work.steps
     begin, end, each, longer = _span(work.units)
     tiles_m = gl.cdiv(out.M, block_m)
+    # The global scale is a part of the weight, which no overlapped kernel writes.
     scale = gl.load(global_scale).to(gl.float32) * DECODED
     if constants.overlap:
         wait_for_previous_kernel()
     unit = begin
     slot = begin * 0
     phase = begin * 0
+    # One turn for each tile of which this program has units: the first and the last may be parts.
     while unit < end:
         tile = unit // steps
         start = unit - tile * steps
@@ -319,17 +331,18 @@ def _consume(rings, global_scale, out, partial, work, block_m: gl.constexpr, con
             highest = _program_of(tile * steps + steps - 1, each, longer)
             # All threads have written before one of them counts this program as arrived.
             barrier()
-            if gl.atomic_add(partial.arrivals + tile, 1, sem="acq_rel") == highest - lowest:
+            if gl.atomic_add(partial.counters + tile, 1, sem="acq_rel") == highest - lowest:
                 _collect(partial.sums, lowest, highest, 0, scale, out, n, m, constants.has_bias, narrow,
                          rows, block_m, block_m)  # fmt: skip
-                gl.store(partial.arrivals + tile, 0)
+                # Ready for the next launch, which may reuse the counters.
+                gl.store(partial.counters + tile, 0)
         else:
             store_sum(acc, scale, out, n, m, constants.has_bias)
 
 
 @gluon.jit(do_not_specialize=["M", "steps", "tiles_k", "units"])
 def sm90_nvfp4_gemm_few(
-    x_map, w_map, s_map, global_scale, bias, y, partial, counter, M, N, steps, tiles_k, units,
+    x_map, w_map, s_map, global_scale, bias, y, sums, counters, M, N, steps, tiles_k, units,
     constants: gl.constexpr, fetcher_registers: gl.constexpr,
 ):  # fmt: skip
     """Grid: programs that stay on their SM. See the module docstring; `steps` units make an output tile."""
@@ -344,7 +357,7 @@ def sm90_nvfp4_gemm_few(
     gl.warp_specialize(
         [
             (_consume, (Rings(x_ring, words, scales, full, empty), global_scale, Output(bias, y, M, N),
-                        Partial(partial, counter), work, block_m, constants)),
+                        Partial(sums, counters), work, block_m, constants)),
             (_produce, (TensorMaps(x_map, w_map, s_map), Rings(x_ring, w_ring, s_ring, full, empty), work, panels,
                         constants)),
         ],
@@ -387,13 +400,13 @@ def prepare_gemm_few(
 
     def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
         y = x.new_empty(M, N)
-        partial = counter = y
+        sums = counters = y
         if split:
-            partial = torch.empty(2 * programs * rows * block_m, dtype=torch.float32, device=x.device)
-            counter = arrival_counters(x, count)
+            sums = torch.empty(2 * programs * rows * block_m, dtype=torch.float32, device=x.device)
+            counters = arrival_counters(x, count)
         launch(
             tensor_map(x_fields, x, [x.stride(0), 1]), tensor_map(w_fields, weight.codes),
-            tensor_map(s_fields, weight.scale), weight.global_scale, x if bias is None else bias, y, partial, counter,
+            tensor_map(s_fields, weight.scale), weight.global_scale, x if bias is None else bias, y, sums, counters,
             M, N, steps, K // 64, units,
         )  # fmt: skip
         return y

@@ -32,6 +32,7 @@ def prepacked_fields(weight: BlockScaledTensor, depth: int) -> tuple[Fields, Fie
 
     A tile is 512 words and 64 scales, one after another. TMA takes boxes of at most 256 elements a side.
     """
+    # Words need no swizzle: a thread reads the 16 bytes that belong to it.
     linear = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     words, scales = weight.codes, weight.scale
     return (

@@ -6,7 +6,7 @@ The tensor cores of compute capability 10.0 and 12.0 take codes and block scales
     W  codes [N, K]  scale [N, K / block]       y = acc · global scale of x · global scale of W + bias
 
 x is quantized in the pass before (`kernels/portable/casts.py`). A program owns a tile of y; tiles are visited in bands
-of `_BAND` rows of tiles, so that those at work at one time share what they read through the L2 cache. With `offsets`,
+of `_BAND` rows of tiles, so that programs at work at one time share tiles of x and W in the L2 cache. With `offsets`,
 rows are sorted by expert and each tile takes the weight of its own (`kernels/portable/grouped_gemm.py`).
 """
 
@@ -38,6 +38,7 @@ def block_scaled_gemm_kernel(
     tiles_n = tl.cdiv(N, block_n)
     index = tl.program_id(0)
     if grouped:
+        # All tiles of W for each tile of tokens; tiles beyond the last have the expert `experts`.
         tile_n = index % tiles_n
         expert, first, last = group_of(index // tiles_n, offsets, experts, block_m, width)
     else:
@@ -70,16 +71,18 @@ def _scaled_tile(
     for step in range(tl.cdiv(K, block_k)):
         at = (step * (block_k // packed) + byte)[None, :]
         of = (step * (block_k // block) + group)[None, :]
-        inside, known = at < K // packed, of < K // block
+        inside, scale_mask = at < K // packed, of < K // block
         a, b = tl.load(x_codes + at, mask=inside, other=0.0), tl.load(w_codes + at, mask=inside, other=0.0)
-        sa, sb = tl.load(x_scales + of, mask=known, other=0.0), tl.load(w_scales + of, mask=known, other=0.0)
+        sa, sb = tl.load(x_scales + of, mask=scale_mask, other=0.0), tl.load(w_scales + of, mask=scale_mask, other=0.0)
+        # Codes and scales as they are stored; on GPUs without such tensor cores Triton would dequantize.
         acc = tl.dot_scaled(a, sa, element, tl.trans(b), sb, element, acc)
+    # Second-level scales are one number a side (W's, one an expert), constant along K.
     if has_global:
         acc *= tl.load(x_global).to(tl.float32) * tl.load(w_global + expert).to(tl.float32)
     if has_bias:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    place = y + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(place, acc.to(y.dtype.element_ty), mask=(m[:, None] < last) & (n[None, :] < N))
+    pointer = y + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(pointer, acc.to(y.dtype.element_ty), mask=(m[:, None] < last) & (n[None, :] < N))
 
 
 def block_scaled_gemm(

@@ -137,7 +137,9 @@ class _Launch:
 def _launch(tokens: int, columns: int, format: Format, hadamard: int, contiguous: bool) -> _Launch:
     """Blocks are cut from all elements in memory where possible, so that short rows leave no lane idle."""
     by_threads = hadamard or format.name == "nvfp4"
-    per = 0 if not by_threads else 32 if hadamard or format.block[1] == 32 else 16
+    # Neighbours of a thread: a block of NVFP4, or as many as butterflies combine without a shuffle.
+    per = 0 if not by_threads else 32 if hadamard else 16
+    # The largest power of two that divides the number of elements: pieces of it have no tail.
     width = min(tokens * columns & -(tokens * columns), 4096)
     scales_by_block = format.block[1] > 0 or (hadamard > 0 and format.per_tensor)
     flat = contiguous and scales_by_block and width >= 1024

@@ -18,12 +18,12 @@ def codes_embedding_kernel(
 ):  # fmt: skip
     """`rows` and `columns` of a block are 0 where it spans the axis."""
     pieces = tl.cdiv(K, width)
-    place = (tl.program_id(0) // pieces).to(tl.int64)
-    row = tl.load(ids + place).to(tl.int64)
+    position = (tl.program_id(0) // pieces).to(tl.int64)
+    row = tl.load(ids + position).to(tl.int64)
     tl.device_assert((row >= 0) & (row < N), "an id is beyond the last row of the embedding")
-    known = (row >= 0) & (row < N)
+    valid = (row >= 0) & (row < N)
     k = tl.program_id(0) % pieces * width + tl.arange(0, width)
-    inside = (k < K) & known
+    inside = (k < K) & valid
     byte = k * bits // 8 if bits < 8 else k
     first = tl.load(codes + row * codes_width + byte, mask=inside, other=0.0)
     if bits == 4:
@@ -39,9 +39,9 @@ def codes_embedding_kernel(
     step = decode_scale(tl.load(scale + block_row * scale_stride + block, mask=inside, other=0.0), kind)
     if has_global:
         step *= tl.load(global_scale).to(tl.float32)
-    # An id that is not there gives NaN, never what lies beyond the table.
-    value = tl.where(known, value * step, float("nan"))
-    tl.store(out + place * K + k, value.to(out.dtype.element_ty), mask=k < K)
+    # An id beyond the table gives NaN, and reads nothing behind the table.
+    value = tl.where(valid, value * step, float("nan"))
+    tl.store(out + position * K + k, value.to(out.dtype.element_ty), mask=k < K)
 
 
 def look_up(ids: torch.Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:

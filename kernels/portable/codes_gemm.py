@@ -73,6 +73,7 @@ def _scales(scale, n, first, N, K, stride, kind: tl.constexpr, rows: tl.constexp
     pointer = scale + (n[:, None] // rows).to(tl.int64) * stride + block[None, :]
     inside = (n[:, None] < N) & (block[None, :] * columns < K)
     value = decode_scale(tl.load(pointer, mask=inside, other=0.0), kind)
+    # Repeated in registers: each scale is loaded once.
     value = tl.broadcast_to(value[:, :, None], (value.shape[0], width, repeat))
     return value.reshape(value.shape[0], width * repeat)
 
@@ -108,12 +109,14 @@ def add_products(
             s = _scales(scale, n, start // columns, N, K, scale_stride, kind, rows, columns,
                         block_k // columns, columns // 2)  # fmt: skip
             low, high = low * s, high * s
+        # The order of a sum over K is free: even columns first, then odd ones, as the codes lie in their bytes.
         even, odd = tl.split(tokens.reshape(tokens.shape[0], block_k // 2, 2))
         product = _multiply(product, even, low.to(tokens.dtype), swap)
         product = _multiply(product, odd, high.to(tokens.dtype), swap)
     else:
         k = start + tl.arange(0, block_k)
         if bits == 6:
+            # Six bits from bit 6k of the row: they begin in one byte and may end in the next.
             byte = k * 6 // 8
             near = tl.load(code_row + byte[None, :], mask=byte[None, :] < codes_width, other=0).to(tl.int32)
             inside = byte[None, :] + 1 < codes_width
@@ -147,40 +150,43 @@ def codes_gemm_kernel(
     n = tile_n * block_n + tl.arange(0, block_n)
     # No row of x beyond the last is read: each would be one more request to the same lines of L2, from every program.
     x_row = x + m.to(tl.int64)[:, None] * x_stride
-    there = (m < M)[:, None]
+    row_mask = (m < M)[:, None]
     # Rows of W beyond the end read the last one: those loads need no mask, and their results are never stored.
     code_row = codes + tl.minimum(n, N - 1).to(tl.int64)[:, None] * codes_stride
     acc = tl.zeros((block_n, block_m) if swap else (block_m, block_n), dtype=tl.float32)
+    # This part's steps along K; the last part may have fewer.
     steps = tl.cdiv(tl.cdiv(K, block_k), splits)
     for step in range(part * steps, tl.minimum((part + 1) * steps, tl.cdiv(K, block_k))):
         k = step * block_k + tl.arange(0, block_k)
-        tokens = tl.load(x_row + k[None, :], mask=there & (k[None, :] < K), other=0.0)
+        tokens = tl.load(x_row + k[None, :], mask=row_mask & (k[None, :] < K), other=0.0)
         acc = add_products(acc, tokens, code_row, scale, n, step, N, K, scale_stride, codes_width,
                            element, bits, kind, rows, columns, swap, block_k)  # fmt: skip
     if swap:
         acc = tl.trans(acc)
     inside = (m[:, None] < M) & (n[None, :] < N)
-    place = m.to(tl.int64)[:, None] * N + n[None, :]
+    offset = m.to(tl.int64)[:, None] * N + n[None, :]
     if split:
         size = M.to(tl.int64) * N
-        tl.store(partial + part * size + place, acc, mask=inside)
+        tl.store(partial + part * size + offset, acc, mask=inside)
+        # All threads have written their part of the sum before one of them counts it as arrived.
         tl.debug_barrier()
         arrival = counter + tile_m * tl.num_programs(0) + tile_n
         if tl.atomic_add(arrival, 1, sem="acq_rel") == splits - 1:
             total = tl.zeros((block_m, block_n), dtype=tl.float32)
-            for other in range(splits):
-                # Past L1, which does not see what other programs wrote.
-                total += tl.load(partial + other * size + place, mask=inside, other=0.0, cache_modifier=".cg")
-            finish_tile(total, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind, rows, columns,
+            for split_part in range(splits):
+                # Bypass L1, which is not coherent with the writes of other programs.
+                total += tl.load(partial + split_part * size + offset, mask=inside, other=0.0, cache_modifier=".cg")
+            finish_tile(total, scale, global_scale, bias, y, offset, inside, n, N, scale_stride, kind, rows, columns,
                    has_global, has_bias)  # fmt: skip
+            # Ready for the next launch, which may reuse the counters.
             tl.store(arrival, 0)
     else:
-        finish_tile(acc, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind, rows, columns,
+        finish_tile(acc, scale, global_scale, bias, y, offset, inside, n, N, scale_stride, kind, rows, columns,
                has_global, has_bias)  # fmt: skip
 
 
 @triton.jit
-def finish_tile(acc, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind: tl.constexpr,
+def finish_tile(acc, scale, global_scale, bias, y, offset, inside, n, N, scale_stride, kind: tl.constexpr,
            rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr, has_bias: tl.constexpr):  # fmt: skip
     """Scales that are constant along K, the bias, the rounding to the dtype of y."""
     if columns == 0:
@@ -191,7 +197,7 @@ def finish_tile(acc, scale, global_scale, bias, y, place, inside, n, N, scale_st
         acc *= tl.load(global_scale).to(tl.float32)
     if has_bias:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + place, acc.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + offset, acc.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -200,7 +206,7 @@ def dequantize_codes_kernel(
     element: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
     has_global: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """W in the dtype of `out`, [N, K]: what the oracle gives, bit for bit, but for one rounding of the global scale."""
+    """A tile of W in the dtype of `out`, [N, K]: equal to the oracle's but for one rounding of the global scale."""
     n = tl.program_id(1) * block_n + tl.arange(0, block_n)
     k = tl.program_id(0) * block_k + tl.arange(0, block_k)
     inside = (n[:, None] < N) & (k[None, :] < K)
@@ -298,7 +304,7 @@ def _dequantizer(N: int, K: int, format: str, has_global: bool, device: torch.de
 
 
 def layout(format: Format) -> dict[str, object]:
-    """The compile-time constants that say what a format's codes and scales mean."""
+    """The compile-time constants by which a kernel decodes the codes and scales of a format."""
     return {
         "element": format.element.name,
         "bits": format.element.bits,

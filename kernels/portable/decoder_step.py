@@ -45,12 +45,14 @@ def add_rmsnorm_kernel(
     column = tl.arange(0, width)
     inside = column < K
     dtype: tl.constexpr = x.dtype.element_ty
+    # No kernel of a step writes the norm's weight: it is read before the wait.
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if overlap:
         wait_for_previous()
     value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
     if add:
         value += tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
+        # The module rounds h to 16 bit, and its norm reads the rounded values.
         rounded = value.to(dtype)
         tl.store(hidden + row + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
@@ -115,29 +117,30 @@ def rotate_and_store_kernel(
         tl.store(turned_query + column, low.to(dtype), mask=inside)
         tl.store(turned_query + half + column, high.to(dtype), mask=inside)
     else:
+        # The new token is the last of its sequence.
         last = tl.load(lengths + batch) - 1
         of = tl.load(table + batch * table_stride + last // page).to(tl.int64)
         kv_head = (head - heads) % kv_heads
-        place = ((of * kv_heads + kv_head) * page + last % page) * dim
+        line = ((of * kv_heads + kv_head) * page + last % page) * dim
         if head < heads + kv_heads:
-            tl.store(k + place + column, low.to(dtype), mask=inside)
-            tl.store(k + place + half + column, high.to(dtype), mask=inside)
+            tl.store(k + line + column, low.to(dtype), mask=inside)
+            tl.store(k + line + half + column, high.to(dtype), mask=inside)
         else:
-            tl.store(v + place + column, low.to(dtype), mask=inside)
-            tl.store(v + place + half + column, high.to(dtype), mask=inside)
+            tl.store(v + line + column, low.to(dtype), mask=inside)
+            tl.store(v + line + half + column, high.to(dtype), mask=inside)
 
 
 @triton.jit
-def _first_largest(value, place):
-    """The largest value and its first place; NaN and -1 where one value is NaN."""
+def _first_largest(value, column):
+    """The largest value and its first column; NaN and -1 where one value is NaN."""
     is_nan = tl.max((value != value).to(tl.int32), axis=0) > 0
     top = tl.max(tl.where(value == value, value, float("-inf")), axis=0)
-    first = tl.min(tl.where(value == top, place, 2147483647), axis=0)
+    first = tl.min(tl.where(value == top, column, 2147483647), axis=0)
     return tl.where(is_nan, float("nan"), top), tl.where(is_nan, -1, first)
 
 
 @triton.jit
-def largest_of_pieces_kernel(logits, tops, places, K, pieces, width: tl.constexpr, overlap: tl.constexpr):
+def largest_of_pieces_kernel(logits, tops, columns, K, pieces, width: tl.constexpr, overlap: tl.constexpr):
     """The largest of one piece of a row."""
     if overlap:
         start_next()
@@ -145,13 +148,13 @@ def largest_of_pieces_kernel(logits, tops, places, K, pieces, width: tl.constexp
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * width + tl.arange(0, width)
     value = tl.load(logits + row * K + column, mask=column < K, other=float("-inf")).to(tl.float32)
-    top, place = _first_largest(value, column)
+    top, first = _first_largest(value, column)
     tl.store(tops + row * pieces + tl.program_id(0), top)
-    tl.store(places + row * pieces + tl.program_id(0), place)
+    tl.store(columns + row * pieces + tl.program_id(0), first)
 
 
 @triton.jit
-def largest_of_row_kernel(tops, places, out, pieces, width: tl.constexpr, overlap: tl.constexpr):
+def largest_of_row_kernel(tops, columns, out, pieces, width: tl.constexpr, overlap: tl.constexpr):
     """The largest of one row's pieces."""
     if overlap:
         start_next()
@@ -159,8 +162,8 @@ def largest_of_row_kernel(tops, places, out, pieces, width: tl.constexpr, overla
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, width)
     value = tl.load(tops + row * pieces + piece, mask=piece < pieces, other=float("-inf"))
-    place = tl.load(places + row * pieces + piece, mask=piece < pieces, other=2147483647)
-    _, first = _first_largest(value, place)
+    column = tl.load(columns + row * pieces + piece, mask=piece < pieces, other=2147483647)
+    _, first = _first_largest(value, column)
     tl.store(out + row, first.to(out.dtype.element_ty))
 
 
@@ -245,18 +248,18 @@ def rotate_and_store(
         ValueError: an argument of another shape, dtype or device, or not contiguous.
     """
     batch, dim, kv_heads = qkv.shape[0], pages.dim, pages.kv_heads
-    heads, rest = divmod(qkv.shape[-1] - 2 * kv_heads * dim, dim)
+    heads, remainder = divmod(qkv.shape[-1] - 2 * kv_heads * dim, dim)
     if pages.format is not None or pages.k.dtype != qkv.dtype:
         held = pages.format or pages.k.dtype
         raise ValueError(f"rotate_and_store: the pages are in {held}, expected {qkv.dtype}, the dtype of qkv")
-    if qkv.dim() != 2 or rest or heads < 1:
+    if qkv.dim() != 2 or remainder or heads < 1:
         raise ValueError(f"rotate_and_store: qkv is {list(qkv.shape)}, expected [batch, (heads + 2·{kv_heads})·{dim}]")
     shape = (batch, dim)
-    wanted: dict[str, tuple[torch.Tensor | None, tuple[int, ...]]]
-    wanted = {"qkv": (qkv, qkv.shape), "cos": (cos, shape), "sin": (sin, shape), "pages": (pages.k, pages.k.shape)}
+    expected: dict[str, tuple[torch.Tensor | None, tuple[int, ...]]]
+    expected = {"qkv": (qkv, qkv.shape), "cos": (cos, shape), "sin": (sin, shape), "pages": (pages.k, pages.k.shape)}
     q_norm, k_norm = norms or (None, None)
-    wanted |= {"the norm of q": (q_norm, (dim,)), "the norm of k": (k_norm, (dim,))}
-    check_operands("rotate_and_store", qkv, wanted)
+    expected |= {"the norm of q": (q_norm, (dim,)), "the norm of k": (k_norm, (dim,))}
+    check_operands("rotate_and_store", qkv, expected)
     for name, tensor in (("block_table", block_table), ("lengths", lengths)):
         if tensor.dtype != torch.int32 or len(tensor) != batch or tensor.device != qkv.device:
             raise ValueError(f"rotate_and_store: {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}")
@@ -292,11 +295,11 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
         width = max(1024, triton.next_power_of_2(triton.cdiv(columns, 1024)))
         pieces = triton.cdiv(columns, width)
         tops = torch.empty(tokens, pieces, dtype=torch.float32, device=logits.device)
-        places = torch.empty(tokens, pieces, dtype=torch.int32, device=logits.device)
+        firsts = torch.empty(tokens, pieces, dtype=torch.int32, device=logits.device)
         overlap = overlap_options(logits)
-        largest_of_pieces_kernel[pieces, tokens](logits, tops, places, columns, pieces, width=width, **overlap)
+        largest_of_pieces_kernel[pieces, tokens](logits, tops, firsts, columns, pieces, width=width, **overlap)
         wide = triton.next_power_of_2(pieces)
-        largest_of_row_kernel[(tokens,)](tops, places, out, pieces, width=wide, num_warps=1, **overlap)
+        largest_of_row_kernel[(tokens,)](tops, firsts, out, pieces, width=wide, num_warps=1, **overlap)
     return out
 
 
@@ -306,13 +309,13 @@ def check_operands(
     """Raises ValueError unless every argument has its shape, and the 16-bit dtype and the device of x."""
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{name}: {next(iter(arguments))} is {x.dtype}, expected float16 or bfloat16")
-    for what, (tensor, shape) in arguments.items():
+    for argument, (tensor, shape) in arguments.items():
         if tensor is None:
             continue
         if tuple(tensor.shape) != tuple(shape) or tensor.dtype != x.dtype or tensor.device != x.device:
             raise ValueError(
-                f"{name}: {what} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}, expected {list(shape)} "
+                f"{name}: {argument} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}, expected {list(shape)} "
                 f"{x.dtype} on {x.device}"
             )
         if not tensor.is_contiguous():
-            raise ValueError(f"{name}: {what} is not contiguous (strides {tensor.stride()})")
+            raise ValueError(f"{name}: {argument} is not contiguous (strides {tensor.stride()})")

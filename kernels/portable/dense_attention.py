@@ -66,6 +66,7 @@ def _attend(
     else:
         k = tl.load(k_tile)
         v = tl.load(v_tile)
+    # Exponents of two: e^s = 2^(s · log2 e), and 2^x is one instruction.
     scores = tl.dot(q, k) * log2_scale
     if capped:
         # cap · tanh(s / cap) with s in units of log2(e); tanh(x) = 1 − 2 / (e^2x + 1).
@@ -82,6 +83,7 @@ def _attend(
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     # A row without a visible key so far has no maximum: without this, −inf − (−inf) would be NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max) if masked else new_max
+    # 2^8 lifts P to where E4M3, whose largest value is 448, has the most codes; the quotient O / l drops it again.
     p = tl.math.exp2(scores - (shift - 8.0)[:, None])
     decay = tl.math.exp2(row_max - shift)
     row_sum = row_sum * decay + tl.sum(p, 1)
@@ -114,6 +116,7 @@ def fp8_dense_attention(
     batch = tl.program_id(2)
     row = block * block_q + tl.arange(0, block_q)
     d = tl.arange(0, dim)
+    # Offsets of heads in 64 bits; inside a head 32 suffice.
     first_row = (batch * heads + head).to(tl.int64) * seq_q
     first_key = (batch * kv_heads + head // (heads // kv_heads)).to(tl.int64) * seq_kv
     k_head = k + first_key * dim
@@ -123,6 +126,7 @@ def fp8_dense_attention(
     q_tile = tl.load(q + tile, mask=inside[:, None], other=0.0)
     log2_scale = tl.load(scales) * tl.load(scales + 1) * (softmax_scale * 1.4426950408889634)
 
+    # The last query sees the last key; `full` keys are seen by every row of the tile.
     last = row + (seq_kv - seq_q)
     end = seq_kv
     full = seq_kv
@@ -192,6 +196,7 @@ def dense_attention_with_options(
         start_kv = tl.load(cu_kv + sequence)
         seq_kv = tl.load(cu_kv + sequence + 1) - start_kv
         first_block_kv = start_kv // scale_block + sequence
+    # The grid is as long as the longest sequence.
     if block * block_q >= seq_q:
         return
     row = block * block_q + tl.arange(0, block_q)
@@ -232,6 +237,7 @@ def dense_attention_with_options(
     output = tl.zeros([block_q, width], tl.float32)
     row_max = tl.full([block_q], float("-inf"), tl.float32)
     row_sum = tl.zeros([block_q], tl.float32)
+    # O is kept in units of V's current scale: rescaled where the scale changes, multiplied by it at the end.
     v_unit = 1.0
     if q_scale is not None:
         v_unit = tl.load(v_scale + begin // scale_block * v_block)

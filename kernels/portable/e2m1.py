@@ -14,8 +14,8 @@ every other value,
 
 Hopper has the minimum of three integers in one instruction, and the bits of positive float32 sort like their values.
 The codes, each in the low half of a register, are merged in pairs (0, 4) (1, 5) (2, 6) (3, 7), every pair four bits
-higher than the one before. That is 10 instructions a value instead of 13, and instructions are what limits a quantizer
-with a rotation.
+higher than the one before. That is 10 instructions a value instead of 13, and a quantizer
+with a rotation is limited by instructions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _packing() -> str:
     """Words $0 to $7, and the largest magnitude, float32 $8, of $9 to $24."""
     lines = ["{ .reg .b32 m<8>, t; .reg .f32 p, q;"]
     for word in range(8):
-        low, high = (9 + 8 * (word // 4) + place for place in _PAIRS[word % 4])
+        low, high = (9 + 8 * (word // 4) + value for value in _PAIRS[word % 4])
         lines.append(f"cvt.rn.bf16x2.f32 ${word}, ${high}, ${low};")
     lines += [f"max.NaN.xorsign.abs.bf16x2 m{word}, ${2 * word}, ${2 * word + 1};" for word in range(4)]
     lines.append("max.NaN.xorsign.abs.bf16x2 m4, m0, m1; max.NaN.xorsign.abs.bf16x2 m5, m2, m3;")
@@ -45,9 +45,9 @@ def _encoding(quotient: str) -> str:
     lines = ["{ .reg .b32 s, t; .reg .f32 x, r; .reg .s32 a, b, c, k<8>;"]
     for word in range(2):
         first = 2 + 4 * word
-        for place, pair in enumerate(_PAIRS):
+        for index, pair in enumerate(_PAIRS):
             for which, value in enumerate(pair):
-                source = f"${first + place}"
+                source = f"${first + index}"
                 lines.append(f"and.b32 t, {source}, 0xffff0000;" if which else f"shl.b32 t, {source}, 16;")
                 lines.append(f"mov.b32 x, t; {quotient}")
                 lines.append("abs.f32 x, x; min.f32 x, x, 0f40C00000;")
@@ -76,6 +76,7 @@ def nearest_e2m1(x):
 @triton.jit
 def encode_e2m1(x):
     """Codes, int32, of float32; NaN becomes 6 with its sign."""
+    # Bit 31 of the float to bit 3 of the code.
     sign = (x.to(tl.uint32, bitcast=True) >> 28).to(tl.int32, bitcast=True) & 8
     return (code_bits(tl.abs(x)) - 0x4B400000) | sign
 
@@ -97,6 +98,7 @@ _ENCODE_EXACT = tl.constexpr(_encoding("mul.f32 x, x, $10;"))
 @triton.jit
 def pack(x):
     """Blocks of 16 float32, `[blocks, 16]`, as eight words of BF16 pairs, and the amax of each, NaN if one value is."""
+    # Sixteen operands of one block of PTX; splits of registers, nothing moves between threads.
     even, odd = tl.split(x.reshape(x.shape[0], 8, 2))
     x0, x2, x4, x6, x8, xa, xc, xe = columns(even)
     x1, x3, x5, x7, x9, xb, xd, xf = columns(odd)
@@ -109,10 +111,10 @@ def pack(x):
 
 
 @triton.jit
-def encode(w0, w1, w2, w3, w4, w5, w6, w7, inverse, rest):
-    """Words of eight codes, `[blocks, 2]`, from the words of `pack`; 1 / step is inverse + rest. NaN becomes 6."""
+def encode(w0, w1, w2, w3, w4, w5, w6, w7, inverse, remainder):
+    """Words of eight codes, `[blocks, 2]`, from the words of `pack`; 1 / step is inverse + remainder. NaN becomes 6."""
     low, high = tl.inline_asm_elementwise(
-        _ENCODE, "=r,=r,r,r,r,r,r,r,r,r,f,f", [w0, w1, w2, w3, w4, w5, w6, w7, inverse, rest],
+        _ENCODE, "=r,=r,r,r,r,r,r,r,r,r,f,f", [w0, w1, w2, w3, w4, w5, w6, w7, inverse, remainder],
         dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     return tl.join(low, high)
@@ -148,7 +150,7 @@ def refined(step, near):
 
 @triton.jit
 def in_two_parts(step, near):
-    """1 / step, correctly rounded, and the rest that this rounding cut off; their sum is accurate to 2^-48."""
+    """1 / step, correctly rounded, and the remainder that this rounding cut off; their sum is accurate to 2^-48."""
     inverse = refined(step, near)
     left = tl.fma(-step, inverse, 1.0)
     return inverse, tl.fma(left, left, left) * inverse

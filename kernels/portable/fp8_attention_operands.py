@@ -37,6 +37,7 @@ def _halves(x, token_stride, row, inside, cos, sin, half: tl.constexpr, width: t
     d = tl.arange(0, width)
     mask = inside[:, None] & (d < half)[None, :]
     at = row.to(tl.int64)[:, None] * token_stride + d[None, :]
+    # Rotary embedding pairs column d with d + dim / 2, so both halves are in one thread.
     x1 = tl.load(x + at, mask=mask, other=0.0)
     x2 = tl.load(x + at + half, mask=mask, other=0.0)
     if rope:
@@ -79,11 +80,13 @@ def _value_block(
     d = tl.arange(0, width)
     inside = (row < length)[:, None] & (d < dim)[None, :]
     x = tl.load(v + (start + row).to(tl.int64)[:, None] * token_stride + d[None, :], mask=inside, other=0.0)
+    # One scale for the whole block of 128 tokens.
     amax = amax_of(amax_of(x.to(tl.float32), 1), 0)
     inverse = _step(amax, scale, at_head, at_head * blocks + first_block + block, static, measure)
     if not measure:
         codes = _codes(x.to(tl.float32), inverse, static)
         if laid_out:
+            # [dim, keys]: FP8 operands of wgmma must be contiguous along the sum, which runs over keys.
             at = (at_head * dim + d)[:, None] * (blocks * rows) + (first_block * rows + position)[None, :]
             tl.store(out + at, tl.trans(codes), mask=(d < dim)[:, None])
         else:
@@ -108,6 +111,7 @@ def _row_block(
         m2 = tl.load(mean + d + half, mask=d < half, other=0.0)[None, :]
         f1 = x1.to(tl.float32)
         f2 = x2.to(tl.float32)
+        # Q · (K − mean)ᵀ lacks Q · mean, the same for every key of a row: the shift of its scores.
         if is_query:
             if not measure:
                 tl.store(shift + at_head * tokens + start + row, tl.sum(f1 * m1 + f2 * m2, 1), mask=inside)
@@ -116,6 +120,7 @@ def _row_block(
             x2 = tl.where(inside[:, None], f2 - m2, 0.0).to(x2.dtype)
     if hadamard:
         at = d[:, None] * width + d[None, :]
+        # H of twice the size is [[H, H], [H, −H]]. Products with ±1 are exact in the tensor cores.
         u1 = tl.dot(x1, tl.load(turns + at))
         u2 = tl.dot(x2, tl.load(turns + width * width + at))
         y1 = (u1 + u2) * root
@@ -142,6 +147,8 @@ def qkv_to_fp8_kernel(
     measure: tl.constexpr,
 ):  # fmt: skip
     """One block of one head; `turns` is H with the signs of each half, and `root` its normalization."""
+    # Heads are numbered through: those of Q, then of K, then of V. Strides are in units of eight elements, which
+    # tells the compiler that rows are aligned to 16 bytes.
     block = tl.program_id(0)
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -160,6 +167,7 @@ def qkv_to_fp8_kernel(
             cu = cu_q
         start = tl.load(cu + sequence)
         length = tl.load(cu + sequence + 1) - start
+        # Every sequence begins a block of its own: at most one more than its tokens fill.
         first_block = start // rows + sequence
     if block * rows >= length:
         return

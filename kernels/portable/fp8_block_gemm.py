@@ -2,13 +2,14 @@
 
     acc = Σ over steps of 128 columns:  (x8 [block_m, 128] · w8 [block_n, 128]ᵀ) · sx [block_m] · sw [block_n / 128]
 
-The tensor core sums one step's products from zero; the step is then scaled and added in FP32 registers. That is both
-where the scales belong and what keeps the sum exact, for Hopper's FP8 products are added with few bits beyond FP16's.
+The tensor core sums one step's products from zero; the step is then scaled and added in FP32 registers. The scales
+belong there, and it keeps the sum exact, for Hopper adds FP8 products with few bits beyond FP16's.
 A row's scale and a square's are each one number a step, so scaling costs one multiply-add an element and step.
 
 On Hopper, cuBLASLt of CUDA 12.9 and later has the same product, written for that chip and 1.6 times as fast. It wants
-the scales of x by columns, and squares in multiples of four along K: otherwise it reads them from wrong places without
-a word. So what it takes is narrow, and its first product in a process is compared with the kernel's.
+the scales of x by columns, and squares in multiples of four along K: otherwise it reads them from wrong
+addresses and gives no error. So `cublas_takes` accepts few shapes, and the first product in a process is compared with
+the kernel's.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def fp8_block_gemm_kernel(
     """One tile of y; `block_n` divides 128, so that a tile has one row of squares. Tails are masked."""
     tiles_m, tiles_n = tl.cdiv(M, block_m), tl.cdiv(N, block_n)
     index = tl.program_id(0)
+    # Bands of `_BAND` rows of tiles, column by column: programs at work at one time share tiles of x and W in L2.
     band = index // (_BAND * tiles_n)
     height = tl.minimum(tiles_m - band * _BAND, _BAND)
     within = index % (_BAND * tiles_n)
@@ -44,6 +46,7 @@ def fp8_block_gemm_kernel(
     m = (band * _BAND + within % height) * block_m + tl.arange(0, block_m)
     n = tile_n * block_n + tl.arange(0, block_n)
     k = tl.arange(0, 128)
+    # Rows beyond the end read the last one; their results are not stored.
     m_row, n_row = tl.minimum(m, M - 1).to(tl.int64), tl.minimum(n, N - 1).to(tl.int64)
     steps = tl.cdiv(K, 128)
     acc = tl.zeros((block_m, block_n), dtype=tl.float32)
@@ -56,8 +59,8 @@ def fp8_block_gemm_kernel(
         acc += tl.dot(a, tl.trans(b)) * (rows * square)[:, None]
     if has_bias:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    place = y + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(place, acc.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+    pointer = y + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(pointer, acc.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 
 
 def fp8_block_gemm(
@@ -104,8 +107,9 @@ def by_triton(
 
 
 def by_cublas(x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`fp8_block_gemm` by cuBLASLt, BF16, for what `cublas_takes`."""
+    """`fp8_block_gemm` by cuBLASLt, BF16; `cublas_takes` tells where."""
     tokens = x.shape[0]
+    # cuBLASLt reads the scales of x, by columns, at multiples of 16 bytes.
     missing = -tokens % 4
     codes, scale = x.codes, x.scale
     if missing:

@@ -11,9 +11,7 @@ One kernel multiplies 16-bit rows by codes of any format, decoded as in `kernels
 multiplies FP8 by FP8 with scales a tensor, a row or 128 columns; its sums of 128 products are scaled and added in
 FP32 registers.
 
-`route` sorts rows by expert in two launches and `weigh` adds them up again in one, for servers, where a decoding step
-of a few tokens leaves no time for the dozen small kernels of PyTorch's sort. A program takes the next free place among
-the rows of its expert, so the order within an expert differs from call to call; the product of a row does not.
+`kernels/portable/expert_rows.py` sorts the rows.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.layout import is_prepacked
 from quant.kernels.portable.codes_gemm import add_products, finish_tile, layout
-from quant.kernels.portable.dependent_launch import overlap_options, start_next, wait_for_previous
 
 MAX_EXPERTS = 1024
 FP8_WEIGHTS = ("fp8", "fp8_channel", "fp8_block")
@@ -40,6 +37,7 @@ def group_of(tile, offsets, experts, block_m: tl.constexpr, width: tl.constexpr)
     start = tl.load(offsets + index, mask=index < experts, other=0)
     stop = tl.load(offsets + index + 1, mask=index < experts, other=0)
     tiles = tl.cdiv(stop - start, block_m)
+    # Tiles up to the end of each expert; as many ends lie at or before `tile` as experts come before its own.
     before = tl.cumsum(tiles, 0)
     expert = tl.sum(((before <= tile) & (index < experts)).to(tl.int32), 0)
     mine = index == expert
@@ -60,18 +58,19 @@ def grouped_codes_gemm_kernel(
         n = tl.program_id(0) * block_n + tl.arange(0, block_n)
         of = expert.to(tl.int64)
         # Rows beyond the group's last are not read: each would be one more request for a line of another row.
-        x_row, there = x + m.to(tl.int64)[:, None] * x_stride, (m < last)[:, None]
+        x_row, row_mask = x + m.to(tl.int64)[:, None] * x_stride, (m < last)[:, None]
+        # Experts follow one another as one tall matrix. Rows of W beyond the end read the last one, unmasked.
         code_row = codes + (of * N + tl.minimum(n, N - 1))[:, None] * codes_width
         scale += of * scale_rows * scale_stride
         acc = tl.zeros((block_m, block_n), dtype=tl.float32)
         for step in range(tl.cdiv(K, block_k)):
             k = step * block_k + tl.arange(0, block_k)
-            tokens = tl.load(x_row + k[None, :], mask=there & (k[None, :] < K), other=0.0)
+            tokens = tl.load(x_row + k[None, :], mask=row_mask & (k[None, :] < K), other=0.0)
             acc = add_products(acc, tokens, code_row, scale, n, step, N, K, scale_stride, codes_width,
                                element, bits, kind, rows, columns, False, block_k)  # fmt: skip
-        place = m.to(tl.int64)[:, None] * N + n[None, :]
-        inside = there & (n[None, :] < N)
-        finish_tile(acc, scale, global_scale + expert, y, y, place, inside, n, N, scale_stride, kind, rows, columns,
+        offset = m.to(tl.int64)[:, None] * N + n[None, :]
+        inside = row_mask & (n[None, :] < N)
+        finish_tile(acc, scale, global_scale + expert, y, y, offset, inside, n, N, scale_stride, kind, rows, columns,
                has_global, False)  # fmt: skip
 
 
@@ -88,13 +87,14 @@ def grouped_fp8_gemm_kernel(
         n = tl.program_id(0) * block_n + tl.arange(0, block_n)
         k = tl.arange(0, 128)
         of = expert.to(tl.int64)
-        there, m_row, n_row = m < last, m.to(tl.int64), tl.minimum(n, N - 1)
+        row_mask, m_row, n_row = m < last, m.to(tl.int64), tl.minimum(n, N - 1)
         x_row, code_row = x + m_row[:, None] * K, codes + (of * N + n_row)[:, None] * K
         steps = tl.cdiv(K, 128)
+        # Scales in a row: one for each 128 columns, or one.
         x_width = steps if x_columns > 0 else 1
         w_width = steps if columns > 0 else 1
         tl.static_assert(columns == 0 or rows % block_n == 0)
-        # Scales of rows beyond the last are the last one's, and scale what is not stored: no mask is held for them.
+        # Scales of rows beyond the last are the last one's, and multiply products that are not stored: no mask is held for them.
         scale_row = tl.minimum(m, last - 1).to(tl.int64)
         x_line = x_scale + (scale_row * x_width if x_rows > 0 else scale_row * 0)
         w_height = tl.cdiv(N, rows) if rows > 0 else 1
@@ -103,8 +103,9 @@ def grouped_fp8_gemm_kernel(
         acc = tl.zeros((block_m, block_n), dtype=tl.float32)
         for step in range(steps):
             inside = (step * 128 + k)[None, :] < K
-            a = tl.load(x_row + (step * 128 + k)[None, :], mask=there[:, None] & inside, other=0.0)
+            a = tl.load(x_row + (step * 128 + k)[None, :], mask=row_mask[:, None] & inside, other=0.0)
             b = tl.load(code_row + (step * 128 + k)[None, :], mask=inside, other=0.0)
+            # From zero for each step: Hopper adds FP8 products with few bits beyond FP16's.
             product = tl.dot(a, tl.trans(b))
             # A tile has one row of squares; where rows of x have a scale for each step, the two are multiplied first.
             square = tl.load(squares + step) if columns > 0 else 1.0
@@ -117,129 +118,7 @@ def grouped_fp8_gemm_kernel(
         if columns == 0:
             acc *= tl.load(w_line)[None, :]
         out = y + m.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(out, acc.to(y.dtype.element_ty), mask=there[:, None] & (n[None, :] < N))
-
-
-@triton.jit(do_not_specialize=["slots", "experts"])
-def count_rows_kernel(
-    index, offsets, cursor, slots, experts, width: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr
-):
-    """One program: the slots of each expert are counted. Cursors begin at the first row of each expert."""
-    if overlap:
-        start_next()
-        wait_for_previous()
-    expert = tl.arange(0, width)
-    counts = tl.zeros((width,), dtype=tl.int32)
-    for start in range(0, slots, block):
-        slot = start + tl.arange(0, block)
-        chosen = tl.load(index + slot, mask=slot < slots, other=-1).to(tl.int32)
-        known = (chosen >= 0) & (chosen < experts)
-        counts += tl.histogram(tl.where(known, chosen, 0), width, mask=known)
-    ends = tl.cumsum(counts, 0)
-    tl.store(cursor + expert, ends - counts, mask=expert < experts)
-    tl.store(offsets + expert, ends - counts, mask=expert < experts)
-    tl.store(offsets + experts, tl.sum(counts, 0))
-
-
-@triton.jit(do_not_specialize=["slots", "experts"])
-def move_rows_kernel(
-    x, index, cursor, rows, places, slots, experts, K, x_stride, per_token: tl.constexpr, width: tl.constexpr,
-    overlap: tl.constexpr,
-):  # fmt: skip
-    """One slot: the token's row is copied to the next place of the slot's expert. A slot of no expert has place -1."""
-    if overlap:
-        start_next()
-        wait_for_previous()
-    slot = tl.program_id(0)
-    chosen = tl.load(index + slot).to(tl.int32)
-    place = -1
-    if (chosen >= 0) & (chosen < experts):
-        place = tl.atomic_add(cursor + chosen, 1)
-        source = x + (slot // per_token).to(tl.int64) * x_stride
-        for start in range(0, K, width):
-            column = start + tl.arange(0, width)
-            value = tl.load(source + column, mask=column < K)
-            tl.store(rows + place.to(tl.int64) * K + column, value, mask=column < K)
-    tl.store(places + slot, place)
-
-
-@triton.jit
-def weigh_kernel(
-    y, places, weights, out, K, weighted: tl.constexpr, per_token: tl.constexpr, width: tl.constexpr,
-    overlap: tl.constexpr,
-):  # fmt: skip
-    """One piece of a token: the rows of its slots, weighted and added in FP32 in the order of the slots."""
-    if overlap:
-        start_next()
-        wait_for_previous()
-    pieces = tl.cdiv(K, width)
-    token = (tl.program_id(0) // pieces).to(tl.int64)
-    column = tl.program_id(0) % pieces * width + tl.arange(0, width)
-    total = tl.zeros((width,), dtype=tl.float32)
-    for slot in tl.static_range(per_token):
-        place = tl.load(places + token * per_token + slot).to(tl.int64)
-        value = tl.load(y + place * K + column, mask=(column < K) & (place >= 0), other=0.0).to(tl.float32)
-        if weighted:
-            value *= tl.load(weights + token * per_token + slot).to(tl.float32)
-        total += value
-    tl.store(out + token * K + column, total.to(out.dtype.element_ty), mask=column < K)
-
-
-def route(x: torch.Tensor, index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of x sorted by expert, the first row of each expert, and the place of each slot among the rows.
-
-    Args:
-        x: `[tokens, in]`, rows contiguous.
-        index: expert of each token and slot, `[tokens, k]`, contiguous; a slot with no such expert has no row.
-        experts: how many there are, at most `MAX_EXPERTS`.
-
-    Returns:
-        Rows `[tokens · k, in]`, of which those beyond the last offset are undefined; offsets, int32 `[experts + 1]`;
-        places, int32 `[tokens, k]`, -1 for a slot without a row.
-
-    Raises:
-        ValueError: arguments that do not fit each other.
-    """
-    tokens, per_token = index.shape
-    if x.dim() != 2 or len(x) != tokens or x.stride(1) != 1 or not index.is_contiguous() or experts > MAX_EXPERTS:
-        raise ValueError(f"route: x {list(x.shape)} and index {list(index.shape)} of {experts} experts do not fit")
-    slots, columns = tokens * per_token, x.shape[1]
-    rows, places = x.new_empty(slots, columns), torch.empty_like(index, dtype=torch.int32)
-    offsets, cursor = places.new_empty(experts + 1), places.new_empty(experts)
-    width = max(triton.next_power_of_2(experts), 32)
-    block = min(max(triton.next_power_of_2(slots), 32), 2048)
-    options = overlap_options(x)
-    count_rows_kernel[1,](index, offsets, cursor, slots, experts, width=width, block=block, num_warps=8, **options)
-    if slots:
-        move_rows_kernel[slots,](
-            x, index, cursor, rows, places, slots, experts, columns, x.stride(0), per_token=per_token,
-            width=min(triton.next_power_of_2(columns), 4096), num_warps=4, **options,
-        )  # fmt: skip
-    return rows, offsets, places
-
-
-def weigh(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor) -> None:
-    """`out[token]` = Σ over its slots of weight · y, without weights Σ of y; the sums are in FP32.
-
-    Args:
-        y: `[tokens · k, out]`, contiguous, in the order that `route` gave the rows.
-        places: int32 `[tokens, k]`, of `route`.
-        weights: `[tokens, k]`, contiguous, or None.
-        out: `[tokens, out]`, contiguous.
-
-    Raises:
-        ValueError: arguments that do not fit each other.
-    """
-    tokens, per_token = places.shape
-    fits = y.shape == (tokens * per_token, out.shape[-1]) and out.shape == (tokens, y.shape[-1])
-    contiguous = all(tensor.is_contiguous() for tensor in (y, places, out) + (() if weights is None else (weights,)))
-    if not fits or not contiguous or (weights is not None and weights.shape != places.shape):
-        raise ValueError(f"weigh: y {list(y.shape)}, places {list(places.shape)} and out {list(out.shape)} do not fit")
-    if out.numel():
-        weigh_kernel[tokens * triton.cdiv(y.shape[1], 1024),](
-            y, places, y if weights is None else weights, out, y.shape[1], weighted=weights is not None,
-            per_token=per_token, width=1024, num_warps=4, **overlap_options(y),
-        )  # fmt: skip
+        tl.store(out, acc.to(y.dtype.element_ty), mask=row_mask[:, None] & (n[None, :] < N))
 
 
 def grouped_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -258,7 +137,7 @@ def grouped_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, offsets: torc
     """
     check(x, weight, offsets)
     if x.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"{_what(weight)}: x is {x.dtype}, expected float16 or bfloat16")
+        raise ValueError(f"{_task(weight)}: x is {x.dtype}, expected float16 or bfloat16")
     experts, N, K = weight.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     y = x.new_empty(len(x), N)
@@ -293,7 +172,7 @@ def grouped_fp8_gemm(
     """
     if not takes_fp8(weight.format, x.format):
         raise ValueError(
-            f"{_what(weight)}: rows in {x.format}; FP8 rows are {', '.join(FP8_ROWS)}, weights {', '.join(FP8_WEIGHTS)}"
+            f"{_task(weight)}: rows in {x.format}; FP8 rows are {', '.join(FP8_ROWS)}, weights {', '.join(FP8_WEIGHTS)}"
         )
     check(x.codes, weight, offsets)
     experts, N, K = weight.shape
@@ -316,7 +195,7 @@ def takes_fp8(weight: Format, rows: Format) -> bool:
 
 
 def block_rows(tokens: int, experts: int) -> int:
-    """Rows of a tile: what an expert gets on average, so that little of a tile is empty."""
+    """Rows of a tile: the average of an expert, so that little of a tile is empty."""
     mean = -(-tokens // max(experts, 1))
     return min(max(triton.next_power_of_2(mean), 16), 128)
 
@@ -333,40 +212,40 @@ def most_tiles(tokens: int, experts: int, block_m: int) -> int:
 
 def check(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> None:
     """Raises ValueError, naming the argument, where a kernel could not take the arguments; either layout may do."""
-    what, shape = _what(weight), weight.shape
+    task, shape = _task(weight), weight.shape
     if len(shape) != 3 or x.dim() != 2 or x.shape[1] != shape[2]:
-        raise ValueError(f"{what}: x is {list(x.shape)}, expected [tokens, {shape[-1]}] and a weight of three axes")
+        raise ValueError(f"{task}: x is {list(x.shape)}, expected [tokens, {shape[-1]}] and a weight of three axes")
     check_experts(x.device, weight, offsets)
 
 
 def check_experts(device: torch.device, weight: BlockScaledTensor, offsets: torch.Tensor) -> None:
     """`check`, for rows on `device` that were looked at before."""
-    what, shape, format = _what(weight), weight.shape, weight.format
+    task, shape, format = _task(weight), weight.shape, weight.format
     codes = (format.codes_shape(shape), format.element.torch_dtype or torch.uint8)
     scale_shape = format.scale_shape(shape)
     if is_prepacked(weight):
         codes = ((*shape[:2], shape[2] // 8), torch.int32)
         scale_shape = (*shape[:2], shape[2] // 64)
     if shape[0] > MAX_EXPERTS:
-        raise ValueError(f"{what}: {shape[0]} experts, at most {MAX_EXPERTS}")
+        raise ValueError(f"{task}: {shape[0]} experts, at most {MAX_EXPERTS}")
     expected: dict[str, tuple[torch.Tensor | None, tuple[int, ...], torch.dtype]] = {
         "codes": (weight.codes, *codes),
         "scale": (weight.scale, scale_shape, weight.scale.dtype),
         "global_scale": (weight.global_scale, shape[:1], torch.float32),
         "offsets": (offsets, (shape[0] + 1,), torch.int32),
     }
-    for name, (tensor, wanted, dtype) in expected.items():
+    for name, (tensor, size, dtype) in expected.items():
         if tensor is None:
             if name == "global_scale" and format.global_scale:
-                raise ValueError(f"{what}: global_scale is missing; {format} has one per expert")
+                raise ValueError(f"{task}: global_scale is missing; {format} has one per expert")
             continue
-        if tuple(tensor.shape) != tuple(wanted) or tensor.dtype != dtype:
-            raise ValueError(f"{what}: {name} is {list(tensor.shape)} {tensor.dtype}, expected {list(wanted)} {dtype}")
+        if tuple(tensor.shape) != tuple(size) or tensor.dtype != dtype:
+            raise ValueError(f"{task}: {name} is {list(tensor.shape)} {tensor.dtype}, expected {list(size)} {dtype}")
         if tensor.device != device:
-            raise ValueError(f"{what}: {name} is on {tensor.device}, x on {device}")
+            raise ValueError(f"{task}: {name} is on {tensor.device}, x on {device}")
         if not tensor.is_contiguous():
-            raise ValueError(f"{what}: {name} is not contiguous (strides {tensor.stride()}); call .contiguous() once")
+            raise ValueError(f"{task}: {name} is not contiguous (strides {tensor.stride()}); call .contiguous() once")
 
 
-def _what(weight: BlockScaledTensor) -> str:
+def _task(weight: BlockScaledTensor) -> str:
     return f"grouped matmul with {list(weight.shape)} in {weight.format}"

@@ -35,6 +35,7 @@ def _within(x, distance: tl.constexpr):
     """Sums and differences of columns at `distance`."""
     threads: tl.constexpr = x.shape[0]
     columns: tl.constexpr = x.shape[1]
+    # The pair as the last axis: a split of registers.
     pairs = x.reshape(threads, columns // (2 * distance), 2, distance).permute(0, 1, 3, 2)
     low, high = tl.split(pairs)
     return tl.join(low + high, low - high).permute(0, 1, 3, 2).reshape(threads, columns)
@@ -48,6 +49,7 @@ def _across(x, distance: tl.constexpr):
     own = x.reshape(threads // (2 * distance), 2, distance * columns)
     bits = own.to(tl.int32, bitcast=True)
     other = (tl.reduce(bits, 1, _xor, keep_dims=True) ^ bits).to(tl.float32, bitcast=True)
+    # own + other in the first row of a pair, other − own in the second: one FMA each, exact.
     sign = (1.0 - 2.0 * tl.arange(0, 2).to(tl.float32))[None, :, None]
     return tl.fma(own, tl.broadcast_to(sign, own.shape), other).reshape(threads, columns)
 

@@ -6,7 +6,7 @@
 
 The rows of a weight are independent in GPTQ, so a program takes a few of them through the whole window:
 
-    for each block b:   wanted  = given[b] - Σ C[a, b]ᵀ move[a]        over the blocks a before it
+    for each block b:   target  = targets[b] - Σ C[a, b]ᵀ move[a]      over the blocks a before it
                         sixteen scales are tried at once, each with feedback inside the block:
                             q[j]    = nearest(left[j] / step) · step,      e[j] = (left[j] - q[j]) / U[j, j]
                             left[i] -= U[j, i] · e[j]     for i > j,       loss = Σ e[j]²
@@ -50,7 +50,7 @@ def _encode_e4m3_up(x):
 
 @triton.jit
 def nvfp4_solve_kernel(
-    wanted, coupling, inverses, values, scales, moves, global_scale, n, blocks, wanted_stride, coupling_row,
+    targets, coupling, inverses, values, scales, moves, global_scale, n, blocks, targets_stride, coupling_row,
     coupling_column, improve: tl.constexpr, WIDTH: tl.constexpr, CANDIDATES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """`ROWS` rows of the weight through one window; see the module docstring. Grid: (groups of rows, windows)."""
@@ -61,10 +61,11 @@ def nvfp4_solve_kernel(
     second = tl.load(global_scale)
     start = tl.program_id(1) * blocks
     for b in range(start, start + blocks):
-        place = (b * WIDTH + row)[:, None] * n + column[None, :]
-        given = tl.load(
-            wanted + (b * WIDTH + row)[:, None] * wanted_stride + column[None, :], mask=valid[None, :], other=0.0
+        offset = (b * WIDTH + row)[:, None] * n + column[None, :]
+        target = tl.load(
+            targets + (b * WIDTH + row)[:, None] * targets_stride + column[None, :], mask=valid[None, :], other=0.0
         )
+        # Feedback of the blocks before this one, with their final moves.
         for a in range(start, b):
             move = tl.load(moves + (a * WIDTH + row)[:, None] * n + column[None, :], mask=valid[None, :], other=0.0)
             weight = tl.load(
@@ -72,55 +73,59 @@ def nvfp4_solve_kernel(
                 + ((a - start) * WIDTH + row)[:, None] * coupling_row
                 + ((b - start) * WIDTH + row)[None, :] * coupling_column
             )
-            given -= tl.sum(weight[:, :, None] * move[:, None, :], axis=0)
-        amax = tl.max(tl.abs(given), axis=0)
+            target -= tl.sum(weight[:, :, None] * move[:, None, :], axis=0)
+        amax = tl.max(tl.abs(target), axis=0)
         ideal = tl.minimum(tl.div_rn(amax, 6.0 * second), 448.0)
+        # Sixteen neighbouring codes of E4M3: eight below the `max` rule's, that one, and seven above.
         first = tl.minimum(tl.maximum(_encode_e4m3_up(ideal) - 8, 1), 111)
         scale = _decode_e4m3(first[None, :] + candidate[:, None])
         step = scale * second
-        left = tl.broadcast_to(given[:, None, :], [WIDTH, CANDIDATES, ROWS])
-        found = tl.zeros([WIDTH, CANDIDATES, ROWS], tl.float32)
+        left = tl.broadcast_to(target[:, None, :], [WIDTH, CANDIDATES, ROWS])
+        rounded = tl.zeros([WIDTH, CANDIDATES, ROWS], tl.float32)
         errors = tl.zeros([WIDTH, CANDIDATES, ROWS], tl.float32)
         loss = tl.zeros([CANDIDATES, ROWS], tl.float32)
-        old = tl.load(values + place, mask=valid[None, :], other=0.0)
-        old_left = given
+        old = tl.load(values + offset, mask=valid[None, :], other=0.0)
+        old_left = target
         old_loss = tl.zeros([ROWS], tl.float32)
         for j in tl.static_range(WIDTH):
+            # Registers cannot be indexed: input j is selected by a sum over a mask, in every lane at once.
             own = (row == j)[:, None, None]
-            here = tl.sum(tl.where(own, left, 0.0), axis=0)
-            value = nearest_e2m1(tl.div_rn(here, step)) * step
+            current = tl.sum(tl.where(own, left, 0.0), axis=0)
+            value = nearest_e2m1(tl.div_rn(current, step)) * step
             upper = tl.load(inverses + b * WIDTH * WIDTH + j * WIDTH + row)
             pivot = tl.load(inverses + b * WIDTH * WIDTH + j * WIDTH + j)
-            error = tl.div_rn(here - value, pivot)
+            error = tl.div_rn(current - value, pivot)
             loss += error * error
             left -= upper[:, None, None] * error[None, :, :]
-            found = tl.where(own, value[None, :, :], found)
+            rounded = tl.where(own, value[None, :, :], rounded)
             errors = tl.where(own, error[None, :, :], errors)
             if improve:
+                # The loss of the values that there were, under the same feedback.
                 old_error = tl.div_rn(tl.sum(tl.where((row == j)[:, None], old_left - old, 0.0), axis=0), pivot)
                 old_loss += old_error * old_error
                 old_left -= upper[:, None] * old_error[None, :]
+        # The first of equal losses, the smallest scale.
         best = tl.argmin(loss, axis=0)
         chosen = candidate[:, None] == best[None, :]
-        new = tl.sum(tl.where(chosen[None, :, :], found, 0.0), axis=1)
+        new = tl.sum(tl.where(chosen[None, :, :], rounded, 0.0), axis=1)
         new_scale = tl.sum(tl.where(chosen, scale, 0.0), axis=0)
-        scale_place = b * n + column
+        scale_offset = b * n + column
         if improve:
             better = tl.min(loss, axis=0) < old_loss
             new = tl.where(better[None, :], new, old)
-            new_scale = tl.where(better, new_scale, tl.load(scales + scale_place, mask=valid, other=0.0))
+            new_scale = tl.where(better, new_scale, tl.load(scales + scale_offset, mask=valid, other=0.0))
             move = new - old
         else:
             move = tl.sum(tl.where(chosen[None, :, :], errors, 0.0), axis=1)
-        tl.store(values + place, new, mask=valid[None, :])
-        tl.store(scales + scale_place, new_scale, mask=valid)
-        tl.store(moves + place, move, mask=valid[None, :])
+        tl.store(values + offset, new, mask=valid[None, :])
+        tl.store(scales + scale_offset, new_scale, mask=valid)
+        tl.store(moves + offset, move, mask=valid[None, :])
         tl.debug_barrier()  # the next block reads what other threads of this program wrote
 
 
 def solve_nvfp4_window(
     global_scale: torch.Tensor,
-    wanted: torch.Tensor,
+    targets: torch.Tensor,
     coupling: torch.Tensor,
     inverses: torch.Tensor,
     values: torch.Tensor,
@@ -132,7 +137,7 @@ def solve_nvfp4_window(
 
     Args:
         global_scale: float32 scalar.
-        wanted: `[inputs, n]`, rows contiguous.
+        targets: `[inputs, n]`, rows contiguous.
         coupling: `[inputs, inputs]`.
         inverses: `[blocks, 16, 16]`.
         values, scales: contiguous, filled here.
@@ -143,7 +148,7 @@ def solve_nvfp4_window(
         The moves, `[inputs, n]`.
     """
     assert scales is not None
-    return _launch_solver(global_scale, wanted, coupling, inverses, values, scales, windows=1, improve=improve)
+    return _launch_solver(global_scale, targets, coupling, inverses, values, scales, windows=1, improve=improve)
 
 
 def search_nvfp4_blocks(
@@ -167,7 +172,7 @@ def search_nvfp4_blocks(
 
 def _launch_solver(
     global_scale: torch.Tensor,
-    wanted: torch.Tensor,
+    targets: torch.Tensor,
     coupling: torch.Tensor,
     inverses: torch.Tensor,
     values: torch.Tensor,
@@ -176,12 +181,12 @@ def _launch_solver(
     windows: int,
     improve: bool,
 ) -> torch.Tensor:
-    inputs, n = wanted.shape
-    moves = torch.empty(inputs, n, device=wanted.device)
-    wanted = wanted if wanted.stride(1) == 1 else wanted.contiguous()
+    inputs, n = targets.shape
+    moves = torch.empty(inputs, n, device=targets.device)
+    targets = targets if targets.stride(1) == 1 else targets.contiguous()
     nvfp4_solve_kernel[(triton.cdiv(n, _ROWS), windows)](
-        wanted, coupling, inverses.contiguous(), values, scales, moves, global_scale, n, inputs // WIDTH // windows,
-        wanted.stride(0), coupling.stride(-2), coupling.stride(-1),
+        targets, coupling, inverses.contiguous(), values, scales, moves, global_scale, n, inputs // WIDTH // windows,
+        targets.stride(0), coupling.stride(-2), coupling.stride(-1),
         improve=improve, WIDTH=WIDTH, CANDIDATES=_CANDIDATES, ROWS=_ROWS, num_warps=1,
     )  # fmt: skip
     return moves
@@ -200,15 +205,15 @@ def _nearest_e4m3(x):
 def nvfp4_fake_quantize_kernel(x, out, global_scale, blocks, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
     """`BLOCKS` blocks of sixteen values, rounded and dequantized; grid: (groups of blocks,)."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    place = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    offset = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     valid = (block < blocks)[:, None]
-    value = tl.load(x + place, mask=valid, other=0.0).to(tl.float32)
+    value = tl.load(x + offset, mask=valid, other=0.0).to(tl.float32)
     second = tl.load(global_scale)
     amax = amax_of(value, 1)
     step = tl.fma(amax, 0.0, _nearest_e4m3(tl.div_rn(amax, 6.0 * second))) * second
     step = tl.broadcast_to(step[:, None], [BLOCKS, WIDTH])
     rounded = nearest_e2m1(tl.div_rn(value, step)) * step
-    tl.store(out + place, rounded.to(out.dtype.element_ty), mask=valid)
+    tl.store(out + offset, rounded.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -218,21 +223,22 @@ def nvfp4_learned_kernel(
 ):  # fmt: skip
     """`BLOCKS` blocks of the learned weight, or with `backward` the gradients of its latent values and its scales."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    place = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    offset = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = block < blocks
     valid = inside[:, None]
     first = tl.broadcast_to(tl.load(first_step + block, mask=inside, other=1.0)[:, None], [BLOCKS, WIDTH])
     now = tl.broadcast_to(tl.load(step + block, mask=inside, other=1.0)[:, None], [BLOCKS, WIDTH])
-    wanted = tl.div_rn(tl.load(latent + place, mask=valid, other=0.0) * first, now)
-    nearest = nearest_e2m1(wanted)
+    quotient = tl.div_rn(tl.load(latent + offset, mask=valid, other=0.0) * first, now)
+    nearest = nearest_e2m1(quotient)
     if backward:
-        error = tl.load(gradient + place, mask=valid, other=0.0).to(tl.float32)
-        free = tl.abs(wanted) <= 6.0
-        tl.store(values + place, tl.where(free, error * first, 0.0), mask=valid)
-        total = tl.sum(error * (nearest - tl.where(free, wanted, 0.0)), axis=1)
+        error = tl.load(gradient + offset, mask=valid, other=0.0).to(tl.float32)
+        # Straight through: within the range the latent value gets the gradient, beyond it the scale alone does.
+        free = tl.abs(quotient) <= 6.0
+        tl.store(values + offset, tl.where(free, error * first, 0.0), mask=valid)
+        total = tl.sum(error * (nearest - tl.where(free, quotient, 0.0)), axis=1)
         tl.store(scale_gradient + block, total, mask=inside)
     else:
-        tl.store(values + place, nearest * now, mask=valid)
+        tl.store(values + offset, nearest * now, mask=valid)
 
 
 def fake_quantize_nvfp4(x: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
@@ -269,9 +275,9 @@ def learned_gradient(
     latent: torch.Tensor, first_step: torch.Tensor, step: torch.Tensor, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of `latent`, `[out, in]`, and of `step`, `[out, in / 16]`, from the `gradient` of the values."""
-    found, of_step = torch.empty_like(latent), torch.empty_like(step)
-    _launch_learned(latent, first_step, step, gradient.contiguous(), found, of_step, backward=True)
-    return found, of_step
+    of_latent, of_step = torch.empty_like(latent), torch.empty_like(step)
+    _launch_learned(latent, first_step, step, gradient.contiguous(), of_latent, of_step, backward=True)
+    return of_latent, of_step
 
 
 def _launch_learned(*tensors: torch.Tensor, backward: bool) -> None:

@@ -117,7 +117,13 @@ def paged_attention_kernel(
     dim: tl.constexpr, width: tl.constexpr, group: tl.constexpr, page: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, stages: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """See the module docstring. `width`: units of a token's row, as a power of two; `out`: FP32 where `splits` > 1."""
+    """A tile of queries against one split of the keys; grid: (splits · KV heads · tiles of queries, sequences).
+
+        first key ─▶ │ begin … end of split 0 │ of split 1 │ … │ ◀─ last key that the tile's last query sees
+
+    Splits are whole tiles of `block_n` keys. A tile of `block_m` queries is `group` heads of each new token, in turns.
+    `width` is the units of a token's row, as a power of two; `out` is FP32 where `splits` > 1.
+    """
     if overlap:
         start_next()
     pieces: tl.constexpr = 1 if kind == "16bit" else 2 if kind == "fp8" else 4
@@ -125,7 +131,7 @@ def paged_attention_kernel(
     padded: tl.constexpr = width != units
     dtype: tl.constexpr = k.dtype.element_ty if kind == "16bit" else tl.float16
     unscale: tl.constexpr = 16384.0 if kind == "nvfp4" else 256.0 if kind == "fp8" and not asm else 1.0
-    # All but the batch along the first axis of the grid: the others end at 65,535.
+    # All but the batch share the first axis of the grid, for the other axes end at 65,535.
     part = tl.program_id(0) % splits
     kv_head = tl.program_id(0) // splits % kv_heads
     first = tl.program_id(0) // splits // kv_heads * block_m
@@ -162,6 +168,7 @@ def paged_attention_kernel(
         wait_for_previous()
 
     q_row = batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + token_of_row.to(tl.int64) * q_new
+    # Q in the same pieces as the columns of a unit: even and odd ones, or columns modulo four.
     q0 = _query(q, q_row, inside, unit, pieces, 0, dim, dtype)
     if pieces > 1:
         q1 = _query(q, q_row, inside, unit, pieces, 1, dim, dtype)
@@ -169,6 +176,7 @@ def paged_attention_kernel(
         q2 = _query(q, q_row, inside, unit, pieces, 2, dim, dtype)
         q3 = _query(q, q_row, inside, unit, pieces, 3, dim, dtype)
 
+    # Decoded codes are 2⁻⁸ or 2⁻¹⁴ of their values: K's power goes into the scores, V's into the output.
     log2_scale = softmax_scale * unscale
     v_factor = unscale
     if not per_token and kind != "16bit":
@@ -180,6 +188,7 @@ def paged_attention_kernel(
     row_max = tl.full([block_m], float("-inf"), tl.float32)
     row_sum = tl.zeros([block_m], tl.float32)
     v_ref = 1.0
+    # One sum for each piece; those that the format does not need are never updated.
     o0 = tl.zeros([width, block_m], tl.float32)
     o1 = o0
     o2 = o0
@@ -220,6 +229,7 @@ def paged_attention_kernel(
         if windowed:
             visible &= token[:, None] > last[None, :] - window
         scores = tl.where(visible, scores, float("-inf"))
+        # A query that has seen no key yet has no maximum: −inf − (−inf) would be NaN.
         new_max = tl.maximum(row_max, tl.max(scores, 0))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         p = tl.math.exp2(scores - shift[None, :])
@@ -262,13 +272,13 @@ def paged_attention_kernel(
     line = ((batch * splits + part).to(tl.int64) * (kv_heads * group) + head) * new + token_of_row
     at = out + line[None, :] * dim + unit[:, None] * pieces
     mask = inside[None, :] & (unit < units)[:, None]
-    kept: tl.constexpr = out.dtype.element_ty
-    tl.store(at, (o0 * factor[None, :]).to(kept), mask=mask)
+    dtype_out: tl.constexpr = out.dtype.element_ty
+    tl.store(at, (o0 * factor[None, :]).to(dtype_out), mask=mask)
     if pieces > 1:
-        tl.store(at + 1, (o1 * factor[None, :]).to(kept), mask=mask)
+        tl.store(at + 1, (o1 * factor[None, :]).to(dtype_out), mask=mask)
     if pieces == 4:
-        tl.store(at + 2, (o2 * factor[None, :]).to(kept), mask=mask)
-        tl.store(at + 3, (o3 * factor[None, :]).to(kept), mask=mask)
+        tl.store(at + 2, (o2 * factor[None, :]).to(dtype_out), mask=mask)
+        tl.store(at + 3, (o3 * factor[None, :]).to(dtype_out), mask=mask)
     if lse is not None:
         value = (row_max + tl.math.log2(tl.where(seen, row_sum, 1.0))) * 0.6931471805599453
         tl.store(lse + line, tl.where(seen, value, float("-inf")), mask=inside)
@@ -285,6 +295,7 @@ def paged_attention_reduce_kernel(
     if overlap:
         start_next()
         wait_for_previous()
+    # O = Σ w O_i / Σ w with w = 2^(lse_i − largest lse), over the splits in order.
     at_once: tl.constexpr = most if most < 32 else 32
     row = tl.program_id(0)
     batch = tl.program_id(1)
@@ -296,13 +307,13 @@ def paged_attention_reduce_kernel(
     value = tl.zeros([width], tl.float32)
     for first in tl.static_range(0, most, at_once):
         part = first + tl.arange(0, at_once)
-        there = part < splits
-        lse = tl.load(lses + line + part * rows, mask=there, other=float("-inf"))
+        valid = part < splits
+        lse = tl.load(lses + line + part * rows, mask=valid, other=float("-inf"))
         # A sequence without tokens has seen nothing in any split: its output is 0, not NaN.
         weight = tl.math.exp2((lse - tl.maximum(top, -3.0e38)) * 1.4426950408889634)
         total += tl.sum(weight, 0)
         at = (line + part * rows)[:, None] * dim + column[None, :]
-        values = tl.load(parts + at, mask=there[:, None] & (column < dim)[None, :], other=0.0)
+        values = tl.load(parts + at, mask=valid[:, None] & (column < dim)[None, :], other=0.0)
         value += tl.sum(weight[:, None] * values, 0)
     at = (batch.to(tl.int64) * rows + row) * dim + column
     tl.store(out + at, (value / tl.where(total > 0, total, 1.0)).to(out.dtype.element_ty), mask=column < dim)

@@ -31,6 +31,7 @@ def _best_scale(value, stored, scale):
     power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
     magnitude = tl.minimum(tl.abs(value) * tl.div_rn(1.0, scale), 32 * power[:, :, None])
     unit = tl.div_rn(256.0, power)[:, :, None]
+    # Errors in whole units, 2^-8 of the power of two below the scale: sums of integers, equal on every machine.
     best, least = code, tl.full(code.shape, 0x7FFFFFFF, tl.int32)
     for offset in tl.static_range(_FIRST, _LAST + 1):
         candidate = tl.minimum(tl.maximum(code + offset, 1), 126)
@@ -74,6 +75,7 @@ def _write(
         mask = inside[:, None] & (block < dim // 16)[None, :]
         tl.store(blocks + line[:, None] * (dim // 16) + block[None, :], stored, mask=mask)
         steps = tl.div_rn(value, tl.broadcast_to(step[:, :, None], (tokens, width // 16, 16)))
+        # Two codes a byte, the even column in the low bits.
         low, high = tl.split(encode_e2m1(steps).reshape(tokens, width // 2, 2))
         byte = tl.arange(0, width // 2)
         mask = inside[:, None] & (byte < dim // 2)[None, :]
@@ -93,6 +95,7 @@ def kv_pages_write_kernel(
     batch = tl.program_id(2).to(tl.int64)
     inside = token < new
     column = tl.arange(0, width)
+    # Row of the pages: [page of the position, KV head, place in the page].
     position = tl.load(first + batch) + token
     index = tl.load(table + batch * table_stride + position // page, mask=inside, other=0).to(tl.int64)
     line = (index * kv_heads + kv_head) * page + position % page
@@ -110,6 +113,7 @@ def write_kv(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.
     batch, kv_heads, new, dim = k.shape
     scales = [x if x is not None else first for x in (pages.k_scale, pages.v_scale)]
     blocks = [x if x is not None else pages.k for x in (pages.k_blocks, pages.v_blocks)]
+    # A tile of at most 2,048 values: 16 a thread of four warps.
     tokens = min(2048 // triton.next_power_of_2(dim), triton.next_power_of_2(new))
     kv_pages_write_kernel[triton.cdiv(new, tokens), kv_heads, batch](
         k, v, pages.k, pages.v, *scales, *blocks, table, first,

@@ -117,7 +117,7 @@ class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
         **named: Any,
     ) -> None:
         """Leaves the unweighted output of every slot's expert for `finalize_weight_and_reduce_impl`."""
-        from quant.kernels.portable.grouped_gemm import route
+        from quant.kernels.portable.expert_rows import route
 
         rows, offsets, places = route(hidden_states, topk_ids.contiguous(), len(w1))
         both = grouped_linear(rows, self.w13, offsets)
@@ -140,7 +140,7 @@ class _Sum(mk.TopKWeightAndReduce):
         topk_ids: torch.Tensor,
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
-        from quant.kernels.portable.grouped_gemm import weigh
+        from quant.kernels.portable.expert_rows import weigh
 
         down, places = self.experts.slots
         del self.experts.slots

@@ -28,8 +28,8 @@ def _compiled(
         "block_scale": "*i32",
         "bias": "*bf16",
         "y": "*bf16",
-        "partial": "*fp32",
-        "counter": "*i32",
+        "sums": "*fp32",
+        "counters": "*i32",
         **types,
     }
     names = kernel.arg_names

@@ -66,9 +66,11 @@ def _on_grid(
     """
     bound = tl.where(steps < 0, -least, largest)
     magnitude = tl.minimum(tl.abs(steps), bound, propagate_nan=tl.PropagateNan.ALL)
+    # 1.5 · 2^23: the sum has no bits below one, and rounds ties to even.
     if integer:
         rounded = (magnitude + 12582912.0) - 12582912.0
     else:
+        # The power of two below the magnitude, from its exponent bits; subnormals share the step of the lowest normal.
         power = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         power = tl.minimum(tl.maximum(power, lowest), top) * (0.5**mantissa)
         rounded = (tl.div_rn(magnitude, power) + 12582912.0 - 12582912.0) * power
@@ -105,7 +107,7 @@ def _backward_tile(
     gradient, weight, scale, global_scale, n, k, N, K, gradient_stride, weight_stride, scale_stride,
     rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr,
 ):  # fmt: skip
-    """What a gradient is made of: the tile of dY, of the weight and of its steps, and the second level."""
+    """The operands of a gradient: the tiles of dY, of the weight and of its steps, and the second-level scale."""
     inside = (n[:, None] < N) & (k[None, :] < K)
     row = n.to(tl.int64)[:, None]
     w = tl.load(weight + row * weight_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -145,6 +147,7 @@ def slope_kernel(
         gradient, weight, scale, global_scale, n, k, N, K, gradient_stride, weight_stride, scale_stride,
         rows, columns, has_global,
     )  # fmt: skip
+    # LSQ: the slope of q(w / s) · s in s is q − w / s inside the range, and q at its ends.
     steps = tl.div_rn(w, step)
     within = tl.where((w >= least * step) & (w <= largest * step), steps, 0.0)
     slope = dy * (_on_grid(steps, largest, least, mantissa, lowest, top, integer) - within)
@@ -170,21 +173,22 @@ def input_kernel(
     inside = (n[:, None] < N) & (k[None, :] < K)
     row = n.to(tl.int64)[:, None]
     dy = tl.load(gradient + row * gradient_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
-    given = tl.load(x + row * stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
-    change = tl.load(rounded + row * rounded_stride + k[None, :], mask=inside, other=0.0).to(tl.float32) - given
-    size = tl.abs(given).reshape(block_n, block_k // columns, columns)
+    value = tl.load(x + row * stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    change = tl.load(rounded + row * rounded_stride + k[None, :], mask=inside, other=0.0).to(tl.float32) - value
+    size = tl.abs(value).reshape(block_n, block_k // columns, columns)
     amax = tl.max(size, 2)
+    # The scale is amax / largest, so it follows the largest input; equal ones share its gradient.
     follows = amax > 0.0
     passed = dy
     if has_scale:
         unit = tl.load(scale).to(tl.float32)
         follows = (amax > least * unit) & (amax <= most * unit)
-        passed = tl.where(tl.abs(given) <= most * unit, dy, 0.0)
+        passed = tl.where(tl.abs(value) <= most * unit, dy, 0.0)
     is_largest = size == amax[:, :, None]
     slope = tl.sum((dy * change).reshape(block_n, block_k // columns, columns), 2)
     slope = tl.where(follows, slope / (tl.where(follows, amax, 1.0) * tl.sum(is_largest.to(tl.float32), 2)), 0.0)
     added = tl.where(is_largest, slope[:, :, None], 0.0).reshape(block_n, block_k)
-    dx = passed + tl.where(given < 0, -added, added)
+    dx = passed + tl.where(value < 0, -added, added)
     tl.store(out + row * K + k[None, :], dx.to(out.dtype.element_ty), mask=inside)
 
 
@@ -229,11 +233,11 @@ def round_weight(
     """
     weight, (N, K) = _rows(weight), weight.shape
     out = torch.empty(N, K, dtype=dtype, device=weight.device)
-    given = weight if scale is None else scale.contiguous()
+    steps = weight if scale is None else scale.contiguous()
     has_global = global_scale is not None
     constants = {"kind": format.scale.name, "measured": scale is None}
     launch = _launch(round_kernel, N, K, format.name, has_global, weight.device, **constants)
-    launch(weight, given, global_scale if has_global else weight, out, N, K, weight.stride(0), given.stride(0))
+    launch(weight, steps, global_scale if has_global else weight, out, N, K, weight.stride(0), steps.stride(0))
     return out
 
 
@@ -256,7 +260,7 @@ def scale_gradient(
     scale: torch.Tensor,
     global_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """LSQ's gradient of the block scales `[N, K / columns]`, float32; for what `can_sum` says."""
+    """LSQ's gradient of the block scales `[N, K / columns]`, float32; `can_sum` tells for which weights."""
     out = torch.empty(scale.shape, dtype=torch.float32, device=weight.device)
     return _backward(slope_kernel, out, gradient, weight, format, scale, global_scale)
 
@@ -264,7 +268,7 @@ def scale_gradient(
 def input_gradient(
     gradient: torch.Tensor, x: torch.Tensor, rounded: torch.Tensor, format: Format, scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """The gradient `[N, K]` of inputs that were rounded in short blocks, for what `can_sum` says.
+    """The gradient `[N, K]` of inputs that were rounded in short blocks; `can_sum` tells in which.
 
     Args:
         gradient: of the rounded inputs; the result has its dtype.
@@ -275,8 +279,8 @@ def input_gradient(
     gradient, x, rounded, (N, K) = _rows(gradient), _rows(x), _rows(rounded), x.shape
     out = torch.empty(N, K, dtype=gradient.dtype, device=x.device)
     launch = _input_launch(N, K, format.name, scale is not None, x.device)
-    given = x if scale is None else scale
-    launch(gradient, x, rounded, given, out, N, K, gradient.stride(0), x.stride(0), rounded.stride(0))
+    second_level = x if scale is None else scale
+    launch(gradient, x, rounded, second_level, out, N, K, gradient.stride(0), x.stride(0), rounded.stride(0))
     return out
 
 
@@ -346,7 +350,7 @@ def _grid(N: int, K: int) -> tuple[int, int]:
 
 
 def _number(format: Format) -> dict[str, Any]:
-    """What `_on_grid` has to know of an element's number, but for its largest value."""
+    """The constants of `_on_grid` for an element's number, but for its largest value."""
     element = format.element
     return {
         "mantissa": element.mantissa, "lowest": element.min_normal, "top": 2.0**element.max_exponent,

@@ -37,8 +37,8 @@ def compiled(dim: int, fp8: bool = True, out: str = "bf16", **options: bool) -> 
     flags = dict.fromkeys(("causal", "windowed", "capped", "packed", "with_lse"), False) | options
     kernel = module.sm90_dense_attention
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(("log2_scale", "cap"), "fp32")
-    types |= {"q_tensor": tensor_map(64, width), "k_tensor": tensor_map(tiles.block_kv, width), "out": f"*{out}"}
-    types["v_tensor"] = tensor_map(width, tiles.block_kv) if fp8 else tensor_map(tiles.block_kv, width)
+    types |= {"q_map": tensor_map(64, width), "k_map": tensor_map(tiles.block_kv, width), "out": f"*{out}"}
+    types["v_map"] = tensor_map(width, tiles.block_kv) if fp8 else tensor_map(tiles.block_kv, width)
     types |= dict.fromkeys(("q_scale", "k_scale", "v_scale"), "*fp32" if fp8 else "*bf16") | {"counter": "*i32"}
     constants: dict[str, Any] = {"kind": module.Kind(tiles, dim, fp8, **flags)}
     for names, flag, pointer in ((("lse",), "with_lse", "*fp32"), (("cu_q", "cu_kv"), "packed", "*i32")):

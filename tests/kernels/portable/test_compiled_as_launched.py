@@ -22,8 +22,8 @@ from quant.kernels.layout import prepack
 from quant.kernels.pages import KVPages
 from quant.kernels.portable import (
     codes_gemm,
+    expert_rows,
     fp8_attention_operands,
-    grouped_gemm,
     nvfp4_solvers,
     paged_attention,
     paged_kv_cache,
@@ -92,9 +92,9 @@ def mask(name: str, dtype: torch.dtype) -> None:
 
 
 def experts() -> None:
-    rows, _, places = grouped_gemm.route(half(9, 256), torch.zeros(9, 2, dtype=torch.int64), 4)
-    grouped_gemm.weigh(rows, places, torch.zeros(9, 2), half(9, 256))
-    grouped_gemm.weigh(rows, places, None, half(9, 256))
+    rows, _, places = expert_rows.route(half(9, 256), torch.zeros(9, 2, dtype=torch.int64), 4)
+    expert_rows.weigh(rows, places, torch.zeros(9, 2), half(9, 256))
+    expert_rows.weigh(rows, places, None, half(9, 256))
 
 
 def prepacked() -> None:

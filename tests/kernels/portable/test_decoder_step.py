@@ -154,7 +154,7 @@ POINTERS = (
     "q_norm",
     "k_norm",
 )
-OTHERS = {"eps": "fp32", "table": "*i32", "lengths": "*i32", "tops": "*fp32", "places": "*i32"}
+OTHERS = {"eps": "fp32", "table": "*i32", "lengths": "*i32", "tops": "*fp32", "columns": "*i32"}
 
 
 @pytest.mark.parametrize("arch", [90, 100, 120])

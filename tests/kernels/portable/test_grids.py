@@ -19,7 +19,7 @@ from quant.kernels.attention_tiles import DecodeTiles
 from quant.kernels.hardware import TARGETS
 from quant.kernels.linear import dispatch
 from quant.kernels.pages import KVPages
-from quant.kernels.portable import casts, codes_embedding, decoder_step, grouped_gemm, paged_attention
+from quant.kernels.portable import casts, codes_embedding, decoder_step, expert_rows, grouped_gemm, paged_attention
 from quant.kernels.tiles import guess
 
 TOKENS, LIMIT = 140_000, 65_535
@@ -37,11 +37,11 @@ def look_up() -> None:
 
 def weigh() -> None:
     places = torch.zeros(TOKENS, 2, dtype=torch.int32)
-    grouped_gemm.weigh(half(2 * TOKENS, 32), places, None, half(TOKENS, 32))
+    expert_rows.weigh(half(2 * TOKENS, 32), places, None, half(TOKENS, 32))
 
 
 def route() -> None:
-    grouped_gemm.route(half(TOKENS, 32), torch.zeros(TOKENS, 2, dtype=torch.int64), 4)
+    expert_rows.route(half(TOKENS, 32), torch.zeros(TOKENS, 2, dtype=torch.int64), 4)
 
 
 def grouped() -> None:

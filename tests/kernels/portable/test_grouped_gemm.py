@@ -15,6 +15,7 @@ from interpreter import interpreted
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.aot import CompiledKernel
+from quant.kernels.portable import expert_rows
 from quant.kernels.portable import grouped_gemm as kernels
 
 COUNTS = ((3, 0, 17, 1), (0, 0, 0, 40), (1, 1, 1, 1), (0, 0, 0, 0), (130, 2, 0, 33))
@@ -222,8 +223,8 @@ def check_routing(device: str, run: Callable[..., Any], tokens: int, per_token: 
     out = torch.full_like(x, float("nan"))
 
     def both() -> tuple[torch.Tensor, ...]:
-        rows, offsets, places = kernels.route(x, index, experts)
-        kernels.weigh(rows, places, weights, out)
+        rows, offsets, places = expert_rows.route(x, index, experts)
+        expert_rows.weigh(rows, places, weights, out)
         return rows, offsets, places
 
     rows, offsets, places = run(both)
@@ -257,6 +258,6 @@ def test_rows_are_routed_on_a_gpu(tokens: int, per_token: int, experts: int) -> 
 def test_routing_refuses_what_does_not_fit() -> None:
     x = torch.randn(3, 64).bfloat16()
     with pytest.raises(ValueError, match=r"route: x \[3, 64\] and index \[2, 2\] of 4 experts"):
-        kernels.route(x, torch.zeros(2, 2, dtype=torch.int32), 4)
+        expert_rows.route(x, torch.zeros(2, 2, dtype=torch.int32), 4)
     with pytest.raises(ValueError, match=r"weigh: y \[3, 64\], places \[2, 2\] and out \[2, 64\]"):
-        kernels.weigh(x, torch.zeros(2, 2, dtype=torch.int32), None, x[:2])
+        expert_rows.weigh(x, torch.zeros(2, 2, dtype=torch.int32), None, x[:2])
