@@ -94,7 +94,7 @@ def grouped_fp8_gemm_kernel(
         x_width = steps if x_columns > 0 else 1
         w_width = steps if columns > 0 else 1
         tl.static_assert(columns == 0 or rows % block_n == 0)
-        # Scales of rows beyond the last are the last one's, and multiply products that are not stored: no mask is held for them.
+        # Rows beyond the last take its scale, without a mask: their products are not stored.
         scale_row = tl.minimum(m, last - 1).to(tl.int64)
         x_line = x_scale + (scale_row * x_width if x_rows > 0 else scale_row * 0)
         w_height = tl.cdiv(N, rows) if rows > 0 else 1
