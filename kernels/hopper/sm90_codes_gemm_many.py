@@ -82,13 +82,12 @@ from quant.kernels.hopper.sm90_decode_codes import (
     codes_operand,
     load_scales,
     scale_rows,
-    scales_by_row,
     stored_scales,
     tile_bytes,
     whole_scale,
 )
 from quant.kernels.hopper.sm90_decode_nvfp4 import DECODED, decode
-from quant.kernels.hopper.sm90_gemm_epilogue import Output, halve, rows_of_weight, store_sum
+from quant.kernels.hopper.sm90_gemm_epilogue import Output, rows_of_weight, store_sum, times_row_scales
 from quant.kernels.hopper.sm90_gemm_pipeline import (
     advance,
     barrier,
@@ -99,19 +98,24 @@ from quant.kernels.hopper.sm90_gemm_pipeline import (
     wait_for_previous_kernel,
     weight_rings,
 )
+from quant.kernels.hopper.sm90_gemm_reduction import (
+    ARRIVAL_BITS,
+    ARRIVALS,
+    Partial,
+    leave_pieces,
+    piece_size,
+    reduce_pieces,
+)
+from quant.kernels.hopper.sm90_gemm_schedule import Work, fetches_of, locate, turns_of, whole_tiles
 from quant.kernels.hopper.tensor_maps import fields_of, matrix_fields, prepacked_fields, tensor_map
 from quant.kernels.launch_cache import Repeated
 from quant.kernels.layout import is_prepacked
 from quant.kernels.tiles import Launch, PrefillTiles, deal, prefill_tiles
 
-_ACROSS = gl.constexpr(16)
 _REGISTERS = gl.constexpr(232)
 _FETCHER_REGISTERS = gl.constexpr(40)
 # More than exist: Triton then moves no registers, and all threads keep the number that the launch gave them.
 _UNMOVED_REGISTERS = gl.constexpr(256)
-# The counter of a tile that is cut: arrivals in the low half, above them a bit for each program that stopped waiting.
-_ARRIVAL_BITS = gl.constexpr(16)
-_ARRIVALS = gl.constexpr((1 << 16) - 1)
 _WORDS = gl.constexpr("words")
 LOOKS = 64
 """Polls for the parts of its tile after which a program leaves its pieces to the last program to arrive."""
@@ -196,126 +200,6 @@ class Scales(NamedTuple):
     stride: gl.tensor
 
 
-class Work(NamedTuple):
-    """How the product is dealt out.
-
-    Attributes:
-        offsets, experts: first row of x of each expert, and how many experts there are.
-        M, N: tokens, rows of W.
-        whole: tiles that are dealt out whole; with experts, each program counts them.
-        cut, parts: tiles after these, and the programs of each.
-        steps: units of a tile; a unit is `unroll` slots.
-        tiles_m, tiles_n, tiles_k: tiles along tokens and along rows of W, and tiles of 64 columns.
-    """
-
-    offsets: gl.tensor
-    experts: gl.tensor
-    M: gl.tensor
-    N: gl.tensor
-    whole: gl.tensor
-    cut: gl.tensor
-    parts: gl.tensor
-    steps: gl.tensor
-    tiles_m: gl.tensor
-    tiles_n: gl.tensor
-    tiles_k: gl.tensor
-
-
-class Partial(NamedTuple):
-    """Sums of the parts of tiles, float32; the counters of these tiles, zero between calls; `LOOKS`."""
-
-    sums: gl.tensor
-    counters: gl.tensor
-    looks: gl.tensor
-
-
-@gluon.jit
-def _expert_groups(offsets, experts, block_m: gl.constexpr, width: gl.constexpr):
-    """By expert: first row, row after its last, tiles of it, and tiles up to its last one."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    index = gl.arange(0, width, layout)
-    start = gl.load(offsets + index, mask=index < experts, other=0)
-    stop = gl.load(offsets + index + 1, mask=index < experts, other=0)
-    tiles = gl.cdiv(stop - start, block_m)
-    return index, start, stop, tiles, gl.associative_scan(tiles, 0, _plus)
-
-
-@gluon.jit
-def _plus(a, b):
-    return a + b
-
-
-@gluon.jit
-def _whole_tiles(work, constants: gl.constexpr):
-    """How many tiles are dealt out whole: known to the host, or counted by expert."""
-    width: gl.constexpr = constants.width
-    whole = work.whole
-    # The fetching warp and each group count for themselves, and agree: nobody waits for the number.
-    if width > 0:
-        block_m: gl.constexpr = constants.block_m
-        _, _, _, tiles, _ = _expert_groups(work.offsets, work.experts, block_m, width)
-        whole = gl.sum(tiles, 0) * work.tiles_n
-    return whole
-
-
-@gluon.jit
-def _locate(tile, work, constants: gl.constexpr):
-    """Index of a tile along W, its expert, its first row of x, and the row after the last that it may write.
-
-    `_ACROSS` tiles of tokens lie side by side, then come the next rows of W:
-
-        tokens  0   1   …  15 │ 16  …            so that the programs at work at one time share 16 tiles of x and a
-        W  0    0   1      15 │ 16 · tiles_n      few tiles of W in L2
-           1   16  17      31 │
-
-    With experts, all rows of W come first for each tile of tokens.
-    """
-    block_m: gl.constexpr = constants.block_m
-    width: gl.constexpr = constants.width
-    if width > 0:
-        # `upto` grows with the expert: as many experts end before this tile of tokens as its own index.
-        part = tile // work.tiles_n
-        n = tile - part * work.tiles_n
-        index, start, stop, tiles, upto = _expert_groups(work.offsets, work.experts, block_m, width)
-        expert = gl.sum((upto <= part).to(gl.int32), 0)
-        mine = index == expert
-        m = gl.sum(gl.where(mine, start + (part - upto + tiles) * block_m, 0), 0)
-        last = gl.sum(gl.where(mine, stop, 0), 0)
-    else:
-        expert = tile * 0
-        first = tile // (_ACROSS * work.tiles_n) * _ACROSS
-        inside = tile - first * work.tiles_n
-        across = gl.minimum(work.tiles_m - first, _ACROSS)
-        n = inside // across
-        m = (first + inside - n * across) * block_m
-        last = work.M
-    return n, expert, m, last
-
-
-@gluon.jit
-def _turns(whole, cut, parts):
-    """First and end of this program's turns: turn 0 is a part of a tile that is cut, each later one a whole tile."""
-    program = gl.program_id(0)
-    count = gl.cdiv(gl.maximum(whole - program, 0), gl.num_programs(0))
-    return (program >= cut * parts).to(gl.int32), 1 + count
-
-
-@gluon.jit
-def _turn(turn, whole, steps, parts, unroll: gl.constexpr, split: gl.constexpr):
-    """Tile of a turn, and which of its slots: first of them, and how many; a unit has `unroll` of them."""
-    program = gl.program_id(0)
-    tile = program + (turn - 1) * gl.num_programs(0)
-    start = turn * 0
-    count = start + steps
-    if split:
-        shared = turn == 0
-        part = program % parts
-        tile = gl.where(shared, whole + program // parts, tile)
-        start = gl.where(shared, steps * part // parts, 0)
-        count = gl.where(shared, steps * (part + 1) // parts - start, steps)
-    return tile, start * unroll, count * unroll
-
-
 @gluon.jit
 def _fetch_w(maps, rings, slot, panel, k, tiles_k, panels: gl.constexpr, constants: gl.constexpr):
     """Words and scales of `depth` tiles of each panel, or codes of all rows of the tile of y."""
@@ -358,8 +242,8 @@ def _produce(maps, rings, work, panels: gl.constexpr, constants: gl.constexpr):
     block_m: gl.constexpr = constants.block_m
     # A tile of 64 columns: 128 bytes for each token, and for each panel 2,048 of words and 256 of scales, or codes.
     nbytes: gl.constexpr = depth * (block_m * 128 + panels * (2304 if form == _WORDS else tile_bytes(form)))
-    whole = _whole_tiles(work, constants)
-    turn, end = _turns(whole, work.cut, work.parts)
+    whole = whole_tiles(work, constants)
+    turn, end = turns_of(whole, work.cut, work.parts)
     slot = turn * 0
     phase = slot + 1
     # The slots of the first turn that are filled before the loop.
@@ -368,8 +252,8 @@ def _produce(maps, rings, work, panels: gl.constexpr, constants: gl.constexpr):
         let_next_kernel_start()
         # The first stages: the weight at once, x when the kernel that writes it has ended.
         if turn < end:
-            tile, start, count = _turn(turn, whole, work.steps, work.parts, unroll, split)
-            n, expert, m, _ = _locate(tile, work, constants)
+            tile, start, count = fetches_of(turn, whole, work.steps, work.parts, unroll, split)
+            n, expert, m, _ = locate(tile, work, constants)
             # Experts follow one another as one tall matrix.
             panel = expert * (work.N // 64) + n * panels
             head = gl.minimum(count, stages)
@@ -381,8 +265,8 @@ def _produce(maps, rings, work, panels: gl.constexpr, constants: gl.constexpr):
                 _fetch_x(maps, rings, i, m, start + i, constants)
                 slot, phase = advance(slot, phase, stages)
     while turn < end:
-        tile, start, count = _turn(turn, whole, work.steps, work.parts, unroll, split)
-        n, expert, m, _ = _locate(tile, work, constants)
+        tile, start, count = fetches_of(turn, whole, work.steps, work.parts, unroll, split)
+        n, expert, m, _ = locate(tile, work, constants)
         panel = expert * (work.N // 64) + n * panels
         for i in range(head, count):
             mbarrier.wait(rings.empty.index(slot), phase)
@@ -421,20 +305,10 @@ def _scale_of_matrix(scales, expert, form: gl.constexpr):
 
 
 @gluon.jit
-def _times_row_scales(acc, row_scale, n, N, in_order: gl.constexpr, form: gl.constexpr):
-    """Channels' scales; `in_order` says that rows of the sum are in the order of W, not in (warp, b, g)."""
-    if scales_by_row(form):
-        i = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
-        n = n + (i if in_order else i // 16 * 16 + i % 8 * 2 + i // 8 % 2)
-        acc *= gl.load(row_scale + n, mask=n < N, other=0.0)[:, None]
-    return acc
-
-
-@gluon.jit
 def _stage(acc, scale, row_scale, out, tile, n, constants: gl.constexpr):
     """accᵀ · scale + bias in BF16 to shared memory, `[tokens, rows]`."""
     form: gl.constexpr = constants.form
-    acc = _times_row_scales(rows_of_weight(acc * scale), row_scale, n, out.N, True, form)
+    acc = times_row_scales(rows_of_weight(acc * scale), row_scale, n, out.N, True, form)
     if constants.has_bias:
         n = n + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         acc += gl.load(out.bias + n, mask=n < out.N, other=0.0).to(gl.float32)[:, None]
@@ -484,104 +358,6 @@ def _wait_for_products(low, low_tail, high, high_tail, under_way: gl.constexpr, 
     return low, low_tail, high, high_tail
 
 
-@gluon.constexpr_function
-def _piece_size(tail):
-    """Tokens of a piece of a tile, which programs that share it add up."""
-    return 16 if tail == 16 else 32
-
-
-@gluon.jit
-def _leave_sum(acc, buffer, piece: gl.constexpr):
-    """Writes a sum in pieces of so many tokens; neighbouring threads write neighbouring 16 bytes.
-
-    The order inside a piece is (8 tokens, warp, g, q | b, pair): the last two are the four values of a thread.
-    """
-    rows: gl.constexpr = acc.shape[0]
-    columns: gl.constexpr = acc.shape[1]
-    if columns > piece:
-        low, high = halve(acc)
-        _leave_sum(low, buffer, piece)
-        _leave_sum(high, buffer + rows * (columns // 2), piece)
-    else:
-        # warp, b, g | 8 tokens, q, pair: a thread holds b and pair, so no register moves.
-        flat = acc.reshape([rows // 16, 2, 8, columns // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
-        flat = flat.reshape([rows * columns // 4, 4])
-        layout: gl.constexpr = flat.type.layout
-        i = gl.arange(0, rows * columns // 4, gl.SliceLayout(1, layout))
-        j = gl.arange(0, 4, gl.SliceLayout(0, layout))
-        gl.store(buffer + (i[:, None] * 4 + j[None, :]), flat)
-
-
-@gluon.jit
-def _piece_sum(
-    sums, lowest, parts, piece, scale, row_scale, out, n, m, groups: gl.constexpr, rows: gl.constexpr,
-    columns: gl.constexpr, tile_size: gl.constexpr, constants: gl.constexpr,
-):  # fmt: skip
-    """Adds the sums of programs from `lowest` on for a piece `[rows, columns]` of their tile, and stores it."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
-    size: gl.constexpr = rows * columns
-    i = gl.arange(0, size // 4, gl.SliceLayout(1, layout))
-    j = gl.arange(0, 4, gl.SliceLayout(0, layout))
-    inside = piece * size + (i[:, None] * 4 + j[None, :])
-    total = gl.zeros((size // 4, 4), gl.float32, layout)
-    # Four reads under way at once: each takes half a microsecond.
-    for first in range(0, parts, 4):
-        for part in gl.static_range(4):
-            buffer = sums + (lowest + (first + part) * groups).to(gl.int64) * tile_size
-            # Bypass L1, which is not coherent with the writes of other programs.
-            mask = (inside >= 0) & (first + part < parts)
-            total += gl.load(buffer + inside, mask=mask, other=0.0, cache_modifier=".cg")
-    # Back to rows (warp, b, g) and tokens, the inverse of `_leave_sum`.
-    total = total.reshape([columns // 8, rows // 16, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([rows, columns])
-    form: gl.constexpr = constants.form
-    total = _times_row_scales(total, row_scale, n, out.N, False, form)
-    store_sum(total, scale, out, n, m, constants.has_bias)
-
-
-@gluon.jit
-def _reduce_pieces(
-    partial, abandoned, scale, row_scale, out, work, whole, group: gl.constexpr, rows: gl.constexpr,
-    constants: gl.constexpr,
-):  # fmt: skip
-    """Adds up this program's pieces of the tile that it shares, and the pieces that other programs left to it.
-
-    `abandoned` has a bit for each program that had stopped waiting when this one, the last, left its sum.
-    """
-    program = gl.program_id(0)
-    parts = work.parts
-    if program < work.cut * parts:
-        groups: gl.constexpr = constants.groups
-        halves: gl.constexpr = constants.halves
-        block_m: gl.constexpr = constants.block_m
-        size: gl.constexpr = _piece_size(constants.tail)
-        across: gl.constexpr = block_m // size
-        tile = program // parts
-        part = program - tile * parts
-        counter = partial.counters + (tile * groups + group)
-        looks = partial.looks
-        # Poll with an atomic addition of zero, which reads L2.
-        arrivals = gl.atomic_add(counter, 0, sem="acquire")
-        while ((arrivals & _ARRIVALS) < parts) & (looks > 0):
-            arrivals = gl.atomic_add(counter, 0, sem="acquire")
-            looks -= 1
-        # From here on the last part to arrive sees that this program has stopped waiting.
-        mine = 1 << (part + _ARRIVAL_BITS)
-        arrivals = gl.atomic_add(counter, mine, sem="acq_rel")
-        # The last program to get here leaves the counter as the next launch needs it, zero.
-        if arrivals + mine == parts + ((1 << parts) - 1 << _ARRIVAL_BITS):
-            gl.store(counter, 0)
-        # All parts had arrived when the bit was set: the pieces are this program's to add up.
-        todo = abandoned | gl.where((arrivals & _ARRIVALS) == parts, 1 << part, 0)
-        n, _, m, _ = _locate(whole + tile, work, constants)
-        for piece in range(halves * across):
-            if (todo >> (piece % parts)) & 1 != 0:
-                half = piece // across
-                lowest = (program - part) * groups + group
-                _piece_sum(partial.sums, lowest, parts, piece, scale, row_scale, out,
-                           ((n * groups + group) * halves + half) * rows, m + (piece - half * across) * size,
-                           groups, rows, size, halves * rows * block_m, constants)  # fmt: skip
-
-
 @gluon.jit
 def _multiply(a, rings, index, acc, acc_tail, tail_operand: gl.constexpr, tail: gl.constexpr):
     """Starts the products of `a` by the tokens at `index` of the rings."""
@@ -594,7 +370,7 @@ def _multiply(a, rings, index, acc, acc_tail, tail_operand: gl.constexpr, tail: 
 
 @gluon.jit
 def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr, group: gl.constexpr):
-    """The multiplying warps of one group: tile after tile, each sent to y, or left as a part for `_reduce_pieces`."""
+    """The multiplying warps of one group: tile after tile, each sent to y, or left as a part for `reduce_pieces`."""
     stages: gl.constexpr = constants.stages
     depth: gl.constexpr = constants.depth
     groups: gl.constexpr = constants.groups
@@ -618,16 +394,16 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
     N = out.N
     parts = work.parts
     block_scale = scales.block_scale
-    whole = _whole_tiles(work, constants)
-    turn, end = _turns(whole, work.cut, parts)
+    whole = whole_tiles(work, constants)
+    turn, end = turns_of(whole, work.cut, parts)
     if constants.overlap:
         wait_for_previous_kernel()
     slot = turn * 0
     phase = turn * 0
     abandoned = turn * 0
     while turn < end:
-        tile, start, count = _turn(turn, whole, work.steps, parts, unroll, split)
-        n, expert, m, last = _locate(tile, work, constants)
+        tile, start, count = fetches_of(turn, whole, work.steps, parts, unroll, split)
+        n, expert, m, last = locate(tile, work, constants)
         n = (n * groups + group) * (halves * rows)
         # Sums of the lower and the upper half. Unused ones are other names of used ones, for code that is not compiled.
         low = gl.zeros((rows, wide), gl.float32, layout)
@@ -692,19 +468,19 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
             mbarrier.arrive(rings.empty.index(slot_before(slot, stages)), count=1)
         if split and turn == 0:
             buffer = partial.sums + (gl.program_id(0) * groups + group).to(gl.int64) * (halves * rows * block_m)
-            size: gl.constexpr = _piece_size(tail)
-            _leave_sum(low, buffer, size)
+            size: gl.constexpr = piece_size(tail)
+            leave_pieces(low, buffer, size)
             if tail:
-                _leave_sum(low_tail, buffer + rows * wide, size)
+                leave_pieces(low_tail, buffer + rows * wide, size)
             if halves == 2:
-                _leave_sum(high, buffer + rows * block_m, size)
+                leave_pieces(high, buffer + rows * block_m, size)
                 if tail:
-                    _leave_sum(high_tail, buffer + rows * (block_m + wide), size)
+                    leave_pieces(high_tail, buffer + rows * (block_m + wide), size)
             # All threads have written before one of them counts this part as arrived.
             barrier()
             arrivals = gl.atomic_add(partial.counters + (gl.program_id(0) // parts * groups + group), 1, sem="acq_rel")
             # Only the last part looks at the bits; for all others an owner still decides.
-            abandoned = gl.where((arrivals & _ARRIVALS) == parts - 1, arrivals >> _ARRIVAL_BITS, 0)
+            abandoned = gl.where((arrivals & ARRIVALS) == parts - 1, arrivals >> ARRIVAL_BITS, 0)
         else:
             scale = _scale_of_matrix(scales, expert, form)
             if constants.width > 0:
@@ -726,7 +502,7 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
     tma.store_wait(0)
     if split:
         scale = _scale_of_matrix(scales, 0, form)
-        _reduce_pieces(partial, abandoned, scale, block_scale, out, work, whole, group, rows, constants)
+        reduce_pieces(partial, abandoned, scale, block_scale, out, work, whole, group, rows, constants)
 
 
 @gluon.jit

@@ -112,6 +112,7 @@ def _block(form):
 @gluon.constexpr_function
 def pairs_layout(warps, groups):
     """A thread's pairs of codes in `[2, 8 · warps, groups, 32 / groups]`."""
+    # Bits of a pair's index: 1 and 2 are q, 4 is a, 8 and 16 are s; `groups` splits off the highest ones.
     inner = 32 // groups
     q, a_s = ([[0, 0, pair // inner, pair % inner] for pair in pairs] for pairs in ((1, 2), (4, 8, 16)))
     rows = [[0, 1 << i, 0, 0] for i in range(warps.bit_length() + 2)]
@@ -143,6 +144,7 @@ def scale_rows(scale, stride, n, N, form: gl.constexpr, warps: gl.constexpr):
         rows: gl.constexpr = _block(form)[0]
         b = gl.arange(0, 2, gl.SliceLayout(1, layout))
         i = gl.arange(0, 8 * warps, gl.SliceLayout(0, layout))
+        # Row 2·i + b of W, in the order of the tile: even rows, then odd ones.
         row = gl.minimum(n + 2 * i[None, :] + b[:, None], N - 1) // rows
         return scale + row.to(gl.int64) * stride
 
@@ -195,11 +197,13 @@ def codes_operand(tile, scale, first: gl.constexpr, form: gl.constexpr, warps: g
         scale, codes = gl.broadcast(scale, codes)
         value = gl.inline_asm_elementwise(text, "=r,r,r", [codes, scale], dtype=gl.int32, is_pure=False, pack=1)
     else:
+        # scale = high + low up to 2^-17 of it; code · low is added first, then code · high in an FMA.
         high = scale.to(gl.bfloat16)
         low = _bits_twice((scale - high.to(gl.float32)).to(gl.bfloat16)).expand_dims(2).expand_dims(3)
         high, _ = gl.broadcast(_bits_twice(high).expand_dims(2).expand_dims(3), codes)
         low, codes = gl.broadcast(low, codes)
         value = gl.inline_asm_elementwise(text, "=r,r,r,r", [codes, high, low], dtype=gl.int32, is_pure=False, pack=1)
+    # From [b, warp, g] to the instruction's rows (warp, b, g).
     value = value.reshape([2, warps, 8, 32]).permute([1, 0, 2, 3]).reshape([16 * warps, 32])
     return gl.convert_layout(_halves(value).reshape([16 * warps, 64]), layout, assert_trivial=True)
 
@@ -208,6 +212,7 @@ def codes_descriptor(weight: BlockScaledTensor, rows: int) -> TensorDescriptor:
     """The tile that is fetched at once: 64 columns of so many rows, even rows before odd ones, by pairs of codes."""
     pairs = code_pairs(weight)
     (N, pitch), nbytes = pairs.shape, pairs.itemsize
+    # A row of the tile is 32 pairs of one or two bytes, and the swizzle is as wide.
     layout = gl.NVMMASharedLayout(swizzle_byte_width=32 * nbytes, element_bitwidth=8 * nbytes, rank=3)
     return TensorDescriptor(pairs, [2, N // 2, pitch], [pitch, 2 * pitch, 1], [2, rows // 2, 32], layout)
 

@@ -41,9 +41,6 @@ values are tested on a GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -52,54 +49,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from quant.kernels.attention_operands import SCALE_BLOCK, AttentionOptions
+from quant.kernels.hopper.sm90_attention_structures import (
+    TILES,
+    Barriers,
+    Buffers,
+    Consumed,
+    HopperTiles,
+    KeyScales,
+    Kind,
+    Mask,
+    Produced,
+    Scales,
+    Sequences,
+    State,
+    Tokens,
+)
 from quant.kernels.hopper.sm90_fp8_softmax import OPERANDS, softmax
 
 SCALE_ROWS = gl.constexpr(SCALE_BLOCK)
 _RESIDENT = 24 << 20  # bytes of K and V that stay in the L2 cache
-
-
-@dataclass(frozen=True)
-class HopperTiles:
-    """The tiles and the pipeline of a launch.
-
-    Attributes:
-        groups: warpgroups of 64 queries.
-        block_kv: keys of a tile.
-        stages: pairs of tiles of K and V in flight.
-        registers: of a thread of a consumer.
-        queries: tiles of queries in flight.
-        optimistic: whether FP8's powers are computed before the largest score is known: see the module docstring.
-        overlap: whether the powers of a step are computed while the tensor cores work on its products.
-    """
-
-    groups: int
-    block_kv: int
-    stages: int
-    registers: int = 240
-    queries: int = 2
-    optimistic: bool = False
-    overlap: bool = True
-
-    @property
-    def at_launch(self) -> int:
-        """Registers of a thread before the producer gives its registers away."""
-        return 65536 // (128 * (self.groups + 1)) // 8 * 8
-
-
-_TILES = {
-    (64, 1): HopperTiles(3, 128, 8, 160, optimistic=True, overlap=False),
-    (128, 1): HopperTiles(2, 128, 4, optimistic=True),
-    (256, 1): HopperTiles(2, 128, 3, queries=1),
-    (64, 2): HopperTiles(2, 128, 4),
-    (128, 2): HopperTiles(2, 128, 3, queries=1),
-    (256, 2): HopperTiles(2, 64, 2, queries=1),
-}
-"""By head dimension, to the next power of two, and bytes of an element."""
-
-
-def _constant(function: Callable[[Any], Any]) -> Any:
-    """A property that compiled code sees as a constant."""
-    return property(lambda self: gl.constexpr(function(self)))
 
 
 _SOFTMAX = gl.constexpr(softmax(first=False))
@@ -127,207 +95,6 @@ _FENCE = gl.constexpr(
     "mov.u32 $0, $1; }"
 )
 _ZERO = gl.constexpr("mov.u32 $0, %nsmid; shr.u32 $0, $0, 20;")
-
-
-def _words(keys: int, fp8: bool) -> gl.DistributedLinearLayout:
-    """P in the layout of a wgmma's product, [64, words, 4, pairs of a word, 2], a word in a register."""
-    size = 2 if fp8 else 1
-    word = [[0, 0, 0, 0, 1], [0, 0, 0, 1, 0]][:size]
-    columns = [[0, 1 << i, 0, 0, 0] for i in range((keys // 8 // size).bit_length() - 1)]
-    lanes = [[0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]]
-    warps = [[16, 0, 0, 0, 0], [32, 0, 0, 0, 0]]
-    registers = [*word, [8, 0, 0, 0, 0], *columns]
-    if not fp8:
-        registers, lanes, warps = ([[*x[:3], x[4]] for x in part] for part in (registers, lanes, warps))
-    shape = [64, keys // 16, 4, 2, 2] if fp8 else [64, keys // 8, 4, 2]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
-
-
-def _octets(columns: int) -> gl.DistributedLinearLayout:
-    """A wgmma's product as [64, columns / 8, 4, 2]."""
-    # A register: pair of columns, row r or r + 8, octet. A lane: one of 4 pairs, one of 8 rows. A warp: 16 rows.
-    octets = [[0, 1 << i, 0, 0] for i in range((columns // 8).bit_length() - 1)]
-    lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
-    warps = [[16, 0, 0, 0], [32, 0, 0, 0]]
-    return gl.DistributedLinearLayout([[0, 0, 0, 1], [8, 0, 0, 0], *octets], lanes, warps, [], [64, columns // 8, 4, 2])
-
-
-@dataclass(frozen=True)
-class Kind:
-    """The compile-time properties of a launch, a constant of every function below."""
-
-    tiles: HopperTiles
-    dim: int
-    fp8: bool
-    causal: bool
-    windowed: bool
-    capped: bool
-    packed: bool
-    with_lse: bool
-
-    groups = _constant(lambda self: self.tiles.groups)
-    block_q = _constant(lambda self: 64 * self.tiles.groups)
-    block_kv = _constant(lambda self: self.tiles.block_kv)
-    stages = _constant(lambda self: self.tiles.stages)
-    queries = _constant(lambda self: self.tiles.queries)
-    optimistic = _constant(lambda self: self.tiles.optimistic)
-    width = _constant(lambda self: 1 << (self.dim - 1).bit_length())
-    scores = _constant(lambda self: self.product(self.tiles.block_kv))
-    output = _constant(lambda self: self.product(1 << (self.dim - 1).bit_length()))
-    left = _constant(lambda self: gl.DotOperandLayout(0, self.output.value, 4 if self.fp8 else 2))
-    words = _constant(lambda self: _words(self.tiles.block_kv, self.fp8))
-    octets = _constant(lambda self: _octets(self.tiles.block_kv))
-    output_octets = _constant(lambda self: _octets(1 << (self.dim - 1).bit_length()))
-    quad = _constant(lambda self: gl.SliceLayout(1, gl.SliceLayout(3, self.octets.value)))
-    row = _constant(lambda self: gl.SliceLayout(1, self.scores.value))
-    column = _constant(lambda self: gl.SliceLayout(0, self.scores.value))
-    output_row = _constant(lambda self: gl.SliceLayout(1, self.output.value))
-    output_column = _constant(lambda self: gl.SliceLayout(0, self.output.value))
-
-    def product(self, columns: int) -> gl.NVMMADistributedLayout:
-        """Layout of the 64 rows that a wgmma's product has in a warpgroup."""
-        shape = [16, columns, 32 if self.fp8 else 16]
-        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=shape)
-
-
-class Buffers(NamedTuple):
-    """Shared memory: Q `[queries · groups, 64, width]`, and `stages` tiles of K and of V."""
-
-    q: gl.shared_memory_descriptor
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
-
-
-class Barriers(NamedTuple):
-    """Who waits for whom.
-
-    Attributes:
-        q_full, q_empty: a buffer of queries was filled by TMA; all consumers are done with it.
-        full, empty: the same for a stage of K and V.
-        ticket_full, ticket_empty: the producer wrote the number of the next tile; all consumers read it.
-    """
-
-    q_full: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    ticket_full: gl.shared_memory_descriptor
-    ticket_empty: gl.shared_memory_descriptor
-
-
-class Sequences(NamedTuple):
-    """How the tiles of queries are numbered.
-
-    Attributes:
-        cu_q, cu_kv: first query and key of each packed sequence, or None.
-        heads: of Q.
-        seq_q, seq_kv: lengths, where sequences are not packed.
-        blocks: tiles of queries of the longest sequence.
-        group: heads that are processed together, so that their K and V stay in L2.
-    """
-
-    cu_q: gl.tensor
-    cu_kv: gl.tensor
-    heads: gl.tensor
-    seq_q: gl.tensor
-    seq_kv: gl.tensor
-    blocks: gl.tensor
-    group: gl.tensor
-
-
-class Tokens(NamedTuple):
-    """Tokens of a head of Q, K and V in memory; heads of Q, and how many of them share a KV head."""
-
-    q: gl.tensor
-    kv: gl.tensor
-    v: gl.tensor
-    heads: gl.tensor
-    ratio: gl.tensor
-
-
-class Scales(NamedTuple):
-    """Scales of Q, K and V, and their strides along batch, head and block; a stride of 0 repeats one."""
-
-    q: gl.tensor
-    k: gl.tensor
-    v: gl.tensor
-    q_batch: gl.tensor
-    q_head: gl.tensor
-    q_block: gl.tensor
-    k_batch: gl.tensor
-    k_head: gl.tensor
-    k_block: gl.tensor
-    v_batch: gl.tensor
-    v_head: gl.tensor
-    v_block: gl.tensor
-
-
-class KeyScales(NamedTuple):
-    """Scales of the keys and values of one head of one sequence, and their strides along blocks."""
-
-    k: gl.tensor
-    v: gl.tensor
-    k_block: gl.tensor
-    v_block: gl.tensor
-
-
-class Consumed(NamedTuple):
-    """The arguments of a consumer; `total` is the number of tiles of queries."""
-
-    out: gl.tensor
-    lse: gl.tensor
-    scales: Scales
-    ticket: gl.shared_memory_descriptor
-    buffers: Buffers
-    barriers: Barriers
-    sequences: Sequences
-    tokens: Tokens
-    window: gl.tensor
-    total: gl.tensor
-    log2_scale: gl.tensor
-    cap: gl.tensor
-
-
-class Produced(NamedTuple):
-    """The arguments of the producer: tensor maps, and `counter`, from which programs draw tiles."""
-
-    q_map: gl.tensor
-    k_map: gl.tensor
-    v_map: gl.tensor
-    buffers: Buffers
-    barriers: Barriers
-    sequences: Sequences
-    tokens: Tokens
-    window: gl.tensor
-    total: gl.tensor
-    counter: gl.tensor
-    ticket: gl.shared_memory_descriptor
-
-
-class Mask(NamedTuple):
-    """By row: the key at which it stands, and the last key that it sees; and the window, in keys."""
-
-    diagonal: gl.tensor
-    last: gl.tensor
-    window: gl.tensor
-
-
-class State(NamedTuple):
-    """A consumer's softmax between two tiles of keys.
-
-    Attributes:
-        output: O so far, float32 [64, width], not yet multiplied by `decay`.
-        words: P of the last tile, in the dtype of V.
-        reference: m of each row.
-        row_sum: of each thread's columns, [64, 4].
-        decay: 2^(old reference − new reference).
-    """
-
-    output: gl.tensor
-    words: gl.tensor
-    reference: gl.tensor
-    row_sum: gl.tensor
-    decay: gl.tensor
 
 
 @gluon.jit
@@ -407,6 +174,7 @@ def _produce(arguments, kind: gl.constexpr):
     ratio = tokens.ratio
     groups: gl.constexpr = kind.groups
     programs = gl.num_programs(0)
+    # Stages and buffers of queries that were filled so far, and tickets drawn: a slot and a phase follow from each.
     count = 0
     queries = 0
     tickets = 0
@@ -419,6 +187,7 @@ def _produce(arguments, kind: gl.constexpr):
         if end > begin:
             turn = queries % kind.queries
             mbarrier.wait(barriers.q_empty.index(turn), ((queries // kind.queries) & 1) ^ 1)
+            # One barrier for the queries of all consumers: they start together.
             mbarrier.expect(barriers.q_full.index(turn), groups * q_map.block_type.nbytes)
             row = (batch * tokens.heads + head) * tokens.q + start_q + block * kind.block_q
             for i in gl.static_range(groups):
@@ -442,6 +211,7 @@ def _produce(arguments, kind: gl.constexpr):
                 )
                 tile = end - i
                 if kind.fp8:
+                    # Laid out: [dim, keys], where each sequence begins at a multiple of the scale block.
                     at = [kv_head * kind.dim, scale_kv * SCALE_ROWS + tile * kind.block_kv]
                 else:
                     at = [kv_head * tokens.v + start_kv + tile * kind.block_kv, 0]
@@ -487,6 +257,7 @@ def _powers(scores, factor, bias, row_max):
 def _spread(x, octets: gl.constexpr, to: gl.constexpr, columns: gl.constexpr):
     """[64, 4], one number for each row of each thread, spread to [64, columns]."""
     x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(3, octets)))
+    # Columns of a thread share its number: a broadcast along octets and pairs, without a shuffle.
     wide, _ = gl.broadcast(x[:, None, :][:, :, :, None], gl.zeros([64, columns // 8, 4, 2], gl.float32, octets))
     return gl.convert_layout(wide.reshape([64, columns]), to)
 
@@ -542,6 +313,7 @@ def _decayed(output, decay, kind: gl.constexpr):
 def _rounded(p, v_buffer, kind: gl.constexpr):
     """P in the dtype of V, in place, as words of four columns or two."""
     if kind.fp8:
+        # Columns 2q, 2q + 1, 2q + 8, 2q + 9 of 16 become one word: V's keys are laid out in this order.
         even, odd = gl.split(p.reshape([64, kind.block_kv // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]))
         a, c = gl.split(even)
         b, d = gl.split(odd)
@@ -692,7 +464,7 @@ def _consume(arguments, warpgroup: gl.constexpr, kind: gl.constexpr):
                 k_scale += scale_kv * scales.k_block
                 v_scale = scales.v + batch.to(gl.int64) * scales.v_batch + kv_head * scales.v_head
                 v_scale += scale_kv * scales.v_block
-                # A warpgroup may lie beyond the last query.
+                # A warpgroup may lie beyond the last query; it still needs a scale that exists.
                 row_block = gl.minimum(first_row, seq_q - 1) // SCALE_ROWS
                 factor = log2_scale * gl.load(q_scale + (scale_q + row_block) * scales.q_block)
             per_tile = KeyScales(k_scale, v_scale, scales.k_block, scales.v_block)
@@ -716,6 +488,7 @@ def _consume(arguments, warpgroup: gl.constexpr, kind: gl.constexpr):
             for i in range(0, first):
                 mbarrier.wait(full.index((count + i) % kind.stages), ((count + i) // kind.stages) & 1)
                 mbarrier.arrive(empty.index((count + i) % kind.stages), count=1)
+            # The first step has no P V: only scores, their reference, and P.
             first_factor, bias, weight = _scales_of(end - 1 - first, factor, per_tile, kind)
             turn = queries % kind.queries
             q_tile = buffers.q.index(turn * kind.groups + warpgroup)
@@ -883,7 +656,7 @@ def attend(
     fp8 = options.scales is not None
     packed, windowed, capped = (x is not None for x in (options.cu_seqlens_q, options.window, options.softcap))
     width = triton.next_power_of_2(dim)
-    tiles = tiles or _TILES[width, q.dtype.itemsize]
+    tiles = tiles or TILES[width, q.dtype.itemsize]
     blocks = triton.cdiv(options.max_seqlen_q, 64 * tiles.groups)
     items = heads * options.sequences(batch)
     total = items * blocks

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quant.kernels.hopper.sm90_decode_codes import scales_by_row
 from quant.kernels.hopper.sm90_gemm_pipeline import barrier
 
 
@@ -40,6 +41,16 @@ def rows_of_weight(acc):
     rows: gl.constexpr = acc.shape[0]
     width: gl.constexpr = acc.shape[1]
     return acc.reshape([rows // 16, 2, 8, width]).permute([0, 2, 1, 3]).reshape([rows, width])
+
+
+@gluon.jit
+def times_row_scales(acc, row_scale, n, N, in_order: gl.constexpr, form: gl.constexpr):
+    """Channels' scales; `in_order` says that rows of the sum are in the order of W, not in (warp, b, g)."""
+    if scales_by_row(form):
+        i = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+        n = n + (i if in_order else i // 16 * 16 + i % 8 * 2 + i // 8 % 2)
+        acc *= gl.load(row_scale + n, mask=n < N, other=0.0)[:, None]
+    return acc
 
 
 @gluon.jit

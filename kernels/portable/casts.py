@@ -101,6 +101,7 @@ def prepare_cast(rows: torch.Tensor, format: Format, *, contiguous: bool = True,
             scale = scale_of(amax, largest)
         if has_global and global_scale is None:
             global_scale = global_scale_of(rows.abs().amax() if tokens else rows.new_zeros(()), format)
+        # Allocated at each call: the caller may keep them while the next rows are quantized.
         codes = torch.empty(codes_shape, dtype=codes_dtype, device=device)
         if per_tensor:
             assert scale is not None
@@ -147,6 +148,7 @@ def _launch(tokens: int, columns: int, format: Format, hadamard: int, contiguous
         programs = tokens * columns // width
     else:
         width, programs = max(triton.next_power_of_2(columns), 32 * per, 64), tokens
+    # A warp for 32 threads of `per` values; otherwise at most 64 values a thread.
     if hadamard:
         warps = max(min(width // per // 32, 16), 1)
     else:

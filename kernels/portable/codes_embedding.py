@@ -17,6 +17,7 @@ def codes_embedding_kernel(
     has_global: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """`rows` and `columns` of a block are 0 where it spans the axis."""
+    # Pieces of a row are neighbours along the only axis of the grid, which may be as long as 2^31.
     pieces = tl.cdiv(K, width)
     position = (tl.program_id(0) // pieces).to(tl.int64)
     row = tl.load(ids + position).to(tl.int64)
@@ -24,6 +25,7 @@ def codes_embedding_kernel(
     valid = (row >= 0) & (row < N)
     k = tl.program_id(0) % pieces * width + tl.arange(0, width)
     inside = (k < K) & valid
+    # Codes of 4 and 6 bits are packed from the lowest bit on; one of 6 bits may reach into the next byte.
     byte = k * bits // 8 if bits < 8 else k
     first = tl.load(codes + row * codes_width + byte, mask=inside, other=0.0)
     if bits == 4:

@@ -226,6 +226,7 @@ def dense_attention_with_options(
         end = tl.minimum(end, first_last + block_q)
         full_end = tl.minimum(full_end, first_last + 1)
     if windowed:
+        # The first row sees the oldest keys; the last row decides which tiles are seen whole.
         begin = tl.maximum(first_last - window + 1, 0) // block_kv * block_kv
         full_begin = tl.maximum(first_last + block_q - window, 0)
         if not causal:
@@ -241,7 +242,7 @@ def dense_attention_with_options(
     v_unit = 1.0
     if q_scale is not None:
         v_unit = tl.load(v_scale + begin // scale_block * v_block)
-    # Masked tiles, tiles that every row sees whole, masked tiles.
+    # Three loops over tiles of keys: masked by the window, seen whole by every row, masked by the diagonal or the end.
     for part in tl.static_range(3):
         low = begin
         high = end
@@ -258,6 +259,7 @@ def dense_attention_with_options(
                 if q_scale is not None:
                     factor = log2_scale * tl.load(k_scale + start // scale_block * k_block)
                     unit = tl.load(v_scale + start // scale_block * v_block)
+                    # Between blocks of one scale this is a product with 1.
                     output = output * (v_unit / unit)
                     v_unit = unit
                 output, row_max, row_sum = _attend(

@@ -218,6 +218,7 @@ def key_sum_kernel(
     d = tl.arange(0, width)
     sum1 = tl.zeros([width], tl.float32)
     sum2 = tl.zeros([width], tl.float32)
+    # Sums in FP32 over `span` tokens; PyTorch adds the parts, always in the same order.
     for first in tl.range(part * span, tl.minimum((part + 1) * span, length), rows):
         row = first + tl.arange(0, rows)
         x1, x2 = _halves(
@@ -244,6 +245,7 @@ def fp8_lay_out_v_kernel(
     if packed:
         start = tl.load(cu + sequence)
         length = tl.load(cu + sequence + 1) - start
+        # A packed sequence begins at a multiple of the scale block, where its scales begin.
         column = (start // block + sequence) * block + first
     if first < length:
         position = tl.arange(0, block)

@@ -197,6 +197,7 @@ def takes_fp8(weight: Format, rows: Format) -> bool:
 def block_rows(tokens: int, experts: int) -> int:
     """Rows of a tile: the average of an expert, so that little of a tile is empty."""
     mean = -(-tokens // max(experts, 1))
+    # 16 is the least that tensor cores take, 128 the most whose sums fit registers.
     return min(max(triton.next_power_of_2(mean), 16), 128)
 
 

@@ -149,6 +149,7 @@ def paged_attention_kernel(
     begin = 0
     if windowed:
         begin = tl.maximum(length - new + first // group - window + 1, 0) // block_n * block_n
+    # Tiles of keys for each split; the last split may have none.
     tiles = tl.cdiv(tl.cdiv(end - begin, block_n), splits)
     begin += part * tiles * block_n
     end = tl.minimum(end, begin + tiles * block_n)

@@ -184,6 +184,7 @@ def input_kernel(
         unit = tl.load(scale).to(tl.float32)
         follows = (amax > least * unit) & (amax <= most * unit)
         passed = tl.where(tl.abs(value) <= most * unit, dy, 0.0)
+    # d scale / d x is sign(x) / largest at the largest inputs of a block, and zero elsewhere.
     is_largest = size == amax[:, :, None]
     slope = tl.sum((dy * change).reshape(block_n, block_k // columns, columns), 2)
     slope = tl.where(follows, slope / (tl.where(follows, amax, 1.0) * tl.sum(is_largest.to(tl.float32), 2)), 0.0)

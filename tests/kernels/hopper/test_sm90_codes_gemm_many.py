@@ -19,6 +19,7 @@ from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.aot import CompiledKernel
 from quant.kernels.hardware import TARGETS, current
 from quant.kernels.hopper import sm90_codes_gemm_many
+from quant.kernels.hopper.sm90_gemm_schedule import fetches_of, turns_of
 from quant.kernels.layout import prepack
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.experts import grouped_linear
@@ -76,12 +77,12 @@ def test_weights_go_from_registers_into_wgmma(
 
 
 def units_of(tiles: int, steps: int, sms: int) -> list[list[tuple[int, int, int]]]:
-    """By program, what the kernel's own `_turns` and `_turn` give: (tile, first unit of it, how many units)."""
+    """By program, the results of `turns_of` and `fetches_of`: (tile, first unit of it, how many units)."""
     programs, full, cut, parts = deal(tiles, sms, steps)
-    first, end = run_in_torch(sm90_codes_gemm_many._turns, programs)(full, cut, parts)
+    first, end = run_in_torch(turns_of, programs)(full, cut, parts)
     found: list[list[tuple[int, int, int]]] = [[] for _ in range(programs)]
     for turn in range(int(end.max())):
-        pieces = run_in_torch(sm90_codes_gemm_many._turn, programs)(torch.tensor(turn), full, steps, parts, 1, cut > 0)
+        pieces = run_in_torch(fetches_of, programs)(torch.tensor(turn), full, steps, parts, 1, cut > 0)
         for program, piece in enumerate(zip(*(x.expand(programs).tolist() for x in pieces), strict=True)):
             if first[program] <= turn < end[program]:
                 found[program].append(piece)

@@ -27,7 +27,7 @@ def compiled(dim: int, fp8: bool = True, out: str = "bf16", **options: bool) -> 
     from quant.kernels.hopper import sm90_dense_attention as module
 
     width = triton.next_power_of_2(dim)
-    tiles = module._TILES[width, 1 if fp8 else 2]
+    tiles = module.TILES[width, 1 if fp8 else 2]
     dtype, name = (gl.float8e4nv, "fp8e4nv") if fp8 else (gl.bfloat16, "bf16")
 
     def tensor_map(rows: int, columns: int) -> str:
