@@ -72,6 +72,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.counters import arrival_counters
@@ -107,7 +108,7 @@ from quant.kernels.hopper.sm90_gemm_reduction import (
     reduce_pieces,
 )
 from quant.kernels.hopper.sm90_gemm_schedule import Work, fetches_of, locate, turns_of, whole_tiles
-from quant.kernels.hopper.tensor_maps import fields_of, matrix_fields, prepacked_fields, tensor_map
+from quant.kernels.hopper.tensor_maps import fields_of, matrix_fields, prepacked_fields
 from quant.kernels.launch_cache import Repeated
 from quant.kernels.layout import is_prepacked
 from quant.kernels.tiles import Launch, PrefillTiles, deal, prefill_tiles
@@ -648,11 +649,14 @@ def prepare_gemm_many(
         if form != "words":
             words = scales = words.view(pairs)
             block_scale = block_scale.view(scale_type)
-        x_strides = [x.stride(0), 1]
+        maps = []
+        tensors = (x_fields, x), (x_tail, x), (w_fields, words), (s_fields, scales), (y_fields, y), (y_tail, y)
+        for fields, tensor in tensors:
+            maps.append(object.__new__(TensorDescriptor))
+            vars(maps[-1]).update(fields, base=tensor)
+        maps[0].strides = maps[1].strides = [x.stride(0), 1]
         launch(
-            tensor_map(x_fields, x, x_strides), tensor_map(x_tail, x, x_strides), tensor_map(w_fields, words),
-            tensor_map(s_fields, scales), tensor_map(y_fields, y), tensor_map(y_tail, y),
-            y if weight.global_scale is None else weight.global_scale, block_scale, block_scale.shape[-1],
+            *maps, y if weight.global_scale is None else weight.global_scale, block_scale, block_scale.shape[-1],
             x if bias is None else bias, y, sums, counters, y if offsets is None else offsets, experts, M, N, whole,
             cut, parts, LOOKS, steps, tiles_m, tiles_n, K // 64,
         )  # fmt: skip

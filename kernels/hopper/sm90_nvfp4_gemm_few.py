@@ -46,6 +46,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.counters import arrival_counters
@@ -61,7 +62,7 @@ from quant.kernels.hopper.sm90_gemm_pipeline import (
     wait_for_previous_kernel,
     weight_rings,
 )
-from quant.kernels.hopper.tensor_maps import matrix_fields, prepacked_fields, tensor_map
+from quant.kernels.hopper.tensor_maps import matrix_fields, prepacked_fields
 from quant.kernels.launch_cache import Repeated
 from quant.kernels.tiles import GluonTiles, Launch
 
@@ -404,10 +405,13 @@ def prepare_gemm_few(
         if split:
             sums = torch.empty(2 * programs * rows * block_m, dtype=torch.float32, device=x.device)
             counters = arrival_counters(x, count)
+        maps = []
+        for fields, tensor in ((x_fields, x), (w_fields, weight.codes), (s_fields, weight.scale)):
+            maps.append(object.__new__(TensorDescriptor))
+            vars(maps[-1]).update(fields, base=tensor)
+        maps[0].strides = [x.stride(0), 1]
         launch(
-            tensor_map(x_fields, x, [x.stride(0), 1]), tensor_map(w_fields, weight.codes),
-            tensor_map(s_fields, weight.scale), weight.global_scale, x if bias is None else bias, y, sums, counters,
-            M, N, steps, K // 64, units,
+            *maps, weight.global_scale, x if bias is None else bias, y, sums, counters, M, N, steps, K // 64, units
         )  # fmt: skip
         return y
 

@@ -1,7 +1,12 @@
 """Tensor maps tell TMA, the Hopper GPU's copy engine, which tile of which matrix in memory it fetches or writes.
 
-Their constructor checks everything, and takes as long as a launch. So the fields of a map are made once for arguments
-of one shape, and `tensor_map` puts a tensor of that shape into them at each call, unchecked.
+Their constructor checks everything, and takes as long as a launch. So the fields of a map are checked once for
+arguments of one shape, and each call puts its tensors, of that shape, into maps with these fields:
+
+    map = object.__new__(TensorDescriptor)
+    vars(map).update(fields, base=tensor)
+
+The callers write these two lines in a loop, for a function call for each map would also take time.
 """
 
 from __future__ import annotations
@@ -39,18 +44,3 @@ def prepacked_fields(weight: BlockScaledTensor, depth: int) -> tuple[Fields, Fie
         fields_of(TensorDescriptor(words, [words.numel() // 256, 256], [256, 1], [2 * depth, 256], linear)),
         fields_of(TensorDescriptor(scales, [scales.numel() // 64, 64], [64, 1], [depth, 64], linear)),
     )
-
-
-def tensor_map(fields: Fields, tensor: torch.Tensor, strides: list[int] | None = None) -> TensorDescriptor:
-    """The map of `tensor`, which has the shape, dtype and alignment that `fields` were checked for.
-
-    Args:
-        fields: from one of the functions above.
-        tensor: the tensor of this call.
-        strides: replace those in `fields`.
-    """
-    descriptor = object.__new__(TensorDescriptor)
-    vars(descriptor).update(fields, base=tensor)
-    if strides is not None:
-        descriptor.strides = strides
-    return descriptor

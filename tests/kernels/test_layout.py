@@ -24,7 +24,7 @@ def all_pairs(rows: int = 128, columns: int = 2048) -> BlockScaledTensor:
 
 
 def decode_as_the_kernel(weight: BlockScaledTensor) -> torch.Tensor:
-    """`sm90_decode_nvfp4.decode` in PyTorch: masks, shifts and one BF16 product, each value put where its thread has it."""
+    """`sm90_decode_nvfp4.decode` in PyTorch: masks, shifts and one BF16 product, each value put in its place."""
     rows, columns = weight.shape
     tiles = (rows // 64, columns // 64)
     words = (weight.codes.long() & 0xFFFFFFFF).view(*tiles, 128, 4)
