@@ -26,7 +26,7 @@ also masks some at its end). V's scale goes into the exponent of P: the decay is
 and warps whose rows all have a decay of 1 skip the multiplication of O.
 
 P leaves the first wgmma in the accumulator's layout, where a thread holds 2 neighbours of every 8 columns; FP8 operands
-want 4 of every 16. So the columns of P are tickets in another order, at no cost, and V's keys are stored in that order:
+want 4 of every 16. So the columns of P are taken in another order, at no cost, and V's keys are stored in that order:
 `attention_operands.lay_out_v` stores V as `[dim, keys]`, since FP8 operands of wgmma must be K-major. 16-bit operands
 need neither.
 
