@@ -55,6 +55,7 @@ def paged_attention(
     options = AttentionOptions(causal=True, **keywords)
     options.check(where)
     _check(where, q, pages, block_table, lengths)
+    # Reading lengths waits for the GPU. Serving loops know them and vouch for them.
     if max_length is None or shortest is None:
         shortest, max_length = _checked_lengths(where, pages, block_table, lengths)
     if shortest < max(1, q.shape[2]):
@@ -69,6 +70,7 @@ def paged_attention(
     from quant.kernels.portable.paged_attention import attend_pages
 
     if tiles is None:
+        # Query heads that share a KV head are rows of one tile: its keys are then read once.
         rows, programs = q.shape[2] * (q.shape[1] // pages.kv_heads), q.shape[0] * pages.kv_heads
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         tiles = decode_tiles_for(pages, rows, programs, max_length, sms)
@@ -96,6 +98,7 @@ def _checked_lengths(where: str, pages: KVPages, block_table: torch.Tensor, leng
     """The smallest and the largest length, once every page that they reach is known to exist."""
     counts, table = lengths.tolist(), block_table.tolist()
     for row, (count, entries) in enumerate(zip(counts, table, strict=True)):
+        # Only pages that the length reaches are read; the rest of a row may hold anything.
         wrong = [page for page in entries[: -(-count // pages.page_size)] if not 0 <= page < len(pages.k)]
         if wrong:
             raise ValueError(f"{where}: block table row {row} names page {wrong[0]}; there are {len(pages.k)}")

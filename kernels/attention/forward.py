@@ -87,6 +87,7 @@ def _resolved(
 ) -> AttentionOptions:
     """The options, checked, with scales per block and no default left open."""
     cu_q, cu_k, longest = options.cu_seqlens_q, options.cu_seqlens_k, options.max_seqlen_q
+    # A laid-out V is `[batch, kv_heads, dim, keys]`, keys padded to whole blocks of 128.
     if options.v_laid_out and k.dim() == 4:
         expected = (*k.shape[:2], k.shape[3], _blocks(k, cu_k) * SCALE_BLOCK)
         if tuple(v.shape) != expected or v.dtype != torch.float8_e4m3fn:
@@ -98,6 +99,7 @@ def _resolved(
         raise ValueError(f"{where}: max_seqlen_q {longest} without cu_seqlens_q")
     check_sequences(where, q, k, cu_q, cu_k)
     check_devices(where, q, k, v, options.q_scale, options.k_scale, options.v_scale, cu_q, cu_k)
+    # The grid needs the longest sequence on the host, so this waits for the GPU; callers pass it to avoid that.
     if longest is None:
         longest = q.shape[2] if cu_q is None else int(cu_q.diff().max())
     return options._replace(
@@ -127,6 +129,7 @@ def _expanded_scale(
             f"{list(shape[:2])} (per head) or {list(shape)} (per block of {SCALE_BLOCK} tokens)"
         )
     if scale.dim() < 2:
+        # Stride 0: kernels index scales by batch, head and block, whatever the caller gave.
         return scale.reshape(1, 1, 1).expand(shape)
     return scale if scale.dim() == 3 else scale[:, :, None].expand(shape)
 
@@ -186,6 +189,7 @@ def fp8_attention(
 
 
 def _has_kernel(q: torch.Tensor) -> bool:
+    # Ada and later multiply in FP8, Ampere and later in BF16.
     return capability_of(q.device) >= ((8, 9) if q.dtype == torch.float8_e4m3fn else (8, 0))
 
 
@@ -202,11 +206,13 @@ def _attention(
         out, lse = reference(q, k, v, **options._asdict())
         return out, lse if with_lse else lse.new_empty(0)
     out, lse = _fake_attention(q, k, v, *arguments)
+    # Kernels take contiguous operands; a view such as that of `transpose(1, 2)` is copied here.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if hopper:
         from quant.kernels.hopper import sm90_dense_attention as kernel
         from quant.kernels.portable import fp8_attention_operands
 
+        # wgmma reads FP8 operands K-major only, and the K of P · V is the keys: V must be transposed.
         if options.scales is not None and not options.v_laid_out:
             v = fp8_attention_operands.lay_out_v(v, options.cu_seqlens_k)
     else:

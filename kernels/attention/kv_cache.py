@@ -71,7 +71,9 @@ class PagedKVCache:
         # By layer, the tensors whose scale its first tokens will set.
         self._unscaled = [[name for name, x in (("k", k_scale), ("v", v_scale)) if x is None] for _ in range(layers)]
         self._pools = {name: self._zeros(pages, width, kind) for name, (width, kind) in self._tensors(dtype).items()}
+        # `pop()` takes the last, so pages are handed out in order from 0.
         self._free = list(range(pages - 1, -1, -1))
+        # Page i has as many owners as sequences list it; it is written only with one owner.
         self._owners = [0] * pages
         self._pages: dict[int, list[int]] = {}
         self._lengths: dict[int, list[int]] = {}

@@ -140,9 +140,12 @@ def quantize_attention(
         from quant.kernels.portable.fp8_attention_operands import key_means, measure, quantize_qkv
     else:
         key_means, measure, quantize_qkv = _key_means, _measure, _quantize
+    # Smoothing: softmax(q (k − mean)ᵀ) = softmax(q kᵀ), since q · mean is the same for all keys of a query.
     if smooth_k:
         work = replace(work, mean=key_means(work))
+    # Scales over more than a block need a pass of their own before anything can be rounded.
     if scales is None and granularity != "block":
+        # amax is [batch, heads, blocks].
         axes = (2,) if granularity == "head" else (0, 1, 2)
         q_amax, k_amax, v_amax = (_scale_of(amax.amax(axes)) for amax in measure(work))
         scales = q_amax, k_amax, v_amax
@@ -178,6 +181,7 @@ def _rotated_by_position(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor
     if rope is None:
         return x
     half = x.shape[-1] // 2
+    # The halves of cos and sin are equal, so one is enough; the rotation is computed in float32, as models do.
     cos, sin = (part[..., :half].float() for part in rope)
     if cos.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]
@@ -189,6 +193,7 @@ def _key_means(work: AttentionInputs) -> torch.Tensor:
     key = _rotated_by_position(work.k, work.rope).float()
     if work.options.cu_seqlens_k is None:
         return key.mean(2)
+    # Packed sequences: a mean for each; `max(1, …)` for those without tokens.
     return torch.stack([key[0, :, a:b].sum(1) / max(1, b - a) for a, b in pairwise(work.options.cu_seqlens_k.tolist())])
 
 
@@ -199,6 +204,7 @@ def _prepared(work: AttentionInputs) -> tuple[list[torch.Tensor], torch.Tensor |
     if work.mean is not None:
         of_key = _mean_of_rows(work.mean, k, work.options.cu_seqlens_k)
         of_query = _mean_of_rows(work.mean.repeat_interleave(q.shape[1] // k.shape[1], 1), q, work.options.cu_seqlens_q)
+        # q · mean: the log-sum-exp of the original scores is larger by it.
         shift = (q.float() * of_query).sum(-1)
         k = (k.float() - of_key).to(k.dtype)
     rows = [random_sign_rotation(x) if work.hadamard else x.float() for x in (q, k)]
@@ -238,6 +244,7 @@ def _quantize(work: AttentionInputs, scales: Scales | None) -> QuantizedParts:
             step = _scale_of(_amax_of_blocks(x, work.blocks(x), cu))
         else:
             x, step = finite_or_nan(x), scales[index]
+        # The reciprocal first, as the kernel does: x / s may round to another code.
         scaled = x * (1 / scale_of_rows(step, x.shape, cu))
         codes.append(scaled.clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn))
         steps.append(step)

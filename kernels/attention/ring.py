@@ -179,6 +179,7 @@ def _append(targets: Sequence[torch.Tensor], pair: tuple[torch.Tensor, torch.Ten
 
 def _power_of_two(x: torch.Tensor, format: Format) -> torch.Tensor:
     """NVFP4's scale of each head, a power of two, so that code · block scale · scale is exact in BF16."""
+    # Rounded up, so that no block scale exceeds E4M3's largest number.
     return torch.exp2(torch.ceil(torch.log2(global_scale_of(x.abs().amax((2, 3)).float(), format))))
 
 
@@ -234,6 +235,8 @@ def ring_attention(
         _agree(where, q, k, format, group)
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
     message = _Message.of(k, format)
+    # Two buffers, which swap roles at each step: one is read and sent while the other is filled.
+    # step s: rank r holds the keys of rank r − s and sends them to r + 1
     held, incoming = torch.empty(2, message.nbytes, dtype=torch.uint8, device=k.device)
     message.write(held, k, v)
     queries = _Queries(q, fp8=format is not None and not format.global_scale, scale=scale)
@@ -241,6 +244,7 @@ def ring_attention(
         waiting = _exchange(held, incoming, group) if step < world - 1 else []
         for rows, piece, masked in _work(rank, (rank - step) % world, causal):
             queries.attend(rows, message.read(held, piece, q.dtype), masked)
+        # Attention above ran on the compute stream while the copies were under way.
         for request in waiting:
             request.wait()
         held, incoming = incoming, held
@@ -251,8 +255,10 @@ def _work(rank: int, owner: int, causal: bool) -> Iterator[tuple[int, int, bool]
     """The queries, the piece of the keys of `owner` that they attend to, and whether a causal mask applies."""
     if not causal:
         yield from ((_BOTH, _EARLY, False), (_BOTH, _LATE, False))
+    # Pieces in order: early of owner < early of rank < late of rank < late of owner.
     elif owner < rank:
         yield _BOTH, _EARLY, False
+    # early of rank < early of owner < late of owner < late of rank
     elif owner > rank:
         yield from ((_LATE, _EARLY, False), (_LATE, _LATE, False))
     else:
@@ -284,6 +290,7 @@ class _Queries:
             q, q_scale = self.parts[part]
             out, lse = self._attention(q, q_scale, keys, causal)
             tokens = slice(part * self.half, (part + 1) * self.half)
+            # Two partial softmaxes merge exactly: out = Σ outᵢ · exp(lseᵢ − lse), lse = log Σ exp(lseᵢ).
             before, after = self.lse[:, :, tokens], torch.logaddexp(self.lse[:, :, tokens], lse)
             self.out[:, :, tokens] *= (before - after).exp()[..., None]
             self.out[:, :, tokens] += out.float() * (lse - after).exp()[..., None]
@@ -318,6 +325,7 @@ def _check(where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, format
 def _agree(
     where: str, q: torch.Tensor, k: torch.Tensor, format: Format | None, group: dist.ProcessGroup | None
 ) -> None:
+    # A rank with other shapes would wait for messages of another size forever; one small gather finds it first.
     index = -1 if format is None else RING_FORMATS.index(format.name)
     mine = (*q.shape, k.shape[1], q.dtype.itemsize, index)
     own = torch.tensor(mine, device=q.device)

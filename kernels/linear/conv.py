@@ -40,6 +40,7 @@ _GEOMETRY = (
 def conv_matrix(weight: torch.Tensor, groups: int, transposed: bool) -> torch.Tensor:
     """A convolution's parameter, or its codes, as `[out, in / groups · kernel]`: a view unless it is transposed."""
     if transposed:
+        # [in, out / groups, kernel…] → [groups, in / groups, out / groups, …] → [out, in / groups, …]
         weight = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
     return weight.flatten(1)
 
@@ -90,6 +91,7 @@ class ConvGeometry:
             output_size: of a transposed convolution, as `nn.ConvTranspose2d` takes it.
         """
         dims = len(self.kernel_size)
+        # torch's own modules take an input without a batch, too.
         if x.dim() == dims + 1:
             return self.forward(x[None], output_size)[0]
         output_padding: Sequence[int] = self.output_padding
@@ -216,6 +218,7 @@ def _convolve(
 ) -> torch.Tensor:
     """The op `quant::conv` on any device."""
     if activation:
+        # One row for each sample: see the module docstring on scales of windows that overlap.
         x = round_samples(x.contiguous(), FORMATS[activation], input_scale)
     weight = _dense(codes, scale, weight_format, groups, transposed, x.dtype)
     return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)

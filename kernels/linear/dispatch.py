@@ -56,13 +56,17 @@ def linear_on_gpu(
     Raises:
         ValueError: an argument is on another device, strided, or of a wrong dtype or shape; nothing was launched.
     """
+    # Every line up to the call of the product runs at each launch, and a small matmul takes a GPU no longer than them.
     index, columns = x.get_device(), x.shape[-1]
     if index >= 0 and index != _current_device():  # type: ignore[misc]
         with torch.cuda.device(index):
             return linear_on_gpu(x, codes, scale, global_scale, bias, input_scale, weight_format, activation)
+    # TMA and vector loads need rows that start at multiples of 16 bytes.
     rows = x if x.dim() == 2 else x.reshape(-1, columns)
     if rows.stride(1) != 1 or rows.stride(0) < columns or (rows.data_ptr() | rows.stride(0) * rows.itemsize) % 16:
         rows = aligned_rows(rows)
+    # The key holds all that a product depends on but for values: a product is compiled for dtypes, sizes, strides and
+    # alignment. The edition makes products of earlier tuning tables unreachable.
     key = (
         weight_format, activation, x.dtype, rows.shape, rows.is_contiguous(), x.device, codes.dtype, codes.shape,
         codes.device, codes.is_contiguous(), codes.data_ptr() % 16, scale.dtype, scale.shape, scale.device,
@@ -79,10 +83,12 @@ def linear_on_gpu(
     product = _products.get(key)
     if product is None:
         product = _prepare_product(rows, weight, bias, input_scale, FORMATS[activation] if activation else None)
+        # While a graph is captured, checks that wait for the GPU are skipped, so such a choice serves this call alone.
         if not (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
             if len(_products) >= _MOST_PRODUCTS:
                 _products.clear()
             _products[key] = product
+    # The oracle takes x in its own shape: cuBLAS may sum in another order for two dimensions than for three.
     y = product(x if type(product) is ReferenceProduct else rows, weight, bias, input_scale)
     return y if y.dim() == x.dim() else y.view(*x.shape[:-1], y.shape[-1])
 
@@ -101,6 +107,7 @@ def _prepare_product(
     is_fp8 = x.is_cuda and gpu.has_fp8 and fp8_gemm.takes_fp8(weight.format, activation, weight.shape, x.dtype)
     if is_fp8 and activation is not None:
         return fp8_gemm.prepare_fp8_linear(x, activation, input_scale)
+    # Tensor cores take 16 bit; an FP32 input would lose most of its bits.
     if x.dtype not in _FLOATS or not hardware.has_triton():
         return ReferenceProduct(activation)
     if activation is not None:
@@ -116,6 +123,7 @@ def check_operands(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tenso
     shape, format = weight.shape, weight.format
     codes_shape, scale_shape = format.codes_shape(shape), format.scale_shape(shape)
     if is_prepacked(weight):
+        # A word of 32 bits holds eight codes, or the scales of four blocks of 16.
         codes_shape, scale_shape = (shape[0], shape[1] // 8), (shape[0], shape[1] // 64)
     expected: dict[str, tuple[torch.Tensor | None, tuple[int, ...]]] = {
         "codes": (weight.codes, codes_shape),
@@ -151,6 +159,7 @@ def _prepare_gemm(
     activation: Format | None,
 ) -> Product:
     """x is rounded to its format, if there is one, and a kernel for 16-bit rows multiplies it."""
+    # The order matters: rounding checks the input scale, and its error should come before a kernel is prepared.
     rounding = None if activation is None else prepare_rounding(x, activation, input_scale)
     choice = _choose_for_numbers(weight, x)
     launch, launch_for_any_code = prepare_launch(x, weight, bias, choice), None
@@ -185,6 +194,7 @@ def choose_launch(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
 def _choose_for_numbers(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
     """`choose_launch`, for a weight whose codes are all numbers."""
     prepacked = is_prepacked(weight)
+    # Hopper's decoder makes BF16 alone: a code in FP16 would need other shifts.
     if prepacked and x.dtype is not torch.bfloat16:
         return tiles.DENSE
     gpu, shape = hardware.current(x.device.index or 0), (weight.shape[0], weight.shape[1])

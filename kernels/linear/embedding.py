@@ -87,6 +87,7 @@ def _rows(ids: torch.Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> t
     flat = ids.flatten().long()
     columns = weight.shape[1]
     block = format.block_shape(weight.shape)
+    # `scale[row // height]`: the scales of whole rows are gathered, so the blocks that remain are one row high.
     # A row of its own has the scales of the block that it is in.
     each = replace(format, block=(1, format.block[1]))
     part = BlockScaledTensor(

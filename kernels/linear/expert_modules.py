@@ -74,6 +74,7 @@ class QuantExperts(QuantizedModule, ExpertStack):
 
     def every(self, x: torch.Tensor) -> torch.Tensor:
         """`[experts, tokens, in]` to `[experts, tokens, out]`, each expert with its own tokens."""
+        # As many tokens for each expert: the offsets of a batched product are multiples of that number.
         offsets = torch.arange(len(x) + 1, device=x.device, dtype=torch.int32) * x.shape[1]
         y: torch.Tensor = self.grouped(x.flatten(0, 1), offsets).unflatten(0, x.shape[:2])
         return y
@@ -120,6 +121,7 @@ def experts_forward(
             observe(name, expert, x)
         return _apply_expert(self, name, x, expert)
 
+    # Stacks of plain parameters may keep the matrices of one forward pass; this is where the pass begins and ends.
     with ExitStack() as stack:
         for projection in projections:
             if isinstance(projection, ExpertStack):
@@ -128,6 +130,7 @@ def experts_forward(
             if expert >= self.num_experts:
                 continue
             token, slot = torch.where(top_k_index == expert)
+            # Calibration of the first projection needs no products at all.
             if until == first and observe is not None:
                 observe(first, expert, hidden_states[token])
                 continue

@@ -74,6 +74,7 @@ class ExpertStack(nn.Module):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # Llama 4 multiplies all experts in one `bmm`, by a parameter `[experts, in, out]`.
         if func is torch.bmm and isinstance(args[1], ExpertStack) and args[1].stacking.transposed:
             return args[1].every(args[0])
         return func(*(a.tensor() if isinstance(a, ExpertStack) else a for a in args), **(kwargs or {}))
@@ -107,6 +108,7 @@ class ExpertMatrix:
     ) -> Any:
         matrix = args[1] if len(args) > 1 else None
         if isinstance(matrix, cls) and isinstance(args[0], torch.Tensor):
+            # `linear` multiplies by the transpose of `[out, in]`, `matmul` by `[in, out]`: both are x Wᵀ of the stored matrix.
             is_linear = func is nn.functional.linear and not matrix.transposed
             if is_linear or (getattr(func, "__name__", "") in _PRODUCTS and matrix.transposed):
                 y = matrix.stack(args[0], matrix.index)

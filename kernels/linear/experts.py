@@ -76,6 +76,7 @@ def sort_by_expert(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, tor
         index: expert of each token and slot, `[tokens, k]`; those from `experts` on come last, beyond all offsets.
         experts: how many there are.
     """
+    # Stable: the slots of an expert stay in the order of tokens, so sums have the same order at every call.
     sorted_index, order = index.flatten().sort(stable=True)
     bounds = torch.arange(experts + 1, device=index.device, dtype=sorted_index.dtype)
     return order, torch.searchsorted(sorted_index, bounds).int()
@@ -100,6 +101,7 @@ def grouped_experts_forward(
     # Slots of no expert are beyond the last offset, where a row holds whatever was in memory.
     is_routed = (torch.arange(len(order), device=offsets.device) < offsets[-1])[:, None]
     weighted = torch.where(is_routed, down * top_k_weights.flatten()[order, None], 0).to(hidden_states.dtype)
+    # A scatter by a permutation writes every row once, unlike `index_add_`, whose order of sums is not fixed on a GPU.
     out = torch.empty_like(weighted)
     out[order] = weighted
     return out.view(tokens, slots, -1).sum(1)
@@ -156,6 +158,7 @@ def _on_gpu(
     whole = columns % max(activation.block[1], 2) == 0 and columns <= casts.MAX_COLUMNS
     scale = None if activation.global_scale else input_scale
     second = input_scale if activation.global_scale else None
+    # Codes by codes where tensor cores can; otherwise x is rounded and W decoded to 16 bit.
     if whole and gpu.has_fp8 and grouped_gemm.takes_fp8(weight.format, activation):
         rows = casts.quantize(x, activation, scale=scale)
         return grouped_gemm.grouped_fp8_gemm(rows, weight, offsets, x.dtype)

@@ -33,6 +33,7 @@ def takes_fp8(weight: Format, activation: Format | None, shape: tuple[int, ...],
         return False
     if not (_is_per_row(activation) or _is_per_tensor(activation)) or any(size % _STEP for size in shape):
         return False
+    # cuBLASLt writes FP16 and FP32 with per-tensor scales only.
     by_rows = _is_per_row(weight) or _is_per_row(activation)
     return dtype is torch.bfloat16 or (dtype in (torch.float16, torch.float32) and not by_rows)
 
@@ -62,6 +63,7 @@ def round_to_e4m3(x: torch.Tensor, activation: Format, scale: torch.Tensor | Non
         amax = x.abs().amax(-1, keepdim=True) if _is_per_row(activation) else x.abs().amax()
         scale = scale_of(amax, largest)
     else:
+        # Under a static scale, clamping would turn infinity into the largest number; it must stay visible as NaN.
         x, scale = finite_or_nan(x), scale.reshape(())
     return (x.float() / scale).clamp(-largest, largest).to(torch.float8_e4m3fn), scale
 
@@ -166,6 +168,7 @@ def prefill_linear(
 
     codes, scale = sm90_decode_nvfp4.prepacked_to_e4m3(weight)
     rows = casts.quantize(x, activation, scale=input_scale)
+    # Requantized rows of W have a scale each, so those of x must be per row too, perhaps the same one for all rows.
     sx = rows.scale.reshape(-1, 1).expand(x.shape[0], 1).contiguous()
     bias = None if bias is None else bias.to(x.dtype)
     return torch._scaled_mm(rows.codes, codes.t(), sx, scale[None], bias, out_dtype=x.dtype, use_fast_accum=True)

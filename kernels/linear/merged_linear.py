@@ -51,6 +51,7 @@ def _merged_plain(members: Sequence[nn.Linear]) -> nn.Linear | None:
 def _merged_quantized(members: Sequence[QuantLinear], dtype: torch.dtype) -> QuantLinear | None:
     first = members[0]
     weights = [member.stored_weight for member in members]
+    # Words of prepacked weights can be joined as they are if they share a global scale; MXFP4 may differ in it there.
     if not all(map(is_prepacked, weights)) or not _share_scale(weights):
         weights = [member.quantized_weight for member in members]
     alike = all(
@@ -76,6 +77,7 @@ def _merged_quantized(members: Sequence[QuantLinear], dtype: torch.dtype) -> Qua
     start = 0
     for member, count in zip(members, rows, strict=True):
         part = slice(start, start + count)
+        # Views: the rows of a member lie in the merged tensors, so nothing is stored twice.
         member.take(replace(stored, codes=stored.codes[part], scale=stored.scale[part], shape=(count, stored.shape[1])))
         start += count
     return merged

@@ -129,6 +129,7 @@ class QuantLinear(QuantizedModule):
         Modeling code reads the weight of some layers, for its dtype or to multiply by it without calling the layer;
         the input is then not rounded to the activation format.
         """
+        # The order undoes `forward` from the right: branch, rotation, pre-scale.
         weight = self.dequantize()
         if self.lowrank_down is not None and self.lowrank_up is not None:
             weight += self.lowrank_up.float() @ self.lowrank_down.float()
@@ -161,6 +162,7 @@ class QuantLinear(QuantizedModule):
             self.arrange(x.dtype)
         if x.shape[-1] != self.in_features:
             raise ValueError(f"input {list(x.shape)} does not fit a weight of {list(self.weight_shape)} [out, in]")
+        # Most layers have no work at run time; `RunTimeParts` would be made for nothing at each call.
         parts = None
         if self.hadamard or buffers["pre_scale"] is not None or buffers["lowrank_down"] is not None:
             parts = self.parts

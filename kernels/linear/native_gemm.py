@@ -34,6 +34,7 @@ def multiplies_natively(weight: BlockScaledTensor, activation: Format, tokens: i
         return False
     gpu = hardware.current(device.index or 0)
     if format.has_square_blocks:
+        # FP8 squares of 128 × 128 meet groups of 128 inputs, so every product of blocks has one factor.
         # With few tokens reading W takes all the time, and 16-bit products are no slower.
         is_able = gpu.has_fp8 and activation is _GROUPS and tokens > tiles.FEW
     else:
@@ -50,12 +51,14 @@ def multiplies_natively(weight: BlockScaledTensor, activation: Format, tokens: i
 
 def _multiplies_right(format: Format, activation: Format, index: int) -> bool:
     """Multiplies two random matrices on GPU `index` and compares with float64; warns where they differ."""
+    # 130 rows and 200 outputs are no multiples of a tile, so the masks of the tails are tested too.
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(size, 512, generator=generator).to(f"cuda:{index}") for size in (130, 200))
     weight = quantize(w, format)
     y = multiply_codes(x.bfloat16(), weight, None, None)
     rounded = fake_quantize(x.bfloat16().float(), activation)
     exact = rounded.double() @ weight.dequantize(torch.float64).T
+    # 2^-7 allows for one rounding of y to BF16 and for sums in FP32; a wrong layout of scales errs by about 1.
     error = float((y.double() - exact).norm() / exact.norm())
     if error < 2**-7:
         return True

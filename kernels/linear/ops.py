@@ -78,6 +78,7 @@ def input_gradient(gradient: torch.Tensor, weight: BlockScaledTensor) -> torch.T
     pieces = list(row_slices(weight))
     if len(pieces) == 1:
         return (rows @ dense(weight, rows.dtype)).view(*gradient.shape[:-1], weight.shape[1])
+    # 16-bit partial sums would lose the small ones; one rounding at the end is as exact as one product.
     wide = torch.promote_types(rows.dtype, torch.float32)
     total = torch.zeros(len(rows), weight.shape[1], dtype=wide, device=rows.device)
     for part, piece in pieces:
@@ -153,6 +154,7 @@ def below_autograd(op: Any, keyset: Any, *args: Any) -> torch.Tensor:
 
 def _with_gradients(keyset: Any, *args: Any) -> torch.Tensor:
     x, bias = args[0], args[4]
+    # An op whose inputs need no gradient records nothing, so generation pays for one Python call only.
     # `torch.library.register_autograd` does the same, in five calls of Python where this is one.
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return _Linear.apply(keyset, *args)  # type: ignore[no-any-return, no-untyped-call]
@@ -241,4 +243,5 @@ register(
     _fake_gradient,
     default=_gradient,
 )
+# Looked up once: attribute access on `torch.ops` enters Python functions at every call.
 _REDISPATCH = torch.ops.quant.linear.default._handle.redispatch_boxed

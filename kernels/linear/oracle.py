@@ -22,6 +22,7 @@ from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor, round_activation
 from quant.kernels.layout import TILE, as_computed, is_prepacked, restore
 
+# Dequantized weights held at a time where they are not kept: 32 MiB of float32 on a CPU, 256 MiB on a GPU.
 _SLICE_ELEMENTS, _GPU_SLICE_ELEMENTS = 1 << 23, 1 << 26
 
 
@@ -78,6 +79,7 @@ def row_slices(weight: BlockScaledTensor) -> Iterator[tuple[slice, BlockScaledTe
     """A weight `[out, in]`, in either layout, by slices of whole blocks of rows, of some dozen megabytes each."""
     elements = _GPU_SLICE_ELEMENTS if weight.codes.is_cuda else _SLICE_ELEMENTS
     rows, columns = weight.shape
+    # Prepacked words are stored by tiles of 64 rows; a slice must not cut one.
     block_rows = TILE if weight.codes.dtype is torch.int32 else weight.format.block_shape(weight.shape)[0]
     whole = weight.format.block[0] == 0
     step = max(elements // columns // block_rows, 1) * block_rows
@@ -145,6 +147,7 @@ class _Cache:
         self, weight: BlockScaledTensor, dtype: torch.dtype, codes: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """The weight in `dtype`, or None where it does not fit; `codes` is what those of the weight are a view of."""
+        # A view for one call dies with it, and so would its entry: caching it would dequantize at every call.
         is_passing = codes is None and weight.codes._base is not None  # a view that its caller has made for one call
         codes = weight.codes if codes is None else codes
         scales = [weight.scale] if weight.global_scale is None else [weight.scale, weight.global_scale]
@@ -153,6 +156,7 @@ class _Cache:
         entry = self.entries.get(codes)
         if entry is None or not entry.is_of(codes, scales, dtype):
             self.entries.pop(codes, None)
+            # Entries leave only with their codes, never for space: see the module docstring.
             held = sum(entry.dense.nbytes for entry in self.entries.values())
             if held + math.prod(weight.shape) * dtype.itemsize > self.budget:
                 return None

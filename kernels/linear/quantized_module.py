@@ -55,6 +55,7 @@ class QuantizedModule(nn.Module):
         # Those that are None come last: torch.export counts a module's buffers with them and names without.
         for name in sorted(buffers, key=lambda name: buffers[name] is None):
             self.register_buffer(name, buffers[name])
+        # Buffers for arrival counts must exist before a CUDA graph is captured, which is long after this.
         if weight.codes.is_cuda:
             reserve(weight.codes.device)
         # Device and dtype of the codes, and dtype of the input, that the layout was last decided for.
@@ -141,11 +142,13 @@ class QuantizedModule(nn.Module):
 
     def _store(self, weight: BlockScaledTensor) -> None:
         if weight.codes.is_cuda:
+            # The old tensors return to the allocator below, which hands them out again on this stream.
             # Other streams may still read the memory that is freed here, and will read what this stream has written.
             torch.cuda.synchronize(weight.codes.device)
         self.codes, self.scale, self.global_scale = weight.codes, weight.scale, weight.global_scale
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedModule:
+        # `fn` may cast and move at once (`.to(device, dtype)`), so dtypes are restored on the device where it put them.
         before = {name: getattr(self, name) for name in _EXACT}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in before.items():
@@ -172,6 +175,7 @@ class QuantizedModule(nn.Module):
         self._arranged = None
         if is_prepacked(held):
             self.arrange()
+            # A CUDA graph holds addresses: new values must lie where the old ones lay, in the same layout.
             now = self.stored_weight
             if now.codes.shape == held.codes.shape and now.codes.device == held.codes.device:
                 # Into the same memory: captured graphs read it.

@@ -46,6 +46,7 @@ def search(
     dense = dispatch.dequantize(weight, torch.bfloat16)
     exact = x.double() @ dense.double().T
     largest = float(exact.abs().max())
+    # Repeated on one weight, the search would prefer launches that are fast from L2, where a model never finds it.
     weights = list(copies(weight, gpu.l2))
     timings, dropped = [], {}
     for choice in choices:
@@ -107,6 +108,7 @@ def tune_shapes(
     for done, (weight, count) in enumerate(jobs):
         weight = (restore(weight) if is_prepacked(weight) else weight).to("cuda")
         layouts = [weight]
+        # On Hopper the same weight is run in both layouts: modules with other inputs than BF16 keep the checkpoint's.
         if gpu.has_wgmma and not prepack_refusal(weight):
             layouts.append(as_computed(prepack(weight)))
         for layout in layouts:

@@ -78,9 +78,11 @@ def _input_gradient(
         torch.nn.functional.pad(each.float(), width).unflatten(-1, (-1, columns))
         for each in (x, rounded.float() - x.float(), gradient)
     )
+    # a of the module docstring, for each block; `change` is rounded − x, `slope` is dY.
     amax = values.abs().amax(dim=-1, keepdim=True)
     follows = (amax > 0) if input_scale is None else _in_reach(amax, input_scale, format)
     of_scale = torch.where(follows, (slope * change).sum(dim=-1, keepdim=True) / amax, 0)
+    # d|x|/dx at the maximum: the sign of x; where several inputs share the maximum, each gets an equal part.
     largest = values.abs() == amax
     added = largest * values.sign() * (of_scale / largest.sum(dim=-1, keepdim=True))
     total: torch.Tensor = added.flatten(-2)[..., : x.shape[-1]].to(gradient.dtype)
@@ -95,6 +97,7 @@ def _follows(format: Format) -> bool:
 
 def _in_reach(amax: torch.Tensor, input_scale: torch.Tensor, format: Format) -> torch.Tensor:
     """Where a block's scale is neither the largest nor the smallest one, and so follows the block."""
+    # The block scale is amax / (largest code · input scale), clamped to the range of its number.
     unit = format.element.max * input_scale.float().reshape(())
     return (amax > format.scale.min_subnormal * unit) & (amax <= format.scale.max * unit)
 
@@ -107,6 +110,7 @@ def _passed(gradient: torch.Tensor, x: torch.Tensor, input_scale: torch.Tensor, 
 
         with torch.cuda.device_of(x):
             return fake_rounding.within(gradient, x, input_scale.reshape(()), largest)
+    # Beyond the range the code saturates, and a small change of x moves nothing.
     return gradient * (x.float().abs() <= largest * input_scale.float().reshape(()))
 
 

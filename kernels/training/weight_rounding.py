@@ -84,6 +84,7 @@ def as_stored_scale(scale: torch.Tensor, format: Format, stored: torch.dtype) ->
     if not format.scale.is_wide or stored not in _FLOATS:
         return scale
     info = torch.finfo(stored)
+    # FP16 ends at 2^-24; without the floor a tiny scale would be stored as zero, and its block would decode to zeros.
     return scale.clamp_(min=info.tiny * info.eps).to(stored).float()
 
 
@@ -103,6 +104,7 @@ def measured_global_scale(weights: Sequence[torch.Tensor], format: Format) -> to
 
         with torch.cuda.device_of(weights[0]):
             return global_scale.global_scale(weights, format)
+    # compressed-tensors files store 1 / s in float32: this is the s that a reader computes from it.
     return 1 / (1 / global_scale_of(group_amax(weights), format, "max"))
 
 
@@ -152,6 +154,7 @@ def _weight_gradient(
 
         with torch.cuda.device_of(weight):
             return fake_rounding.masked_gradient(gradient, weight, format, scale, global_scale)
+    # Straight-through: d round(w) / dw = 1 inside the range, 0 where the code is clipped.
     inside = _inside(weight.float(), weight_steps(scale, global_scale, format, weight.shape), format)
     return (gradient * inside).to(weight.dtype)
 
@@ -180,7 +183,9 @@ def _scale_gradient(
     step = weight_steps(scale, global_scale, format, weight.shape)
     steps = weight.float() / step
     inside = _inside(weight.float(), step, format)
+    # LSQ, equation 3 of Esser et al.: q − u inside the range, q beyond it, for each weight.
     slope = gradient.float() * (round_to(steps, format.element) - torch.where(inside, steps, torch.zeros_like(steps)))
+    # Short last blocks are padded with zeros, which add nothing to their sums.
     slope = torch.nn.functional.pad(slope, (0, -slope.shape[-1] % columns, 0, -slope.shape[-2] % rows))
     summed: torch.Tensor = slope.unflatten(-1, (-1, columns)).sum(-1).unflatten(-2, (-1, rows)).sum(-2)
     return summed if global_scale is None else summed * global_scale[..., None, None]
@@ -216,6 +221,7 @@ class _RoundWeight(torch.autograd.Function):
         _, for_weight, for_scale, *_ = ctx.needs_input_grad
         weight = scale = None
         saved = ctx.saved_tensors  # once: under gradient checkpointing, each access runs the block again
+        # Without clipping the Jacobian is the identity, and nothing was saved.
         if for_weight and ctx.clips:
             masked: Any = _weight_gradient if ctx.is_eager else torch.ops.quant.round_weight_gradient
             weight = masked(gradient, *saved, ctx.format)
