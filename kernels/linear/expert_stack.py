@@ -108,7 +108,7 @@ class ExpertMatrix:
     ) -> Any:
         matrix = args[1] if len(args) > 1 else None
         if isinstance(matrix, cls) and isinstance(args[0], torch.Tensor):
-            # `linear` multiplies by the transpose of `[out, in]`, `matmul` by `[in, out]`: both are x Wᵀ of the stored matrix.
+            # `linear` by `[out, in]` and `matmul` by `[in, out]` are both x Wᵀ of the stored matrix.
             is_linear = func is nn.functional.linear and not matrix.transposed
             if is_linear or (getattr(func, "__name__", "") in _PRODUCTS and matrix.transposed):
                 y = matrix.stack(args[0], matrix.index)

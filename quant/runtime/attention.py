@@ -50,17 +50,19 @@ from torch.nn.functional import pad
 from quant.calibration.attention_names import implementations_kept, names_registered, text_config
 from quant.errors import UserError
 from quant.extras import require
-from quant.formats.format import FORMATS, Format, is_16bit
+from quant.formats.format import Format, is_16bit
 from quant.formats.number import E4M3
 from quant.formats.rounding import encode
 from quant.formats.scaling import scale_of
 from quant.kernels.attention.forward import attention
 from quant.kernels.attention.quantize import quantize_attention
-from quant.kernels.attention.ring import quantize_blocks, ring_attention
+from quant.kernels.attention.ring import quantize_blocks
 from quant.kernels.attention_operands import SCALE_BLOCK
 from quant.kernels.attention_reference import reference
 from quant.kernels.attention_tiles import DIMS
 from quant.kernels.pages import HEADROOM, first_scale, kv_format, round_kv
+from quant.runtime.attention_call import AttentionCall
+from quant.runtime.ring import attend_in_ring, refuse_padding, ring_format
 from quant.runtime.rotation import turning
 
 FP8, SIXTEEN_BIT = "quant_fp8", "quant_16bit"
@@ -128,8 +130,8 @@ def quantized_attention(
     functions, masks = (own for _, own in _interfaces())
     name = FP8 if attention == "fp8" else SIXTEEN_BIT
     if group is not None:
-        name, passed = _RING, _passed_on(attention, format)
-        functions, masks = {name: partial(_attend_ring, format=passed, group=group)}, {name: _no_mask}
+        name, passed = _RING, ring_format(attention, format)
+        functions, masks = {name: partial(attend_in_ring, format=passed, group=group)}, {name: refuse_padding}
     with implementations_kept(model), names_registered(functions, masks):
         try:
             model.set_attn_implementation(name)  # type: ignore[operator]
@@ -151,59 +153,6 @@ def _named(attention: str | None, kv_cache: str | None) -> tuple[str, Format | N
         return attention, kv_format(kv_cache)
     except ValueError:
         raise UserError(f"--kv-cache {kv_cache}: unknown; known: {', '.join(KV_CACHES)}") from None
-
-
-def _passed_on(attention: str, format: Format | None) -> Format | None:
-    """The format in which keys and values go around a ring."""
-    kv_cache = "16bit" if format is None else format.name
-    if attention == "fp8" and kv_cache in ("16bit", "fp8"):
-        return FORMATS["fp8"]
-    if attention == "16bit" and kv_cache in ("16bit", "nvfp4"):
-        return format
-    raise UserError(
-        f"attention in {attention} over a group takes no KV cache in {kv_cache}: FP8 attention passes FP8 on, "
-        "attention in 16 bit passes NVFP4 or 16 bit on"
-    )
-
-
-def _no_mask(*, attention_mask: torch.Tensor | None = None, **_: Any) -> None:
-    """Nothing, since a ring's attention is causal by the places of the shares; padding has no place there."""
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise UserError("attention over a group takes no padding; give it texts of one length")
-
-
-def _attend_ring(
-    module: nn.Module,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    format: Format | None,
-    group: dist.ProcessGroup,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """The same as `_attend`, where each process of a group has a share of the tokens."""
-    window = None if sliding_window is None or sliding_window >= q.shape[2] * group.size() else sliding_window
-    unsupported = {"a sliding window": window, "a soft cap": softcap, "attention sinks": s_aux, "a mask": mask}
-    if named := [what for what, value in unsupported.items() if value is not None] + ["no causal mask"] * (
-        not _is_causal(module, is_causal)
-    ):
-        raise UserError(f"{type(module).__name__} has {', '.join(named)}, which attention over a group does not take")
-    out = ring_attention(
-        q, k, v, format=format, softmax_scale=scaling, group=group, check=getattr(module, "layer_idx", 0) == 0
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
-    """Whether queries see earlier keys alone: what transformers says in the call, or else the module."""
-    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def turns(module: nn.Module, format: Format | None, fp8: bool) -> bool:
@@ -277,26 +226,23 @@ def _attend(
     mask: torch.Tensor | None,
     *,
     fp8: bool,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls, with q `[batch, heads, new, dim]` and k, v `[batch, kv_heads, …, dim]`.
 
+    Of the keywords, those of `AttentionCall` are read.
+
     A k with `quant_layer` holds new keys alone: its layer of a `QuantizedKVCache` has the others.
     """
-    if s_aux is not None:
+    call = AttentionCall.of(module, keywords)
+    if call.s_aux is not None:
         raise UserError(f"{type(module).__name__} has attention sinks, which quantized attention does not take")
-    causal = _is_causal(module, is_causal)
-    options = {"softmax_scale": scaling, "softcap": softcap}
+    options = {"softmax_scale": call.scaling, "softcap": call.softcap}
     layer = getattr(k, "quant_layer", None)
     if layer is not None:
         q = layer.write(q, k, v, **options)
         if layer.length > k.shape[2] and mask is None:
-            out = layer.attend(q, window=sliding_window, **options)
+            out = layer.attend(q, window=call.sliding_window, **options)
             return out.transpose(1, 2).contiguous(), None
         (k, v), scales = layer.read_turned(k.dtype), layer.scales
     else:
@@ -305,8 +251,8 @@ def _attend(
         out = _masked(q, k, v, mask[..., : k.shape[2]], fp8, **options)
     else:
         # A window belongs to a causal mask; attention without one sees everything.
-        window = sliding_window if causal else None
-        out = _dense(q, k, v, scales if fp8 else None, fp8, causal=causal, window=window, **options)
+        window = call.sliding_window if call.is_causal else None
+        out = _dense(q, k, v, scales if fp8 else None, fp8, causal=call.is_causal, window=window, **options)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -44,7 +44,7 @@ _HARMLESS = frozenset({
 })  # fmt: skip
 
 
-def why_not(model: nn.Module) -> str:
+def decoder_refusal(model: nn.Module) -> str:
     """The reason why `Decoder` does not take a model; empty where it does."""
     family, config = type(model).__name__, getattr(model, "config", None)
     if config is None or family not in FAMILIES:
@@ -79,7 +79,7 @@ class Decoder:
     The model shares the memory of its matrices with this from then on, and works as before.
 
     Args:
-        model: one for which `why_not` gives nothing.
+        model: one for which `decoder_refusal` gives nothing.
         room: positions of the sequence.
         has_quantized_cache: whether `begin` gets a `QuantizedKVCache`.
     """

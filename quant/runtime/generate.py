@@ -29,7 +29,7 @@ from quant.formats.format import is_16bit
 from quant.kernels.hardware import has_triton
 from quant.recipes.layers import output_head
 from quant.runtime.attention import quantized_attention
-from quant.runtime.decoder import Decoder, why_not
+from quant.runtime.decoder import Decoder, decoder_refusal
 from quant.runtime.text_stream import TextStream
 
 _HEAD_ROWS = 1 << 13  # of an output head, widened at a time on a CPU
@@ -163,7 +163,7 @@ def _decode(
 
     `cache` is an empty `QuantizedKVCache`; None keeps keys and values in 16 bit.
     """
-    if reason := why_not(model):
+    if reason := decoder_refusal(model):
         return reason
     count = ids.shape[1]
     is_quantized = cache is not None

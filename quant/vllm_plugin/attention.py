@@ -99,7 +99,7 @@ class Builder(AttentionMetadataBuilder[Batch]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        if reason := why_not(vllm_config):
+        if reason := cache_refusal(vllm_config):
             raise ValueError(f"NVFP4 KV cache: {reason}; leave out --kv-cache-dtype nvfp4")
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=False)
@@ -123,7 +123,7 @@ class Builder(AttentionMetadataBuilder[Batch]):
         )  # fmt: skip
 
 
-def why_not(config: Any) -> str:
+def cache_refusal(config: Any) -> str:
     """The reason why blocks of the cache have to be whole pieces of memory, as ours are not; empty if they need not."""
     if getattr(config.model_config, "is_hybrid", False):
         return "the model keeps states of Mamba layers in the buffers of its KV cache"

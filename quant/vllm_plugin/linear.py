@@ -36,22 +36,22 @@ from quant.vllm_plugin import weights
 logger = init_logger("vllm.blockscale")
 Layer = Any
 """A layer of vLLM: a module with parameters and facts as attributes, which its class does not declare."""
-_taken: set[str] = set()
+_formats_installed: set[str] = set()
 
 
-def taken() -> bool:
+def has_our_layers() -> bool:
     """Whether a linear layer of this process has taken our kernels, on one GPU.
 
     With tensor parallelism vLLM joins the norm after a layer to the reduction over GPUs, and keeps its norms.
     """
-    return bool(_taken)
+    return bool(_formats_installed)
 
 
-def take(layer: Layer, weight: BlockScaledTensor, codes: str = "weight") -> None:
+def install_weight(layer: Layer, weight: BlockScaledTensor, codes: str = "weight") -> None:
     """Makes `weight` the parameters of `layer`, its codes under the name `codes`."""
     weights.hold(layer, weight, codes)
     if getattr(layer, "tp_size", 1) == 1:
-        _taken.add(weight.format.name)
+        _formats_installed.add(weight.format.name)
     logger.info_once("Blockscale: linear layers in %s take our kernels", weight.format.name)
 
 
@@ -64,11 +64,11 @@ class _OverMarlin:
 
     def process_weights_after_loading(self, layer: Layer) -> None:
         weight = self.weight_of(layer)
-        reason = weights.refuses(layer.params_dtype)
+        reason = weights.dtype_refusal(layer.params_dtype)
         if not reason:
             weight, reason = weights.arranged(weight)
         if not reason:
-            take(layer, weight)
+            install_weight(layer, weight)
             return
         shape = "x".join(map(str, weight.shape))
         logger.warning_once("Blockscale: a linear layer in %s stays with Marlin: %s", weight.format.name, reason)
@@ -120,7 +120,7 @@ class BlockscaleInt4LinearKernel(MPLinearKernel):
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
         columns = c.partition_weight_shape[0]
-        if reason := weights.refuses(c.act_type):
+        if reason := weights.dtype_refusal(c.act_type):
             return False, reason
         if c.weight_type != scalar_types.uint4b8 or c.group_size != 128 or c.zero_points or c.has_g_idx:
             return False, "our kernel takes symmetric INT4 in groups of 128, with no order of its own"
@@ -132,7 +132,7 @@ class BlockscaleInt4LinearKernel(MPLinearKernel):
         words = permute_param_layout_(getattr(layer, self.w_q_name), input_dim=1, output_dim=0, packed_dim=1)
         scale = permute_param_layout_(getattr(layer, self.w_s_name), input_dim=1, output_dim=0)
         delattr(layer, self.w_s_name)
-        take(layer, weights.arranged(weights.int4_weight(words.data, scale.data))[0], self.w_q_name)
+        install_weight(layer, weights.arranged(weights.int4_weight(words.data, scale.data))[0], self.w_q_name)
 
     def apply_weights(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return weights.multiply(layer, x, bias, getattr(layer, self.w_q_name))
@@ -147,7 +147,7 @@ class BlockscaleFp8LinearKernel(FP8ScaledMMLinearKernel):
 
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
-        reason = weights.refuses(c.input_dtype)
+        reason = weights.dtype_refusal(c.input_dtype)
         return not reason, reason or None
 
     def process_weights_after_loading(self, layer: Layer) -> None:
@@ -157,7 +157,7 @@ class BlockscaleFp8LinearKernel(FP8ScaledMMLinearKernel):
         scale = layer.weight_scale_inv.data if blocks else layer.weight_scale.data
         if blocks:
             del layer.weight_scale_inv
-        take(layer, weights.arranged(weights.fp8_weight(codes, scale, blocks=blocks))[0])
+        install_weight(layer, weights.arranged(weights.fp8_weight(codes, scale, blocks=blocks))[0])
 
     def apply_weights(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return weights.multiply(layer, x, bias, layer.weight)

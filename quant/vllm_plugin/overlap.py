@@ -67,9 +67,9 @@ register("quant::rmsnorm", "(Tensor x, Tensor weight, float eps) -> Tensor", _on
 register("quant::swiglu", "(Tensor both) -> Tensor", _half, default=_swiglu)
 
 
-def takes(x: torch.Tensor) -> bool:
+def takes_rows(x: torch.Tensor) -> bool:
     """Whether our kernels take these rows, in a model that has linear layers of ours."""
-    return linear.taken() and x.dim() == 2 and x.dtype is torch.bfloat16 and x.is_contiguous()
+    return linear.has_our_layers() and x.dim() == 2 and x.dtype is torch.bfloat16 and x.is_contiguous()
 
 
 class BlockscaleRMSNorm(RMSNorm):
@@ -78,7 +78,7 @@ class BlockscaleRMSNorm(RMSNorm):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         able = self.has_weight and self.variance_size_override is None and x.shape[-1] <= MOST_COLUMNS
         weight = self.weight
-        if not (able and takes(x) and weight.dtype is x.dtype and (residual is None or takes(residual))):
+        if not (able and takes_rows(x) and weight.dtype is x.dtype and (residual is None or takes_rows(residual))):
             return super().forward(x, residual) if residual is not None else super().forward(x)
         if residual is None:
             return torch.ops.quant.rmsnorm(x, weight, self.variance_epsilon)
@@ -89,7 +89,7 @@ class BlockscaleSiluAndMul(SiluAndMul):
     """`silu(gate) · up`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.quant.swiglu(x) if takes(x) else super().forward(x)
+        return torch.ops.quant.swiglu(x) if takes_rows(x) else super().forward(x)
 
 
 def install() -> None:

@@ -29,7 +29,7 @@ def register() -> None:
     """Offers our kernels to vLLM, or says in its log why not."""
     if os.environ.get("BLOCKSCALE_VLLM", "1") == "0":
         _log.info("Blockscale: BLOCKSCALE_VLLM=0 leaves vLLM as it is")
-    elif reason := why_not():
+    elif reason := plugin_refusal():
         _log.warning("Blockscale leaves vLLM as it is: %s", reason)
     else:
         try:
@@ -40,7 +40,7 @@ def register() -> None:
             _log.info("Blockscale: %s", offered)
 
 
-def why_not() -> str:
+def plugin_refusal() -> str:
     """The reason why vLLM is left as it is, empty if it is not."""
     import vllm
     from vllm.platforms import current_platform

@@ -10,7 +10,7 @@ compressed-tensors and that of ModelOpt, arrive alike.
     int4    weight_packed i32 [out, in / 8], codes offset by 8, weight_scale in the model's dtype [out, in / 128]
     fp8     weight e4m3 [out, in], weight_scale f32 [out, 1], or one for each 128 × 128 block
 
-No function here imports vLLM, and SGLang's layers hold our weights by the same functions.
+No function here imports vLLM.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 import quant.kernels.linear.ops  # noqa: F401 - defines torch.ops.quant.linear
 from quant.formats.format import FORMATS
+from quant.formats.number import E2M1
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.counters import reserve
 from quant.kernels.layout import prepack, prepack_refusal
@@ -65,13 +66,13 @@ def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
     device = weight.codes.device
     if device.type == "cuda":
         reserve(device)
-    if weight.format.name not in ("nvfp4", "mxfp4"):
+    if weight.format.element is not E2M1:
         return weight, ""
     reason = prepack_refusal(weight)
     return (weight, reason) if reason else (prepack(weight), "")
 
 
-def refuses(dtype: torch.dtype) -> str:
+def dtype_refusal(dtype: torch.dtype) -> str:
     """Why a model in `dtype` cannot have our kernels, empty if it can."""
     return "" if dtype is torch.bfloat16 else f"our kernels take inputs in bfloat16, not in {dtype}"
 

@@ -23,7 +23,7 @@ from quant.kernels.linear.modules import QuantLinear
 from quant.runtime import decoder as decoders
 from quant.runtime import generate as generation
 from quant.runtime.attention import quantized_attention
-from quant.runtime.decoder import Decoder, why_not
+from quant.runtime.decoder import Decoder, decoder_refusal
 from quant.runtime.kv_cache import QuantizedKVCache
 
 IDS = torch.randint(3, 64, (1, 21), generator=torch.Generator().manual_seed(0))
@@ -137,7 +137,7 @@ def test_quantized_caches_are_written_on(family: str, attention: str, kv_cache: 
 
 def test_generate_writes_on_a_quantized_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("Llama")
-    monkeypatch.setattr(generation, "why_not", lambda model: "")
+    monkeypatch.setattr(generation, "decoder_refusal", lambda model: "")
     monkeypatch.setattr(Decoder, "capture", lambda decoder: None)
     monkeypatch.setattr(decoders, "_LOOK", 4)
     with torch.no_grad(), quantized_attention(model, kv_cache="fp8"), interpreted():
@@ -180,7 +180,7 @@ def test_merged_members_share_memory_and_give_the_same(preset: str, prepacked: b
 def test_generate_takes_the_decoder_until_a_token_ends_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("Llama", dtype=torch.float16)
     tokens, _ = by_transformers(model, IDS, 30)
-    monkeypatch.setattr(generation, "why_not", lambda model: "")
+    monkeypatch.setattr(generation, "decoder_refusal", lambda model: "")
     monkeypatch.setattr(Decoder, "capture", lambda decoder: None)
     end = tokens[24]
     with torch.no_grad(), interpreted():
@@ -195,7 +195,7 @@ def test_generate_takes_the_decoder_until_a_token_ends_the_text(monkeypatch: pyt
 
 def test_a_layer_that_computes_something_else_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("Llama", dtype=torch.float16)
-    monkeypatch.setattr(generation, "why_not", lambda model: "")
+    monkeypatch.setattr(generation, "decoder_refusal", lambda model: "")
     model.model.layers[1].self_attn.scaling *= 3  # which transformers uses as well: still the same
     with torch.no_grad(), interpreted():
         assert generation._decode(model, IDS, 2, list) == ""
@@ -208,7 +208,7 @@ def test_a_layer_that_computes_something_else_is_left_to_transformers(monkeypatc
 
 def test_nan_in_later_logits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("Llama", dtype=torch.float16)
-    monkeypatch.setattr(generation, "why_not", lambda model: "")
+    monkeypatch.setattr(generation, "decoder_refusal", lambda model: "")
 
     def spoil(decoder: Decoder) -> None:
         decoder.layers[0].pages.v[0, 0, 0, 0] = torch.nan
@@ -232,16 +232,16 @@ def test_the_reason_why_not(change: Any, reason: str, monkeypatch: pytest.Monkey
     change(model)
     if reason != "the model is on cpu":
         monkeypatch.setattr(decoders, "_device", lambda model: torch.device("cuda"))
-    assert reason in why_not(model)
+    assert reason in decoder_refusal(model)
 
 
 def test_other_families_and_adapters_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders, "_device", lambda model: torch.device("cuda"))
-    assert why_not(tiny("Llama")) == ""
-    assert why_not(tiny_models.opt(dtype=torch.bfloat16)).startswith("OPTForCausalLM is none of")
+    assert decoder_refusal(tiny("Llama")) == ""
+    assert decoder_refusal(tiny_models.opt(dtype=torch.bfloat16)).startswith("OPTForCausalLM is none of")
     model = tiny("Llama")
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
-    assert why_not(model) == "model.layers.0.mlp.up_proj is a Linear, perhaps with hooks"
+    assert decoder_refusal(model) == "model.layers.0.mlp.up_proj is a Linear, perhaps with hooks"
 
 
 @pytest.mark.gpu

@@ -24,8 +24,8 @@ from quant.vllm_plugin.attention import (
     BlockscaleNvFp4Attention,
     BlockscaleNvFp4AttentionBackend,
     Builder,
+    cache_refusal,
     chunk_ends,
-    why_not,
 )
 
 HEADS, KV_HEADS, DIM, PAGE, BLOCKS = 4, 2, 64, 16, 12
@@ -245,4 +245,4 @@ def test_what_takes_a_block_for_one_piece_of_memory_is_refused(
     plain = SimpleNamespace(
         model_config=SimpleNamespace(is_hybrid=False), cache_config=SimpleNamespace(), kv_transfer_config=None
     )
-    assert why_not(plain) == ""
+    assert cache_refusal(plain) == ""

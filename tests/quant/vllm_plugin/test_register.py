@@ -1,7 +1,7 @@
 """vLLM is left alone unless everything fits, and our classes are what vLLM's own base classes ask for.
 
 The tests of classes run against the real vLLM where it is installed (its Python files are enough), and are skipped
-elsewhere. What needs no vLLM is tested with a stand-in for the few names that `why_not` asks.
+elsewhere. What needs no vLLM is tested with a stand-in for the few names that `plugin_refusal` asks.
 """
 
 import inspect
@@ -49,13 +49,13 @@ def test_vllm_stays_as_it_is_where_our_kernels_do_not_fit(
 def test_without_triton_vllm_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
     monkeypatch.setattr(register, "has_triton", lambda: False)
-    assert "Triton is not installed" in register.why_not()
+    assert "Triton is not installed" in register.plugin_refusal()
 
 
 def test_hopper_with_a_known_version_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
     monkeypatch.setattr(register, "has_triton", lambda: True)
-    assert register.why_not() == ""
+    assert register.plugin_refusal() == ""
 
 
 def test_a_variable_of_the_environment_switches_it_off(
@@ -283,7 +283,7 @@ def test_norms_and_swiglu_between_our_layers_equal_vllms(vllm: Any, monkeypatch:
     h = (x + residual).float()
     normed = (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)).bfloat16() * norm.weight
     calls: list[str] = []
-    monkeypatch.setattr(vllm.linear, "_taken", {"nvfp4"})
+    monkeypatch.setattr(vllm.linear, "_formats_installed", {"nvfp4"})
     monkeypatch.setattr(overlap, "takes", lambda rows: calls.append("asked") or rows.is_contiguous())
     with interpreted(), torch.no_grad():
         y, hidden = norm(x, residual)
@@ -300,7 +300,7 @@ def test_a_model_without_our_layers_keeps_vllms_norms(vllm: Any, monkeypatch: py
     from quant.vllm_plugin import overlap
 
     x = torch.randn(3, 64).bfloat16()
-    monkeypatch.setattr(vllm.linear, "_taken", set())
-    assert not overlap.takes(x)
-    monkeypatch.setattr(vllm.linear, "_taken", {"nvfp4"})
-    assert overlap.takes(x) and not overlap.takes(x.float()) and not overlap.takes(x[:, ::2])
+    monkeypatch.setattr(vllm.linear, "_formats_installed", set())
+    assert not overlap.takes_rows(x)
+    monkeypatch.setattr(vllm.linear, "_formats_installed", {"nvfp4"})
+    assert overlap.takes_rows(x) and not overlap.takes_rows(x.float()) and not overlap.takes_rows(x[:, ::2])
