@@ -52,6 +52,7 @@ def reference(
         gives zeros and −inf.
     """
     options = AttentionOptions(**keywords)
+    # The factor of the scores is applied to the queries: fewer multiplications than on scores.
     query = _dequantized(q, options.q_scale, options.cu_seqlens_q, compute) * options.scale_of(q.shape[3])
     key = _dequantized(k, options.k_scale, options.cu_seqlens_k, compute)
     value = _dequantized(v, options.v_scale, options.cu_seqlens_k, compute)
@@ -59,6 +60,7 @@ def reference(
     out = torch.zeros(q.shape, dtype=options.dtype or torch.bfloat16, device=q.device)
     lse = torch.full(q.shape[:3], -math.inf, dtype=compute, device=q.device)
     for rows, keys in _sequences(q.shape[2], k.shape[2], options.cu_seqlens_q, options.cu_seqlens_k):
+        # [batch, kv_heads, group, queries, dim] by [batch, kv_heads, 1, keys, dim]
         part = query[:, :, rows].unflatten(1, (k.shape[1], -1)), key[:, :, None, keys], value[:, :, None, keys]
         for piece, (values, sums) in _in_pieces(*part, options, rounded_to):
             queries = slice(rows.start + piece.start, rows.start + piece.stop)
@@ -142,6 +144,7 @@ def _softmax_times(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scores) @ values, and the log-sum-exp of each row."""
     top = scores.amax(-1, keepdim=True)
+    # A query that sees no key has a maximum of −inf, and −inf − −inf would be NaN.
     shift = torch.where(top == -math.inf, 0.0, top)
     p = torch.exp(scores - shift) * 2.0**P_SCALE_LOG2
     total = p.sum(-1, keepdim=True)

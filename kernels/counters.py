@@ -30,6 +30,7 @@ _buffers: dict[tuple[int, int, bool], tuple[int, torch.Tensor]] = {}
 def arrival_counters(x: torch.Tensor, count: int) -> torch.Tensor:
     """Zeros, int32, at least `count`, on the device of `x`, for a launch on its current stream."""
     device = x.get_device()
+    # A buffer for each stream, since launches on two streams may count at the same time.
     stream, capture = 0, 0
     if device >= 0:
         assert _stream_of is not None and _is_capturing is not None
@@ -53,6 +54,7 @@ def reserve(device: torch.device) -> None:
 def _zeros(device: torch.device, count: int, *, captured: bool) -> torch.Tensor:
     if device.type == "cuda" and not captured:
         reserve(device)
+    # Rows of the table are never given back: a stream keeps its buffer as long as the process runs.
     free = _free.get(device.index or 0)
     if device.type == "cuda" and free and count <= _LENGTH:
         return free.pop()

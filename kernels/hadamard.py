@@ -40,6 +40,7 @@ def hadamard_transform(x: torch.Tensor, block: int | None = None) -> torch.Tenso
     y = x if x.dtype is torch.float64 else x.float()
     distance = 1
     while distance < block:
+        # Butterfly: elements `distance` apart become their sum and their difference.
         pairs = y.unflatten(-1, (-1, 2, distance))
         low, high = pairs[..., 0, :], pairs[..., 1, :]
         y = torch.stack([low + high, low - high], dim=-2).flatten(-3)

@@ -36,6 +36,7 @@ class Repeated:
 
     def __call__(self, *arguments: Any) -> None:
         """Launches on the current stream; arguments are tensors, descriptors, integers, floats and None."""
+        # The OR of all addresses is a multiple of 16 only if each of them is.
         addresses, parts = 0, list[Any]()
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
@@ -49,6 +50,7 @@ class Repeated:
             launch(*arguments, *self._after)
             return
         compiled = self._kernel[self._grid](*arguments, **self._constants)
+        # Unaligned pointers stay with Triton's own launch, which compiles a variant for them.
         if compiled is not None and not key[0]:  # Triton's interpreter compiles nothing
             if len(self._known) >= _MOST:
                 self._known.clear()

@@ -49,6 +49,7 @@ _SPLIT_CODES = (4, 8, 2, -1, 4, 2, 4, 2)  # warp g b | tile of K, s, a, q, h
 _TO_WORDS = (0, 4, 1, 2, 7, 5, 8, 3, 6)  # tile, tile of K, warp, g, q, s, h | b, a
 _TO_SCALES = (0, 4, 1, 2, 3, 5)  # tile, tile of K, warp, g, b | s
 _SCALE_ORDER = (0, 2, 1, 3)
+# Rows that are repacked together: the temporaries of a chunk take some dozens of megabytes.
 _ROWS_AT_ONCE = 1024
 # MXFP4: the widest range of exponents that fits the five bits of a stored scale, of which zero is reserved; and the
 # code of the E8M0 scale that would be stored as zero, minus the exponent of the global scale.
@@ -131,8 +132,10 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
     flat = weight.codes.reshape(rows, -1)
     words = torch.empty(rows, columns // 8, dtype=torch.int32, device=weight.codes.device)
     for part in _row_slices(rows):
+        # One axis for each bit group of a row and a column, as the docstring numbers them, then moved to words.
         codes = unpack(flat[part], 4, columns).view(-1, *_fill(_SPLIT_CODES, columns))
         four = codes.permute(_TO_WORDS).reshape(-1, 4).int()
+        # Bit by bit, after the table above: 16 passes, once for each loaded weight.
         half = torch.zeros(four.shape[0], dtype=torch.int32, device=four.device)
         for code, places in zip(four.unbind(1), _PLACES, strict=True):
             for bit, target in enumerate(places):
@@ -140,6 +143,7 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
         words[part] = half.to(torch.int16).view(torch.int32).view(-1, columns // 8)
     global_scale = weight.global_scale
     if weight.format.has_power_of_two_scales:
+        # The largest exponent becomes the code 30 of 31; a scale 2^29 below it becomes 1, and 0 stays free.
         base = weight.scale.view(torch.uint8).amax().int() - _SPAN - 1
         stored = ((weight.scale.view(torch.uint8).int() - base) << 3).to(torch.uint8).repeat_interleave(2, 1)
         global_scale = torch.ldexp(torch.ones((), device=words.device), base - _BASE)
@@ -176,6 +180,7 @@ def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
         scale = ((stored[:, ::2].int() >> 3) + base).to(torch.uint8)
         return replace(weight, codes=packed, scale=scale, global_scale=None)
     table = _scale_table()
+    # The table maps E4M3 codes to stored bytes, one to one, so its inverse restores them bit for bit.
     inverse = torch.zeros(256, dtype=torch.uint8, device="cpu")
     has_code = table >= 0
     inverse[table[has_code]] = has_code.nonzero().flatten().to(torch.uint8)
@@ -186,6 +191,7 @@ def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
 @cache
 def _scale_table() -> torch.Tensor:
     """The stored byte of each E4M3 code, int32 `[256]`; -1 for negative codes and NaN, which have none."""
+    # s · 2^119 as a bfloat16: bits 11 to 4 hold all that differs, exponent and three bits of mantissa.
     values = E4M3.values()
     bits = (values.double() * 2.0**119).to(torch.bfloat16).view(torch.int16).int()
     table = torch.where(values > 0, bits >> 4 & 0xFF, -1)

@@ -123,6 +123,7 @@ def encode_kv(
     if format.global_scale:
         assert scale is not None
         second = scale[:, None, None, None, None]
+        # As `quant.formats` sees a matrix of one row: [rows, 1, blocks, 16].
         blocks = x.unflatten(-1, (-1, 16)).unsqueeze(-3)  # […, tokens, 1, dim / 16, 16]
         stored = block_scales(blocks, second)
         codes = pack(encode(blocks / (stored * second), E2M1).flatten(-3), 4)
@@ -150,6 +151,7 @@ def block_scales(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """
     first = max_rule(blocks, FORMATS["nvfp4"], scale)
     power = (first.view(torch.int32) & 0x7F800000).view(torch.float32)
+    # Beyond 32 times the step every candidate saturates alike; the minimum keeps the error an int32.
     magnitude = torch.minimum(blocks.abs() * (torch.ones_like(scale) / scale), 32 * power)
     code = encode(first, E4M3).view(torch.uint8).int()
     best: torch.Tensor = first

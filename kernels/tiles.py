@@ -196,6 +196,7 @@ def guess(
     With many, Hopper's kernel decodes the weight while it multiplies; a weight that it does not take is written in 16
     bit and multiplied by the library. `stored` says whether Hopper's kernel may read codes of a checkpoint.
     """
+    # Hopper's kernel for many tokens (words, then stored codes), its kernel for few, the library, the portable one.
     rows, columns = shape
     if prepacked and tokens > FEW:
         return _quickest(tokens, shape, hardware)
@@ -245,6 +246,7 @@ def _quickest(tokens: int, shape: tuple[int, int], hardware: Hardware, format: F
         choice = prefill_tiles(block_m, halves, hardware, format)
         steps = -(-columns // choice.step)
         count = -(-rows // (128 * halves)) * -(-tokens // block_m)
+        # Microseconds of a launch = start + rounds of whole tiles + the cut tiles of the last round + the ends.
         programs, full, cut, parts = deal(count, hardware.sms, steps)
         rounds, part = -(-full // programs), -(-steps // parts) if cut else 0
         ends = (rounds * _END + (_CUT if cut else 0)) * block_m * halves / 128
@@ -298,6 +300,7 @@ def candidates(
 
 def _splits(tiles: int, columns: int, block_k: int, programs: int) -> int:
     """Parts of K that give about `programs` programs, each with two steps or more."""
+    # Powers of two, so that few variants are compiled.
     ideal = programs / max(tiles, 1)
     most = max(columns // (2 * block_k), 1)
     splits = 1
@@ -340,6 +343,7 @@ def prefill_tiles(
     if groups is None:
         groups = 2 if block_m >= 64 and halves == 1 and format is None else 1
     room = _SHARED_BYTES - 2048 - block_m * halves * 256
+    # Bytes of a stage: x in 16 bit, 64 columns; W as words with their scales, or as stored codes.
     slot = block_m * 128 + halves * (4608 if format is None else 1024 * format.element.bits)
     depth = 2 if room // (2 * slot + 16) > 2 else 1
     if groups == 2 and block_m <= 96:

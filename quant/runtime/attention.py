@@ -132,6 +132,7 @@ def quantized_attention(
     if group is not None:
         name, passed = _RING, ring_format(attention, format)
         functions, masks = {name: partial(attend_in_ring, format=passed, group=group)}, {name: refuse_padding}
+    # Our names are registered only while the context is open: a model saved later does not refer to them.
     with implementations_kept(model), names_registered(functions, masks):
         try:
             model.set_attn_implementation(name)  # type: ignore[operator]
@@ -139,6 +140,7 @@ def quantized_attention(
                 raise UserError(
                     f"{type(model).__name__}: its attention is its own and cannot be replaced (--attention 16bit)"
                 )
+            # Read by `_rounded` in a forward pass without a cache; one with a cache carries its own format.
             config.quant_kv_cache = None if format is None else format.name
             yield
         finally:
@@ -197,6 +199,7 @@ def _mask(
     """None for a causal mask, perhaps with a window, which our functions apply; else bool, True where seen."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+    # A tensor of a mask costs batch · queries · keys; none is made where a kernel masks by position itself.
     plain = mask_function is None or mask_function is causal_mask_function or _is_window(mask_function, local_size)
     if plain and kv_offset == 0 and (attention_mask is None or bool(attention_mask[:, :kv_length].all())):
         return None
@@ -210,6 +213,7 @@ def _is_window(mask_function: Any, size: int | None) -> bool:
     """Whether this is the causal window of `size` keys, judged by the keys at both ends for two queries."""
     if size is None:
         return False
+    # Two queries, because one could not tell a window that slides from a fixed block of keys.
     seen = [
         bool(mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(query), torch.tensor(key)))
         for query in (2 * size, 2 * size + 1)
@@ -267,6 +271,7 @@ def _rounded(
         q, k = turn.q(q), turn.k(k)
     if format is None:
         return q, k, v, None
+    # A scale that was not calibrated comes from these tokens, as it would from the first tokens of a cache.
     k_scale, v_scale = scales_of(module, format, k.shape[1], turned)
     k_scale = first_scale(k, format) if k_scale is None else k_scale
     v_scale = first_scale(v, format) if v_scale is None else v_scale
@@ -285,6 +290,7 @@ def _dense(
     A GPU's quantizer takes 16 bit, so the operands of a float32 model are rounded as on a CPU.
     """
     dim, dtype = q.shape[3], q.dtype
+    # 1/√dim of the head itself: the padded operands below have a larger dimension.
     if options["softmax_scale"] is None:
         options["softmax_scale"] = dim**-0.5
     room = next((size for size in DIMS if size >= dim), None)
@@ -292,6 +298,7 @@ def _dense(
         raise UserError(f"head dimension {dim}: quantized attention takes at most {DIMS[-1]} (--attention 16bit)")
     on_gpu = q.is_cuda and (fp8 or dtype is not torch.float32)
     if on_gpu and room != dim:
+        # Zeros in added channels change no score, and their outputs are cut off.
         q, k, v = (pad(x, (0, room - dim)) for x in (q, k, v))
     out: torch.Tensor
     if on_gpu and fp8 and dtype is not torch.float32:
@@ -334,6 +341,7 @@ def _masked(
     if fp8:
         q, k, v = (_dequantized(x) for x in (q, k, v))
     grouped = q.float().unflatten(1, (k.shape[1], -1))
+    # Query heads of a KV head are one group: [batch, kv_heads, group, queries, keys].
     scores = grouped @ k.float()[:, :, None].mT * (q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -343,5 +351,6 @@ def _masked(
 
 
 def _dequantized(x: torch.Tensor) -> torch.Tensor:
+    # A scale for each block of 128 tokens, repeated for its tokens.
     codes, scale = quantize_blocks(x)
     return codes.float() * scale.repeat_interleave(SCALE_BLOCK, 2)[:, :, : x.shape[2], None]

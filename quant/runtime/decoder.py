@@ -32,6 +32,7 @@ FAMILIES = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", 
 _LINEARS = (".q_proj", ".k_proj", ".v_proj", ".o_proj", ".gate_proj", ".up_proj", ".down_proj")
 _GATES = {"silu": False, "gelu_pytorch_tanh": True}
 _PAGE = 64
+# Tokens behind a stop, of which there are at most this many, are thrown away.
 _LOOK = 16  # tokens between two looks at what was written; looking waits for the GPU
 _ROPES = ("default", "linear", "llama3", "yarn")  # an angle depends on its position alone
 # Relative errors of logits, see `Decoder.agrees`.
@@ -92,6 +93,7 @@ class Decoder:
         self.has_quantized_cache = has_quantized_cache
         pages_held = 1 if has_quantized_cache else pages
         self.layers = [_Layer(model.config, layer, index, pages_held, dtype) for index, layer in enumerate(body.layers)]
+        # All angles at once: a step then gathers a row, which a CUDA graph can replay.
         probe = torch.empty(1, 1, 1, device=device, dtype=dtype)  # tells the dtype and the device
         places = torch.arange(room, device=device)[None]
         kinds = getattr(body.rotary_emb, "layer_types", None)  # Gemma 3 turns sliding layers by other angles
@@ -126,6 +128,7 @@ class Decoder:
         """Takes the token in, and chooses the next one; gives its logits `[1, vocabulary]`."""
         from quant.kernels.portable.decoder_step import add_rmsnorm
 
+        # A copy, since the line below changes the lengths in place; both are read by kernels of this step.
         before = self.lengths.clone()
         self.lengths += 1
         position = before.long()
@@ -140,7 +143,9 @@ class Decoder:
         logits: torch.Tensor = self.head(add_rmsnorm(x, residual, **self.norm)[0])
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
+        # Kept on the GPU and read with the tokens: a check at each step would wait for it.
         self.finite &= (logits < torch.inf).all()
+        # In place: the next replay of the graph reads the token at the same address.
         self.token.copy_(logits.argmax(-1))
         self.written.index_copy_(0, position + 1, self.token)
         return logits
@@ -156,6 +161,7 @@ class Decoder:
 
     def capture(self) -> None:
         """Makes a graph of the step, which must have run once; `run` replays it."""
+        # The step ran once before: kernels are compiled, launches chosen and counters allocated outside the capture.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()
@@ -172,8 +178,10 @@ class Decoder:
             stops: tokens that end a text.
             steps_done: steps that were made since `begin`.
         """
+        # `written` is the first position whose token is not yet launched.
         written = start + 1 + steps_done
         while start < end:
+            # Several steps are launched before the host waits for the tokens that they write.
             upto = min(max(start + _LOOK, written), end)
             for _ in range(upto - written):
                 (self.replay or self.step)()
@@ -219,6 +227,7 @@ class _Layer:
         self.gate_up = _side_by_side([mlp.gate_proj, mlp.up_proj], dtype)
         self.out, self.down, self.gelu = attention.o_proj, mlp.down_proj, _GATES[_gate(config)]
         self.before, self.between = _of_norm(layer.input_layernorm), _of_norm(layer.post_attention_layernorm)
+        # Llama norms inputs only. Gemma 2 norms the outputs of attention and MLP too, before they are added.
         self.of_outputs = None
         if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma 2's
             self.of_outputs = self.between, _of_norm(layer.post_feedforward_layernorm)
@@ -234,6 +243,7 @@ class _Layer:
         self.pages = KVPages(k, v, None, dim)
         kinds = getattr(config, "layer_types", None)
         self.kind = kinds[index] if kinds else None
+        # Without `layer_types` a window, where the config has one, is for all layers (Mistral).
         slides = kinds is None or self.kind == "sliding_attention"
         self.scores: ScoreKeywords = {
             "window": getattr(config, "sliding_window", None) if slides else None,
@@ -261,6 +271,7 @@ class _Layer:
             self.qkv(normed), *angle, pages, table, lengths if cache is None else cache.first, **self.of_heads
         )
         if cache is not None:
+            # The one token's keys and values in 16 bit, which the kernel above has rotated into a page of their own.
             k, v = pages.k[:, :, :1], pages.v[:, :, :1]
             if cache.turn is not None:
                 q, k = cache.turn.q(q), cache.turn.k(k)

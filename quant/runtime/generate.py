@@ -169,6 +169,7 @@ def _decode(
     is_quantized = cache is not None
     seen = model(ids, use_cache=True, logits_to_keep=1, **cache_argument(model, cache))
     cache = cache_of(seen)
+    # The prompt's own logits choose the first token; the decoder starts behind it.
     first = int(_check_logits(model, ids, seen.logits[:, -1]).argmax())
     stops = _ends(model)
     if max_new_tokens == 1 or first in stops:
@@ -176,9 +177,11 @@ def _decode(
         return ""
     decoder = Decoder(model, count + max_new_tokens, has_quantized_cache=is_quantized)
     decoder.begin(cache, first)
+    # The same token both ways: models that this decoder misunderstands show it here, before any text is shown.
     expected = model(ids.new_tensor([[first]]), **cache_argument(model, cache)).logits[:, -1]
     if not decoder.agrees(decoder.step(), expected):
         return "the logits of its first token would be others"
+    # The prompt and the step above have made two tokens; with more, the steps are replays.
     if max_new_tokens > 2:
         decoder.capture()
     for tokens in decoder.run(count, count + max_new_tokens, stops, steps_done=1):
@@ -196,6 +199,7 @@ def _ends(model: nn.Module) -> tuple[int, ...]:
 
 def _check_logits(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """The logits as they are; transformers calls this before it chooses a token, and would choose one of NaN, too."""
+    # NaN compares as false, so one comparison finds both NaN and infinity.
     if bool((logits < torch.inf).all()):  # a token that must not come has -infinity
         return logits
     return _refuse_logits(model, ids.shape[1])
@@ -245,6 +249,7 @@ def _wide_logits(model: nn.Module) -> Iterator[None]:
         wide: torch.Tensor = logits.unflatten(0, x.shape[:-1])
         return wide
 
+    # An instance attribute hides the method of the class; deleting it brings the method back.
     head.forward = forward  # type: ignore[method-assign, assignment]
     try:
         yield
@@ -276,6 +281,7 @@ def _cast(model: nn.Module, dtype: str) -> None:
     """Puts `model` in a dtype; what it keeps in float32 itself, such as the frequencies of positions, stays that."""
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: unknown; known: {', '.join(DTYPES)}")
+    # `.to(dtype)` casts all floating-point buffers, also frequencies that models keep in float32 on purpose.
     wide = [
         (module, name, buffer)
         for module in model.modules()

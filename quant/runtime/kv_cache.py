@@ -79,6 +79,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
             kv_heads,
             dim,
             format=self.format,
+            # Room for the prompt, and 4 pages for each sequence to grow by before the cache must.
             pages=batch * (new // self._page_size + 4),
             page_size=self._page_size,
             k_scale=None if k_scale is None else k_scale[None],
@@ -106,6 +107,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
             self._pages.append(0, self._sequences, keys, value_states)
             return self.read(key_states.dtype)
         self._waiting = True
+        # A view that carries the layer through the modeling code; the keys themselves stay untouched.
         marked = key_states.view_as(key_states)
         marked.quant_layer = self  # type: ignore[attr-defined]
         return marked, value_states
@@ -119,6 +121,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         assert self._pages is not None
         self._waiting = False
+        # The first tokens decide the matrices, and later tokens keep them: cached keys are turned already.
         if self._turns and self._turn is None:
             self._turn = turning(q, k, **options)
         if self._turn is not None:
@@ -209,6 +212,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
     def _select(self, rows: list[int]) -> None:
         if self._pages is None:
             return
+        # Forks first: dropping a sequence before could free pages that a later row continues.
         chosen = [self._pages.fork(self._sequences[row]) for row in rows]
         for sequence in self._sequences:
             self._pages.drop(sequence)

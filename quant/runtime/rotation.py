@@ -82,11 +82,14 @@ def turning(
     center = torch.zeros_like(k[0, :, :1], dtype=torch.float32)
     if softcap is None:
         center = _center(q, k, k.shape[3] ** -0.5 if softmax_scale is None else softmax_scale)
+    # A = of_k, B = of_q, L = lower and M = product of the module docstring.
     of_q, of_k = _moment(q, k.shape[1]), _moment(k.float() - center, k.shape[1])
     lower: torch.Tensor = torch.linalg.cholesky_ex(of_k).L
     product = lower.mT @ of_q @ lower
+    # Symmetric up to rounding, and both methods need it to be so exactly.
     inverse, root = (_by_products if k.is_cuda else _by_eigenvalues)((product + product.mT) / 2)
     rotation = _rotation(k.shape[3], k.device)
+    # L⁻ᵀ M^¼ H by substitution, which is more exact than an inverse of L.
     turned_k = torch.linalg.solve_triangular(lower.mT, root @ rotation, upper=True)
     return Turn((lower @ inverse @ rotation).float(), turned_k.float(), center)
 
@@ -98,6 +101,7 @@ def _rotation(dim: int, device: torch.device) -> torch.Tensor:
 
 def _center(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> torch.Tensor:
     """Mean of the keys, weighted by causal attention, float32 `[kv_heads, 1, dim]`."""
+    # At most `SAMPLED` keys over the whole batch, evenly spread.
     stride = -(-k.shape[0] * k.shape[2] // SAMPLED)
     keys = k[:, :, ::stride].float()
     rows = torch.arange(0, q.shape[2], max(stride, -(-k.shape[0] * k.shape[2] // _QUERIES)), device=q.device)
@@ -129,6 +133,7 @@ def _by_products(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     the result, so scores stay exact.
     """
     identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    # The largest row sum bounds the eigenvalues, so those of y are in (0, 1], where Newton's method converges.
     size = x.abs().sum(-1).amax(-1)[:, None, None]
     residual, root = x / size, identity.expand_as(x)
     for _ in range(_ITERATIONS):
@@ -145,9 +150,11 @@ def _moment(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     rows = x[:, :, ::stride].float().unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 3)
     seen = rows.shape[1]
     product = (rows.mT @ rows).double() / seen
+    # A model whose activations overflow keeps its scores: moments of zero give a turn by H alone.
     product = torch.where(product.isfinite().all(), product, torch.zeros_like(product))
     channels = product.diagonal(dim1=-2, dim2=-1)
     least = nonzero(channels.mean(-1, keepdim=True) * _FLOOR)
+    # The prior has the measured variance of each channel and no correlation.
     prior = torch.diag_embed(channels * PRIOR)
     mean: torch.Tensor = (product * seen + prior) / (seen + PRIOR) + torch.diag_embed(least.expand_as(channels))
     return mean

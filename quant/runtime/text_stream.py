@@ -42,6 +42,7 @@ class TextStream:
         self.tokens += tokens
         if self._tell is None or len(self.tokens) - self._decoded <= len(self.tokens) // _EVERY:
             return
+        # A character cut in two decodes to U+FFFD at the end, until its last token comes.
         self._decoded, text = len(self.tokens), self.text.rstrip(_UNFINISHED)
         if getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
             text = re.sub(r"\s*\S*$", "", text)

@@ -59,6 +59,7 @@ def pages_of(
         )
     count, lead = len(cache), (len(cache), kv_heads, page_size)
     codes, blocks = count * kv_heads * page_size * dim // 2, count * kv_heads * page_size * dim // 16
+    # [codes of K | codes of V | block scales of K | block scales of V], each for all blocks of vLLM's cache
     k, v, k_blocks, v_blocks = cache.view(-1).split([codes, codes, blocks, blocks])
     return KVPages(
         k.view(*lead, -1), v.view(*lead, -1), NVFP4, dim, *scales,
@@ -109,10 +110,12 @@ class Builder(AttentionMetadataBuilder[Batch]):
     ) -> Batch:
         common = common_attn_metadata
         decodes, _, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
+        # A captured graph pads the batch with sequences of no token.
         decodes = min(decodes, common.num_actual_tokens)  # without sequences that only pad a batch
         chunks = []
         if tokens < common.num_actual_tokens:
             at, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
+            # Lengths on the host; reading those of the GPU would wait for it.
             assert lengths is not None
             rows = range(decodes, common.num_reqs)
             chunks = [(row, at[row], at[row + 1], int(lengths[row])) for row in rows if at[row + 1] > at[row]]
@@ -200,6 +203,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
             target = get_forward_context().no_compile_layers[self.shares_with]
             return target.impl.pages(target, cache)  # type: ignore[no-any-return]
         self.shape = cache.shape
+        # vLLM may bind layers of different groups to one buffer.
         other = self._at.setdefault(cache.data_ptr(), self)
         if other.shape != cache.shape:
             raise ValueError(
@@ -238,6 +242,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         if self.shares_with is None:
             write_kv_slots(pages, batch.slots[: batch.tokens], key, value)
         if batch.decodes:
+            # [decodes, heads, 1, dim]: one new token a sequence.
             q = query[: batch.decodes, :, None]
             sms = torch.cuda.get_device_properties(q.device).multi_processor_count
             rows = self.num_heads // self.num_kv_heads
@@ -253,6 +258,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
     ) -> None:
         start, stop = batch.chunks[0][1], batch.chunks[-1][2]
         longest = max(last - first for _, first, last, _ in batch.chunks)
+        # Prompts from their start need no cache: FlashAttention reads the keys and values of this step in 16 bit.
         if self.shares_with is None and all(last - first == length for _, first, last, length in batch.chunks):
             out[start:stop] = self.flash(
                 q[start:stop], k[start:stop], v[start:stop], cu_seqlens_q=batch.starts, cu_seqlens_k=batch.starts,
@@ -275,6 +281,7 @@ def values_of(pages: KVPages, table: torch.Tensor, length: int, dtype: torch.dty
     """Keys and values `[length, kv_heads, dim]` of the first tokens in the pages that `table` names."""
     from quant.kernels.portable.paged_kv_cache import read_nvfp4_kv
 
+    # Rows of the block table end in entries of no meaning; only pages up to `length` are read.
     used = table[: -(-length // pages.page_size)].long()
 
     def gathered(x: torch.Tensor) -> torch.Tensor:

@@ -119,10 +119,12 @@ class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
         """Leaves the unweighted output of every slot's expert for `finalize_weight_and_reduce_impl`."""
         from quant.kernels.portable.expert_rows import route
 
+        # rows: hidden states sorted by expert; places: where each token's slots went, [tokens, k].
         rows, offsets, places = route(hidden_states, topk_ids.contiguous(), len(w1))
         both = grouped_linear(rows, self.w13, offsets)
         middle = both.new_empty(len(both), self.adjust_N_for_activation(both.shape[1], activation))
         self.activation(activation, middle, both)
+        # vLLM calls `apply` and then the reduction, in the same thread; the reduction takes and deletes this.
         self.slots = grouped_linear(middle, self.w2, offsets), places
 
 
@@ -157,6 +159,7 @@ def install() -> None:
         compressed_tensors_moe_w4a4_nvfp4 as compressed,
     )
 
+    # Each module has imported the function by name, so it is replaced in all of them.
     chosen_by_vllm = nvfp4.select_nvfp4_moe_backend
     if getattr(chosen_by_vllm, "is_blockscale", False):
         return

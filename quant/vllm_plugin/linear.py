@@ -50,6 +50,7 @@ def has_our_layers() -> bool:
 def install_weight(layer: Layer, weight: BlockScaledTensor, codes: str = "weight") -> None:
     """Makes `weight` the parameters of `layer`, its codes under the name `codes`."""
     weights.hold(layer, weight, codes)
+    # With tensor parallelism vLLM fuses the norm into the all-reduce; our norm would undo that.
     if getattr(layer, "tp_size", 1) == 1:
         _formats_installed.add(weight.format.name)
     logger.info_once("Blockscale: linear layers in %s take our kernels", weight.format.name)
@@ -66,6 +67,7 @@ class _OverMarlin:
         weight = self.weight_of(layer)
         reason = weights.dtype_refusal(layer.params_dtype)
         if not reason:
+            # Scales and shape decide, so this is known only once vLLM has loaded the weight.
             weight, reason = weights.arranged(weight)
         if not reason:
             install_weight(layer, weight)
@@ -73,6 +75,7 @@ class _OverMarlin:
         shape = "x".join(map(str, weight.shape))
         logger.warning_once("Blockscale: a linear layer in %s stays with Marlin: %s", weight.format.name, reason)
         logger.debug("Blockscale: %s [%s]: %s", getattr(layer, "prefix", ""), shape, reason)
+        # `apply_weights` reads it: empty is Marlin's layer.
         layer.blockscale_format = ""
         super().process_weights_after_loading(layer)  # type: ignore[misc]
 
@@ -129,6 +132,7 @@ class BlockscaleInt4LinearKernel(MPLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: Layer) -> None:
+        # vLLM may hold the weight transposed; ours is [out, in / 8], eight codes of `in` in a word.
         words = permute_param_layout_(getattr(layer, self.w_q_name), input_dim=1, output_dim=0, packed_dim=1)
         scale = permute_param_layout_(getattr(layer, self.w_s_name), input_dim=1, output_dim=0)
         delattr(layer, self.w_s_name)

@@ -76,6 +76,7 @@ class BlockscaleRMSNorm(RMSNorm):
     """`h / rms(h) · weight` and h, where `h = x + residual`; without a residual the first alone."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        # `variance_size_override` norms by a part of the columns only, which our kernel does not.
         able = self.has_weight and self.variance_size_override is None and x.shape[-1] <= MOST_COLUMNS
         weight = self.weight
         if not (able and takes_rows(x) and weight.dtype is x.dtype and (residual is None or takes_rows(residual))):
@@ -94,5 +95,6 @@ class BlockscaleSiluAndMul(SiluAndMul):
 
 def install() -> None:
     """Replaces the two classes wherever vLLM makes one, unless another plug-in has replaced them."""
+    # `setdefault`: another plug-in that came first keeps its class.
     op_registry_oot.setdefault("RMSNorm", BlockscaleRMSNorm)
     op_registry_oot.setdefault("SiluAndMul", BlockscaleSiluAndMul)

@@ -67,6 +67,7 @@ def install() -> str:
 
     from quant.vllm_plugin import attention, experts, linear, overlap
 
+    # Every import above may fail in an unknown build of vLLM, so nothing is changed before this line.
     places = (
         (lists._POSSIBLE_NVFP4_KERNELS, linear.BlockscaleNvFp4LinearKernel),
         (lists._POSSIBLE_MXFP4_KERNELS, linear.BlockscaleMxFp4LinearKernel),

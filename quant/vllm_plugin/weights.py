@@ -46,6 +46,7 @@ def mxfp8_weight(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
 
 def int4_weight(words: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
     """An INT4 weight `[out, in]` from words of eight codes along `in`, each offset by 8."""
+    # Codes offset by 8 become two's complement when bit 3 of each nibble is flipped.
     codes = words.contiguous().view(torch.uint8) ^ 0x88
     return BlockScaledTensor(codes, scale.float().contiguous(), FORMATS["int4"], (codes.shape[0], codes.shape[1] * 2))
 
@@ -64,6 +65,7 @@ def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
     kernels count arrivals are made here too, for they must exist before a CUDA graph is captured.
     """
     device = weight.codes.device
+    # What is allocated during a capture belongs to that graph alone.
     if device.type == "cuda":
         reserve(device)
     if weight.format.element is not E2M1:
