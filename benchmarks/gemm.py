@@ -37,7 +37,7 @@ from _table import Row, machine, show, versions, write_json
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels import launch_table, tiles
+from quant.kernels import launch_table, matmul_tiles
 from quant.kernels.ceilings import copy_rate, warm_up
 from quant.kernels.hardware import current
 from quant.kernels.linear import dispatch, tuning
@@ -111,7 +111,7 @@ def weights(
                     "launch": _words(best.choice),
                     "others": " ".join(f"{_words(t.choice)}={t.microseconds:.1f}" for t in timings[1:]),
                     "dropped": "; ".join(f"{_words(c)}: {why}" for c, why in dropped.items()),
-                    "choice": tiles.to_dict(best.choice),
+                    "choice": matmul_tiles.to_dict(best.choice),
                     "key": launch_table.key(FORMATS[name], tokens, shape, prepacked),
                 }
             )
@@ -119,10 +119,10 @@ def weights(
     return section
 
 
-def _choices(weight: BlockScaledTensor, tokens: int) -> list[tiles.Choice]:
+def _choices(weight: BlockScaledTensor, tokens: int) -> list[matmul_tiles.Choice]:
     shape = (weight.shape[0], weight.shape[1])
     if _search:
-        return tiles.candidates(weight.format, tokens, shape, current(), weight.codes.dtype is torch.int32)
+        return matmul_tiles.candidates(weight.format, tokens, shape, current(), weight.codes.dtype is torch.int32)
     return [dispatch.choose_launch(weight, torch.empty(tokens, shape[1], device="cuda", dtype=torch.bfloat16))]
 
 
@@ -136,15 +136,15 @@ def _run_once(weight: BlockScaledTensor, tokens: int) -> None:
             print(f"{weight.format} {list(weight.shape)} {tokens} {choice}: {error}", file=sys.stderr)
 
 
-def _words(choice: tiles.Choice) -> str:
-    if isinstance(choice, tiles.GluonTiles):
+def _words(choice: matmul_tiles.Choice) -> str:
+    if isinstance(choice, matmul_tiles.GluonTiles):
         c = choice
         return f"gluon {c.block_m}/{c.programs} w{c.warps}r{c.resident}d{c.depth}s{c.stages}"
-    if isinstance(choice, tiles.Tiles):
+    if isinstance(choice, matmul_tiles.Tiles):
         c = choice
         swap = "ᵀ" if c.swap else ""
         return f"{c.block_m}x{c.block_n}x{c.block_k}{swap}/{c.splits} w{c.warps}s{c.stages}"
-    if isinstance(choice, tiles.PrefillTiles):
+    if isinstance(choice, matmul_tiles.PrefillTiles):
         return f"tall {choice.block_m}x{128 * choice.halves}/{choice.groups} d{choice.depth}s{choice.stages}"
     return "dense"
 

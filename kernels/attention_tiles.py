@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quant.kernels.pages import KVPages
+from quant.kernels.kv_pages import KVPages
 
 DIMS = (64, 96, 128, 192, 256)
 """Head dimensions of `attention`."""

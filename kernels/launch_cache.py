@@ -1,4 +1,4 @@
-"""A Triton kernel that is launched again and again with arguments that look alike, past Triton's look at each of them.
+"""`CachedLaunch` launches a Triton kernel again with arguments of the same kinds, past Triton's argument inspection.
 
 At every call Triton asks of every argument whether it is a number, a multiple of 16, or a tensor of which dtype, and
 finds the compiled kernel by the answers: 10 to 40 µs of host time, as much as a small kernel runs. Here the answers of
@@ -16,7 +16,7 @@ _ALIGNMENT = 16  # bytes, of which Triton compiles kernels that know
 _MOST = 64
 
 
-class Repeated:
+class CachedLaunch:
     """`kernel[grid](*arguments, **constants)`, again and again on one device.
 
     Descriptors must be of the same kind at each call.
@@ -27,12 +27,12 @@ class Repeated:
         constants: its compile-time constants, all of them, and options such as `num_warps`.
     """
 
-    __slots__ = ("_after", "_constants", "_grid", "_kernel", "_known")
+    __slots__ = ("_after", "_constants", "_grid", "_kernel", "_launches")
 
     def __init__(self, kernel: Any, grid: Sequence[int], constants: Mapping[str, Any]) -> None:
         self._kernel, self._grid, self._constants = kernel, grid, constants
         self._after: list[Any] = []
-        self._known: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self._launches: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def __call__(self, *arguments: Any) -> None:
         """Launches on the current stream; arguments are tensors, descriptors, integers, floats and None."""
@@ -45,14 +45,14 @@ class Repeated:
             elif argument is None or type(argument) is int:
                 parts.append(argument)
         key = (addresses % _ALIGNMENT, *parts)
-        launch = self._known.get(key)
+        launch = self._launches.get(key)
         if launch is not None:
             launch(*arguments, *self._after)
             return
         compiled = self._kernel[self._grid](*arguments, **self._constants)
         # Unaligned pointers stay with Triton's own launch, which compiles a variant for them.
         if compiled is not None and not key[0]:  # Triton's interpreter compiles nothing
-            if len(self._known) >= _MOST:
-                self._known.clear()
+            if len(self._launches) >= _MOST:
+                self._launches.clear()
             self._after = [self._constants[name] for name in self._kernel.arg_names if name in self._constants]
-            self._known[key] = compiled[(*self._grid, 1, 1)[:3]]
+            self._launches[key] = compiled[(*self._grid, 1, 1)[:3]]

@@ -1,8 +1,8 @@
 """Tables hold the best measured launch for each shape: those shipped with the package, and those of `quant tune`.
 
-A table is a JSON file for one GPU: key "format|layout|tokens|out|in", value a `tiles.Choice` with its time. The name
-of the file that `quant tune` writes holds the versions of Triton and of this package, so an update of either starts
-a new file. Tokens are powers of two up to 64, then multiples of 64; each entry serves the token counts up to its own.
+A table is a JSON file for one GPU: key "format|layout|tokens|out|in", value a `Choice` with its time. The name of the
+file that `quant tune` writes holds the versions of Triton and of this package, so an update of either starts a new
+file. Tokens are powers of two up to 64, then multiples of 64; each entry serves the token counts up to its own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any
 from quant.formats.atomic import write_atomically
 from quant.formats.format import Format
 from quant.formats.json_files import read_json
-from quant.kernels import tiles
+from quant.kernels import matmul_tiles
 from quant.kernels.hardware import Hardware
+from quant.kernels.matmul_tiles import Choice
 
 # With at most this many tokens, reading the weight takes all the time, and a launch for more tokens serves fewer. From
-# there to `tiles.FEW`, each power of two has its own tile.
+# there to `matmul_tiles.FEW`, each power of two has its own tile.
 _SAME = 16
 edition = 0
 """Counts the changes of this machine's tables in this process: a choice from an earlier one is out of date."""
@@ -33,15 +34,15 @@ _SHIPPED = Path(__file__).resolve().parent / "tuned"
 class Timing:
     """A measured candidate: microseconds a call, and its largest error relative to the largest output."""
 
-    choice: tiles.Choice
+    choice: Choice
     microseconds: float
     error: float
 
 
-def look_up(gpu: Hardware, format: Format, tokens: int, shape: tuple[int, int], prepacked: bool) -> tiles.Choice | None:
+def look_up(gpu: Hardware, format: Format, tokens: int, shape: tuple[int, int], prepacked: bool) -> Choice | None:
     """The launch that was measured for a shape and these tokens, or for the next larger number of them, or None."""
-    table, count = _table(gpu.name), tiles.bucket(tokens)
-    if count <= tiles.FEW:
+    table, count = _table(gpu.name), matmul_tiles.bucket(tokens)
+    if count <= matmul_tiles.FEW:
         most = max(_SAME, count)
     elif prepacked:
         # Tiles that go evenly into the SMs for one number of tokens do not for another; the guess knows.
@@ -59,22 +60,22 @@ def look_up(gpu: Hardware, format: Format, tokens: int, shape: tuple[int, int], 
 def key(format: Format, tokens: int, shape: tuple[int, int], prepacked: bool) -> str:
     """Name of an entry; to the kernel for prepacked weights, MXFP4 is NVFP4."""
     layout = "nvfp4|prepacked" if prepacked else f"{format}|checkpoint"
-    return f"{layout}|{tiles.bucket(tokens)}|{shape[0]}|{shape[1]}"
+    return f"{layout}|{matmul_tiles.bucket(tokens)}|{shape[0]}|{shape[1]}"
 
 
 @lru_cache(maxsize=8)
-def _table(gpu: str) -> dict[str, tiles.Choice]:
+def _table(gpu: str) -> dict[str, Choice]:
     """Shipped entries, and those measured here on top."""
-    entries: dict[str, tiles.Choice] = {}
+    entries: dict[str, Choice] = {}
     for path in (_SHIPPED / f"{gpu}.json", cache_file(gpu)):
         if path.exists():
             entries |= read_json(path, "a table of launches; delete it", _choices)
     return entries
 
 
-def _choices(document: Any) -> dict[str, tiles.Choice]:
+def _choices(document: Any) -> dict[str, Choice]:
     try:
-        return {name: tiles.from_dict(entry["choice"]) for name, entry in document["entries"].items()}
+        return {name: matmul_tiles.from_dict(entry["choice"]) for name, entry in document["entries"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
@@ -116,4 +117,4 @@ def store(gpu: Hardware, entries: dict[str, Timing]) -> Path:
 
 def to_entry(timing: Timing) -> dict[str, Any]:
     """JSON-ready."""
-    return {"choice": tiles.to_dict(timing.choice), "microseconds": round(timing.microseconds, 2)}
+    return {"choice": matmul_tiles.to_dict(timing.choice), "microseconds": round(timing.microseconds, 2)}

@@ -32,7 +32,7 @@ import numpy as np
 from quant.export.onnx_graph.opsets import PLUGIN
 from quant.kernels.aot import CompiledKernel, compile_kernel
 from quant.kernels.attention_tiles import HEAD_DIMS, Tiles, tiles_for
-from quant.kernels.driver import LoadedKernel
+from quant.kernels.cuda_driver import LoadedKernel
 
 INPUTS = ("q", "k", "v", "scales")
 

@@ -27,7 +27,7 @@ from quant.export.engine.plugin import (
 from quant.export.onnx_graph.opsets import PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
 from quant.kernels.aot import CompiledKernel
 from quant.kernels.attention_tiles import tiles_for
-from quant.kernels.driver import LoadedKernel
+from quant.kernels.cuda_driver import LoadedKernel
 
 _DATA_TYPES = {"FP32": "FLOAT", "FP16": "HALF"}
 

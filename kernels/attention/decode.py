@@ -18,7 +18,7 @@ import torch
 from quant.kernels.attention_operands import AttentionOptions, ScoreKeywords, check_devices
 from quant.kernels.attention_reference import reference
 from quant.kernels.attention_tiles import DecodeTiles, decode_tiles_for
-from quant.kernels.pages import PAGE_SIZES, KVPages, check_kv_format
+from quant.kernels.kv_pages import PAGE_SIZES, KVPages, check_kv_format
 
 
 def paged_attention(

@@ -8,7 +8,7 @@
 
 A page spans all layers and KV heads, so a sequence is a list of pages (its row of the block table) and growing moves
 no data. A page counts its owners; one with several owners is copied before it is written, which is all that sharing a
-prompt among continuations takes. `quant.kernels.pages` defines the formats.
+prompt among continuations takes. `quant.kernels.kv_pages` defines the formats.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from quant.formats.format import Format
 from quant.kernels.attention.decode import paged_attention
 from quant.kernels.attention_operands import ScoreKeywords
-from quant.kernels.pages import PAGE_SIZES, KVPages, check_kv_format, first_scale, write_reference
+from quant.kernels.kv_pages import PAGE_SIZES, KVPages, check_kv_format, first_scale, write_reference
 
 
 class PagedKVCache:

@@ -40,7 +40,7 @@ from quant.formats.scaling import global_scale_of, scale_of
 from quant.kernels.attention.forward import attention
 from quant.kernels.attention_operands import SCALE_BLOCK, AttentionOptions, scale_blocks
 from quant.kernels.attention_reference import reference
-from quant.kernels.pages import KVPages, decode_kv, encode_kv
+from quant.kernels.kv_pages import KVPages, decode_kv, encode_kv
 
 RING_FORMATS = ("fp8", "nvfp4")
 """Formats in which keys and values are passed on; None is 16 bit."""

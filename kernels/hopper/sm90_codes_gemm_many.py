@@ -33,7 +33,7 @@ and slots are deeper, which spreads the work that is done once a slot.
 
 Each program stays on its SM and takes every n-th tile, in an order in which tiles computed at one time share x and W
 in L2. A tile goes to y through shared memory, by TMA, while the next one is multiplied. The tiles of the last round
-are cut along K where that gives every SM some work (`tiles.deal`):
+are cut along K where that gives every SM some work (`matmul_tiles.deal`):
 
     turn 0             program p computes part p % parts of tile `whole` + p // parts, and leaves its float32 sum
     turns 1, 2, …      whole tiles p, p + programs, …
@@ -46,7 +46,7 @@ polls a program stops waiting, and the last program to arrive adds up its pieces
 is updated atomically: how many parts have arrived, and one bit for each program that has stopped waiting. So either
 the owner of a piece sees all parts, or the last part sees that the owner has gone.
 
-Codes in the checkpoint's order (`tiles.STORED_FORMATS`) can take the place of words; `sm90_decode_codes.py` decodes
+Codes in the checkpoint's order (`STORED_FORMATS`) can take the place of words; `sm90_decode_codes.py` decodes
 them. They take more bytes and more instructions than words, so wide tiles are best from fewer tokens on.
 
 With experts, x is sorted by expert, and a tile is 128 rows of one expert. The number of tiles is known only on the GPU,
@@ -75,7 +75,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.counters import arrival_counters
+from quant.kernels.arrival_counters import arrival_counters
 from quant.kernels.hardware import Hardware, current
 from quant.kernels.hopper.sm90_decode_codes import (
     code_pairs,
@@ -109,9 +109,9 @@ from quant.kernels.hopper.sm90_gemm_reduction import (
 )
 from quant.kernels.hopper.sm90_gemm_schedule import Work, fetches_of, locate, turns_of, whole_tiles
 from quant.kernels.hopper.tensor_maps import fields_of, matrix_fields, prepacked_fields
-from quant.kernels.launch_cache import Repeated
+from quant.kernels.launch_cache import CachedLaunch
 from quant.kernels.layout import is_prepacked
-from quant.kernels.tiles import Launch, PrefillTiles, deal, prefill_tiles
+from quant.kernels.matmul_tiles import Launch, PrefillTiles, deal, prefill_tiles
 
 _REGISTERS = gl.constexpr(232)
 _FETCHER_REGISTERS = gl.constexpr(40)
@@ -594,7 +594,7 @@ def prepare_gemm_many(
 
     Args:
         x: `[tokens, in]`, BF16, rows contiguous and 16-byte aligned.
-        weight: prepacked, or in one of `tiles.STORED_FORMATS` and 16-byte aligned, `[out, in]`; with offsets prepacked
+        weight: prepacked, or in one of `STORED_FORMATS` and 16-byte aligned, `[out, in]`; with offsets prepacked
             NVFP4, `[experts, out, in]`.
         bias: `[out]`, or None.
         tiles: how to cut it up.
@@ -636,7 +636,7 @@ def prepare_gemm_many(
         "constants": constants, "num_warps": 8 // tiles.groups,
         "maxnreg": None if tiles.groups == 2 and tiles.ahead else 168, "launch_pdl": tiles.overlap,
     }  # fmt: skip
-    launch, counter_count = Repeated(sm90_codes_gemm_many, (programs,), options), tiles.groups * cut
+    launch, counter_count = CachedLaunch(sm90_codes_gemm_many, (programs,), options), tiles.groups * cut
 
     def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
         y = x.new_empty(M, N)

@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 
 from quant.formats.number import E2M1, E4M3
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.launch_cache import Repeated
+from quant.kernels.launch_cache import CachedLaunch
 
 # One word and the scales of its two rows to four words of two products: codes 0 and 1 are of the first row.
 _PRODUCTS = gl.constexpr("""{
@@ -164,10 +164,10 @@ def dequantize_prepacked(weight: BlockScaledTensor, dtype: torch.dtype = torch.b
 
 
 @lru_cache(maxsize=256)
-def _dequantizer(N: int, K: int, device: torch.device) -> Repeated:
+def _dequantizer(N: int, K: int, device: torch.device) -> CachedLaunch:
     """The launch of `sm90_nvfp4_dequantize` for weights of a shape, on a device."""
     tiles = _tiles_of(K)
-    return Repeated(sm90_nvfp4_dequantize, (K // 64 // tiles, N // 64), {"tiles": tiles, "num_warps": 4})
+    return CachedLaunch(sm90_nvfp4_dequantize, (K // 64 // tiles, N // 64), {"tiles": tiles, "num_warps": 4})
 
 
 def prepacked_to_e4m3(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:

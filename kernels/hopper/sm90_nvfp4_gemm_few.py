@@ -49,7 +49,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.counters import arrival_counters
+from quant.kernels.arrival_counters import arrival_counters
 from quant.kernels.hopper.sm90_decode_nvfp4 import DECODED, decode
 from quant.kernels.hopper.sm90_gemm_epilogue import Output, halve, store_sum
 from quant.kernels.hopper.sm90_gemm_pipeline import (
@@ -63,8 +63,8 @@ from quant.kernels.hopper.sm90_gemm_pipeline import (
     weight_rings,
 )
 from quant.kernels.hopper.tensor_maps import matrix_fields, prepacked_fields
-from quant.kernels.launch_cache import Repeated
-from quant.kernels.tiles import GluonTiles, Launch
+from quant.kernels.launch_cache import CachedLaunch
+from quant.kernels.matmul_tiles import GluonTiles, Launch
 
 ALONE = gl.constexpr(8)
 """Tokens of a tile up to which each warp multiplies by itself (mma.sync), and waits for no other warp."""
@@ -397,7 +397,7 @@ def prepare_gemm_few(
         "constants": Constants(bias is not None, tiles.stages, depth, split, tiles.overlap), **registers(tiles),
         "num_warps": tiles.warps, "launch_pdl": tiles.overlap,
     }  # fmt: skip
-    launch = Repeated(sm90_nvfp4_gemm_few, (programs,), constants)
+    launch = CachedLaunch(sm90_nvfp4_gemm_few, (programs,), constants)
 
     def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
         y = x.new_empty(M, N)

@@ -13,7 +13,7 @@ from quant.kernels.hardware import current
 from quant.kernels.layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.tuning import call_of, copies, extra_copies
-from quant.kernels.tiles import to_dict
+from quant.kernels.matmul_tiles import to_dict
 from quant.kernels.timing import graph_microseconds
 
 

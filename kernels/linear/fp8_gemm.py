@@ -19,10 +19,10 @@ import torch
 from quant.formats.format import Format
 from quant.formats.scaling import finite_or_nan, scale_of
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels import tiles
+from quant.kernels import matmul_tiles
 from quant.kernels.hardware import has_triton
 from quant.kernels.layout import is_prepacked
-from quant.kernels.tiles import Product
+from quant.kernels.matmul_tiles import Product
 
 _STEP = 16
 
@@ -146,7 +146,7 @@ def takes_prefill(weight: BlockScaledTensor, activation: Format, tokens: int, dt
     from quant.kernels.portable import casts
 
     is_fp8 = activation.name in casts.FORMATS_OUT and (_is_per_tensor(activation) or _is_per_row(activation))
-    is_many = tokens > tiles.PREFILL and dtype is torch.bfloat16
+    is_many = tokens > matmul_tiles.PREFILL and dtype is torch.bfloat16
     return is_fp8 and is_many and is_prepacked(weight) and weight.shape[1] <= casts.MAX_COLUMNS
 
 

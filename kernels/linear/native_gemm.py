@@ -17,7 +17,7 @@ import torch
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
-from quant.kernels import hardware, tiles
+from quant.kernels import hardware, matmul_tiles
 from quant.kernels.layout import is_prepacked
 
 _GROUPS = FORMATS["fp8_group"]  # of activations: 1 × 128, the counterpart of weights in 128 × 128
@@ -36,7 +36,7 @@ def multiplies_natively(weight: BlockScaledTensor, activation: Format, tokens: i
     if format.has_square_blocks:
         # FP8 squares of 128 × 128 meet groups of 128 inputs, so every product of blocks has one factor.
         # With few tokens reading W takes all the time, and 16-bit products are no slower.
-        is_able = gpu.has_fp8 and activation is _GROUPS and tokens > tiles.FEW
+        is_able = gpu.has_fp8 and activation is _GROUPS and tokens > matmul_tiles.FEW
     else:
         is_able = gpu.has_block_scales and activation is format and format.name in block_scaled_gemm.SCALED_FORMATS
     if not is_able or columns > casts.MAX_COLUMNS:

@@ -21,7 +21,7 @@ from torch import nn
 from quant.formats.finite import is_finite
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.counters import reserve
+from quant.kernels.arrival_counters import reserve
 from quant.kernels.layout import is_prepacked, prefers_prepacked, prepack, prepack_refusal, restore, takes_any_dtype
 from quant.kernels.linear.ops import autocast_dtype, is_traced
 

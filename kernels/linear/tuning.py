@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels import tiles
+from quant.kernels import matmul_tiles
 from quant.kernels.hardware import Hardware
 from quant.kernels.launch_table import Timing, key, store, to_entry
 from quant.kernels.layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
@@ -26,22 +26,22 @@ from quant.kernels.timing import graph_microseconds
 
 
 def search(
-    weight: BlockScaledTensor, tokens: int, gpu: Hardware, *, choices: Iterable[tiles.Choice] | None = None
-) -> tuple[list[Timing], dict[tiles.Choice, str]]:
+    weight: BlockScaledTensor, tokens: int, gpu: Hardware, *, choices: Iterable[matmul_tiles.Choice] | None = None
+) -> tuple[list[Timing], dict[matmul_tiles.Choice, str]]:
     """Times the candidates for `weight` and `tokens` rows of BF16, fastest first.
 
     Args:
         weight: on the GPU, in either layout.
         tokens: rows of x.
         gpu: the GPU it is on.
-        choices: what to try; by default `tiles.candidates`.
+        choices: what to try; by default `matmul_tiles.candidates`.
 
     Returns:
         The correct candidates with their times, and why each of the others was dropped.
     """
     shape = (weight.shape[0], weight.shape[1])
     if choices is None:
-        choices = tiles.candidates(weight.format, tokens, shape, gpu, is_prepacked(weight))
+        choices = matmul_tiles.candidates(weight.format, tokens, shape, gpu, is_prepacked(weight))
     x = torch.randn(tokens, shape[1], device=weight.codes.device, dtype=torch.bfloat16)
     dense = dispatch.dequantize(weight, torch.bfloat16)
     exact = x.double() @ dense.double().T
@@ -64,7 +64,7 @@ def search(
     return sorted(timings, key=lambda t: t.microseconds), dropped
 
 
-def call_of(x: torch.Tensor, weight: BlockScaledTensor, choice: tiles.Choice) -> Callable[[], Any]:
+def call_of(x: torch.Tensor, weight: BlockScaledTensor, choice: matmul_tiles.Choice) -> Callable[[], Any]:
     """The matmul by `choice`, to be timed."""
     return lambda: dispatch.multiply_with(x, weight, None, choice)
 

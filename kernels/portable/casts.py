@@ -21,7 +21,7 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import global_scale_of, scale_of
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import current
-from quant.kernels.launch_cache import Repeated
+from quant.kernels.launch_cache import CachedLaunch
 from quant.kernels.portable.rows_to_codes import rows_to_codes_kernel
 from quant.kernels.portable.thread_rows_to_codes import thread_rows_to_codes_kernel
 
@@ -91,7 +91,7 @@ def prepare_cast(rows: torch.Tensor, format: Format, *, contiguous: bool = True,
                 "whole": columns % launch.per == 0, "pairs": rows.is_cuda,
             }  # fmt: skip
         chosen = thread_rows_to_codes_kernel if launch.per else rows_to_codes_kernel
-        kernel = Repeated(chosen, (launch.programs,), constants)
+        kernel = CachedLaunch(chosen, (launch.programs,), constants)
 
     def run(
         rows: torch.Tensor, scale: torch.Tensor | None, global_scale: torch.Tensor | None = None

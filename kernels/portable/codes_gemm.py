@@ -30,9 +30,9 @@ import triton.language as tl
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.counters import arrival_counters
-from quant.kernels.launch_cache import Repeated
-from quant.kernels.tiles import Launch, Tiles
+from quant.kernels.arrival_counters import arrival_counters
+from quant.kernels.launch_cache import CachedLaunch
+from quant.kernels.matmul_tiles import Launch, Tiles
 
 
 @triton.jit
@@ -264,7 +264,7 @@ def prepare_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.T
         "split": splits > 1, "swap": tiles.swap, "block_m": tiles.block_m, "block_n": tiles.block_n,
         "block_k": tiles.block_k, "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
-    launch = Repeated(codes_gemm_kernel, (tiles_n, tiles_m, splits), constants)
+    launch = CachedLaunch(codes_gemm_kernel, (tiles_n, tiles_m, splits), constants)
 
     def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
         y = x.new_empty(M, N)
@@ -295,12 +295,12 @@ def dequantize_codes(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Ten
 
 
 @lru_cache(maxsize=256)
-def _dequantizer(N: int, K: int, format: str, has_global: bool, device: torch.device) -> Repeated:
+def _dequantizer(N: int, K: int, format: str, has_global: bool, device: torch.device) -> CachedLaunch:
     """The launch of `dequantize_codes_kernel` for weights like these, on a device."""
     form, block_n = FORMATS[format], 16
     block_k = 256 if form.block[1] < 128 else 128
     constants = {**layout(form), "has_global": has_global, "block_n": block_n, "block_k": block_k, "num_warps": 4}
-    return Repeated(dequantize_codes_kernel, (triton.cdiv(K, block_k), triton.cdiv(N, block_n)), constants)
+    return CachedLaunch(dequantize_codes_kernel, (triton.cdiv(K, block_k), triton.cdiv(N, block_n)), constants)
 
 
 def layout(format: Format) -> dict[str, object]:

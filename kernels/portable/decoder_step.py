@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.kernels.pages import KVPages
+from quant.kernels.kv_pages import KVPages
 from quant.kernels.portable.dependent_launch import overlap_options, start_next, wait_for_previous
 
 MAX_HIDDEN = 32768

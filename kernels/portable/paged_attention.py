@@ -34,7 +34,7 @@ import triton.language as tl
 
 from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import DecodeTiles
-from quant.kernels.pages import KVPages
+from quant.kernels.kv_pages import KVPages
 from quant.kernels.portable.dependent_launch import overlap_options, start_next, wait_for_previous
 
 # Two units of two E4M3 each to the FP16 pairs of the even and of the odd columns.

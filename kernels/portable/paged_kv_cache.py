@@ -5,7 +5,7 @@
 
 `write_kv_slots` does as `write_kv` for a server's batch, where each token has a slot of its own.
 
-The codes are equal to those of `quant.kernels.pages.encode_kv`, bit for bit.
+The codes are equal to those of `quant.kernels.kv_pages.encode_kv`, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.kernels.pages import CANDIDATES, KVPages
+from quant.kernels.kv_pages import CANDIDATES, KVPages
 from quant.kernels.portable.block_scales import amax_of, encode_scale, finite_or_nan, nonzero
 from quant.kernels.portable.e2m1 import encode_e2m1, nearest_e2m1
 
@@ -23,7 +23,7 @@ _FIRST, _LAST = (tl.constexpr(offset) for offset in CANDIDATES)
 
 @triton.jit
 def _best_scale(value, stored, scale):
-    """`quant.kernels.pages.block_scales` of `value` [tokens, blocks, 16], from the `max` rule's scales."""
+    """`quant.kernels.kv_pages.block_scales` of `value` [tokens, blocks, 16], from the `max` rule's scales."""
     # The code comes from the value's bits: on an H100 a bitcast of `stored` gave zero for every other token.
     first = stored.to(tl.float32)
     bits = first.to(tl.int32, bitcast=True)

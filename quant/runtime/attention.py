@@ -60,7 +60,7 @@ from quant.kernels.attention.ring import quantize_blocks
 from quant.kernels.attention_operands import SCALE_BLOCK
 from quant.kernels.attention_reference import reference
 from quant.kernels.attention_tiles import DIMS
-from quant.kernels.pages import HEADROOM, first_scale, kv_format, round_kv
+from quant.kernels.kv_pages import HEADROOM, first_scale, kv_format, round_kv
 from quant.runtime.attention_call import AttentionCall
 from quant.runtime.ring import attend_in_ring, refuse_padding, ring_format
 from quant.runtime.rotation import turning

@@ -22,9 +22,9 @@ from torch import nn
 from quant.kernels.attention.decode import paged_attention
 from quant.kernels.attention_operands import ScoreKeywords
 from quant.kernels.hardware import has_triton
+from quant.kernels.kv_pages import MAX_DIM, KVPages, write_reference
 from quant.kernels.linear.merged_linear import merge_rows
 from quant.kernels.linear.modules import QuantLinear
-from quant.kernels.pages import MAX_DIM, KVPages, write_reference
 from quant.runtime.rotation import Turn
 
 FAMILIES = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3"))

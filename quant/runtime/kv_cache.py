@@ -25,7 +25,7 @@ from quant.calibration.attention_names import text_config
 from quant.errors import UserError
 from quant.formats.format import Format
 from quant.kernels.attention.kv_cache import PagedKVCache
-from quant.kernels.pages import KVPages, kv_format
+from quant.kernels.kv_pages import KVPages, kv_format
 from quant.runtime.attention import FP8, IMPLEMENTATIONS, KV_CACHES, scales_of, turns
 from quant.runtime.rotation import Turn, turning
 

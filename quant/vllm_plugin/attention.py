@@ -42,7 +42,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from quant.formats.format import FORMATS
 from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import decode_tiles_for
-from quant.kernels.pages import PAGE_SIZES, KVPages, token_bytes
+from quant.kernels.kv_pages import PAGE_SIZES, KVPages, token_bytes
 
 logger = init_logger("vllm.blockscale")
 NVFP4 = FORMATS["nvfp4"]

@@ -23,7 +23,7 @@ import quant.kernels.linear.ops  # noqa: F401 - defines torch.ops.quant.linear
 from quant.formats.format import FORMATS
 from quant.formats.number import E2M1
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.counters import reserve
+from quant.kernels.arrival_counters import reserve
 from quant.kernels.layout import prepack, prepack_refusal
 
 

@@ -12,7 +12,7 @@ from assembler import assemble
 from quant.export.engine.plugin import Attributes, compile_attention, launch
 from quant.kernels.aot import ARCHITECTURES, CompiledKernel, compile_kernel, without_scratch
 from quant.kernels.attention_tiles import HEAD_DIMS
-from quant.kernels.driver import LoadedKernel
+from quant.kernels.cuda_driver import LoadedKernel
 
 pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
 

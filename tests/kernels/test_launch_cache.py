@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
 
-from quant.kernels.launch_cache import Repeated
+from quant.kernels.launch_cache import CachedLaunch
 
 
 class Compiled(CompiledKernel):
@@ -47,7 +47,7 @@ class Kernel:
 
 def test_like_arguments_go_past_triton_with_the_constants_in_their_order() -> None:
     kernel, x = Kernel(), torch.zeros(64)
-    launch = Repeated(kernel, (5,), {"block": 16, "even": True, "num_warps": 4})
+    launch = CachedLaunch(kernel, (5,), {"block": 16, "even": True, "num_warps": 4})
     for other in (x, torch.ones(64), x[32:]):
         launch(other, 3)
     assert kernel.calls[0] == ("by Triton", (5,), (x, 3), {"block": 16, "even": True, "num_warps": 4})
@@ -58,7 +58,7 @@ def test_like_arguments_go_past_triton_with_the_constants_in_their_order() -> No
 
 def test_other_integers_dtypes_and_missing_tensors_are_other_kernels() -> None:
     kernel, x = Kernel(), torch.zeros(64)
-    launch = Repeated(kernel, (1, 2), {"even": False, "block": 16})
+    launch = CachedLaunch(kernel, (1, 2), {"even": False, "block": 16})
     for arguments in ((x, 3), (x, 1), (None, 1), (x.half(), 1), (x, 3), (None, 1), (x.half(), 1)):
         launch(*arguments)
     assert kernel.ways() == ["by Triton"] * 4 + ["past Triton"] * 3
@@ -66,7 +66,7 @@ def test_other_integers_dtypes_and_missing_tensors_are_other_kernels() -> None:
 
 def test_unaligned_pointers_are_always_left_to_triton() -> None:
     kernel, x = Kernel(), torch.zeros(64)
-    launch = Repeated(kernel, (1,), {"even": False, "block": 16})
+    launch = CachedLaunch(kernel, (1,), {"even": False, "block": 16})
     for tensor in (x, x[1:], x, x[1:], x[2:]):
         launch(tensor, 3)
     assert kernel.ways() == ["by Triton", "by Triton", "past Triton", "by Triton", "by Triton"]
@@ -81,7 +81,7 @@ def double_kernel(x, y, count, block: tl.constexpr):  # type: ignore[no-untyped-
 
 @pytest.mark.gpu
 def test_values_on_a_gpu() -> None:
-    launch = Repeated(double_kernel, (4,), {"block": 256, "num_warps": 4})
+    launch = CachedLaunch(double_kernel, (4,), {"block": 256, "num_warps": 4})
     x = torch.randn(2048, device="cuda")
     for start, count in ((0, 1000), (0, 1000), (1, 1000), (3, 1), (4, 1024), (0, 1000), (1, 999), (4, 1)):
         for dtype in (torch.float32, torch.bfloat16):

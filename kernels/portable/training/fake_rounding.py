@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from quant.formats.format import FORMATS, Format
-from quant.kernels.launch_cache import Repeated
+from quant.kernels.launch_cache import CachedLaunch
 from quant.kernels.portable.block_scales import amax_of
 
 _BLOCK_N, _BLOCK_K = 16, 256
@@ -286,14 +286,14 @@ def input_gradient(
 
 
 @lru_cache(maxsize=1024)
-def _input_launch(N: int, K: int, format: str, has_scale: bool, device: torch.device) -> Repeated:
+def _input_launch(N: int, K: int, format: str, has_scale: bool, device: torch.device) -> CachedLaunch:
     """The launch of `input_kernel` for inputs of a shape and format, on a device."""
     form = FORMATS[format]
     constants = {
         "least": form.element.max * form.scale.min_subnormal, "most": form.element.max * form.scale.max,
         "columns": form.block[1], "has_scale": has_scale, "block_n": _BLOCK_N, "block_k": _BLOCK_K, "num_warps": 8,
     }  # fmt: skip
-    return Repeated(input_kernel, _grid(N, K), constants)
+    return CachedLaunch(input_kernel, _grid(N, K), constants)
 
 
 def within(gradient: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, largest: float) -> torch.Tensor:
@@ -306,9 +306,9 @@ def within(gradient: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, largest
 
 
 @lru_cache(maxsize=1024)
-def _within(count: int, largest: float, device: torch.device) -> Repeated:
+def _within(count: int, largest: float, device: torch.device) -> CachedLaunch:
     """The launch of `within_kernel` on a device."""
-    return Repeated(within_kernel, (triton.cdiv(count, _RUN),), {"largest": largest, "block": _RUN, "num_warps": 8})
+    return CachedLaunch(within_kernel, (triton.cdiv(count, _RUN),), {"largest": largest, "block": _RUN, "num_warps": 8})
 
 
 def _backward(
@@ -334,11 +334,11 @@ def _backward(
 @lru_cache(maxsize=1024)
 def _launch(
     kernel: Any, N: int, K: int, format: str, has_global: bool, device: torch.device, **constants: Any
-) -> Repeated:
+) -> CachedLaunch:
     """The launch of one of these kernels for weights of a shape and format, on a device."""
     form = FORMATS[format]
     numbers = {} if kernel is mask_kernel else _number(form)
-    return Repeated(kernel, _grid(N, K), constants | numbers | _common(form, has_global))
+    return CachedLaunch(kernel, _grid(N, K), constants | numbers | _common(form, has_global))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E4M3
-from quant.kernels.launch_cache import Repeated
+from quant.kernels.launch_cache import CachedLaunch
 from quant.kernels.portable.block_scales import amax_of, nonzero
 
 _RUN = 8192
@@ -52,12 +52,12 @@ def global_scale(weights: Sequence[torch.Tensor], format: Format) -> torch.Tenso
 
 
 @lru_cache(maxsize=1024)
-def _amax(count: int, device: torch.device) -> Repeated:
+def _amax(count: int, device: torch.device) -> CachedLaunch:
     """The launch of `amax_kernel` on a device."""
-    return Repeated(amax_kernel, (triton.cdiv(count, _RUN),), {"block": _RUN, "num_warps": 8})
+    return CachedLaunch(amax_kernel, (triton.cdiv(count, _RUN),), {"block": _RUN, "num_warps": 8})
 
 
 @lru_cache(maxsize=64)
-def _global_scale(format: str, device: torch.device) -> Repeated:
+def _global_scale(format: str, device: torch.device) -> CachedLaunch:
     """The launch of `global_scale_kernel` on a device."""
-    return Repeated(global_scale_kernel, (1,), {"unit": FORMATS[format].element.max * E4M3.max, "num_warps": 1})
+    return CachedLaunch(global_scale_kernel, (1,), {"unit": FORMATS[format].element.max * E4M3.max, "num_warps": 1})

@@ -13,7 +13,7 @@ from quant.kernels.attention.decode import paged_attention, paged_reference
 from quant.kernels.attention.kv_cache import PagedKVCache
 from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import DecodeTiles, decode_tiles_for
-from quant.kernels.pages import KVPages, kv_format
+from quant.kernels.kv_pages import KVPages, kv_format
 
 FORMAT_NAMES = (None, "fp8", "fp8_token", "nvfp4")
 # P is rounded to FP16, or to BF16 over a cache in BF16; then the output to BF16.

@@ -24,7 +24,7 @@ from quant.kernels.attention.ring import (
     unshard,
 )
 from quant.kernels.attention_reference import reference
-from quant.kernels.pages import round_kv
+from quant.kernels.kv_pages import round_kv
 
 WORLDS = (2, 3, 4)
 FORMAT_NAMES = (None, "fp8", "nvfp4")

@@ -23,7 +23,7 @@ from quant.kernels.hopper.sm90_gemm_schedule import fetches_of, turns_of
 from quant.kernels.layout import prepack
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.experts import grouped_linear
-from quant.kernels.tiles import PREFILL_UNITS, deal, prefill_tiles
+from quant.kernels.matmul_tiles import PREFILL_UNITS, deal, prefill_tiles
 
 BEST = tuple((*size, prefill_tiles(*size, TARGETS["h100"]).groups) for size in PREFILL_UNITS)
 SIZES = (*BEST, (128, 1, 1), (64, 1, 1), (192, 1, 1))

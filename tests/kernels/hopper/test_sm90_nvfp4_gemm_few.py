@@ -18,7 +18,7 @@ from assembler import assemble
 from quant.kernels.aot import CompiledKernel
 from quant.kernels.hardware import TARGETS
 from quant.kernels.hopper import sm90_nvfp4_gemm_few
-from quant.kernels.tiles import GluonTiles, candidates, gluon_tiles, guess
+from quant.kernels.matmul_tiles import GluonTiles, candidates, gluon_tiles, guess
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from quant.formats import number
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, _pair_table, quantize
-from quant.kernels import hardware, layout, tiles
+from quant.kernels import hardware, layout, matmul_tiles
 from quant.kernels.hardware import TARGETS, current
 from quant.kernels.layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
 from quant.kernels.linear import dispatch, quantized_module
@@ -274,12 +274,14 @@ TOKENS = (1, 2, 3, 4, 7, 8, 16, 31, 32, 33, 64, 65, 100, 128, 256, 300, 512, 777
 def kernels_of(format: Format, tokens: int) -> set[str]:
     """Files of the kernels that may serve an arranged weight of 512 × 1024 on a Hopper GPU."""
     if format.name in ("nvfp4", "mxfp4"):
-        return {"sm90_nvfp4_gemm_few"} if tokens <= tiles.FEW else {"sm90_nvfp4_gemm_few", "sm90_codes_gemm_many"}
-    if tokens <= tiles.STORED_FEW:
+        return (
+            {"sm90_nvfp4_gemm_few"} if tokens <= matmul_tiles.FEW else {"sm90_nvfp4_gemm_few", "sm90_codes_gemm_many"}
+        )
+    if tokens <= matmul_tiles.STORED_FEW:
         return {"codes_gemm"}
-    if format.name in tiles.STORED_FORMATS and (tokens <= tiles.STORED_MOST or not format.block[1]):
+    if format.name in matmul_tiles.STORED_FORMATS and (tokens <= matmul_tiles.STORED_MOST or not format.block[1]):
         return {"sm90_codes_gemm_many"}
-    return {"codes_gemm"} if tokens <= tiles.FEW else {"dispatch"}  # where the library multiplies
+    return {"codes_gemm"} if tokens <= matmul_tiles.FEW else {"dispatch"}  # where the library multiplies
 
 
 @pytest.mark.gpu
@@ -320,9 +322,9 @@ def test_which_kernel_an_h100_takes(format: str, monkeypatch: pytest.MonkeyPatch
     """The same on any machine: what is chosen for an arranged weight, without a launch."""
     monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
     files = {
-        tiles.Tiles: "codes_gemm",
-        tiles.GluonTiles: "sm90_nvfp4_gemm_few",
-        tiles.PrefillTiles: "sm90_codes_gemm_many",
+        matmul_tiles.Tiles: "codes_gemm",
+        matmul_tiles.GluonTiles: "sm90_nvfp4_gemm_few",
+        matmul_tiles.PrefillTiles: "sm90_codes_gemm_many",
     }
     weight = weight_in(format, 512, 1024)
     arranged = weight if prepack_refusal(weight) else as_computed(prepack(weight))

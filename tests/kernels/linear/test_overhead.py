@@ -39,7 +39,7 @@ def _h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def entered(module: torch.nn.Module, x: torch.Tensor) -> list[str]:
-    """The functions of Python from `forward` to the launch, which is Triton's or `Repeated`'s, by name.
+    """The functions of Python from `forward` to the launch, which is Triton's or `CachedLaunch`'s, by name.
 
     The garbage collector is off: it may start at any allocation and calls the weak references of what it frees, such
     as those of `numbers_only` to the weights of earlier tests, and a profiler counts these calls as ours.

@@ -16,8 +16,8 @@ from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels.attention import quantize as attention
 from quant.kernels.attention.kv_cache import PagedKVCache
 from quant.kernels.hadamard import hadamard_transform
+from quant.kernels.kv_pages import decode_kv, kv_format, round_kv
 from quant.kernels.linear.ops import quantized_linear
-from quant.kernels.pages import decode_kv, kv_format, round_kv
 from quant.kernels.portable import casts
 
 BAD = pytest.mark.parametrize("bad", [torch.nan, -torch.inf], ids=str)

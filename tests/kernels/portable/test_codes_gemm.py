@@ -16,9 +16,9 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.packing import pack
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.aot import CompiledKernel
-from quant.kernels.counters import arrival_counters
+from quant.kernels.arrival_counters import arrival_counters
+from quant.kernels.matmul_tiles import Tiles
 from quant.kernels.portable import codes_gemm
-from quant.kernels.tiles import Tiles
 
 TILES = {
     "plain": Tiles(16, 32, 128),

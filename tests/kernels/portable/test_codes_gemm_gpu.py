@@ -7,7 +7,7 @@ import torch
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
-from quant.kernels import tiles
+from quant.kernels import matmul_tiles
 from quant.kernels.hardware import current
 from quant.kernels.layout import prepack, restore
 from quant.kernels.linear import dispatch
@@ -83,9 +83,9 @@ def test_every_prepacked_code_at_every_scale() -> None:
     weight = BlockScaledTensor(codes, scale, FORMATS["nvfp4"], (128, 128), torch.ones((), device="cuda"))
     packed, exact = prepack(weight), weight.dequantize(torch.bfloat16)
     eye = torch.eye(128, device="cuda", dtype=torch.bfloat16)
-    for block_m, launches in tiles.GLUON_LAUNCHES.items():
+    for block_m, launches in matmul_tiles.GLUON_LAUNCHES.items():
         for warps, resident, depth in launches:
-            choice = tiles.gluon_tiles(block_m, warps, resident, current(), depth)
+            choice = matmul_tiles.gluon_tiles(block_m, warps, resident, current(), depth)
             assert torch.equal(dispatch.multiply_with(eye, packed, None, choice), exact.T)
     assert torch.equal(dispatch.dequantize(packed, torch.bfloat16), exact)
 
@@ -125,7 +125,7 @@ def test_all_candidates_agree(format: str, prepacked: bool, tokens: int) -> None
     weight = weight_in(FORMATS[format], 1024, 2048)
     layout = prepack(weight) if prepacked else weight
     x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
-    for choice in tiles.candidates(weight.format, tokens, (1024, 2048), current(), prepacked):
+    for choice in matmul_tiles.candidates(weight.format, tokens, (1024, 2048), current(), prepacked):
         close_to_float64(dispatch.multiply_with(x, layout, None, choice), x, weight, None)
 
 

@@ -18,8 +18,8 @@ from quant.formats.tensor import quantize
 from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import DecodeTiles
 from quant.kernels.hopper import sm90_decode_nvfp4
+from quant.kernels.kv_pages import KVPages
 from quant.kernels.layout import prepack
-from quant.kernels.pages import KVPages
 from quant.kernels.portable import (
     codes_gemm,
     expert_rows,

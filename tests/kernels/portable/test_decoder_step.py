@@ -11,7 +11,7 @@ from assembler import assemble
 from interpreter import interpreted
 
 from quant.kernels.aot import compile_kernel
-from quant.kernels.pages import KVPages
+from quant.kernels.kv_pages import KVPages
 from quant.kernels.portable import decoder_step as kernels
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

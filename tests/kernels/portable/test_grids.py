@@ -17,10 +17,10 @@ from quant.formats.tensor import quantize
 from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import DecodeTiles
 from quant.kernels.hardware import TARGETS
+from quant.kernels.kv_pages import KVPages
 from quant.kernels.linear import dispatch
-from quant.kernels.pages import KVPages
+from quant.kernels.matmul_tiles import guess
 from quant.kernels.portable import casts, codes_embedding, decoder_step, expert_rows, grouped_gemm, paged_attention
-from quant.kernels.tiles import guess
 
 TOKENS, LIMIT = 140_000, 65_535
 

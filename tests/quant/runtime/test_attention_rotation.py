@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quant.formats.format import FORMATS
-from quant.kernels.pages import first_scale, round_kv
+from quant.kernels.kv_pages import first_scale, round_kv
 from quant.runtime.rotation import _by_eigenvalues, _by_products, turning
 
 

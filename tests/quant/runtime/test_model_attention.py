@@ -24,7 +24,7 @@ from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
 from quant.formats.format import FORMATS
-from quant.kernels.pages import first_scale, round_kv
+from quant.kernels.kv_pages import first_scale, round_kv
 from quant.runtime.attention import IMPLEMENTATIONS, quantized_attention, register
 
 transformers = pytest.importorskip("transformers")

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from interpreter import interpreted
 
 from quant.kernels.attention.decode import paged_reference
-from quant.kernels.pages import round_kv
+from quant.kernels.kv_pages import round_kv
 from quant.vllm_plugin.attention import (
     NVFP4,
     Batch,

@@ -15,7 +15,7 @@ import ctypes
 
 import torch
 
-from quant.kernels.driver import check_status, cuda_driver
+from quant.kernels.cuda_driver import check_status, cuda_driver
 
 # A PyTorch without CUDA has neither. The public functions would add several Python calls to each launch.
 _stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)
