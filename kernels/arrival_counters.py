@@ -5,8 +5,8 @@ Launches on one stream run one after the other (a kernel that starts early touch
 of it has ended), so each stream has one buffer. A CUDA graph may be replayed while any other work runs, so each
 capture has buffers of its own, one for each stream in it.
 
-The buffers of a device are rows of one table, which is made when a weight arrives there: what is allocated while a
-graph is captured, or while torch.compile prepares one, belongs to that graph.
+The buffers of a device are rows of one table, which is made when a weight arrives there: memory that is allocated
+while a graph is captured, or while torch.compile prepares one, belongs to that graph.
 """
 
 from __future__ import annotations

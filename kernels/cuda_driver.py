@@ -34,13 +34,13 @@ def cuda_driver() -> Any:
         raise ValueError(f"no CUDA driver on this machine: {error}") from error
 
 
-def check_status(status: int, what: str, log: str = "") -> None:
-    """Raises ValueError with `what` was tried and the driver's error text, where `status` is an error."""
+def check_status(status: int, action: str, log: str = "") -> None:
+    """Raises ValueError with the action and the driver's error text, where `status` is an error."""
     if status:
         text = ctypes.c_char_p()
         cuda_driver().cuGetErrorString(status, ctypes.byref(text))
         reason = (text.value or b"unknown").decode()
-        raise ValueError(f"{what}: CUDA error {status}: {reason}{'; ' + ' '.join(log.split()) if log else ''}")
+        raise ValueError(f"{action}: CUDA error {status}: {reason}{'; ' + ' '.join(log.split()) if log else ''}")
 
 
 class LoadedKernel:

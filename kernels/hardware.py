@@ -1,6 +1,6 @@
-"""`Hardware` says what a GPU is and can do: the GPU of this machine, or a target by name.
+"""`Hardware` describes a GPU, the one of this machine or a target by name: its sizes, rates and units.
 
-Rates are the vendor's for dense matrices at boost clock; what a program reaches is less (`quant bench` measures it).
+Rates are the vendor's for dense matrices at boost clock; programs reach less (`quant bench` measures it).
 Capabilities follow from the compute capability alone: FP8 tensor cores from 8.9 on, block-scaled FP4 and FP8 from
 10.0 on, wgmma on 9.0 only.
 
@@ -24,7 +24,7 @@ class Hardware:
     """Facts about a GPU.
 
     Attributes:
-        name: key in `TARGETS`, or what the driver calls a GPU that is not there.
+        name: key in `TARGETS`, or the driver's name of a GPU that is not in it.
         capability: compute capability.
         sms: streaming multiprocessors.
         l2: bytes of the L2 cache.

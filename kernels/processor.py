@@ -2,7 +2,7 @@
 
 A machine may have 64 cores and 500 GB while the container around this process has a quota of 2 CPUs and 8 GB. The
 kernel enforces both without telling: a process that starts 64 threads is stopped for most of every tenth of a second,
-and one that takes 9 GB is killed. What a process may use stands in its affinity mask and in the files of its control
+and one that takes 9 GB is killed. The limits of a process stand in its affinity mask and in the files of its control
 groups, of which every one that encloses it counts (cgroup v1 and v2).
 
 Nothing here imports torch, because the number of threads and how they wait is fixed when torch loads its OpenMP.

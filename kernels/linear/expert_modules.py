@@ -147,7 +147,7 @@ def experts_forward(
 
 
 def runs_experts_alone(module: nn.Module) -> bool:
-    """Whether `experts_forward` does what the forward of a transformers experts module does."""
+    """Whether `experts_forward` can replace the forward of a transformers experts module."""
     return hasattr(module, "has_gate")
 
 

@@ -20,7 +20,7 @@ _PRODUCTS = ("matmul", "mm")
 
 
 class ExpertStack(nn.Module):
-    """The matrices of all experts in the place of their parameter; a subclass says what a product is.
+    """The matrices of all experts in the place of their parameter; a subclass computes the products.
 
     Attributes:
         stacking: how the parameter holds them.

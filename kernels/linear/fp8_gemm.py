@@ -7,7 +7,7 @@ cuBLASLt multiplies per-tensor and per-row scales in the epilogue, at about 1.8 
 input is plain PyTorch, written so that a compiler (AOTInductor) fuses it into the kernel that makes the input.
 
 cuBLASLt wants both scales of one kind and dimensions that are multiples of 16, and with per-row scales its output is
-BF16. `takes_fp8` says what fits; everything else goes to the general op.
+BF16. `takes_fp8` checks this; other products go to the general op.
 
 With many tokens a prepacked weight is multiplied here, too (`prefill_linear`), once its codes have become E4M3.
 """

@@ -25,8 +25,8 @@ def merge_rows(members: Sequence[nn.Module], dtype: torch.dtype) -> nn.Module | 
         dtype: of the inputs, which decides the layout of a quantized weight.
 
     Returns:
-        None where the members differ in more than their rows: in formats, in scales of a whole matrix, in what they do
-        to their input.
+        None where the members differ in more than their rows: in formats, in scales of a whole matrix, in their work on
+        the input.
     """
     if all(type(member) is nn.Linear for member in members):
         return _merged_plain([member for member in members if isinstance(member, nn.Linear)])

@@ -97,7 +97,7 @@ def row_slices(weight: BlockScaledTensor) -> Iterator[tuple[slice, BlockScaledTe
 
 
 def set_weight_cache(nbytes: int) -> None:
-    """Lets linears on a CPU keep at most `nbytes` of dequantized weights between calls, and drops what is kept now.
+    """Lets linears on a CPU keep at most `nbytes` of dequantized weights between calls, and drops the present ones.
 
     The default is the environment variable `BLOCKSCALE_CPU_CACHE`, else 2 GiB. 0 keeps none: only
     the codes then take memory, and each call dequantizes again.
@@ -146,7 +146,7 @@ class _Cache:
     def get(
         self, weight: BlockScaledTensor, dtype: torch.dtype, codes: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """The weight in `dtype`, or None where it does not fit; `codes` is what those of the weight are a view of."""
+        """The weight in `dtype`, or None where it does not fit; the codes of `weight` are a view of `codes`."""
         # A view for one call dies with it, and so would its entry: caching it would dequantize at every call.
         is_passing = codes is None and weight.codes._base is not None  # a view that its caller has made for one call
         codes = weight.codes if codes is None else codes

@@ -34,7 +34,7 @@ def search(
         weight: on the GPU, in either layout.
         tokens: rows of x.
         gpu: the GPU it is on.
-        choices: what to try; by default `matmul_tiles.candidates`.
+        choices: launches to try; by default `matmul_tiles.candidates`.
 
     Returns:
         The correct candidates with their times, and why each of the others was dropped.
@@ -97,7 +97,7 @@ def tune_shapes(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str], Path]:
-    """Searches for every weight and number of tokens, in both layouts where there are two, and stores what is best.
+    """Searches for every weight and number of tokens, in both layouts where there are two, and stores the best.
 
     Returns:
         The entries, why candidates were dropped, and the file.

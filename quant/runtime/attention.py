@@ -115,7 +115,7 @@ def quantized_attention(
             attention in 16 bit those of an NVFP4 cache or of 16 bit. None is no group.
 
     Raises:
-        UserError: an unknown name, a model whose attention cannot be replaced, or what a group does not compute.
+        UserError: an unknown name, a model whose attention cannot be replaced, or an option that no group computes.
     """
     attention, format = _named(attention, kv_cache)
     if attention == "16bit" and format is None and group is None:

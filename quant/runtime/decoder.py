@@ -153,7 +153,7 @@ class Decoder:
     def agrees(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
         """Whether the logits of a step are those of transformers, but for the order of sums.
 
-        In BF16 that is some 2%. Where inputs are rounded to four bits, a last bit changes what they become, and the
+        In BF16 that is some 2%. Where inputs are rounded to four bits, a last bit changes their codes, and the
         logits of a small model by as much as computing them in float32 does.
         """
         error = (logits.float() - expected.float()).norm() / expected.float().norm()
@@ -261,7 +261,7 @@ class _Layer:
         lengths: torch.Tensor,
         room: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the layer adds to the hidden state of the token, and that state."""
+        """The output of the MLP, which the next layer adds to the hidden state of the token, and that state."""
         from quant.kernels.portable.decoder_step import add_rmsnorm, rotate_and_store, swiglu
         from quant.kernels.portable.paged_kv_cache import write_kv
 
@@ -289,7 +289,7 @@ class _Layer:
 
 
 def _of_norm(norm: Any) -> dict[str, Any]:
-    """The arguments of `add_rmsnorm` that do what a module does. Gemma's adds its weight to 1."""
+    """The arguments of `add_rmsnorm` for the norm of a module. Gemma's adds its weight to 1."""
     eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
     return {"weight": norm.weight, "eps": eps, "offset": type(norm).__name__.startswith("Gemma")}
 
@@ -306,7 +306,7 @@ def _side_by_side(members: Sequence[nn.Module], dtype: torch.dtype) -> Callable[
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """What is computed in: the dtype of the norms."""
+    """The dtype of activations, which is the dtype of the norms."""
     return model.model.norm.weight.dtype  # type: ignore[union-attr, return-value]
 
 

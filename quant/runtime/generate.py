@@ -34,13 +34,13 @@ from quant.runtime.text_stream import TextStream
 
 _HEAD_ROWS = 1 << 13  # of an output head, widened at a time on a CPU
 DTYPES = ("bfloat16", "float16", "float32")
-"""What --dtype takes."""
+"""Values of --dtype."""
 GRAPH = "a CUDA graph a token"
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What a model wrote.
+    """The text that a model wrote, and how.
 
     Attributes:
         prompt: the text before.
@@ -49,11 +49,11 @@ class Generation:
         tokens: ids that were added, an end-of-text token included.
         seconds: of generating, loading excluded.
         device: where the model ran.
-        kernels: what multiplied by the quantized weights.
+        kernels: the kernels that multiplied by the quantized weights.
         attention: "fp8" or "16bit".
         kv_cache: format of the KV cache, "fp8", "nvfp4" or "16bit".
-        kv_cache_bytes: what the pages of a quantized KV cache take; None for one in 16 bit.
-        decoder: what ran the model for each token: `GRAPH`, or "transformers", with the reason why on a GPU.
+        kv_cache_bytes: bytes of the pages of a quantized KV cache; None for one in 16 bit.
+        decoder: how the model ran for each token: `GRAPH`, or "transformers", with the reason why on a GPU.
     """
 
     prompt: str
@@ -95,7 +95,7 @@ def generate(
         prompt: text.
         max_new_tokens: at least 1.
         device: "cpu", "cuda", "cuda:1", …, "auto" for the GPU where there is one, or None for where the model is.
-        dtype: one of `DTYPES`, what is not quantized is computed in it; None leaves it as the model has it.
+        dtype: one of `DTYPES`, for all that is not quantized; None keeps the model's.
         attention: "fp8" or "16bit".
         kv_cache: "fp8", "nvfp4" or "16bit"; scales that were calibrated for the model are used.
         on_text: called with each piece of the text as soon as no later token can change it; the pieces, joined, are
@@ -122,20 +122,8 @@ def generate(
             reason = _decode(model, ids, max_new_tokens, stream.add, cache)
             cache = cache if not reason else _cache(model, kv_cache)
         if reason:
-            model.generate(  # type: ignore[operator]
-                ids,
-                attention_mask=torch.ones_like(ids),
-                **cache_argument(model, cache),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                num_beams=1,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                pad_token_id=_pad_token(model, tokenizer),
-                logits_processor=[partial(_check_logits, model)],
-                streamer=stream,
-            )
+            options = {"max_new_tokens": max_new_tokens, "pad_token_id": _pad_token(model, tokenizer)}
+            _generate_by_transformers(model, ids, stream, **options, **cache_argument(model, cache))
     seconds = time.perf_counter() - started
     return Generation(
         prompt,
@@ -149,6 +137,22 @@ def generate(
         "16bit" if is_16bit(kv_cache) else str(kv_cache),
         None if cache is None else cache.nbytes,
         GRAPH if not reason else f"transformers: {reason}" if target.type == "cuda" else "transformers",
+    )
+
+
+def _generate_by_transformers(model: nn.Module, ids: torch.Tensor, stream: TextStream, **options: Any) -> None:
+    """Greedy decoding by the model's own `generate`, whatever its generation config says of sampling."""
+    model.generate(  # type: ignore[operator]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        num_beams=1,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        logits_processor=[partial(_check_logits, model)],
+        streamer=stream,
+        **options,
     )
 
 
@@ -278,7 +282,7 @@ def _check(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> None:
 
 
 def _cast(model: nn.Module, dtype: str) -> None:
-    """Puts `model` in a dtype; what it keeps in float32 itself, such as the frequencies of positions, stays that."""
+    """Puts `model` in a dtype; buffers that it keeps in float32, such as the frequencies of positions, stay."""
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: unknown; known: {', '.join(DTYPES)}")
     # `.to(dtype)` casts all floating-point buffers, also frequencies that models keep in float32 on purpose.
@@ -294,7 +298,7 @@ def _cast(model: nn.Module, dtype: str) -> None:
 
 
 def _multiplies(device: torch.device) -> str:
-    """What multiplies by quantized weights on `device`."""
+    """The kernels that multiply by quantized weights on `device`, in words."""
     if device.type != "cuda":
         return "PyTorch reference"
     return "Triton" if has_triton() else "PyTorch reference (Triton is not installed)"

@@ -34,7 +34,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer's pages.
 
     Args:
-        config: of the model; its attention implementation decides what `update` returns.
+        config: of the model; its attention implementation decides whether `update` returns new or all keys.
         module: the attention module, for its calibrated scales.
         format: of the cache.
         page_size: tokens of a page.
@@ -146,7 +146,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def turn(self) -> Turn | None:
-        """What queries and keys are multiplied by before they meet; None where they are not."""
+        """The matrices that queries and keys are multiplied by; None where they are not."""
         return self._turn
 
     def reserve(self, room: int) -> tuple[KVPages, torch.Tensor]:

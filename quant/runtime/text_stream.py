@@ -49,7 +49,7 @@ class TextStream:
         self._give(text)
 
     def finish(self) -> str:
-        """Gives what is left, and returns the whole text."""
+        """Gives the remaining text to the listener, and returns the whole text."""
         text = self.text
         self._give(text)
         return text
@@ -61,7 +61,7 @@ class TextStream:
         self._is_prompt = False
 
     def end(self) -> None:
-        """Nothing: transformers calls this after the last token."""
+        """Called by transformers after the last token; there is no more to do."""
 
     def _give(self, text: str) -> None:
         if self._tell is not None and len(text) > len(self._told) and text.startswith(self._told):

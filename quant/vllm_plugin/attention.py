@@ -8,9 +8,9 @@ alone. Ours reads and writes the pages with the kernels of `quant.kernels.attent
     later chunks, cached prefixes     the earlier keys and values dequantized, FlashAttention over them and the new ones
 
 A block of vLLM's cache is a page. The cache of a layer is one buffer, of which keys, values and their block scales take
-a part each; page i is the i-th of every part, so prefix caching, which shares pages by number, works as ever. What
-reads a block of the buffer as one piece of memory does not: KV connectors, offloading, and models that keep the states
-of Mamba layers in the same buffers. Those are refused.
+a part each; page i is the i-th of every part, so prefix caching, which shares pages by number, works as ever. KV
+connectors, offloading and models that keep the states of Mamba layers in the same buffers read a block as one piece of
+memory; they are refused.
 
 A layer that shares the cache of an earlier one (Gemma 3n) reads keys and values there, under that layer's scales.
 
@@ -69,7 +69,7 @@ def pages_of(
 
 @dataclass
 class Batch(AttentionMetadata):
-    """What one step attends to: decoding sequences first, then chunks of prompts.
+    """The sequences of one step: decoding sequences first, then chunks of prompts.
 
     Attributes:
         slots: slot of each token, `[tokens]`; negative for padding.
@@ -95,7 +95,7 @@ class Batch(AttentionMetadata):
 
 
 class Builder(AttentionMetadataBuilder[Batch]):
-    """Makes a `Batch` from what vLLM's scheduler has chosen."""
+    """Makes a `Batch` from the sequences that vLLM's scheduler has chosen."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 

@@ -40,7 +40,7 @@ _formats_installed: set[str] = set()
 
 
 def has_our_layers() -> bool:
-    """Whether a linear layer of this process has taken our kernels, on one GPU.
+    """Whether a linear layer of this process uses our kernels, on one GPU.
 
     With tensor parallelism vLLM joins the norm after a layer to the reduction over GPUs, and keeps its norms.
     """

@@ -59,7 +59,7 @@ def plugin_refusal() -> str:
 
 
 def install() -> str:
-    """Puts our classes into vLLM's lists, once however often it is called; returns what was offered, in words."""
+    """Puts our classes into vLLM's lists, once however often it is called; returns a sentence that says which."""
     from vllm import envs
     from vllm.model_executor.kernels import linear as lists
     from vllm.model_executor.layers.quantization import modelopt
