@@ -63,6 +63,7 @@ from torch import nn
 import quant
 from quant.allocation.allocate import allocate
 from quant.allocation.goal import Goal
+from quant.calibration.session import Session
 from quant.calibration.solvers.solver import SOLVERS, TRANSFORMS, get_solver
 from quant.calibration.texts.generate import generate_rows
 from quant.errors import UserError
@@ -184,7 +185,7 @@ def write_texts(file: Path, model: str, tokens: Path, calib: str, rows: int, cal
     else:
         assert source.model is not None
         plan = quant.make_plan(source.model, "nvfp4a16", solver="gptq")
-        how: dict[str, Any] = {"samples": calibration_rows, "seqlen": seqlen, "device": device}
+        how: dict[str, Any] = {"samples": calibration_rows, "seqlen": seqlen, "session": Session.on(device)}
         found, record = mixed_text(source.model, plan, tokenizer, **how)
         made_of = f"the mixture ({', '.join(f'{count} tokens of {part}' for part, count in record['tokens'].items())})"
     others = (make(tokenizer, rows, "report", seqlen) for make in (python_rows, reference_rows))

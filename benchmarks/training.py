@@ -35,6 +35,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import quant
+from quant.calibration.session import Session
 from quant.calibration.texts.generate import generate_rows
 from quant.evaluation.evaluate import evaluate
 from quant.execution.data import mixed_text
@@ -125,7 +126,7 @@ def main(
         if text == "wikitext":
             return quant.token_rows(f"{TOKENS}:calibration", None, samples=count, seqlen=SEQLEN)
         plan = quant.make_plan(teacher, preset, solver="gptq")
-        return mixed_text(teacher, plan, tokenizer, samples=count, seqlen=SEQLEN, device=device)[0]
+        return mixed_text(teacher, plan, tokenizer, Session.on(device), samples=count, seqlen=SEQLEN)[0]
 
     calibration, material = drawn(calibration_rows), drawn(text_rows).repeat(text_times, 1)
     if own:

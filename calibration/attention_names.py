@@ -24,8 +24,8 @@ def names_registered(functions: Mapping[str, Callable[..., Any]], masks: Mapping
     from transformers.modeling_utils import AttentionInterface
 
     added = []
-    for interface, given in ((AttentionInterface, functions), (AttentionMaskInterface, masks)):
-        for name, function in given.items():
+    for interface, registered in ((AttentionInterface, functions), (AttentionMaskInterface, masks)):
+        for name, function in registered.items():
             if name not in interface():
                 added.append((interface, name))
             interface.register(name, function)
@@ -75,10 +75,10 @@ def watching_attention(model: nn.Module, watch: Watch) -> Iterator[None]:
             return
         from transformers.masking_utils import AttentionMaskInterface
 
-        known = AttentionMaskInterface()
+        mask_interface = AttentionMaskInterface()
         used = {name: f"quant_watched_{name}" for _, name in before if name is not None}
         functions = {ours: _watched(theirs, watch) for theirs, ours in used.items()}
-        masks = {ours: known[theirs] for theirs, ours in used.items() if theirs in known}
+        masks = {ours: mask_interface[theirs] for theirs, ours in used.items() if theirs in mask_interface}
         with names_registered(functions, masks):
             for config, name in before:
                 config._attn_implementation_internal = used.get(name)
@@ -88,11 +88,11 @@ def watching_attention(model: nn.Module, watch: Watch) -> Iterator[None]:
 def _watched(name: str, watch: Watch) -> Callable[..., Any]:
     """The attention that transformers knows by `name`, watched."""
 
-    def attend(module: nn.Module, query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
+    def attend(module: nn.Module, query: Any, key: Any, value: Any, *arguments: Any, **options: Any) -> Any:
         watch(module, query, key, value)
         # "eager" is a function of each modeling file, and so is the registry where a model overrides one name.
         home = inspect.unwrap(type(module).forward).__globals__
         own = home["ALL_ATTENTION_FUNCTIONS"].get_interface(name, home.get("eager_attention_forward"))
-        return own(module, query, key, value, *rest, **options)
+        return own(module, query, key, value, *arguments, **options)
 
     return attend

@@ -2,7 +2,7 @@
 
 Layer-by-layer calibration needs to run one block at a time. Blocks are found by structure: the children of a
 `ModuleList` or `Sequential` that are all of one class and hold linear layers (decoder layers, encoder layers), the
-outermost such list wins. What a block is called with is found by watching the model run: positional embeddings,
+outermost such list wins. The arguments of a block are captured while the model runs: positional embeddings,
 masks and whatever else a model passes along are kept as they came, and only the hidden state is replaced.
 
 Consecutive blocks form a chain where the output of one *is* the input of the next, the same tensor object. A chain
@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Stop(Exception):  # noqa: N818 -- no error
-    """Ends a forward pass that has shown what it was run for."""
+    """Ends a forward pass whose further results are not needed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ def removing(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 def output_of(result: Any) -> torch.Tensor:
-    """The hidden state in what a block returns: the tensor, or the first of a tuple or of a model output."""
+    """The hidden state of a block's result: the tensor, or the first of a tuple or of a model output."""
     if isinstance(result, Mapping):
         result = tuple(result.values())
     return result[0] if isinstance(result, tuple | list) else result  # type: ignore[no-any-return]
@@ -104,7 +104,7 @@ def stored_dtype(model: nn.Module) -> torch.dtype:
 
 
 def in_float64(block: nn.Module) -> nn.Module:
-    """A copy of a block in float64, to find out on a few tokens what happens in it."""
+    """A copy of a block in float64, to trace on a few tokens how its modules depend on each other."""
     block = copy.deepcopy(block).double()
     for module in block.modules():
         config: Any = getattr(module, "config", None)
@@ -115,15 +115,16 @@ def in_float64(block: nn.Module) -> nn.Module:
 
 def block_names(model: nn.Module) -> list[str]:
     """Names of the repeated blocks, outermost lists only, in model order."""
-    found: list[str] = []
+    names: list[str] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{f}.") for f in found):
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{f}.") for f in names):
             continue
         children = list(module.named_children())
+        # Heads of several classes, or a list of norms, are no repeated blocks.
         alike = len({type(child) for _, child in children}) == 1
         if alike and all(_holds_linear(child) for _, child in children):
-            found.extend(f"{name}.{child_name}".lstrip(".") for child_name, _ in children)
-    return found
+            names.extend(f"{name}.{child_name}".lstrip(".") for child_name, _ in children)
+    return names
 
 
 def _holds_linear(module: nn.Module) -> bool:
@@ -144,24 +145,27 @@ def find_chains(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) 
     """
     order: list[str] = []
     linked: set[str] = set()
-    last: list[torch.Tensor | None] = [None]  # output of the block before, kept alive so that identity means something
+    # The output of the block before. It is kept alive, or a new tensor could take its address and pass for it.
+    last: torch.Tensor | None = None
 
     def before(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             order.append(name)
-            if any(value is last[0] for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)):
+            if any(value is last for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)):
                 linked.add(name)
 
         return hook
 
     def after(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        last[0] = output_of(result)
+        nonlocal last
+        last = output_of(result)
 
     blocks = [(name, model.get_submodule(name)) for name in names]
     handles = [block.register_forward_pre_hook(before(name), with_kwargs=True) for name, block in blocks]
     handles += [block.register_forward_hook(after) for _, block in blocks]
     with removing(handles), torch.no_grad():
         run()
+    # ALBERT calls one block for every layer: then a name does not tell which call is meant.
     if len(set(order)) != len(order):
         return []
     chains: list[list[str]] = []
@@ -180,6 +184,7 @@ def capture(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> d
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls[name] = _without_cache(Call(args, dict(kwargs), _hidden_slot(args, kwargs)))
+            # The last block need not run: its arguments are all that is asked for.
             if len(calls) == len(names):
                 raise Stop
 
@@ -202,15 +207,15 @@ def _without_cache(call: Call) -> Call:
 
 def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
     """The first floating-point tensor, positional ones first: every known block takes its hidden state there."""
-    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for place, value in places:
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for slot, value in arguments:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return place
+            return slot
     raise ValueError("a block was called without a floating-point tensor")
 
 
 def calls_of_chain(model: nn.Module, chain: Sequence[str], runs: Sequence[Callable[[], Any]]) -> list[dict[str, Call]]:
-    """What the blocks of a chain are called with on each batch; hidden states are kept for the first block alone.
+    """The calls of the blocks of a chain on each batch; hidden states are kept for the first block alone.
 
     The first batch runs through the whole chain. The others stop at its first block, and where that is called with
     equal arguments (the same positions, the same mask), the later blocks are taken to be too; a batch for which it
@@ -222,9 +227,10 @@ def calls_of_chain(model: nn.Module, chain: Sequence[str], runs: Sequence[Callab
     lead = first[chain[0]]
     calls = [_first_hidden(first, chain)]
     for run in runs[1:]:
-        here = capture(model, chain[:1], run)[chain[0]]
-        if _equal_but_hidden(here, lead):
-            calls.append({**calls[0], chain[0]: lead.with_hidden(here.hidden)})
+        lead_call = capture(model, chain[:1], run)[chain[0]]
+        # Rows of one length share positions and masks: one short pass then stands for a whole one.
+        if _equal_but_hidden(lead_call, lead):
+            calls.append({**calls[0], chain[0]: lead.with_hidden(lead_call.hidden)})
         else:
             calls.append(_first_hidden(capture(model, chain, run), chain))
     return calls

@@ -28,7 +28,7 @@ def prepared(
 
     Args:
         models: one or several.
-        dtype: what 16-bit parameters and buffers are widened to; None leaves them.
+        dtype: to which 16-bit parameters and buffers are widened; None leaves them.
         device: where the models run, see `placed`; None is where each of them is.
     """
     models = [models] if isinstance(models, nn.Module) else models
@@ -41,7 +41,9 @@ def prepared(
     shared: dict[Any, list[torch.Tensor]] = {}
     for t in tensors.values():
         if dtype is not None and t.dtype in NARROW and id(t) not in copied:
+            # Tied tensors are widened once, and stay one tensor.
             shared.setdefault((t.device, t.data_ptr(), t.dtype, t.shape, t.stride()), []).append(t)
+    # The widened form takes the place of the 16-bit one, which must have no other reference.
     del tensors
     narrow = [(same, same[0].dtype) for same in shared.values()]
     try:

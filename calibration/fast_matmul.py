@@ -43,13 +43,13 @@ def default_matmul() -> Any:
 
 
 @contextmanager
-def _precision(wanted: str | None) -> Iterator[None]:
+def _precision(precision: str | None) -> Iterator[None]:
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
-    if matmul is None or wanted is None or not _has_exact_products():
+    if matmul is None or precision is None or not _has_exact_products():
         yield
         return
     before = matmul.fp32_precision
-    matmul.fp32_precision = wanted
+    matmul.fp32_precision = precision
     try:
         yield
     finally:
@@ -62,13 +62,14 @@ def _has_exact_products() -> bool:
     if matmul is None or not torch.backends.mkldnn.is_available() or matmul.fp32_precision != "none":
         return False
     x = torch.linspace(1, 2, 256 * 256).view(256, 256)
+    # "bf16" permits oneDNN to round; a CPU without bfloat16 units multiplies in float32 all the same.
     matmul.fp32_precision = "bf16"
     try:
-        found = x @ x
+        product = x @ x
     finally:
         matmul.fp32_precision = "none"
     exact = x.double() @ x.double()
-    return float((found - exact).norm() / exact.norm()) < 1e-6
+    return float((product - exact).norm() / exact.norm()) < 1e-6
 
 
 def difference_dtype(tensor: torch.Tensor) -> torch.dtype | None:
@@ -92,6 +93,7 @@ def add_second_moment(total: torch.Tensor, x: torch.Tensor) -> None:
         x: float32 `[tokens, in]`, on a GPU where `has_pairs` holds.
     """
     high, low = _pair(x)
+    # (h + l)ᵀ (h + l) ≈ hᵀ h + hᵀ l + (hᵀ l)ᵀ: the second mixed term is the transpose of the first.
     product, mixed = _of_columns(high, high), _of_columns(high, low)
     product += mixed
     product += mixed.t()

@@ -113,5 +113,6 @@ class Histogram:
         cumulative = self.counts.cumsum(0)
         bin_ = int(torch.searchsorted(cumulative, nonzero_rank, right=True))
         count = int(self.counts[bin_])
+        # Position among the values of its bin, which are spread evenly over the bin's width.
         within = nonzero_rank - int(cumulative[bin_]) + count
         return (bin_ + (within + 0.5) / count) * self.width

@@ -1,4 +1,4 @@
-"""`Inputs` are calibration inputs of any kind: what a model is called with, call by call, in the place of token rows.
+"""`Inputs` are calibration inputs of any kind: the arguments of a model, call by call, in the place of token rows.
 
 A row of tokens is one positional tensor. A speech model takes sounds and the tokens written so far, CLIP images and
 texts, an encoder-decoder two texts. Here each row is one call with arguments of its own:
@@ -40,7 +40,7 @@ class Inputs:
         calls: the arguments of each.
 
     Attributes:
-        about: what they were made from, in a few words; empty where that is not known.
+        about: their sources, in a few words; empty where those are not known.
         own_text: whether the model wrote texts of them itself, whose likelihood then means nothing.
     """
 
@@ -86,6 +86,7 @@ class Inputs:
         batches: list[list[Arguments]] = []
         for call in self.calls:
             last = batches[-1] if batches else []
+            # Tensors of different shapes cannot be joined without padding, which would count as tokens.
             if last and len(last) < rows and _outline(last[0]) == _outline(call):
                 last.append(call)
             else:
@@ -97,6 +98,7 @@ class Inputs:
         first = next(iter(inspect.signature(model.forward).parameters), None)
         values = [[*args, *(kwargs[name] for name in kwargs if name == first)] for args, kwargs in self.calls]
         tensors = [value[0] for value in values if len(value) == 1 and isinstance(value[0], torch.Tensor)]
+        # Any further argument would be lost in one tensor.
         alone = len(tensors) == len(self.calls) == sum(len(args) + len(kwargs) for args, kwargs in self.calls)
         alike = alone and len({tensor.shape[1:] for tensor in tensors}) == 1
         return torch.cat(tensors) if alike else None
@@ -146,10 +148,10 @@ def cast_for(model: nn.Module, inputs: Inputs) -> Inputs:
 
 def joined(parts: Sequence[Inputs]) -> Inputs:
     """The calls of all parts, one part after the other."""
-    found = Inputs([call for part in parts for call in part.calls])
-    found.about = "; ".join(part.about for part in parts if part.about)
-    found.own_text = any(part.own_text for part in parts)
-    return found
+    inputs = Inputs([call for part in parts for call in part.calls])
+    inputs.about = "; ".join(part.about for part in parts if part.about)
+    inputs.own_text = any(part.own_text for part in parts)
+    return inputs
 
 
 def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inputs:
@@ -204,7 +206,7 @@ def on_first(rows: torch.Tensor | Inputs) -> Callable[[nn.Module], Any]:
 
 
 def call_of(batch: torch.Tensor | Inputs) -> Call:
-    """The call of a model on a batch of rows, its first tensor as what flows through the model."""
+    """The call of a model on a batch of rows, whose first tensor stands for the hidden state."""
     if not isinstance(batch, Inputs):
         return Call((batch,), {}, 0)
     args, kwargs = batch.arguments()
@@ -216,13 +218,13 @@ def call_of(batch: torch.Tensor | Inputs) -> Call:
 def _without_padding(calls: Sequence[Arguments], model: nn.Module) -> list[Arguments]:
     """The calls; padded ones as one call for each row, all of it by name."""
     takes = list(inspect.signature(model.forward).parameters)
-    found: list[Arguments] = []
+    rows: list[Arguments] = []
     for call in calls:
         parts = unpadded(_by_name(call, takes), takes)
-        found += [call] if parts is None else [((), part) for part in parts]
-    if not found:
+        rows += [call] if parts is None else [((), part) for part in parts]
+    if not rows:
         raise ValueError("the attention_mask hides every token of the calibration data; it is 1 where a token counts")
-    return found
+    return rows
 
 
 def _by_name(call: Arguments, takes: Sequence[str]) -> dict[str, Any]:
@@ -254,15 +256,15 @@ def _items(data: Any) -> Iterable[Any]:
 
 def _arguments(item: Any) -> Arguments:
     if isinstance(item, Mapping):
-        found: Arguments = (), dict(item)
+        arguments: Arguments = (), dict(item)
     else:
-        found = (tuple(item) if isinstance(item, tuple | list) else (item,)), {}
-    if not _tensors(found):
+        arguments = (tuple(item) if isinstance(item, tuple | list) else (item,)), {}
+    if not _tensors(arguments):
         raise ValueError(
             f"calibration data holds a {type(item).__name__} without tensors; for texts, "
             "quant.calibration_rows(data, tokenizer, samples=32, seqlen=512) makes rows of token ids"
         )
-    return found
+    return arguments
 
 
 def _tensors(call: Arguments) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 """`collect_attention_scales` finds the scales of the KV cache and of attention's operands by watching a model attend.
 
-Attention modules are found by what they do. In transformers 5 every model asks `AttentionInterface` for the
+Attention modules are found by their calls. In transformers 5 every model asks `AttentionInterface` for the
 function that attends and hands it q, k and v as they are used: normalised, rotated by position (RoPE), k and v as
 they enter the cache. While the scales are collected, the function it gets writes them down first and then calls
 the one that was asked for, with the same arguments: the model's own masks, soft caps and sinks stay in force, and
@@ -29,10 +29,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.attention_names import watching_attention
+from quant.calibration.attention_names import Watch, watching_attention
 from quant.calibration.observers import Observer, get_observer
 from quant.calibration.placement import device_of, placed
 from quant.calibration.ranks import gathered, own_batches
+from quant.calibration.session import Session
 from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import global_scale_of, scale_of
 
@@ -48,7 +49,7 @@ class AttentionScales:
         v: scale of the cached values, likewise.
         q: scale of the queries in `attention_format`; None where attention keeps 16 bit.
         p: scale of the probabilities, [], likewise.
-        amax: calibrated magnitudes of "q", "k" and "v" (of what was not watched, nothing), from which
+        amax: calibrated magnitudes of those of "q", "k" and "v" that were observed, from which
             `attention_scale` gives the scale in any other format.
         kv_format: of the cache, or None.
         attention_format: of attention's operands, or None.
@@ -76,8 +77,7 @@ def collect_attention_scales(
     kv_format: Format | None,
     attention_format: Format | None,
     granularity: str = "tensor",
-    device: torch.device | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    session: Session | None = None,
 ) -> dict[str, AttentionScales]:
     """KV-cache and attention scales of every attention module that `rows` reach, by module name.
 
@@ -89,8 +89,7 @@ def collect_attention_scales(
         attention_format: of q, k, v and p inside attention; None keeps them in 16 bit. k and v are observed for
             `kv_format` where both are given.
         granularity: "tensor" or "head".
-        device: where the model runs, see `placed`; None is where it is.
-        progress: called as `progress(rows done, rows in all)`.
+        session: its device is where the model runs, see `placed`; its listener is called for "calibrate" with rows.
 
     Ranks share the rows where the observer is absmax.
 
@@ -98,53 +97,76 @@ def collect_attention_scales(
         ValueError: neither format is given, or one whose scales are all found at run time; unknown observer or
             granularity; NaN or infinity (module, operand and batch are named); no attention module was seen.
     """
+    session = session or Session()
     operands = {"q": attention_format, "k": kv_format or attention_format, "v": kv_format or attention_format}
     _check_formats(operands.values(), granularity)
-    observer_class = get_observer(observer)
-    names = {module: name for name, module in model.named_modules()}
-    seen: dict[str, dict[str, list[Observer]]] = {}
-
-    def watch(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        name = names[module]
-        heads = k.shape[1] if granularity == "head" else 1
-        for operand, x in (("q", q), ("k", k), ("v", v)):
-            format = operands[operand]
-            if format is None:
-                continue
-            observers = seen.setdefault(name, {}).setdefault(operand, [])
-            if not observers:
-                labels = [f"{name} {operand}" + (f" head {head}" if heads > 1 else "") for head in range(heads)]
-                observers += [observer_class(format, name=label) for label in labels]
-            # [batch, heads, tokens, head_dim]: for q, the query heads of a KV head lie side by side.
-            for watcher, part in zip(observers, x.tensor_split(heads, dim=1), strict=True):
-                watcher.update(part)
-
+    observers: dict[str, dict[str, list[Observer]]] = {}
+    watch = _watcher(model, operands, get_observer(observer), by_head=granularity == "head", observers=observers)
     home = device_of(model)
-    with torch.no_grad(), placed(model, device) as there, watching_attention(model, watch):
-        rows = rows.to(there)
+    with torch.no_grad(), placed(model, session.device) as device, watching_attention(model, watch):
+        rows = rows.to(device)
+        # Other observers count all rows on every rank, for histograms of several ranks cannot be put together.
         for index in own_batches(len(rows)) if observer == "absmax" else range(len(rows)):
             model(rows[index : index + 1])
-            if progress:
-                progress(index + 1, len(rows))
-    found = {name: {o: _amax(w, granularity).cpu() for o, w in watchers.items()} for name, watchers in seen.items()}
+            session.report("calibrate", index + 1, len(rows))
+    ranges = {
+        name: {o: _amax(w, granularity).cpu() for o, w in watchers.items()} for name, watchers in observers.items()
+    }
     if observer == "absmax":
-        found = _largest(found)
-    if not found:
+        ranges = _largest(ranges)
+    if not ranges:
         raise ValueError(
             f"{type(model).__name__}: no attention was seen on {len(rows)} calibration row(s); KV-cache and attention "
             "scales need a transformers model whose attention goes through its AttentionInterface"
         )
     return {
         name: _scales({o: amax.to(home) for o, amax in operands.items()}, kv_format, attention_format)
-        for name, operands in found.items()
+        for name, operands in ranges.items()
     }
 
 
+def _watcher(
+    model: nn.Module,
+    operands: Mapping[str, Format | None],
+    make: Callable[..., Observer],
+    *,
+    by_head: bool,
+    observers: dict[str, dict[str, list[Observer]]],
+) -> Watch:
+    """A function that shows the operands of every attention to observers, which it makes as modules come up.
+
+    Args:
+        model: holds the attention modules.
+        operands: format of q, k and v; None is not observed.
+        make: an observer class.
+        by_head: one observer for each KV head, or one for all.
+        observers: filled, by module and operand.
+    """
+    names = {module: name for name, module in model.named_modules()}
+
+    def watch(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        name = names[module]
+        heads = k.shape[1] if by_head else 1
+        for operand, x in (("q", q), ("k", k), ("v", v)):
+            format = operands[operand]
+            if format is None:
+                continue
+            of_heads = observers.setdefault(name, {}).setdefault(operand, [])
+            if not of_heads:
+                labels = [f"{name} {operand}" + (f" head {head}" if heads > 1 else "") for head in range(heads)]
+                of_heads += [make(format, name=label) for label in labels]
+            # [batch, heads, tokens, head_dim]: for q, the query heads of a KV head lie side by side.
+            for head_observer, part in zip(of_heads, x.tensor_split(heads, dim=1), strict=True):
+                head_observer.update(part)
+
+    return watch
+
+
 def _check_formats(formats: Any, granularity: str) -> None:
-    given = [format for format in formats if format is not None]
-    if not given:
+    formats_to_measure = [format for format in formats if format is not None]
+    if not formats_to_measure:
         raise ValueError("neither kv_format nor attention_format is given: there is nothing to calibrate")
-    for format in given:
+    for format in formats_to_measure:
         if not format.is_static:
             raise ValueError(
                 f"{format} finds its scales at run time, so there is none to calibrate for the KV cache or attention; "
@@ -161,12 +183,12 @@ def _amax(observers: list[Observer], granularity: str) -> torch.Tensor:
 
 def _largest(own: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
     """The largest values of all ranks, by module and operand."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    largest: dict[str, dict[str, torch.Tensor]] = {}
     for part in gathered(own):
         for name, operands in part.items():
-            known = found.setdefault(name, {})
-            known |= {o: torch.maximum(known.get(o, amax), amax) for o, amax in operands.items()}
-    return found
+            module = largest.setdefault(name, {})
+            module |= {o: torch.maximum(module.get(o, amax), amax) for o, amax in operands.items()}
+    return largest
 
 
 def _scales(
@@ -192,8 +214,8 @@ def kv_scale_tensors(scales: Mapping[str, AttentionScales], dtype: torch.dtype) 
     tensors = {}
     for name, module in scales.items():
         if module.kv_format is None or not (module.kv_format.is_fp8 and module.kv_format.per_tensor):
-            kept = module.kv_format or "16 bit"
-            raise ValueError(f"{name}: checkpoints hold scales of a KV cache in fp8; this one is in {kept}")
+            format = module.kv_format or "16 bit"
+            raise ValueError(f"{name}: checkpoints hold scales of a KV cache in fp8; this one is in {format}")
         for operand in ("k", "v"):
             scale = attention_scale(module.amax[operand], FORMATS["fp8"])
             scale = scale.view(-1, 1, 1) if scale.dim() else scale.view(1)

@@ -5,11 +5,17 @@ Code that runs for long takes a listener instead of asking whether it may print.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from quant.calibration.progress import Progress
+Progress = Callable[[str, int, int], None]
+"""Called as `progress(stage, done, total)`."""
+
+
+def reporter(progress: Progress | None, stage: str) -> Callable[[int, int], None] | None:
+    """`progress` for one stage, called as `report(done, total)`; None without one."""
+    return (lambda done, total: progress(stage, done, total)) if progress else None
 
 
 class StageProgress(Protocol):

@@ -32,7 +32,7 @@ _VALUES_A_BIN = 64
 
 
 class Observer(Protocol):
-    """Watches a stream of batches and says what amax to calibrate to."""
+    """Watches a stream of batches and gives the amax to calibrate to."""
 
     def __init__(self, format: Format, *, name: str = "tensor") -> None: ...
 
@@ -149,6 +149,7 @@ class MSE(_HistogramObserver):
     def _choose(self) -> float:
         ladder = self.histogram.amax * torch.logspace(0, -_OCTAVES, _LADDER, base=2, dtype=torch.float64)
         best = int(squared_errors(self.histogram, self.number, ladder).argmin())
+        # The coarse ladder brackets the minimum; the fine steps lie between its two neighbours.
         low, high = float(ladder[min(best + 1, _LADDER - 1)]), float(ladder[max(best - 1, 0)])
         steps = torch.linspace(high, low, _STEPS, dtype=torch.float64)
         return float(steps[squared_errors(self.histogram, self.number, steps).argmin()])
@@ -238,8 +239,8 @@ def divergences(histogram: Histogram, number: Number) -> tuple[torch.Tensor, tor
     # Where a cell is empty, so is its mass; the ones only keep the logarithms finite.
     level = torch.where(mass > 0, mass / occupied.clamp(min=1), torch.ones_like(mass))
 
-    kept = _prefix(counts)[ends]
-    beyond = counts.sum() - kept
+    inside = _prefix(counts)[ends]
+    beyond = counts.sum() - inside
     last = counts[ends - 1]
     last_cell = torch.searchsorted(first, ends[:, None] - 1, right=True)[:, 0] - 1
     last_level = level[torch.arange(len(ends)), last_cell]
@@ -247,7 +248,7 @@ def divergences(histogram: Histogram, number: Number) -> tuple[torch.Tensor, tor
     p_log_p = _prefix(torch.xlogy(counts, counts))[ends] - torch.xlogy(last, last)
     p_log_p = p_log_p + torch.xlogy(last + beyond, last + beyond)
     p_log_q = (mass * level.log()).sum(dim=1) + beyond * last_level.log()
-    divergence = (p_log_p - p_log_q) / counts.sum() - counts.sum().log() + kept.log()
+    divergence = (p_log_p - p_log_q) / counts.sum() - counts.sum().log() + inside.log()
     return ends, divergence.masked_fill_((last == 0) & (beyond > 0), torch.inf)
 
 

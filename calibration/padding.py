@@ -3,7 +3,7 @@
 A batch of texts of different lengths is padded, and a mask says where. Attention hides the padding, but the layers
 around it compute on it like on any token, and it would count in second moments and scales, although no output depends
 on it. So a padded batch is taken apart into its rows, and each row is cut down to the tokens that its mask shows, as
-`texts.documents` cuts texts. What is said of each token (positions, types, labels) is cut with it:
+`texts.documents` cuts texts. The values of each token (positions, types, labels) are cut with it:
 
     input_ids [2, 5]    attention_mask [2, 5]        input_ids [1, 3]    input_ids [1, 5]
     7 4 9 0 0           1 1 1 0 0                    7 4 9               8 3 5 1 2
@@ -49,12 +49,12 @@ def unpadded(call: Mapping[str, Any], takes: Collection[str]) -> list[dict[str, 
             stacklevel=2,
         )
         return None
-    found = []
+    shown_calls = []
     for row in range(rows):
         shown = {side: mask[row] for side, mask in masks.items()}
         if all(bool(tokens.any()) for tokens in shown.values()):
-            found.append(_cut(call if rows == 1 else _row(call, row), shown, takes))
-    return found
+            shown_calls.append(_cut(call if rows == 1 else _row(call, row), shown, takes))
+    return shown_calls
 
 
 def _shown_tokens(call: Mapping[str, Any], side: str) -> torch.Tensor | None:
@@ -62,7 +62,7 @@ def _shown_tokens(call: Mapping[str, Any], side: str) -> torch.Tensor | None:
 
     Args:
         call: arguments of a model by name.
-        side: what the names of ids and mask begin with, "" or "decoder_".
+        side: the prefix of the names of ids and mask, "" or "decoder_".
 
     Returns:
         bool `[rows, tokens]`; None where the call has no ids, or no mask `[rows, tokens]` for them.
@@ -80,8 +80,8 @@ def _row(call: Mapping[str, Any], row: int) -> dict[str, Any]:
 
 
 def _cut(call: Mapping[str, Any], shown: Mapping[str, torch.Tensor], takes: Collection[str]) -> dict[str, Any]:
-    """A call of one row, less what is said of tokens that are not in `shown`, bool `[tokens]` of each side."""
-    found = dict(call)
+    """A call of one row, without the values of tokens that are not in `shown`, bool `[tokens]` of each side."""
+    shortened = dict(call)
     for name, value in call.items():
         # The labels of an encoder-decoder are the text of its decoder.
         is_decoder = name.startswith(_SIDES[1]) or (name == "labels" and f"{_SIDES[1]}{_IDS}" in takes)
@@ -90,5 +90,5 @@ def _cut(call: Mapping[str, Any], shown: Mapping[str, torch.Tensor], takes: Coll
             continue
         # Images and sounds may have as many channels as the text has tokens.
         if name == f"{side}{_MASK}" or not value.is_floating_point():
-            found[name] = value[:, shown[side].to(value.device)]
-    return found
+            shortened[name] = value[:, shown[side].to(value.device)]
+    return shortened

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import block_names, removing
-from quant.calibration.prefetch import Carrier, brought
+from quant.calibration.prefetch import Prefetcher, prefetched
 
 # Share of a GPU's free memory that a whole model may take; activations and logits need the rest.
 _SHARE = 0.7
@@ -82,7 +82,7 @@ def placed(model: nn.Module, device: torch.device | None, dtype: torch.dtype | N
     Args:
         model: its weights must not be changed meanwhile.
         device: with its index; None leaves the model where it is.
-        dtype: what the copies of 16-bit tensors are widened to; None copies them as they are.
+        dtype: to which the copies of 16-bit tensors are widened; None copies them as they are.
     """
     if device is None or not elsewhere(model, device):
         yield device_of(model)
@@ -91,50 +91,52 @@ def placed(model: nn.Module, device: torch.device | None, dtype: torch.dtype | N
     inside = {id(module) for block in blocks for module in block.modules()}
     parts = [[module for module in model.modules() if id(module) not in inside], *(list(b.modules()) for b in blocks)]
     whole = fits(model, device, dtype)
-    loans: dict[int, Loan] = {}
-    carrier = Carrier(device, whole=whole)
+    borrowed: dict[int, DeviceCopies] = {}
+    prefetcher = Prefetcher(device, whole=whole)
     try:
-        for place, (part, copies) in enumerate(brought(parts if whole else parts[:1], tensors_of, device, whole=whole)):
-            loans[place] = Loan(part, copies, device, dtype)
-        with _visiting({} if whole else dict(enumerate(blocks, 1)), parts, loans, carrier, dtype):
+        steps = prefetched(parts if whole else parts[:1], tensors_of, device, whole=whole)
+        for index, (part, copies) in enumerate(steps):
+            borrowed[index] = DeviceCopies(part, copies, device, dtype)
+        with _visiting({} if whole else dict(enumerate(blocks, 1)), parts, borrowed, prefetcher, dtype):
             yield device
     finally:
-        carrier.close()
-        for loan in reversed(loans.values()):
-            loan.give_back()
+        prefetcher.close()
+        for copies_of_part in reversed(borrowed.values()):
+            copies_of_part.restore()
 
 
 @contextmanager
 def _visiting(
     blocks: Mapping[int, nn.Module],
     parts: Sequence[list[nn.Module]],
-    loans: dict[int, Loan],
-    carrier: Carrier,
+    borrowed: dict[int, DeviceCopies],
+    prefetcher: Prefetcher,
     dtype: torch.dtype | None,
 ) -> Iterator[None]:
     """While open, each of `blocks` is on the device for its own forward pass, and the next one on its way."""
-    device, coming = carrier.device, dict[int, Callable[[], list[torch.Tensor]]]()
+    device, waiting = prefetcher.device, dict[int, Callable[[], list[torch.Tensor]]]()
 
-    def enter(place: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def enter(index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         assert device is not None
         moved = tuple(_moved(a, device) for a in args), {name: _moved(a, device) for name, a in kwargs.items()}
-        if "forward" in vars(block) or all(t.device == device for t in tensors_of(parts[place])):
+        if "forward" in vars(block) or all(t.device == device for t in tensors_of(parts[index])):
             return moved  # it needs no weights, or has them there
-        copies = (coming.pop(place, None) or carrier.fetch(tensors_of(parts[place])))()
-        following = place + 1 if place + 1 in blocks else 1
-        if following not in (place, *coming):
-            coming[following] = carrier.fetch(tensors_of(parts[following]))
-        loans[place] = Loan(parts[place], copies, device, dtype)
+        copies = (waiting.pop(index, None) or prefetcher.fetch(tensors_of(parts[index])))()
+        # After the last block the next pass begins with the first.
+        following = index + 1 if index + 1 in blocks else 1
+        if following not in (index, *waiting):
+            waiting[following] = prefetcher.fetch(tensors_of(parts[following]))
+        borrowed[index] = DeviceCopies(parts[index], copies, device, dtype)
         return moved
 
-    def leave(place: int, block: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        if place in loans:
-            loans.pop(place).give_back()
+    def leave(index: int, block: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        if index in borrowed:
+            borrowed.pop(index).restore()
 
     handles = []
-    for place, block in blocks.items():
-        handles.append(block.register_forward_pre_hook(partial(enter, place), prepend=True, with_kwargs=True))
-        handles.append(block.register_forward_hook(partial(leave, place), always_call=True))
+    for index, block in blocks.items():
+        handles.append(block.register_forward_pre_hook(partial(enter, index), prepend=True, with_kwargs=True))
+        handles.append(block.register_forward_hook(partial(leave, index), always_call=True))
     with removing(handles):
         yield
 
@@ -145,6 +147,7 @@ def fits(model: nn.Module, device: torch.device, dtype: torch.dtype | None = Non
         return True
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     wide = None if dtype is None else dtype.itemsize
+    # Tied tensors count once: they are copied once.
     needed = sum(t.numel() * (wide or t.itemsize) if t.dtype in NARROW else t.nbytes for t in tensors)
     return needed <= _SHARE * free_memory(device)
 
@@ -163,20 +166,20 @@ def free_memory(device: torch.device) -> int:
 
 
 def tensors_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Parameters and buffers that `modules` themselves hold, each once: what a `Loan` of them takes copies of."""
-    found = (t for module in modules for t in (*module._parameters.values(), *module._buffers.values()))
-    return list({id(t): t for t in found if t is not None}.values())
+    """Parameters and buffers that `modules` themselves hold, each once, in the order of `DeviceCopies`."""
+    tensors = (t for module in modules for t in (*module._parameters.values(), *module._buffers.values()))
+    return list({id(t): t for t in tensors if t is not None}.values())
 
 
-class Loan:
-    """Copies on a device in the place of the tensors of some modules, until they are given back.
+class DeviceCopies:
+    """Copies on a device in the place of the tensors of some modules, until the originals are restored.
 
     Args:
         modules: their submodules are not counted in.
         copies: of `tensors_of(modules)`, in that order, in the same dtypes.
         device: where the copies are; None where the tensors are.
-        dtype: what copies in `narrow` dtypes are widened to; None leaves them.
-        narrow: 16 bit by default.
+        dtype: to which copies in `narrow` dtypes are widened; None leaves them.
+        narrow: dtypes that are widened; 16 bit by default.
     """
 
     def __init__(
@@ -189,52 +192,54 @@ class Loan:
     ) -> None:
         self.copies = {id(t): copy for t, copy in zip(tensors_of(modules), copies, strict=True)}
 
-        def lent(t: torch.Tensor) -> torch.Tensor:
+        def copy_of(t: torch.Tensor) -> torch.Tensor:
             # A tensor of two modules is on the device when it is met again.
             copy = self.copies.get(id(t), t) if t.device != device else t
             if t.is_meta and copy.is_meta:  # experts that are still in their files
                 return t
             return copy.to(device, dtype if t.dtype in narrow else None)
 
-        self.kept = []
+        self.originals = []
         with torch.inference_mode(False), torch.no_grad():
             for module in modules:
                 if not module._parameters and not module._buffers:
                     continue
                 parameters = {name: (p, p.data) for name, p in module._parameters.items() if p is not None}
                 buffers = dict(module._buffers)
-                module._apply(lent, recurse=False)  # quantized modules keep the dtype of codes, and take a GPU's layout
-                self.kept.append((module, parameters, buffers, dict(module._buffers)))
+                # Quantized modules override this: they keep the dtype of codes, and take the layout of a GPU.
+                module._apply(copy_of, recurse=False)
+                self.originals.append((module, parameters, buffers, dict(module._buffers)))
 
-    def narrow(self) -> None:
-        """Brings the parameters back to the dtypes that they have at home."""
+    def restore_dtypes(self) -> None:
+        """Rounds the copies of parameters to the dtypes of the originals."""
         for live, _, data in self._parameters():
             live.data = live.data.to(data.dtype)
 
-    def settle(self) -> None:
-        """Puts the tensors back, where they are not changed; parameters that are come home as they are now."""
+    def keep_changes(self) -> None:
+        """Restores the originals; a parameter whose copy was changed gets the new values."""
         changed = []
         for live, parameter, data in self._parameters():
-            now, copy = live.data.to(data.dtype), self.copies[id(parameter)]
-            if now.shape != copy.shape or not torch.equal(now, copy):
-                changed.append((parameter, now.to(data.device)))
-        self.give_back()
+            value, copy = live.data.to(data.dtype), self.copies[id(parameter)]
+            if value.shape != copy.shape or not torch.equal(value, copy):
+                # Norms that took up a scale, corrected biases, weights that a transform scaled.
+                changed.append((parameter, value.to(data.device)))
+        self.restore()
         for parameter, value in changed:
             parameter.data = value
 
     def _parameters(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, torch.Tensor]]:
-        """Each parameter as it is in its module now (some devices take a new one), itself, and its data at home."""
+        """Each parameter as its module has it now (some devices take a new one), the original, and its data."""
         seen = set()
-        for module, parameters, _, _ in self.kept:
+        for module, parameters, _, _ in self.originals:
             for name, (parameter, data) in parameters.items():
                 live = module._parameters[name]
                 if id(parameter) not in seen and live is not None and not live.is_meta:
                     yield live, parameter, data
                 seen.add(id(parameter))
 
-    def give_back(self) -> None:
-        """Puts the tensors back as they were."""
-        for module, parameters, buffers, copies in reversed(self.kept):
+    def restore(self) -> None:
+        """Puts the original tensors back."""
+        for module, parameters, buffers, copies in reversed(self.originals):
             for name, (parameter, data) in parameters.items():
                 parameter.data = data
                 module._parameters[name] = parameter
@@ -244,7 +249,7 @@ class Loan:
                     module._buffers[name] = buffer
                 else:  # the module has put another tensor there, such as frequencies of longer texts
                     module._buffers[name] = now.to(buffer.device)
-        self.kept.clear()
+        self.originals.clear()
         self.copies.clear()
 
 

@@ -1,8 +1,12 @@
-"""`brought` has tensors on a device before they are needed there: a thread brings those of the next step meanwhile.
+"""`prefetched` prefetches the next step's tensors in a thread while the present step is worked on.
 
-On the way to a GPU the bytes pass through two pinned buffers and a stream of their own, so that neither the disk, nor
-the page cache, nor the bus is waited for. Where tensors are worked on where they are, the thread brings the pages of
-mapped files into memory.
+On the way to a GPU the bytes pass through two pinned buffers and a stream of their own, so that the step waits for
+neither the disk, nor the page cache, nor the bus:
+
+    reader threads     file -> buffer 0    file -> buffer 1    file -> buffer 0    …   wait until its last copy is read
+    stream                                 buffer 0 -> GPU     buffer 1 -> GPU     …
+
+Where tensors are worked on where they are, the thread reads the pages of mapped files into memory.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ _BUFFER_BYTES = 1 << 26
 _READERS = 8  # threads that fill a buffer: one brings about 3 GB/s from the page cache, a GPU takes 40
 
 
-class Carrier:
-    """Brings tensors to a device on a thread, until it is closed.
+class Prefetcher:
+    """Copies tensors to a device in a thread, until it is closed.
 
     Args:
         device: with its index; None stands for where each tensor is.
@@ -32,38 +36,38 @@ class Carrier:
 
     def __init__(self, device: torch.device | None, *, whole: bool = True) -> None:
         self.device, self.whole = device, whole
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="carrier")
-        self._lane: _Lane | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._copying: _CopyStream | None = None
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Begins to bring tensors.
+        """Begins to copy tensors.
 
         Returns:
-            A function that waits for them and gives them in order, to be called on the thread that uses them. What is
-            there already is given as it is, and so are parameters that stay in their files.
+            A function that waits for the copies and gives them in order, to be called on the thread that uses them.
+            A tensor that is on the device already is given as it is, and so is a parameter that stays in its file.
         """
         if self.device is not None and self.device.type == "cuda":
-            carried = self._thread.submit(self._to_gpu, tensors)
-            return lambda: _handed_over(*carried.result())
-        coming = self._thread.submit(lambda: [in_memory(value_of(tensor, whole=self.whole)) for tensor in tensors])
-        return lambda: [t if t.is_meta else t.to(self.device) for t in coming.result()]
+            copies = self._thread.submit(self._to_gpu, tensors)
+            return lambda: _for_current_stream(*copies.result())
+        values = self._thread.submit(lambda: [in_memory(value_of(tensor, whole=self.whole)) for tensor in tensors])
+        return lambda: [t if t.is_meta else t.to(self.device) for t in values.result()]
 
     def close(self) -> None:
         """Ends the threads."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        if self._lane is not None:
-            self._lane.readers.shutdown()
+        if self._copying is not None:
+            self._copying.readers.shutdown()
 
     def _to_gpu(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event]:
         assert self.device is not None
         with torch.cuda.device(self.device):
-            self._lane = lane = self._lane or _Lane(self.device)
-            with torch.cuda.stream(lane.stream):
+            self._copying = copying = self._copying or _CopyStream(self.device)
+            with torch.cuda.stream(copying.stream):
                 values = (value_of(tensor, whole=self.whole) for tensor in tensors)
-                return [t if t.is_meta else lane.copy(t) for t in values], lane.stream.record_event()
+                return [t if t.is_meta else copying.copy(t) for t in values], copying.stream.record_event()
 
 
-class _Lane:
+class _CopyStream:
     """A stream to a GPU and two pinned buffers: one is filled while the other is read."""
 
     def __init__(self, device: torch.device) -> None:
@@ -71,10 +75,11 @@ class _Lane:
         self.buffers = [torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self.read = [torch.cuda.Event(), torch.cuda.Event()]
         self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="reader")
+        # Which of the two buffers is filled next.
         self.turn = 0
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the GPU, for work on the lane's stream."""
+        """A copy on the GPU, for work on `stream`."""
         if tensor.device.type != "cpu":
             return tensor.to(self.device)
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
@@ -83,6 +88,7 @@ class _Lane:
             part = source[start : start + _BUFFER_BYTES]
             buffer, read = self.buffers[self.turn][: len(part)], self.read[self.turn]
             self.turn = 1 - self.turn
+            # The copy that last read this buffer must be over before it is filled again.
             read.synchronize()
             share = max(-(-len(part) // _READERS), 1 << 20)
             list(self.readers.map(_read, part.split(share), buffer.split(share)))
@@ -96,42 +102,42 @@ def _read(source: torch.Tensor, target: torch.Tensor) -> None:
     ctypes.memmove(target.data_ptr(), source.data_ptr(), len(source))  # on this thread alone
 
 
-def _handed_over(copies: list[torch.Tensor], ready: torch.cuda.Event) -> list[torch.Tensor]:
-    """The copies, for work on the current stream."""
+def _for_current_stream(copies: list[torch.Tensor], copied: torch.cuda.Event) -> list[torch.Tensor]:
+    """The copies, for work on the current stream, which waits for `copied` first."""
     for copy in (copy for copy in copies if copy.is_cuda):
         stream = torch.cuda.current_stream(copy.device)
-        stream.wait_event(ready)
-        copy.record_stream(stream)
+        stream.wait_event(copied)
+        copy.record_stream(stream)  # or the allocator would reuse its memory as soon as the copying stream is done
     return copies
 
 
-def brought(
+def prefetched(
     steps: Sequence[Step],
     tensors_of: Callable[[Step], Sequence[torch.Tensor]],
     device: torch.device | None,
     *,
     whole: bool = True,
 ) -> Iterator[tuple[Step, list[torch.Tensor]]]:
-    """Gives each step with its tensors on `device`, and has those of the next one brought meanwhile.
+    """Gives each step with its tensors on `device`, while those of the next one are copied.
 
-    `whole` is as of `Carrier`.
+    `whole` is as of `Prefetcher`.
     """
-    carrier = Carrier(device, whole=whole)
+    prefetcher = Prefetcher(device, whole=whole)
     try:
-        coming = [carrier.fetch(tensors_of(step)) for step in steps[:1]]
-        for place, step in enumerate(steps, 1):
-            tensors = coming.pop()()
-            coming += [carrier.fetch(tensors_of(following)) for following in steps[place : place + 1]]
+        waiting = [prefetcher.fetch(tensors_of(step)) for step in steps[:1]]
+        for following, step in enumerate(steps, 1):
+            tensors = waiting.pop()()
+            waiting += [prefetcher.fetch(tensors_of(next_step)) for next_step in steps[following : following + 1]]
             yield step, tensors
-            tensors.clear()  # the caller's name for it lives until the next step, whose tensors are here by then
+            tensors.clear()  # the caller's name for it lives until the next step, whose tensors have come by then
     finally:
-        carrier.close()
+        prefetcher.close()
 
 
 def value_of(tensor: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
     """A tensor without its history. A parameter that is still in its files (`stored_weights`) is read here.
 
-    `whole` is as of `Carrier`.
+    `whole` is as of `Prefetcher`.
     """
     stored = getattr(tensor, "stored", None)
     if stored is None or (stored.runs_alone and not whole):

@@ -1,9 +1,9 @@
 """The ranks of a command share its work: one process for each GPU, started by torchrun or by `--devices`.
 
-Every rank runs the whole command on the same files and stands at the same place of it. What is slow is dealt out:
-calibration rows, blocks, experts, rows of a weight. Whatever is dealt out is put together again *in the order in which
-one rank would have come to it*, and never in the order of arrival. So sums of floating-point numbers are the same, to
-the bit, on any number of ranks. The functions here do that; with one rank they do nothing.
+Every rank runs the whole command on the same files, at the same step of it. Slow work is dealt out: calibration rows,
+blocks, experts, rows of a weight. The results are put together again *in the order in which one rank would have come to
+them*, and never in the order of arrival. So sums of floating-point numbers are the same, to the bit, on any number of
+ranks. The functions here do that; with one rank they pass their arguments on.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-Entry = tuple[int, Sequence[torch.Tensor | None]]
-"""Tensors and their place in the order in which one rank would have come to them."""
+NumberedTensors = tuple[int, Sequence[torch.Tensor | None]]
+"""Tensors and their number in the order in which one rank would have come to them."""
 Outline = tuple[tuple[int, ...], torch.dtype]
+"""The shape and dtype of a tensor that another rank will send."""
 
 # Ranks find each other within minutes. Later `quant.cli.ranks.watch` sees whether all live, and one of them may take
 # long over a large file.
@@ -81,7 +82,7 @@ def _connect(device: torch.device) -> None:
 
 
 def _met() -> None:
-    """Waits for what `meet` has begun: NCCL wants its messages in the same order on all ranks."""
+    """Waits for the connections of `meet`: NCCL needs its messages in the same order on all ranks."""
     global _meeting
     if _meeting is not None:
         _meeting.result()
@@ -89,7 +90,7 @@ def _met() -> None:
 
 
 def leave() -> None:
-    """Ends the common work when all ranks have come here: what follows, each does for itself.
+    """Ends the common work when all ranks have come here; each does the following steps for itself.
 
     Other libraries share work among ranks as soon as they see some: compressed-tensors does so in loading a checkpoint,
     and would wait forever for ranks that do not load it.
@@ -108,22 +109,23 @@ def gathered(value: T) -> list[T]:
         return [value]
     own = pickle.dumps(value)
     # Most values fit into the message that says how long they are.
-    found = _exchanged(len(own).to_bytes(8, "little") + own, _MESSAGE)
-    sizes = [int.from_bytes(message[:8], "little") for message in found]
-    whole = _exchanged(own, max(sizes)) if max(sizes) > _MESSAGE - 8 else [message[8:] for message in found]
+    messages = _exchanged(len(own).to_bytes(8, "little") + own, _MESSAGE)
+    sizes = [int.from_bytes(message[:8], "little") for message in messages]
+    whole = _exchanged(own, max(sizes)) if max(sizes) > _MESSAGE - 8 else [message[8:] for message in messages]
     return [pickle.loads(message[:size]) for message, size in zip(whole, sizes, strict=True)]
 
 
 def _exchanged(message: bytes, size: int) -> list[bytes]:
     """The messages of all ranks, cut or filled up to `size` bytes."""
+    # All messages of a gathering have one length, so that a single all_gather carries them.
     own = torch.frombuffer(bytearray(message[:size].ljust(size)), dtype=torch.uint8)
-    found = [torch.empty_like(own) for _ in range(rank_and_world()[1])]
-    dist.all_gather(found, own)
-    return [tensor.numpy().tobytes() for tensor in found]
+    messages = [torch.empty_like(own) for _ in range(rank_and_world()[1])]
+    dist.all_gather(messages, own)
+    return [tensor.numpy().tobytes() for tensor in messages]
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """What `make` gives on the first rank, where alone it is called; it is pickled on its way to the others."""
+    """The value of `make()`, which only the first rank calls; it is pickled on its way to the others."""
     rank, world = rank_and_world()
     if world == 1:
         return make()
@@ -137,9 +139,9 @@ def at_first(value: T) -> list[T] | None:
     rank, world = rank_and_world()
     if world == 1:
         return [value]
-    found: list[Any] | None = [None] * world if rank == 0 else None
-    dist.gather_object(value, found, dst=0)
-    return found
+    values: list[Any] | None = [None] * world if rank == 0 else None
+    dist.gather_object(value, values, dst=0)
+    return values
 
 
 def wait_for_all() -> None:
@@ -148,7 +150,7 @@ def wait_for_all() -> None:
 
 
 def own_batches(count: int) -> range:
-    """The batches of calibration or evaluation rows that this rank runs: every so-manieth."""
+    """The batches of calibration or evaluation rows that this rank runs: one in `world`."""
     rank, world = rank_and_world()
     return range(rank, count, world)
 
@@ -185,35 +187,41 @@ def shares_rows() -> bool:
 
 
 def in_order(
-    own: Sequence[Entry], device: torch.device | None = None
+    own: Sequence[NumberedTensors], device: torch.device | None = None
 ) -> Iterator[tuple[int, tuple[torch.Tensor | None, ...]]]:
     """The entries of all ranks, in order; every rank must go through all of them.
 
     Args:
-        own: this rank's; entries of one place stay in the order in which they are given.
+        own: this rank's; entries of one number stay in the order in which they are given.
         device: where those of others are put, and where own ones are.
     """
     rank, world = rank_and_world()
     if world == 1:
-        yield from ((place, tuple(tensors)) for place, tensors in sorted(own, key=lambda entry: entry[0]))
+        yield from ((number, tuple(tensors)) for number, tensors in sorted(own, key=lambda entry: entry[0]))
         return
-    outlines = [(place, [None if t is None else (tuple(t.shape), t.dtype) for t in tensors]) for place, tensors in own]
+    outlines = [
+        (number, [None if t is None else (tuple(t.shape), t.dtype) for t in tensors]) for number, tensors in own
+    ]
     everywhere = gathered(outlines)
     schedule = sorted(
-        ((place, owner, index, outline) for owner, found in enumerate(everywhere)
-         for index, (place, outline) in enumerate(found)),
+        ((number, owner, index, outline) for owner, outlines_of_rank in enumerate(everywhere)
+         for index, (number, outline) in enumerate(outlines_of_rank)),
         key=lambda item: item[:3],
     )  # fmt: skip
-    sizes = [sum(_room(o) for _, outline in found for o in outline if o is not None) for found in everywhere]
+    sizes = [
+        sum(_room(o) for _, outline in outlines_of_rank for o in outline if o is not None)
+        for outlines_of_rank in everywhere
+    ]
+    # Small tensors travel together in one message: their cost is latency, not bandwidth.
     if max(sizes) <= _SMALL:
         packed = _packed([t for _, tensors in own for t in tensors if t is not None], max(sizes), device)
         whole = [_unpacked(packed[owner], everywhere[owner]) for owner in range(world)]
-        yield from ((place, whole[owner][index]) for place, owner, index, _ in schedule)
+        yield from ((number, whole[owner][index]) for number, owner, index, _ in schedule)
         return
-    for place, owner, index, outline in schedule:
+    for number, owner, index, outline in schedule:
         sent = own[index][1] if owner == rank else [None] * len(outline)
         yield (
-            place,
+            number,
             tuple(
                 None if shape is None else _broadcast(tensor, *shape, owner, device)
                 for tensor, shape in zip(sent, outline, strict=True)
@@ -230,21 +238,21 @@ def _room(outline: Outline) -> int:
 def _packed(tensors: Sequence[torch.Tensor], size: int, device: torch.device | None) -> list[torch.Tensor]:
     """The tensors of each rank, one behind the other, as `size` bytes."""
     _met()
-    own, place = torch.zeros(size, dtype=torch.uint8, device=device), 0
+    own, offset = torch.zeros(size, dtype=torch.uint8, device=device), 0
     for tensor in tensors:
-        own[place : place + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
-        place += _room((tuple(tensor.shape), tensor.dtype))
-    found = [torch.empty_like(own) for _ in range(rank_and_world()[1])]
+        own[offset : offset + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+        offset += _room((tuple(tensor.shape), tensor.dtype))
+    packed = [torch.empty_like(own) for _ in range(rank_and_world()[1])]
     if size:
-        dist.all_gather(found, own)
-    return found
+        dist.all_gather(packed, own)
+    return packed
 
 
 def _unpacked(
     packed: torch.Tensor, outlines: Sequence[tuple[int, Sequence[Outline | None]]]
 ) -> list[tuple[torch.Tensor | None, ...]]:
     """The tensors of one rank's entries."""
-    found, place = [], 0
+    entries, offset = [], 0
     for _, outline in outlines:
         tensors: list[torch.Tensor | None] = []
         for each in outline:
@@ -252,11 +260,11 @@ def _unpacked(
                 tensors.append(None)
                 continue
             shape, dtype = each
-            part = packed[place : place + math.prod(shape) * dtype.itemsize]
+            part = packed[offset : offset + math.prod(shape) * dtype.itemsize]
             tensors.append(part.view(dtype).view(shape).clone())
-            place += _room(each)
-        found.append(tuple(tensors))
-    return found
+            offset += _room(each)
+        entries.append(tuple(tensors))
+    return entries
 
 
 def _broadcast(
@@ -270,7 +278,7 @@ def _broadcast(
 
 
 def sum_in_order(
-    places: Sequence[Sequence[int]], make: Callable[[int], torch.Tensor], shape: Sequence[int], device: torch.device
+    numbers: Sequence[Sequence[int]], make: Callable[[int], torch.Tensor], shape: Sequence[int], device: torch.device
 ) -> torch.Tensor:
     """The sum of matrices that several ranks hold, in order, on every rank.
 
@@ -278,24 +286,27 @@ def sum_in_order(
     two matrices of its own, and the sum is the one that adding matrix after matrix gives.
 
     Args:
-        places: of each rank's matrices, rising.
+        numbers: of each rank's matrices, rising.
         make: gives the matrix of an index into this rank's; every one is asked for once.
         shape: of the matrices, which are float32.
         device: where they are.
     """
     _met()
     rank, world = rank_and_world()
-    order = sorted((place, owner, i) for owner, found in enumerate(places) for i, place in enumerate(found))
-    rows, rest = -(-shape[0] // world), shape[1:]
+    order = sorted(
+        (number, owner, i) for owner, numbers_of_rank in enumerate(numbers) for i, number in enumerate(numbers_of_rank)
+    )
+    rows, columns = -(-shape[0] // world), shape[1:]
     total: torch.Tensor | None = None
     sent: tuple[Any, torch.Tensor, torch.Tensor, list[int]] | None = None
     for turn in _turns([owner for _, owner, _ in order]):
         owners = [order[i][1] for i in turn]
         sends = rank in owners
-        mine = make(order[turn[owners.index(rank)]][2]) if sends else torch.empty(0, *rest, device=device)
+        mine = make(order[turn[owners.index(rank)]][2]) if sends else torch.empty(0, *columns, device=device)
+        # Slabs are of equal size; the last is filled up with zeros, which the result leaves out.
         if sends and len(mine) < rows * world:
-            mine = torch.cat([mine, mine.new_zeros(rows * world - len(mine), *rest)])
-        slabs = mine.new_empty(rows * len(turn), *rest)
+            mine = torch.cat([mine, mine.new_zeros(rows * world - len(mine), *columns)])
+        slabs = mine.new_empty(rows * len(turn), *columns)
         if sent is not None:
             total = _with_slabs(total, *sent)
         received = [rows if owner in owners else 0 for owner in range(world)]
@@ -308,7 +319,7 @@ def sum_in_order(
     if sent is not None:
         total = _with_slabs(total, *sent)
     assert total is not None
-    whole = total.new_empty(rows * world, *rest)
+    whole = total.new_empty(rows * world, *columns)
     dist.all_gather(list(whole.split(rows)), total)
     return whole[: shape[0]]
 
@@ -320,6 +331,7 @@ def _with_slabs(
     if work is not None:
         work.wait()
     by_owner = dict(zip(sorted(owners), slabs.chunk(len(owners)), strict=True))
+    # Additions in the order of one rank, whatever came first.
     for owner in owners:
         total = by_owner[owner].clone() if total is None else total.add_(by_owner[owner])
     assert total is not None

@@ -1,4 +1,4 @@
-"""`MomentSpread` measures how far a second moment can be trusted, and `shrink` takes back what cannot.
+"""`MomentSpread` measures how far a second moment can be trusted, and `shrink` takes back the part that cannot.
 
 A second moment M over a few rows of text is exact for those rows and an estimate for every other text. Its
 off-diagonal entries are the worse part: a layer with thousands of inputs has millions of pairs, and most of their
@@ -64,6 +64,7 @@ class MomentSpread:
         """
         products, weighted, squares = self.sums
         evenness = self.squared_tokens / self.tokens**2
+        # All tokens in one piece: Σ n_r² = (Σ n_r)².
         if evenness == 1:
             return torch.tensor(self.columns / (self.columns + self.tokens), device=products.device)
         mean = products / self.tokens
@@ -73,8 +74,8 @@ class MomentSpread:
         power = mean.diagonal()
         scale = 1 / (power * power[:, None]).clamp(min=torch.finfo(torch.float32).tiny)
         scale.fill_diagonal_(0)
-        found = torch.sum(variance * scale) / torch.sum(mean.square() * scale)
-        return (STRENGTH * found).nan_to_num(1.0).clamp(0, 1)
+        noise_share = torch.sum(variance * scale) / torch.sum(mean.square() * scale)
+        return (STRENGTH * noise_share).nan_to_num(1.0).clamp(0, 1)
 
 
 def shrink(moment: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
@@ -85,7 +86,7 @@ def shrink(moment: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
         strength: λ, scalar.
     """
     diagonal = moment.diagonal(dim1=-2, dim2=-1)
-    kept = diagonal.clone()
+    original = diagonal.clone()
     moment *= 1 - strength
-    diagonal.copy_(kept)
+    diagonal.copy_(original)
     return moment

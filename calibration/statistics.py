@@ -38,7 +38,7 @@ class LayerStats:
         block_moments: diagonal blocks of the second moment, `[in / k, k, k]`, where only they were kept.
         mean: of x, `[in]`.
         mean_drift: of r - x, `[in]`; None where x is the original input.
-        noise: mean square of what rounding changed in x, `[in]`; None where that was not measured.
+        noise: mean squared rounding error of x, `[in]`; None where it was not measured.
     """
 
     tokens: int
@@ -67,19 +67,20 @@ def diagonal_blocks(matrix: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def pooled_stats(
-    found: Sequence[LayerStats], tokens: int | None = None, before: LayerStats | None = None
+    parts: Sequence[LayerStats], tokens: int | None = None, before: LayerStats | None = None
 ) -> LayerStats | None:
     """The statistics of all tokens together, without the drift.
 
     Args:
-        found: some statistics.
+        parts: some statistics.
         tokens: of these and of all others that are pooled with them; None where there are no others.
-        before: what was pooled so far.
+        before: the statistics that were pooled so far.
     """
-    tokens = sum(stats.tokens for stats in found) if tokens is None else tokens
+    tokens = sum(stats.tokens for stats in parts) if tokens is None else tokens
     start = before or LayerStats(0)
     second, blocks, noise = start.second_moment, start.block_moments, start.noise
-    for stats in found:
+    for stats in parts:
+        # Means are weighted by tokens: the result is the mean over all tokens.
         second = _plus(second, stats.second_moment, stats.tokens / tokens)
         blocks = _plus(blocks, stats.block_moments, stats.tokens / tokens)
         noise = _plus(noise, stats.noise, stats.tokens / tokens)
@@ -113,11 +114,11 @@ class MomentSum:
         """Adds one batch.
 
         Args:
-            x: `[tokens, in]`, what the layer gets.
-            drift: `[tokens, in]`, what it got in the original model, less `x`; None if that is zero.
+            x: inputs of the layer, `[tokens, in]`.
+            drift: inputs of the layer in the original model, less `x`, `[tokens, in]`; None if that is zero.
             rows: how many calibration rows, each of as many tokens, the batch holds; their spread decides how far the
                 second moment is shrunk. 1 where that is not known, as behind a router.
-            noise: sum over the tokens of the squares of what rounding changed in `x`, `[in]`; None if nobody asks.
+            noise: sum over the tokens of the squared rounding errors of `x`, `[in]`; None if nobody asks.
         """
         self.add_spread(x, rows)
         drift = None if drift is None else drift.to(x)
@@ -136,6 +137,7 @@ class MomentSum:
         _add_symmetric(self.second, x)
         if drift is not None:
             assert self.cross is not None
+            # D = Σ (r - x) xᵀ, not symmetric.
             self.cross += columns_product(drift, x)
 
     def add_means(self, x: torch.Tensor, drift: torch.Tensor | None = None, noise: torch.Tensor | None = None) -> None:
@@ -146,7 +148,7 @@ class MomentSum:
         self.noise = add_up(self.noise, noise)
 
     def add_spread(self, x: torch.Tensor, rows: int) -> None:
-        """Adds one batch to what decides the shrinkage alone."""
+        """Adds one batch to the spread between rows alone, which decides the shrinkage."""
         self.spread = self.spread or MomentSpread(x.shape[1], x.device)
         self.spread.add(x, rows)
 
@@ -162,6 +164,7 @@ class MomentSum:
         if self.second is None:
             return LayerStats(self.tokens, None, None, None, *means)
         assert self.spread is not None
+        # M and the drift come from the same tokens, so that one λ fits both.
         strength = self.spread.shrinkage()
         second = shrink(self.second / self.tokens, strength)
         if self.width is not None:
@@ -171,7 +174,7 @@ class MomentSum:
 
 
 def add_up(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:
-    """The sum of what there is of both."""
+    """Sum, treating None as zero."""
     if total is None or part is None:
         return part if total is None else total
     return total + part

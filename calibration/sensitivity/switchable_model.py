@@ -29,7 +29,6 @@ from quant.calibration.blocks import block_names
 from quant.calibration.evaluating import prepared
 from quant.calibration.fast_matmul import difference_dtype
 from quant.calibration.placement import NARROW, free_memory
-from quant.calibration.progress import reporter
 from quant.calibration.sensitivity.candidates import KEPT, Candidate
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
 from quant.calibration.sensitivity.switchable_layer import (
@@ -362,5 +361,4 @@ def measure_amax(
         return {}
     names = [layer.name for members in groups.values() for layer in members]
     with prepared(model, None):
-        report = reporter(session.progress, "calibrate")
-        return collect_input_amax(model, names, rows, report, device=session.device)
+        return collect_input_amax(model, names, rows, session)

@@ -42,11 +42,11 @@ class BlockLayer:
     """A linear layer of the block as it was solved.
 
     Attributes:
-        weight: what was rounded, `[out, in]`: after scaling, rotation and branch.
+        weight: the matrix that was rounded, `[out, in]`: after scaling, rotation and branch.
         quantized: codes and scales to start from.
         activation: format of the input, or None.
         input_scale: static scale of that format, where it has one.
-        parts: what the layer does at run time beside its matmul.
+        parts: the operations of the layer at run time beside its matmul.
     """
 
     weight: torch.Tensor
@@ -115,16 +115,19 @@ def reconstruct_block(
     if not calls or len(calls) != len(targets):
         raise ValueError(f"reconstruction needs a target for each call of the block: {len(calls)}, {len(targets)}")
     learned = {name: _Learned(layer, block.get_submodule(name)) for name, layer in layers.items()}
+    # The last calls judge, the first ones teach.
     judges = max(round(settings.held_out * len(calls)), 1) if len(calls) > 1 else 0
     pairs = list(zip(calls, targets, strict=True))
     training, held_out = (pairs[:-judges], pairs[-judges:]) if judges else (pairs, pairs)
     with _in_place(block, learned), _frozen(block):
         before = after = _error(block, held_out)
+        # The start counts as a candidate, so that the error never grows.
         best = {name: layer.state() for name, layer in learned.items()}
         optimizer = _optimizer(list(learned.values()), settings)
         every = max(settings.steps // settings.checks, 1)
         for step in range(settings.steps):
             for group in optimizer.param_groups:
+                # Linear decay to zero, as in AutoRound (Cheng et al., 2023).
                 group["lr"] = group["first"] * (1 - step / settings.steps)
             call, target = training[step % len(training)]
             with torch.enable_grad():
@@ -167,8 +170,8 @@ class _Rounded(torch.autograd.Function):
 
             return learned_values(latent, first_step, step)
         spread = _spread(step, latent.shape, format)
-        wanted = latent * _spread(first_step, latent.shape, format) / spread
-        return round_to(wanted, format.element) * spread
+        in_steps = latent * _spread(first_step, latent.shape, format) / spread
+        return round_to(in_steps, format.element) * spread
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -180,10 +183,11 @@ class _Rounded(torch.autograd.Function):
             return *learned_gradient(latent, first_step, step, gradient), None, None
         element = ctx.format.element
         first = _spread(first_step, latent.shape, ctx.format)
-        wanted = latent * first / _spread(step, latent.shape, ctx.format)
-        free = (wanted >= element.min) & (wanted <= element.max)
-        nearest = round_to(wanted, element)
-        of_step = _block_sums(gradient * (nearest - wanted * free), ctx.format)
+        in_steps = latent * first / _spread(step, latent.shape, ctx.format)
+        free = (in_steps >= element.min) & (in_steps <= element.max)
+        nearest = round_to(in_steps, element)
+        # d values / d step = round(v) - v inside the range, and the largest value beyond it (LSQ, Esser et al., 2019).
+        of_step = _block_sums(gradient * (nearest - in_steps * free), ctx.format)
         return gradient * first * free, of_step, None, None
 
 
@@ -221,16 +225,17 @@ class _Learned(nn.Module):
         super().__init__()
         self.layer = layer
         self.bias, self.dtype = original.bias, original.weight.dtype
-        given = layer.quantized
-        self.format = given.format
-        self.register_buffer("first_scale", decode(given.scale, given.format.scale), persistent=False)
-        self.register_buffer("second", _second(given), persistent=False)
+        quantized = layer.quantized
+        self.format = quantized.format
+        self.register_buffer("first_scale", decode(quantized.scale, quantized.format.scale), persistent=False)
+        self.register_buffer("second", _second(quantized), persistent=False)
         self.register_buffer("first_step", self.first_scale * self.second, persistent=False)
-        self.learns_scale = given.format.scale is E4M3
-        values, weight = given.dequantize(), layer.weight.float()
+        self.learns_scale = quantized.format.scale is E4M3
+        values, weight = quantized.dequantize(), layer.weight.float()
         step = _spread(self.first_step, weight.shape, self.format)
-        kept = round_to(weight / step, given.format.element).mul_(step) == values
-        self.latent = nn.Parameter(torch.where(kept, weight, values).div_(step))
+        same_code = round_to(weight / step, quantized.format.element).mul_(step) == values
+        # From the original weight where that rounds to the code that was chosen, else from the code itself.
+        self.latent = nn.Parameter(torch.where(same_code, weight, values).div_(step))
         self.factor = nn.Parameter(torch.zeros_like(self.first_scale), requires_grad=self.learns_scale)
 
     def _scale(self) -> torch.Tensor:
@@ -260,14 +265,13 @@ class _Learned(nn.Module):
     def state(self) -> BlockScaledTensor:
         """Codes and scales as they stand."""
         with torch.no_grad():
-            given = self.layer.quantized
             # Straight-through sums may miss the grid by a last place, which must not reach the codes.
             scale = round_to(self._scale(), E4M3) if self.learns_scale else self.first_scale
-            return quantize_with_scale(self.values(), self.format, scale, given.global_scale)
+            return quantize_with_scale(self.values(), self.format, scale, self.layer.quantized.global_scale)
 
 
-def _second(given: BlockScaledTensor) -> torch.Tensor:
-    return torch.ones((), device=given.codes.device) if given.global_scale is None else given.global_scale.float()
+def _second(weight: BlockScaledTensor) -> torch.Tensor:
+    return torch.ones((), device=weight.codes.device) if weight.global_scale is None else weight.global_scale.float()
 
 
 class _RoundedInput(torch.autograd.Function):

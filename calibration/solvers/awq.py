@@ -7,7 +7,7 @@ methods take s from the channel's typical magnitude, s = mean|x|^p / max|w|^q:
 SmoothQuant  moves the difficulty from activations to weights by a fixed split, p = q = 1/2 of channel maxima.
 AWQ          tries several powers and keeps the one whose rounded layer comes closest to the original, p in 0..1.
 
-The division by s costs nothing where it can be folded into what produces x (see `fold`).
+The division by s costs no time where it can be folded into the module that produces x (see `fold`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Awq:
             before GPTQ, which makes up for most of the weights' error; chosen on held-out rows of SmolLM2-135M.
         rows: at most so many output rows take part in the search.
         rank: of the 16-bit branch that will be taken off the scaled weight; 0 for none. The branch takes the inputs
-            that matter most out of the rounding, and what is left for Q wants a higher power.
+            that matter most out of the rounding, and the residual that is left for Q wants a higher power.
     """
 
     inputs_alone: bool = False
@@ -52,6 +52,7 @@ class Awq:
             second = shared_global_scale(scaled.abs().amax(), format, "max") if format.global_scale else None
             return round_activation(scaled, format, second)  # the same values, without codes in between
 
+        # Every n-th output row: neighbouring rows belong to one head.
         part = weight[:: -(-len(weight) // self.rows)]
         round_input = (lambda x: round_activation(x, activation, None)) if activation else None
         return search_scale(part, inputs.sample, inputs.mean_abs, round_weight, round_input, owner, self.rank)
@@ -79,6 +80,7 @@ def channel_scale(magnitude: Tensor, weight: Tensor, power: float, weight_power:
         owner: which row of the producer feeds each channel, int64 `[in]`: channels of one row must share their
             scale. None leaves all free.
     """
+    # Centred on 1, so that scaled weights and inputs stay in the range of 16 bit.
     log = power * _log(magnitude) - weight_power * _log(weight.abs().amax(0))
     if owner is not None:
         total = torch.zeros(int(owner.max()) + 1, dtype=log.dtype, device=log.device)
@@ -112,18 +114,19 @@ def search_scale(
         owner: see `channel_scale`.
         rank: of the branch that sees the scaled inputs unrounded.
     """
-    wanted = inputs @ weight.t()
+    reference = inputs @ weight.t()
     best, least = torch.ones_like(magnitude), float("inf")
     for power in POWERS:
         scale = channel_scale(magnitude, weight, power, 0.0, owner)
-        given, values = inputs / scale, weight * scale
-        scaled = given if round_input is None else round_input(given)
-        left = wanted
+        unrounded, values = inputs / scale, weight * scale
+        scaled = unrounded if round_input is None else round_input(unrounded)
+        target = reference
         if rank:
-            noise = (given if round_input is None else scaled - given).square().mean(0)
+            noise = (unrounded if round_input is None else scaled - unrounded).square().mean(0)
             down, up = branch = lowrank_branch(values, noise, min(rank, *values.shape), values.dtype)
-            values, left = residual_weight(values, branch), wanted - given @ down.t() @ up.t()
-        error = float((scaled @ round_weight(values).t() - left).square().mean(1).mean())
+            values, target = residual_weight(values, branch), reference - unrounded @ down.t() @ up.t()
+        # ‖Q(W diag(s)) (x / s) - W x‖² over the sample, eq. 4 of AWQ (Lin et al., 2023).
+        error = float((scaled @ round_weight(values).t() - target).square().mean(1).mean())
         if error < least:
             best, least = scale, error
     return best

@@ -73,7 +73,7 @@ class Transform(Protocol):
 
         Args:
             weight: of the whole group, `[out, in]`, float32.
-            inputs: what the group reads.
+            inputs: of the group.
             format, activation: of weights and inputs.
             owner: which row of the producer feeds each channel, int64 `[in]`: channels of one row must share their
                 scale. None leaves all free.
@@ -98,7 +98,9 @@ def shared_global_scale(amax: Tensor, format: Format, rule: str) -> Tensor:
     """Second-level scale of a fusion group whose largest magnitude is `amax`, float32 of the shape of `amax`.
 
     One checkpoint layout stores this scale and the other its reciprocal. Rounding through the reciprocal once
-    (at most one unit in the last place) gives a value that survives both, so what is solved is what is loaded.
+    (at most one unit in the last place) gives a value that survives both, so the scale of the solver is the scale that
+    is loaded.
     """
+    # compressed-tensors stores 1 / s, ModelOpt s.
     scale = global_scale_of(amax, format, rule)
     return 1 / (1 / scale)

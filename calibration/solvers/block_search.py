@@ -6,8 +6,8 @@ terms the loss is Σ e_j² with
 
     e_j = (w_j - Σ_{i<j} e_i U_ij - q_j) / U_jj
 
-so a greedy choice of each q_j, the value nearest to what stands before it in the bracket, is error feedback. Greedy
-is not optimal, but the loss it reaches is known exactly, and that is what candidate scales are compared by.
+so a greedy choice of each q_j, the value nearest to the terms before it in the bracket, is error feedback. Greedy
+is not optimal, but the loss it reaches is known exactly, and candidate scales are compared by it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quant.formats.scaling import SCALE_RULES, candidate_scales
 def search_threads(rows: int, inputs: int) -> int:
     """How many threads a search over a weight `[rows, inputs]` is worth, a power of two.
 
-    What Python does takes as long for a few rows as for many, and is not shared, so n threads need n² times the work:
+    Python's own part takes as long for a few rows as for many, and is not shared, so n threads need n² times the work:
     some for each weight, and products that grow with `inputs`. Measured on two cores, GPTQ of 1536 × 576 takes twice as
     long in two threads, of 4096 × 1024 nine tenths, and of 14336 × 512 less than six tenths.
     """
@@ -48,11 +48,11 @@ def round_with_feedback(
     errors = torch.empty_like(values)
     step = step.expand_as(values)
     for j in range(len(block)):
-        wanted = block[j]
+        target = block[j]
         if j:
-            wanted = wanted - (inverse[:j, j] @ errors[:j].flatten(1)).view(step.shape[1:])
-        values[j] = _nearest(wanted / step[j], element).mul_(step[j])
-        torch.sub(wanted, values[j], out=errors[j]).div_(inverse[j, j])
+            target = target - (inverse[:j, j] @ errors[:j].flatten(1)).view(step.shape[1:])
+        values[j] = _nearest(target / step[j], element).mul_(step[j])
+        torch.sub(target, values[j], out=errors[j]).div_(inverse[j, j])
     return values, errors
 
 
@@ -79,8 +79,8 @@ def search_block(
         scales = scales.gather(0, loss.topk(shortlist, dim=0, largest=False).indices)
     values, errors = round_with_feedback(block, inverse, (scales * global_scale)[None], format.element)
     best = errors.square().sum(0).argmin(0, keepdim=True)
-    place = best.expand(len(block), 1, -1)
-    return values.gather(1, place)[:, 0], errors.gather(1, place)[:, 0], scales.gather(0, best)[0]
+    index = best.expand(len(block), 1, -1)
+    return values.gather(1, index)[:, 0], errors.gather(1, index)[:, 0], scales.gather(0, best)[0]
 
 
 def block_scales(block: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
@@ -88,9 +88,10 @@ def block_scales(block: torch.Tensor, format: Format, global_scale: torch.Tensor
     amax = block.abs().amax(0)
     if format.scale is E4M3:
         return torch.stack(candidate_scales(amax, format, global_scale))
+    # Powers of two (E8M0) and wide scales: the rule `max`, then the search's candidates around it.
     nearest = SCALE_RULES["max"](block.t()[:, None, None], format, global_scale)
-    others = candidate_scales(amax.view_as(nearest), format, global_scale)
-    return torch.stack([scale.view(-1) for scale in (nearest, *others)])
+    searched = candidate_scales(amax.view_as(nearest), format, global_scale)
+    return torch.stack([scale.view(-1) for scale in (nearest, *searched)])
 
 
 def to_errors(inverse: torch.Tensor) -> torch.Tensor:
@@ -102,9 +103,9 @@ def to_errors(inverse: torch.Tensor) -> torch.Tensor:
 
 def _losses(block: torch.Tensor, inverse: torch.Tensor, format: Format, step: torch.Tensor) -> torch.Tensor:
     """Losses `[candidates, n]` where every value is rounded to nearest on a grid of `step` `[candidates, n]`."""
-    wanted = block[:, None] / step
+    in_steps = block[:, None] / step
     # In grid steps, which are squared and multiplied in only after the sum.
-    off = _nearest(wanted, format.element).sub_(wanted)
+    off = _nearest(in_steps, format.element).sub_(in_steps)
     return (to_errors(inverse) @ off.flatten(1)).square_().sum(0).view(step.shape).mul_(step).mul_(step)
 
 

@@ -102,6 +102,7 @@ def _trace_channels(
         after, _ = _run(block, call, reader)
     if after is None or after.shape != before.shape:
         return None
+    # [tokens, channels]
     before, after = before.flatten(0, -2), after.flatten(0, -2)
     # The ratio of a channel, from the token where it is largest; then every token must agree.
     token = before.abs().argmax(0, keepdim=True)
@@ -109,6 +110,7 @@ def _trace_channels(
     ratio = torch.where(top == 0, 1, top / after.gather(0, token)[0])
     if not bool(torch.isfinite(ratio).all()):
         return None
+    # Factors are 1 + k / (channels - 1), so the ratio tells k.
     owner = ((ratio - 1) * (channels - 1)).round().long().clamp(0, channels - 1)
     if bool((top == 0).any()):
         # A channel that is zero at every token shows no factor; it is taken to keep its place.
@@ -132,7 +134,7 @@ def _is_neutral(
     channels = len(module.weight)  # type: ignore[arg-type]
     factors = torch.linspace(1, 2, channels, dtype=torch.float64, device=before.device)
     weights = [block.get_submodule(name).weight for name in readers]
-    kept = [weight.detach().clone() for weight in weights]  # type: ignore[operator]
+    originals = [weight.detach().clone() for weight in weights]  # type: ignore[operator]
     try:
         with _scaled(module, factors, style), torch.no_grad():
             for weight in weights:
@@ -140,7 +142,7 @@ def _is_neutral(
             _, after = _run(block, call, None)
     finally:
         with torch.no_grad():
-            for weight, old in zip(weights, kept, strict=True):
+            for weight, old in zip(weights, originals, strict=True):
                 weight.copy_(old)  # type: ignore[operator]
     return after is not None and _close(after, before)
 
@@ -148,13 +150,13 @@ def _is_neutral(
 @contextmanager
 def _scaled(module: nn.Module, factors: torch.Tensor, style: str) -> Iterator[None]:
     """While open, the output channels of a module are divided by factors."""
-    kept = [(p, p.detach().clone()) for p in module.parameters(recurse=False)]
+    originals = [(p, p.detach().clone()) for p in module.parameters(recurse=False)]
     try:
         apply_fold(module, factors, style)
         yield
     finally:
         with torch.no_grad():
-            for parameter, old in kept:
+            for parameter, old in originals:
                 parameter.copy_(old)
 
 

@@ -35,23 +35,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quant.calibration.ranks import Entry, dealt, in_order, rank_and_world, shares_rows
 from quant.calibration.solvers.base import required_stats
 from quant.calibration.solvers.block_search import round_with_feedback, search_block, search_threads, to_errors
+from quant.calibration.solvers.factor import Factor, block_factors, block_order, corrected_weight, factorize
 from quant.calibration.solvers.rows import solve_by_rows
 from quant.calibration.statistics import LayerStats, diagonal_blocks
 from quant.formats.format import Format
 from quant.formats.number import E4M3, Number
 from quant.formats.parallel import in_parts
-from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
 
 # Columns whose feedback to the rest of the matrix is gathered into one product.
 _LAZY = 128
 # Columns solved together where scales are fixed beforehand.
 _FIXED_WIDTH = 32
-# Columns of a factor that are taken together on a CPU and on a GPU, and the number of such slabs that ranks share.
-_SLAB, _SLAB_GPU, _SHARED_SLABS = 256, 2048, 4
 
 # Solves the blocks of a window: see `_solve_window`, whose arguments after the first these are.
 _SolveWindow = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, bool], Tensor]
@@ -90,126 +87,11 @@ class Gptq:
             raise ValueError(f"{name}: {error}") from None
         if factor.damping > self.damping:
             warnings.warn(f"{name}: singular second moment, damped by {factor.damping:g} of its mean", stacklevel=2)
-        drift = stats.drift
-
-        def solve(rows: Tensor) -> BlockScaledTensor:
-            target = corrected_weight(rows.float(), drift, factor)
-            return gptq(target, factor, format, global_scale, sweeps=self.sweeps, shortlist=self.shortlist)
-
+        solve = partial(
+            gptq, factor=factor, format=format, global_scale=global_scale, drift=stats.drift, sweeps=self.sweeps,
+            shortlist=self.shortlist,
+        )  # fmt: skip
         return solve_by_rows(solve, weight, format)
-
-
-@dataclass(frozen=True)
-class Factor:
-    """A damped second moment and its inverse Cholesky factor.
-
-    Attributes:
-        moment: M with damping, float32 `[in, in]`.
-        inverse: U, upper triangular, with M⁻¹ = Uᵀ U.
-        damping: what was added to the diagonal, as a fraction of its mean.
-        order: inputs in the order in which rows and columns of both matrices stand; None for the weight's own.
-    """
-
-    moment: Tensor
-    inverse: Tensor
-    damping: float
-    order: Tensor | None = None
-
-
-def block_order(power: Tensor, width: int) -> Tensor:
-    """Inputs, the loudest first, int64 `[in]`: blocks of `width` by their sums, and the inputs within each block.
-
-    Args:
-        power: the second moment's diagonal, `[in]`.
-        width: inputs of a block; a shorter block at the end stays there.
-    """
-    whole = len(power) // width * width
-    blocks = power[:whole].view(-1, width)
-    ranks = blocks.argsort(dim=1, descending=True, stable=True)
-    places = torch.arange(whole, device=power.device).view(-1, width).gather(1, ranks)
-    rest = whole + power[whole:].argsort(descending=True, stable=True)
-    return torch.cat([places[blocks.sum(1).argsort(descending=True, stable=True)].flatten(), rest])
-
-
-def factorize(second_moment: Tensor, damping: float = 0.01, order: Tensor | None = None) -> Factor:
-    """Damps a second moment until it can be inverted. A channel that is never active is left to itself.
-
-    Args:
-        second_moment: M, `[in, in]`.
-        damping: added to the diagonal, as a fraction of its mean.
-        order: of the inputs in the result; None leaves them in theirs.
-
-    Raises:
-        ValueError: not even a tenfold diagonal helps, which only NaN or infinity can cause.
-    """
-    diagonal = second_moment.diagonal()
-    mean = nonzero(diagonal.mean())
-    diagonal = diagonal if order is None else diagonal[order]
-    used = damping
-    while used <= 10:
-        moment = second_moment.clone() if order is None else second_moment[order][:, order]
-        moment.diagonal().add_(torch.where(diagonal > 0, used * mean, mean))
-        # M = R Rᵀ with R upper (a Cholesky of the flipped matrix), so U = R⁻¹: one factorization, no M⁻¹.
-        lower, info = torch.linalg.cholesky_ex(moment.flip(0, 1))
-        if int(info) == 0:
-            return Factor(moment, inverse_of_upper(lower.flip(0, 1)), used, order)
-        used = max(10 * used, 1e-4)
-    raise ValueError("the second moment of the inputs cannot be inverted: it holds NaN or infinity")
-
-
-def inverse_of_upper(upper: Tensor) -> Tensor:
-    """The inverse of an upper triangular matrix `[in, in]`, some columns at a time.
-
-    Columns that end at input k have zeros below it, so that k rows and columns of the matrix are enough for them: in
-    all a third of the operations. Ranks that solve one weight together share the columns of a large matrix; one rank
-    takes the same ones together, because a product of other sizes may add up in another order.
-    """
-    slabs = _slabs(upper)
-    rank, shared = rank_and_world()[0], shares_rows() and len(slabs) >= _SHARED_SLABS
-    owners = dealt([stop**2 * (stop - start) for start, stop in slabs.items()]) if shared else [rank] * len(slabs)
-    own: list[Entry] = []
-    for (start, stop), owner in zip(slabs.items(), owners, strict=True):
-        if owner == rank:
-            ones = upper.new_zeros(stop, stop - start)
-            ones[start:].fill_diagonal_(1)
-            own.append((start, [torch.linalg.solve_triangular(upper[:stop, :stop], ones, upper=True)]))
-    inverse = torch.zeros_like(upper)
-    for start, (slab,) in in_order(own, upper.device) if shared else own:
-        assert slab is not None
-        inverse[: slabs[start], start : slabs[start]] = slab
-    return inverse
-
-
-def _slabs(upper: Tensor) -> dict[int, int]:
-    """Where runs of columns of a triangular matrix start and stop."""
-    width = _SLAB_GPU if upper.is_cuda else _SLAB
-    return {start: min(start + width, len(upper)) for start in range(0, len(upper), width)}
-
-
-def _times_inverse(x: Tensor, upper: Tensor) -> Tensor:
-    """`x` M⁻¹ = (`x` Uᵀ) U of `[n, in]`, U's zeros left out: little more than half of the operations."""
-    left, found = torch.empty_like(x), torch.empty_like(x)
-    for start, stop in _slabs(upper).items():
-        left[:, start:stop] = x[:, start:] @ upper[start:stop, start:].t()
-    for start, stop in _slabs(upper).items():
-        found[:, start:stop] = left[:, :stop] @ upper[:stop, start:stop]
-    return found
-
-
-def corrected_weight(weight: Tensor, drift: Tensor | None, factor: Factor) -> Tensor:
-    """W + W drift M⁻¹: the weight that maps the inputs as they are closest to the outputs as they should be.
-
-    Args:
-        weight: `[out, in]`.
-        drift: mean of (r - x) xᵀ, `[in, in]`; None leaves the weight.
-        factor: of the second moment.
-    """
-    if drift is None:
-        return weight
-    step = weight @ drift
-    if factor.order is None:
-        return weight + _times_inverse(step, factor.inverse)
-    return weight.index_add(1, factor.order, _times_inverse(step[:, factor.order], factor.inverse))
 
 
 def gptq(
@@ -218,20 +100,23 @@ def gptq(
     format: Format,
     global_scale: Tensor | None = None,
     *,
+    drift: Tensor | None = None,
     sweeps: int = 1,
     shortlist: int = 4,
 ) -> BlockScaledTensor:
     """Rounds `weight` against the quadratic loss of `factor`.
 
     Args:
-        weight: `[out, in]`, float32, finite.
+        weight: `[out, in]`, finite; solved in float32.
         factor: of the second moment of the inputs.
         format: the target. Scales are searched in the loop where a block lies within a row; a scale that spans
             rows, or a whole row, is chosen from `weight` beforehand.
         global_scale: second-level scale, for formats that have one.
+        drift: of the inputs, which the weight is corrected for; see `corrected_weight`.
         sweeps: rounds of coordinate descent afterwards.
         shortlist: how many scales of a block to try with feedback.
     """
+    weight = corrected_weight(weight.float(), drift, factor)
     block_rows, block_columns = format.block
     second = weight.new_ones(()) if global_scale is None else global_scale
     order = factor.order
@@ -243,38 +128,48 @@ def gptq(
         scales = torch.empty(-(-len(target) // width), len(weight), device=weight.device)
     else:
         scale = choose_scale(weight, format, "mse", weight.abs().amax(), global_scale)
-        shape = format.block_shape(weight.shape)
-        step = scale.repeat_interleave(shape[0], 0)[: len(weight)].repeat_interleave(shape[1], 1)
-        step = step[:, : weight.shape[1]].t()
-        step = step.contiguous() if order is None else step[order]
-    at_a_time = weight.is_cuda and format.is_nvfp4 and len(target) % width == 0
+        step = _steps_of(scale, weight, format, order)
+    by_kernel = weight.is_cuda and format.is_nvfp4 and len(target) % width == 0
 
     def solve_rows(start: int, stop: int) -> None:
         rows = slice(start, stop)
-        found = None if scales is None else scales[:, rows]
-        if at_a_time:
-            from quant.kernels.portable.nvfp4_solvers import solve_nvfp4_window
-
-            window: _SolveWindow = partial(solve_nvfp4_window, second)
+        row_scales = None if scales is None else scales[:, rows]
+        if by_kernel:
+            window = _nvfp4_window(second)
         elif step is None:
             window = partial(_solve_window, partial(_search, format, second, shortlist))
         else:
             window = partial(_solve_window, partial(_round, format.element, step[:, rows]))
-        _feed_back(target[:, rows], values[:, rows], found, factor, width, window)
+        _feed_back(target[:, rows], values[:, rows], row_scales, factor, width, window)
         for _ in range(sweeps):
-            _descend(target[:, rows], values[:, rows], found, factor, width, window)
+            _descend(target[:, rows], values[:, rows], row_scales, factor, width, window)
 
     # Where scales lie within rows, `weight` is one of the parts of `solve_by_rows` already.
     in_parts(solve_rows, len(weight), 1 if block_rows == 1 else search_threads(*weight.shape), weight.device)
     if order is not None:
         values = torch.empty_like(values).index_copy_(0, order, values)
-        # A block's inputs lie together, so its first one tells its place.
+        # A block's inputs stay together, so the first of them tells which block it is.
         if scales is not None:
             scales = torch.empty_like(scales).index_copy_(0, order[::width] // width, scales)
     if scales is not None:
         scale = scales.t().contiguous()
     assert scale is not None
     return quantize_with_scale(values.t().contiguous(), format, scale, global_scale)
+
+
+def _nvfp4_window(second: Tensor) -> _SolveWindow:
+    """`_solve_window` as one kernel for windows of whole NVFP4 blocks on a GPU."""
+    from quant.kernels.portable.nvfp4_solvers import solve_nvfp4_window
+
+    return partial(solve_nvfp4_window, second)
+
+
+def _steps_of(scale: Tensor, weight: Tensor, format: Format, order: Tensor | None) -> Tensor:
+    """The grid step of every weight, `[in, out]`, where scales are chosen beforehand; inputs in `order`."""
+    rows, columns = format.block_shape(weight.shape)
+    step = scale.repeat_interleave(rows, 0)[: len(weight)].repeat_interleave(columns, 1)
+    step = step[:, : weight.shape[1]].t()
+    return step.contiguous() if order is None else step[order]
 
 
 def _width(format: Format) -> int:
@@ -294,8 +189,8 @@ def _round(
     element: Number, step: Tensor, block: Tensor, start: int, inverse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Solves a block of which the grid steps `[in, rows]` are fixed; see `_SolveBlock`."""
-    here = step[start : start + len(block), None]
-    values, errors = round_with_feedback(block, inverse, here, element)
+    own_step = step[start : start + len(block), None]
+    values, errors = round_with_feedback(block, inverse, own_step, element)
     return values[:, 0], errors[:, 0], None
 
 
@@ -310,10 +205,11 @@ def _feed_back(
     """GPTQ's pass: fills values `[in, out]` and scales `[blocks, out]`, one block of `width` inputs after the other."""
     upper, left = factor.inverse, target.clone()
     blocks = diagonal_blocks(upper, width)
-    for here, inside in _windows(len(target), width):
-        found = None if scales is None else scales[inside]
-        errors = window(left[here], upper[here, here], blocks[inside], values[here], found, here.start, False)
-        left[here.stop :].addmm_(upper[here, here.stop :].t(), errors, alpha=-1)
+    for span, parts in _windows(len(target), width):
+        window_scales = None if scales is None else scales[parts]
+        errors = window(left[span], upper[span, span], blocks[parts], values[span], window_scales, span.start, False)
+        # Feedback to all later columns k at once: w_k -= Σ_j U_jk e_j over the columns j of the window.
+        left[span.stop :].addmm_(upper[span, span.stop :].t(), errors, alpha=-1)
 
 
 def _descend(
@@ -328,15 +224,15 @@ def _descend(
     moment = factor.moment
     residual = target - values
     inverses, uppers = block_factors(diagonal_blocks(moment, width))
-    for here, inside in _windows(len(target), width):
-        # What each block would be if it were free: its own values plus the step to the minimum. A block of the
-        # window that is solved before it moves that by `coupling`.
-        steps = torch.cat([moment[here] @ residual, moment[here, here]], dim=1)
-        steps = _by_blocks(inverses[inside], steps)
-        wanted, coupling = values[here] + steps[:, : values.shape[1]], steps[:, values.shape[1] :].t()
-        found = None if scales is None else scales[inside]
-        window(wanted, coupling, uppers[inside], values[here], found, here.start, True)
-        residual[here] = target[here] - values[here]
+    for span, parts in _windows(len(target), width):
+        # The optimum of each block if it were free: q_b + M_bb⁻¹ M_b,: (w - q). A block a of the window that is
+        # solved before it shifts that optimum by -M_bb⁻¹ M_ba times its move, which is `coupling`.
+        steps = torch.cat([moment[span] @ residual, moment[span, span]], dim=1)
+        steps = _by_blocks(inverses[parts], steps)
+        optimum, coupling = values[span] + steps[:, : values.shape[1]], steps[:, values.shape[1] :].t()
+        window_scales = None if scales is None else scales[parts]
+        window(optimum, coupling, uppers[parts], values[span], window_scales, span.start, True)
+        residual[span] = target[span] - values[span]
 
 
 def _windows(inputs: int, width: int) -> Iterator[tuple[slice, slice]]:
@@ -355,7 +251,7 @@ def _by_blocks(blocks: Tensor, x: Tensor) -> Tensor:
 
 def _solve_window(
     solve: _SolveBlock,
-    wanted: Tensor,
+    target: Tensor,
     coupling: Tensor,
     inverses: Tensor,
     values: Tensor,
@@ -363,14 +259,14 @@ def _solve_window(
     start: int,
     improve: bool,
 ) -> Tensor:
-    """Solves the blocks of a window in turn; what one does moves what the later ones should be.
+    """Solves the blocks of a window in turn; the moves of one shift the targets of the later ones.
 
     Args:
         solve: one block.
-        wanted: `[inputs, n]`, what each block should be before the earlier ones of the window are solved.
-        coupling: C `[inputs, inputs]`: block b should be `wanted[b]` less Σ C[a, b]ᵀ move[a] over blocks a before it.
+        target: `[inputs, n]`, the target of each block before the earlier ones of the window are solved.
+        coupling: C `[inputs, inputs]`: block b should be `target[b]` less Σ C[a, b]ᵀ move[a] over blocks a before it.
         inverses: U of each block, `[blocks, k, k]`.
-        values, scales: filled here, `[inputs, n]` and `[blocks, n]`. With `improve`, they hold a solution, of which
+        values, scales: filled in place, `[inputs, n]` and `[blocks, n]`. With `improve`, they hold a solution, of which
             a block is kept where the new one is no better.
         start: first input of the window.
         improve: whether a move is the change of values; otherwise it is the error e.
@@ -378,33 +274,26 @@ def _solve_window(
     Returns:
         The moves, `[inputs, n]`.
     """
-    moves = torch.empty_like(wanted)
+    moves = torch.empty_like(target)
     width = inverses.shape[-1]
-    for index, first in enumerate(range(0, len(wanted), width)):
-        here = slice(first, min(first + width, len(wanted)))
-        size = here.stop - first
-        block = wanted[here]
+    for index, first in enumerate(range(0, len(target), width)):
+        columns = slice(first, min(first + width, len(target)))
+        size = columns.stop - first
+        block = target[columns]
         if first:
-            block = block - coupling[:first, here].t() @ moves[:first]
+            block = block - coupling[:first, columns].t() @ moves[:first]
         inverse = inverses[index, :size, :size]
         new, errors, scale = solve(block, start + first, inverse)
         if not improve:
-            values[here], moves[here] = new, errors
+            values[columns], moves[columns] = new, errors
             if scales is not None and scale is not None:
                 scales[index] = scale
             continue
-        old = values[here].clone()
+        old = values[columns].clone()
+        # Losses of the new and the old values of the block: both Σ e² under M_bb.
         better = errors.square().sum(0) < (to_errors(inverse) @ (block - old)).square().sum(0)
-        values[here] = torch.where(better, new, old)
-        torch.sub(values[here], old, out=moves[here])
+        values[columns] = torch.where(better, new, old)
+        torch.sub(values[columns], old, out=moves[columns])
         if scales is not None and scale is not None:
             scales[index] = torch.where(better, scale, scales[index])
     return moves
-
-
-def block_factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverses of positive definite blocks `[n, k, k]`, and their upper factors U with C⁻¹ = Uᵀ U."""
-    lower = torch.linalg.cholesky(blocks.flip(1, 2))
-    eye = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device).expand_as(blocks)
-    uppers = torch.linalg.solve_triangular(lower.flip(1, 2), eye, upper=True)
-    return uppers.mT @ uppers, uppers

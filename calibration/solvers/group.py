@@ -29,6 +29,8 @@ def solve_group(
     format: Format,
     solver: Solver,
     stored: torch.dtype | None = None,
+    *,
+    stack: bool = False,
 ) -> dict[str, BlockScaledTensor]:
     """Quantizes the weights of one fusion group, with one global or per-tensor scale where the format has one.
 
@@ -40,37 +42,42 @@ def solve_group(
         format: shared by the group.
         solver: from `SOLVERS`.
         stored: dtype of the model, where the weights come in a wider one. Wide scales (FP8, INT8) are stored in it,
-            so they are chosen among its values, and elements are rounded against what a checkpoint can hold.
+            so they are chosen among its values, and elements are rounded against scales that a checkpoint can hold.
+        stack: solves the members as one tall weight where the format allows it; all of them read one input.
     """
+    solved_as = format
     if stored in _STORED_NUMBER and format.scale.is_wide:
-        solved = solve_group(weights, stats, replace(format, scale=_STORED_NUMBER[stored]), solver)
-        return {name: replace(weight, format=format) for name, weight in solved.items()}
-    if format.per_tensor and len(weights) > 1 and not isinstance(solver, Peer):
-        return _solve_as_one(weights, next(iter(stats.values()), None), format, solver)
-    global_scale = None
-    if format.global_scale:
-        amax = torch.stack([checked_amax(weight, name) for name, weight in weights.items()]).amax(dim=0)
-        if isinstance(solver, Peer):
-            global_scale = amax  # a peer derives its own scale, in its own arithmetic
-        else:
-            global_scale = shared_global_scale(amax, format, solver.rule)
-    return {
-        name: solver(weight, stats.get(name), format, global_scale=global_scale, name=name)
-        for name, weight in weights.items()
-    }
+        solved_as = replace(format, scale=_STORED_NUMBER[stored])
+    members = weights
+    one_scale = format.per_tensor and not isinstance(solver, Peer)
+    as_one = len(weights) > 1 and (one_scale or (stack and format.block[0] == 1))
+    if as_one:
+        weights = {"|".join(members): torch.cat(list(members.values()))}
+        stats = dict.fromkeys(weights, next(iter(stats.values()), None))
+    global_scale = _global_scale(weights, solved_as, solver) if format.global_scale else None
+    solved = {}
+    for name, weight in weights.items():
+        rounded = solver(weight, stats.get(name), solved_as, global_scale=global_scale, name=name)
+        solved[name] = replace(rounded, format=format)
+    return _split(next(iter(solved.values())), members) if as_one else solved
 
 
-def solve_stacked(
-    weights: Mapping[str, torch.Tensor],
-    stats: LayerStats | None,
-    format: Format,
-    solver: Solver,
-    stored: torch.dtype | None = None,
-) -> dict[str, BlockScaledTensor]:
-    """`solve_group` for layers with one input: where the format allows it, as one tall weight, solved once."""
-    if format.block[0] != 1 or len(weights) == 1:
-        return solve_group(weights, dict.fromkeys(weights, stats), format, solver, stored)
-    return _solve_as_one(weights, stats, format, solver, stored)
+def _global_scale(weights: Mapping[str, torch.Tensor], format: Format, solver: Solver) -> torch.Tensor:
+    """The second-level scale of the group: s2 = amax / (largest element · largest scale), for all members together."""
+    amax = torch.stack([checked_amax(weight, name) for name, weight in weights.items()]).amax(dim=0)
+    if isinstance(solver, Peer):
+        return amax  # a peer derives its own scale, in its own arithmetic
+    return shared_global_scale(amax, format, solver.rule)
+
+
+def _split(tall: BlockScaledTensor, members: Mapping[str, torch.Tensor]) -> dict[str, BlockScaledTensor]:
+    """The members of a group that was solved as one tall weight."""
+    parts, start = {}, 0
+    for name, weight in members.items():
+        part = tall.rows(start, start + len(weight))
+        parts[name] = replace(part, codes=part.codes.clone(), scale=part.scale.clone())
+        start += len(weight)
+    return parts
 
 
 def all_solved(
@@ -89,35 +96,18 @@ def all_solved(
         (index, [tensor for name in outlines[index][0] for tensor in _tensors(solved[name])])
         for index, solved in own.items()
     ]
-    found = []
+    everywhere = []
     for index, tensors in in_order(entries, device):
         shapes, format = outlines[index]
         parts = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
-        found.append(
+        everywhere.append(
             {
                 name: BlockScaledTensor(codes, scale, format, shape, second)  # type: ignore[arg-type]
                 for (name, shape), (codes, scale, second) in zip(shapes.items(), parts, strict=True)
             }
         )
-    return found
+    return everywhere
 
 
 def _tensors(weight: BlockScaledTensor) -> list[torch.Tensor | None]:
     return [weight.codes, weight.scale, weight.global_scale]
-
-
-def _solve_as_one(
-    weights: Mapping[str, torch.Tensor],
-    stats: LayerStats | None,
-    format: Format,
-    solver: Solver,
-    stored: torch.dtype | None = None,
-) -> dict[str, BlockScaledTensor]:
-    name = "|".join(weights)
-    tall = solve_group({name: torch.cat(list(weights.values()))}, {name: stats}, format, solver, stored)[name]
-    parts, start = {}, 0
-    for member, weight in weights.items():
-        part = tall.rows(start, start + len(weight))
-        parts[member] = replace(part, codes=part.codes.clone(), scale=part.scale.clone())
-        start += len(weight)
-    return parts

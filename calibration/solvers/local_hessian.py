@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quant.calibration.solvers.base import required_stats
 from quant.calibration.solvers.block_search import search_block
-from quant.calibration.solvers.gptq import block_factors
+from quant.calibration.solvers.factor import block_factors
 from quant.calibration.solvers.rows import solve_by_rows
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
@@ -63,13 +63,14 @@ def local_hessian(weight: Tensor, moments: Tensor, format: Format, global_scale:
     width = format.block[1]
     second = weight.new_ones(()) if global_scale is None else global_scale
     mean = nonzero(moments.diagonal(dim1=1, dim2=2).mean())
+    # (M_bb + λ mean(diag M) I)⁻¹ = Uᵀ U for every block b.
     _, uppers = block_factors(moments + _DAMPING * mean * torch.eye(width, device=moments.device))
     target = weight.t().contiguous()
     if weight.is_cuda and format.is_nvfp4 and len(target) % width == 0:
         from quant.kernels.portable.nvfp4_solvers import search_nvfp4_blocks
 
-        values, found = search_nvfp4_blocks(target, uppers, second)
-        return quantize_with_scale(values.t().contiguous(), format, found.t().contiguous(), global_scale)
+        values, chosen = search_nvfp4_blocks(target, uppers, second)
+        return quantize_with_scale(values.t().contiguous(), format, chosen.t().contiguous(), global_scale)
     scales = torch.empty(len(uppers), len(weight), device=weight.device)
 
     def search_rows(first: int, last: int) -> None:

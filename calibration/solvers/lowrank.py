@@ -1,10 +1,10 @@
 """`lowrank_branch` finds a low-rank branch in 16 bit beside the quantized weight: W ≈ Q + B A, as in SVDQuant.
 
-The branch sees the input unrounded, so neither weight nor activation rounding touches it; what is left for Q is
-smaller and flatter.
+The branch sees the input unrounded, so neither weight nor activation rounding touches it; the residual that is left
+for Q is smaller and flatter.
 
-Q still gives the output of the rest R = W - B A, so what counts is not how large that output is, but how much noise R
-lets through. Rounding of the inputs adds noise of power n_j to input j, hardly correlated between inputs, and the
+Q still gives the output of the residual R = W - B A. So the size of that output does not count, but the noise that R
+lets through does. Rounding of the inputs adds noise of power n_j to input j, hardly correlated between inputs, and the
 output noise is Σ n_j ‖R_j‖² over the columns of R. Rounding of R itself adds errors in proportion to its weights: the
 same sum, with the power of input j for n_j. With L = diag(√n) that is ‖R L‖², so by Eckart and Young the best branch
 comes from the largest singular values of the weighted weight,
@@ -15,7 +15,7 @@ and with W L in hand, B A = U_r U_rᵀ W: the branch is W projected onto its r n
 never needed, and an input without noise does no harm. U comes from the eigenvectors of the smaller of W L Lᵀ Wᵀ and
 Lᵀ Wᵀ W L.
 
-The branch is stored in the model's dtype, and Q is solved for what the *rounded* branch leaves.
+The branch is stored in the model's dtype, and Q is solved for the residual of the *rounded* branch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import replace
 
 import torch
 
-from quant.calibration.solvers.gptq import corrected_weight, factorize
+from quant.calibration.solvers.factor import corrected_weight, factorize
 from quant.calibration.statistics import LayerStats
 
 Branch = tuple[torch.Tensor, torch.Tensor]
@@ -34,26 +34,26 @@ Branch = tuple[torch.Tensor, torch.Tensor]
 def take_branches(
     weights: Mapping[str, torch.Tensor], stats: LayerStats, rank: int, dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], dict[str, Branch], LayerStats]:
-    """What is left of weights with one input once a branch is taken off each.
+    """Takes a branch off each of several weights that read one input.
 
     Args:
         weights: `[out, in]`.
-        stats: of the input; its drift is made up for by rest and branch together.
+        stats: of the input; residual and branch together make up for its drift.
         rank: of the branches; at most the smaller side of each weight is taken.
         dtype: in which branches are stored.
 
     Returns:
-        What is left and the branches, by layer name, and statistics to solve what is left with: without the drift.
+        The residuals and the branches, by layer name, and statistics without the drift to solve the residuals with.
     """
     assert stats.second_moment is not None
     noise = stats.second_moment.diagonal() if stats.noise is None else stats.noise
     factor = None if stats.drift is None else factorize(stats.second_moment)
-    left, branches = {}, {}
+    residuals, branches = {}, {}
     for name, weight in weights.items():
-        wanted = weight if factor is None else corrected_weight(weight, stats.drift, factor)
-        branches[name] = lowrank_branch(wanted, noise, min(rank, *weight.shape), dtype, name)
-        left[name] = residual_weight(wanted, branches[name])
-    return left, branches, replace(stats, drift=None)
+        corrected = weight if factor is None else corrected_weight(weight, stats.drift, factor)
+        branches[name] = lowrank_branch(corrected, noise, min(rank, *weight.shape), dtype, name)
+        residuals[name] = residual_weight(corrected, branches[name])
+    return residuals, branches, replace(stats, drift=None)
 
 
 def lowrank_branch(
@@ -82,6 +82,7 @@ def lowrank_branch(
         )
     wide = weight.double()
     directions = _output_directions(wide * noise.double().sqrt(), rank)
+    # A = U_rᵀ W and B = U_r: B A = U_r U_rᵀ W.
     down = directions.t() @ wide
     # A direction is of unit length; half the size of its row of `down` moves over to it.
     size = down.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny).sqrt()
@@ -89,7 +90,7 @@ def lowrank_branch(
 
 
 def residual_weight(weight: torch.Tensor, branch: Branch) -> torch.Tensor:
-    """What a stored branch leaves of `weight`, in its dtype; the product is taken in float64."""
+    """`weight` less the product of its stored branch, in its dtype; the product is taken in float64."""
     down, up = branch
     return (weight.double() - up.double() @ down.double()).to(weight.dtype)
 
@@ -100,6 +101,7 @@ def _output_directions(weighted: torch.Tensor, rank: int) -> torch.Tensor:
     if rows <= columns:
         directions: torch.Tensor = torch.linalg.eigh(weighted @ weighted.t())[1][:, -rank:].flip(1)
         return directions
+    # The smaller Gram matrix gives right singular vectors V_r; W L V_r = U_r S_r, of which QR keeps the span.
     strongest = torch.linalg.eigh(weighted.t() @ weighted)[1][:, -rank:].flip(1)
     directions = torch.linalg.qr(weighted @ strongest)[0]
     return directions

@@ -103,6 +103,7 @@ def quantize_like_compressed_tensors(weight: Tensor, format: Format, amax: Tenso
     reciprocal = torch.where(reciprocal.isinf(), 1.0, reciprocal)
     blocks = weight.unflatten(-1, (-1, format.block[1])).unsqueeze(-3)
     block_amax = amax_over_blocks(blocks)[..., 0, :, 0]
+    # Its order of operations: amax / 6 in the weight's dtype, then times the reciprocal in float32.
     scale = (block_amax / format.element.max).float() * reciprocal.float()[..., None, None]
     scale = round_to(scale.clamp(min=E4M3.min_subnormal), E4M3)
     return quantize_with_scale(weight, format, scale, 1 / reciprocal)

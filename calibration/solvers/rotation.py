@@ -1,6 +1,6 @@
 """A rotation turns a layer's input together with its weight: W x = (W H)(H x), H orthonormal and symmetric.
 
-A block Hadamard spreads an outlier over its block and makes weights nearly Gaussian, which is what a grid with one
+A block Hadamard spreads an outlier over its block and makes weights nearly Gaussian, which a grid with one
 scale for sixteen values rounds best. It costs log2(block) additions a value at run time where it stays online
 (`QuantLinear.hadamard`), and nothing where the module that produces the input can take it over:
 
@@ -9,8 +9,8 @@ scale for sixteen values rounds best. It costs log2(block) additions a value at 
     residual stream             every writer rotates its output, every reader its input, and RMS norms do not notice
                                 once their weights stand in the readers (QuaRot, Ashkboos et al., 2024)
 
-Neither is looked up by model names: candidates are found by watching a forward pass, and kept only if the output is
-what it was.
+Neither is looked up by model names: candidates are found by watching a forward pass, and kept only if the output stays
+the same.
 
 Rotation suits second-order rounding of weights. It does not suit plain rounding in small blocks, nor inputs rounded
 to 4 bits, whose few large channels it spreads over their neighbours: it is a choice per layer, never a default.
@@ -38,7 +38,7 @@ def rotate_weight(weight: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def matrix_of(weight: torch.Tensor, parts: RunTimeParts) -> torch.Tensor:
-    """The matrix `[out, in]` by which a layer multiplies its input: its weight, and what it does at run time.
+    """The matrix `[out, in]` by which a layer multiplies its input: its weight with the operations of run time.
 
     Args:
         weight: dense, `[out, in]`, as it was rounded: scaled, rotated and without its branch.
@@ -50,5 +50,6 @@ def matrix_of(weight: torch.Tensor, parts: RunTimeParts) -> torch.Tensor:
     if parts.lowrank is not None:
         down, up = (part.to(weight.dtype) for part in parts.lowrank)
         weight = weight + up @ down
+    # H is its own inverse, so rotating the rounded weight again undoes the rotation.
     weight = rotate_weight(weight, parts.hadamard)
     return weight if parts.pre_scale is None else weight * parts.pre_scale.to(weight.dtype)

@@ -55,15 +55,15 @@ class Residual:
 
 
 def merge_rotations(
-    model: nn.Module, rows: torch.Tensor, blocks: Sequence[str], wanted: Collection[str]
+    model: nn.Module, rows: torch.Tensor, blocks: Sequence[str], layers: Collection[str]
 ) -> dict[str, str]:
-    """Rotates the inputs of the layers `wanted` where that costs nothing at run time, in place.
+    """Rotates the inputs of the layers `layers` where that costs nothing at run time, in place.
 
     Args:
         model: called as `model(rows)`, without a cache.
         rows: a few token ids.
         blocks: names of its repeated blocks.
-        wanted: names of linear layers.
+        layers: names of linear layers.
 
     Returns:
         A sentence on each of them.
@@ -76,7 +76,7 @@ def merge_rotations(
     except ValueError as error:
         why = f"the residual stream stays as it is, for {error}; and nothing in its block can take it"
     calls = capture(model, blocks, lambda: model(rows)) if blocks else {}
-    for name in wanted:
+    for name in layers:
         owner = next((b for b in blocks if name.startswith(f"{b}.")), None)
         size = 0 if owner is None or name in readers else _merge_in_block(model, owner, calls[owner], name)
         if name in readers:
@@ -121,6 +121,7 @@ def merge_residual_rotation(model: nn.Module, run: Callable[[nn.Module], Any]) -
     """
     with torch.no_grad():
         residual = find_residual(model, run)
+        # Writer and reader of one weight would need H W and W H at once.
         if residual.tied:
             raise ValueError(
                 f"{residual.tied[0]} shares its weight with the embedding, and after a rotation the two differ"
@@ -201,6 +202,7 @@ class _Trace(TorchFunctionMode):
         if id(x) in self.outputs:
             return [self.outputs[id(x)]]
         name, operands = self.made.get(id(x), ("", []))
+        # A residual connection: both summands write into the stream.
         if name in _ADDS and len(operands) == 2 and operands[0].shape == operands[1].shape:
             return [*self.writers(operands[0], norm), *self.writers(operands[1], norm)]
         if name in _PASSES and len(operands) == 1 and operands[0].shape[-1] == x.shape[-1]:
@@ -245,11 +247,13 @@ def _take_gain(module: nn.Module, name: str) -> torch.Tensor:
     """
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
+    # Four random tokens tell an RMS norm from one that subtracts the mean or adds a bias.
     x = torch.randn(4, len(weight), device=weight.device).to(weight.dtype)
     y = module(x).double()
     plain = x.double() / x.double().square().mean(-1, keepdim=True).sqrt()
     near = max(1e-3, 4 * torch.finfo(weight.dtype).eps)
     for offset in (0, 1):
+        # Gemma's norms multiply by 1 + weight.
         gain = weight.double() + offset
         if float((y - plain * gain).norm()) <= near * float(y.norm()):
             weight.fill_(1 - offset)
@@ -274,11 +278,11 @@ def _rotate(module: nn.Module, block: int, *, inputs: bool, gain: torch.Tensor |
 def _restored_on_error(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Restores the parameters of the modules `names` if an error is raised."""
     modules = [model.get_submodule(name) for name in dict.fromkeys(names)]
-    kept = [(p, p.detach().clone()) for module in modules for p in module.parameters(recurse=False)]
+    originals = [(p, p.detach().clone()) for module in modules for p in module.parameters(recurse=False)]
     try:
         yield
     except BaseException:
-        for parameter, old in kept:
+        for parameter, old in originals:
             parameter.copy_(old)
         raise
 

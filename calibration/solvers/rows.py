@@ -36,6 +36,7 @@ def solve_by_rows(
         count: float = next((count for count in _COUNTS if rows >= count * _LEAST), 1)
     else:
         count = search_threads(*weight.shape)
+    # Bounds depend on the weight alone: a part of other rows could round otherwise.
     parts = bounds_of(rows, count) if format.block[0] == 1 else []
     if len(parts) < 2:
         return solve(weight)
@@ -52,6 +53,6 @@ def solve_by_rows(
     else:
         run_parts(solve_part, own_parts)
     own = [(start, [part.codes, part.scale, part.global_scale]) for start, part in sorted(solved.items())]
-    found = [part for _, part in in_order(own, weight.device)] if shares_rows() else [part for _, part in own]
-    codes, scales, seconds = zip(*found, strict=True)
+    in_row_order = [part for _, part in in_order(own, weight.device)] if shares_rows() else [part for _, part in own]
+    codes, scales, seconds = zip(*in_row_order, strict=True)
     return BlockScaledTensor(torch.cat(codes), torch.cat(scales), format, tuple(weight.shape), seconds[0])

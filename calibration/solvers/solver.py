@@ -1,4 +1,4 @@
-"""The dicts `SOLVERS` and `TRANSFORMS` hold the parts of solvers; a `Pipeline` is what a whole name stands for.
+"""The dicts `SOLVERS` and `TRANSFORMS` hold the parts of solvers; a `Pipeline` has the parts of a whole name.
 
 `SOLVERS` are the roundings, each in a file of its own; `TRANSFORMS` scale input channels before. Names compose with
 "+", in this order:
@@ -51,7 +51,7 @@ TRANSFORMS: dict[str, Transform] = {
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Transforms, then rounding: what a name such as `awq+gptq` stands for.
+    """Transforms, then rounding: the meaning of a name such as `awq+gptq`.
 
     Attributes:
         spec: the name's parts.
@@ -120,6 +120,7 @@ def get_pipeline(name: str) -> Pipeline:
     spec = parse_solver(name, tuple(SOLVERS), tuple(TRANSFORMS))
     rounding = SOLVERS[spec.rounding]
     transforms = [TRANSFORMS[key] for key in spec.transforms]
+    # See `Awq.inputs_alone`.
     alone = isinstance(rounding, Gptq)
     transforms = [replace(t, inputs_alone=alone, rank=spec.rank) if isinstance(t, Awq) else t for t in transforms]
     reconstruction = Reconstruction(steps=spec.autoround) if spec.autoround else None
@@ -131,6 +132,7 @@ def supports(solver: Solver, format: Format) -> bool:
     rows, columns = format.block
     if isinstance(solver, LocalHessian):
         return rows == 1 and columns > 0
+    # Rules that are defined for one kind of scale: NVFP4's 4/6 choice, and the MX specification's exponents.
     needed = {"four_over_six": E4M3, "ocp": E8M0, "even": E8M0}.get(solver.rule)
     return needed is None or format.scale is needed
 
@@ -141,10 +143,10 @@ def check_solvers(plan: Plan) -> None:
         assert layer.weight is not None
         pipeline = get_pipeline(layer.solver)
         if not supports(pipeline.rounding, layer.weight):
-            known = [name for name, solver in SOLVERS.items() if supports(solver, layer.weight)]
+            supporting = [name for name, solver in SOLVERS.items() if supports(solver, layer.weight)]
             raise ValueError(
                 f"{layer.name}: solver {layer.solver!r} does not support {layer.weight}; those that do: "
-                f"{', '.join(known)}"
+                f"{', '.join(supporting)}"
             )
 
 

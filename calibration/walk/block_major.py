@@ -2,13 +2,13 @@
 
 Row by row, every block is copied to the device for every row, or read from the disk where memory does not hold the
 model either. Here each block is copied once: it runs on the hidden states that the one before it gave, of all batches.
-What is left, the norm and the head behind the last block, is then done batch by batch by the model itself, in which
-blocks pass on what is known already.
+The norm and the head behind the last block then run batch by batch in the model itself, whose blocks return the hidden
+states that they gave before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import block_names, calls_of_chain, find_chains, output_of, without_hidden
-from quant.calibration.placement import Loan, home_of_states, tensors_of
-from quant.calibration.prefetch import brought
+from quant.calibration.placement import DeviceCopies, device_of, home_of_states, tensors_of
+from quant.calibration.prefetch import prefetched
 from quant.calibration.texts.rows import few_of
 
 
@@ -26,21 +26,18 @@ from quant.calibration.texts.rows import few_of
 def blocks_first(
     model: nn.Module,
     batches: Sequence[torch.Tensor],
-    device: torch.device,
     dtype: torch.dtype | None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[None]:
-    """While open, `model` is called with `batches`, each once and in this order, and with nothing else.
+    """While open, `model` must be called with `batches`, each once and in this order, and with no other input.
 
     A model whose blocks are no single chain is left as it is, and so is one with few batches.
 
     Args:
         model: without a cache; `placed` on `device`, block by block.
         batches: token ids, int64 `[rows, seqlen]`.
-        device, dtype: as of `placed`.
-        progress: called as `progress(blocks done, blocks in all)`.
+        dtype: as of `placed`.
     """
-    names = block_names(model)
+    names, device = block_names(model), device_of(model)
     run = [partial(model, batch.to(device)) for batch in batches]
     # Finding the chain and its arguments takes two passes of their own.
     if len(batches) < 3 or find_chains(model, names, partial(model, few_of(batches[0]).to(device))) != [names]:
@@ -48,33 +45,32 @@ def blocks_first(
         return
     blocks = {name: model.get_submodule(name) for name in names}
     # The first block is there while all batches run up to it, and again when it is its turn.
-    steps = brought([names[0], *names], lambda name: tensors_of(blocks[name].modules()), device, whole=False)
-    loan = Loan(list(blocks[names[0]].modules()), next(steps)[1], device, dtype)
+    steps = prefetched([names[0], *names], lambda name: tensors_of(blocks[name].modules()), device, whole=False)
+    borrowed = DeviceCopies(list(blocks[names[0]].modules()), next(steps)[1], device, dtype)
     calls = calls_of_chain(model, names, run)
-    loan.give_back()
+    borrowed.restore()
     first = [by_block[names[0]].hidden for by_block in calls]
     home = home_of_states(sum(hidden.nbytes for hidden in first), device)
     states = [hidden.to(home) for hidden in first]
     slots = {name: call.slot for name, call in calls[0].items()}
     calls = [without_hidden(by_block) for by_block in calls]
     del first
-    made: dict[str, Any] = {}
-    for done, (name, copies) in enumerate(steps, 1):
-        loan = Loan(list(blocks[name].modules()), copies, device, dtype)
+    results: dict[str, Any] = {}
+    for name, copies in steps:
+        borrowed = DeviceCopies(list(blocks[name].modules()), copies, device, dtype)
         for index, by_block in enumerate(calls):
             call = by_block[name].with_hidden(states[index]).to(device)
-            made[name] = blocks[name](*call.args, **call.kwargs)
-            states[index] = output_of(made[name]).to(home)
-        made[name] = _replaced(made[name], torch.empty(0))
-        loan.give_back()
-        if progress is not None:
-            progress(done, len(names))
-    left = iter(states)
+            results[name] = blocks[name](*call.args, **call.kwargs)
+            states[index] = output_of(results[name]).to(home)
+        # Only what a block returns beside the hidden state is kept, such as attention weights.
+        results[name] = _replaced(results[name], torch.empty(0))
+        borrowed.restore()
+    last_states = iter(states)
 
     def pass_on(name: str, *args: Any, **kwargs: Any) -> Any:
         slot = slots[name]
         hidden = args[slot] if isinstance(slot, int) else kwargs[slot]
-        return _replaced(made[name], next(left).to(device) if name == names[-1] else hidden)
+        return _replaced(results[name], next(last_states).to(device) if name == names[-1] else hidden)
 
     with ExitStack() as stack:
         for name, block in blocks.items():
@@ -84,7 +80,7 @@ def blocks_first(
 
 
 def _replaced(result: Any, hidden: torch.Tensor) -> Any:
-    """What a block returns, with another hidden state."""
+    """The result of a block with another hidden state in it."""
     if isinstance(result, torch.Tensor):
         return hidden
     if isinstance(result, tuple | list):

@@ -14,6 +14,7 @@ from quant.calibration.blocks import removing
 from quant.calibration.observers import Observer
 from quant.calibration.placement import device_of, placed
 from quant.calibration.ranks import gathered, own_batches
+from quant.calibration.session import Session
 from quant.calibration.texts.rows import check_ids
 from quant.calibration.walk.not_finite import InputNotFiniteError, naming_the_culprit
 from quant.formats.stacking import Stacking
@@ -26,22 +27,20 @@ def collect_input_amax(
     model: nn.Module,
     names: Collection[str],
     rows: torch.Tensor,
-    progress: Callable[[int, int], None] | None = None,
+    session: Session | None = None,
     observers: Mapping[str, Observer] | None = None,
-    device: torch.device | None = None,
 ) -> dict[str, torch.Tensor]:
     """Largest magnitude of the input of each named layer over `rows`, one forward pass a row.
 
-    Ranks share the rows, unless observers watch, which count what they have seen in its order.
+    Ranks share the rows, unless there are observers, whose counts depend on the order of the rows.
 
     Args:
         model: called as `model(row)`.
         names: linear modules, called with their input as the first argument; or fused-expert projections
             (`….experts.down_proj`), whose input is the largest over all experts that a token reached.
         rows: token ids, int64 `[rows, seqlen]`.
-        progress: called as `progress(rows done, rows in all)`.
-        observers: by layer name, what watches its input; by default the largest magnitude counts.
-        device: where the model runs, see `placed`; None is where it is.
+        session: its device is where the model runs, see `placed`; its listener is called for "calibrate" with rows.
+        observers: observers of the layers' inputs, by name; by default the largest magnitude counts.
 
     Returns:
         Float32 scalars by name, where the model is.
@@ -50,6 +49,7 @@ def collect_input_amax(
         ValueError: a token id outside the vocabulary; an input that holds NaN or infinity (the weight that does is
             named, or else the layer and the row); a layer that was never called.
     """
+    session = session or Session()
     check_ids(rows, model)
     amax: dict[str, torch.Tensor] = {}
     row_index = 0
@@ -65,15 +65,15 @@ def collect_input_amax(
     home = device_of(model)
     with (
         torch.no_grad(),
-        placed(model, device) as there,
+        placed(model, session.device) as device,
         naming_the_culprit(model),
         watch_inputs(model, names, observe),
     ):
-        rows = rows.to(there)
+        rows = rows.to(device)
+        # One row a pass: the message on NaN then names its row.
         for row_index in range(len(rows)) if observers else own_batches(len(rows)):
             model(rows[row_index : row_index + 1])
-            if progress:
-                progress(row_index + 1, len(rows))
+            session.report("calibrate", row_index + 1, len(rows))
     if not observers:
         amax = _largest(amax)
     silent = sorted(set(names) - set(amax))
@@ -82,16 +82,16 @@ def collect_input_amax(
             f"{silent[0]}: never called on the calibration data ({len(silent)} such layers), so its input is unknown: "
             "keep such layers in 16 bit (--exclude, or keep in a plan), or give data that reaches them"
         )
-    found = {name: observers[name].amax() for name in amax} if observers else amax
-    return {name: value.to(home) for name, value in found.items()}
+    ranges = {name: observers[name].amax() for name in amax} if observers else amax
+    return {name: value.to(home) for name, value in ranges.items()}
 
 
 def _largest(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The largest value of all ranks by name."""
-    found: dict[str, torch.Tensor] = {}
+    largest: dict[str, torch.Tensor] = {}
     for part in gathered({name: value.cpu() for name, value in own.items()}):
-        found |= {name: torch.maximum(found.get(name, value), value) for name, value in part.items()}
-    return found
+        largest |= {name: torch.maximum(largest.get(name, value), value) for name, value in part.items()}
+    return largest
 
 
 @contextmanager
@@ -152,6 +152,7 @@ class WatchedExperts(ExpertStack):
     def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """Shows the input, and multiplies by the weight."""
         rows = x.reshape(-1, x.shape[-1])
+        # Models pad an expert's tokens with rows of zeros, which reached no expert.
         if len(rows := rows[rows.any(-1)]):
             self.observe(index, rows)
         return nn.functional.linear(x, self.matrices[index].to(x.device, x.dtype))
@@ -171,7 +172,7 @@ def watch_experts(model: nn.Module, name: str, observe: Callable[[int, torch.Ten
 
 
 def put_back(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Registers the parameters of experts in the place of what stands there."""
+    """Registers the parameters of experts instead of the modules that stand for them."""
     for name, parameter in parameters.items():
         delattr(module, name)
         module.register_parameter(name, parameter)

@@ -8,7 +8,7 @@ measured when it is asked for.
 
 The constants were fitted on a core of an AMD EPYC to SmolLM2-135M (8 rows by GPTQ: 69 s expected, 67 s taken; 32 rows
 of the mixture: 49 s and 54 s to write) and to models of two blocks; those of GPUs to one run of 8B on an H100 that was
-measured before. Expect a factor of 2, and more on a busy machine: only what it does during the measurements is seen.
+measured before. Expect a factor of 2, and more on a busy machine: only its load during the measurements is seen.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import nn
 
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.placement import device_of
+from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.texts.generate import ROWS_AT_ONCE
 from quant.calibration.texts.mixture import PIECE
@@ -56,28 +57,29 @@ class ExpectedTime:
 
 
 def expected_time(
-    model: nn.Module, plan: Plan, *, rows: int, seqlen: int, written: int = 0, device: torch.device | None = None
+    model: nn.Module, plan: Plan, session: Session | None = None, *, rows: int, seqlen: int, written: int = 0
 ) -> ExpectedTime:
     """How long `solve_plan` and the writing of its calibration text will take.
 
     Args:
         model: its shapes are read.
         plan: for it.
+        session: its device is where everything is computed.
         rows, seqlen: of calibration.
         written: tokens of these that the model writes.
-        device: where everything is computed; None where the model is.
     """
-    there = device or device_of(model)
+    device = (session and session.device) or device_of(model)
+    speed = _Speed(device)
     layers = [layer for layer in plan.quantized if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS)]
-    product, element = _product_speed(_TOKENS, torch.float32, there), _element_speed(there)
+    product, element = speed.of_product(_TOKENS, torch.float32), speed.of_elements()
     writing = 0.0
     if written:
         length = min(PIECE, seqlen)
         pieces = math.ceil(written / length)
         batches = math.ceil(pieces / ROWS_AT_ONCE)
         weights = sum(layer.numel for layer in plan.layers if layer.kind != LayerKind.EMBEDDING)
-        speed = _product_speed(math.ceil(pieces / batches), next(model.parameters()).dtype, there)
-        writing = 2 * written * weights * _BESIDE / speed + batches * length * len(layers) * _A_STEP
+        step = speed.of_product(math.ceil(pieces / batches), next(model.parameters()).dtype)
+        writing = 2 * written * weights * _BESIDE / step + batches * length * len(layers) * _A_STEP
     products = elements = seconds = 0.0
     for members in groups_of(layers).values():
         pipeline, size, width = get_pipeline(members[0].solver), sum(m.numel for m in members), members[0].shape[-1]
@@ -92,34 +94,38 @@ def expected_time(
             batch = min(rows, Settings.batch) * seqlen / matrices
             products += 6 * pipeline.reconstruction.steps * size * batch
             elements += _LEARNING * pipeline.reconstruction.steps * size
-    elements *= _ON_GPU if there.type == "cuda" else 1
+    elements *= _ON_GPU if device.type == "cuda" else 1
     return ExpectedTime(writing, seconds + products / product + elements / element)
 
 
-def _product_speed(tokens: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Operations a second of a product of `tokens` rows in `dtype` on `device`."""
-    x = torch.ones(tokens, _WIDTH, dtype=dtype, device=device)
-    weight = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device)
-    with fast_matmul():
-        return 2 * tokens * _WIDTH**2 / _seconds(lambda: x @ weight.T, device)
+@dataclass(frozen=True)
+class _Speed:
+    """Measures the speed of a device."""
 
+    device: torch.device
 
-def _element_speed(device: torch.device) -> float:
-    """Elements a second of an elementwise operation on `device`."""
-    x = torch.ones(16 if device.type == "cuda" else 1, _WIDTH, _WIDTH, device=device)
-    return x.numel() / _seconds(lambda: x * x, device)
+    def of_product(self, tokens: int, dtype: torch.dtype) -> float:
+        """Operations a second of a product of `tokens` rows in `dtype`."""
+        x = torch.ones(tokens, _WIDTH, dtype=dtype, device=self.device)
+        weight = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=self.device)
+        with fast_matmul():
+            return 2 * tokens * _WIDTH**2 / self._seconds(lambda: x @ weight.T)
 
+    def of_elements(self) -> float:
+        """Elements a second of an elementwise operation."""
+        x = torch.ones(16 if self.device.type == "cuda" else 1, _WIDTH, _WIDTH, device=self.device)
+        return x.numel() / self._seconds(lambda: x * x)
 
-def _seconds(call: Callable[[], torch.Tensor], device: torch.device) -> float:
-    """Seconds of one of as many calls as fit `_MEASURED`: long enough that other processes take their share of it."""
-    call()
-    started, calls, passed = time.perf_counter(), 0, 0.0
-    while passed < _MEASURED:
+    def _seconds(self, call: Callable[[], torch.Tensor]) -> float:
+        """Seconds of a call, the mean of `_MEASURED` seconds: in so long, other processes take their share as well."""
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        calls, passed = calls + 1, time.perf_counter() - started
-    return passed / calls
+        started, calls, passed = time.perf_counter(), 0, 0.0
+        while passed < _MEASURED:
+            call()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            calls, passed = calls + 1, time.perf_counter() - started
+        return passed / calls
 
 
 def in_words(seconds: float) -> str:

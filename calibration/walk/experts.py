@@ -1,4 +1,4 @@
-"""`ExpertsWork` solves fused experts, one after the other, each on the tokens that reach it.
+"""`FusedExperts` solves fused experts, one after the other, each on the tokens that reach it.
 
 A projection is one parameter for all experts. A router sends each expert different tokens, so each has a second
 moment of its own. One pass over the block keeps what the experts are called with; from there an expert's inputs are
@@ -31,42 +31,48 @@ from quant.calibration.solvers.local_hessian import LocalHessian
 from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import LayerStats, round_activation
 from quant.calibration.walk.collect import put_back, watch_experts
-from quant.calibration.walk.group import Settings, Solved
+from quant.calibration.walk.group import Solved
 from quant.calibration.walk.not_finite import InputNotFiniteError
-from quant.calibration.walk.scratch import Scratch
+from quant.calibration.walk.scratch import IN_MEMORY, Scratch
 from quant.calibration.walk.shared_moments import Moments, at_a_time, pooled, stats_of
+from quant.calibration.walk.stand_in import CurrentBatch
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.expert_modules import QuantExperts, experts_forward, runs_experts_alone
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.expert_stacks import expert_matrices, stacking_of
 from quant.recipes.plan import LayerPlan
 
+Run = Callable[[], Any]
+See = Callable[[int, int, torch.Tensor], None]
+"""Called with the index of a batch of this rank, the number of an expert, and its input `[tokens, in]`."""
 
-class ExpertsWork:
+
+class FusedExperts:
     """The projections of one experts module from original to quantized.
 
     Args:
         block: holds the module.
+        path: name of the module within the block.
         members: its planned projections, in the order in which tokens pass them.
-        prefix: of the block's name in theirs, with its dot.
+        batch: which batch runs.
         input_scales: static scales of their inputs, by name.
-        settings: how the walk is done.
+        scratch: takes their codes, where these are large.
         stored: dtype of the model.
     """
 
     def __init__(
         self,
         block: nn.Module,
+        path: str,
         members: Sequence[LayerPlan],
-        prefix: str,
+        batch: CurrentBatch,
         input_scales: Mapping[str, torch.Tensor],
-        settings: Settings,
+        scratch: Scratch,
         stored: torch.dtype,
     ) -> None:
-        path = members[0].name.removeprefix(prefix).rpartition(".")[0]
-        self.module = block.get_submodule(path)
-        self.members, self.input_scales, self.settings, self.stored = members, input_scales, settings, stored
+        self.module, self.members, self.batch = block.get_submodule(path), members, batch
         self.device = next(p.device for p in block.parameters() if not p.is_meta)
+        self.input_scales, self.scratch, self.stored = input_scales, scratch, stored
         self.inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.alone = runs_experts_alone(self.module)
         self.originals: dict[str, nn.Parameter] = {}
@@ -77,21 +83,19 @@ class ExpertsWork:
         """Of the first projection, in the model."""
         return self.members[0].name
 
-    def solve(self, run: Callable[[], Any], clock: Sequence[int]) -> None:
+    def solve(self, run: Run) -> None:
         """Solves the projections.
 
         Args:
             run: runs the block on this rank's calibration rows, each until `Stop`.
-            clock: a cell with the number of the current batch.
         """
         if self.alone:
             self.module.forward = self._keep_inputs
             run()
-        self.run, self.clock = run, clock
         for member in self.members:
             projection = member.name.rpartition(".")[2]
             weight, stacking = self.module.get_parameter(projection), stacking_of(self.module, projection)
-            solved = self._solve(member, projection, expert_matrices(self.module, projection))
+            solved = self._solve(member, projection, expert_matrices(self.module, projection), run)
             self.originals[projection] = weight
             delattr(self.module, projection)
             new = QuantExperts(solved.weight, member.activation, solved.input_scale, weight.dtype, stacking)
@@ -101,17 +105,29 @@ class ExpertsWork:
         if self.alone:
             self.module.forward = partial(experts_forward, self.module)
 
-    def _watch(self, projection: str, experts: range, see: Callable[[int, int, torch.Tensor], None]) -> None:
-        """Calls `see(batch, expert, input)` for what reaches some experts."""
+    def results(self) -> list[tuple[LayerPlan, Solved | None]]:
+        """The solved projections. The original parameters are back in the module."""
+        put_back(self.module, self.originals)
+        if self.originals and self.alone:
+            del self.module.forward
+        return self.solved
+
+    def _keep_inputs(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> None:
+        self.inputs.append((hidden_states, top_k_index, top_k_weights))
+        # The module's inputs are all that is needed from this pass.
+        raise Stop
+
+    def _watch(self, projection: str, experts: range, see: See, run: Run) -> None:
+        """Calls `see(batch, expert, input)` for the inputs of some experts."""
         if not self.alone:
 
             def shown(expert: int, x: torch.Tensor) -> None:
                 if expert in experts:
-                    see(self.clock[0], expert, x)
+                    see(self.batch.index, expert, x)
 
             parameter = watch_experts(self.module, projection, shown)
             try:
-                self.run()
+                run()
             finally:
                 put_back(self.module, {projection: parameter})
             return
@@ -121,25 +137,14 @@ class ExpertsWork:
                 see(batch, expert, x)
 
         for batch, (hidden, index, weights) in enumerate(self.inputs):
-            other = index.new_tensor(self.module.num_experts)
-            here = torch.where((index >= experts.start) & (index < experts.stop), index, other)
-            experts_forward(self.module, hidden, here, weights, partial(observe, batch), until=projection)
+            # Tokens of other experts are routed to one beyond the last, which the module skips.
+            beyond = index.new_tensor(self.module.num_experts)
+            routed = torch.where((index >= experts.start) & (index < experts.stop), index, beyond)
+            experts_forward(self.module, hidden, routed, weights, partial(observe, batch), until=projection)
 
-    def _keep_inputs(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> None:
-        self.inputs.append((hidden_states, top_k_index, top_k_weights))
-        raise Stop
-
-    def results(self) -> list[tuple[LayerPlan, Solved | None]]:
-        """What became of the projections. The original parameters are back in the module."""
-        put_back(self.module, self.originals)
-        if self.originals and self.alone:
-            del self.module.forward
-        return self.solved
-
-    def _statistics(self, member: LayerPlan, projection: str, experts: range) -> list[LayerStats | None]:
+    def _statistics(self, member: LayerPlan, projection: str, experts: range, run: Run) -> list[LayerStats | None]:
         """Of the inputs of some experts."""
-        assert member.weight is not None
-        width = member.weight.block[1] if isinstance(get_pipeline(member.solver).rounding, LocalHessian) else None
+        width = _moment_width(member)
         sums = {expert: Moments(width) for expert in experts}
 
         def see(batch: int, expert: int, x: torch.Tensor) -> None:
@@ -150,10 +155,10 @@ class ExpertsWork:
             sums[expert].add(batch, round_activation(x, member.activation, self.input_scales.get(member.name)))
 
         with fast_matmul():
-            self._watch(projection, experts, see)
+            self._watch(projection, experts, see, run)
         return stats_of(list(sums.values()), self.device, list(map(_owner, experts)))
 
-    def _tokens(self, projection: str, count: int) -> list[int]:
+    def _tokens(self, projection: str, count: int, run: Run) -> list[int]:
         """How many tokens of all ranks reach each expert."""
         total = torch.zeros(count + 1, dtype=torch.int64)
         if not self.alone:
@@ -161,54 +166,56 @@ class ExpertsWork:
             def see(batch: int, expert: int, x: torch.Tensor) -> None:
                 total[expert] += len(x)
 
-            self._watch(projection, range(count), see)
+            self._watch(projection, range(count), see, run)
         for _, index, _ in self.inputs:
             total += torch.bincount(index.flatten().clamp(max=count).cpu(), minlength=count + 1)
         return [sum(of_ranks) for of_ranks in zip(*gathered(total[:count].tolist()), strict=True)]
 
-    def _solve(self, member: LayerPlan, projection: str, weight: Sequence[torch.Tensor]) -> Solved:
+    def _solve(self, member: LayerPlan, projection: str, weight: Sequence[torch.Tensor], run: Run) -> Solved:
         pipeline = get_pipeline(member.solver)
         assert member.weight is not None
         count, format = len(weight), member.weight
         notes = []
         if pipeline.transforms or pipeline.reshapes:
             notes.append(f"experts take no scaling, rotation, branch or reconstruction: {pipeline.spec.rounding} alone")
-        looks = isinstance(pipeline.rounding, Gptq | LocalHessian)
-        tokens = self._tokens(projection, count) if looks else [0] * count
-        width = member.weight.block[1] if isinstance(pipeline.rounding, LocalHessian) else None
-        parts = [range(count)[part] for part in at_a_time(count, member.shape[-1], width)]
-        silent = tokens.count(0) if looks else 0
+        # A branch needs a moment too, and experts take none, so the rounding alone decides.
+        needs_moment = isinstance(pipeline.rounding, Gptq | LocalHessian)
+        tokens = self._tokens(projection, count, run) if needs_moment else [0] * count
+        parts = [range(count)[part] for part in at_a_time(count, member.shape[-1], _moment_width(member))]
+        silent = tokens.count(0) if needs_moment else 0
         if silent == count:
             raise ValueError(f"{member.name}: no calibration token reached any expert; give more text, or exclude it")
-        others = None
+        average = None
         if silent:
             notes.append(
                 f"no calibration token reached {silent} of {count} experts: solved on the pooled statistics of "
                 "the others"
             )
             for part in parts:
-                others = pooled(
-                    self._statistics(member, projection, part),
-                    self.device,
-                    list(map(_owner, part)),
-                    sum(tokens),
-                    others,
-                )
+                stats = self._statistics(member, projection, part, run)
+                average = pooled(stats, self.device, list(map(_owner, part)), sum(tokens), average)
+                del stats  # as large as the part's moments, and the next part needs room
 
         def solve_part(part: range) -> list[dict[str, BlockScaledTensor]]:
-            found = self._statistics(member, projection, part) if looks else [None] * len(part)
+            stats = self._statistics(member, projection, part, run) if needs_moment else [None] * len(part)
             own = {}
-            for place, (expert, stats) in enumerate(zip(part, found, strict=True)):
+            for index, expert in enumerate(part):
                 if _owner(expert) == rank_and_world()[0]:
+                    # One expert at a time is read from its file, widened and dropped.
                     matrix = {member.name: weight[expert].to(self.device).float()}
-                    own[place] = solve_group(
-                        matrix, {member.name: stats or others}, format, pipeline.rounding, self.stored
-                    )
+                    used = {member.name: stats[index] or average}
+                    own[index] = solve_group(matrix, used, format, pipeline.rounding, self.stored)
             return all_solved(own, [({member.name: tuple(member.shape[1:])}, format)] * len(part), self.device)
 
         solved = (each[member.name] for part in parts for each in solve_part(part))
-        whole = stacked(solved, count, self.settings.scratch)
+        whole = stacked(solved, count, self.scratch)
         return Solved(whole, RunTimeParts(), self.input_scales.get(member.name), sum(tokens), tuple(notes))
+
+
+def _moment_width(member: LayerPlan) -> int | None:
+    """Width of the diagonal blocks of the second moment that a solver looks at; None for all of it."""
+    assert member.weight is not None
+    return member.weight.block[1] if isinstance(get_pipeline(member.solver).rounding, LocalHessian) else None
 
 
 def _owner(expert: int) -> int:
@@ -216,22 +223,22 @@ def _owner(expert: int) -> int:
     return expert % rank_and_world()[1]
 
 
-def stacked(matrices: Iterable[BlockScaledTensor], count: int, scratch: Scratch | None = None) -> BlockScaledTensor:
+def stacked(matrices: Iterable[BlockScaledTensor], count: int, scratch: Scratch = IN_MEMORY) -> BlockScaledTensor:
     """The matrices of all experts as one weight `[experts, out, in]`; each is dropped before the next is asked for.
 
     Where they would take much of the memory, they lie in a file of `scratch`.
     """
     whole: list[torch.Tensor | None] = []
-    for place, matrix in enumerate(matrices):
+    for index, matrix in enumerate(matrices):
         tensors = (matrix.codes, matrix.scale, matrix.global_scale)
         if not whole:
             format, shape = matrix.format, (count, *matrix.shape)
-            in_file = scratch is not None and scratch.takes(count * sum(t.nbytes for t in tensors if t is not None))
-            empty = scratch.empty if scratch is not None and in_file else torch.Tensor.new_empty
+            in_file = scratch.takes(count * sum(t.nbytes for t in tensors if t is not None))
+            empty = scratch.empty if in_file else torch.Tensor.new_empty
             whole = [None if t is None else empty(t, (count, *t.shape)) for t in tensors]
         for target, tensor in zip(whole, tensors, strict=True):
             if target is not None and tensor is not None:
-                target[place] = tensor
+                target[index] = tensor
     codes, scale, second = whole
     assert codes is not None and scale is not None
     return BlockScaledTensor(codes, scale, format, shape, second)

@@ -16,7 +16,6 @@ from quant.calibration.observers import get_observer
 from quant.calibration.ranks import in_order
 from quant.calibration.solvers.solver import Pipeline, get_pipeline
 from quant.calibration.statistics import round_activation, static_input_scale
-from quant.calibration.walk.scratch import Scratch
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
@@ -30,7 +29,7 @@ class Solved:
 
     Attributes:
         weight: codes and scales of `[out, in]`, or of `[experts, out, in]`.
-        parts: what the layer does at run time beside its matmul; `weight` is rotated already.
+        parts: the operations of the layer at run time beside its matmul; `weight` is rotated already.
         input_scale: static scale of the activation format, float32 scalar, where it has one.
         tokens: how many calibration tokens reached the layer; 0 where its siblings' pooled statistics were used.
         notes: sentences for the report.
@@ -56,18 +55,14 @@ class Settings:
         batch: calibration rows in one forward pass.
         dtype: of the forward passes; None takes the model's, or float32 where that is narrower: rounding of hidden
             states to 16 bit, block after block, would be taken for a fault of the weights.
-        device: where blocks are worked on, one at a time; None is where the model is.
         observer: key of `OBSERVERS`: how static input scales are chosen.
         guard: when a layer gets another format; None for never.
-        scratch: takes codes that are too large for the memory; None where all are kept there.
     """
 
     batch: int = 4
     dtype: torch.dtype | None = None
-    device: torch.device | None = None
     observer: str = "absmax"
     guard: Guard | None = None
-    scratch: Scratch | None = None
 
     def dtype_for(self, stored: torch.dtype) -> torch.dtype:
         """The dtype of the forward passes of a model that is stored in `stored`."""
@@ -76,19 +71,20 @@ class Settings:
 
 @dataclass(eq=False)
 class Group:
-    """A fusion group within one block, and what is known of its input.
+    """A fusion group within one block, and the statistics of its input.
 
     Attributes:
         members: as planned; the guard may change their formats.
         names: of the members within the block.
         pipeline: their solver.
-        kept: original inputs by batch of this rank, `[tokens, in]`, and `places` their numbers among those of all.
-        seen: largest magnitudes and sums of magnitudes of each batch, until they are pooled.
+        inputs: original inputs by batch of this rank, `[tokens, in]`.
+        batch_numbers: of `inputs`, among the batches of all ranks.
+        magnitudes: of each batch its number, largest magnitudes and sums of magnitudes, until they are pooled.
         calls: how often the group is called in one pass of the block.
         tokens: how many reached it in the original model.
         total: sum of magnitudes by channel, `[in]`.
         amax: largest magnitude by channel, `[in]`.
-        divisor: what the input has been divided by, `[in]`, by itself or by a folded scale.
+        divisor: the scale that the input is divided by, `[in]`, at run time or by the module before.
         parts, input_scale: see `Solved`; branches are the members' own.
         notes: for the plan.
     """
@@ -96,9 +92,9 @@ class Group:
     members: list[LayerPlan]
     names: list[str]
     pipeline: Pipeline
-    kept: list[torch.Tensor] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-    seen: list[tuple[int, list[torch.Tensor]]] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    batch_numbers: list[int] = field(default_factory=list)
+    magnitudes: list[tuple[int, list[torch.Tensor]]] = field(default_factory=list)
     calls: int = 0
     tokens: int = 0
     total: torch.Tensor | None = None
@@ -123,6 +119,7 @@ class Group:
     @property
     def pattern(self) -> str:
         """The same for the same layer of sibling experts: names with their numbers left out, and the input size."""
+        # experts.3.up_proj and experts.7.up_proj are siblings: experts.#.up_proj.
         return re.sub(r"\d+", "#", "|".join(self.names)) + f":{self.members[0].shape[-1]}"
 
     def input(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,25 +127,25 @@ class Group:
         return self.parts.input(x)
 
     def pool(self, device: torch.device, tokens: int) -> None:
-        """Puts together what all ranks have seen, batch by batch; `tokens` reached any of them."""
-        for _, (amax, total) in in_order(self.seen, device):
+        """Adds up the magnitudes of all ranks, batch by batch; `tokens` reached any of them."""
+        for _, (amax, total) in in_order(self.magnitudes, device):
             assert amax is not None and total is not None
             self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
             self.total = total if self.total is None else self.total + total
-        self.seen.clear()
+        self.magnitudes.clear()
         self.tokens = tokens
 
-    def kept_everywhere(self, every: int = 1) -> Iterator[torch.Tensor]:
-        """Every so-manieth of the inputs that ranks have kept, batch by batch."""
+    def inputs_of_all_ranks(self, every: int = 1) -> Iterator[torch.Tensor]:
+        """Every `every`-th token of the inputs that ranks have kept, batch by batch."""
         assert self.amax is not None
-        own = [(place, [x[::every]]) for place, x in zip(self.places, self.kept, strict=True)]
+        own = [(number, [x[::every]]) for number, x in zip(self.batch_numbers, self.inputs, strict=True)]
         for _, (x,) in in_order(own, self.amax.device):
             assert x is not None
             yield x
 
     def original(self, batch: int) -> torch.Tensor:
         """The input of the original model, `[tokens, in]`, scaled and rotated as the quantized one is."""
-        return self.scaled(self.kept[batch])
+        return self.scaled(self.inputs[batch])
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         """An original input, scaled and rotated as the quantized one is."""
@@ -164,13 +161,14 @@ class Group:
         self.input_scale = None
         if self.activation is None or self.amax is None or not self.activation.is_static:
             return
+        # A rotation mixes channels, so the maxima of the unrotated ones say nothing about it.
         if observer == "absmax" and not self.parts.hadamard:
             amax = (self.amax if self.divisor is None else self.amax / self.divisor).amax()
         else:
-            watching = get_observer(observer)(self.activation, name=self.members[0].name)
-            for x in self.kept_everywhere():
-                watching.update(self.scaled(x))
-            amax = watching.amax()
+            range_observer = get_observer(observer)(self.activation, name=self.members[0].name)
+            for x in self.inputs_of_all_ranks():
+                range_observer.update(self.scaled(x))
+            amax = range_observer.amax()
         self.input_scale = static_input_scale(amax, self.activation, stored, self.members[0].name)
 
 

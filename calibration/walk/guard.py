@@ -1,4 +1,4 @@
-"""`promote` gives a layer the next format of a guard's list, and `relative_error` is what the guard limits.
+"""`promote` gives a layer the next format of a guard's list, and `relative_error` is the error that the guard limits.
 
 The walk measures; the functions here only decide, and write down why.
 """
@@ -31,6 +31,7 @@ def relative_error(reference: torch.Tensor, output: torch.Tensor) -> float:
     if not torch.isfinite(reference).all():
         raise ValueError("the reference output holds NaN or infinity; no error can be measured against it")
     error = float(torch.linalg.vector_norm(output.double() - reference))
+    # Before the division: an output of zeros that is met exactly is no error.
     if error == 0:
         return 0.0
     return error / norm if norm > 0 and math.isfinite(error) else math.inf
@@ -57,20 +58,21 @@ def promote(layer: LayerPlan, error: float, limit: float, ladder: Sequence[Forma
     if layer.weight is None or error <= limit:
         return layer
     if layer.weight not in ladder:
-        known = ", ".join(_name(format) for format in ladder)
-        raise ValueError(f"{layer.name}: its format {layer.weight} is not in its list of formats to try ({known})")
-    found = f"relative error {error:.3g} in {layer.weight} exceeds the limit {limit:.3g}"
+        listed = ", ".join(_name(format) for format in ladder)
+        raise ValueError(f"{layer.name}: its format {layer.weight} is not in its list of formats to try ({listed})")
+    finding = f"relative error {error:.3g} in {layer.weight} exceeds the limit {limit:.3g}"
     position = ladder.index(layer.weight) + 1
     if position == len(ladder):
-        return _explain(layer, f"{found}, but it is the last format in its list")
+        return _explain(layer, f"{finding}, but it is the last format in its list")
     following = ladder[position]
     activation = layer.activation
     if following is None:
         activation = None
+    # W4A4 becomes W8A8, but an input that was chosen apart from the weight stays.
     elif activation in (layer.weight, activation_of(layer.weight)):
         activation = activation_of(following)
     promoted = replace(layer, weight=following, activation=activation, score=None, cost=None)
-    return _explain(promoted, f"{found}, so {_name(following)} instead")
+    return _explain(promoted, f"{finding}, so {_name(following)} instead")
 
 
 def activation_of(weight: Format) -> Format | None:

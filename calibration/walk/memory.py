@@ -1,7 +1,7 @@
-"""`block_bytes` says what memory one block of the walk takes, and `usable_bytes` what a run may use.
+"""`block_bytes` estimates the memory that solving one block takes on a CPU.
 
-Of a GPU nothing is foretold, for its allocator and kernels decide what they keep: where one has no room for a block,
-`naming_the_block` says which it was.
+The memory of a GPU is not estimated, because its allocator and kernels decide what they keep. Where a GPU has no room
+for a block, `naming_the_block` says which block it was.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from quant.calibration.ranks import rank_and_world
+from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
-from quant.calibration.walk.scratch import Scratch
+from quant.calibration.walk.scratch import IN_MEMORY, Scratch
 from quant.calibration.walk.shared_moments import at_a_time
-from quant.kernels.processor import memory_left, memory_limit
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan
 
@@ -30,7 +30,7 @@ def block_bytes(
     layers: Sequence[LayerPlan],
     tokens: int,
     dtype: torch.dtype,
-    scratch: Scratch | None = None,
+    scratch: Scratch = IN_MEMORY,
 ) -> int:
     """About how many bytes solving a block takes at most, the page cache not counted.
 
@@ -49,8 +49,9 @@ def block_bytes(
     solved = sum(layer.numel for layer in linear)
     inputs = {layer.group or layer.name: layer.shape[-1] for layer in linear}
     hidden = min((layer.shape[-1] for layer in layers), default=0)
-    kept = tokens * (sum(inputs.values()) + 3 * hidden)
-    codes = sum(layer.nbytes for layer in experts if scratch is None or not scratch.takes(layer.nbytes))
+    # Original inputs of every group, and three sets of hidden states.
+    inputs_kept = tokens * (sum(inputs.values()) + 3 * hidden)
+    codes = sum(layer.nbytes for layer in experts if not scratch.takes(layer.nbytes))
     one_expert = max((layer.numel // layer.shape[0] for layer in experts), default=0)
     together = max((_together(layer) for layer in experts), default=0)
     scales = any(get_pipeline(layer.solver).transforms for layer in linear)
@@ -59,7 +60,7 @@ def block_bytes(
         4 * _SQUARES * _widest(linear),
         codes + together + 2 * one_expert * 4 + 4 * _SQUARES * _widest(experts),
     )
-    return dtype.itemsize * (weights + solved + kept) + max(phases)
+    return dtype.itemsize * (weights + solved + inputs_kept) + max(phases)
 
 
 def _widest(layers: Sequence[LayerPlan]) -> int:
@@ -75,34 +76,22 @@ def _together(layer: LayerPlan) -> int:
     return 4 * columns**2 * held if get_pipeline(layer.solver).needs_moment else 0
 
 
-def usable_bytes(asked: int | None) -> int | None:
-    """Bytes of memory that a run may use; None where the system does not tell.
-
-    Args:
-        asked: what the user allows. A container's limit holds all the same: beyond it the kernel ends the process. None
-            stands for what is left now, of the machine's memory and of the container's.
-    """
-    if asked is None:
-        return memory_left()
-    limit = memory_limit()
-    return asked if limit is None else min(asked, limit)
-
-
 class BlockTooLargeError(ValueError):
     """A device had no room for a block; the message names it, what the device holds, and the way out."""
 
 
 @contextmanager
-def naming_the_block(name: Callable[[], str], device: torch.device | None) -> Iterator[None]:
+def naming_the_block(name: Callable[[], str], session: Session) -> Iterator[None]:
     """While open, a device that runs out of memory raises `BlockTooLargeError`.
 
     Args:
         name: gives the block that is worked on.
-        device: where; None is where the model is.
+        session: its device is where.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
+        device = session.device
         where = "its device" if device is None else str(device)
         holds = ""
         if device is not None and device.type == "cuda":

@@ -54,6 +54,7 @@ def _culprit(model: nn.Module, block: str) -> str | None:
     """The first tensor of a model that holds NaN or infinity, with its shape and how many values do."""
     for is_buffer, tensors in ((False, model.named_parameters()), (True, model.named_buffers())):
         for name, tensor in tensors:
+            # Reading every other block from its files would take minutes; their layers were seen before this one.
             if hasattr(tensor, "stored") and not name.startswith(block):
                 continue
             value = value_of(tensor)

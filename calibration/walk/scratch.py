@@ -16,26 +16,33 @@ from pathlib import Path
 
 import torch
 
-_SHARE = 0.1  # of the memory; larger results lie in a file
+from quant.calibration.session import Session
+
+_SHARE = 0.1  # of the memory; larger results go to a file
 
 
 class Scratch:
     """Tensors in files without names.
 
     Args:
-        directory: where the files are.
-        memory: bytes that the run may use; None for no limit, and then nothing goes to a file.
+        directory: where the files are; None keeps all results in memory.
+        memory: bytes that the run may use; None for no limit, and then all results are kept in memory.
     """
 
-    def __init__(self, directory: Path, memory: int | None) -> None:
+    def __init__(self, directory: Path | None = None, memory: int | None = None) -> None:
         self.directory, self.memory = directory, memory
 
+    @classmethod
+    def of(cls, session: Session) -> Scratch:
+        """The files of a run that keeps finished steps in a directory; memory for one that keeps none."""
+        return cls(session.store.directory, session.usable_memory())
+
     def takes(self, nbytes: int) -> bool:
-        """Whether results of so many bytes would take much of the memory."""
-        return self.memory is not None and nbytes > self.memory * _SHARE
+        """Whether results of `nbytes` go to a file, because they would take much of the memory."""
+        return self.directory is not None and self.memory is not None and nbytes > self.memory * _SHARE
 
     def empty(self, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor of any values in a file, with the dtype of `like`; where that is on a GPU, one there.
+        """An uninitialised tensor in a file, with the dtype of `like`; where that is on a GPU, one there.
 
         Raises:
             OSError: there is no room for it.
@@ -53,5 +60,9 @@ class Scratch:
                     f"{self.directory}: no room for {nbytes / 1e9:.1f} GB of codes ({error.strerror}); what was "
                     "finished before is kept: make room, or give more --memory, and run the same command again"
                 ) from error
+            # The mapping outlives the file's name and its descriptor.
             mapped = mmap.mmap(file.fileno(), nbytes)
         return torch.frombuffer(mapped, dtype=torch.uint8).view(like.dtype).view(*shape)
+
+
+IN_MEMORY = Scratch()

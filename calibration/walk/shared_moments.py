@@ -26,6 +26,7 @@ from quant.calibration.shrinkage import MomentSpread
 from quant.calibration.statistics import LayerStats, MomentSum, add_up, pooled_stats
 
 Waiting = tuple[int, torch.Tensor, torch.Tensor | None, int, torch.Tensor | None]
+"""Inputs of a batch until they are multiplied out: its number, inputs, drift, calibration rows and noise."""
 
 # Bytes of second moments that a rank holds at a time.
 _BUDGET = 1 << 29
@@ -78,7 +79,7 @@ def stats_of(
         moments: the sums, which are empty afterwards.
         device: where the inputs are.
         owners: the rank that alone gets second moment and drift of each sum; None where all ranks get all.
-        again: whether they are asked for once more, and so keep what they have.
+        again: whether they are asked for once more, and so keep their inputs.
     """
     with fast_matmul():
         if rank_and_world()[1] == 1:
@@ -90,18 +91,18 @@ def stats_of(
                 _add_together(each, device)
         else:
             _add_at_owners(moments, device, owners)
-    found = []
+    means = []
     for each in moments:
-        found.append(each.sum.stats())
+        means.append(each.sum.stats())
         if each.later or not again:
             each.sum = MomentSum(each.sum.width)
         if not again:
             each.waiting = []
-    return found
+    return means
 
 
 def pooled(
-    found: Sequence[LayerStats | None],
+    stats_by_sum: Sequence[LayerStats | None],
     device: torch.device,
     owners: Sequence[int] | None,
     tokens: int | None = None,
@@ -111,35 +112,36 @@ def pooled(
 
     `tokens` and `before` are as of `pooled_stats`.
     """
-    there = [stats for stats in found if stats is not None]
+    reached = [stats for stats in stats_by_sum if stats is not None]
     if owners is None or rank_and_world()[1] == 1:
-        return pooled_stats(there, tokens, before)
+        return pooled_stats(reached, tokens, before)
     rank = rank_and_world()[0]
     own = [
         (index, [stats.second_moment, stats.block_moments])
-        for index, (stats, owner) in enumerate(zip(found, owners, strict=True))
+        for index, (stats, owner) in enumerate(zip(stats_by_sum, owners, strict=True))
         if stats is not None and owner == rank
     ]
     whole = (tensors for _, tensors in in_order(own, device))
-    parts = [replace(s, second_moment=t[0], block_moments=t[1]) for s, t in zip(there, whole, strict=True)]
+    parts = [replace(s, second_moment=t[0], block_moments=t[1]) for s, t in zip(reached, whole, strict=True)]
     return pooled_stats(parts, tokens, before)
 
 
 def _add_together(moments: Moments, device: torch.device) -> None:
     total, waiting = moments.sum, moments.waiting
-    everywhere = gathered([(place, *x.shape, drift is not None, rows) for place, x, drift, rows, _ in waiting])
+    everywhere = gathered([(number, *x.shape, drift is not None, rows) for number, x, drift, rows, _ in waiting])
     outlines = [outline for _, *outline in chain.from_iterable(everywhere)]
     if not outlines:
         return
-    places, (_, columns, drifts, _) = [[place for place, *_ in part] for part in everywhere], outlines[0]
+    numbers, (_, columns, drifts, _) = [[number for number, *_ in part] for part in everywhere], outlines[0]
     means = [MomentSum(total.width) for _ in waiting]
     for part, (_, x, drift, rows, noise) in zip(means, waiting, strict=True):
         part.add_means(x, drift, noise)
         part.add_spread(x, rows)
     total.spread = MomentSpread(columns, device)
+    # Vectors are added up in order on every rank; only the matrices are worth dealing out in slabs.
     small = [
-        (place, [part.first, part.shift, part.noise, None if part.spread is None else part.spread.sums])
-        for (place, *_), part in zip(waiting, means, strict=True)
+        (number, [part.first, part.shift, part.noise, None if part.spread is None else part.spread.sums])
+        for (number, *_), part in zip(waiting, means, strict=True)
     ]
     for _, (first, shift, noise, sums) in in_order(small, device):
         total.first, total.shift = add_up(total.first, first), add_up(total.shift, shift)
@@ -162,21 +164,22 @@ def _add_together(moments: Moments, device: torch.device) -> None:
 
     width = total.width
     shape = (columns, columns) if width is None else (-(-columns // width), width, width)
-    total.second = sum_in_order(places, second, shape, device)
+    total.second = sum_in_order(numbers, second, shape, device)
     if drifts and width is None:
-        total.cross = sum_in_order(places, cross, shape, device)
+        total.cross = sum_in_order(numbers, cross, shape, device)
 
 
 def _add_at_owners(moments: Sequence[Moments], device: torch.device, owners: Sequence[int]) -> None:
+    # index · 2³² + number sorts by sum first and by batch within a sum.
     rank, most = rank_and_world()[0], 1 << 32
     # The rows of a batch travel as its first dimension.
     own = [
-        (index * most + place, [x.unflatten(0, (rows, -1)), drift, noise])
+        (index * most + number, [x.unflatten(0, (rows, -1)), drift, noise])
         for index, each in enumerate(moments)
-        for place, x, drift, rows, noise in each.waiting
+        for number, x, drift, rows, noise in each.waiting
     ]
-    for place, (x, drift, noise) in in_order(own, device):
-        index = place // most
+    for number, (x, drift, noise) in in_order(own, device):
+        index = number // most
         assert x is not None
         if owners[index] == rank:
             moments[index].sum.add(x.flatten(0, 1), drift, len(x), noise)

@@ -1,20 +1,38 @@
 """A `StandIn` remembers a solved layer's outputs, because the passes over a block repeat each other's beginnings.
 
-A solved layer becomes a `StandIn`; a module in which every layer is solved, such as attention, returns what it gave in
-the pass before. Both remember by batch, and the clock, a cell with the number of the current batch, says which.
+A solved layer becomes a `StandIn`; a module in which every layer is solved, such as attention, returns its output of
+the pass before. Both remember by batch, and `CurrentBatch` tells them which one runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from quant.calibration.ranks import number_of
 from quant.calibration.solvers.rotation import matrix_of
 from quant.calibration.walk.group import Group
 from quant.kernels.linear.modules import RunTimeParts
+
+
+@dataclass(eq=False)
+class CurrentBatch:
+    """The batch of calibration rows that runs through the block, for hooks and modules that it calls.
+
+    Attributes:
+        index: among the batches of this rank.
+    """
+
+    index: int = 0
+
+    @property
+    def number(self) -> int:
+        """Its number among the batches of all ranks."""
+        return number_of(self.index)
 
 
 class StandIn(nn.Module):
@@ -22,26 +40,19 @@ class StandIn(nn.Module):
 
     Args:
         original: the layer.
-        weight: what it became, dense.
+        dense: its quantized weight, `[out, in]`, in 16 or 32 bit.
         group: how its input is treated.
-        clock: a cell with the number of the current batch.
-        parts: what it does at run time beside its matmul.
+        batch: which batch runs.
+        parts: the operations of the layer at run time beside its matmul.
     """
 
     def __init__(
-        self,
-        original: nn.Module,
-        weight: torch.Tensor,
-        group: Group,
-        clock: list[int],
-        parts: RunTimeParts,
+        self, original: nn.Module, dense: torch.Tensor, group: Group, batch: CurrentBatch, parts: RunTimeParts
     ) -> None:
         super().__init__()
-        self.parts = parts
-        self.original = original
-        self.dense = weight
-        self.group = group
-        self.clock = clock
+        self.original, self.dense, self.group = original, dense, group
+        self.batch, self.parts = batch, parts
+        # One that is called several times in a pass would have to remember all of its outputs.
         self.keeps = group.calls == 1
         self.outputs: dict[int, torch.Tensor] = {}
 
@@ -62,12 +73,13 @@ class StandIn(nn.Module):
         return out if branch is None else out + branch
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.clock[0] in self.outputs:
-            return self.outputs[self.clock[0]] if self.keeps else self.outputs.pop(self.clock[0])
+        index = self.batch.index
+        if index in self.outputs:
+            return self.outputs[index] if self.keeps else self.outputs.pop(index)
         out = self.product(x)
         out = out if self.bias is None else out + self.bias
         if self.keeps:
-            self.outputs[self.clock[0]] = out
+            self.outputs[index] = out
         return out
 
 
@@ -82,16 +94,16 @@ class RememberedModules:
     """Modules that return their output of the pass before, until `forget`.
 
     Args:
-        clock: a cell with the number of the current batch.
+        batch: which batch runs.
     """
 
-    def __init__(self, clock: list[int]) -> None:
-        self.clock = clock
+    def __init__(self, batch: CurrentBatch) -> None:
+        self.batch = batch
         self.modules: list[nn.Module] = []
 
     def add(self, module: nn.Module) -> None:
         """Runs `module` once more for each batch, and never again."""
-        module.forward = _once_a_batch(module.forward, self.clock)
+        module.forward = _once_a_batch(module.forward, self.batch)
         self.modules.append(module)
 
     def forget(self) -> None:
@@ -101,12 +113,12 @@ class RememberedModules:
         self.modules.clear()
 
 
-def _once_a_batch(forward: Callable[..., Any], clock: list[int]) -> Callable[..., Any]:
-    found: dict[int, Any] = {}
+def _once_a_batch(forward: Callable[..., Any], batch: CurrentBatch) -> Callable[..., Any]:
+    outputs: dict[int, Any] = {}
 
     def remembered(*args: Any, **kwargs: Any) -> Any:
-        if clock[0] not in found:
-            found[clock[0]] = forward(*args, **kwargs)
-        return found[clock[0]]
+        if batch.index not in outputs:
+            outputs[batch.index] = forward(*args, **kwargs)
+        return outputs[batch.index]
 
     return remembered

@@ -43,10 +43,9 @@ from quant.allocation.real_solver import RealSolver
 from quant.allocation.record import AllocationRecord, Chosen, Verified
 from quant.allocation.space import Space
 from quant.calibration.blocks import stored_dtype
-from quant.calibration.conv1d import as_linears
 from quant.calibration.evaluating import prepared
+from quant.calibration.listener import Progress
 from quant.calibration.placement import Device, device_of
-from quant.calibration.progress import Progress
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.group_solutions import solve_each_group
 from quant.calibration.sensitivity.knapsack import SCORE
@@ -55,6 +54,7 @@ from quant.calibration.sensitivity.switchable_model import SwitchableModel, meas
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
+from quant.execution.conv1d import as_linears
 from quant.execution.solve import Quantized
 from quant.recipes.plan import Plan
 

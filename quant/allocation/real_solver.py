@@ -111,8 +111,9 @@ class RealSolver:
 
     def _quantized(self, choice: np.ndarray) -> Quantized:
         plan = self.plan_of(choice)
-        session = self.session
-        return solve_plan(copy.deepcopy(self.model), plan, self.rows, device=session.device, progress=session.progress)
+        # The store of the run has the steps of another plan, so this one keeps none.
+        session = Session(self.session.device, progress=self.session.progress)
+        return solve_plan(copy.deepcopy(self.model), plan, self.rows, session)
 
     def _measured(self, quantized: Quantized, estimated: MeasuredChoice) -> float:
         """The joint loss of a quantized copy; the measurement is recorded as a round."""

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from quant.calibration.inputs import Inputs, inputs_of, recorded
-from quant.calibration.listener import Listener
+from quant.calibration.listener import Listener, Progress
 from quant.calibration.placement import Device
-from quant.calibration.progress import Progress
 from quant.errors import UserError
 from quant.execution.solve import Quantized
 from quant.plan.make import check_module

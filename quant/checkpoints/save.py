@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import stored_dtype
-from quant.calibration.store import Store
+from quant.calibration.session import Store
 from quant.checkpoints.trial_load import check_experts, check_read_back, trial
 from quant.errors import UserError
 from quant.export.checkpoint import compressed_tensors as layout

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quant.calibration.progress import reporter
+from quant.calibration.listener import reporter
 from quant.cli.base import DEVICE, JSON, QUIET, SEED, TRUST, Command, command_line, print_json
 from quant.cli.console import CONSOLE, listener, stages, status
 from quant.errors import UserError

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quant.calibration.kv_cache import AttentionScales
-    from quant.calibration.listener import Listener
-    from quant.calibration.progress import Progress
+    from quant.calibration.listener import Listener, Progress
     from quant.export.onnx_graph.decoder import GraphInput
     from quant.recipes.plan import Plan
 
@@ -163,6 +162,7 @@ def _attention_scales(
 ) -> Mapping[str, AttentionScales]:
     """FP8 scales of attention's operands, measured: a checkpoint has no place for them."""
     from quant.calibration.kv_cache import collect_attention_scales
+    from quant.calibration.session import Session
     from quant.execution.sources import Rows, as_rows, read_calibration
     from quant.models.open import Source
 
@@ -174,7 +174,7 @@ def _attention_scales(
         as_rows(model, data, "FP8 attention"),
         kv_format=plan.attention,
         attention_format=plan.attention,
-        progress=lambda done, total: progress("calibrate", done, total),
+        session=Session(progress=progress),
     )
 
 

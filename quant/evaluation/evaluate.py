@@ -244,9 +244,8 @@ def _blocks_first(logits: Sequence[Logits], rows: torch.Tensor, size: int, dtype
     batches = [batch for _, batch in _batches(rows, size, lambda done, total: None)]
     with ExitStack() as stack:
         for each in logits if batches else ():
-            device = device_of(each.model)
-            each.decide(batches[0].to(device))
-            stack.enter_context(blocks_first(each.model, batches, device, dtype))
+            each.decide(batches[0].to(device_of(each.model)))
+            stack.enter_context(blocks_first(each.model, batches, dtype))
         yield
 
 

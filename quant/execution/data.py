@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import stored_dtype
+from quant.calibration.listener import Progress
 from quant.calibration.observers import get_observer
-from quant.calibration.placement import Device, find_device, is_visited, placed
-from quant.calibration.progress import Progress, reporter
+from quant.calibration.placement import Device, is_visited, placed
 from quant.calibration.ranks import from_first
 from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
@@ -62,13 +62,11 @@ def mixed_text(
     model: nn.Module,
     plan: Plan,
     tokenizer: Any = None,
+    session: Session | None = None,
     *,
     samples: int = 32,
     seqlen: int = 512,
-    seed: int = 0,
     own_only: bool = False,
-    device: Device = None,
-    progress: Progress | None = None,
 ) -> tuple[torch.Tensor, Record]:
     """Calibration rows for a plan that needs data and has none: see `quant.calibration.texts.mixture`.
 
@@ -76,31 +74,30 @@ def mixed_text(
         model: a causal language model, which writes half of it; for other models of text, the samples alone.
         plan: for the error message.
         tokenizer: without one, all text is the model's own.
+        session: its device is where the model runs; a model that does not fit there writes nothing, for every token
+            would read every weight from elsewhere. Its seed chooses and draws the text, and its listener is called for
+            "generate" with tokens.
         samples: rows.
         seqlen: tokens a row; cut to the model's context.
-        seed: of what is chosen and drawn.
         own_only: leaves out the samples.
-        device: where the model runs; by default where it is. A model that does not fit there writes nothing, for every
-            token would read every weight from elsewhere.
-        progress: called as `progress("generate", tokens done, tokens in all)`.
 
     Returns:
-        int64 `[samples, seqlen]`, and what they were made of.
+        int64 `[samples, seqlen]`, and the record of their sources.
 
     Raises:
         NoTextError: there is no text for this model; the message names the layer that needs some.
     """
     context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     seqlen = min(seqlen, context) if isinstance(context, int) and context > 0 else seqlen
-    session = Session(progress=progress, seed=seed)
-    there = find_device(device)
+    session = session or Session()
 
     def write() -> tuple[torch.Tensor, Record]:
-        why_not = _too_large(model, there)
+        why_not = _too_large(model, session)
         shape: dict[str, Any] = {"samples": samples, "seqlen": seqlen, "own_only": own_only}
+        # Samples alone, without the half that the model would write.
         if why_not is not None and tokenizer is not None and not own_only:
             return mixture_rows(Writer(model, why_not=why_not), tokenizer, session, **shape)
-        with placed(model, there):
+        with placed(model, session.device):
             rows, record = mixture_rows(Writer(model), tokenizer, session, **shape)
             if "no_own_text" in record:
                 run_probe(model, rows[:1, :2])
@@ -108,14 +105,16 @@ def mixed_text(
 
     try:
         return from_first(write)
+    # An OutOfMemoryError is a RuntimeError, and no lack of text.
     except torch.OutOfMemoryError:
         raise
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
         raise NoTextError(plan, str(error)) from error
 
 
-def _too_large(model: nn.Module, device: torch.device | None) -> str | None:
-    """The reason why `model` should not write text on `device`, where it would be read anew for each token."""
+def _too_large(model: nn.Module, session: Session) -> str | None:
+    """The reason why `model` should not write text on a device where it would be read anew for each token."""
+    device = session.device
     if is_visited(model, device):
         return f"the model does not fit on {device}"
     size, free = sum(parameter.nbytes for parameter in model.parameters()), memory_left()
@@ -139,6 +138,25 @@ def calibrate(
     Raises:
         UserError: the plan needs data and there is none.
     """
+    return _measured_scales(model, plan, data, Session.on(device, progress=progress))
+
+
+def input_scales_of(
+    model: nn.Module, plan: Plan, data: torch.Tensor | None, session: Session
+) -> dict[str, torch.Tensor]:
+    """`calibrate` in a session, whose store keeps the scales, so that they are measured once."""
+    finished = session.store.get("input scales")
+    if finished is not None:
+        return {name: scale.clone() for name, scale in finished.tensors.items()}
+    scales = _measured_scales(model, plan, data, session)
+    if scales:
+        session.store.put("input scales", scales, None)
+    return scales
+
+
+def _measured_scales(
+    model: nn.Module, plan: Plan, data: torch.Tensor | None, session: Session
+) -> dict[str, torch.Tensor]:
     static = [layer for layer in plan.quantized if layer.has_static_scale]
     if not static:
         return {}
@@ -148,8 +166,7 @@ def calibrate(
     if (observer := observer_of(plan)) != "absmax":
         watch = get_observer(observer)
         observers = {layer.name: watch(layer.activation, name=layer.name) for layer in static if layer.activation}
-    names, report = [layer.name for layer in static], reporter(progress, "calibrate")
-    amax = collect_input_amax(model, names, data, report, observers, find_device(device))
+    amax = collect_input_amax(model, [layer.name for layer in static], data, session, observers)
     scales = {}
     for members in by_input(static):
         shared = torch.stack([amax[member.name] for member in members]).amax()

@@ -15,11 +15,10 @@ from torch import nn
 
 from quant.calibration.placement import home_of_states
 from quant.calibration.ranks import from_first, gathered, in_order, number_of, own_batches, rank_and_world, wait_for_all
-from quant.calibration.store import Step
-from quant.calibration.walk.sequential import Keeper, States
+from quant.calibration.session import Session, Step, Store
+from quant.calibration.walk.chain import BlockStore, States
 from quant.execution.install import install_weight
 from quant.execution.layer_result import LayerResult
-from quant.execution.store import Partial
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.plan import LayerPlan
@@ -30,7 +29,7 @@ _SHARE = 10  # hidden states are written when that takes less than one part in s
 
 
 def keep_layers(
-    partial: Partial,
+    store: Store,
     step: str,
     model: nn.Module,
     layers: Sequence[LayerPlan],
@@ -42,7 +41,7 @@ def keep_layers(
     """Keeps installed layers as one step; their buffers become maps of its file.
 
     Args:
-        partial: the run's.
+        store: the run's.
         step: its name.
         model: holds the layers.
         layers: as they were solved; those in 16 bit have a result alone.
@@ -73,22 +72,22 @@ def keep_layers(
             else:
                 setattr(modules[name], kind, tensor)
 
-    partial.put(step, tensors, record, give_back, alone=alone)
+    store.put(step, tensors, record, give_back, alone=alone)
 
 
-def put_back(partial: Partial, step: str, model: nn.Module) -> tuple[list[LayerPlan], dict[str, LayerResult]] | None:
+def put_back(store: Store, step: str, model: nn.Module) -> tuple[list[LayerPlan], dict[str, LayerResult]] | None:
     """Installs the layers of a finished step.
 
     Returns:
         The layers as they were solved, and their results by name; None where the step is not finished.
     """
-    found = partial.get(step)
-    if found is None:
+    finished = store.get(step)
+    if finished is None:
         return None
     layers: list[LayerPlan] = []
     results: dict[str, LayerResult] = {}
-    with partial.reading():
-        _install(found, model, layers, results)
+    with store.reading():
+        _install(finished, model, layers, results)
     return layers, results
 
 
@@ -112,7 +111,7 @@ def _install(found: Step, model: nn.Module, layers: list[LayerPlan], results: di
         install_weight(model, layer, weight, input_scale, RunTimeParts(pre_scale, entry["hadamard"], lowrank))
 
 
-class BlockKeeper(Keeper):
+class BlockKeeper(BlockStore):
     """Keeps the blocks of the sequential walk, and now and then the hidden states behind one.
 
     A walk goes on behind the last block whose hidden states were kept. They are kept after each block where that costs
@@ -120,39 +119,38 @@ class BlockKeeper(Keeper):
     always kept, and the walk goes on with maps of the file.
 
     Args:
-        partial: the run's.
+        session: of the run, whose store keeps the blocks.
         model: is walked through.
         results: by name; those of finished blocks are added.
         noted: layers as they were solved; those of finished blocks are added.
-        memory: bytes that the run may use; None for no limit.
     """
 
     def __init__(
         self,
-        partial: Partial,
+        session: Session,
         model: nn.Module,
         results: dict[str, LayerResult],
         noted: list[LayerPlan],
-        memory: int | None = None,
     ) -> None:
-        self.partial, self.model, self.results, self.noted, self.memory = partial, model, results, noted, memory
+        self.store, self.model, self.results, self.noted = session.store, model, results, noted
+        self.memory = session.usable_memory()
         self.before: dict[str, torch.Tensor] = {}
         self.kept_layers = 0
         self.kept_states = time.perf_counter()
 
     def resume(self, chain: Sequence[str]) -> tuple[int, States | None]:
         finished = from_first(
-            lambda: next((i for i, name in enumerate(chain) if self.partial.get(_step(name)) is None), len(chain))
+            lambda: next((i for i, name in enumerate(chain) if self.store.get(_step(name)) is None), len(chain))
         )
         states = None
         if finished < len(chain):
-            found = self.partial.get("states")
-            with self.partial.reading():
+            found = self.store.get("states")
+            with self.store.reading():
                 block = None if found is None else found.record["block"]
                 finished = chain.index(block) + 1 if block in chain[:finished] else 0
                 states = _states(found.tensors) if found is not None and finished else None
         for name in chain[:finished]:
-            layers, results = put_back(self.partial, _step(name), self.model) or ([], {})
+            layers, results = put_back(self.store, _step(name), self.model) or ([], {})
             self.noted += layers
             self.results |= results
         self.kept_layers = len(self.noted)
@@ -168,7 +166,7 @@ class BlockKeeper(Keeper):
         changed = self._changed(block)
         layers = self.noted[self.kept_layers :]
         self.kept_layers = len(self.noted)
-        keep_layers(self.partial, _step(block), self.model, layers, self.results, changed)
+        keep_layers(self.store, _step(block), self.model, layers, self.results, changed)
         if states is None:
             return states
         kinds = {"quantized": states.quantized}
@@ -179,21 +177,21 @@ class BlockKeeper(Keeper):
         large, due, fit = from_first(lambda: (*self._is_due(nbytes), home_of_states(nbytes, device) == device))
         if large or due:
             tensors = _of_all_ranks(kinds, device if fit else torch.device("cpu"))
-            self.partial.put("states", {**tensors, "few": states.few}, {"block": block})
+            self.store.put("states", {**tensors, "few": states.few}, {"block": block})
             self.kept_states = time.perf_counter()
         if not large:
             return states
         kinds.clear()
-        self.partial.flush()
+        self.store.flush()
         wait_for_all()
-        self.partial.refresh()
-        found = self.partial.get("states")
+        self.store.refresh()
+        found = self.store.get("states")
         return states if found is None else _states(found.tensors)
 
     def _is_due(self, nbytes: int) -> tuple[bool, bool]:
         """Whether hidden states of so many bytes take much of the memory, and whether it is time to write them."""
         large = self.memory is not None and nbytes > self.memory * _STATES_SHARE
-        return large, time.perf_counter() - self.kept_states > _SHARE * self.partial.seconds_to_write(nbytes)
+        return large, time.perf_counter() - self.kept_states > _SHARE * self.store.seconds_to_write(nbytes)
 
     def _changed(self, block: str) -> dict[str, torch.Tensor]:
         """Tensors of the finished block that are not what they were; those that are get their first memory back."""

@@ -59,6 +59,7 @@ def install_weight(
         assert isinstance(linear.weight, torch.Tensor)
         bias = getattr(linear, "bias", None)
         new = QuantLinear(weight, bias, layer.activation, input_scale, dtype=linear.weight.dtype, **vars(parts))
+    # A module that is swapped into a model in training must be in training too.
     new.train(parent.training)
     setattr(parent, last, new)
 

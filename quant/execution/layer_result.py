@@ -37,7 +37,7 @@ class LayerResult(JsonData):
         nbytes: bytes it takes now; 0 where it is tied to another layer's.
         snr_db: signal to quantization noise in dB; None in 16 bit, and where the error is exactly zero.
         relative_error: ‖w − w_q‖ / ‖w‖; None in 16 bit.
-        solver: what chose the codes; None in 16 bit.
+        solver: the method that chose the codes; None in 16 bit.
         reason: the plan's sentence.
     """
 
@@ -57,7 +57,7 @@ def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockSc
     """The result for one layer, its error measured in chunks of rows.
 
     Args:
-        plan_layer: what was decided.
+        plan_layer: its format and solver, as decided.
         weight: as it was, `[..., out, in]`; not read where the layer stays in 16 bit.
         quantized: as it is now; None for 16 bit.
 

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from quant.calibration.inputs import Inputs, joined
-from quant.calibration.listener import SILENT, Listener
+from quant.calibration.listener import SILENT, Listener, Progress
 from quant.calibration.placement import placed
-from quant.calibration.progress import Progress
 from quant.calibration.ranks import from_first
 from quant.calibration.session import Session
 from quant.calibration.texts.decoder_text import lacks_decoder_text, write_decoder_text
@@ -178,8 +177,9 @@ def read_calibration(
         if name in WRITTEN:
             assert source.model is not None
             text, record = mixed_text(
-                source.model, plan or make_plan(source.model, "fp8"), tokenizer_if_any(source), samples=part.samples,
-                seqlen=part.seqlen, seed=part.seed, own_only=name == SELF, device=device, progress=progress,
+                source.model, plan or make_plan(source.model, "fp8"), tokenizer_if_any(source),
+                Session(device, progress=progress, seed=part.seed), samples=part.samples, seqlen=part.seqlen,
+                own_only=name == SELF,
             )  # fmt: skip
             rows = replace(rows, seqlen=text.shape[1])
         else:

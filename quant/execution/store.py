@@ -44,7 +44,7 @@ import torch
 from safetensors import safe_open
 
 from quant.calibration.ranks import from_first, rank_and_world, wait_for_all
-from quant.calibration.store import Mapped, Step, Store
+from quant.calibration.session import Mapped, Step, Store
 from quant.export.checkpoint.directory import COMPLETE, NEW, finish_directory
 from quant.export.checkpoint.tensor_file import write_tensor_file
 from quant.export.checkpoint.write import sha256_of

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.listener import Progress
 from quant.calibration.placement import Device
-from quant.calibration.progress import Progress
+from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
 from quant.checkpoints.pretrained import attach
 from quant.errors import UserError, listed
@@ -131,7 +132,7 @@ def merge_lora(
     # Layers that are still quantized are none that a plan could speak of.
     layers = (anew.get(layer.name) or plan.by_name[layer.name] for layer in find_layers(merged))
     part = replace(plan, layers=tuple(layers), kv_cache=None)
-    done = solve_plan(merged, part, data, device=device, progress=progress)
+    done = solve_plan(merged, part, data, Session.on(device, progress=progress))
     old = plan.by_name
     solved = (
         replace(layer, solver=old[layer.name].solver, transposed=old[layer.name].transposed)

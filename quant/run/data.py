@@ -13,8 +13,9 @@ from quant.calibration.texts.mixture import Record
 from quant.calibration.walk.expected_time import expected_time, in_words
 from quant.evaluation.checks import check_evaluable
 from quant.execution.announcements import announce_effort
+from quant.execution.checks import check_solvable
 from quant.execution.data import lacks_data, solver_needs_data
-from quant.execution.solve import check_solvable, with_calibration, with_data
+from quant.execution.solve import with_calibration, with_data
 from quant.execution.sources import (
     as_rows,
     digest_of,
@@ -114,7 +115,7 @@ def announce_time(job: Job, decision: Decision) -> None:
     share = share_written(request.calib, has_tokenizer=tokenizer_if_any(source) is not None)
     samples, seqlen = request.calib_samples, within_context(source, request.seqlen)
     written = round(share * samples * seqlen)
-    time = expected_time(job.model, plan, rows=samples, seqlen=seqlen, written=written, device=job.session.device)
+    time = expected_time(job.model, plan, job.session, rows=samples, seqlen=seqlen, written=written)
     solvers = " and ".join(dict.fromkeys(layer.solver for layer in plan.quantized))
     writing = f"{in_words(time.writing)} to write text, " if written else ""
     job.listener.message(

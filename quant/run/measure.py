@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from quant.calibration.inputs import Inputs
+from quant.calibration.listener import reporter
 from quant.calibration.placement import placed
-from quant.calibration.progress import reporter
 from quant.errors import UserError
 from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.fingerprint import Fingerprint, fingerprint
 from quant.evaluation.record import Evaluation
 from quant.execution.sources import digest_of
-from quant.execution.store import Partial
 from quant.models.open import open_model
 from quant.run.job import Decision, Job, Solved
 from quant.runtime.attention import quantized_attention
@@ -74,10 +73,10 @@ def measure(job: Job, solved: Solved, baseline: Baseline) -> Measured:
         measured = Measured(
             Evaluation.from_dict(kept.record["evaluation"]), None if logits is None else Fingerprint.from_dict(logits)
         )
-    elif isinstance(store, Partial) and store.is_moving:
+    elif store.is_moving:
         raise UserError(
-            f"{store.path}: the run was stopped while it wrote its files, and --eval was another; give the same, or "
-            "pass --restart to begin anew"
+            f"{store.directory}: the run was stopped while it wrote its files, and --eval was another; give the same, "
+            "or pass --restart to begin anew"
         )
     else:
         measured = _measured(job, solved.quantized.model, solved, baseline)

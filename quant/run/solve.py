@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from quant.calibration.listener import StageProgress
-from quant.execution.solve import solve_plan, solve_state_dict
-from quant.execution.store import Partial
+from quant.execution.solve import solve_plan
+from quant.execution.solve_weights import solve_state_dict
 from quant.export.checkpoint.compressed_tensors import check_plan
 from quant.run.job import Decision, Job, Solved
 from quant.run.solving_steps import solving_steps
@@ -22,10 +22,7 @@ def solve(job: Job, decision: Decision, progress: StageProgress) -> Solved:
     if quantized is None:
         progress.expect("solve", *solving_steps(job.model, decision.plan, decision.data))
         with session.store.solving():
-            quantized = solve_plan(
-                job.model, decision.plan, decision.data, device=session.device, progress=session.progress,
-                partial=session.store if isinstance(session.store, Partial) else None, memory=session.memory,
-            )  # fmt: skip
+            quantized = solve_plan(job.model, decision.plan, decision.data, session)
     job.seconds.update(quantized.seconds)
     if quantized.plan.guard is not None and not job.request.is_in_memory:
         check_plan(quantized.plan)  # a guard may have given layers other formats
@@ -39,6 +36,6 @@ def _solve_state_dict(job: Job, decision: Decision, progress: StageProgress) -> 
     started = time.perf_counter()
     amounts = [layer.numel * job.source.dtype.itemsize / 1e6 for layer in plan.layers]
     progress.expect("solve", [layer.name for layer in plan.layers], amounts, "MB")
-    solved, layers = solve_state_dict(tensors, plan, device=job.session.device, progress=progress)
+    solved, layers = solve_state_dict(tensors, plan, job.session)
     job.seconds["solve"] = time.perf_counter() - started
     return Solved(plan, layers, sum(tensor.nbytes for tensor in tensors.values()), tensors=solved)

@@ -19,8 +19,9 @@ from torch import nn
 
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.inputs import Inputs, inputs_of, on_first
+from quant.calibration.listener import Progress
 from quant.calibration.placement import Device
-from quant.calibration.progress import Progress
+from quant.calibration.session import Session
 from quant.checkpoints.pretrained import attach, detach
 from quant.errors import UserError, counted
 from quant.execution.data import by_input
@@ -121,7 +122,7 @@ def prepare_qat(
         _check_trainable(plan, originals)
         owners = {layer.name: _owner(model, layer) for layer in plan.quantized}
         biases = {name: getattr(owner, "bias", None) for name, owner in owners.items()}
-        done = solve_plan(model, plan, data, device=device, progress=progress, rounded=rounded.__setitem__)
+        done = solve_plan(model, plan, data, Session.on(device, progress=progress), rounded=rounded.__setitem__)
         applied = done.plan
     _check_plan(applied)
     try:

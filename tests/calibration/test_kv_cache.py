@@ -13,6 +13,7 @@ from samples import BASE, GOLDENS
 
 from quant.calibration.attention_names import watching_attention
 from quant.calibration.kv_cache import AttentionScales, collect_attention_scales, kv_scale_tensors
+from quant.calibration.session import Session
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E4M3
 from quant.formats.rounding import round_to
@@ -77,12 +78,11 @@ def expected(rows: torch.Tensor) -> list[dict[str, np.ndarray]]:
 
 
 def test_fp8_scales_of_a_tensor(model: torch.nn.Module, rows: torch.Tensor, expected: list) -> None:
-    done: list[tuple[int, int]] = []
-    scales = collect_attention_scales(
-        model, rows, kv_format=FP8, attention_format=FP8, progress=lambda *step: done.append(step)
-    )
+    done: list[tuple[str, int, int]] = []
+    session = Session(progress=lambda *step: done.append(step))
+    scales = collect_attention_scales(model, rows, kv_format=FP8, attention_format=FP8, session=session)
     assert list(scales) == MODULES
-    assert done == [(1, 3), (2, 3), (3, 3)]
+    assert done == [("calibrate", row, 3) for row in (1, 2, 3)]
     for found, layer in zip(scales.values(), expected, strict=True):
         for operand in "qkv":
             scale = getattr(found, operand)

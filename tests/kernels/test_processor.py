@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quant.calibration.walk import memory
+from quant.calibration import session
 from quant.cli.main import COMMANDS
 from quant.kernels import processor
 
@@ -159,11 +159,11 @@ def test_no_command_loads_torch_before_it_runs() -> None:
 
 
 def test_the_memory_of_a_run_ends_at_the_limit_of_its_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "memory_left", lambda: 5)
-    monkeypatch.setattr(memory, "memory_limit", lambda: 8)
-    assert [memory.usable_bytes(asked) for asked in (None, 7, 9)] == [5, 7, 8]
-    monkeypatch.setattr(memory, "memory_limit", lambda: None)
-    assert memory.usable_bytes(9) == 9
+    monkeypatch.setattr(session, "memory_left", lambda: 5)
+    monkeypatch.setattr(session, "memory_limit", lambda: 8)
+    assert [session.Session(memory=allowed).usable_memory() for allowed in (None, 7, 9)] == [5, 7, 8]
+    monkeypatch.setattr(session, "memory_limit", lambda: None)
+    assert session.Session(memory=9).usable_memory() == 9
 
 
 def test_the_processor_has_a_name(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from quant.allocation.allocate import score
 from quant.calibration import placement
 from quant.calibration.blocks import block_names, capture
 from quant.calibration.placement import find_device, placed
+from quant.calibration.session import Session
 from quant.evaluation.evaluate import evaluate
 from quant.execution.data import mixed_text
 from quant.kernels.linear.expert_modules import QuantExperts
@@ -205,14 +206,14 @@ def test_evaluation_copies_each_block_once_for_all_rows(device: torch.device, mo
     monkeypatch.setattr(placement, "fits", lambda *model: False)
     model, copies = base(), 0
     heads = [model.get_submodule(name) for name in block_names(model)]
-    made = placement.Loan.__init__
+    made = placement.DeviceCopies.__init__
 
     def counted(self: Any, modules: Any, *rest: Any) -> None:
         nonlocal copies
         copies += modules[0] in heads
         made(self, modules, *rest)
 
-    monkeypatch.setattr(placement.Loan, "__init__", counted)
+    monkeypatch.setattr(placement.DeviceCopies, "__init__", counted)
     counts = []
     for rows in (ROWS[:4], ROWS):
         copies = 0
@@ -226,7 +227,7 @@ def test_evaluation_copies_each_block_once_for_all_rows(device: torch.device, mo
 @pytest.mark.usefixtures("where")
 def test_text_of_its_own() -> None:
     model = base()
-    rows, _ = mixed_text(model, Plan(()), samples=4, seqlen=12, device="cuda")
+    rows, _ = mixed_text(model, Plan(()), session=Session.on("cuda"), samples=4, seqlen=12)
     check_home(model)
     assert rows.shape == (4, 12) and rows.device.type == "cpu"
     same = rows == mixed_text(model, Plan(()), samples=4, seqlen=12)[0]

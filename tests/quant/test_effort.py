@@ -134,8 +134,8 @@ def test_sources_of_calibration() -> None:
 
 
 def test_the_expected_time_follows_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quant.calibration.walk.expected_time._product_speed", lambda *a: 1e9)
-    monkeypatch.setattr("quant.calibration.walk.expected_time._element_speed", lambda *a: 1e9)
+    monkeypatch.setattr("quant.calibration.walk.expected_time._Speed.of_product", lambda *a: 1e9)
+    monkeypatch.setattr("quant.calibration.walk.expected_time._Speed.of_elements", lambda *a: 1e9)
     model = tiny_models.llama()
 
     def seconds(solver: str, **work: Any) -> float:

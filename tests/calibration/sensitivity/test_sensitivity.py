@@ -19,7 +19,7 @@ from torch import nn
 
 from quant.api.quantize import quantize
 from quant.calibration.evaluating import prepared
-from quant.calibration.progress import Progress
+from quant.calibration.listener import Progress
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.divergence import divergence_of

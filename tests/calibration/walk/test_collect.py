@@ -7,6 +7,7 @@ import tiny_models
 import torch
 from torch import nn
 
+from quant.calibration.session import Session
 from quant.calibration.walk.collect import collect_input_amax, watch_inputs
 
 transformers = pytest.importorskip("transformers")
@@ -35,8 +36,8 @@ def moe() -> nn.Module:
 
 def test_the_largest_input_over_all_rows() -> None:
     model, data = Chain(), rows(5)
-    calls: list[tuple[int, int]] = []
-    amax = collect_input_amax(model, ["a", "b"], data, lambda done, total: calls.append((done, total)))
+    calls: list[tuple[object, ...]] = []
+    amax = collect_input_amax(model, ["a", "b"], data, Session(progress=lambda *call: calls.append(call)))
     with torch.no_grad():
         embedded = model.embed(data)
         hidden = torch.relu(model.a(embedded))
@@ -44,7 +45,7 @@ def test_the_largest_input_over_all_rows() -> None:
     assert torch.equal(amax["a"], embedded.abs().max())
     torch.testing.assert_close(amax["b"], hidden.abs().max(), rtol=1e-6, atol=0)
     assert amax["a"].dtype is torch.float32 and amax["a"].shape == ()
-    assert calls == [(i, 5) for i in range(1, 6)]
+    assert calls == [("calibrate", i, 5) for i in range(1, 6)]
 
 
 def test_16_bit_inputs_are_measured_in_their_own_dtype() -> None:

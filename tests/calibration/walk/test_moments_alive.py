@@ -15,12 +15,13 @@ import tiny_models
 import torch
 from torch import nn
 
+from quant.calibration.session import Session, Store
 from quant.calibration.solvers.gptq import Gptq
 from quant.calibration.statistics import LayerStats, MomentSum
 from quant.calibration.walk import shared_moments
 from quant.calibration.walk.group import Settings, Solved
 from quant.calibration.walk.memory import block_bytes
-from quant.calibration.walk.scratch import Scratch
+from quant.calibration.walk.scratch import IN_MEMORY, Scratch
 from quant.calibration.walk.sequential import solve_sequentially
 from quant.formats.format import FORMATS
 from quant.recipes.layer_kind import LayerKind
@@ -87,11 +88,11 @@ def _plan(model: nn.Module) -> Plan:
     )
 
 
-def _solve(model: nn.Module, **settings: Any) -> dict[str, Solved]:
+def _solve(model: nn.Module, session: Session | None = None) -> dict[str, Solved]:
     solved: dict[str, Solved] = {}
     solve_sequentially(
-        model, _plan(model), ROWS, apply=lambda layer, s, _: solved.__setitem__(layer.name, s),
-        settings=Settings(batch=2, **settings),
+        model, _plan(model), ROWS, apply=lambda layer, s, _: solved.__setitem__(layer.name, s), session=session,
+        settings=Settings(batch=2),
     )  # fmt: skip
     return solved
 
@@ -142,8 +143,11 @@ def test_few_moments_are_alive(make: Callable[[], nn.Module], monkeypatch: pytes
 
 def test_codes_in_a_file_are_those_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_memory = _solve(_fused())
-    scratch = Scratch(tmp_path, memory=20_000)
-    in_file = _solve(_fused(), scratch=scratch)
+    store = Store()
+    store.directory = tmp_path
+    session = Session(memory=20_000, store=store)
+    scratch = Scratch.of(session)
+    in_file = _solve(_fused(), session)
     assert _equal(in_file, in_memory)
     weights = [solved.weight for solved in in_file.values()]
     assert [scratch.takes(weight.codes.nbytes + weight.scale.nbytes) for weight in weights] == [True] * len(weights)
@@ -156,11 +160,11 @@ def test_codes_in_a_file_are_those_in_memory(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match=r"no room for 0\.0 GB of codes \(No space left on device\).*make room"):
-        _solve(_fused(), scratch=scratch)
+        _solve(_fused(), session)
 
 
 def test_the_estimate_is_flat_in_the_number_of_experts(tmp_path: Path) -> None:
-    def estimate(experts: int, scratch: Scratch | None) -> int:
+    def estimate(experts: int, scratch: Scratch) -> int:
         shapes = {"gate_up_proj": (4096, 7168), "down_proj": (7168, 2048)}
         layers = [
             LayerPlan(f"block.experts.{name}", LayerKind.EXPERTS, (experts, *shape), NVFP4, None, "gptq")
@@ -175,4 +179,4 @@ def test_the_estimate_is_flat_in_the_number_of_experts(tmp_path: Path) -> None:
     codes = 256 * 3 * 2048 * 7168 * (4.5 / 8)
     with_all = replace(LayerPlan("e", LayerKind.EXPERTS, (256, 6144, 7168), NVFP4, None, "rtn")).nbytes
     assert with_all == pytest.approx(codes, rel=0.001)
-    assert estimate(2560, None) > 10 * codes
+    assert estimate(2560, IN_MEMORY) > 10 * codes

@@ -17,6 +17,7 @@ from quant.calibration import placement
 from quant.calibration.blocks import Call, block_names, calls_of_chain, capture, find_chains, output_of
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.placement import placed
+from quant.calibration.session import Session
 from quant.calibration.shrinkage import MomentSpread, shrink
 from quant.calibration.solvers.awq import channel_scale, search_scale
 from quant.calibration.solvers.base import GroupInputs
@@ -65,13 +66,16 @@ def _plan(model: nn.Module, solver: str, activation: str | None = None) -> Plan:
     return Plan(tuple(planned))
 
 
-def _solve(model: nn.Module, plan: Plan, rows: torch.Tensor, **settings: Any) -> dict[str, Solved]:
+def _solve(
+    model: nn.Module, plan: Plan, rows: torch.Tensor, device: torch.device | None = None, **settings: Any
+) -> dict[str, Solved]:
     solved: dict[str, Solved] = {}
     solve_sequentially(
         model,
         plan,
         rows,
         apply=lambda layer, s, weight: solved.__setitem__(layer.name, s),
+        session=Session(device),
         settings=Settings(**settings),
     )
     return solved
@@ -172,19 +176,19 @@ def test_calls_of_equal_batches_share_their_arguments() -> None:
 @pytest.mark.parametrize("solver", ["awq+gptq", "smoothquant+gptq"])
 def test_transforms_change_nothing_before_rounding(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With rounding replaced by the identity, the scaled and folded model is the old one."""
-    import quant.calibration.walk.block as block_work
+    import quant.calibration.walk.steps.round as round_step
 
     model = _llama().double()
     with torch.no_grad():
         before = model(ROWS).logits
     kept: dict[str, torch.Tensor] = {}
-    real = block_work.solve_stacked
+    real = round_step.solve_group
 
-    def keep(weights: Any, stats: Any, format: Any, pipeline: Any, stored: Any) -> Any:
+    def keep(weights: Any, stats: Any, format: Any, pipeline: Any, stored: Any, *, stack: bool) -> Any:
         kept.update({name: weight.clone() for name, weight in weights.items()})
-        return real(weights, stats, format, pipeline)
+        return real(weights, stats, format, pipeline, stack=stack)
 
-    monkeypatch.setattr(block_work, "solve_stacked", keep)
+    monkeypatch.setattr(round_step, "solve_group", keep)
     solved = _solve(model, _plan(model, solver), ROWS, batch=2)
     assert all(s.parts.pre_scale is None for s in solved.values())
     changed = [name for name, weight in kept.items() if not torch.allclose(weight, _weight(model, name), rtol=0.01)]
@@ -399,7 +403,7 @@ def test_quick_products_are_exact_and_put_back() -> None:
 def test_parts_that_are_solved_are_not_run_again_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama.modeling_llama import LlamaAttention
 
-    from quant.calibration.walk.block import BlockWork
+    from quant.calibration.walk.block import Block
 
     rows = torch.randint(0, 50, (8, 16))
     calls = [0]
@@ -412,7 +416,7 @@ def test_parts_that_are_solved_are_not_run_again_and_nothing_changes(monkeypatch
     monkeypatch.setattr(LlamaAttention, "forward", counted)
     quick = _solve(_llama(), _plan(_llama(), "gptq"), rows, batch=2)
     fewer, calls[0] = calls[0], 0
-    monkeypatch.setattr(BlockWork, "_remember_finished", lambda self: None)
+    monkeypatch.setattr(Block, "remember_finished", lambda self: None)
     plain = _solve(_llama(), _plan(_llama(), "gptq"), rows, batch=2)
     assert fewer < calls[0]
     for name, solved in plain.items():

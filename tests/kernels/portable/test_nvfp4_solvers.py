@@ -12,7 +12,8 @@ from interpreter import interpreted
 
 from quant.calibration.solvers.autoround import _Rounded, _spread
 from quant.calibration.solvers.block_search import search_block
-from quant.calibration.solvers.gptq import _solve_window, block_factors
+from quant.calibration.solvers.factor import block_factors
+from quant.calibration.solvers.gptq import _solve_window
 from quant.formats.format import FORMATS
 from quant.formats.number import E4M3
 from quant.formats.rounding import round_to

@@ -17,7 +17,7 @@ from quant.calibration.session import Session
 from quant.calibration.texts.mixture import Writer, mixture_rows
 from quant.errors import UserError
 from quant.execution.data import calibrate
-from quant.execution.solve import apply_plan, solve_state_dict
+from quant.execution.solve_weights import apply_plan, solve_state_dict
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize
 from quant.formats.tensor import quantize as quantize_tensor

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import quant
-from quant.calibration.conv1d import as_linears
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
+from quant.execution.conv1d import as_linears
 from quant.execution.solve import solve_plan
 from quant.export.checkpoint import modelopt
 from quant.formats.format import FORMATS

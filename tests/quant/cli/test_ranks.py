@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from quant.calibration import fast_matmul, ranks, statistics
 from quant.calibration.ranks import gathered, in_order, number_of, own_batches, sum_in_order
-from quant.calibration.solvers import gptq, rows
+from quant.calibration.solvers import factor, rows
 from quant.cli.evaluate import evaluate_command
 from quant.cli.quantize import quantize_command
 from quant.cli.ranks import launch
@@ -128,7 +128,7 @@ def test_ranks_write_the_bytes_of_one(
 ) -> None:
     model, *arguments = case
     # Rows of these small weights, and columns of their factors, are shared as those of large ones are.
-    monkeypatch.setattr(gptq, "_SLAB", 16)
+    monkeypatch.setattr(factor, "_SLAB", 16)
     monkeypatch.setattr(rows, "search_threads", lambda *_: 2)
     # And second moments are added up as on a GPU; the tests below add them up as a CPU does.
     monkeypatch.setattr(fast_matmul, "_of_columns", lambda x, y: x.float().t() @ y.float())
@@ -232,12 +232,12 @@ def test_ranks_with_other_files_are_named(home: Path, tmp_path: Path) -> None:
 
 def test_the_error_of_one_rank_is_said_once_with_its_name(home: Path, tmp_path: Path) -> None:
     def fails() -> None:
-        from quant.calibration.walk import block
+        from quant.calibration.walk import sequential
 
         def refuse(*_: Any) -> None:
             raise ValueError("model.layers.1: the input holds NaN")
 
-        block.BlockWork._rotate = refuse  # type: ignore[method-assign, assignment]
+        sequential.rotate = refuse  # type: ignore[assignment, attr-defined]
         quantize_command(arguments)
 
     arguments = options(home, "llama", tmp_path / "out", "--format=nvfp4a16", "--solver=gptq")

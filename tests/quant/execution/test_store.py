@@ -21,8 +21,9 @@ from samples import BASE
 
 import quant
 from quant.calibration.texts.mixture import rows_hash
-from quant.calibration.walk.block import BlockWork
-from quant.calibration.walk.sequential import States
+from quant.calibration.walk import sequential
+from quant.calibration.walk.block import Block
+from quant.calibration.walk.chain import States
 from quant.execution import store as partial_module
 from quant.execution.data import lacks_data
 from quant.execution.finished_layers import BlockKeeper
@@ -151,15 +152,15 @@ def test_a_block_that_does_not_fit_is_named(text: str, tmp_path: Path) -> None:
 def test_a_block_that_a_device_has_no_room_for_is_named(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    solve, seen = BlockWork.solve, []
+    solve, seen = sequential.solve_block, []
 
-    def solve_first(work: BlockWork, *arguments: Any, **options: Any) -> Any:
-        seen.append(work)
+    def solve_first(block: Block, **options: Any) -> Any:
+        seen.append(block)
         if len(seen) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return solve(work, *arguments, **options)
+        return solve(block, **options)
 
-    monkeypatch.setattr(BlockWork, "solve", solve_first)
+    monkeypatch.setattr(sequential, "solve_block", solve_first)
     ours = job(BASE, tmp_path / "out", text, recipe="nvfp4a16", solver="gptq")
     with pytest.raises(
         ValueError, match=r"^model\.layers\.1: its device ran out of memory while it was solved: give fewer"
@@ -171,7 +172,7 @@ def test_a_block_that_a_device_has_no_room_for_is_named(
 def test_more_memory_than_the_container_has_is_not_used(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quant.calibration.walk.memory.memory_limit", lambda: 2_000_000)
+    monkeypatch.setattr("quant.calibration.session.memory_limit", lambda: 2_000_000)
     ours = job(BASE, tmp_path / "out", text, recipe="nvfp4a16", solver="gptq", memory="8GB")
     with pytest.raises(ValueError, match=r"and 2\.00 MB may be used: .* or more to this container$"):
         pipeline.run(ours)
@@ -281,7 +282,7 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
         shard.write_bytes(shard.read_bytes()[:-1000])
     else:
         monkeypatch.setattr(measuring, "evaluate_texts", None)  # what was measured is kept, as are solutions
-        monkeypatch.setattr(BlockWork, "solve", None)
+        monkeypatch.setattr(sequential, "solve_block", None)
     pipeline.run(job(models(name), tmp_path / "out", text, **options))
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
     reports = [json.loads((tmp_path / out / "report.json").read_text()) for out in ("out", "whole")]

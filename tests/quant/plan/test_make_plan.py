@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import quant
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
-from quant.execution.solve import solve_state_dict
+from quant.execution.solve_weights import solve_state_dict
 from quant.plan.make import NOT_RUN, coverage_warnings, make_plan
 
 

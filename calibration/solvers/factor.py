@@ -1,0 +1,141 @@
+"""A `Factor` is the damped second moment of a layer's inputs and its inverse Cholesky factor, which solvers work with.
+
+With M = mean of x xᵀ over the calibration tokens, damped on its diagonal, U is upper triangular with M⁻¹ = Uᵀ U. Its
+row j tells how later columns make up for an error of column j (see `gptq`), and M⁻¹ itself is never formed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quant.calibration.ranks import NumberedTensors, dealt, in_order, rank_and_world, shares_rows
+from quant.formats.scaling import nonzero
+
+# Columns of a factor that are taken together on a CPU and on a GPU, and the number of such slabs that ranks share.
+_SLAB, _SLAB_GPU, _SHARED_SLABS = 256, 2048, 4
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A damped second moment and its inverse Cholesky factor.
+
+    Attributes:
+        moment: M with damping, float32 `[in, in]`.
+        inverse: U, upper triangular, with M⁻¹ = Uᵀ U.
+        damping: the share of the diagonal's mean that was added to it.
+        order: inputs in the order in which rows and columns of both matrices stand; None for the weight's own.
+    """
+
+    moment: Tensor
+    inverse: Tensor
+    damping: float
+    order: Tensor | None = None
+
+
+def block_order(power: Tensor, width: int) -> Tensor:
+    """Inputs, the loudest first, int64 `[in]`: blocks of `width` by their sums, and the inputs within each block.
+
+    Args:
+        power: the second moment's diagonal, `[in]`.
+        width: inputs of a block; a shorter block at the end stays there.
+    """
+    whole = len(power) // width * width
+    blocks = power[:whole].view(-1, width)
+    ranks = blocks.argsort(dim=1, descending=True, stable=True)
+    inputs = torch.arange(whole, device=power.device).view(-1, width).gather(1, ranks)
+    after_blocks = whole + power[whole:].argsort(descending=True, stable=True)
+    return torch.cat([inputs[blocks.sum(1).argsort(descending=True, stable=True)].flatten(), after_blocks])
+
+
+def factorize(second_moment: Tensor, damping: float = 0.01, order: Tensor | None = None) -> Factor:
+    """Damps a second moment until it can be inverted. A channel that is never active is left to itself.
+
+    Args:
+        second_moment: M, `[in, in]`.
+        damping: added to the diagonal, as a fraction of its mean.
+        order: of the inputs in the result; None leaves them in theirs.
+
+    Raises:
+        ValueError: not even a tenfold diagonal helps, which only NaN or infinity can cause.
+    """
+    diagonal = second_moment.diagonal()
+    mean = nonzero(diagonal.mean())
+    # λ · mean(diag M) on the diagonal, as GPTQ's `percdamp`; mean(diag M) for a dead channel, whose row is zero.
+    diagonal = diagonal if order is None else diagonal[order]
+    used = damping
+    while used <= 10:
+        moment = second_moment.clone() if order is None else second_moment[order][:, order]
+        moment.diagonal().add_(torch.where(diagonal > 0, used * mean, mean))
+        # M = R Rᵀ with R upper (a Cholesky of the flipped matrix), so U = R⁻¹: one factorization, no M⁻¹.
+        lower, info = torch.linalg.cholesky_ex(moment.flip(0, 1))
+        if int(info) == 0:
+            return Factor(moment, inverse_of_upper(lower.flip(0, 1)), used, order)
+        used = max(10 * used, 1e-4)
+    raise ValueError("the second moment of the inputs cannot be inverted: it holds NaN or infinity")
+
+
+def inverse_of_upper(upper: Tensor) -> Tensor:
+    """The inverse of an upper triangular matrix `[in, in]`, some columns at a time.
+
+    Columns that end at input k have zeros below it, so that k rows and columns of the matrix are enough for them: in
+    all a third of the operations. Ranks that solve one weight together share the columns of a large matrix; one rank
+    takes the same ones together, because a product of other sizes may add up in another order.
+    """
+    # Columns [start, stop) of the inverse U need only the leading stop × stop part of R.
+    slabs = _slabs(upper)
+    rank, shared = rank_and_world()[0], shares_rows() and len(slabs) >= _SHARED_SLABS
+    owners = dealt([stop**2 * (stop - start) for start, stop in slabs.items()]) if shared else [rank] * len(slabs)
+    own: list[NumberedTensors] = []
+    for (start, stop), owner in zip(slabs.items(), owners, strict=True):
+        if owner == rank:
+            ones = upper.new_zeros(stop, stop - start)
+            ones[start:].fill_diagonal_(1)
+            own.append((start, [torch.linalg.solve_triangular(upper[:stop, :stop], ones, upper=True)]))
+    inverse = torch.zeros_like(upper)
+    for start, (slab,) in in_order(own, upper.device) if shared else own:
+        assert slab is not None
+        inverse[: slabs[start], start : slabs[start]] = slab
+    return inverse
+
+
+def _slabs(upper: Tensor) -> dict[int, int]:
+    """Where runs of columns of a triangular matrix start and stop."""
+    width = _SLAB_GPU if upper.is_cuda else _SLAB
+    return {start: min(start + width, len(upper)) for start in range(0, len(upper), width)}
+
+
+def _times_inverse(x: Tensor, upper: Tensor) -> Tensor:
+    """`x` M⁻¹ = (`x` Uᵀ) U of `[n, in]`, U's zeros left out: little more than half of the operations."""
+    product, result = torch.empty_like(x), torch.empty_like(x)
+    for start, stop in _slabs(upper).items():
+        product[:, start:stop] = x[:, start:] @ upper[start:stop, start:].t()
+    for start, stop in _slabs(upper).items():
+        result[:, start:stop] = product[:, :stop] @ upper[:stop, start:stop]
+    return result
+
+
+def corrected_weight(weight: Tensor, drift: Tensor | None, factor: Factor) -> Tensor:
+    """W + W drift M⁻¹: the weight that maps the inputs as they are closest to the outputs as they should be.
+
+    Args:
+        weight: `[out, in]`.
+        drift: mean of (r - x) xᵀ, `[in, in]`; None leaves the weight.
+        factor: of the second moment.
+    """
+    if drift is None:
+        return weight
+    step = weight @ drift
+    if factor.order is None:
+        return weight + _times_inverse(step, factor.inverse)
+    return weight.index_add(1, factor.order, _times_inverse(step[:, factor.order], factor.inverse))
+
+
+def block_factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverses of positive definite blocks `[n, k, k]`, and their upper factors U with C⁻¹ = Uᵀ U."""
+    lower = torch.linalg.cholesky(blocks.flip(1, 2))
+    eye = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device).expand_as(blocks)
+    uppers = torch.linalg.solve_triangular(lower.flip(1, 2), eye, upper=True)
+    return uppers.mT @ uppers, uppers

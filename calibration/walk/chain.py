@@ -1,0 +1,107 @@
+"""A `Chain` is a run of consecutive blocks, with their calls and the hidden states between them.
+
+Between two blocks of a chain nothing but the hidden state changes. So the calls of all blocks are captured once, and
+the walk hands each block the hidden states that the one before it gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.blocks import Call, calls_of_chain, without_hidden
+from quant.calibration.placement import home_of_states
+from quant.calibration.session import Session
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """Hidden states between two blocks, one tensor a batch.
+
+    Attributes:
+        quantized: as the quantized blocks before gave them.
+        original: as the original blocks gave them; the same list where the walk looks at these alone.
+        few: of the original blocks, on a few tokens.
+    """
+
+    quantized: list[torch.Tensor]
+    original: list[torch.Tensor]
+    few: torch.Tensor
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> States:
+        """The same states elsewhere, those on a few tokens as they are."""
+        quantized = list(map(move, self.quantized))
+        # Solvers that look at original inputs alone walk with one list; two would take twice the memory.
+        same = self.original is self.quantized
+        return States(quantized, quantized if same else list(map(move, self.original)), self.few)
+
+
+class BlockStore:
+    """Keeps finished blocks, so that a walk that was stopped goes on after them. This one keeps nothing."""
+
+    def resume(self, chain: Sequence[str]) -> tuple[int, States | None]:
+        """Puts the finished blocks of a chain in place.
+
+        Returns:
+            How many there are, and the hidden states behind them if the chain goes on.
+        """
+        return 0, None
+
+    def begin(self, block: str) -> None:
+        """Is called before a block is worked on."""
+
+    def end(self, block: str, states: States | None) -> States | None:
+        """Is called when a block is finished, with the hidden states behind it; None for the last of a chain.
+
+        Returns:
+            The same hidden states, perhaps mapped from a file.
+        """
+        return states
+
+
+class Chain:
+    """Consecutive blocks of a model.
+
+    Args:
+        model: is run on each batch, up to the first block at least; it is on the device where it runs.
+        names: of the blocks, in order of execution.
+        run_few: runs the model on a few tokens.
+        runs: run it on each of this rank's batches.
+
+    Attributes:
+        few_calls: of the blocks on a few tokens, by name.
+        calls: the same for each batch, without their hidden states after `take_states`.
+    """
+
+    def __init__(
+        self, model: nn.Module, names: Sequence[str], run_few: Callable[[], Any], runs: Sequence[Callable[[], Any]]
+    ) -> None:
+        self.names = names
+        self.few_calls = calls_of_chain(model, names, [run_few])[0]
+        self.calls = calls_of_chain(model, names, runs)
+
+    def take_states(self, session: Session, dtype: torch.dtype) -> tuple[States, torch.device | None]:
+        """The hidden states in front of the first block, in `dtype`, and the device where there is room for them.
+
+        The chain itself keeps none of them, so that they go when the first block is finished.
+        """
+        first = [by_block[self.names[0]].hidden for by_block in self.calls]
+        home = home_of_states(sum(hidden.numel() for hidden in first) * dtype.itemsize, session.device)
+        states = [hidden.to(home, dtype) for hidden in first]
+        self.calls = [without_hidden(by_block) for by_block in self.calls]
+        return States(states, states, self.few_calls[self.names[0]].hidden), home
+
+    def calls_of(
+        self, name: str, states: States, session: Session, dtype: torch.dtype
+    ) -> tuple[list[Call], list[Call], Call]:
+        """The calls of a block on the states in front of it: quantized, original, and on a few tokens."""
+        device = session.device
+        moved = [by_block[name].to(device, dtype) for by_block in self.calls]
+        quantized = [call.with_hidden(state) for call, state in zip(moved, states.quantized, strict=True)]
+        original = [call.with_hidden(state) for call, state in zip(moved, states.original, strict=True)]
+        few = self.few_calls[name].to(device, dtype).with_hidden(states.few.to(device, dtype))
+        return quantized, original, few

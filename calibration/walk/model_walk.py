@@ -1,0 +1,231 @@
+"""`ModelWalk` opens the blocks of a model one after the other, and closes them when they are solved.
+
+An open block has copies of its weights on the session's device, and the calls of all calibration rows with the hidden
+states that the block before it gave. Closing it puts the original tensors back, hands the solutions to the caller, and
+tells the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.blocks import block_names, find_chains, stored_dtype
+from quant.calibration.inputs import call_of
+from quant.calibration.placement import DeviceCopies, fits, placed, tensors_of
+from quant.calibration.prefetch import value_of
+from quant.calibration.ranks import own_batches
+from quant.calibration.session import Session
+from quant.calibration.solvers.rotation_merge import merge_rotations
+from quant.calibration.solvers.solver import get_pipeline
+from quant.calibration.texts.rows import few_of
+from quant.calibration.walk.block import Block, BlockCalls
+from quant.calibration.walk.chain import BlockStore, Chain, States
+from quant.calibration.walk.experts import FusedExperts
+from quant.calibration.walk.group import Settings, Solved, gather
+from quant.calibration.walk.scratch import Scratch
+from quant.calibration.walk.stand_in import weight_of
+from quant.recipes.expert_stacks import expert_matrices
+from quant.recipes.layer_kind import LayerKind
+from quant.recipes.plan import LayerPlan, Plan
+
+Apply = Callable[[LayerPlan, Solved | None, torch.Tensor], None]
+"""Takes a layer, its solution (None for one kept in 16 bit), and the weight that was solved."""
+Run = Callable[[torch.Tensor], Any]
+"""Runs the model on a batch of rows, where it is placed."""
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(eq=False)
+class ModelWalk:
+    """A model, the arguments of `solve_sequentially`, and how far the walk is.
+
+    Attributes:
+        merged: notes on layers whose rotation was merged into the model, by name.
+        done: layers that are finished.
+        block_name: the block that is worked on; "" for the model itself.
+    """
+
+    model: nn.Module
+    plan: Plan
+    rows: torch.Tensor
+    apply: Apply
+    session: Session
+    settings: Settings
+    input_scales: Mapping[str, torch.Tensor]
+    store: BlockStore
+    merged: dict[str, str] = field(default_factory=dict)
+    done: int = 0
+    block_name: str = ""
+
+    def __post_init__(self) -> None:
+        self.layers = [layer for layer in self.plan.quantized if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS)]
+        self.home = next(self.model.parameters()).device
+        batches = self.rows.split(self.settings.batch)
+        self.batches = [batches[number] for number in own_batches(len(batches))]
+        self.few = few_of(self.rows)
+        self.stored = stored_dtype(self.model)
+        self.dtype = self.settings.dtype_for(self.stored)
+
+    # ---- the model around the blocks
+
+    def merge_rotations(self) -> None:
+        """Rotations that the modules around take over are done in the model itself, before the walk."""
+        linears = (layer for layer in self.layers if layer.kind == LayerKind.LINEAR)
+        rotated = [layer.name for layer in linears if get_pipeline(layer.solver).spec.merges_rotations]
+        if rotated:
+            device = self._device_of_whole()
+            blocks = block_names(self.model)
+            self.merged = merge_rotations(self.model.to(device), self.few.to(device), blocks, rotated)
+            self.model.to(self.home)
+
+    def find_chains(self) -> tuple[list[list[str]], list[Chain]]:
+        """The names of the blocks of each chain, and the first chain that is planned, while the model is placed."""
+        names = block_names(self.model)
+        with self._placed() as run:
+            chains = find_chains(self.model, names, partial(run, self.few)) if names else []
+            planned = [walked for walked in map(self.up_to_the_last_planned, chains) if walked]
+            return chains, [self._capture(walked, run) for walked in planned[:1]]
+
+    def up_to_the_last_planned(self, chain: list[str]) -> list[str]:
+        """The blocks of a chain up to the last one with a planned layer."""
+        planned = [position for position, name in enumerate(chain) if self._layers_of(name)]
+        return chain[: planned[-1] + 1] if planned else []
+
+    def capture(self, names: list[str]) -> Chain:
+        """A chain behind others, which are quantized by now: the model runs up to it once more."""
+        with self._placed() as run:
+            return self._capture(names, run)
+
+    def _capture(self, names: list[str], run: Run) -> Chain:
+        return Chain(self.model, names, partial(run, self.few), [partial(run, batch) for batch in self.batches])
+
+    @contextmanager
+    def _placed(self) -> Iterator[Run]:
+        """While open, the model is on the session's device, and runs there on the rows that the function is given."""
+        with placed(self.model, self.session.device) as device:
+            yield lambda batch: self.model(batch.to(device))
+
+    def begin(self, chain: Chain) -> tuple[States, Sequence[str]]:
+        """The hidden states in front of the first block that is not finished, and the blocks from there on."""
+        states, home = chain.take_states(self.session, self.dtype)
+        finished, saved = self.store.resume(chain.names)
+        if saved is not None:
+            states = saved.moved(lambda state: state.to(home))
+        self.done += sum(len(self._layers_of(name)) for name in chain.names[:finished])
+        self.block_name = chain.names[0]
+        return states, chain.names[finished:]
+
+    # ---- one block
+
+    def open_block(self, chain: Chain, name: str, copies: list[torch.Tensor], states: States) -> Block:
+        """A block with its weights and its calls on the device where it is worked on.
+
+        Args:
+            chain: holds it.
+            name: of the block.
+            copies: of its tensors, on the device.
+            states: the hidden states in front of it.
+        """
+        self.block_name = name
+        self.store.begin(name)
+        device = self.session.device
+        module = self.model.get_submodule(name)
+        on_device = DeviceCopies(list(module.modules()), copies, device, self.dtype, _FLOATS)
+        calls = BlockCalls(*chain.calls_of(name, states, self.session, self.dtype))
+        return self._block(module, on_device, self._layers_of(name), calls, f"{name}.")
+
+    def close_block(self, name: str, block: Block, outputs: States | None) -> States | None:
+        """Puts the original tensors back into the model, and hands the solved layers to `apply`.
+
+        Args:
+            name: of the block.
+            block: its layers are solved.
+            outputs: the hidden states behind it; None behind the last of a chain.
+
+        Returns:
+            The same hidden states, perhaps mapped from a file.
+        """
+        results = block.results()  # the original modules are in the block again, and go home with it
+        block.copies.restore_dtypes()
+        weights = [_weight_of(self.model, layer) for layer, _ in results]
+        block.copies.keep_changes()
+        for (layer, solved), weight in zip(results, weights, strict=True):
+            self.apply(layer, solved, weight)
+            self.done += 1
+            self.session.report("solve", self.done, len(self.layers))
+        return self.store.end(name, outputs)
+
+    def open_outside(self, chains: Sequence[Sequence[str]]) -> Block | None:
+        """The layers outside every block: the model itself is their block, with quantized blocks in place already.
+
+        None where there are no such layers, or they are finished.
+        """
+        inside = {layer.name for chain in chains for name in chain for layer in self._layers_of(name)}
+        members = [layer for layer in self.layers if layer.name not in inside]
+        if not members or self.store.resume([""])[0]:
+            return None
+        self.store.begin("")
+        device, modules = self._device_of_whole(), list(self.model.modules())
+        copies = [value_of(tensor).to(device) for tensor in tensors_of(modules)]
+        on_device = DeviceCopies(modules, copies, device, None)
+        batches = [call_of(batch.to(device)) for batch in self.batches]
+        calls = BlockCalls(batches, batches, call_of(self.few.to(device)))
+        return self._block(self.model, on_device, members, calls, "")
+
+    def _block(
+        self, module: nn.Module, copies: DeviceCopies, members: Sequence[LayerPlan], calls: BlockCalls, prefix: str
+    ) -> Block:
+        """The block with the planned layers `members`, whose names begin with `prefix`."""
+        scratch = Scratch.of(self.session)
+        projections: dict[str, list[LayerPlan]] = {}
+        for layer in members:
+            if layer.kind == LayerKind.EXPERTS:
+                projections.setdefault(layer.name.removeprefix(prefix).rpartition(".")[0], []).append(layer)
+        experts = [
+            FusedExperts(module, path, layers, calls.batch, self.input_scales, scratch, self.stored)
+            for path, layers in projections.items()
+        ]
+        groups = gather([layer for layer in members if layer.kind == LayerKind.LINEAR], prefix)
+        for group in groups:
+            group.notes.extend(dict.fromkeys(self.merged[m.name] for m in group.members if m.name in self.merged))
+        return Block(module, copies, groups, experts, calls, self.settings, self.stored)
+
+    def _layers_of(self, block: str) -> list[LayerPlan]:
+        return [layer for layer in self.layers if layer.name.startswith(f"{block}.")]
+
+    def tensors_of(self, block: str) -> list[torch.Tensor]:
+        """Parameters and buffers of a block."""
+        return tensors_of(self.model.get_submodule(block).modules())
+
+    def _device_of_whole(self) -> torch.device:
+        """Where the whole model can be worked on."""
+        device = self.session.device
+        return device if device is not None and fits(self.model, device) else self.home
+
+
+def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
+    """The weight of a layer as it is now; a parameter that goes home keeps no reference to it."""
+    if layer.kind == LayerKind.EXPERTS:
+        return expert_matrices(model, layer.name)  # type: ignore[no-any-return]
+    return weight_of(model, layer.name).data
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """While open, a transformers model keeps no keys and values of the tokens that it has seen."""
+    config: Any = getattr(model, "config", None)
+    use_cache = getattr(config, "use_cache", None)
+    if use_cache:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        if use_cache:
+            config.use_cache = use_cache

@@ -1,0 +1,103 @@
+"""`scale_inputs` and `rotate` change weights and inputs of a block together, so that the weights round better.
+
+Scaling: with W diag(s) for the weights W and x / s for their inputs x, the output W x stays (AWQ, SmoothQuant). The
+module before takes the division up where one can (see `solvers.fold`). A scale that no module can take up stays with
+the group as `pre_scale`, for run time, or there is none, where the solver's name says so (`awq:merge`).
+
+Rotation: with W H for the weights and Hᵀ x for the inputs, H a block-diagonal Hadamard matrix, the output stays too,
+and outliers of x are spread over a block of channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from quant.calibration.blocks import in_float64
+from quant.calibration.solvers.base import SAMPLED_TOKENS, GroupInputs
+from quant.calibration.solvers.fold import Fold, apply_fold, find_fold, modules_in_order
+from quant.calibration.solvers.rotation import rotate_weight, rotation_block
+from quant.calibration.walk.block import Block
+from quant.calibration.walk.group import Group
+from quant.calibration.walk.stand_in import weight_of
+
+
+def scale_inputs(block: Block) -> None:
+    """Scales every group that asks for it, last group first: a scale may go into a linear layer solved before."""
+    if not any(group.pipeline.transforms for group in block.groups):
+        return
+    folds = _find_folds(block)
+    for group, fold in zip(reversed(block.groups), reversed(folds), strict=True):
+        if group.tokens and group.pipeline.transforms:
+            _scale_group(block, group, fold)
+
+
+def _scale_group(block: Block, group: Group, fold: Fold | None) -> None:
+    assert group.total is not None and group.amax is not None
+    # All ranks take the same tokens, those of every batch.
+    every = max(group.tokens // SAMPLED_TOKENS, 1)
+    sample = torch.cat([x.float() for x in group.inputs_of_all_ranks(every)])
+    spec = group.pipeline.spec
+    for key, transform in zip(spec.transforms, group.pipeline.transforms, strict=True):
+        if fold is None and key in spec.merged:
+            group.notes.append(f"no module around can absorb an input scale: without {key}")
+            continue
+        weight = torch.cat([block.targets[name] for name in group.names])
+        divisor = torch.ones_like(group.total) if group.divisor is None else group.divisor
+        inputs = GroupInputs(sample, group.total / group.tokens, group.amax).divided(divisor)
+        owner = None if fold is None else fold.owner
+        scale = transform(weight, inputs, group.weight_format, group.activation, owner)
+        if fold is not None:
+            scale = _fold(block, fold, scale)
+        else:
+            before = group.parts.pre_scale
+            group.parts = replace(group.parts, pre_scale=1 / scale if before is None else before / scale)
+        group.divisor = divisor * scale
+        for name in group.names:
+            target = block.targets[name] * scale
+            block.targets[name] = target
+            parameter = weight_of(block.module, name)
+            parameter.data = target.to(parameter.dtype)
+
+
+def _find_folds(block: Block) -> list[Fold | None]:
+    """Where each group's input scale can go, tried in float64 on a few tokens."""
+    module = in_float64(block.module)
+    call = block.calls.few.to(dtype=torch.float64)
+    order = modules_in_order(module, call)
+    folds = []
+    for group in block.groups:
+        first = min((order.index(name) for name in group.names if name in order), default=0)
+        before = reversed(order[:first])
+        # A linear layer that is not to be quantized has no target, and its weight must stay.
+        producers = [name for name in before if name in block.targets or _is_vector(module.get_submodule(name))]
+        folds.append(find_fold(module, call, group.names, producers) if group.pipeline.transforms else None)
+    return folds
+
+
+def _fold(block: Block, fold: Fold, scale: torch.Tensor) -> torch.Tensor:
+    """Puts `scale` into the producer; gives the scale `[in]` that the group's inputs were really divided by."""
+    module = block.module.get_submodule(fold.producer)
+    rows = len(module.weight)  # type: ignore[arg-type]
+    divisor = torch.ones(rows, device=scale.device).index_copy_(0, fold.owner, scale)
+    if fold.producer in block.targets:
+        block.targets[fold.producer] = block.targets[fold.producer] / divisor[:, None]
+        apply_fold(module, divisor, fold.style)
+        return scale
+    # A norm keeps the dtype of the checkpoint, to which its weight is rounded: the inputs are divided by what is left.
+    return apply_fold(module, divisor, fold.style, block.stored)[fold.owner]
+
+
+def _is_vector(module: nn.Module) -> bool:
+    return module.weight.dim() == 1  # type: ignore[operator]
+
+
+def rotate(block: Block, group: Group) -> None:
+    """Rotates the weights to be rounded. The block's own weights stay, because they still get unrotated inputs."""
+    if group.pipeline.spec.rotation:
+        size = rotation_block(group.members[0].shape[-1], group.pipeline.spec.rotation)
+        group.parts = replace(group.parts, hadamard=size)
+        for name in group.names:
+            block.targets[name] = rotate_weight(block.targets[name], size)

@@ -1,0 +1,42 @@
+"""Checks of a model before it is quantized: the plan fits it, and its weights hold neither NaN nor infinity."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from quant.calibration.solvers.solver import check_solvers
+from quant.errors import UserError
+from quant.export.checkpoint.check import value_problem
+from quant.formats.mapped import in_memory
+from quant.plan.check import check_plan_fits
+from quant.recipes.layers import find_layers
+from quant.recipes.plan import Plan
+
+
+def check_solvable(model: nn.Module, plan: Plan) -> None:
+    """Raises ValueError where a plan cannot be executed on a model, as far as names, shapes and devices tell."""
+    check_plan_fits(plan, find_layers(model))
+    check_solvers(plan)
+    for layer in plan.quantized:
+        weight = model.get_parameter(layer.tensor_name)
+        if weight.is_meta and not hasattr(weight, "stored"):
+            raise UserError(
+                f"{layer.name}: its weight is on the meta device, where there are no values; load the model first. "
+                "quant.make_plan plans without"
+            )
+
+
+def check_unquantized(model: nn.Module, plan: Plan) -> None:
+    """Raises UserError where a tensor that stays as it is holds NaN or infinity; solvers check the others."""
+    read_later = {layer.tensor_name for layer in plan.quantized}
+    for is_buffer, tensors in ((False, model.named_parameters()), (True, model.named_buffers())):
+        for name, tensor in tensors:
+            if name not in read_later:
+                check_values(name, in_memory(tensor.detach()), is_buffer=is_buffer)
+
+
+def check_values(name: str, tensor: torch.Tensor, *, is_buffer: bool) -> None:
+    """Raises UserError where a tensor holds NaN or infinity."""
+    if problem := value_problem(tensor, is_buffer=is_buffer):
+        raise UserError(f"{name} {list(tensor.shape)} {problem}; repair the model, or download it again")
