@@ -76,14 +76,19 @@ def collect_input_amax(
             session.report("calibrate", row_index + 1, len(rows))
     if not observers:
         amax = _largest(amax)
-    silent = sorted(set(names) - set(amax))
+    _check_called(names, amax)
+    ranges = {name: observers[name].amax() for name in amax} if observers else amax
+    return {name: value.to(home) for name, value in ranges.items()}
+
+
+def _check_called(names: Collection[str], called: Collection[str]) -> None:
+    """Raises ValueError where a layer was never called."""
+    silent = sorted(set(names) - set(called))
     if silent:
         raise ValueError(
             f"{silent[0]}: never called on the calibration data ({len(silent)} such layers), so its input is unknown: "
             "keep such layers in 16 bit (--exclude, or keep in a plan), or give data that reaches them"
         )
-    ranges = {name: observers[name].amax() for name in amax} if observers else amax
-    return {name: value.to(home) for name, value in ranges.items()}
 
 
 def _largest(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

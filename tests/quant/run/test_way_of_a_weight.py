@@ -95,4 +95,4 @@ def test_the_other_stops_follow_in_the_order_of_the_page(tracer: Tracer) -> None
 
 
 def test_few_frames_lie_between_the_command_and_the_solver(tracer: Tracer) -> None:
-    assert len(tracer.stack) <= 26, tracer.stack
+    assert len(tracer.stack) <= 20, tracer.stack
