@@ -1,4 +1,4 @@
-"""The compressed-tensors layout has these tensor names, and a `quantization_config`; vLLM and transformers read it.
+"""The layout of compressed-tensors: tensor names and the `quantization_config` that vLLM and transformers read.
 
     nvfp4          weight_packed u8, weight_scale e4m3, weight_global_scale f32 [1] (the *reciprocal*),
                    input_global_scale f32 [1] (likewise) for W4A4
@@ -9,30 +9,34 @@
     int8           weight i8, weight_scale in the model's dtype
     int4           weight_packed i32 (codes offset by 8), weight_scale in the model's dtype, weight_shape i64 [2]
 
-The config's argument blocks are computed from `Format`; only the layout's own names are spelled out here.
+Codes below eight bits lie two to a byte, the even column in the low half; MXFP6 has four codes in three bytes, and
+`weight_packed` of INT4 has eight codes in a word. The config's argument blocks are computed from `Format`; only the
+layout's own names are spelled out here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from quant.export.checkpoint.compressed_tensors_warnings import runtime_warnings as runtime_warnings
+from quant.export.checkpoint.layout import COMPRESSED_TENSORS, ExpectedTensor, same_values
 from quant.export.checkpoint.names import FormatsOf, StoredNames
 from quant.export.checkpoint.patterns import matches
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import FORMATS, Format, packed_width
 from quant.formats.number import E8M0, INT4
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.json_data import typed
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
-from quant.recipes.targets import get_target
+from quant.recipes.plan import LayerPlan, Plan
 
-VERSION = "0.19.0"  # of the layout: the compressed-tensors release whose output this reproduces
+# The layout's version: the release of compressed-tensors whose output this reproduces.
+VERSION = "0.19.0"
 
-_LAYOUTS = {
+_FORMAT_NAMES = {
     "nvfp4": "nvfp4-pack-quantized",
     "mxfp4": "mxfp4-pack-quantized",
     "mxfp6": "mxfp6-pack-quantized",
@@ -59,9 +63,10 @@ def check_plan(plan: Plan) -> None:
             "again with that"
         )
     for layer in plan.quantized:
-        if layer.weight is not None and layer.weight.name not in _LAYOUTS:
+        if layer.weight is not None and layer.weight.name not in _FORMAT_NAMES:
             raise ValueError(
-                f"{layer.name}: the compressed-tensors layout cannot store {layer.weight}; it has {', '.join(_LAYOUTS)}"
+                f"{layer.name}: the compressed-tensors layout cannot store {layer.weight}; it has "
+                f"{', '.join(_FORMAT_NAMES)}"
             )
         if layer.activation is not None and not _can_name(layer.activation):
             raise ValueError(
@@ -78,6 +83,24 @@ def _can_name(activation: Format) -> bool:
         return False
     assert read is not None
     return (read.element, read.scale, read.block) == (activation.element, activation.scale, activation.block)
+
+
+def expected_tensors(format: Format, activation: Format | None, shape: tuple[int, ...]) -> dict[str, ExpectedTensor]:
+    """The tensors that are stored for a matrix `[out, in]`, by their names below the layer's."""
+    (rows, columns), element = shape, format.element
+    scale_dtypes = () if format.scale.is_wide else (format.scale.torch_dtype or torch.uint8,)
+    tensors = {"weight_scale": ExpectedTensor(format.scale_shape(shape), scale_dtypes)}
+    if element is INT4:
+        tensors["weight_packed"] = ExpectedTensor((rows, columns // 8), (torch.int32,))
+        tensors["weight_shape"] = ExpectedTensor((2,), (torch.int64, torch.int32))
+    else:
+        name = "weight_packed" if element.bits < 8 else "weight"
+        tensors[name] = ExpectedTensor((rows, packed_width(columns, element)), (element.torch_dtype or torch.uint8,))
+    if format.global_scale:
+        tensors["weight_global_scale"] = ExpectedTensor(None)
+    if activation is not None and activation.is_static:
+        tensors["input_global_scale" if activation.global_scale else "input_scale"] = ExpectedTensor(None)
+    return tensors
 
 
 def compress(
@@ -101,6 +124,7 @@ def compress(
         if format.per_tensor:
             scale = scale.reshape(1)
     if format.element is INT4:
+        # Two's complement becomes an offset of 8: the sign bit of both codes in a byte is flipped.
         tensors["weight_packed"] = (weight.codes ^ 0x88).view(torch.int32)
         tensors["weight_shape"] = torch.tensor(weight.shape)
     elif format.element.bits < 8:
@@ -124,6 +148,11 @@ def stored_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return stored if torch.equal(stored.float(), scale.float()) else scale.to(torch.float32, copy=True)
 
 
+def holds(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a layer's tensors are named as in this layout alone. With eight bits the layouts may agree."""
+    return not tensors.keys().isdisjoint(("weight_packed", "weight_global_scale", "input_global_scale"))
+
+
 def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[BlockScaledTensor, torch.Tensor | None]:
     """The weight and static activation scale of a layer; KeyError if a tensor of the format is missing."""
     codes = tensors["weight_packed" if format.element.bits < 8 else "weight"]
@@ -139,6 +168,16 @@ def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[Blo
     elif "input_scale" in tensors:
         input_scale = tensors["input_scale"].float().reshape(())
     return BlockScaledTensor(codes, scale, format, shape, global_scale), input_scale
+
+
+def stored_kv_scale(name: str, scale: torch.Tensor, dtype: torch.dtype) -> tuple[str, torch.Tensor]:
+    """The name and form on disk of a scale of the KV cache: one number, or one a head."""
+    return name, stored_scale(scale if scale.dim() else scale.reshape(1), dtype)
+
+
+def kv_name_of_module(name: str) -> str:
+    """The name in the model of a scale of the KV cache, which this layout keeps."""
+    return name
 
 
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
@@ -168,29 +207,35 @@ def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[st
     for layer in plan.quantized:
         assert layer.weight is not None
         pairs.setdefault((layer.weight, layer.activation), []).append(layer)
-    layouts = {_LAYOUTS[weight.name] for weight, _ in pairs}
+    formats = {_FORMAT_NAMES[weight.name] for weight, _ in pairs}
     groups = {}
-    tables = [layer for layer in plan.quantized if layer.kind == LayerKind.EMBEDDING]
+    # "Linear" would leave embeddings in 16 bit.
+    embeddings = [layer for layer in plan.quantized if layer.kind == LayerKind.EMBEDDING]
     for index, ((weight, activation), layers) in enumerate(pairs.items()):
         groups[f"group_{index}"] = {
-            "format": _LAYOUTS[weight.name],
+            "format": _FORMAT_NAMES[weight.name],
             "input_activations": _activation_arguments(activation) if activation else None,
             "output_activations": None,
-            "targets": ["Linear"] if len(pairs) == 1 and not tables else _targets(layers, names),
+            "targets": ["Linear"] if len(pairs) == 1 and not embeddings else _targets(layers, names),
             "weights": _weight_arguments(weight),
         }
     return {
         "config_groups": groups,
-        "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "global_compression_ratio": None,
         "ignore": _targets([m for m in plan.layers if m.weight is None and m.kind not in _NEVER_LINEAR], names),
         "kv_cache_scheme": _arguments(plan.kv_cache, dynamic=False, observer=None) if plan.kv_cache else None,
-        "quant_method": "compressed-tensors",
+        "quant_method": COMPRESSED_TENSORS,
         "quantization_status": "compressed",
         "sparsity_config": {},
         "transform_config": _transform_config(plan, names),
         "version": VERSION,
     }
+
+
+def own_files(plan: Plan, names: StoredNames | None = None) -> dict[str, dict[str, Any]]:
+    """The layout has no config file beside config.json."""
+    return {}
 
 
 def _transform_config(plan: Plan, names: StoredNames) -> dict[str, Any]:
@@ -211,133 +256,6 @@ def _transform_config(plan: Plan, names: StoredNames) -> dict[str, Any]:
         for block, layers in blocks.items()
     }
     return {"config_groups": schemes} if schemes else {}
-
-
-def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: StoredNames | None = None) -> list[str]:
-    """One sentence for each feature of a checkpoint of `plan`, a model in `dtype`, that other runtimes do not support.
-
-    Input scales and low-rank branches have no place in the layout; for rotations see `rotation_warnings`. vLLM, which
-    the layout is for, stops at some formats, and TensorRT-LLM takes INT8 for FP8. transformers up to 5.24 silently
-    drops the global scale of fused experts in NVFP4, fails on MXFP8 and INT8 ones, and rounds no input of an expert.
-    """
-    kinds = (
-        ("an input scale (pre_scale)", "have no place for it", [m.name for m in plan.quantized if m.parts.pre_scale]),
-        ("a 16-bit low-rank branch", "have no place for it", [m.name for m in plan.quantized if m.parts.rank]),
-    )
-    warnings = [
-        f"{_counted(names)} {what} at run time: load the checkpoint with quant.load; other runtimes {problem}, and "
-        "would give wrong output"
-        for what, problem, names in kinds
-        if names
-    ]
-    warnings += rotation_warnings(plan)
-    vllm, trtllm = get_target("vllm"), get_target("tensorrt-llm-compressed-tensors")
-    by_formats: dict[str, list[LayerPlan]] = {}
-    for layer in plan.quantized:
-        if layer.kind == LayerKind.CONV:
-            continue  # which none of them runs: `quant.checkpoints.trial_load.trial` says so
-        by_formats.setdefault(layer.formats, []).append(layer)
-    for formats, layers in by_formats.items():
-        who = _counted([layer.name for layer in layers])
-        if refusal := vllm.why_not(layers[0]):
-            warnings.append(f"{who} quant.load or transformers: vLLM 0.26 does not load {formats}: {refusal}")
-        if layers[0].formats in trtllm.misread:
-            warnings.append(
-                f"{who} another runtime than TensorRT-LLM, which would give wrong output for {formats}: "
-                f"{trtllm.misread[formats]}"
-            )
-    tables = [m.name for m in plan.quantized if m.kind == LayerKind.EMBEDDING]
-    if tables:
-        warnings.append(f"{_counted(tables)} quant.load: other runtimes take embeddings in 16 bit only")
-    unpacked = [m.weight for m in plan.quantized if m.weight is not None and not m.weight.scale.is_wide]
-    if unpacked and dtype != torch.bfloat16:
-        warnings.append(
-            f"transformers unpacks {unpacked[0]} to bfloat16 and then fails on a model in "
-            f"{str(dtype).removeprefix('torch.')}: load it there with dtype=torch.bfloat16"
-        )
-    names = names or StoredNames()
-    stacked = [] if names.apart else [m for m in plan.quantized if m.kind == LayerKind.EXPERTS]
-    warnings += stopped_warnings(plan, names)
-    experts = [m.name for m in stacked if m.name not in names.stopped and f"{m.weight}" in ("nvfp4", "mxfp8", "int8")]
-    if experts:
-        warnings.append(
-            f"{_counted(experts)} quant.load or a server such as vLLM: transformers up to 5.24 loads fused experts in "
-            "NVFP4 without their global scale, and would give wrong output; in MXFP8 and INT8 it stops"
-        )
-    rounded = [m.name for m in stacked if m.name not in names.stopped and m.activation is not None]
-    if rounded:
-        warnings.append(
-            f"{_counted(rounded)} quant.load or a server such as vLLM for their inputs to be rounded: "
-            "transformers up to 5.24 multiplies experts in 16 bit, and gives slightly other logits"
-        )
-    if odd := plan.provenance.get(ODD_INPUTS):
-        warnings.append(
-            f"{_counted(odd)} quant.load or a server such as vLLM for a scale for each token: transformers with "
-            "compressed-tensors up to 0.20 shares scales otherwise where an input is no [batch, tokens, in], and gives "
-            "slightly other logits"
-        )
-    narrow = [m.name for m in plan.quantized if _is_one_int4_group(m)]
-    if narrow:
-        warnings.append(
-            f"{_counted(narrow)} another runtime than vLLM 0.26: where experts are no wider than a group of INT4, it "
-            "puts the scales of their gate and up projections in a wrong order, and gives wrong output; keep the "
-            "experts in another format"
-        )
-    cut = () if names.apart else names.cut
-    unquantized = [m.name for m in plan.layers if m.kind == LayerKind.EXPERTS and m.weight is None]
-    kept = [name for name in unquantized if name.split(".")[-1] in cut]
-    others = [m.weight for m in plan.quantized if m.weight is not None and not _is_plain(m.weight)]
-    if kept and others:
-        warnings.append(
-            f"{_counted(kept)} quant.load or a server such as vLLM: transformers up to 5.24 takes experts in 16 bit "
-            f"for quantized ones where other layers are in {others[0]}, and stops"
-        )
-    return warnings
-
-
-def stopped_warnings(plan: Plan, names: StoredNames) -> list[str]:
-    """One sentence if there are quantized experts that transformers has no place for, and stops at."""
-    stopped = [m.name for m in plan.quantized if m.name in names.stopped]
-    if not stopped:
-        return []
-    return [
-        f"{_counted(stopped)} quant.load or a server that reads experts one by one: transformers up to 5.24 takes the "
-        "experts of this model in 16 bit alone, and stops"
-    ]
-
-
-def rotation_warnings(plan: Plan) -> list[str]:
-    """One sentence if inputs are rotated at run time: `transform_config` says so, and other runtimes fail at it."""
-    rotated = [layer.name for layer in plan.quantized if layer.parts.hadamard]
-    if not rotated:
-        return []
-    return [
-        f"{_counted(rotated)} a Hadamard rotation of the input at run time: load the checkpoint with quant.load; "
-        "transformers ignores transform_config, and vLLM 0.26 decodes wrongly with it (the first token is right, then "
-        "one token repeats). The solver rotation:merge leaves nothing to do at run time: it rotates where the modules "
-        "around absorb the rotation"
-    ]
-
-
-def _is_one_int4_group(layer: LayerPlan) -> bool:
-    """Whether it is a down projection of experts with one INT4 group a row.
-
-    vLLM's `_process_weights_marlin` orders the scales of gate and up by `intermediate_size_per_partition`,
-    which is the width of the other projection (vllm 0.26.0, fused_moe/oracle/int_wna16.py).
-    """
-    format = layer.weight
-    if layer.kind != LayerKind.EXPERTS or format is None or not format.element.is_integer or format.element.bits != 4:
-        return False
-    return layer.name.endswith(("down_proj", "w2")) and layer.shape[-1] <= format.block[1]
-
-
-def _is_plain(format: Format) -> bool:
-    """Whether a weight in `format` is stored as a tensor of its shape in a float dtype."""
-    return format.element.bits == 8 and not format.element.is_integer
-
-
-def _counted(names: Sequence[str]) -> str:
-    return f"{names[0]} needs" if len(names) == 1 else f"{len(names)} layers, {names[0]} first, need"
 
 
 def _targets(layers: Sequence[LayerPlan], names: StoredNames) -> list[str]:
@@ -398,7 +316,7 @@ def _arguments(
 def weight_format_of(arguments: Mapping[str, Any]) -> Format:
     """The format that a config's `weights` block describes; ValueError, with its request, if none fits."""
     keys = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric")
-    for name in _LAYOUTS:
+    for name in _FORMAT_NAMES:
         ours = _weight_arguments(FORMATS[name])
         if all(arguments.get(k) == ours[k] for k in keys):
             return FORMATS[name]
@@ -417,8 +335,12 @@ def activation_format_of(arguments: Mapping[str, Any] | None) -> Format | None:
     raise ValueError(f"quantization_config asks for inputs { ({k: arguments.get(k) for k in keys}) }: not supported")
 
 
-def read_config(config: Mapping[str, Any], names: StoredNames) -> tuple[FormatsOf, Format | None]:
-    """The formats that a `quantization_config` gives to matrices, and that of the KV cache.
+def read_config(
+    config: Mapping[str, Any], names: StoredNames, tensors: Container[str] = ()
+) -> tuple[FormatsOf, Format | None]:
+    """The formats that a `quantization_config` gives to matrices, and the format of the KV cache.
+
+    The config names every quantized matrix, so that `tensors` are not asked.
 
     Raises:
         ValueError: a scheme that is not supported.
@@ -444,21 +366,21 @@ def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[s
     """From a matrix's name to the block of the Hadamard rotation that its input goes through at run time; 0 for none.
 
     Raises:
-        ValueError: another transform. What was done to weights alone is in them already.
+        ValueError: another transform of inputs. The weights in the files are transformed already.
     """
     blocks: list[tuple[int, list[str], list[str]]] = []
     transform = typed(dict[str, Any] | None, config.get("transform_config"), "transform_config") or {}
     for scheme in (typed(_GROUPS | None, transform.get("config_groups"), "transform_config") or {}).values():
-        for place in typed(list[dict[str, Any]], scheme.get("apply"), "transform_config: apply"):
-            location = typed(str, place.get("location"), "transform_config: location")
+        for use in typed(list[dict[str, Any]], scheme.get("apply"), "transform_config: apply"):
+            location = typed(str, use.get("location"), "transform_config: location")
             if location.startswith("weight"):
                 continue
-            plain = scheme.get("type") == "hadamard" and not scheme.get("randomize") and not place.get("inverse")
+            plain = scheme.get("type") == "hadamard" and not scheme.get("randomize") and not use.get("inverse")
             if not (plain and location == "input" and isinstance(scheme.get("head_dim"), int)):
-                what = {key: scheme.get(key) for key in ("type", "randomize", "head_dim")}
-                raise ValueError(f"transform_config asks for {what} at {location!r}: not supported")
-            targets = typed(list[str], place.get("targets"), "transform_config: targets")
-            ignored = typed(list[str] | None, place.get("ignore"), "transform_config: ignore") or []
+                transform_of = {key: scheme.get(key) for key in ("type", "randomize", "head_dim")}
+                raise ValueError(f"transform_config asks for {transform_of} at {location!r}: not supported")
+            targets = typed(list[str], use.get("targets"), "transform_config: targets")
+            ignored = typed(list[str] | None, use.get("ignore"), "transform_config: ignore") or []
             blocks.append((scheme["head_dim"], targets, ignored))
 
     def rotation_of(matrix: str) -> int:
@@ -471,7 +393,13 @@ def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[s
     return rotation_of
 
 
+def agrees(layer: LayerPlan, weight: Format | None, activation: Format | None) -> bool:
+    """Whether the config's formats are those of the plan; configs have no name for a format, only its arguments."""
+    return same_values(layer.weight, weight) and same_values(layer.activation, activation)
+
+
 def _matches(name: str, target: str) -> bool:
+    """Whether a layer is meant by an entry of `targets` or `ignore`: a pattern, the class, or the layer's name."""
     if target.startswith("re:"):
         return matches(target[3:], name)
     return target in ("Linear", name)

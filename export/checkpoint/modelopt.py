@@ -1,4 +1,4 @@
-"""ModelOpt's "unified" layout has these tensor names, and two config files; TensorRT-LLM, SGLang and vLLM read it.
+"""The "unified" layout of ModelOpt: tensor names and two config files that TensorRT-LLM, SGLang and vLLM read.
 
     nvfp4         weight u8 [o, i/2], weight_scale e4m3 [o, i/16], weight_scale_2 f32 [], input_scale f32 [] for W4A4
     mxfp4         weight u8 [o, i/2], weight_scale u8 [o, i/32]
@@ -12,7 +12,7 @@
 
 A second-level scale is the factor itself, amax / 2688, and in compressed-tensors its reciprocal. Adjacent float32
 numbers may share a reciprocal, so one layout cannot always hold the other's scale: `compress` then gives it in float64,
-and `quant.export.checkpoint.write.write_tensors` stores next to it what float32 loses.
+and `quant.export.checkpoint.write.write_tensors` stores the exact value in the file's metadata.
 
 A layout says less than a plan. `fp8_pb_wo` is a format of weights: runtimes round inputs in groups of 128 or keep them
 in 16 bit. `mxfp4` is read as weights and inputs in MXFP4, as `MXFP4_DEFAULT_CFG` makes it. INT4 is called `W4A16_AWQ`
@@ -22,13 +22,14 @@ whether or not inputs were scaled; a `pre_quant_scale` stands beside a weight on
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from quant.export.checkpoint.layout import MODELOPT, ExpectedTensor, same_values
 from quant.export.checkpoint.names import FormatsOf, StoredNames, expert_names
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import FORMATS, Format, packed_width
 from quant.formats.number import INT4
 from quant.formats.packing import pack, unpack
 from quant.formats.tensor import BlockScaledTensor
@@ -41,7 +42,7 @@ CONFIG_FILE = "hf_quant_config.json"
 # vLLM and SGLang know the layout by this name; the version is the release whose output this reproduces.
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 
-# What formats of weight and inputs are called together. Of two with one name, the first is what is read.
+# `quant_algo` by the formats of weight and inputs. Where two pairs have one name, the first pair is read.
 _ALGORITHMS = {
     ("nvfp4", "nvfp4"): "NVFP4",
     ("nvfp4", None): "W4A16_NVFP4",
@@ -61,7 +62,7 @@ _KV_CACHES = {"fp8": "FP8", "nvfp4": "NVFP4"}
 _GROUPED = ("NVFP4", "W4A16_NVFP4", "MXFP8", "W4A16_AWQ")
 _DESCRIBED = ("FP8", "NVFP4", "W4A16_NVFP4")
 _DESCRIBED_IN_MIXED = (*_DESCRIBED, "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "W4A16_AWQ")
-# What is said of INT4 beside its group size, as ModelOpt says it of every INT4 weight.
+# Fields that ModelOpt writes for every INT4 weight, beside the group size.
 _AWQ = {"has_zero_point": False, "pre_quant_scale": True}
 
 _KV_SCALE = re.compile(r"(.+)\.([kv])_scale")
@@ -80,9 +81,9 @@ def check_plan(plan: Plan) -> None:
     for layer in plan.quantized:
         _algorithm(layer)
         if layer.kind in (LayerKind.EMBEDDING, LayerKind.CONV):
-            what = "convolution" if layer.kind == LayerKind.CONV else "embedding"
+            noun = "convolution" if layer.kind == LayerKind.CONV else "embedding"
             raise ValueError(
-                f"{layer.name}: ModelOpt's layout has no {what} in {layer.weight}; keep it in 16 bit when the model "
+                f"{layer.name}: ModelOpt's layout has no {noun} in {layer.weight}; keep it in 16 bit when the model "
                 "is quantized, or deploy the compressed-tensors checkpoint"
             )
         if layer.weight is not None and layer.weight.element is INT4 and layer.shape[-2] % 2:
@@ -95,43 +96,66 @@ def check_plan(plan: Plan) -> None:
             "a Hadamard rotation of its input": layer.parts.hadamard,
             "a low-rank branch": layer.parts.rank,
         }
-        for part in (name for name, there in parts.items() if there):
+        for part in (name for name, size in parts.items() if size):
             raise ValueError(
                 f"{layer.name}: ModelOpt's layout has no place for {part} beside {layer.weight}; quantize the model "
                 "again without it, or deploy the compressed-tensors checkpoint"
             )
 
 
-def runtime_warnings(plan: Plan, names: StoredNames | None = None) -> list[str]:
+def runtime_warnings(
+    plan: Plan,
+    dtype: torch.dtype = torch.bfloat16,
+    names: StoredNames | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+) -> list[str]:
     """One sentence for each reason why vLLM does not run a checkpoint of `plan` in this layout.
 
-    It takes an excluded name for a part of others': a head called `output` excludes each `….output.dense`.
+    vLLM compares excluded names as substrings: a head called `output` excludes each `….output.dense`. `dtype` and
+    `tensors` matter to the other layout only.
     """
     vllm, mixed = get_target("vllm-modelopt"), len({layer.formats for layer in plan.quantized}) > 1
-    found: dict[str, list[str]] = {}
+    layers_by_problem: dict[str, list[str]] = {}
     for layer in plan.quantized:
         for problem in vllm.problems(layer, mixed=mixed) if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS) else ():
-            found.setdefault(problem, []).append(layer.name)
+            layers_by_problem.setdefault(problem, []).append(layer.name)
     excluded = [] if mixed else [name.rstrip("*") for name in _excluded(plan, names or StoredNames())]
     for layer in plan.quantized:
         for name in (name for name in excluded if name in layer.name):
-            found.setdefault(f"vLLM takes {name!r}, which is excluded, for a part of this name", []).append(layer.name)
+            problem = f"vLLM takes {name!r}, which is excluded, for a part of this name"
+            layers_by_problem.setdefault(problem, []).append(layer.name)
     return [
-        f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {problem}; deploy the compressed-tensors "
+        f"{layers[0]}{f' and {len(layers) - 1} more' if layers[1:] else ''}: {problem}; deploy the compressed-tensors "
         "checkpoint in vLLM 0.26"
-        for problem, names in found.items()
+        for problem, layers in layers_by_problem.items()
     ]
 
 
 def _algorithm(layer: LayerPlan) -> str:
-    pair = (str(layer.weight), None if layer.activation is None else layer.activation.name)
+    pair = _pair(layer.weight, layer.activation)
     if pair not in _ALGORITHMS:
-        known = ", ".join(f"{weight} with {inputs or '16-bit'} inputs" for weight, inputs in _ALGORITHMS)
+        pairs = ", ".join(f"{weight} with {inputs or '16-bit'} inputs" for weight, inputs in _ALGORITHMS)
         raise ValueError(
             f"{layer.name}: ModelOpt's layout has no name for {pair[0]} with {pair[1] or '16-bit'} inputs; it has "
-            f"{known}: quantize the layer in one of them, or deploy the compressed-tensors checkpoint"
+            f"{pairs}: quantize the layer in one of them, or deploy the compressed-tensors checkpoint"
         )
     return _ALGORITHMS[pair]
+
+
+def expected_tensors(format: Format, activation: Format | None, shape: tuple[int, ...]) -> dict[str, ExpectedTensor]:
+    """The tensors that are stored for a matrix `[out, in]`, by their names below the layer's."""
+    (rows, columns), element = shape, format.element
+    scale_dtypes = () if format.scale.is_wide else (format.scale.torch_dtype or torch.uint8,)
+    codes_shape = (rows // 2, columns) if element is INT4 else (rows, packed_width(columns, element))
+    tensors = {
+        "weight": ExpectedTensor(codes_shape, (element.torch_dtype or torch.uint8,)),
+        "weight_scale": ExpectedTensor(format.scale_shape(shape), scale_dtypes),
+    }
+    if format.global_scale:
+        tensors["weight_scale_2"] = ExpectedTensor(None)
+    if activation is not None and activation.is_static:
+        tensors["input_scale"] = ExpectedTensor(None)
+    return tensors
 
 
 def compress(
@@ -193,29 +217,47 @@ def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[Blo
     return BlockScaledTensor(codes, scale, format, shape, global_scale), input_scale
 
 
-def kv_name(name: str) -> str:
-    """The name in this layout of `….self_attn.k_scale` or `….v_scale`; other names stay."""
+def stored_kv_scale(name: str, scale: torch.Tensor, dtype: torch.dtype) -> tuple[str, torch.Tensor]:
+    """The name and form on disk of a scale of the KV cache: `….k_scale` becomes `….k_proj.k_scale`, float32.
+
+    Raises:
+        ValueError: one scale a head, for which the layout has no place.
+    """
+    if scale.numel() != 1:
+        raise ValueError(
+            f"{name}: {scale.numel()} scales of the KV cache, one a head, and ModelOpt's layout has one a tensor; "
+            "quantize the model again with one"
+        )
     match = _KV_SCALE.fullmatch(name)
-    return f"{match[1]}.{match[2]}_proj.{match[2]}_scale" if match else name
+    return f"{match[1]}.{match[2]}_proj.{match[2]}_scale" if match else name, scale.float().reshape(())
 
 
 def kv_name_of_module(name: str) -> str:
-    """The inverse of `kv_name`."""
+    """The name in the model of a scale of the KV cache; any other name stays."""
     match = _KV_SCALE_STORED.fullmatch(name)
     return f"{match[1]}.{match[2]}_scale" if match else name
 
 
-def configs(plan: Plan, names: StoredNames | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[str, Any]:
+    """`quantization_config` for config.json, of a plan that `check_plan` has passed."""
+    return _configs(plan, names or StoredNames())[0]
+
+
+def own_files(plan: Plan, names: StoredNames | None = None) -> dict[str, dict[str, Any]]:
+    """`hf_quant_config.json`, which TensorRT-LLM reads."""
+    return {CONFIG_FILE: _configs(plan, names or StoredNames())[1]}
+
+
+def _configs(plan: Plan, names: StoredNames) -> tuple[dict[str, Any], dict[str, Any]]:
     """`quantization_config` for config.json, and the contents of `hf_quant_config.json`.
 
-    `check_plan` has passed the plan; `names` are those of the model's tensors on disk, which runtimes go by.
+    Runtimes go by the names of tensors on disk.
     """
-    names = names or StoredNames()
     layers = {name: _layer_config(layer) for layer in plan.quantized for name in _matrices(layer, names)}
     kv_cache = _KV_CACHES[plan.kv_cache.name] if plan.kv_cache else None
     kinds = list({tuple(layer.items()): layer for layer in layers.values()}.values())
     quantization: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": kv_cache}
-    config: dict[str, Any] = {"ignore": [], "producer": dict(PRODUCER), "quant_method": "modelopt"}
+    config: dict[str, Any] = {"ignore": [], "producer": dict(PRODUCER), "quant_method": MODELOPT}
     if len(kinds) > 1:
         quantization["quantized_layers"] = config["quantized_layers"] = layers
         config["config_groups"] = {
@@ -232,7 +274,7 @@ def configs(plan: Plan, names: StoredNames | None = None) -> tuple[dict[str, Any
             config["config_groups"] = {"group_0": {**_group(kinds[0], _DESCRIBED), "targets": ["Linear"]}}
     config["quant_algo"] = quantization["quant_algo"]
     if plan.kv_cache is not None:
-        # The peer spells out the one and names the other.
+        # ModelOpt writes the arguments of FP8, and the name of NVFP4.
         config["kv_cache_scheme"] = _arguments(plan.kv_cache) if kv_cache == "FP8" else kv_cache
     return config, {"producer": dict(PRODUCER), "quantization": quantization}
 
@@ -265,15 +307,15 @@ def _arguments(format: Format) -> dict[str, Any]:
 
 def _excluded(plan: Plan, names: StoredNames) -> list[str]:
     """Modules that stay in 16 bit. Experts are named by their module, as a prefix."""
-    found = set()
+    excluded = set()
     for layer in plan.layers:
         if layer.weight is not None or layer.kind == LayerKind.NORM:
             continue
         if layer.kind == LayerKind.EXPERTS:
-            found.add(_expert_matrices(layer, names)[0].rsplit(".", 2)[0] + "*")
+            excluded.add(_expert_matrices(layer, names)[0].rsplit(".", 2)[0] + "*")
         else:
-            found.update({layer.name, _stored(layer.name, names)})
-    return sorted(found)
+            excluded.update({layer.name, _stored(layer.name, names)})
+    return sorted(excluded)
 
 
 def _stored(layer: str, names: StoredNames) -> str:
@@ -301,14 +343,14 @@ def formats_of(algorithm: str, group_size: int | None = None) -> tuple[Format, F
         ):
             return format, None if activation is None else FORMATS[activation]
     groups = f" with groups of {group_size}" if group_size else ""
-    known = ", ".join(dict.fromkeys(_ALGORITHMS.values()))
-    raise ValueError(f"quant_algo {algorithm!r}{groups} is not supported; known: {known}")
+    algorithms = ", ".join(dict.fromkeys(_ALGORITHMS.values()))
+    raise ValueError(f"quant_algo {algorithm!r}{groups} is not supported; known: {algorithms}")
 
 
 def read_config(
-    config: Mapping[str, Any], names: StoredNames, tensors: Container[str]
+    config: Mapping[str, Any], names: StoredNames, tensors: Container[str] = ()
 ) -> tuple[FormatsOf, Format | None]:
-    """The formats that a config gives to matrices with a scale among `tensors`, and that of the KV cache.
+    """The formats that a config gives to matrices with a scale among `tensors`, and the format of the KV cache.
 
     Raises:
         ValueError: an unknown algorithm; of the function, a quantized matrix that the config does not name.
@@ -327,6 +369,24 @@ def read_config(
         return every or named[matrix]
 
     return formats_of_matrix, _kv_format(config)
+
+
+def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[str], int]:
+    """The layout has no rotations at run time."""
+    return lambda matrix: 0
+
+
+def agrees(layer: LayerPlan, weight: Format | None, activation: Format | None) -> bool:
+    """Whether the config's formats are those of the plan, or share their `quant_algo`: `fp8_pb_wo` says no inputs."""
+    if not same_values(layer.weight, weight):
+        return False
+    planned, configured = _pair(layer.weight, layer.activation), _pair(weight, activation)
+    shared = planned in _ALGORITHMS and _ALGORITHMS[planned] == _ALGORITHMS.get(configured)
+    return shared or same_values(layer.activation, activation)
+
+
+def _pair(weight: Format | None, activation: Format | None) -> tuple[str, str | None]:
+    return str(weight), None if activation is None else activation.name
 
 
 def _formats_in(config: Mapping[str, Any]) -> tuple[Format, Format | None]:

@@ -1,4 +1,4 @@
-"""Checkpoints of either layout are read here: tensors, the weight and run-time parts of each layer, and the plan."""
+"""Reads checkpoints of any layout: tensors, the weight and run-time parts of each layer, and the plan."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quant.export.checkpoint import compressed_tensors as layout
-from quant.export.checkpoint import modelopt
 from quant.export.checkpoint.check import matrix_problems, value_problem
-from quant.export.checkpoint.names import Rename, StoredNames, expert_names, matrix_names
+from quant.export.checkpoint.layouts import layout_of_config, layout_of_tensors
+from quant.export.checkpoint.names import Rename, StoredNames, matrix_names
 from quant.formats.json_files import parse_json
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
@@ -218,8 +217,7 @@ def _read_linear(
     assert plan.weight is not None
     for key, problem in matrix_problems(local, plan.weight, plan.activation, shape):
         raise ValueError(f"{place(tensors, f'{name}.{key}')} {problem}; quantize the model again, or download it again")
-    decompress = modelopt.decompress if modelopt.holds(local) else layout.decompress
-    return decompress(local, plan.weight)
+    return layout_of_tensors(local).decompress(local, plan.weight)
 
 
 def place(tensors: Mapping[str, torch.Tensor], name: str) -> str:
@@ -279,23 +277,19 @@ def plan_of_checkpoint(
     names = names or StoredNames()
     layers = []
     try:
-        if config.get("quant_method") == "compressed-tensors":
-            formats_of, kv_cache = layout.read_config(config, names)
-            rotation_of = layout.read_rotations(config, names)
-        else:
-            formats_of, kv_cache = modelopt.read_config(config, names, tensors)
-            rotation_of = None
+        layout = layout_of_config(config)
+        formats_of, kv_cache = layout.read_config(config, names, tensors)
+        rotation_of = layout.read_rotations(config, names)
         for layer in group_unseen(group_experts(found)):
             # A config speaks of the matrices of one expert.
-            experts = layer.kind == LayerKind.EXPERTS
-            matrix = expert_names(layer.name, 1)[0].removesuffix(".weight") if experts else layer.name
+            matrix = matrix_names(layer.name, 0)[0] if layer.kind == LayerKind.EXPERTS else layer.name
             # A target such as "Linear" may mean any module, and other tools leave convolutions as they are.
             meant = layer.kind in (LayerKind.LINEAR, LayerKind.HEAD, LayerKind.EXPERTS) or (
                 layer.kind == LayerKind.CONV and f"{layer.name}.weight_scale" in tensors
             )
             chosen = formats_of(matrix) if meant else None
             weight, activation = chosen or (None, None)
-            parts = Parts(hadamard=rotation_of(matrix)) if rotation_of and weight is not None else Parts()
+            parts = Parts() if weight is None else Parts(hadamard=rotation_of(matrix))
             layers.append(
                 LayerPlan(
                     layer.name,

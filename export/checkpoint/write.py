@@ -1,4 +1,4 @@
-"""Checkpoints are written here: the tensors of a quantized model, named as their layout has them, in hashed shards."""
+"""Writes checkpoints in the layout of compressed-tensors: the tensors of a quantized model, in hashed shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.export.checkpoint import compressed_tensors as layout
+from quant.export.checkpoint import compressed_tensors
 from quant.export.checkpoint.names import StoredNames, cut_experts, matrix_names
 from quant.export.checkpoint.read import BESIDE, EXACT
 from quant.export.checkpoint.tensor_file import FileLog, Made, write_tensor_file
@@ -81,7 +81,7 @@ def checkpoint_tensors(
             tensors[name] = torch.empty(0, dtype=dtype)
         for part, weight in layer_weights(name, module.quantized_weight).items():
             held = {t.data_ptr() for t in (weight.codes, weight.scale)}
-            compress = partial(layout.compress, weight, module.input_scale, dtype, module.activation_format)
+            compress = partial(compressed_tensors.compress, weight, module.input_scale, dtype, module.activation_format)
             for suffix, tensor in compress().items():
                 if tensor.nbytes > _MADE_LATE and tensor.data_ptr() not in held:
                     late = Made(tensor.shape, tensor.dtype, partial(_one_of, compress, suffix))
@@ -231,5 +231,5 @@ def write_config(directory: Path, model: Any, plan: Plan, names: StoredNames) ->
     # Both may be stale: a model built from a config has no architectures there, and .to(dtype) leaves the dtype.
     fields["architectures"] = [type(model).__name__]
     fields["dtype"] = str(next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch.")
-    fields["quantization_config"] = layout.quantization_config(plan, names)
+    fields["quantization_config"] = compressed_tensors.quantization_config(plan, names)
     path.write_text(json.dumps(fields, indent=2, sort_keys=True, allow_nan=False) + "\n")

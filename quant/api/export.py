@@ -27,7 +27,7 @@ from quant.checkpoints.convert import convert
 from quant.checkpoints.open import Checkpoint
 from quant.errors import UserError, counted
 from quant.export.checkpoint.directory import check_apart, check_destination, new_directory
-from quant.export.checkpoint.layouts import LAYOUTS
+from quant.export.checkpoint.layout import LAYOUT_NAMES
 from quant.export.checkpoint.read import read_layer
 from quant.export.engine.build import export_engine
 from quant.export.engine.targets import choose_backend, resolve_target
@@ -214,7 +214,7 @@ def check_request(
                 "an engine is built for one kind of GPU: name it with --target, such as sm120, sm89 or local"
             )
         choose_backend(resolve_target(target), backend)
-    if kind in ("onnx", *LAYOUTS):
+    if kind in ("onnx", *LAYOUT_NAMES):
         check_destination(out, overwrite=overwrite)
     elif kind == "triton-server":
         if out.exists() and not out.is_dir():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,17 @@ from quant.checkpoints.open import (
     refuse,
     suspect_problems,
 )
-from quant.errors import UserError, counted
-from quant.export.checkpoint import compressed_tensors as layout
+from quant.errors import UserError
 from quant.export.checkpoint import modelopt
 from quant.export.checkpoint.directory import check_apart, new_directory
+from quant.export.checkpoint.layout import Layout
 from quant.export.checkpoint.layouts import LAYOUTS
-from quant.export.checkpoint.names import StoredNames
 from quant.export.checkpoint.read import layer_tensor_names, read_layer, read_parts, weight_files
 from quant.export.checkpoint.scan import Scan
 from quant.export.checkpoint.write import SECOND_LEVEL, layer_weights, write_tensors
 from quant.models.files import copy_along
 from quant.plan.make import fusion_warnings
-from quant.recipes.plan import PLAN_FILE, Plan
+from quant.recipes.plan import PLAN_FILE
 
 # Written anew, or said of the other files: a report has their hashes and sizes.
 _OF_THE_LAYOUT = (
@@ -76,11 +75,11 @@ def convert(
     check_apart(out, directory)
     opened = Checkpoint(directory, model or outline(directory))
     plan, names, dtype = opened.plan, opened.names, stored_dtype(opened.model)
-    (modelopt if to == "modelopt" else layout).check_plan(plan)
-    tensors = dict(_converted(opened, dtype, to))
+    layout = LAYOUTS[to]
+    layout.check_plan(plan)
+    tensors = dict(_converted(opened, dtype, layout))
     rounded = sum(t.dtype is torch.float64 and n.endswith(SECOND_LEVEL) for n, t in tensors.items())
-    told = modelopt.runtime_warnings(plan, names) if to == "modelopt" else _of_runtimes(plan, names, dtype, tensors)
-    for message in [*fusion_warnings(plan), *told]:
+    for message in [*fusion_warnings(plan), *layout.runtime_warnings(plan, dtype, names, tensors)]:
         warnings.warn(message, stacklevel=2)
     with new_directory(out, overwrite=overwrite) as temporary:
         write_tensors(temporary, tensors)
@@ -89,65 +88,40 @@ def convert(
                 continue
             copy_along(source, temporary / source.name, directory)
         plan.save(temporary / PLAN_FILE)
-        # What other tools wrote as the bare word Infinity becomes what transformers writes and reads for it.
+        # Other tools write the bare word Infinity, which is no JSON; transformers writes {"__float__": "Infinity"}.
         text = (directory / "config.json").read_text(encoding="utf-8")
         fields = json.loads(text, parse_constant=lambda word: {"__float__": word})
-        if to == "modelopt":
-            fields["quantization_config"], whole = modelopt.configs(plan, names)
-            text = json.dumps(whole, indent=4, allow_nan=False)
-            (temporary / modelopt.CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
-        else:
-            fields["quantization_config"] = layout.quantization_config(plan, names)
+        fields["quantization_config"] = layout.quantization_config(plan, names)
+        for file, contents in layout.own_files(plan, names).items():
+            text = json.dumps(contents, indent=4, allow_nan=False)
+            (temporary / file).write_text(text + "\n", encoding="utf-8")
         text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
         (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
         sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir()) if file.is_file()}
     return {"files": sizes, "rounded_scales": rounded}
 
 
-def _of_runtimes(plan: Plan, names: StoredNames, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """What other runtimes do not do with these tensors in the compressed-tensors layout."""
-    messages = layout.runtime_warnings(plan, dtype, names)
-    wide = [n for n, t in tensors.items() if n.endswith(".weight_scale") and t.dtype is torch.float32]
-    if wide and dtype in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
-        messages.append(
-            f"{counted(len(wide), 'weight scale')}, {wide[0]} first, in float32, for {name} would round them: "
-            "transformers does that unless it loads the checkpoint with dtype=torch.float32; vLLM does not"
-        )
-    return messages
-
-
-def _converted(opened: Checkpoint, dtype: torch.dtype, to: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a checkpoint by their names and in their form in the layout `to`."""
+def _converted(opened: Checkpoint, dtype: torch.dtype, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint by their names and in their form in `layout`."""
     tensors, names = opened.tensors, opened.names
-    compress = modelopt.compress if to == "modelopt" else layout.compress
     owned: set[str] = set()
     for layer in opened.plan.quantized:
         owned.update(layer_tensor_names(tensors, layer))
         weight, input_scale = read_layer(tensors, layer)
         read_parts(tensors, layer)
         for part, matrix in layer_weights(layer.name, weight).items():
-            for suffix, tensor in compress(matrix, input_scale, dtype, layer.activation).items():
+            for suffix, tensor in layout.compress(matrix, input_scale, dtype, layer.activation).items():
                 yield names.stored(f"{part}.{suffix}"), tensor.contiguous()
-    rest = {name: tensors[name] for name in tensors if name not in owned}
+    unquantized = {name: tensors[name] for name in tensors if name not in owned}
     refuse(kv_scale_problems(tensors))
-    refuse(dtype_problems(opened.model, rest, tensors))
+    refuse(dtype_problems(opened.model, unquantized, tensors))
     refuse(suspect_problems(opened.model, Scan(weight_files(opened.directory)), tensors))
-    for name in rest:
+    for name in unquantized:
         if name.endswith(KV_SCALES):
-            yield _kv_scale(name, tensors[name], names, dtype, to)
+            try:
+                stored = layout.stored_kv_scale(names.stored(name), tensors[name], dtype)
+            except ValueError as error:
+                raise UserError(str(error)) from None
+            yield stored
         else:
             yield names.stored(name), tensors[name]
-
-
-def _kv_scale(
-    name: str, scale: torch.Tensor, names: StoredNames, dtype: torch.dtype, to: str
-) -> tuple[str, torch.Tensor]:
-    if to != "modelopt":
-        return names.stored(name), layout.stored_scale(scale if scale.dim() else scale.reshape(1), dtype)
-    if scale.numel() != 1:
-        raise UserError(
-            f"{name}: {scale.numel()} scales of the KV cache, one a head, and ModelOpt's layout has one a tensor; "
-            "quantize the model again with one"
-        )
-    return modelopt.kv_name(names.stored(name)), scale.float().reshape(())

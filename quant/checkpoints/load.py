@@ -19,9 +19,8 @@ from quant.checkpoints.open import (
 )
 from quant.checkpoints.pretrained import attach
 from quant.errors import UserError
-from quant.export.checkpoint import compressed_tensors as layout
 from quant.export.checkpoint import modelopt
-from quant.export.checkpoint.layouts import LAYOUTS
+from quant.export.checkpoint.layouts import LAYOUTS, layout_of_config
 from quant.export.checkpoint.names import StoredNames
 from quant.export.checkpoint.read import weight_files
 from quant.export.checkpoint.scan import Scan
@@ -42,10 +41,7 @@ def can_run(path: str | Path) -> bool:
     if config is None or (Path(path) / PLAN_FILE).is_file():
         return is_checkpoint(path)
     try:
-        if config.get("quant_method") == "compressed-tensors":
-            layout.read_config(config, StoredNames())
-        else:
-            modelopt.read_config(config, StoredNames(), ())
+        layout_of_config(config).read_config(config, StoredNames())
     except ValueError:
         return False
     return True

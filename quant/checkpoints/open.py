@@ -62,7 +62,8 @@ class Checkpoint:
     @cached_property
     def tensors(self) -> TensorFiles:
         """The tensors, read when asked for, under the names that the model's modules have."""
-        names = replace(self.names, back=(modelopt.kv_name_of_module, *self.names.back))
+        kv_names = (layout.kv_name_of_module for layout in LAYOUTS.values())
+        names = replace(self.names, back=(*kv_names, *self.names.back))
         return TensorFiles(self.directory, names.of_model, meta=self.meta)
 
     @cached_property

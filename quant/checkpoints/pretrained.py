@@ -19,7 +19,8 @@ from torch import nn
 from quant.checkpoints.open import with_fused_experts
 from quant.checkpoints.save import write_model
 from quant.errors import UserError
-from quant.export.checkpoint import compressed_tensors as layout
+from quant.export.checkpoint.compressed_tensors import check_plan
+from quant.export.checkpoint.compressed_tensors_warnings import rotation_warnings
 from quant.export.checkpoint.names import stored_names
 from quant.export.checkpoint.read import layer_tensor_names, read_layer, read_parts
 from quant.export.checkpoint.write import SHARD_BYTES
@@ -129,10 +130,10 @@ def save_pretrained(
     state = {name: _whole(name, tensor) for name, tensor in (state_dict or model.state_dict()).items()}
     if not is_main_process:
         return
-    layout.check_plan(plan)
+    check_plan(plan)
     directory = Path(save_directory)
     directory.mkdir(parents=True, exist_ok=True)
-    told = layout.rotation_warnings(plan)
+    told = rotation_warnings(plan)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as work:
         made = Path(work) / "checkpoint"
         write_model(

@@ -15,7 +15,8 @@ from quant.calibration.blocks import stored_dtype
 from quant.calibration.session import Store
 from quant.checkpoints.trial_load import check_experts, check_read_back, trial
 from quant.errors import UserError
-from quant.export.checkpoint import compressed_tensors as layout
+from quant.export.checkpoint.compressed_tensors import check_plan, compress
+from quant.export.checkpoint.compressed_tensors_warnings import rotation_warnings, stopped_warnings
 from quant.export.checkpoint.directory import new_directory
 from quant.export.checkpoint.names import StoredNames, stored_names
 from quant.export.checkpoint.write import (
@@ -62,9 +63,9 @@ def save(
         FileExistsError: `directory` is not empty and `overwrite` is False.
     """
     plan = _own_plan(model) if plan is None else plan
-    layout.check_plan(plan)
+    check_plan(plan)
     names = stored_names(model)
-    for message in [*layout.rotation_warnings(plan), *layout.stopped_warnings(plan, names)]:
+    for message in [*rotation_warnings(plan), *stopped_warnings(plan, names)]:
         warnings.warn(message, stacklevel=2)
 
     def told(temporary: Path, hashes: dict[str, str], messages: list[str]) -> None:
@@ -164,7 +165,7 @@ def save_state_dict(
             out[name] = tensor
             continue
         for part, weight in layer_weights(layer, solved[layer]).items():
-            for suffix, stored in layout.compress(weight, None, tensor.dtype).items():
+            for suffix, stored in compress(weight, None, tensor.dtype).items():
                 out[f"{part}.{suffix}"] = stored
     # Without a module, masks cannot be told from other tensors that no plan names.
     masks = tensors.keys() - {f"{layer.name}.weight" for layer in plan.layers}

@@ -12,7 +12,7 @@ from quant.api.export_kinds import KINDS
 from quant.cli.base import JSON, QUIET, TRUST, Command, print_json
 from quant.cli.console import CONSOLE, listener, stages, status
 from quant.errors import UserError, counted
-from quant.export.checkpoint.layouts import LAYOUTS
+from quant.export.checkpoint.layout import LAYOUT_NAMES
 from quant.formats.atomic import claimed
 from quant.recipes.plan import PLAN_FILE
 
@@ -106,7 +106,7 @@ def export_command(
     click.get_current_context().with_resource(claimed(out))
     check_request(kind, directory, out, options["overwrite"], options["target"], options["backend"])
     with status(f"loading {directory}", quiet):
-        if kind in LAYOUTS:
+        if kind in LAYOUT_NAMES:
             model = outline(directory)
         else:
             model = load(directory, call_factory(model_factory) if model_factory else None)

@@ -22,7 +22,8 @@ from math import ceil
 
 import torch
 
-from quant.export.checkpoint import compressed_tensors, modelopt
+from quant.export.checkpoint import modelopt
+from quant.export.checkpoint.layouts import layout_of_tensors
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E4M3, E5M2, E8M0, FP32, INT4, INT8
 
@@ -57,8 +58,7 @@ def scaled(parts: Parts, blocks: Iterable[Block], dtype: torch.dtype) -> torch.T
         groups = torch.arange(columns) // ceil(columns / grid[1])
         return _affine(codes, zero, scale.reshape(grid).expand(rows, -1), groups, dtype)
     format = _format_of(codes, scale, "weight_scale_2" in parts or "weight_global_scale" in parts, blocks)
-    read = modelopt.decompress if modelopt.holds(parts) else compressed_tensors.decompress
-    return read(parts, format)[0].dequantize(dtype)
+    return layout_of_tensors(parts).decompress(parts, format)[0].dequantize(dtype)
 
 
 def _format_of(codes: torch.Tensor, scale: torch.Tensor, second: bool, blocks: Iterable[Block]) -> Format:

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from quant.export.checkpoint.compressed_tensors import compress, quantization_config
+from quant.export.checkpoint.layout import LAYOUT_NAMES
+from quant.export.checkpoint.layouts import LAYOUTS
 from quant.export.checkpoint.read import plan_of_checkpoint
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
@@ -14,6 +16,7 @@ from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
 
+PLAN = Plan((LayerPlan("up", LayerKind.LINEAR, (32, 32), FORMATS["nvfp4"], FORMATS["nvfp4"]),))
 NAMES = [f"block.attn.{part}_proj" for part in "qkv"]
 
 
@@ -55,3 +58,10 @@ def test_groups_that_a_run_has_shown_are_kept() -> None:
 def test_a_tied_layer_in_16_bit_stays_tied() -> None:
     plan = read(["nvfp4", "nvfp4", None], 1, tied_to="embed")
     assert [layer.tied_to for layer in plan.layers] == [None, None, "embed"]
+
+
+def test_names_of_layouts_are_known_without_torch() -> None:
+    assert tuple(LAYOUTS) == LAYOUT_NAMES
+    assert {name: LAYOUTS[name].quantization_config(PLAN)["quant_method"] for name in LAYOUTS} == {
+        name: name for name in LAYOUTS
+    }

@@ -324,7 +324,7 @@ def test_modelopt_makes_the_same_config_of_every_mixture() -> None:
         chosen = [[None if name is None else FORMATS[name] for name in pair] for pair in (second, first, second)]
         layers = [LayerPlan(f"layers.{i}.up", LayerKind.LINEAR, (256, 256), w, a) for i, (w, a) in enumerate(chosen)]
         plan = Plan((*layers, LayerPlan("lm_head", LayerKind.HEAD, (256, 256))), kv_cache=FORMATS["fp8"])
-        config, whole = modelopt.configs(plan)
+        config, (whole,) = modelopt.quantization_config(plan), modelopt.own_files(plan).values()
         assert config == library.convert_hf_quant_config_format(whole), (first, second)
 
 
