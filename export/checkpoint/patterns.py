@@ -1,31 +1,45 @@
-"""Patterns of other tools' checkpoints (`re:…` in compressed-tensors' `targets` and `ignore`) are matched here.
+r"""Matches patterns of other tools' checkpoints, `re:…` in compressed-tensors' `targets` and `ignore`, in bounded time.
 
 Python's `re` tries the ways in which a pattern may match one after the other, and `(a+)+b` has exponentially many. A
-checkpoint may come from anybody, so a pattern with more than a few choices is matched by the sets of positions that its
-parts can reach. Each part is worked out once for each position of the name, which takes polynomial time.
+checkpoint may come from anybody, so a pattern is matched here by the *set* of positions that each part can reach, an
+integer with one bit a position. Single characters and runs of them take a few operations on whole sets; groups that
+repeat, and look-aheads, are worked out once for each position. That takes polynomial time in pattern and name.
+
+    x        (S & where(x)) << 1                        where(x): positions of the name at which x stands
+    x*       ((((S & W) + W) ^ W) | S), W = where(x)    the carry runs through neighbouring bits
+    (?=A)    S & {p : A matches from p}
+
+(`x*` is MatchStar of Cameron et al., "Bitwise data parallelism in regular expression matching", PACT 2014.)
+
+google-re2 has the same guarantee, but no look-ahead, and published checkpoints have them: `re:^(?!.*experts).*$` keeps
+everything but the experts in 16 bit. With re2, such checkpoints would no longer load.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from re import _constants as op  # type: ignore[attr-defined]
-from re import _parser as parser  # type: ignore[attr-defined]
-from typing import Any
 
 LONGEST = 1000
 """Characters of a pattern."""
-_SINGLE = (op.ANY, op.LITERAL, op.NOT_LITERAL, op.IN)
-_CATEGORIES = {
-    op.CATEGORY_DIGIT: r"\d",
-    op.CATEGORY_NOT_DIGIT: r"\D",
-    op.CATEGORY_SPACE: r"\s",
-    op.CATEGORY_NOT_SPACE: r"\S",
-    op.CATEGORY_WORD: r"\w",
-    op.CATEGORY_NOT_WORD: r"\W",
-}
+_TOKENS = re.compile(
+    r"""
+    (?P<comment> \(\?\#[^)]*\) )
+  | (?P<group>   \( (?: \?: | \?= | \?! | \?P<\w+> | (?!\?) ) )
+  | (?P<close>   \) )
+  | (?P<either>  \| )
+  | (?P<repeat>  (?: [*+?] | \{ (?: (?P<least>\d+) (?P<range>,(?P<most>\d*))? | ,(?P<at_most>\d*) ) \} )
+                 (?P<mode>[?+]?) )
+  | (?P<anchor>  \^ | \$ | \\[AZzbB] )
+  | (?P<char>    \[ \^? \]? (?: \\. | [^\]\\] )* \]
+               | \\ (?: x[0-9a-fA-F]{2} | u[0-9a-fA-F]{4} | U[0-9a-fA-F]{8} | N\{[^}]*\} | 0[0-7]{0,2} | [0-7]{3} | \D )
+               | [^\\(] )
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+Part = Callable[[str, int], int]
+"""From a name and a set of positions to the set of positions at which the part can end."""
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -33,109 +47,158 @@ def matches(pattern: str, name: str) -> bool:
 
     Raises:
         ValueError: too long, no regular expression, or with parts that take more than the positions (back references,
-            look-behinds, flags).
+            look-behinds, flags, possessive repetitions).
     """
-    tree, few_choices = _parsed(pattern)
-    if few_choices:
-        return re.match(pattern, name) is not None
     try:
-        return bool(_Matcher(name).ends(tree, 0))
+        return _compiled(pattern)(name, 1) != 0
     except RecursionError:
         raise ValueError(f"the pattern {pattern[:50]!r}… is nested too deeply; write it flat") from None
 
 
 @lru_cache
-def _parsed(pattern: str) -> tuple[Any, bool]:
-    """The parts of a pattern, and whether `re` is quick with it: at most three choices, none in a repetition."""
+def _compiled(pattern: str) -> Part:
     if len(pattern) > LONGEST:
         raise ValueError(f"the pattern {pattern[:50]!r}… has {len(pattern):,} characters; at most {LONGEST:,} are read")
     try:
-        tree = parser.parse(pattern)
-        choices = _choices(tree)
+        re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"the pattern {pattern!r} is no regular expression ({error})") from None
-    if tree.state.flags != re.UNICODE:
-        raise ValueError(f"the pattern {pattern!r} sets flags, which are not read; write it without")
-    return tree, choices <= 3
+    return _branches(_tokens(pattern), pattern)
 
 
-def _choices(parts: Iterable[Any], repeated: bool = False) -> float:
-    """Repetitions and branches among the parts; infinite where one is in a repetition, or a part is unusual."""
-    count = 0.0
-    for kind, value in parts:
-        if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
-            count += math.inf if repeated else 1 + _choices(value[2], True)
-        elif kind is op.BRANCH:
-            count += math.inf if repeated else 1 + sum(map(_choices, value[1]))
-        elif kind is op.SUBPATTERN:
-            count += _choices(value[3], repeated)
-        elif kind not in (*_SINGLE, op.AT):
-            count += math.inf
-    return count
+def _tokens(pattern: str) -> Iterator[re.Match[str]]:
+    """The tokens of a pattern that `re` accepts, without comments."""
+    end = 0
+    while end < len(pattern):
+        token = _TOKENS.match(pattern, end)
+        if token is None or token["mode"] == "+":
+            raise ValueError(
+                f"the pattern {pattern!r} has a part that is not read, {pattern[end:][:10]!r}; write it without"
+            )
+        end = token.end()
+        if token["comment"] is None:
+            yield token
 
 
-class _Matcher:
-    """Where the parts of a pattern, matched from a position of `text`, can end."""
+def _branches(tokens: Iterator[re.Match[str]], pattern: str) -> Part:
+    """The part up to the end of its group: the branches between `|`."""
+    branches: list[list[Part]] = [[]]
+    char = ""  # the last token, if it is a character that a repetition may follow
+    for token in tokens:
+        if token["close"]:
+            break
+        parts = branches[-1]
+        if token["either"]:
+            branches.append([])
+        elif token["repeat"]:
+            least, most = _bounds(token)
+            parts[-1] = _star(char) if char and (least, most) == (0, None) else _repeated(parts[-1], least, most)
+        elif token["group"]:
+            inside = _branches(tokens, pattern)
+            parts.append(_ahead(inside, token["group"] == "(?=") if token["group"] in ("(?=", "(?!") else inside)
+        elif token["anchor"]:
+            parts.append(_anchor(token["anchor"]))
+        else:
+            parts.append(_char(token["char"]))
+        char = token["char"] or ""
+    return _either([_sequence(parts) for parts in branches])
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.known: dict[tuple[int, int], frozenset[int]] = {}
 
-    def ends(self, parts: Iterable[Any], start: int) -> frozenset[int]:
-        """Ends of a sequence of parts."""
-        key = id(parts), start
-        if key not in self.known:
-            found = frozenset({start})
-            for kind, value in parts:
-                found = frozenset(end for place in found for end in self._part(kind, value, place))
-            self.known[key] = found
-        return self.known[key]
+def _bounds(token: re.Match[str]) -> tuple[int, int | None]:
+    """The least and greatest count of a repetition; None is without limit."""
+    if token["repeat"][0] in "*+?":
+        return int(token["repeat"][0] == "+"), 1 if token["repeat"][0] == "?" else None
+    if token["least"] is None:
+        return 0, int(token["at_most"]) if token["at_most"] else None
+    if token["range"] is None:
+        return int(token["least"]), int(token["least"])
+    return int(token["least"]), int(token["most"]) if token["most"] else None
 
-    def _part(self, kind: Any, value: Any, start: int) -> Iterable[int]:
-        if kind is op.BRANCH:
-            return {end for branch in value[1] for end in self.ends(branch, start)}
-        if kind is op.SUBPATTERN:
-            return self.ends(value[3], start)
-        if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
-            return self._repeated(value[0], value[1], value[2], start)
-        if kind in (op.ASSERT, op.ASSERT_NOT) and value[0] == 1:
-            return {start} if bool(self.ends(value[1], start)) == (kind is op.ASSERT) else ()
-        if kind is op.AT:
-            here = re.compile({op.AT_BEGINNING: r"^", op.AT_BEGINNING_STRING: r"\A", op.AT_END: "$"}.get(value, r"\Z"))
-            if value in (op.AT_BOUNDARY, op.AT_NON_BOUNDARY):
-                here = re.compile(r"\b" if value is op.AT_BOUNDARY else r"\B")
-            return {start} if here.match(self.text, start) else ()
-        if kind not in _SINGLE:
-            raise ValueError(f"a pattern has a part that is not read ({kind}); write it without")
-        return {start + 1} if start < len(self.text) and _is(kind, value, self.text[start]) else ()
 
-    def _repeated(self, least: int, most: int, parts: Any, start: int) -> set[int]:
-        reached = {start} if not least else set()
-        level, count = {start}, 0
-        while level and count < most:
-            following = {end for place in level for end in self.ends(parts, place)}
+@lru_cache(4096)
+def _where(token: str, name: str) -> int:
+    """The positions of a name at which a character, a set of characters or an anchor stands."""
+    return sum(1 << match.start() for match in re.finditer(token, name))
+
+
+def _char(token: str) -> Part:
+    return lambda name, starts: (starts & _where(token, name)) << 1
+
+
+def _star(token: str) -> Part:
+    def ends(name: str, starts: int) -> int:
+        where = _where(token, name)
+        return (((starts & where) + where) ^ where) | starts
+
+    return ends
+
+
+def _anchor(token: str) -> Part:
+    return lambda name, starts: starts & _where(token, name)
+
+
+def _sequence(parts: list[Part]) -> Part:
+    def ends(name: str, starts: int) -> int:
+        for part in parts:
+            if not starts:
+                break
+            starts = part(name, starts)
+        return starts
+
+    return ends
+
+
+def _either(branches: list[Part]) -> Part:
+    if len(branches) == 1:
+        return branches[0]
+
+    def ends(name: str, starts: int) -> int:
+        reached = 0
+        for branch in branches:
+            reached |= branch(name, starts)
+        return reached
+
+    return ends
+
+
+def _ahead(part: Part, expected: bool) -> Part:
+    """A look-ahead: the positions from which `part` matches, or does not."""
+
+    @lru_cache(4096)
+    def holds(name: str, position: int) -> bool:
+        return (part(name, position) != 0) is expected
+
+    return lambda name, starts: sum(position for position in _bits(starts) if holds(name, position))
+
+
+def _repeated(part: Part, least: int, most: int | None) -> Part:
+    @lru_cache(4096)
+    def from_one(name: str, position: int) -> int:
+        reached = position if not least else 0
+        level, count = position, 0
+        while level and (most is None or count < most):
+            following = part(name, level)
             count += 1
             if count > least:
-                following -= reached
-            elif following == level:  # the part matches nothing, as often as is asked for
+                following &= ~reached
+            elif following == level:  # the part can stay where it is, and so any number of times
                 count = max(count, least)
             if count >= least:
                 reached |= following
             level = following
         return reached
 
+    def ends(name: str, starts: int) -> int:
+        reached = 0
+        for position in _bits(starts):
+            reached |= from_one(name, position)
+        return reached
 
-def _is(kind: Any, value: Any, char: str) -> bool:
-    """Whether one character is what a part of a pattern asks for."""
-    if kind is op.ANY:
-        return char != "\n"
-    if kind is op.LITERAL:
-        return bool(ord(char) == value)
-    if kind is op.NOT_LITERAL:
-        return bool(ord(char) != value)
-    if kind is op.RANGE:
-        return bool(value[0] <= ord(char) <= value[1])
-    if kind is op.CATEGORY:
-        return re.match(_CATEGORIES[value], char) is not None
-    negated = value[0][0] is op.NEGATE  # of a set of characters
-    return any(_is(part, of, char) for part, of in value[negated:]) != negated
+    return ends
+
+
+def _bits(positions: int) -> Iterator[int]:
+    """Each position of a set, as a set of its own."""
+    while positions:
+        yield positions & -positions
+        positions &= positions - 1

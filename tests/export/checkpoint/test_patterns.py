@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quant.export.checkpoint.patterns import _Matcher, _parsed, matches
+from quant.export.checkpoint.patterns import matches
 
 PATTERNS = st.recursive(
     st.sampled_from(["a", "b", ".", r"\.", r"\d", "[ab]", "[^a]", "^", "$", r"\b", ""]),
@@ -31,7 +31,38 @@ PATTERNS = st.recursive(
 def test_as_the_library_matches(pattern: str, name: str) -> None:
     expected = re.match(pattern, name) is not None
     assert matches(pattern, name) == expected
-    assert bool(_Matcher(name).ends(_parsed(pattern)[0], 0)) == expected
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^(?!.*experts).*$",  # of published checkpoints
+        r"^(?!.*\.mlp\.experts(?:\.|$)).*$",
+        r"^(?!.*(?:self_attn\.(?:q_proj|k_proj|in_proj)|vision_tower\..*|mm_projector\..*)$).*$",
+        r".*mlp\.gate$",
+        ".*lm_head",
+        r"model\.layers\.(?P<index>[0-9]+)\.mlp(?#any part)\.",
+        r"[^]a-z]|[]m-o]+?\x6f",
+        r"model.{1,}\d{1,2}.{,40}(?:gate|up)_proj$",
+        r"model{\.|\w+[\w.]*\bq_proj\Z",
+        "\\A(model|lm_head)?(?=$)",
+        "",
+    ],
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "lm_head",
+        "model.layers.0.mlp.gate",
+        "model.layers.12.mlp.experts.3.up_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model{.vision_tower.blocks",
+        "Model.mm_projector.0",
+    ],
+)
+def test_names_of_layers(pattern: str, name: str) -> None:
+    assert matches(pattern, name) == (re.match(pattern, name) is not None)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +86,7 @@ def test_no_pattern_hangs(pattern: str) -> None:
     assert time.process_time() - started < 5
 
 
-@pytest.mark.parametrize("pattern", ["(", "a" * 1001, r"(a)\1", "(?i)a+", "(?<=a)b"])
+@pytest.mark.parametrize("pattern", ["(", "a" * 1001, r"(a)\1", "(?i)a+", "(?i:a)", "(?<=a)b", "(?>a)", "a*+"])
 def test_what_is_not_read(pattern: str) -> None:
     with pytest.raises(ValueError, match="pattern"):
         matches(pattern, "aa")
