@@ -1,8 +1,7 @@
 """Output directories are written whole or not at all.
 
-A directory is built under a temporary name beside its destination and renamed when everything is in it, so that a
-full disk, a crash or Ctrl-C never leaves half a checkpoint under the name a server loads. `quant.formats.atomic` says
-how.
+A directory is built under a temporary name next to its destination and renamed when everything is in it, so that a full
+disk, a crash or Ctrl-C never leaves half a checkpoint under the name that a server loads (`quant.formats.atomic`).
 """
 
 from __future__ import annotations
@@ -22,29 +21,31 @@ OURS = (PLAN_FILE, "receipt.json")
 NEW, COMPLETE = "new", "complete"
 """In a working directory: the checkpoint that is being built, and the file that says that it is whole.
 
-`complete` holds the inode of `new`, which tells the checkpoint from the one that it has changed places with.
+`complete` holds the inode of `new`. After the exchange with the destination, an older checkpoint is called `new`, and
+the inode tells the two apart.
 """
 
 
 @contextmanager
 def new_directory(
-    path: Path, *, overwrite: bool, work: Path | None = None, kept: Callable[[], Collection[str]] = tuple
+    path: Path, *, overwrite: bool, work: Path | None = None, resumable: Callable[[], Collection[str]] = tuple
 ) -> Iterator[Path]:
     """Gives a temporary directory that becomes `path` when the block ends without an error.
 
     Args:
-        path: where it will be.
-        overwrite: replaces what is there.
-        work: a directory beside `path` in which it is built; `finish_directory` ends what is stopped at the very end.
-        kept: names of files that stay in `work` for the next run, where one was stopped.
+        path: of the new directory.
+        overwrite: replaces a directory at `path`.
+        work: a directory next to `path` to build in. A run that is stopped after the checkpoint is whole and before it
+            has its name is completed by `finish_directory`.
+        resumable: names of files that stay in `work` for the next run, if this one is stopped.
 
     Raises:
         OSError: another process writes to `path`, or it is not to be replaced, as `check_destination` says.
     """
     with claimed(path):
         check_destination(path, overwrite=overwrite)
-        path = path.resolve()  # what a link points to is replaced, not the link
-        with temporary_directory(path) if work is None else _working_directory(work, kept) as temporary:
+        path = path.resolve()  # a link stays, and its target is replaced
+        with temporary_directory(path) if work is None else _working_directory(work, resumable) as temporary:
             yield temporary
             temporary.chmod(0o777 & ~umask())
             if work is None:
@@ -56,27 +57,27 @@ def new_directory(
 
 
 @contextmanager
-def _working_directory(work: Path, kept: Callable[[], Collection[str]]) -> Iterator[Path]:
+def _working_directory(work: Path, resumable: Callable[[], Collection[str]]) -> Iterator[Path]:
     new = work / NEW
     (work / COMPLETE).unlink(missing_ok=True)
-    _empty(new, kept())
+    _remove_all_but(resumable(), new)
     new.mkdir(exist_ok=True)
     try:
         yield new
     except BaseException:
         if not (work / COMPLETE).exists():
-            _empty(new, kept())
+            _remove_all_but(resumable(), new)
         raise
 
 
-def _empty(directory: Path, kept: Collection[str]) -> None:
-    """Removes what is in a directory, and the directory itself where nothing is kept."""
-    if not kept:
+def _remove_all_but(names: Collection[str], directory: Path) -> None:
+    """Removes the other entries of a directory, and without names the directory itself."""
+    if not names:
         shutil.rmtree(directory, ignore_errors=True)
         return
-    for place in directory.iterdir():
-        if place.name not in kept:
-            shutil.rmtree(place) if place.is_dir() else place.unlink()
+    for entry in directory.iterdir():
+        if entry.name not in names:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def finish_directory(work: Path, path: Path) -> None:
@@ -87,21 +88,21 @@ def finish_directory(work: Path, path: Path) -> None:
     inode = int((work / COMPLETE).read_text() or 0)
     if not path.exists() or path.stat().st_ino != inode:
         replace_directory(new, path)
-    shutil.rmtree(new, ignore_errors=True)  # what was at `path`
+    shutil.rmtree(new, ignore_errors=True)  # the directory that was at `path` before
 
 
 def check_destination(path: Path, *, overwrite: bool) -> None:
     """Checks, before anything slow, that a directory can be put at `path`.
 
     Raises:
-        FileExistsError: it is a file, or below one; it holds files and `overwrite` is False, or they are not what
-            Blockscale writes.
+        FileExistsError: it is a file, or below one; it holds files and `overwrite` is False, or Blockscale did not
+            write them.
         OSError: it is a mount point or holds the current directory, neither of which can be replaced whole; or
             nothing can be written there.
     """
-    for place in (path, *path.parents):
-        if place.exists() and not place.is_dir():
-            raise FileExistsError(f"{place} is a file; name a directory for the checkpoint")
+    for ancestor in (path, *path.parents):
+        if ancestor.exists() and not ancestor.is_dir():
+            raise FileExistsError(f"{ancestor} is a file; name a directory for the checkpoint")
     if os.path.ismount(path):
         raise OSError(f"{path} is a mount point, which cannot be replaced whole; name a directory in it")
     whole = path.resolve()
@@ -110,7 +111,7 @@ def check_destination(path: Path, *, overwrite: bool) -> None:
     if whole in (Path.cwd(), *Path.cwd().parents):
         raise OSError(f"{path} is the current directory or above it; name a directory in it")
     _check_files(path, overwrite)
-    parent = next(place for place in whole.parents if place.is_dir())
+    parent = next(ancestor for ancestor in whole.parents if ancestor.is_dir())
     try:
         with tempfile.TemporaryFile(dir=parent):
             pass
@@ -130,17 +131,18 @@ def check_apart(out: Path, *sources: str | Path | None) -> None:
     """
     whole = out.resolve()
     for source in (Path(source).expanduser() for source in sources if source is not None and os.path.exists(source)):
-        place = source.resolve()
-        links = [each.resolve() for each in place.iterdir() if each.is_symlink()] if place.is_dir() else []
-        for read in (place, *links):
+        # Files in the cache of the Hugging Face hub are links to blobs in another folder.
+        target = source.resolve()
+        links = [entry.resolve() for entry in target.iterdir() if entry.is_symlink()] if target.is_dir() else []
+        for read in (target, *links):
             if whole == read or whole in read.parents:
                 raise FileExistsError(f"--out {out} is or holds {source}, which it would replace; name another place")
-        if place in whole.parents:
+        if target in whole.parents:
             raise FileExistsError(f"--out {out} lies in {source}, which is only read; name a place outside it")
 
 
 def _check_files(path: Path, overwrite: bool) -> None:
-    files = sorted(place.name for place in path.iterdir()) if path.is_dir() else []
+    files = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     if not files:
         return
     if not overwrite:

@@ -1,14 +1,14 @@
-"""`StoredNames` translates the names of a model's modules to those of its tensors on disk, and back.
+"""`StoredNames` translates the names of tensors in a model to their names on disk, and back.
 
 transformers 5 builds a model from parts that need not be named, or split, as they are in its checkpoint:
 
     disk     model.layers.0.block_sparse_moe.experts.3.w1.weight     language_model.model.layers.0.…
     module   model.layers.0.mlp.experts.gate_up_proj                 model.language_model.layers.0.…
 
-Servers read the names on disk, and so does transformers: a checkpoint with the modules' names would leave its experts
-at random values. transformers keeps the rules of its conversion as data, and they are read here in both directions.
-Everywhere else, names are those of modules: one expert's matrices are `….experts.3.gate_proj`, `.up_proj` and
-`.down_proj` until they are written.
+Servers read the names on disk, and so does transformers: with the modules' names in a checkpoint, transformers would
+leave the experts at random values. It keeps the rules of its conversion as data, and this file applies them in both
+directions. Everywhere else a tensor has its name in the model, and one expert's matrices are `….experts.3.gate_proj`,
+`.up_proj` and `.down_proj` until they are written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quant.kernels.linear.expert_stack import ExpertStack
 from quant.recipes.expert_stacks import stacking_of
 
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "weight": ("",)}
-"""Matrices of an expert that one parameter holds, in the order of its rows; others hold one of their own name."""
+"""Matrices of an expert in a parameter, in the order of its rows; any other parameter is one matrix of its own name."""
 
 _EXPERT = re.compile(r"(.+\.\d+)\.(\w+)\.(\w+)")
 Rename = Callable[[str], str]
@@ -38,18 +38,18 @@ FormatsOf = Callable[[str], tuple[Format, Format | None] | None]
 
 @dataclass(frozen=True)
 class StoredNames:
-    """Names of tensors, there and back.
+    """Names of tensors, in both directions.
 
     Attributes:
-        renamings: from a module's name to that on disk, one after the other.
-        back: the other way.
-        experts: names on disk of an expert's matrices, by those that they have here.
+        renamings: from a name in the model to the name on disk, one after the other.
+        back: from a name on disk to the name in the model.
+        experts: names on disk of an expert's matrices, by their names in the model.
         cut: fused parameters that are stored expert by expert also where they stay in 16 bit.
         apart: transformers takes the experts of a quantized checkpoint apart into linear layers.
-        stopped: parameters of experts that transformers has no place for where they are quantized, and of whose name
-            an empty tensor is stored, which makes it stop: it would run with random numbers.
+        stopped: parameters of experts that transformers has no place for once they are quantized. It would run with
+            random numbers, so an empty tensor is stored under their names, at which it stops.
         unread: other such parameters. Servers know their names and would fail at an empty tensor.
-        parameters: the model's own parameters by their names on disk: rules need not lead back to where they came from.
+        parameters: the model's parameters by their names on disk, as the rules of `back` need not invert `renamings`.
     """
 
     renamings: tuple[Rename, ...] = ()
@@ -63,12 +63,12 @@ class StoredNames:
 
     def stored(self, name: str) -> str:
         """The name on disk of the tensor `name`, whatever the suffix of a quantized weight's part."""
-        return _as_weight(name, lambda found: _apply(self.renamings, _swap(found, self.experts)))
+        return _as_weight(name, lambda weight: _apply(self.renamings, _swap(weight, self.experts)))
 
     def of_model(self, name: str) -> str:
         """The inverse of `stored`; a name of the model's own stays."""
         ours = {theirs: ours for ours, theirs in self.experts.items()}
-        return _as_weight(name, lambda found: self.parameters.get(found) or _swap(_apply(self.back, found), ours))
+        return _as_weight(name, lambda weight: self.parameters.get(weight) or _swap(_apply(self.back, weight), ours))
 
     def both(self, layer: str) -> list[str]:
         """A layer's name as transformers knows it, and, where that differs, as the files have it."""
@@ -82,15 +82,15 @@ def stored_names(model: nn.Module | None) -> StoredNames:
         return StoredNames()
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    known = _plain(get_model_conversion_mapping(model, add_legacy=False))
-    # Of the rules for a kind of model, those that its own checkpoint needed.
+    rules = _plain(get_model_conversion_mapping(model, add_legacy=False))
+    # `from_pretrained` of transformers 5 notes the rules that the model's own checkpoint needed.
     used = getattr(model, "_weight_conversions", None)
-    used = known if used is None else _plain(used)
-    fused = _fused(known)
+    used = rules if used is None else _plain(used)
+    fused = _fused(rules)
     apart = _is_apart(model)
     names = StoredNames(
         renamings=tuple(_renaming(rule.reverse_transform()) for rule in reversed(used) if _is_renaming(rule)),
-        back=tuple(_renaming(rule) for rule in known if _is_renaming(rule)),
+        back=tuple(_renaming(rule) for rule in rules if _is_renaming(rule)),
         experts={
             ours: theirs
             for last, names in fused.items()
@@ -150,7 +150,7 @@ def cut_experts(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _plain(rules: Iterable[Any]) -> list[Any]:
-    """Rules without those that add or remove a prefix: whether there was one is known of no file."""
+    """Rules without subclasses such as `PrefixChange`: a file does not tell whether its names had the prefix."""
     return [rule for rule in rules if type(rule).__name__ in ("WeightRenaming", "WeightConverter")]
 
 
@@ -164,7 +164,7 @@ def _renaming(rule: Any) -> Rename:
 
 def _fused(rules: Iterable[Any]) -> dict[str, tuple[str, ...]]:
     """Names on disk of an expert's matrices, by the parameter that they are stacked in."""
-    found = {}
+    names_on_disk = {}
     for rule in rules:
         operations = [type(operation).__name__ for operation in getattr(rule, "operations", ())]
         if operations not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
@@ -172,12 +172,12 @@ def _fused(rules: Iterable[Any]) -> dict[str, tuple[str, ...]]:
         last = rule.target_patterns[0].rpartition(".")[2]
         names = tuple(pattern.split(".")[-2] for pattern in rule.source_patterns)
         if len(names) == len(EXPERT_PARTS.get(last, (last,))):
-            found[last] = names
-    return found
+            names_on_disk[last] = names
+    return names_on_disk
 
 
 def _as_weight(name: str, rename: Rename) -> str:
-    """`name` renamed; parts of a quantized weight go where the weight would, for rules speak of weights alone."""
+    """`name` renamed; the rules have names of weights only, and the parts of a quantized weight follow the weight."""
     stem, _, suffix = name.rpartition(".")
     if not suffix.startswith(("weight_", "input_")):
         return rename(name)
@@ -191,7 +191,7 @@ def _apply(renamings: Iterable[Rename], name: str) -> str:
 
 
 def _swap(name: str, parts: Mapping[str, str]) -> str:
-    """`name` with the matrix of an expert called as `parts` has it."""
+    """`name`, in which the matrix of an expert has its name of `parts`."""
     match = _EXPERT.fullmatch(name)
     if match is None or match[2] not in parts:
         return name

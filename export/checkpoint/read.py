@@ -1,10 +1,9 @@
-"""Reads checkpoints of any layout: tensors, the weight and run-time parts of each layer, and the plan."""
+"""Reads checkpoints of any layout: the tensors in their files, and the weight and run-time parts of each layer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -14,22 +13,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quant.export.checkpoint.check import matrix_problems, value_problem
-from quant.export.checkpoint.layouts import layout_of_config, layout_of_tensors
-from quant.export.checkpoint.names import Rename, StoredNames, matrix_names
+from quant.export.checkpoint.layouts import layout_of_tensors
+from quant.export.checkpoint.names import Rename, matrix_names
 from quant.formats.json_files import parse_json
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
-from quant.recipes.fusion_groups import group_unseen
 from quant.recipes.json_data import typed
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import Layer
-from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.recipes.shared_inputs import group_experts
+from quant.recipes.plan import LayerPlan
 
 EXACT = "blockscale.float64"
 """Key in the metadata of a file: scales that float32 does not hold, in hexadecimal."""
-BESIDE = ("pre_scale", "lowrank_down", "lowrank_up")
-"""Suffixes of what stands beside a weight in 16 bit."""
+RUN_TIME_PARTS = ("pre_scale", "lowrank_down", "lowrank_up")
+"""Suffixes of the 16-bit tensors of a layer's run-time parts: the scale of its input, and its low-rank branch."""
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -40,12 +36,12 @@ def weight_files(directory: Path) -> list[Path]:
 class TensorFiles(Mapping[str, torch.Tensor]):
     """The tensors of a checkpoint directory, read from the memory-mapped shards when asked for.
 
-    Scales that `write_tensors` found no float32 for are float64, as they were.
+    A scale that float32 does not hold comes back in float64, from the metadata that `write_tensors` gave its file.
 
     Args:
         directory: with the files.
         rename: from a name on disk to the one that the tensor has here.
-        meta: reads shapes and dtypes alone, and the values of single numbers, such as a tensor's scale.
+        meta: gives tensors on the meta device, read from the headers; single numbers, such as a scale, have values.
 
     Raises:
         FileNotFoundError: the directory has no safetensors file.
@@ -63,7 +59,8 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         for file in files:
             try:
                 handle = safe_open(file, framework="pt")
-            except (SafetensorError, RuntimeError) as error:  # RuntimeError: torch cannot map an empty file
+            except (SafetensorError, RuntimeError) as error:
+                # torch raises RuntimeError where it cannot map an empty file.
                 raise ValueError(f"{file}: truncated or damaged ({error}); write or download it again") from error
             for stored in handle.keys():  # noqa: SIM118
                 name = rename(stored)
@@ -90,8 +87,8 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
     @cached_property
     def below(self) -> dict[str, list[str]]:
-        """What stands below each module: `weight` and `bias` of `model.norm`, for example."""
-        return _below(self)
+        """The tensors below each module: `weight` and `bias` of `model.norm`, for example."""
+        return _by_module(self)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -125,28 +122,30 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 def _exact_scales(handle: Any, file: Path) -> dict[str, float]:
     """The scales of a file that float32 does not hold, by name."""
     try:
-        kept = typed(dict[str, str], parse_json((handle.metadata() or {}).get(EXACT, "{}")), "scales")
-        found = {name: float.fromhex(value) for name, value in kept.items()}
+        texts = typed(dict[str, str], parse_json((handle.metadata() or {}).get(EXACT, "{}")), "scales")
+        scales = {name: float.fromhex(text) for name, text in texts.items()}
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{file}: damaged metadata {EXACT} ({error}); write or download it again") from None
     names = set(handle.keys())
-    for name, value in found.items():
+    for name, value in scales.items():
+        # The tensor itself holds the nearest float32.
         if name not in names or not math.isclose(float(handle.get_tensor(name)), value, rel_tol=2**-23):
             raise ValueError(f"{file}: {name} is not what the metadata {EXACT} says; write or download it again")
-    return found
+    return scales
 
 
-def _below(names: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+def _by_module(names: Iterable[str]) -> dict[str, list[str]]:
+    """The last parts of tensors' names, by the module before them."""
+    by_module: dict[str, list[str]] = {}
     for name in names:
         module, _, last = name.rpartition(".")
-        found.setdefault(module, []).append(last)
-    return found
+        by_module.setdefault(module, []).append(last)
+    return by_module
 
 
 def layer_tensor_names(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> list[str]:
     """Names of the tensors that belong to a quantized layer, other than its bias."""
-    below = tensors.below if isinstance(tensors, TensorFiles) else _below(tensors)
+    below = tensors.below if isinstance(tensors, TensorFiles) else _by_module(tensors)
     return [f"{name}.{own}" for name, _ in _matrices(layer) for own in below.get(name, ()) if own != "bias"]
 
 
@@ -160,21 +159,21 @@ def _matrices(layer: LayerPlan) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[BlockScaledTensor, torch.Tensor | None]:
-    """One planned layer's weight and static input scale from a checkpoint's tensors, of either layout.
+    """One planned layer's weight and static input scale from a checkpoint's tensors, of any layout.
 
     Raises:
-        ValueError: a tensor of the layer is missing, left over, or not as the plan has it (`checkpoint_check`); the
-            message names the tensor and its file.
+        ValueError: a tensor of the layer is missing, left over, or not as the plan has it (`check`); the message names
+            the tensor and its file.
     """
-    below = tensors.below if isinstance(tensors, TensorFiles) else _below(tensors)
+    below = tensors.below if isinstance(tensors, TensorFiles) else _by_module(tensors)
     if plan.kind != LayerKind.EXPERTS:
         return _read_linear(tensors, below, plan.name, plan.matrix, plan)
-    parts_of = len(matrix_names(plan.name, 0))
+    matrices_of_expert = len(matrix_names(plan.name, 0))
     matrices = iter(_matrices(plan))
     experts, input_scale = [], None
     for _ in range(plan.shape[0]):
         parts = []
-        for name, shape in islice(matrices, parts_of):
+        for name, shape in islice(matrices, matrices_of_expert):
             weight, own = _read_linear(tensors, below, name, shape, plan)
             if own is not None and input_scale is not None and not torch.equal(own, input_scale):
                 raise ValueError(
@@ -212,8 +211,8 @@ def _read_linear(
     shape: tuple[int, ...],
     plan: LayerPlan,
 ) -> tuple[BlockScaledTensor, torch.Tensor | None]:
-    beside = ("bias", *planned_beside(plan))
-    local = {key: tensors[f"{name}.{key}"] for key in below.get(name, ()) if key not in beside}
+    outside = ("bias", *planned_parts(plan))
+    local = {key: tensors[f"{name}.{key}"] for key in below.get(name, ()) if key not in outside}
     assert plan.weight is not None
     for key, problem in matrix_problems(local, plan.weight, plan.activation, shape):
         raise ValueError(f"{place(tensors, f'{name}.{key}')} {problem}; quantize the model again, or download it again")
@@ -225,107 +224,29 @@ def place(tensors: Mapping[str, torch.Tensor], name: str) -> str:
     return tensors.place(name) if isinstance(tensors, TensorFiles) else name
 
 
-def planned_beside(plan: LayerPlan) -> list[str]:
-    """Suffixes of what stands in 16 bit beside a layer's weight."""
-    wanted = (plan.parts.pre_scale, plan.parts.rank, plan.parts.rank)
-    return [name for name, there in zip(BESIDE, wanted, strict=True) if there]
+def planned_parts(plan: LayerPlan) -> list[str]:
+    """Those of `RUN_TIME_PARTS` that a layer has by its plan."""
+    sizes = (plan.parts.pre_scale, plan.parts.rank, plan.parts.rank)
+    return [name for name, size in zip(RUN_TIME_PARTS, sizes, strict=True) if size]
 
 
 def read_parts(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> RunTimeParts:
-    """What a planned layer does at run time beside its matmul.
+    """The run-time parts of a planned layer: scale and rotation of its input, and its low-rank branch.
 
     Raises:
         ValueError: a tensor that the plan promises is missing, not finite, or has another rank; the message names it.
     """
-    planned, needed = plan.parts, planned_beside(plan)
-    for suffix in needed:
+    planned, suffixes = plan.parts, planned_parts(plan)
+    for suffix in suffixes:
         name = f"{plan.name}.{suffix}"
         if name not in tensors:
             raise ValueError(f"{plan.name}: the checkpoint has no tensor {name}, which the plan names")
         if problem := value_problem(tensors[name]):
             raise ValueError(f"{place(tensors, name)} {problem}; quantize the model again, or download it again")
-    pre_scale, down, up = (tensors[f"{plan.name}.{s}"] if s in needed else None for s in BESIDE)
+    pre_scale, down, up = (tensors[f"{plan.name}.{s}"] if s in suffixes else None for s in RUN_TIME_PARTS)
     parts = RunTimeParts(pre_scale, planned.hadamard, None if down is None or up is None else (down, up))
     if plan.kind != LayerKind.EXPERTS:
         parts.check(plan.name, plan.matrix)
     if parts.rank != planned.rank:
         raise ValueError(f"{plan.name}: the checkpoint's branch has rank {parts.rank}, the plan's {planned.rank}")
     return parts
-
-
-def plan_of_checkpoint(
-    directory: Path,
-    found: Sequence[Layer],
-    config: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
-    names: StoredNames | None = None,
-) -> Plan:
-    """The plan of a checkpoint of either layout that came without one, as its config describes it.
-
-    Layers that runtimes merge are in a fusion group if the checkpoint has one tensor scale for them.
-
-    Args:
-        directory: for error messages.
-        found: the model's layers; linear ones, the head and experts may be quantized.
-        config: the `quantization_config`, or `quantization` of ModelOpt's `hf_quant_config.json`.
-        tensors: of the checkpoint, under the model's names.
-        names: of the model's tensors on disk, which the config may go by.
-
-    Raises:
-        ValueError: the config asks for what is not supported, or does not fit the tensors.
-    """
-    names = names or StoredNames()
-    layers = []
-    try:
-        layout = layout_of_config(config)
-        formats_of, kv_cache = layout.read_config(config, names, tensors)
-        rotation_of = layout.read_rotations(config, names)
-        for layer in group_unseen(group_experts(found)):
-            # A config speaks of the matrices of one expert.
-            matrix = matrix_names(layer.name, 0)[0] if layer.kind == LayerKind.EXPERTS else layer.name
-            # A target such as "Linear" may mean any module, and other tools leave convolutions as they are.
-            meant = layer.kind in (LayerKind.LINEAR, LayerKind.HEAD, LayerKind.EXPERTS) or (
-                layer.kind == LayerKind.CONV and f"{layer.name}.weight_scale" in tensors
-            )
-            chosen = formats_of(matrix) if meant else None
-            weight, activation = chosen or (None, None)
-            parts = Parts() if weight is None else Parts(hadamard=rotation_of(matrix))
-            layers.append(
-                LayerPlan(
-                    layer.name,
-                    layer.kind,
-                    layer.shape,
-                    weight,
-                    activation,
-                    reason=f"as {directory.name} was written",
-                    group=layer.group if weight is not None else None,
-                    tied_to=layer.tied_to if weight is None else None,
-                    parts=parts,
-                    transposed=layer.transposed,
-                )
-            )
-    except ValueError as error:
-        raise ValueError(f"{directory}: {error}") from None
-    plan = Plan(tuple(layers), kv_cache=kv_cache, provenance={"checkpoint": str(directory)})
-    return plan.replace_layers(_ungrouped(plan, tensors))
-
-
-def _ungrouped(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[LayerPlan]:
-    """Members of groups that share too little for one: their formats, or a scale of all, differ in the checkpoint."""
-    return [
-        replace(member, group=None)
-        for members in plan.groups().values()
-        if len(members) == 1
-        or len({(member.formats, member.parts) for member in members}) > 1
-        or (members[0].kind == LayerKind.LINEAR and len({_scales_of_all(tensors, member) for member in members}) > 1)
-        for member in members
-    ]
-
-
-def _scales_of_all(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> tuple[float, ...]:
-    """Scales that a layer of either layout has for its whole weight and for its input."""
-    names = ["weight_scale_2", "weight_global_scale", "input_global_scale", "input_scale"]
-    if layer.weight is not None and layer.weight.per_tensor:
-        names.append("weight_scale")
-    found = [tensors[f"{layer.name}.{name}"] for name in names if f"{layer.name}.{name}" in tensors]
-    return tuple(float(scale) for scale in found if scale.numel() == 1)

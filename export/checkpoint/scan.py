@@ -2,10 +2,10 @@
 
 Float tensors of one dtype lie side by side in a file. Such runs are read in pieces that stay in the cache, where two
 integer maxima decide (`quant.formats.finite`). The result is a list of suspects, the tensors in a piece that holds such
-a value: the caller looks at these again, and knows what they are.
+a value. The caller looks at these again, for it knows which of them are masks.
 
-The search runs after the model is built, not meanwhile: each of its calls takes microseconds and needs Python's lock
-before and after, for which it would wait, and the building too.
+The search runs after the model is built. Its calls take microseconds each and need Python's lock before and after, so
+a search at the same time would wait for the building, and slow it down.
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ class Scan:
     def suspects(self) -> set[str]:
         """Reads the tensors; gives the names, as they are in the files, of those that may hold NaN or infinity."""
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="scan") as pool:
-            return {name for found in pool.map(lambda task: _suspects(*task), self._tasks) for name in found}
+            return {name for names in pool.map(lambda task: _suspects(*task), self._tasks) for name in names}
 
 
 def _runs(file: Path) -> list[_Run]:
     try:
         with file.open("rb") as opened:
+            # The file begins with the header's length, and offsets count from the header's end.
             length, size = int.from_bytes(opened.read(8), "little"), file.stat().st_size
             if length > size:
                 raise ValueError("the header is longer than the file")
@@ -99,14 +100,14 @@ def _suspects(file: Path, run: _Run, start: int) -> list[str]:
     """Names of the tensors of a run in whose pieces, of one task from `start` on, there is NaN or infinity."""
     if not hasattr(_own, "buffer"):
         _own.buffer = torch.empty(_PIECE, dtype=torch.uint8)
-    found: list[str] = []
+    names: list[str] = []
     with file.open("rb", buffering=0) as opened:
         for begin in range(start, min(start + _TASK, run.end), _PIECE):
             piece = _own.buffer[: min(_PIECE, run.end - begin)]
-            got = os.preadv(opened.fileno(), [piece.numpy()], begin)
-            if got != len(piece):
+            size = os.preadv(opened.fileno(), [piece.numpy()], begin)
+            if size != len(piece):
                 raise ValueError(f"{file}: ends before its tensors do; write or download it again")
             if not is_finite(piece.view(run.dtype)):
-                first, last = (bisect_right(run.begins, place) - 1 for place in (begin, begin + got - 1))
-                found += run.names[first : last + 1]
-    return found
+                first, last = (bisect_right(run.begins, offset) - 1 for offset in (begin, begin + size - 1))
+                names += run.names[first : last + 1]
+    return names

@@ -1,9 +1,14 @@
 """`write_tensor_file` writes a safetensors file piece by piece, and hashes it in the same pass.
 
-The file is byte for byte what `safetensors.torch.save_file` writes: a header of names, dtypes, shapes and places, then
-the tensors, wide dtypes first and then by name. `save_file` wants all tensors in memory at once and leaves the hash to
-a second pass over the file. Here a tensor may be on a GPU, from where it comes through two pinned buffers, and may be
-made when its turn comes, so that a file takes no more memory than its largest tensor.
+The file is byte for byte the same as that of `safetensors.torch.save_file`:
+
+    8 bytes      length of the header, little-endian; a multiple of 8
+    header       JSON: {"__metadata__": {…}, "NAME": {"dtype": "F8_E4M3", "shape": […], "data_offsets": [begin, end]}}
+    tensors      without gaps, wide dtypes first (`_DTYPES`) and then by name
+
+`save_file` takes all tensors in memory at once and leaves the hash to a second pass over the file. Here a tensor may be
+on a GPU, from where it comes through pinned buffers, or be computed when its turn comes (`DeferredTensor`), so that a
+file takes no more memory than its largest tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
@@ -25,9 +30,9 @@ from quant.export.checkpoint.check import value_problem
 from quant.formats.finite import is_finite, is_finite_or_mask
 
 _PIECE_BYTES = 1 << 24
-_BEHIND = 2  # pieces that are written and wait to be hashed
-_TOLD_BYTES = 1 << 28
-# In the order in which the format has them: the file begins with tensors of the last.
+_UNHASHED = 2  # pieces that may be written and not yet hashed
+_LOG_BYTES = 1 << 28  # written between two calls of the log
+# In the order of safetensors' `Dtype`: the file begins with tensors of the last.
 _DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.int16: "I16", torch.uint16: "U16",
@@ -38,17 +43,17 @@ _RANK = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
-    """A tensor that is made when it is written.
+class DeferredTensor:
+    """A tensor that is computed when it is written.
 
     Attributes:
         shape, dtype: of the tensor.
-        make: gives it.
+        compute: returns it.
     """
 
     shape: torch.Size
     dtype: torch.dtype
-    make: Callable[[], torch.Tensor]
+    compute: Callable[[], torch.Tensor]
 
     @property
     def nbytes(self) -> int:
@@ -57,18 +62,18 @@ class Made:
 
 
 class FileLog(Protocol):
-    """Knows how far files were written, so that they are not begun anew."""
+    """Records how far files were written, so that a later run continues them."""
 
     def begun(self, file: str) -> tuple[int, Any]:
-        """How many bytes of a file are whole, up to the end of a tensor, and their SHA-256 so far."""
+        """How many bytes of a file are whole, up to the end of a tensor, and the state of their SHA-256."""
 
     def reached(self, file: str, size: int, sha256: str, tensors: Sequence[str]) -> None:
-        """Is told that the first `size` bytes are on the disk, and which tensors ended since it was last told."""
+        """Records that the first `size` bytes are on the disk, and `tensors` that ended since the last call."""
 
 
 def write_tensor_file(
     path: Path,
-    tensors: Mapping[str, torch.Tensor | Made],
+    tensors: Mapping[str, torch.Tensor | DeferredTensor],
     metadata: Mapping[str, str] | None = None,
     *,
     durable: bool = False,
@@ -84,7 +89,7 @@ def write_tensor_file(
         durable: whether it is on the disk when this returns.
         masks: buffers, which may hold -infinity; every other tensor is then refused if it is not finite. None looks at
             no values.
-        log: is told of what is on the disk, every quarter of a gigabyte and at the end.
+        log: is called every quarter of a gigabyte and at the end, when the bytes so far are on the disk.
 
     Returns:
         SHA-256 of the file.
@@ -93,45 +98,74 @@ def write_tensor_file(
         OSError: it cannot be written.
         ValueError: a tensor holds NaN or infinity; the file is incomplete.
     """
-    names = sorted(tensors, key=lambda name: (-_RANK[tensors[name].dtype], name))
-    found, hashed = (0, hashlib.sha256()) if log is None else log.begun(path.name)
-    if path.exists() and not found:
-        path.unlink()  # tensors may be maps of it
-    syncing: Future[None] | None = None
-    hashing: deque[Future[None]] = deque()
-    done: list[str] = []
-    with path.open("r+b" if found else "wb") as file, _thread() as hasher, _thread() as syncer:
-        place = told = file.truncate(file.seek(found))
-
-        def tell() -> None:
-            assert log is not None
-            while hashing:
-                hashing.popleft().result()
-            file.flush()
-            os.fsync(file.fileno())
-            log.reached(path.name, place, hashed.hexdigest(), done)
-            done.clear()
-
-        for name, piece in _pieces(tensors, names, metadata, masks, found):
-            if len(piece):
-                hashing.append(hasher.submit(hashed.update, piece))
-                file.write(piece)
-                place += len(piece)
-            if durable and (syncing is None or syncing.done()):
-                syncing = syncer.submit(os.fsync, file.fileno())  # the disk does not wait for the end
-            if len(hashing) > _BEHIND:
-                hashing.popleft().result()
+    resume_at, sha256 = (0, hashlib.sha256()) if log is None else log.begun(path.name)
+    if path.exists() and not resume_at:
+        path.unlink()  # tensors may be memory-mapped from the old file
+    with path.open("r+b" if resume_at else "wb") as file, _Writer(file, resume_at, sha256, durable) as writer:
+        logged = resume_at
+        for name, piece in _pieces(tensors, metadata, masks, resume_at):
+            writer.write(piece)
             if name is not None:
-                done.append(name)
-                if log is not None and place - told >= _TOLD_BYTES:
-                    tell()
-                    told = place
+                writer.ended.append(name)
+                if log is not None and writer.size - logged >= _LOG_BYTES:
+                    writer.report(log, path.name)
+                    logged = writer.size
         if log is not None:
-            tell()
+            writer.report(log, path.name)
         elif durable:
-            file.flush()
-            os.fsync(file.fileno())
-    return hashed.hexdigest()
+            writer.sync()
+    return str(sha256.hexdigest())
+
+
+class _Writer:
+    """An open file with a thread that hashes its pieces and a thread that brings them to the disk.
+
+    Args:
+        file: is cut after its first `size` bytes.
+        size: bytes that it has.
+        sha256: of these bytes.
+        durable: whether the disk begins to write at once.
+    """
+
+    def __init__(self, file: BinaryIO, size: int, sha256: Any, durable: bool) -> None:
+        self.file, self.sha256, self.durable = file, sha256, durable
+        self.size = file.truncate(file.seek(size))
+        self.ended: list[str] = []
+        """Names of the tensors that ended since the last report."""
+        self._hashing: deque[Future[None]] = deque()
+        self._syncing: Future[None] | None = None
+        self._hasher, self._syncer = _thread(), _thread()
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hasher.shutdown()
+        self._syncer.shutdown()
+
+    def write(self, piece: memoryview) -> None:
+        """Writes a piece while it and up to `_UNHASHED` pieces before it are hashed."""
+        if len(piece):
+            self._hashing.append(self._hasher.submit(self.sha256.update, piece))
+            self.file.write(piece)
+            self.size += len(piece)
+        if self.durable and (self._syncing is None or self._syncing.done()):
+            self._syncing = self._syncer.submit(os.fsync, self.file.fileno())
+        if len(self._hashing) > _UNHASHED:
+            self._hashing.popleft().result()
+
+    def sync(self) -> None:
+        """Returns when all pieces are on the disk."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def report(self, log: FileLog, name: str) -> None:
+        """Tells the log of the file `name` that all pieces are on the disk, with their hash."""
+        while self._hashing:
+            self._hashing.popleft().result()
+        self.sync()
+        log.reached(name, self.size, self.sha256.hexdigest(), self.ended)
+        self.ended.clear()
 
 
 def _thread() -> ThreadPoolExecutor:
@@ -139,16 +173,16 @@ def _thread() -> ThreadPoolExecutor:
 
 
 def _pieces(
-    tensors: Mapping[str, torch.Tensor | Made],
-    names: list[str],
+    tensors: Mapping[str, torch.Tensor | DeferredTensor],
     metadata: Mapping[str, str] | None,
     masks: Collection[str] | None,
-    found: int,
+    resume_at: int,
 ) -> Iterator[tuple[str | None, memoryview]]:
-    """The bytes of the file behind the first `found`, and with the last piece of a tensor its name.
+    """The bytes of the file after the first `resume_at`, and with the last piece of a tensor its name.
 
-    A piece is valid until `_BEHIND` + 1 more have been given.
+    A piece is valid until `_UNHASHED` + 1 more have been yielded.
     """
+    names = sorted(tensors, key=lambda name: (-_RANK[tensors[name].dtype], name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in names:
@@ -157,23 +191,23 @@ def _pieces(
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     text += b" " * (-len(text) % 8)
-    if not found:
+    if not resume_at:
         yield None, memoryview(len(text).to_bytes(8, "little") + text)
     end = 8 + len(text)
     for name in names:
         end += tensors[name].nbytes
-        if end > found:
+        if end > resume_at:
             for piece in _pieces_of(name, tensors[name], masks):
                 yield None, piece
         yield name, memoryview(b"")
 
 
-def _pieces_of(name: str, tensor: torch.Tensor | Made, masks: Collection[str] | None) -> Iterator[memoryview]:
+def _pieces_of(name: str, tensor: torch.Tensor | DeferredTensor, masks: Collection[str] | None) -> Iterator[memoryview]:
     """The bytes of one tensor."""
-    made = tensor.make() if isinstance(tensor, Made) else tensor
-    data = made.detach().contiguous().flatten().view(torch.uint8)
+    tensor = tensor.compute() if isinstance(tensor, DeferredTensor) else tensor
+    data = tensor.detach().contiguous().flatten().view(torch.uint8)
     if masks is not None and data.is_cuda:
-        _check(name, made, made, name in masks)
+        _check(name, tensor, tensor, name in masks)
     if data.is_cuda:
         yield from _pieces_of_gpu(data)
         return
@@ -181,7 +215,7 @@ def _pieces_of(name: str, tensor: torch.Tensor | Made, masks: Collection[str] | 
     for start in range(0, len(data), _PIECE_BYTES):
         piece = data[start : start + _PIECE_BYTES]
         if masks is not None:
-            _check(name, made, piece.view(made.dtype), name in masks)
+            _check(name, tensor, piece.view(tensor.dtype), name in masks)
         yield piece.numpy().data
 
 
@@ -195,21 +229,24 @@ def _check(name: str, tensor: torch.Tensor, piece: torch.Tensor, is_buffer: bool
 
 
 def _pieces_of_gpu(data: torch.Tensor) -> Iterator[memoryview]:
-    """One piece is on its way while the one before is written; earlier work on the data must have ended."""
+    """Copies one piece while the piece before it is written; earlier work on the data must have ended.
+
+    A buffer is filled again when its piece is hashed: at most `_UNHASHED` wait, one is written and one is filled.
+    """
     stream = torch.cuda.Stream(data.device)
-    count = _BEHIND + 2
+    count = _UNHASHED + 2
     buffers = [torch.empty(min(_PIECE_BYTES, len(data)), dtype=torch.uint8, pin_memory=True) for _ in range(count)]
     before: tuple[torch.Tensor, torch.cuda.Event] | None = None
     for turn, start in enumerate(range(0, len(data), _PIECE_BYTES)):
         part = data[start : start + _PIECE_BYTES]
-        here = buffers[turn % count][: len(part)]
+        buffer = buffers[turn % count][: len(part)]
         with torch.cuda.stream(stream):
-            here.copy_(part, non_blocking=True)
+            buffer.copy_(part, non_blocking=True)
             arrived = stream.record_event()
         if before is not None:
             before[1].synchronize()
             yield before[0].numpy().data
-        before = here, arrived
+        before = buffer, arrived
     if before is not None:
         before[1].synchronize()
         yield before[0].numpy().data

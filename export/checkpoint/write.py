@@ -16,8 +16,8 @@ from torch import nn
 
 from quant.export.checkpoint import compressed_tensors
 from quant.export.checkpoint.names import StoredNames, cut_experts, matrix_names
-from quant.export.checkpoint.read import BESIDE, EXACT
-from quant.export.checkpoint.tensor_file import FileLog, Made, write_tensor_file
+from quant.export.checkpoint.read import EXACT, RUN_TIME_PARTS
+from quant.export.checkpoint.tensor_file import DeferredTensor, FileLog, write_tensor_file
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding
@@ -28,11 +28,11 @@ from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Parts, Plan
 
 SHARD_BYTES = 5 * 1000**3
-# A file is written and hashed by one thread each, SHA-256 being the slower. So a checkpoint of some size has several.
+# One thread writes a file and one hashes it, and SHA-256 is slower than the disk: several files are hashed in parallel.
 _LEAST_SHARD_BYTES = 1000**3
 _SHARDS_AT_ONCE = 8
 _QUANTIZED = QuantLinear | QuantConv | QuantExperts | QuantEmbedding
-_MADE_LATE = 1 << 20  # bytes from which on a tensor is made when it is written
+_DEFERRED_BYTES = 1 << 20  # from this size on a tensor is computed when it is written
 SECOND_LEVEL = ("weight_scale_2", "weight_global_scale", "input_global_scale", "input_scale")
 """Suffixes of the scales that one layout stores as the reciprocal of the other's."""
 
@@ -42,40 +42,42 @@ def checkpoint_tensors(
     dtype: torch.dtype,
     names: StoredNames,
     state: Mapping[str, torch.Tensor] | None = None,
-    made_of: dict[str, str] | None = None,
-) -> dict[str, torch.Tensor | Made]:
+    origins: dict[str, str] | None = None,
+) -> dict[str, torch.Tensor | DeferredTensor]:
     """Every tensor of a quantized model under its name in the checkpoint; tied weights once.
 
-    A large one that the layout has in another form than the module is made when it is written, so that memory does not
-    grow with the number of layers.
+    A large tensor that the layout has in another form than the module is computed when it is written, so that memory
+    does not grow with the number of layers.
 
     Args:
         model: with quantized modules in place.
         dtype: the model's dtype, for float scales.
         names: of the model's tensors on disk.
-        state: tensors in the place of those of the model that are not quantized, as `state_dict` names them.
-        made_of: is filled with the name of the model's layer or tensor that each tensor is made of.
+        state: the tensors that are not quantized, as `state_dict` names them; None takes the model's.
+        origins: is filled with the name of the model's layer or tensor that each tensor of the checkpoint comes from.
     """
-    given: dict[str, str] = {}
+    origin_of: dict[str, str] = {}
     quantized = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}
     own = tuple(f"{name}." for name in quantized)
-    tensors: dict[str, torch.Tensor | Made] = {}
+    tensors: dict[str, torch.Tensor | DeferredTensor] = {}
     seen: set[tuple[object, ...]] = set()
-    stored = model.state_dict() if state is None else state
-    # By name of what transformers ties, the name under which it writes both.
-    sources = {name: source for name, source in getattr(model, "all_tied_weights_keys", {}).items() if source in stored}
-    for name, tensor in stored.items():
+    unquantized = model.state_dict() if state is None else state
+    # transformers writes a tied tensor once, under the name of its source: {"lm_head.weight": "….embed_tokens.weight"}.
+    tied_to = getattr(model, "all_tied_weights_keys", {})
+    for name, tensor in unquantized.items():
         if name.startswith(own) and not name.endswith(".bias"):
             continue
-        if name in sources and _are_tied(tensor, stored[sources[name]], gathered=state is not None):
+        source = unquantized.get(tied_to.get(name, ""))
+        if source is not None and _are_tied(tensor, source, gathered=state is not None):
             continue
+        # Other views of the same memory are tied too; empty and meta tensors have no address to tell.
         view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if view in seen and tensor.numel() and tensor.data_ptr():
             continue
         seen.add(view)
         cut = tensor.dim() == 3 and name.rpartition(".")[2] in names.cut
         for part, matrix in (cut_experts(name, expert_matrices(model, name)) if cut else {name: tensor}).items():
-            tensors[part], given[part] = matrix.contiguous(), name
+            tensors[part], origin_of[part] = matrix.contiguous(), name
     for name, module in quantized.items():
         if name in names.stopped:
             tensors[name] = torch.empty(0, dtype=dtype)
@@ -83,18 +85,18 @@ def checkpoint_tensors(
             held = {t.data_ptr() for t in (weight.codes, weight.scale)}
             compress = partial(compressed_tensors.compress, weight, module.input_scale, dtype, module.activation_format)
             for suffix, tensor in compress().items():
-                if tensor.nbytes > _MADE_LATE and tensor.data_ptr() not in held:
-                    late = Made(tensor.shape, tensor.dtype, partial(_one_of, compress, suffix))
-                    tensors[f"{part}.{suffix}"] = late
+                if tensor.nbytes > _DEFERRED_BYTES and tensor.data_ptr() not in held:
+                    deferred = DeferredTensor(tensor.shape, tensor.dtype, partial(_one_of, compress, suffix))
+                    tensors[f"{part}.{suffix}"] = deferred
                 else:
                     tensors[f"{part}.{suffix}"] = tensor.contiguous()
-                given[f"{part}.{suffix}"] = name
-        for suffix in BESIDE:
-            beside = getattr(module, suffix, None)
-            if beside is not None:
-                tensors[f"{name}.{suffix}"], given[f"{name}.{suffix}"] = beside.contiguous(), name
-    if made_of is not None:
-        made_of |= {names.stored(stored): name for stored, name in given.items()}
+                origin_of[f"{part}.{suffix}"] = name
+        for suffix in RUN_TIME_PARTS:
+            tensor = getattr(module, suffix, None)
+            if tensor is not None:
+                tensors[f"{name}.{suffix}"], origin_of[f"{name}.{suffix}"] = tensor.contiguous(), name
+    if origins is not None:
+        origins |= {names.stored(tensor): name for tensor, name in origin_of.items()}
     return {names.stored(name): tensor for name, tensor in tensors.items()}
 
 
@@ -108,8 +110,8 @@ def _one_of(make: Callable[[], Mapping[str, torch.Tensor]], name: str) -> torch.
 
 
 def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
-    """`plan` with what the model's quantized linears really do at run time: input scale, rotation, branch."""
-    found = []
+    """`plan` with the run-time parts that the model's quantized linears have: input scale, rotation, branch."""
+    layers = []
     for layer in plan.quantized:
         if layer.kind not in (LayerKind.EXPERTS, LayerKind.EMBEDDING):
             try:
@@ -123,8 +125,8 @@ def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
                     "quant.convert_qat(model)"
                 )
             if isinstance(module, QuantLinear):
-                found.append(replace(layer, parts=Parts.of(module.parts)))
-    return plan.replace_layers(found)
+                layers.append(replace(layer, parts=Parts.of(module.parts)))
+    return plan.replace_layers(layers)
 
 
 def layer_weights(name: str, weight: BlockScaledTensor) -> dict[str, BlockScaledTensor]:
@@ -136,11 +138,11 @@ def layer_weights(name: str, weight: BlockScaledTensor) -> dict[str, BlockScaled
     """
     if len(weight.shape) == 2:
         return {name: weight}
-    found: dict[str, BlockScaledTensor] = {}
+    matrices: dict[str, BlockScaledTensor] = {}
     for index in range(weight.shape[0]):
         names = matrix_names(name, index)
-        found.update(zip(names, split_rows(weight.matrix(index), len(names)), strict=True))
-    return found
+        matrices.update(zip(names, split_rows(weight.matrix(index), len(names)), strict=True))
+    return matrices
 
 
 def split_rows(weight: BlockScaledTensor, parts: int) -> list[BlockScaledTensor]:
@@ -157,7 +159,7 @@ def split_rows(weight: BlockScaledTensor, parts: int) -> list[BlockScaledTensor]
 
 def write_tensors(
     directory: Path,
-    tensors: Mapping[str, torch.Tensor | Made],
+    tensors: Mapping[str, torch.Tensor | DeferredTensor],
     shard_bytes: int | None = None,
     *,
     masks: Collection[str] | None = None,
@@ -167,14 +169,14 @@ def write_tensors(
 
     By default shards have an eighth of all bytes, but one gigabyte at least and five at most.
 
-    A scale in float64 is one that float32, which is all that runtimes read, does not hold: the nearest float32 goes
+    A second-level scale in float64 has no equal in float32, the only dtype that runtimes read. The nearest float32 goes
     into the file, and the exact value into the file's metadata, for `TensorFiles`. `masks`, `log`: see
     `write_tensor_file`.
 
     Returns:
         SHA-256 of each file, by file name.
     """
-    shards: list[dict[str, torch.Tensor | Made]] = [{}]
+    shards: list[dict[str, torch.Tensor | DeferredTensor]] = [{}]
     exact: dict[str, str] = {}
     size = 0
     if shard_bytes is None:
@@ -203,10 +205,10 @@ def write_tensors(
         }
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, allow_nan=False) + "\n")
 
-    def write(name: str, shard: Mapping[str, torch.Tensor | Made]) -> str:
+    def write(name: str, shard: Mapping[str, torch.Tensor | DeferredTensor]) -> str:
         metadata = {"format": "pt"}
-        if kept := {key: value for key, value in exact.items() if key in shard}:
-            metadata[EXACT] = json.dumps(kept, allow_nan=False)
+        if exact_in_shard := {key: value for key, value in exact.items() if key in shard}:
+            metadata[EXACT] = json.dumps(exact_in_shard, allow_nan=False)
         try:
             return write_tensor_file(directory / name, shard, metadata, durable=True, masks=masks, log=log)
         except OSError as error:

@@ -113,12 +113,12 @@ def write_model(
     if not allow_missing:
         check_experts(plan, names)
     plan = plan_of_model(model, plan)
-    made_of: dict[str, str] = {}
-    tensors = checkpoint_tensors(model, stored_dtype(model), names, state, made_of)
+    origins: dict[str, str] = {}
+    tensors = checkpoint_tensors(model, stored_dtype(model), names, state, origins)
     masks = {names.stored(name) for name, _ in model.named_buffers()}
     store = store or Store()
-    log = store.moving(made_of)
-    with new_directory(Path(directory), overwrite=overwrite, work=store.directory, kept=store.shards) as temporary:
+    log = store.moving(origins)
+    with new_directory(Path(directory), overwrite=overwrite, work=store.directory, resumable=store.shards) as temporary:
         plan.save(temporary / PLAN_FILE)
         messages = []
         known = hasattr(getattr(model, "config", None), "save_pretrained")

@@ -28,15 +28,15 @@ import torch.distributed as dist
 from quant.checkpoints.open import KV_SCALES, Checkpoint, fill, outline
 from quant.errors import UserError, counted, listed
 from quant.export.checkpoint.names import StoredNames
-from quant.export.checkpoint.read import BESIDE
-from quant.export.checkpoint.tensor_file import Made
+from quant.export.checkpoint.read import RUN_TIME_PARTS
+from quant.export.checkpoint.tensor_file import DeferredTensor
 from quant.extras import require
 from quant.models import huggingface
 from quant.models.configs import one_line
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
-_DROPPED = (*(f".{part}" for part in BESIDE), ".input_scale", ".input_global_scale")
+_DROPPED = (*(f".{part}" for part in RUN_TIME_PARTS), ".input_scale", ".input_global_scale")
 """Suffixes of what transformers leaves out where it stands beside a weight; `runtime_warnings` speaks of it."""
 
 
@@ -61,7 +61,7 @@ def trial(
     directory: Path,
     model: Any,
     plan: Plan,
-    tensors: Mapping[str, torch.Tensor | Made],
+    tensors: Mapping[str, torch.Tensor | DeferredTensor],
     *,
     allow_missing: bool = False,
 ) -> list[str]:

@@ -37,7 +37,7 @@ from quant.checkpoints.pretrained import attach
 from quant.errors import UserError
 from quant.execution.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
 from quant.export.checkpoint.names import EXPERT_PARTS
-from quant.export.checkpoint.read import BESIDE, read_layer, read_parts, weight_files
+from quant.export.checkpoint.read import RUN_TIME_PARTS, read_layer, read_parts, weight_files
 from quant.export.checkpoint.scan import Scan
 from quant.models.quantized_sources import AFTER_TRAINING, IN_TRAINING
 from quant.recipes.layer_kind import LayerKind
@@ -55,7 +55,7 @@ _PARTS = (
     r"weight_scale\w*",
     "weight_global_scale",
     r"input_\w*scale",
-    *BESIDE,
+    *RUN_TIME_PARTS,
 )
 
 

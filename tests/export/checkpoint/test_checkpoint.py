@@ -19,9 +19,10 @@ from torch import nn
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.solver import get_solver
 from quant.export.checkpoint.compressed_tensors import compress, quantization_config
+from quant.export.checkpoint.config_plan import plan_of_checkpoint
 from quant.export.checkpoint.directory import check_destination, new_directory
 from quant.export.checkpoint.names import StoredNames
-from quant.export.checkpoint.read import TensorFiles, join_rows, layer_tensor_names, plan_of_checkpoint, read_layer
+from quant.export.checkpoint.read import TensorFiles, join_rows, layer_tensor_names, read_layer
 from quant.export.checkpoint.write import checkpoint_tensors, layer_weights, split_rows, write_tensors
 from quant.formats import atomic
 from quant.formats.format import FORMATS

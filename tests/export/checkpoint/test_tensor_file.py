@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quant.export.checkpoint import tensor_file
-from quant.export.checkpoint.tensor_file import _DTYPES, Made, write_tensor_file
+from quant.export.checkpoint.tensor_file import _DTYPES, DeferredTensor, write_tensor_file
 
 WIDTHS = (1, 3, 8, 130)
 
@@ -47,7 +47,9 @@ def test_tensors_are_made_when_their_turn_comes(tmp_path: Path) -> None:
         made.append(name)
         return wanted[name]
 
-    write_tensor_file(tmp_path / "f", {n: Made(t.shape, t.dtype, lambda n=n: make(n)) for n, t in wanted.items()})
+    write_tensor_file(
+        tmp_path / "f", {n: DeferredTensor(t.shape, t.dtype, lambda n=n: make(n)) for n, t in wanted.items()}
+    )
     assert made == sorted(wanted)
     assert all(torch.equal(t, wanted[name]) for name, t in load_file(tmp_path / "f").items())
 

@@ -256,7 +256,7 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
     options: dict[str, Any] = {"recipe": format_name, "solver": solver, "kv_cache": "fp8", "eval_samples": 4}
     options["eval_texts"] = (text,)
     pipeline.run(job(models(name), tmp_path / "whole", text, **options))
-    monkeypatch.setattr("quant.export.checkpoint.tensor_file._TOLD_BYTES", 4096)
+    monkeypatch.setattr("quant.export.checkpoint.tensor_file._LOG_BYTES", 4096)
 
     def work() -> None:
         give, given = partial_module._give_up_room, []
