@@ -1,4 +1,4 @@
-"""`convert` takes a checkpoint from one layout to the other, tensor by tensor, without a model in memory."""
+"""`convert` writes a checkpoint in another layout, tensor by tensor, without a model in memory."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from quant.models.files import copy_along
 from quant.plan.make import fusion_warnings
 from quant.recipes.plan import PLAN_FILE
 
-# Written anew, or said of the other files: a report has their hashes and sizes.
-_OF_THE_LAYOUT = (
+# Not copied: config files are written anew, and a report has hashes and sizes of the old files.
+_NOT_COPIED = (
     "config.json",
     "model.safetensors.index.json",
     PLAN_FILE,
@@ -50,19 +50,19 @@ def convert(
 ) -> dict[str, Any]:
     """Writes the checkpoint `directory` in the layout `to`: the same codes and scales, bit for bit, and its plan.
 
-    The tensors are mapped from the files, so that what is in memory is the shard that is being written.
+    The tensors are mapped from the files, so that only the shard that is being written is in memory.
 
     Args:
         directory: a checkpoint of either layout, with a config.json.
         out: appears when everything in it is written, and not before.
         to: "modelopt" or "compressed-tensors".
-        overwrite: replaces what is in `out`.
+        overwrite: replaces a checkpoint at `out`.
         model: the checkpoint's `outline`, of a caller that has it.
 
     Returns:
         `files`, sizes by name; `rounded_scales`, how many second-level scales float32 does not hold in this layout.
-        What runs the files reads the nearest one, at most 6e-8 of it away; the files' metadata keeps the exact one,
-        which `load` and a conversion back take.
+        Runtimes read the nearest float32, at most 6e-8 of the scale away. The files' metadata keeps the exact scale for
+        `load` and for a conversion back.
 
     Raises:
         UserError: an unknown layout.
@@ -84,7 +84,7 @@ def convert(
     with new_directory(out, overwrite=overwrite) as temporary:
         write_tensors(temporary, tensors)
         for source in directory.iterdir():
-            if source.name.startswith(".") or source.suffix == ".safetensors" or source.name in _OF_THE_LAYOUT:
+            if source.name.startswith(".") or source.suffix == ".safetensors" or source.name in _NOT_COPIED:
                 continue
             copy_along(source, temporary / source.name, directory)
         plan.save(temporary / PLAN_FILE)

@@ -1,4 +1,4 @@
-"""`load` reads a quantized checkpoint: ours, or one of compressed-tensors or ModelOpt that another tool wrote."""
+"""`load` reads a quantized checkpoint of `save`, or one of compressed-tensors or ModelOpt that another tool wrote."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from quant.checkpoints.open import (
+    CONFIG_TABLES,
     Checkpoint,
     config_in,
     fill,
@@ -19,7 +20,6 @@ from quant.checkpoints.open import (
 )
 from quant.checkpoints.pretrained import attach
 from quant.errors import UserError
-from quant.export.checkpoint import modelopt
 from quant.export.checkpoint.layouts import LAYOUTS, layout_of_config
 from quant.export.checkpoint.names import StoredNames
 from quant.export.checkpoint.read import weight_files
@@ -59,8 +59,8 @@ def load(
     Args:
         directory: the checkpoint, or its name on the Hugging Face hub: "org/name" or "org/name@revision".
         model: the unquantized module, for a checkpoint without config.json; it is changed in place.
-        device: where the model goes, such as "cuda"; None leaves it on the CPU. On a Hopper GPU weights take the
-            layout of its kernels, there as after `.to("cuda")`; `state_dict` has that of the checkpoint.
+        device: of the returned model, such as "cuda"; None is the CPU. On a Hopper GPU weights take the layout of its
+            kernels, as after `.to("cuda")`; `state_dict` has the layout of the checkpoint.
 
     Raises:
         UserError: not a quantized checkpoint, a plan that does not agree with config.json, or tensors that are damaged
@@ -78,38 +78,35 @@ def load(
 
 
 def no_checkpoint(directory: Path) -> UserError:
-    """What to say of a directory that `load` cannot read."""
+    """The error for a directory that `load` cannot read."""
     if not directory.exists():
         return UserError(f"{directory}: no such directory")
     file = directory / "config.json"
-    found = config_in(file, "quantization_config") if file.is_file() else None
-    if found is None:
+    config = config_in(file, "quantization_config") if file.is_file() else None
+    if config is None:
         return UserError(
             f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config); make one with `quantize "
             "MODEL --format nvfp4 --out DIR`"
         )
-    if found.get("quant_method") == IN_TRAINING:
+    if config.get("quant_method") == IN_TRAINING:
         return UserError(f"{directory}: {AFTER_TRAINING}")
     return UserError(
-        f"{directory}: quantized by {found.get('quant_method')}; only {' and '.join(LAYOUTS)} run as they are, and "
+        f"{directory}: quantized by {config.get('quant_method')}; only {' and '.join(LAYOUTS)} run as they are, and "
         "quant.open_model and `quantize` dequantize others"
     )
 
 
 def quantization_configs(directory: Path) -> dict[str, dict[str, Any] | None]:
-    """What each config file of a checkpoint says, by its name; None for a config.json that says nothing."""
-    found = {}
-    if (directory / "config.json").is_file():
-        found["config.json"] = config_in(directory / "config.json", "quantization_config")
-    if (directory / modelopt.CONFIG_FILE).is_file():
-        found[modelopt.CONFIG_FILE] = config_in(directory / modelopt.CONFIG_FILE, "quantization")
-    return found if any(found.values()) else dict.fromkeys(found)
+    """The table about quantization in each config file that a checkpoint has, by file name; None without a table."""
+    files = {name: directory / name for name in CONFIG_TABLES if (directory / name).is_file()}
+    tables = {name: config_in(file, CONFIG_TABLES[name]) for name, file in files.items()}
+    return tables if any(tables.values()) else dict.fromkeys(tables)
 
 
 def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
     """Plan and saved report (None without one) of a checkpoint, read without building the model.
 
-    Of another tool's checkpoint the plan is read off its config, and the model built on the meta device for that.
+    The plan of another tool's checkpoint is made from its config, with the model on the meta device.
 
     Raises:
         UserError: `directory` holds no quantized checkpoint.

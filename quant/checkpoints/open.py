@@ -17,6 +17,7 @@ from quant.execution.install import install_kv_scales, install_weight, mark_quan
 from quant.export.checkpoint import modelopt
 from quant.export.checkpoint.check import plan_problems, scale_problem, value_problem
 from quant.export.checkpoint.config_plan import plan_of_checkpoint
+from quant.export.checkpoint.layout import MODELOPT
 from quant.export.checkpoint.layouts import LAYOUTS
 from quant.export.checkpoint.names import StoredNames, expert_names, stored_names
 from quant.export.checkpoint.read import (
@@ -38,16 +39,18 @@ from quant.recipes.plan import PLAN_FILE, Plan
 
 KV_SCALES = (".k_scale", ".v_scale")
 """Suffixes of the scales of the KV cache."""
+CONFIG_TABLES = {"config.json": "quantization_config", modelopt.CONFIG_FILE: "quantization"}
+"""Config files of a checkpoint, and the table in each that describes its quantization."""
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """The files of a checkpoint beside the model that they are for; each part is read once.
+    """The files of a checkpoint and the model that they are for; each part is read once.
 
     Attributes:
         directory: with the files.
         model: unquantized; its parameters may be on the meta device.
-        meta: gives tensors on the meta device, of which nothing but the shapes is read.
+        meta: gives tensors on the meta device, read from the headers of the files alone.
     """
 
     directory: Path
@@ -106,9 +109,9 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
     if plan.kv_cache is not None:
         refuse(kv_scale_problems(tensors))
         install_kv_scales(model, {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)})
-    rest = {name: tensors[name] for name in tensors if name not in owned}
-    refuse(dtype_problems(model, rest, tensors))
-    _assign(model, rest, opened.directory, assign=built)
+    unquantized = {name: tensors[name] for name in tensors if name not in owned}
+    refuse(dtype_problems(model, unquantized, tensors))
+    _assign(model, unquantized, opened.directory, assign=built)
     use_expert_modules(model, plan)
     mark_quantized(model)
     for layer in plan.quantized:
@@ -132,7 +135,8 @@ def outline(directory: Path) -> nn.Module:
         with explained(directory / "config.json"), empty, initialization.no_init_weights():
             model: Any = cls._from_config(config, dtype=config.dtype)
         for module in model.modules():
-            # Drawing weights on the meta device takes longer than reading a checkpoint.
+            # init_weights computes buffers, and skips modules with this mark. Without it transformers 5 would draw all
+            # weights on the meta device, which takes longer than reading a checkpoint.
             module._is_hf_initialized = not module._buffers
         with explained(directory / "config.json"):
             model.init_weights()
@@ -142,38 +146,38 @@ def outline(directory: Path) -> nn.Module:
 
 def config_in(file: Path, key: str) -> dict[str, Any] | None:
     """A table in a config file, or None."""
-    found = read_fields(file).get(key)
-    return found if isinstance(found, dict) else None
+    table = read_fields(file).get(key)
+    return table if isinstance(table, dict) else None
 
 
 def quantization_config(directory: Path) -> dict[str, Any] | None:
-    """What config.json says of a known layout. ModelOpt's older exports say it in `hf_quant_config.json` alone."""
-    for name, key in (("config.json", "quantization_config"), (modelopt.CONFIG_FILE, "quantization")):
+    """The table about quantization of a known layout, or None; older exports of ModelOpt have it in their file alone."""
+    for name, key in CONFIG_TABLES.items():
         file = directory / name
-        if file.is_file() and (found := config_in(file, key)) is not None:
-            known = key == "quantization" or found.get("quant_method") in LAYOUTS
-            return _with_group_size(found, directory) if known else None
+        if file.is_file() and (config := config_in(file, key)) is not None:
+            has_layout = name == modelopt.CONFIG_FILE or config.get("quant_method") in LAYOUTS
+            return _with_group_size(config, directory) if has_layout else None
     return None
 
 
-def _with_group_size(found: dict[str, Any], directory: Path) -> dict[str, Any]:
+def _with_group_size(config: dict[str, Any], directory: Path) -> dict[str, Any]:
     """A config with the group size of INT4, which ModelOpt writes into its own file alone."""
     file = directory / modelopt.CONFIG_FILE
-    if found.get("quant_method") != "modelopt" or "config_groups" in found or not file.is_file():
-        return found
-    size = (config_in(file, "quantization") or {}).get("group_size")
-    return found if size is None else {**found, "group_size": size}
+    if config.get("quant_method") != MODELOPT or "config_groups" in config or not file.is_file():
+        return config
+    size = (config_in(file, CONFIG_TABLES[file.name]) or {}).get("group_size")
+    return config if size is None else {**config, "group_size": size}
 
 
 def kv_scale_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """The scales of a KV cache that are not positive and finite, or that K has and V has not."""
-    found = {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)}
-    for name, scale in found.items():
+    """The scales of a KV cache that are not positive and finite, or that K has and V lacks."""
+    scales = {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)}
+    for name, scale in scales.items():
         if problem := scale_problem(scale):
             yield f"{place(tensors, name)} {problem}; calibrate the KV cache again"
         attention, _, operand = name.rpartition(".")
         other = f"{attention}.{'v' if operand == 'k_scale' else 'k'}_scale"
-        if other not in found:
+        if other not in scales:
             yield f"{place(tensors, other)} is missing beside {name}; calibrate the KV cache again"
 
 
@@ -204,15 +208,15 @@ def dtype_problems(
     Args:
         model: that they are for.
         tensors: by name, of parameters and buffers.
-        source: what they were read from.
+        source: of these tensors, for the names of their files.
     """
-    held = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
-        there = held.get(name)
-        if there is not None and there.dtype.is_floating_point != _is_wide_float(tensor):
+        current = state.get(name)
+        if current is not None and current.dtype.is_floating_point != _is_wide_float(tensor):
             yield (
                 f"{place(source, name)} is {str(tensor.dtype).removeprefix('torch.')}, and the model holds "
-                f"{str(there.dtype).removeprefix('torch.')}; quantize the model again, or download it again"
+                f"{str(current.dtype).removeprefix('torch.')}; quantize the model again, or download it again"
             )
 
 
@@ -227,14 +231,16 @@ def _is_wide_float(tensor: torch.Tensor) -> bool:
 
 
 def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path, *, assign: bool) -> None:
+    """Loads the tensors that are not quantized; UserError if one has another shape, is missing or has no place."""
     tensors = with_fused_experts(model, tensors)
-    there = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
-        if name in there and tensor.shape != there[name].shape:
-            raise UserError(f"{directory}: {name} is {list(tensor.shape)}, and {list(there[name].shape)} in the model")
+        if name in state and tensor.shape != state[name].shape:
+            raise UserError(f"{directory}: {name} is {list(tensor.shape)}, and {list(state[name].shape)} in the model")
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=assign)
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
-        if source in missing and target in tensors:  # transformers ties the one to the other, which here has no value
+        # transformers' tie_weights copies the source to the target. This checkpoint has the target only.
+        if source in missing and target in tensors:
             owner, _, last = source.rpartition(".")
             setattr(model.get_submodule(owner), last, model.get_parameter(target))
     if callable(tie := getattr(model, "tie_weights", None)):
@@ -243,19 +249,19 @@ def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Pa
     held = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in tensors}
     lost = [n for n in missing if not n.startswith(tuple(quantized)) and id(attrgetter(n)(model)) not in held]
     if lost or unexpected:
-        what, names = ("lacks", lost) if lost else ("has, and the model has no use for,", unexpected)
-        raise UserError(f"{directory}: the checkpoint {what} {', '.join(names[:3])} ({len(names)} tensors)")
+        verb, names = ("lacks", lost) if lost else ("has, and the model has no use for,", unexpected)
+        raise UserError(f"{directory}: the checkpoint {verb} {', '.join(names[:3])} ({len(names)} tensors)")
 
 
 def with_fused_experts(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`tensors` with the experts that stayed in 16 bit, which files hold one by one, as the model has them."""
-    found = dict(tensors)
+    """`tensors` in which experts in 16 bit are stacked as in the model; files hold them one by one."""
+    joined = dict(tensors)
     for path, module in model.named_modules():
         for last, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{last}"
-            stacking = stacking_of(module, last) if parameter.dim() == 3 and name not in found else None
+            stacking = stacking_of(module, last) if parameter.dim() == 3 and name not in joined else None
             one_by_one = [] if stacking is None else expert_names(name, stacking.experts)
-            if stacking is not None and all(each in found for each in one_by_one):
-                matrices = torch.cat([found.pop(each) for each in one_by_one])
-                found[name] = stacking.parameter(matrices.view(stacking.weight_shape))
-    return found
+            if stacking is not None and all(each in joined for each in one_by_one):
+                matrices = torch.cat([joined.pop(each) for each in one_by_one])
+                joined[name] = stacking.parameter(matrices.view(stacking.weight_shape))
+    return joined

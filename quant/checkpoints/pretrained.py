@@ -1,4 +1,4 @@
-"""A quantized model of transformers saves itself: `save_pretrained` writes what `quant.save` writes.
+"""A quantized model of transformers saves itself: its `save_pretrained` writes the files of `quant.save`.
 
 `push_to_hub` and the checkpoints of a Trainer go through `save_pretrained`, which `attach` gives to a model with its
 plan. `load_state_dict` of such a model takes the tensors of a checkpoint too, so that a Trainer resumes from its own.
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quant.checkpoints.open import with_fused_experts
-from quant.checkpoints.save import write_model
+from quant.checkpoints.save import Destination, write_model
 from quant.errors import UserError
 from quant.export.checkpoint.compressed_tensors import check_plan
 from quant.export.checkpoint.compressed_tensors_warnings import rotation_warnings
@@ -34,23 +34,23 @@ _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model
 def attach(model: nn.Module, plan: Plan) -> None:
     """Gives a quantized model of transformers its plan, as `quantization_plan`, and the methods that save by it.
 
-    Any model learns which buffers DDP need not send to all ranks at each step.
+    On any model the attribute is set by which DDP knows the buffers that it need not send to all ranks at each step.
     """
     model._ddp_params_and_buffers_to_ignore = _packed_buffers(model)  # type: ignore[assignment]
     if not hasattr(model, "save_pretrained"):
         return
     if not hasattr(model, "quantization_plan"):
-        model.register_load_state_dict_pre_hook(_take_checkpoint)
+        model.register_load_state_dict_pre_hook(_from_checkpoint)
     model.quantization_plan = plan  # type: ignore[assignment]
-    # Not a bound method, which pickle would look up in the class.
+    # A partial and not a bound method: pickle looks a method up in the class.
     model.save_pretrained = partial(save_pretrained, model)  # type: ignore[assignment]
 
 
 def detach(model: nn.Module) -> None:
     """Undoes `attach` for a model that goes on in training: transformers saves its weights, and a Trainer takes it.
 
-    A Trainer refuses what `from_pretrained` marked as quantized, and resumes by the names of the model's own tensors,
-    which transformers would otherwise change back to those of the files.
+    A Trainer refuses a model that `from_pretrained` marked as quantized. It resumes by the names of the model's own
+    tensors, which transformers would otherwise change back to the names of the files.
     """
     for name in ("quantization_method", "hf_quantizer"):
         model.__dict__.pop(name, None)
@@ -64,7 +64,7 @@ def detach(model: nn.Module) -> None:
 
 
 def _save_in_training(model: Any, *args: Any, **options: Any) -> None:
-    """As transformers saves a model, by its own names; the config says that its weights are in training."""
+    """Saves as transformers does, by the model's own names; the config says that the weights are in training."""
     model.config.quantization_config = {"quant_method": IN_TRAINING}
     try:
         type(model).save_pretrained(model, *args, **{"save_original_format": False, **options})
@@ -108,7 +108,7 @@ def save_pretrained(
         save_directory: keeps its other files, such as the optimizer's state; weights of an earlier save go.
         is_main_process: only that process writes.
         state_dict: tensors in the place of the model's, such as those gathered from all ranks.
-        push_to_hub: uploads what was written to `repo_id`, by default the directory's name.
+        push_to_hub: uploads the written files to `repo_id`, by default the directory's name.
         max_shard_size: bytes of the largest file, such as "2GB"; never more than 5 GB.
         variant, distributed_checkpoint: refused, for no quantized checkpoint is written so.
         token: for the hub; `repo_id`, `private`, `commit_message`, `create_pr` and `revision` among `options` too.
@@ -133,19 +133,19 @@ def save_pretrained(
     check_plan(plan)
     directory = Path(save_directory)
     directory.mkdir(parents=True, exist_ok=True)
-    told = rotation_warnings(plan)
+    messages = rotation_warnings(plan)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as work:
-        made = Path(work) / "checkpoint"
+        destination = Destination(Path(work) / "checkpoint", shard_bytes=_shard_bytes(max_shard_size))
         write_model(
-            model, plan, made, stored_names(model), state=state, shard_bytes=_shard_bytes(max_shard_size),
-            finish=lambda _directory, _hashes, messages: told.extend(messages),
+            model, plan, destination, stored_names(model), state=state,
+            finish=lambda _directory, _hashes, of_transformers: messages.extend(of_transformers),
         )  # fmt: skip
-        files = sorted(file.name for file in made.iterdir())
+        files = sorted(file.name for file in destination.directory.iterdir())
         for old in (file for pattern in _WEIGHTS for file in directory.glob(pattern) if file.name not in files):
             old.unlink()
         for name in files:
-            (made / name).replace(directory / name)
-    for message in told:
+            (destination.directory / name).replace(directory / name)
+    for message in messages:
         warnings.warn(message, stacklevel=2)
     if push_to_hub:
         _upload(directory, files, token, options)
@@ -183,7 +183,7 @@ def _refuse_adapters(model: nn.Module) -> None:
 
 
 def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, if it is there as one."""
+    """The tensor, if it is whole and in memory; UserError otherwise."""
     if hasattr(tensor, "full_tensor"):
         raise UserError(
             f"{name}: is sharded (FSDP); gather the state with get_model_state_dict(…, full_state_dict=True), load it "
@@ -194,8 +194,8 @@ def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _take_checkpoint(model: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest: Any) -> None:
-    """Gives the tensors of a checkpoint, before `load_state_dict` takes them, the names and forms that modules have."""
+def _from_checkpoint(model: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+    """A hook of `load_state_dict`: gives the tensors of a checkpoint the names and forms that modules have."""
     if not any(name.endswith(".weight_scale") for name in state):
         return
     names = stored_names(model)
@@ -206,12 +206,12 @@ def _take_checkpoint(model: nn.Module, state: dict[str, torch.Tensor], prefix: s
             continue
         weight, input_scale = read_layer(tensors, layer)
         down, up = read_parts(tensors, layer).lowrank or (None, None)
-        found = {
+        buffers = {
             "codes": weight.codes, "scale": weight.scale, "global_scale": weight.global_scale,
             "input_scale": input_scale, "pre_scale": tensors.get(f"{layer.name}.pre_scale"),
             "lowrank_down": down, "lowrank_up": up,
         }  # fmt: skip
         for name in owned:
             tensors.pop(name)
-        tensors |= {f"{layer.name}.{part}": tensor for part, tensor in found.items() if tensor is not None}
+        tensors |= {f"{layer.name}.{part}": tensor for part, tensor in buffers.items() if tensor is not None}
     state |= {f"{prefix}{name}": tensor for name, tensor in with_fused_experts(model, tensors).items()}

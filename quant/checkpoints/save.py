@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.session import Store
-from quant.checkpoints.trial_load import check_experts, check_read_back, trial
+from quant.checkpoints.trial_load import check_experts, check_read_back, trial_load
 from quant.errors import UserError
 from quant.export.checkpoint.compressed_tensors import check_plan, compress
 from quant.export.checkpoint.compressed_tensors_warnings import rotation_warnings, stopped_warnings
@@ -30,6 +31,25 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import PLAN_FILE, Plan
 
 Finish = Callable[[Path, dict[str, str], list[str]], None]
+"""Called with the unfinished directory, the SHA-256 of each weight file, and warnings about transformers."""
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The directory of a checkpoint, and how its files are written.
+
+    Attributes:
+        directory: appears when everything in it is written, and not before.
+        overwrite: replaces a checkpoint at `directory`.
+        store: the finished steps of the run. The checkpoint is built in its directory, and the steps' tensors move
+            into the checkpoint's files.
+        shard_bytes: as for `write_tensors`.
+    """
+
+    directory: Path
+    overwrite: bool = False
+    store: Store = field(default_factory=Store)
+    shard_bytes: int | None = None
 
 
 def save(
@@ -46,13 +66,13 @@ def save(
 
     Args:
         model: quantized by `plan`. Without a transformers config, config.json is left out.
-        plan: what was applied; None for the plan that a model of transformers carries once it is quantized.
+        plan: was executed on the model; None for the plan that a model of transformers carries once it is quantized.
         directory: appears when everything in it is written, and not before.
-        tokenizer: saved beside the model, if given.
-        overwrite: replaces what is in `directory`.
+        tokenizer: saved with the model, if given.
+        overwrite: replaces a checkpoint at `directory`.
         allow_missing: writes the checkpoint even if transformers would miss some of its tensors, or ignore some.
-        finish: called with the unfinished directory, the SHA-256 of each weight file, and what transformers does not
-            load, to add files to it.
+        finish: adds files to the unfinished directory; called with it, the SHA-256 of each weight file, and warnings
+            about layers that transformers does not load.
 
     Returns:
         SHA-256 of each weight file, by name.
@@ -68,15 +88,15 @@ def save(
     for message in [*rotation_warnings(plan), *stopped_warnings(plan, names)]:
         warnings.warn(message, stacklevel=2)
 
-    def told(temporary: Path, hashes: dict[str, str], messages: list[str]) -> None:
+    def warn_and_finish(temporary: Path, hashes: dict[str, str], messages: list[str]) -> None:
         for message in messages:
             warnings.warn(message, stacklevel=4)
         if finish is not None:
             finish(temporary, hashes, messages)
 
     return write_model(
-        model, plan, directory, names, tokenizer=tokenizer, overwrite=overwrite,
-        allow_missing=allow_missing, finish=told,
+        model, plan, Destination(Path(directory), overwrite), names, tokenizer=tokenizer,
+        allow_missing=allow_missing, finish=warn_and_finish,
     )  # fmt: skip
 
 
@@ -94,21 +114,22 @@ def _own_plan(model: nn.Module) -> Plan:
 def write_model(
     model: nn.Module,
     plan: Plan,
-    directory: str | Path,
+    destination: Destination,
     names: StoredNames,
     *,
     tokenizer: Any = None,
-    overwrite: bool = False,
     allow_missing: bool = False,
     finish: Finish | None = None,
-    store: Store | None = None,
     state: Mapping[str, torch.Tensor] | None = None,
-    shard_bytes: int | None = None,
 ) -> dict[str, str]:
-    """As `save`, for a plan that `check_plan` has passed and with the names of the model's tensors on disk.
+    """As `save`, for a plan that `check_plan` has passed.
 
-    The checkpoint is built in the directory of `store`, and the steps that it keeps move into its files. `state` has
-    the tensors that are not quantized, in the place of the model's. `shard_bytes` is as of `write_tensors`.
+    Args:
+        model, plan: as for `save`.
+        destination: of the files.
+        names: of the model's tensors on disk.
+        tokenizer, allow_missing, finish: as for `save`.
+        state: the tensors that are not quantized, by the model's names; None takes them from the model.
     """
     if not allow_missing:
         check_experts(plan, names)
@@ -116,22 +137,23 @@ def write_model(
     origins: dict[str, str] = {}
     tensors = checkpoint_tensors(model, stored_dtype(model), names, state, origins)
     masks = {names.stored(name) for name, _ in model.named_buffers()}
-    store = store or Store()
+    directory, overwrite, store = destination.directory, destination.overwrite, destination.store
     log = store.moving(origins)
-    with new_directory(Path(directory), overwrite=overwrite, work=store.directory, resumable=store.shards) as temporary:
+    with new_directory(directory, overwrite=overwrite, work=store.directory, resumable=store.shards) as temporary:
         plan.save(temporary / PLAN_FILE)
         messages = []
-        known = hasattr(getattr(model, "config", None), "save_pretrained")
-        if known:
+        of_transformers = hasattr(getattr(model, "config", None), "save_pretrained")
+        if of_transformers:
             write_config(temporary, model, plan, names)
         with ThreadPoolExecutor(1, thread_name_prefix="trial") as thread:
-            tried = (
-                thread.submit(trial, temporary, model, plan, tensors, allow_missing=allow_missing) if known else None
-            )
-            hashes = write_tensors(temporary, tensors, shard_bytes, masks=masks, log=log)
-        if tried is not None:
-            check_read_back(temporary, type(model))  # both replace functions of PyTorch meanwhile
-            messages = tried.result()
+            loading = None
+            if of_transformers:
+                loading = thread.submit(trial_load, temporary, model, plan, tensors, allow_missing=allow_missing)
+            hashes = write_tensors(temporary, tensors, destination.shard_bytes, masks=masks, log=log)
+        if loading is not None:
+            # After the trial, not during it: building a model on the meta device replaces functions of PyTorch.
+            check_read_back(temporary, type(model))
+            messages = loading.result()
         if getattr(model, "generation_config", None) is not None and model.can_generate():  # type: ignore[operator]
             model.generation_config.save_pretrained(temporary)  # type: ignore[union-attr, operator]
         if tokenizer is not None:
@@ -155,8 +177,8 @@ def save_state_dict(
     Args:
         tensors: the original state dict.
         solved: quantized weights by layer name.
-        plan: `check_plan` has passed it.
-        directory, overwrite, finish: as in `save`.
+        plan: has passed `check_plan`.
+        directory, overwrite, finish: as for `save`.
     """
     out: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -167,7 +189,7 @@ def save_state_dict(
         for part, weight in layer_weights(layer, solved[layer]).items():
             for suffix, stored in compress(weight, None, tensor.dtype).items():
                 out[f"{part}.{suffix}"] = stored
-    # Without a module, masks cannot be told from other tensors that no plan names.
+    # A mask is a buffer, and a state dict does not tell buffers from parameters: only planned weights must be finite.
     masks = tensors.keys() - {f"{layer.name}.weight" for layer in plan.layers}
     with new_directory(Path(directory), overwrite=overwrite) as temporary:
         hashes = write_tensors(temporary, out, masks=masks)

@@ -1,13 +1,16 @@
-"""A checkpoint is loaded before it appears, on the meta device: here (`check_read_back`) and in transformers (`trial`).
+"""Loads a checkpoint on the meta device before it appears: in transformers (`trial_load`) and here (`check_read_back`).
 
-transformers fills what it does not find with random numbers and drops what it has no place for; its log says so, and
-the model runs. The names of a checkpoint's tensors are therefore checked by loading it: missing or unexpected ones are
-an error while the checkpoint is still a temporary directory. Where transformers stops with an error of its own, the
-user is told, and told what works. Nothing is read but the headers of the files and single numbers.
+transformers fills missing tensors with random numbers and drops unexpected ones; its log says so, and the model runs.
+The names of a checkpoint's tensors are therefore checked by loading it: missing or unexpected ones are an error while
+the checkpoint is still a temporary directory. Where transformers stops with an error of its own, the user gets that
+error with a way that works. Only the headers of the files and single numbers are read.
 
-transformers quantizes linear layers alone. Convolutions and GPT-2's `Conv1D` are stored as matrices `[out, in]`. It
-stops at codes under the name of a weight that do not fit its parameters. Packed codes have another name: the weight is
-missing then, and becomes random numbers. Codes that fit, of a square matrix, it takes for the weight.
+transformers quantizes linear layers alone. Convolutions and GPT-2's `Conv1D` are stored as matrices `[out, in]`, and
+transformers 5.24 does one of three things with them:
+
+    codes under the name of the weight, in another shape      it stops
+    packed codes, which have another name                     the weight is missing, and becomes random numbers
+    codes of a square matrix                                  it takes the codes for the weight
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 _DROPPED = (*(f".{part}" for part in RUN_TIME_PARTS), ".input_scale", ".input_global_scale")
-"""Suffixes of what transformers leaves out where it stands beside a weight; `runtime_warnings` speaks of it."""
+"""Suffixes of a layer's tensors that transformers ignores; `runtime_warnings` tells the user."""
 
 
 def check_experts(plan: Plan, names: StoredNames) -> None:
@@ -57,7 +60,7 @@ def check_experts(plan: Plan, names: StoredNames) -> None:
         )
 
 
-def trial(
+def trial_load(
     directory: Path,
     model: Any,
     plan: Plan,
@@ -65,45 +68,43 @@ def trial(
     *,
     allow_missing: bool = False,
 ) -> list[str]:
-    """What a user has to know before loading a checkpoint with transformers: sentences, or nothing.
+    """Loads a checkpoint in transformers; returns sentences that warn a user who is going to do so.
 
-    Inside a process group of a training script it is not tried: compressed-tensors would wait for all of its ranks.
+    Inside a process group of a training script nothing is tried: compressed-tensors would wait for all of its ranks.
 
     Args:
         directory: with config.json.
-        model: of transformers, quantized; its class is the one that is tried.
+        model: of transformers, quantized; its class loads the checkpoint.
         plan: of the checkpoint.
-        tensors: of the checkpoint, which may be still to be written; names, shapes and dtypes alone are looked at.
+        tensors: of the checkpoint, perhaps not yet written; only their names, shapes and dtypes matter.
         allow_missing: missing and unexpected tensors are a warning, and no error.
 
     Raises:
         UserError: tensors would be missing, or some would have no place; the message names them.
     """
-    unknown = {layer.name: layer for layer in plan.quantized if layer.kind == LayerKind.CONV or layer.transposed}
-    known = hasattr(type(model), "from_pretrained") and importlib.util.find_spec("compressed_tensors") is not None
-    if not known or (dist.is_available() and dist.is_initialized()):
+    not_linear = {layer.name: layer for layer in plan.quantized if layer.kind == LayerKind.CONV or layer.transposed}
+    loadable = hasattr(type(model), "from_pretrained") and importlib.util.find_spec("compressed_tensors") is not None
+    if not loadable or (dist.is_available() and dist.is_initialized()):
         return []
     version = require("transformers", "hf").__version__
     names = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     try:
         info = _load(directory, type(model), names)
     except Exception as error:  # transformers' own code, which may fail in any way
-        if unknown:
-            return [_unknown_layers(unknown.values(), version, "does not load this checkpoint")]
+        if not_linear:
+            return [_unread_layers(not_linear.values(), version, "does not load this checkpoint")]
         if any(not tensor.numel() for tensor in names.values()):
-            return []  # as it should; `runtime_warnings` says so
+            return []  # it stops at the empty tensors of `StoredNames.stopped`; `runtime_warnings` says so
         if not _loads_dequantized(directory, type(model), names):
             way_out = "load it with quant.load"
         else:
             way_out = "pass it quantization_config=CompressedTensorsConfig(dequantize=True), or load it with quant.load"
         return [f"transformers {version} does not load this checkpoint ({one_line(error)}): {way_out}"]
     unexpected = [name for name in info["unexpected_keys"] if not name.endswith((*_DROPPED, *KV_SCALES))]
-    others = [[n for n in keys if n.rpartition(".")[0] not in unknown] for keys in (info["missing_keys"], unexpected)]
-    problems = [
-        f"{what} {listed(sorted(names), 3)}"
-        for names, what in zip(others, ("finds no tensor for", "has no use for"), strict=True)
-        if names
-    ]
+    problems = []
+    for verb, keys in (("finds no tensor for", info["missing_keys"]), ("has no use for", unexpected)):
+        if keys := [key for key in keys if key.rpartition(".")[0] not in not_linear]:
+            problems.append(f"{verb} {listed(sorted(keys), 3)}")
     notes = []
     if any(name.endswith(KV_SCALES) for name in info["unexpected_keys"]):
         # compressed-tensors 0.20 knows attention by its argument `past_key_values`, which transformers 5.24 renamed.
@@ -113,24 +114,24 @@ def trial(
             "does not find its attention; quant.load and servers use the scales of the cache"
         )
     if not problems:
-        missing = any(name.rpartition(".")[0] in unknown for name in info["missing_keys"])
+        missing = any(name.rpartition(".")[0] in not_linear for name in info["missing_keys"])
         loads = f"loads this checkpoint with {'random numbers' if missing else 'codes'} in the place of their weights"
-        return [*notes, *([_unknown_layers(unknown.values(), version, loads)] if unknown else [])]
-    what = f"transformers {version} {' and '.join(problems)}, and would run with random numbers"
+        return [*notes, *([_unread_layers(not_linear.values(), version, loads)] if not_linear else [])]
+    finding = f"transformers {version} {' and '.join(problems)}, and would run with random numbers"
     if allow_missing:
-        return [*notes, f"{what}: load this checkpoint with quant.load, or a server that knows the layers"]
+        return [*notes, f"{finding}: load this checkpoint with quant.load, or a server that knows the layers"]
     raise UserError(
-        f"{what}; keep those layers in 16 bit with --exclude, or pass --allow-missing to write a checkpoint for "
+        f"{finding}; keep those layers in 16 bit with --exclude, or pass --allow-missing to write a checkpoint for "
         "quant.load and servers alone"
     )
 
 
-def _unknown_layers(layers: Collection[LayerPlan], version: str, outcome: str) -> str:
-    """What a user has to know of layers that transformers takes in 16 bit alone; `outcome` is what it does."""
+def _unread_layers(layers: Collection[LayerPlan], version: str, outcome: str) -> str:
+    """The warning for layers that transformers cannot load quantized; `outcome` says how loading them ends."""
     first = next(iter(layers))
-    what = "convolution" if first.kind == LayerKind.CONV else "Conv1D"
+    noun = "convolution" if first.kind == LayerKind.CONV else "Conv1D"
     need = f"{first.name} needs" if len(layers) == 1 else f"{len(layers)} layers, {first.name} first, need"
-    return f"{need} quant.load: transformers {version} takes a {what} in 16 bit only, and {outcome}"
+    return f"{need} quant.load: transformers {version} takes a {noun} in 16 bit only, and {outcome}"
 
 
 def check_read_back(directory: Path, cls: Any) -> None:

@@ -1,4 +1,4 @@
-"""`verify` looks for everything in a checkpoint that is not as it was written, or does not fit together.
+"""`verify` finds the files, tensors and tables of a checkpoint that have changed or do not fit together.
 
     files       SHA-256 of each weight file                    against report.json
     plan        the plan's digest, and what the config says    against report.json, config.json, hf_quant_config.json
@@ -6,7 +6,7 @@
     groups      tensor scales of layers that runtimes merge    against each other
     forward     logits of a few tokens are finite              against the fingerprint in report.json, if it holds one
 
-`load` makes those of these checks that cost little, and stops at the first finding; here all are reported.
+`load` makes the checks that cost little and stops at the first finding; `verify` reports all findings.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Finding(JsonData):
 
 @dataclass(frozen=True)
 class Verification(JsonData):
-    """What was looked at.
+    """The result of `verify`.
 
     Attributes:
-        findings: all that is wrong.
+        findings: everything that is wrong.
         checked: names of the checks that were made.
-        skipped: why others could not be made, by name.
+        skipped: by name of each other check, why it could not be made.
     """
 
     findings: tuple[Finding, ...]
@@ -102,7 +102,7 @@ class _NotCheckedError(Exception):
 
 @dataclass(eq=False)
 class _Subject:
-    """A checkpoint under test, and what one check leaves to the next."""
+    """A checkpoint under test, and the scales that `_tensors` reads for `_groups`."""
 
     directory: Path
     given: nn.Module | None
@@ -189,43 +189,43 @@ def _tensors(subject: _Subject, failed: bool) -> Iterator[str]:
             shared = weight.scale if weight.format.per_tensor else weight.global_scale
             subject.scales[layer.name] = {"weight": shared, "input": input_scale}
     yield from kv_scale_problems(opened.tensors)
-    rest = {name: opened.tensors[name] for name in opened.tensors if name not in owned}
-    yield from dtype_problems(opened.model, rest, opened.tensors)
+    unquantized = {name: opened.tensors[name] for name in opened.tensors if name not in owned}
+    yield from dtype_problems(opened.model, unquantized, opened.tensors)
     yield from suspect_problems(opened.model, scan, opened.tensors)
 
 
 def _groups(subject: _Subject, failed: bool) -> Iterator[str]:
     """vLLM requantizes siblings in FP8 that differ, so only where our plan made them one group is that a finding."""
-    _ = subject.opened  # what `_tensors` has read of it is compared
+    _ = subject.opened  # without it `_tensors` read no scales
     groups = {name: members for name, members in subject.plan.groups().items() if members[0].kind != LayerKind.EXPERTS}
     for members in groups.values() or _siblings(subject.plan.quantized):
         for part in ("weight", "input"):
-            found = {m.name: subject.scales.get(m.name, {}).get(part) for m in members}
-            known = {name: scale for name, scale in found.items() if scale is not None}
-            first = next(iter(known), None)
-            for name, scale in known.items():
-                if first is not None and not torch.equal(scale.double(), known[first].double()):
+            read = {m.name: subject.scales.get(m.name, {}).get(part) for m in members}
+            scales = {name: scale for name, scale in read.items() if scale is not None}
+            first = next(iter(scales), None)
+            for name, scale in scales.items():
+                if first is not None and not torch.equal(scale.double(), scales[first].double()):
                     yield (
                         f"{name}: the tensor scale of its {part} is {float(scale):g}, and that of {first} is "
-                        f"{float(known[first]):g}; runtimes merge them and take one"
+                        f"{float(scales[first]):g}; runtimes merge them and take one"
                     )
 
 
 def _siblings(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
     """Layers with a global scale that vLLM merges, for a checkpoint of another tool."""
-    found: dict[tuple[str, tuple[str, ...]], list[LayerPlan]] = {}
+    siblings: dict[tuple[str, tuple[str, ...]], list[LayerPlan]] = {}
     for layer in layers:
         parent, _, last = layer.name.rpartition(".")
         for names in get_target("vllm").fused:
             if last in names and layer.weight is not None and layer.weight.global_scale:
-                found.setdefault((parent, names), []).append(layer)
-    return list(found.values())
+                siblings.setdefault((parent, names), []).append(layer)
+    return list(siblings.values())
 
 
 def _forward(subject: _Subject, failed: bool) -> Iterator[str]:
     if failed:
         raise _NotCheckedError("the findings above come first")
-    _ = subject.opened  # or why it cannot be
+    _ = subject.opened  # raises _NotCheckedError if the model cannot be built
     model = load(subject.directory, subject.given)
     held = subject.report.get("fingerprint") if (subject.directory / REPORT_FILE).is_file() else None
     expected = None if held is None else Fingerprint.from_dict(held)

@@ -13,7 +13,7 @@ from quant.calibration.placement import describe
 from quant.calibration.ranks import leave, rank_and_world
 from quant.checkpoints.companion_files import add_companions
 from quant.checkpoints.pretrained import attach
-from quant.checkpoints.save import Finish, save_state_dict, write_model
+from quant.checkpoints.save import Destination, Finish, save_state_dict, write_model
 from quant.errors import counted
 from quant.execution.layer_result import LayerResult, loss_warnings
 from quant.execution.sources import tokenizer_if_any
@@ -55,13 +55,11 @@ def _write_checkpoint(job: Job, solved: Solved, report: Report) -> None:
     write_model(
         solved.quantized.model,
         solved.plan,
-        request.out,
+        Destination(request.out, request.overwrite, job.session.store),
         stored_names(job.model),
         tokenizer=tokenizer_if_any(source),
-        overwrite=request.overwrite,
         allow_missing=request.allow_missing,
         finish=finish,
-        store=job.session.store,
     )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from quant.api.quantize import quantize
 from quant.checkpoints.load import load
-from quant.checkpoints.save import save, write_model
+from quant.checkpoints.save import Destination, save, write_model
 from quant.errors import UserError
 from quant.execution.solve import Quantized
 from quant.export.checkpoint import write as files
@@ -180,7 +180,8 @@ def test_a_foreign_checkpoint_loads_without_a_plan(golden: str) -> None:
 
 def test_a_sharded_checkpoint_loads(saved: Any, tmp_path: Path) -> None:
     done, _ = saved("nvfp4a16")
-    hashes = write_model(done.model, done.plan, tmp_path / "out", stored_names(done.model), shard_bytes=50_000)
+    destination = Destination(tmp_path / "out", shard_bytes=50_000)
+    hashes = write_model(done.model, done.plan, destination, stored_names(done.model))
     assert len(hashes) > 3 and set(hashes) == {p.name for p in (tmp_path / "out").glob("*.safetensors")}
     assert same(logits(load(tmp_path / "out")), logits(done.model))
     pytest.importorskip("compressed_tensors")

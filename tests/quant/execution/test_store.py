@@ -8,7 +8,6 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from quant.run import decide as deciding
 from quant.run import measure as measuring
 from quant.run import run as pipeline
 from quant.run import solve as solving
-from quant.run import write as writing
 from quant.run.budget import AllocationRequest
 from quant.run.plan import plan_for
 from quant.run.request import Request
@@ -251,7 +249,7 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(writing, "write_model", partial(writing.write_model, shard_bytes=60_000))
+    monkeypatch.setattr("quant.export.checkpoint.write.SHARD_BYTES", 60_000)
     format_name = "int4a16" if name == "llama/wide" else "nvfp4a16"
     options: dict[str, Any] = {"recipe": format_name, "solver": solver, "kv_cache": "fp8", "eval_samples": 4}
     options["eval_texts"] = (text,)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quant
-from quant.checkpoints.trial_load import check_read_back, trial
+from quant.checkpoints.trial_load import check_read_back, trial_load
 from quant.errors import UserError
 from quant.run.request import Request
 from quant.run.run import run
@@ -35,7 +35,7 @@ def rename(directory: Path, old: str, new: str) -> None:
 def test_a_good_checkpoint_has_nothing_to_tell(saved: tuple[quant.Quantized, Path]) -> None:
     done, out = saved
     check_read_back(out, type(done.model))
-    assert trial(out, done.model, done.plan, load_file(out / "model.safetensors")) == []
+    assert trial_load(out, done.model, done.plan, load_file(out / "model.safetensors")) == []
 
 
 def test_a_tensor_under_another_name_is_an_error(saved: tuple[quant.Quantized, Path]) -> None:
@@ -44,7 +44,7 @@ def test_a_tensor_under_another_name_is_an_error(saved: tuple[quant.Quantized, P
     with pytest.raises(UserError, match=r"could not be read back.*layers\.1\.mlp\.up_proj"):
         check_read_back(out, type(done.model))
     with pytest.raises(UserError, match=r"finds no tensor for .*layers\.1\.mlp\.up_proj"):
-        trial(out, done.model, done.plan, load_file(out / "model.safetensors"))
+        trial_load(out, done.model, done.plan, load_file(out / "model.safetensors"))
 
 
 def test_scales_of_the_kv_cache_that_transformers_leaves_out_are_told(
@@ -56,11 +56,11 @@ def test_scales_of_the_kv_cache_that_transformers_leaves_out_are_told(
     info = {"missing_keys": [], "unexpected_keys": unexpected}
     monkeypatch.setattr("quant.checkpoints.trial_load._load", lambda *args, **options: info)
     tensors = load_file(out / "model.safetensors")
-    (note,) = trial(out, done.model, done.plan, tensors)
+    (note,) = trial_load(out, done.model, done.plan, tensors)
     assert "keeps the KV cache of this checkpoint in 16 bit" in note and "quant.load and servers use" in note
     info["missing_keys"] = ["model.norm.weight"]
     with pytest.raises(UserError, match=r"finds no tensor for model\.norm\.weight, and would run with random numbers"):
-        trial(out, done.model, done.plan, tensors)
+        trial_load(out, done.model, done.plan, tensors)
 
 
 def granite() -> torch.nn.Module:
