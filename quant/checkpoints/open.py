@@ -151,7 +151,7 @@ def config_in(file: Path, key: str) -> dict[str, Any] | None:
 
 
 def quantization_config(directory: Path) -> dict[str, Any] | None:
-    """The table about quantization of a known layout, or None; older exports of ModelOpt have it in their file alone."""
+    """The table about quantization of a known layout, or None. Older exports of ModelOpt have it in their own file."""
     for name, key in CONFIG_TABLES.items():
         file = directory / name
         if file.is_file() and (config := config_in(file, key)) is not None:
