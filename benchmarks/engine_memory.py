@@ -26,7 +26,7 @@ import torch
 from _table import machine, show, versions
 from torch import nn
 
-from quant.export.engine.build import export_engine
+from quant.export.engine.build import BuildOptions, export_engine
 from quant.export.onnx_graph.decoder import GraphInput
 from quant.export.onnx_graph.export import export_onnx
 from quant.export.onnx_graph.verify import check_file, verify
@@ -130,7 +130,7 @@ def main(gigabytes: float, name: str, checks: bool, target: str, json_file: Path
         steps: dict[str, Callable[[], Any]] = {
             "ONNX file": lambda: export_onnx(model, path, inputs=inputs, shapes=shapes),
             "checks of every layer": lambda: (check_file(path), verify(model, path)),
-            "engine, audit, codes found": lambda: export_engine(path, engine, target=target, shapes=shapes),
+            "engine, audit, codes found": lambda: export_engine(path, engine, BuildOptions(target, shapes)),
         }
         if not checks:
             del steps["checks of every layer"]

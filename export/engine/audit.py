@@ -1,7 +1,8 @@
-"""The audit reads from a built engine in which precision each GEMM and each attention runs, without a GPU.
+"""Reads from a built engine in which precision each GEMM and each attention runs, without a GPU.
 
-A serialized engine holds its compiled program as plain text next to the machine code, one program for each
-optimization profile. A line names the kernel, its operands, and the ONNX nodes that were fused into it:
+A serialized engine of TensorRT 10 and TensorRT-RTX 1 holds its compiled program as plain text next to the machine code,
+one program for each optimization profile. A line names the kernel, its operands, and the ONNX nodes that were fused
+into it:
 
     tensor={ … dims={ 256 512 } name="w1" … type=fp4_e2m1 }
     fully_connected={ name="a/matmul+b/matmul" output={"y" } input={"x4" "w1" …} … layers="[ONNX Layer: a/matmul]…" }
@@ -37,7 +38,7 @@ from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 UNPLANNED = "–"
-"""What stands for the plan where nobody said one."""
+"""The planned precision where there is no plan."""
 
 _AUDITED = (LayerKind.LINEAR, LayerKind.HEAD, LayerKind.CONV)
 NOT_EXPORTED = "not in the exported graph"
@@ -45,7 +46,7 @@ _PRODUCTS = ("/MatMul", "/Gemm", "/Conv")
 _MULTIPLYING = ("fully_connected", "convolution", "corrltn", "deconvolution")
 _BACKBONES = ("gemm", "corrltn", "conv", "deconv")
 
-# The second serves a single query, as in decoding.
+# TensorRT's kernels for several queries, and for a single one as in decoding.
 FUSED_ATTENTION = ("_gemm_mha_v", "_gemv_mha_v")
 # The compiler's types, by the names used here.
 _TYPES = {
@@ -179,13 +180,13 @@ def audit(
     planned = {layer.name: layer for layer in plan.quantized if layer.kind in _AUDITED} if plan else {}
     if attention is None and plan is not None and plan.attention is not None:
         attention = _ELEMENTS.get(plan.attention.element.name.lower(), "half")
-    found = [
+    findings = [
         _audit_layer(layer, kernels)
         if exported is None or name in exported
         else Finding(name, planned_precision(layer), NOT_EXPORTED, True)
         for name, layer in planned.items()
     ]
-    return [*found, *_audit_rest(kernels, planned), *_audit_attention(kernels, attention, attention_nodes)]
+    return [*findings, *_audit_unplanned(kernels, planned), *_audit_attention(kernels, attention, attention_nodes)]
 
 
 def failures(findings: Iterable[Finding]) -> list[str]:
@@ -218,6 +219,7 @@ def planned_precision(layer: LayerPlan) -> str:
 
 
 def _programs(blob: mmap.mmap) -> Iterator[str]:
+    """The compiled programs in an engine, each a text that ends with a zero byte."""
     for match in _HEADER.finditer(blob):
         end = blob.find(b"\0", match.start())
         yield blob[match.start() : end if end >= 0 else len(blob)].decode("latin-1")
@@ -268,47 +270,47 @@ def _operand(line: str) -> tuple[str, Operand] | None:
     return name[1], Operand(base[1] if base else name[1], _TYPES.get(kind[1], kind[1]), shape, stored)
 
 
-def _runs(kernel: Kernel, layer: str) -> bool:
+def _is_gemm_of(kernel: Kernel, layer: str) -> bool:
     """Whether a kernel is the GEMM of a layer."""
     return kernel.is_gemm and any(node.startswith(f"{layer}{kind}") for node in kernel.nodes for kind in _PRODUCTS)
 
 
 def _audit_layer(layer: LayerPlan, kernels: Sequence[Kernel]) -> Finding:
     planned = planned_precision(layer)
-    found = [_precision(kernel, kernels) for kernel in kernels if _runs(kernel, layer.name)]
-    if not found:
+    precisions = [_precision(kernel, kernels) for kernel in kernels if _is_gemm_of(kernel, layer.name)]
+    if not precisions:
         return Finding(layer.name, planned, "no GEMM of its name in the engine", False)
-    wrong = [word for word in found if word != planned]
-    return Finding(layer.name, planned, (wrong or found)[0], not wrong)
+    wrong = [precision for precision in precisions if precision != planned]
+    return Finding(layer.name, planned, (wrong or precisions)[0], not wrong)
 
 
-def _audit_rest(kernels: Sequence[Kernel], planned: Mapping[str, Any]) -> Iterator[Finding]:
+def _audit_unplanned(kernels: Sequence[Kernel], planned: Mapping[str, Any]) -> Iterator[Finding]:
     """GEMMs that no planned layer owns: layers kept in 16 bit or, without a plan, all of them."""
     seen = set()
     for kernel in kernels:
         names = [node.rpartition("/")[0] for node in kernel.nodes if node in kernel.matmuls] or kernel.nodes
         name = "+".join(names) or kernel.name
-        if kernel.is_gemm and name not in seen and not any(_runs(kernel, layer) for layer in planned):
+        if kernel.is_gemm and name not in seen and not any(_is_gemm_of(kernel, layer) for layer in planned):
             seen.add(name)
             yield Finding(name, "16 bit" if planned else UNPLANNED, _precision(kernel, kernels), True)
 
 
-def _audit_attention(kernels: Sequence[Kernel], wanted: str | None, nodes: Sequence[str]) -> Iterator[Finding]:
-    """Fused attentions, and those of the graph that were not fused."""
-    left = dict.fromkeys(nodes)
-    found: dict[str, str] = {}
+def _audit_attention(kernels: Sequence[Kernel], required: str | None, nodes: Sequence[str]) -> Iterator[Finding]:
+    """Fused attentions, and attention nodes of the graph that were not fused."""
+    precisions: dict[str, str] = {}
     for kernel in kernels:
         if kernel.is_attention and not kernel.is_body:
-            name = next((node for node in kernel.nodes if node in left), "+".join(kernel.nodes) or kernel.name)
-            # q, k and v; what follows are shapes, scales and masks.
+            name = next((node for node in kernel.nodes if node in nodes), "+".join(kernel.nodes) or kernel.name)
+            # The first three are q, k and v; shapes, scales and masks follow.
             types = [operand.type for operand in kernel.inputs if operand.is_matrix][:3]
             precision = types[0] if len(set(types)) == 1 else "/".join(types)
-            if found.get(name) in (None, wanted):
-                found[name] = precision
-    for name in (*found, *(node for node in left if node not in found)):
-        word = found.get(name, "not fused")
+            # The worst of the engine's programs counts: only a precision that passes is replaced.
+            if precisions.get(name) in (None, required):
+                precisions[name] = precision
+    for name in dict.fromkeys((*precisions, *nodes)):
+        precision = precisions.get(name, "not fused")
         layer = name.rpartition("/")[0] or name
-        yield Finding(layer, wanted or UNPLANNED, word, wanted in (None, word))
+        yield Finding(layer, required or UNPLANNED, precision, required in (None, precision))
 
 
 def _precision(gemm: Kernel, kernels: Sequence[Kernel]) -> str:
@@ -323,7 +325,7 @@ def _precision(gemm: Kernel, kernels: Sequence[Kernel]) -> str:
         return "unknown"
     activation, weight = (operand.type for operand in multiplied.inputs[:2])
     if _BITS.get(weight, 16) >= 16:
-        # 16 bit by now: unpacked inside this kernel, or by one of its own that writes what this one reads.
+        # The weight was unpacked to 16 bit inside this kernel, or by another kernel that writes this one's operand.
         read = {(gemm.program, operand.name) for operand in matrices}
         unpackers = [k for k in kernels if not k.is_gemm and any((k.program, name) in read for name in k.outputs)]
         near = [*matrices, *(operand for kernel in unpackers for operand in kernel.inputs)]
@@ -334,9 +336,10 @@ def _precision(gemm: Kernel, kernels: Sequence[Kernel]) -> str:
 
 
 def _stored_type(operands: Iterable[Operand], weight: Operand) -> str | None:
-    """The type that a weight is stored in: of the constants of about its size, the narrowest.
+    """The type that a weight is stored in: the narrowest among constants of about its size.
 
-    Block scales are far smaller than the weight; MXFP8's, which the builder expands, as large but wider.
+    Block scales are far smaller than the weight. The builder expands MXFP8's scales to the weight's size, in a wider
+    type.
     """
     constants = [o for o in operands if o.constant and o.is_matrix and 8 * _numel(o.dims) >= _numel(weight.dims)]
     return min(constants, key=lambda o: _BITS[o.type]).type if constants else None

@@ -1,4 +1,4 @@
-"""An engine is built here, compared with its plan, and described in a receipt.
+"""Builds an engine, compares it with its plan, and describes it in a receipt.
 
     model ──export_onnx──▶ ONNX ──checks, profiles──▶ builder in a process of its own ──▶ engine ──audit──▶ receipt
 
@@ -27,7 +27,6 @@ from quant.export.engine.audit import Finding, audit, failures, fallback_message
 from quant.export.engine.codes import held_codes, stored_codes
 from quant.export.engine.graph import (
     ATTENTION,
-    as_profiles,
     check_graph,
     label_nodes,
     load_graph,
@@ -47,7 +46,24 @@ PLUGIN_MODULE = "quant.export.engine.plugin_tensorrt"  # loads torch, and so is 
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildOptions:
+    """The GPU and the shapes that an engine is built for.
+
+    Attributes:
+        target: key of `TARGETS`, or "local".
+        shapes: range of every dynamic dimension, see `onnx_graph.shapes`; several texts make several profiles.
+        backend: "tensorrt_rtx" or "tensorrt", to insist on one.
+        progress: called as `progress(stage, done, total)`.
+    """
+
+    target: str
+    shapes: str | Sequence[str] | None = None
+    backend: str | None = None
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
     """An engine file; all other fields are copied to the receipt.
 
     Attributes:
@@ -78,14 +94,11 @@ class Built:
 def export_engine(
     model: nn.Module | str | Path,
     out: str | Path,
+    options: BuildOptions,
     *,
-    target: str,
     plan: Plan | None = None,
-    shapes: str | Sequence[str] | None = None,
     attention: str = "native",
     allow_fallback: bool = False,
-    backend: str | None = None,
-    progress: Progress | None = None,
     layers: Sequence[Mapping[str, Any]] = (),
     **onnx_options: Any,
 ) -> dict[str, Any]:
@@ -94,13 +107,10 @@ def export_engine(
     Args:
         model: a quantized module, or an ONNX file of one.
         out: the engine file.
-        target: key of `TARGETS`, or "local".
+        options: target and shapes.
         plan: of the model; the engine is compared with it.
-        shapes: range of every dynamic dimension, see `onnx_graph.shapes`; several texts make several profiles.
         attention: how FP8 attention of the plan runs: "native", "plugin", or "none" for 16 bit.
         allow_fallback: accepts layers that run in half precision; the receipt names them.
-        backend: "tensorrt_rtx" or "tensorrt", to insist on one.
-        progress: called as `progress(stage, done, total)`.
         layers: comparisons of earlier stages by layer, for the receipt.
         onnx_options: further options of `export_onnx`.
 
@@ -108,100 +118,90 @@ def export_engine(
         ValueError: something cannot be exported, built or targeted, or the audit failed; nothing is written.
     """
     out = Path(out)
-    profiles = as_profiles(shapes)
-    # Before the export, which takes longer than finding out that nothing here builds for the target.
-    choose_backend(resolve_target(target), backend)
+    # The export takes minutes, so first find out whether anything on this machine builds for the target.
+    choose_backend(resolve_target(options.target), options.backend)
     with temporary_directory(out) as folder:
         if isinstance(model, nn.Module):
             path = folder / "model.onnx"
-            model = export_onnx(model, path, plan=plan, shapes=profiles or None, attention=attention, **onnx_options)
-        built = build_engine(
-            model, folder / out.name, target=target, shapes=profiles, backend=backend, progress=progress
-        )
+            model = export_onnx(model, path, plan=plan, shapes=options.shapes, attention=attention, **onnx_options)
+        built = build_engine(model, folder / out.name, options)
         findings = audit_built(built, plan, attention)
         problems = failures(findings)
         if problems and not allow_fallback:
             raise ValueError(fallback_message(problems))
         held = held_codes(built.path, *stored_codes(Path(model)))
         receipt = _receipt(built, out, findings, problems, layers, plan)
-        receipt["codes_found"] = [name for name, found in held.items() if found]
-        receipt["codes_not_found"] = [name for name, found in held.items() if not found]
+        receipt["codes_found"] = [name for name, is_held in held.items() if is_held]
+        receipt["codes_not_found"] = [name for name, is_held in held.items() if not is_held]
         put_file(built.path, out)
         write_atomically(receipt_path(out), json_text(receipt, indent=1) + "\n")
     return receipt
 
 
-def build_engine(
-    onnx_path: str | Path,
-    out: str | Path,
-    *,
-    target: str,
-    shapes: str | Sequence[str] | None = None,
-    backend: str | None = None,
-    progress: Progress | None = None,
-) -> Built:
-    """Builds the engine of an ONNX file in a process of its own; arguments as for `export_engine`.
+def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) -> BuiltEngine:
+    """Builds the engine of an ONNX file in a process of its own.
 
     Raises ValueError if the graph, a shape or the target cannot be built, or the builder failed or died; the message
     names the model, and the node if it is known. `out` appears when it is complete.
     """
     onnx_path, out = Path(onnx_path), Path(out)
-    chosen_target = resolve_target(target)
-    chosen = choose_backend(chosen_target, backend)
+    target = resolve_target(options.target)
+    backend = choose_backend(target, options.backend)
     model = load_graph(onnx_path)
-    check_graph(model, chosen_target)
-    profiles = make_profiles(model, shapes)
-    attends = {layer_of(node) for node in model.graph.node if node.op_type in ATTENTION}
-    layers = list(dict.fromkeys(name for name in map(layer_of, model.graph.node) if name and name not in attends))
+    check_graph(model, target)
+    profiles = make_profiles(model, options.shapes)
+    attentions = {layer_of(node) for node in model.graph.node if node.op_type in ATTENTION}
+    layers = list(dict.fromkeys(name for name in map(layer_of, model.graph.node) if name and name not in attentions))
     attention_nodes = label_nodes(model)
     with temporary_directory(out) as folder:
         graph, engine = folder / "graph.onnx", folder / "engine"
         graph.write_bytes(model.SerializeToString())
         request = {
-            "backend": chosen.module,
+            "backend": backend.module,
             "graph": str(graph),
             "model": str(onnx_path.resolve()),
             "engine": str(engine),
-            "compute_capability": chosen_target.sm.upper(),
+            "compute_capability": target.sm.upper(),
             "profiles": profiles,
             "plugin": PLUGIN_MODULE if any(node.op_type == PLUGIN for node in model.graph.node) else None,
-            "timing_cache": timing_cache(chosen.module, chosen_target),
+            "timing_cache": timing_cache(backend.module, target),
         }
-        del model
+        del model  # the graph is in memory once, in the build process
         started = time.perf_counter()
-        built, warnings = run_worker(request, onnx_path, progress, worker_environment(request, folder))
+        environment = worker_environment(request, folder)
+        result, warnings = run_worker(request, onnx_path, options.progress, environment)
         seconds = time.perf_counter() - started
         put_file(engine, out)
-    return Built(
+    return BuiltEngine(
         path=out,
         warnings=warnings,
-        target=chosen_target.sm,
-        backend=f"{chosen.module} {built['version']}",
-        reason=chosen.reason,
+        target=target.sm,
+        backend=f"{backend.module} {result['version']}",
+        reason=backend.reason,
         profiles=[format_profile(profile) for profile in profiles],
         layers=layers,
         attention_nodes=attention_nodes,
         seconds=round(seconds, 2),
-        peak_rss_bytes=built["peak_rss_bytes"],
+        peak_rss_bytes=result["peak_rss_bytes"],
     )
 
 
-def audit_built(built: Built, plan: Plan | None, attention: str = "native") -> list[Finding]:
-    """The audit of an engine just built, its attention nodes known."""
-    wanted, layers = "half" if attention == "none" else None, built.layers or None
-    return audit(built.path, plan, attention=wanted, attention_nodes=built.attention_nodes, exported=layers)
+def audit_built(built: BuiltEngine, plan: Plan | None, attention: str = "native") -> list[Finding]:
+    """The audit of an engine just built, with the layers and attention nodes of its graph."""
+    required, layers = "half" if attention == "none" else None, built.layers or None
+    return audit(built.path, plan, attention=required, attention_nodes=built.attention_nodes, exported=layers)
 
 
 def summary(receipt: Mapping[str, Any]) -> list[str]:
-    """What a user should know of an engine, one line each: its builder, its shapes, and its precisions."""
+    """A summary of an engine, one line each: its builder, its shapes, and its precisions."""
     if "engine" not in receipt:
         return []
     engine, rows = receipt["engine"], receipt["audit"]
-    found = Counter(row["found"] for row in rows)
+    precisions = Counter(row["found"] for row in rows)
     lines = [
         f"{engine['reason']} ({engine['seconds']:.0f} s, {engine['peak_rss_bytes'] / 1e9:.1f} GB)",
         *(f"shapes {profile}" for profile in engine["profiles"]),
-        "runs in " + ", ".join(f"{word}: {count}" for word, count in found.most_common()),
+        "runs in " + ", ".join(f"{word}: {count}" for word, count in precisions.most_common()),
         f"{len(receipt['codes_found'])} layers' codes lie in the engine byte for byte",
     ]
     if receipt["codes_not_found"]:
@@ -210,7 +210,7 @@ def summary(receipt: Mapping[str, Any]) -> list[str]:
 
 
 def _receipt(
-    built: Built,
+    built: BuiltEngine,
     out: Path,
     findings: Sequence[Finding],
     problems: Sequence[str],

@@ -1,9 +1,12 @@
-"""A checkpoint's codes are found inside a built engine, as proof that the engine runs what the solver chose.
+"""Finds a checkpoint's codes inside a built engine, as proof that the engine runs the weights of the solver.
 
 TensorRT stores the weights of a GEMM byte for byte, `[out, in]` or transposed, two 4-bit codes per byte with the even
-index in the low nibble. Merged matrices (q, k and v) follow each other, whole or, if they are transposed, row by row.
-So each layer's codes lie somewhere in the file, unless one was changed. One pass over the file finds the places where a
-word of any layer occurs; only those are compared in full.
+index in the low nibble. Merged matrices (q, k and v) follow each other, whole or, if they are transposed, row by row:
+
+    q[0] q[1] … k[0] k[1] … v[0] v[1] …         or transposed        q[0] k[0] v[0] q[1] k[1] v[1] …
+
+So each layer's codes lie somewhere in the file, unless one was changed. One pass over the file finds the offsets at
+which a rare word of any layer occurs; only there the codes are compared in full.
 """
 
 from __future__ import annotations
@@ -40,9 +43,9 @@ def held_codes(engine: str | Path, codes: Mapping[str, np.ndarray], bits: Mappin
             word, offset = _rare_word(head)
             by_word.setdefault(word, []).append((name, index, offset))
     with Path(engine).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as blob:
-        for place, word in _places(blob, by_word.keys()):
+        for position, word in _word_positions(blob, by_word.keys()):
             for name, index, offset in by_word[word]:
-                start = place - offset
+                start = position - offset
                 begin = _heads(codes[name], bits[name])[index].tobytes()
                 if not held[name] and start >= 0 and blob[start : start + len(begin)] == begin:
                     held[name] = _lies_at(blob, start, _layouts(codes[name], bits[name])[index])
@@ -65,11 +68,11 @@ def stored_codes(onnx_path: Path) -> tuple[dict[str, np.ndarray], dict[str, int]
 
 def _bytes_of(tensor: Any, folder: Path) -> np.ndarray:
     """The data of an initializer; those in a file of their own are mapped, not read."""
-    place = {entry.key: entry.value for entry in tensor.external_data}
-    if not place:
+    external = {entry.key: entry.value for entry in tensor.external_data}
+    if not external:
         return np.frombuffer(tensor.raw_data, np.uint8)
-    start, length = int(place.get("offset", 0)), int(place["length"])
-    return np.memmap(folder / place["location"], np.uint8, "r", start, (length,))
+    start, length = int(external.get("offset", 0)), int(external["length"])
+    return np.memmap(folder / external["location"], np.uint8, "r", start, (length,))
 
 
 def _lies_at(blob: mmap.mmap, start: int, layout: np.ndarray) -> bool:
@@ -79,11 +82,11 @@ def _lies_at(blob: mmap.mmap, start: int, layout: np.ndarray) -> bool:
     stride = second - start
     if second < 0 or start + (rows - 1) * stride + width > len(blob):
         return False
-    found = np.frombuffer(blob[start : start + (rows - 1) * stride + width] + bytes(stride - width), np.uint8)
-    return bool((found.reshape(rows, stride)[:, :width] == layout).all())
+    stored = np.frombuffer(blob[start : start + (rows - 1) * stride + width] + bytes(stride - width), np.uint8)
+    return bool((stored.reshape(rows, stride)[:, :width] == layout).all())
 
 
-def _places(blob: mmap.mmap, words: Collection[int]) -> Iterator[tuple[int, int]]:
+def _word_positions(blob: mmap.mmap, words: Collection[int]) -> Iterator[tuple[int, int]]:
     """Byte offset and value of every aligned word of the file that is one of `words`."""
     # Looking up half a word in a table of all halves is many times faster than a search among the words.
     table = np.zeros(1 << 16, bool)
@@ -110,9 +113,10 @@ def _layouts(array: np.ndarray, bits: int) -> list[np.ndarray]:
 
 
 def _heads(array: np.ndarray, bits: int) -> list[np.ndarray]:
-    """The start of each of `_layouts`: its first row, which is all that merging leaves together.
+    """The start of each of `_layouts`: its first row, which lies in one piece even where matrices are merged.
 
-    For rows shorter than a word, such as those of the transposed classifier of three classes, it is the whole matrix.
+    Rows shorter than a word, as of the transposed classifier of three classes, hold no word to search for: the start is
+    then the whole matrix.
     """
     if array.shape[1] < 4 or array.shape[0] * bits // 8 < 4:
         return [layout.reshape(-1) for layout in _layouts(array, bits)]

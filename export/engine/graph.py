@@ -1,8 +1,8 @@
-"""An ONNX graph is checked and prepared here before an engine is built from it.
+"""Checks and prepares an ONNX graph before an engine is built from it.
 
     load_graph       the graph without its weights
     check_graph      refuses graphs that TensorRT compiles wrongly, or that need hardware that the target lacks
-    make_profiles    the ranges of shapes, as `onnx_graph.shapes` reads them, above what attention needs
+    make_profiles    the ranges of shapes, as `onnx_graph.shapes` reads them, above the minimum of fused attention
     label_nodes      names nodes after their layers, by which the audit finds a layer in the engine
 
 Each refusal names the layer and an alternative. The failing combinations were found by building them.
@@ -58,7 +58,7 @@ def check_graph(model: Any, target: Target) -> None:
     shapes = _shapes(model)
     for node in model.graph.node:
         for problem in _node_problems(node, types, producer, shapes, target):
-            raise ValueError(f"{_place(node)}: {problem}")
+            raise ValueError(f"{_node_label(node)}: {problem}")
 
 
 def make_profiles(model: Any, shapes: str | Sequence[str] | None) -> list[Shapes]:
@@ -92,14 +92,14 @@ def attention_floors(model: Any, inputs: Sequence[Input]) -> dict[str, int]:
             continue
         for sequence in sequences:
             if sequence is None:
-                # The graph does not say: whatever is not the batch may be a sequence.
+                # The graph does not state it: any dimension but the batch may be a sequence.
                 floors |= named - {item.dims[0] for item in inputs if item.dims}
             elif isinstance(sequence, str):
                 floors |= {sequence} & named
             elif sequence < FP8_ATTENTION_MINIMUM:
                 raise ValueError(
-                    f"{_place(node)}: FP8 attention over a fixed sequence of {sequence}; TensorRT fuses it for one "
-                    f"query, or from {FP8_ATTENTION_MINIMUM} on: pad the sequence, or export with --attention none"
+                    f"{_node_label(node)}: FP8 attention over a fixed sequence of {sequence}; TensorRT fuses it for "
+                    f"one query, or from {FP8_ATTENTION_MINIMUM} on: pad the sequence, or export with --attention none"
                 )
     return dict.fromkeys(sorted(floors), FP8_ATTENTION_MINIMUM)
 
@@ -110,7 +110,7 @@ def _shapes(model: Any) -> dict[str, Any]:
 
 
 def _heads_and_queries(name: str, shapes: Mapping[str, Any]) -> tuple[int, int]:
-    """Of q `[batch, heads, sequence, dim]`; 0 stands for what is not known."""
+    """Heads and queries of q `[batch, heads, sequence, dim]`; 0 for a number that the graph does not state."""
     dims = shapes.get(name, ())
     return (dims[1].dim_value, dims[2].dim_value) if len(dims) == 4 else (0, 0)
 
@@ -127,14 +127,14 @@ def _sequence(name: str, shapes: Mapping[str, Any], producer: Mapping[str, Any])
 
 def label_nodes(model: Any) -> list[str]:
     """Names every node of a layer `<layer>/<op type>`; returns the names of the attention nodes."""
-    taken = {node.name for node in model.graph.node}
+    names = {node.name for node in model.graph.node}
     attention = []
     for index, node in enumerate(model.graph.node):
         layer = layer_of(node)
         if layer or not node.name:
-            wanted = f"{layer or 'graph'}/{node.op_type}"
-            node.name = wanted if wanted not in taken else f"{wanted}_{index}"
-            taken.add(node.name)
+            label = f"{layer or 'graph'}/{node.op_type}"
+            node.name = label if label not in names else f"{label}_{index}"
+            names.add(node.name)
         if node.op_type in ATTENTION:
             attention.append(node.name)
     return attention
@@ -147,6 +147,15 @@ def _node_problems(
     shapes: Mapping[str, Any],
     target: Target,
 ) -> Iterator[str]:
+    """Reasons why TensorRT does not run a node as it is.
+
+    Args:
+        node: of the graph.
+        types: ONNX types of the initializers, by name.
+        producer: the node that computes each value.
+        shapes: dimensions of values.
+        target: of the engine.
+    """
     for name in node.input:
         kind = types.get(name, "")
         if kind in _NOT_IMPORTED:
@@ -163,8 +172,8 @@ def _node_problems(
             weight = next((s for s in sources if types.get(s.input[0])), None)
             inputs = next((s for s in sources if not types.get(s.input[0])), None)
             blocked = weight is not None and _attribute(weight, "block_size", 0) > 0
-            maker = producer.get(inputs.input[0]) if inputs is not None else None
-            if blocked and weight is not None and maker is not None and maker.op_type == "QuantizeLinear":
+            source = producer.get(inputs.input[0]) if inputs is not None else None
+            if blocked and weight is not None and source is not None and source.op_type == "QuantizeLinear":
                 yield _blocked_and_quantized(types[weight.input[0]])
     if node.op_type == "Attention":
         heads, queries = _heads_and_queries(node.input[0], shapes)
@@ -199,11 +208,11 @@ def _unwrap(node: Any, producer: Mapping[str, Any]) -> Any:
 
 
 def _attribute(node: Any, name: str, default: Any) -> Any:
-    found = next((a for a in node.attribute if a.name == name), None)
-    return default if found is None else (found.f if isinstance(default, float) else found.i)
+    attribute = next((a for a in node.attribute if a.name == name), None)
+    return default if attribute is None else (attribute.f if isinstance(default, float) else attribute.i)
 
 
-def _place(node: Any) -> str:
+def _node_label(node: Any) -> str:
     layer = layer_of(node)
     return f"{layer} ({node.op_type})" if layer else f"node {node.name or node.output[0]} ({node.op_type})"
 

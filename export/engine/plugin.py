@@ -56,8 +56,8 @@ class Attributes:
         if not 0 <= self.softmax_scale < math.inf:
             raise ValueError(f"{PLUGIN}: softmax_scale is {self.softmax_scale}; it must be positive, or 0 for 1/√dim")
         if self.output_type not in OUTPUT_TYPES:
-            known = ", ".join(f"{number} ({name})" for number, name in OUTPUT_TYPES.items())
-            raise ValueError(f"{PLUGIN}: output_type is {self.output_type}; known: {known}")
+            types = ", ".join(f"{number} ({name})" for number, name in OUTPUT_TYPES.items())
+            raise ValueError(f"{PLUGIN}: output_type is {self.output_type}; known: {types}")
 
     @property
     def io_types(self) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ class Attributes:
         return "FP8", "FP8", "FP8", "FP32", OUTPUT_TYPES[self.output_type]
 
     def scale(self, dim: int) -> float:
-        """What multiplies q·k."""
+        """The factor of q·k."""
         return self.softmax_scale or 1 / math.sqrt(dim)
 
     def to_fields(self) -> dict[str, np.ndarray]:
@@ -76,14 +76,14 @@ class Attributes:
         }
 
     @classmethod
-    def from_fields(cls, given: Mapping[str, Any]) -> Attributes:
-        """The inverse of `to_fields`; fields that are not attributes are left alone."""
-        known: dict[str, Any] = {
-            field.name: (float if field.type == "float" else int)(np.ravel(given[field.name])[0])
+    def from_fields(cls, values: Mapping[str, Any]) -> Attributes:
+        """The inverse of `to_fields`; fields that are no attributes are ignored."""
+        attributes: dict[str, Any] = {
+            field.name: (float if field.type == "float" else int)(np.ravel(values[field.name])[0])
             for field in fields(cls)
-            if field.name in given
+            if field.name in values
         }
-        return cls(**known)
+        return cls(**attributes)
 
 
 def check_shapes(shapes: Sequence[Sequence[int | None]], name: str = PLUGIN) -> int:
@@ -96,19 +96,23 @@ def check_shapes(shapes: Sequence[Sequence[int | None]], name: str = PLUGIN) -> 
     Raises:
         ValueError: they do not fit, or the kernel does not take the head dimension.
     """
-    known = [[None if size is None or size < 0 else size for size in shape] for shape in shapes]
-    said = ", ".join(f"{n} {['?' if x is None else x for x in shape]}" for n, shape in zip(INPUTS, known, strict=True))
-    if [len(shape) for shape in known] != [4, 4, 4, 1] or known[3][0] not in (None, 3):
-        raise ValueError(f"{name}: {said}; expected q, k, v [batch, heads, seq, dim] and scales [3]")
-    q, k, v, _ = known
+    sizes = [[None if size is None or size < 0 else size for size in shape] for shape in shapes]
+    described = ", ".join(
+        f"{n} {['?' if x is None else x for x in shape]}" for n, shape in zip(INPUTS, sizes, strict=True)
+    )
+    if [len(shape) for shape in sizes] != [4, 4, 4, 1] or sizes[3][0] not in (None, 3):
+        raise ValueError(f"{name}: {described}; expected q, k, v [batch, heads, seq, dim] and scales [3]")
+    q, k, v, _ = sizes
     if _differ(q[0], k[0], v[0]) or _differ(q[3], k[3], v[3]) or _differ(k[1], v[1]) or _differ(k[2], v[2]):
-        raise ValueError(f"{name}: {said}; batch and dim must agree, and k and v in everything")
+        raise ValueError(f"{name}: {described}; batch and dim must agree, and k and v in everything")
     if q[1] and k[1] and q[1] % k[1]:
-        raise ValueError(f"{name}: {said}; {k[1]} KV heads do not divide {q[1]} heads")
+        raise ValueError(f"{name}: {described}; {k[1]} KV heads do not divide {q[1]} heads")
     dim = next((size for size in (q[3], k[3], v[3]) if size is not None), None)
     if dim not in HEAD_DIMS:
         takes = ", ".join(map(str, HEAD_DIMS))
-        raise ValueError(f"{name}: {said}; the head dimension must be known, one of {takes}. Use --attention native")
+        raise ValueError(
+            f"{name}: {described}; the head dimension must be known, one of {takes}. Use --attention native"
+        )
     return dim
 
 
@@ -174,27 +178,27 @@ def launch(kernel: LoadedKernel, shapes: Sequence[Sequence[int]], addresses: Seq
 
 def kernel_fields(kernels: Mapping[int, CompiledKernel]) -> dict[str, np.ndarray]:
     """Compiled kernels as plugin fields: for each, its PTX, its name, and the facts for a launch."""
-    found: dict[str, np.ndarray] = {}
+    values: dict[str, np.ndarray] = {}
     for arch, kernel in kernels.items():
-        found[f"ptx_{arch}"] = np.frombuffer(kernel.ptx.encode(), np.int8)
-        found[f"name_{arch}"] = np.frombuffer(kernel.name.encode(), np.int8)
+        values[f"ptx_{arch}"] = np.frombuffer(kernel.ptx.encode(), np.int8)
+        values[f"name_{arch}"] = np.frombuffer(kernel.name.encode(), np.int8)
         types = ",".join(f"{name}:{kind}" for name, kind in kernel.arguments)
-        found[f"arguments_{arch}"] = np.frombuffer(types.encode(), np.int8)
-        found[f"launch_{arch}"] = np.array([kernel.num_warps, kernel.shared], np.int32)
-    return found
+        values[f"arguments_{arch}"] = np.frombuffer(types.encode(), np.int8)
+        values[f"launch_{arch}"] = np.array([kernel.num_warps, kernel.shared], np.int32)
+    return values
 
 
-def kernels_from_fields(given: Mapping[str, Any]) -> dict[int, CompiledKernel]:
+def kernels_from_fields(values: Mapping[str, Any]) -> dict[int, CompiledKernel]:
     """The inverse of `kernel_fields`."""
 
     def text(name: str) -> str:
-        return np.asarray(given[name]).tobytes().decode()
+        return np.asarray(values[name]).tobytes().decode()
 
     kernels = {}
-    for arch in (int(name.removeprefix("ptx_")) for name in given if name.startswith("ptx_")):
+    for arch in (int(name.removeprefix("ptx_")) for name in values if name.startswith("ptx_")):
         pairs = (pair.partition(":") for pair in text(f"arguments_{arch}").split(","))
         arguments = tuple((name, kind) for name, _, kind in pairs)
-        num_warps, shared = (int(value) for value in np.ravel(given[f"launch_{arch}"]))
+        num_warps, shared = (int(value) for value in np.ravel(values[f"launch_{arch}"]))
         name, ptx = text(f"name_{arch}"), text(f"ptx_{arch}")
         kernels[arch] = CompiledKernel(name, ptx, arch, arguments, num_warps, shared)
     return kernels

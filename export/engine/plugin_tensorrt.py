@@ -1,4 +1,4 @@
-"""This file wraps the plugin `QuantFp8Attention` in the classes of TensorRT and TensorRT-RTX.
+"""The plugin `QuantFp8Attention` in the classes of TensorRT and TensorRT-RTX.
 
 `plugin` has its shapes, types and launch as plain functions. Full TensorRT gets a quick-deployable plugin: three
 functions, and PTX inside the engine. TensorRT-RTX gets an `IPluginV3`, which launches the same PTX.
@@ -31,8 +31,8 @@ from quant.kernels.cuda_driver import LoadedKernel
 
 _DATA_TYPES = {"FP32": "FLOAT", "FP16": "HALF"}
 
-_kept: list[Any] = []
-"""Creators: TensorRT-RTX's Python bindings do not keep what they are given alive."""
+_alive: list[Any] = []
+"""Plugins and creators: the Python bindings of TensorRT-RTX 1.7 hold no reference to their arguments."""
 
 
 def register(trt: ModuleType, archs: Sequence[int]) -> None:
@@ -74,6 +74,7 @@ def register_quick(trt: Any, trtp: Any, arch: int) -> None:
         types = Attributes(causal, softmax_scale, output_type).io_types
         return [trtp.AutoTuneCombination(", ".join(types), "LINEAR")]
 
+    # TensorRT binds arguments by name, so that one object cannot stand for the attributes.
     def implement(
         q: Any, k: Any, v: Any, scales: Any, causal: Any, softmax_scale: Any, output_type: Any,
         outputs: Any, tactic: Any,
@@ -110,11 +111,11 @@ def _data_type(trt: Any, name: str) -> Any:
     return getattr(trt.DataType, _DATA_TYPES.get(name, name))
 
 
-def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
-    """The `IPluginV3` of TensorRT-RTX and its creator.
+def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
+    """The `IPluginV3` of TensorRT-RTX, which compiles its kernel for each of `archs`.
 
-    TensorRT-RTX serializes the PTX for each of `archs` into the engine, so a process that loads the engine needs only
-    this creator (or one in C++ that launches the same PTX), and neither Triton nor a compiler.
+    Methods are TensorRT's; the builder calls `configure_plugin`, and `get_fields_to_serialize` puts the PTX into the
+    engine. A process that loads the engine calls `enqueue`.
     """
 
     class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):  # type: ignore[misc]
@@ -125,7 +126,7 @@ def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
             self.num_outputs = 1
             self.attributes, self.kernels = attributes, kernels
             self.loaded: dict[int, LoadedKernel] = {}
-            self.kept: list[Any] = []
+            self.alive: list[Any] = []
 
         def get_capability_interface(self, kind: Any) -> Any:
             return self
@@ -151,7 +152,7 @@ def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
 
         def get_fields_to_serialize(self) -> Any:
             values = {**self.attributes.to_fields(), **kernel_fields(self.kernels)}
-            self.kept.append(collection := _field_collection(trt, values, self.kept))
+            self.alive.append(collection := _field_collection(trt, values, self.alive))
             return collection
 
         def on_shape_change(self, inputs: Any, outputs: Any) -> None:
@@ -173,7 +174,7 @@ def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
 
         def clone(self) -> Any:
             twin = Plugin(self.attributes, self.kernels)
-            _kept.append(twin)
+            _alive.append(twin)
             return twin
 
         def get_valid_tactics(self) -> Any:
@@ -182,32 +183,44 @@ def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
         def set_tactic(self, tactic: Any) -> None:
             pass
 
+    return Plugin
+
+
+def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
+    """Registers the creator of TensorRT-RTX's plugin.
+
+    TensorRT-RTX serializes the PTX for each of `archs` into the engine, so a process that loads the engine needs only
+    this creator (or one in C++ that launches the same PTX), and neither Triton nor a compiler.
+    """
+    plugin_class = _plugin_class(trt, archs)
+
     class Creator(trt.IPluginCreatorV3One):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IPluginCreatorV3One.__init__(self)
             self.name, self.plugin_namespace, self.plugin_version = PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
-            self.kept: list[Any] = []
-            self.field_names = _field_collection(trt, Attributes().to_fields(), self.kept)
+            self.alive: list[Any] = []
+            self.field_names = _field_collection(trt, Attributes().to_fields(), self.alive)
 
         def create_plugin(self, name: Any, collection: Any, phase: Any) -> Any:
-            given = {field.name: field.data for field in collection}
-            plugin = Plugin(Attributes.from_fields(given), kernels_from_fields(given))
-            _kept.append(plugin)
+            values = {field.name: field.data for field in collection}
+            plugin = plugin_class(Attributes.from_fields(values), kernels_from_fields(values))
+            _alive.append(plugin)
             return plugin
 
     creator = Creator()
     if not trt.get_plugin_registry().register_creator(creator, PLUGIN_DOMAIN):
         raise ValueError(f"{PLUGIN}: TensorRT-RTX did not take the plugin; is it registered already?")
-    _kept.append(creator)
+    _alive.append(creator)
 
 
-def _field_collection(trt: Any, values: Mapping[str, np.ndarray], kept: list[Any]) -> Any:
+def _field_collection(trt: Any, values: Mapping[str, np.ndarray], alive: list[Any]) -> Any:
+    """Plugin fields of these values; `alive` gets the objects that must live as long as the collection."""
     types = trt.PluginFieldType
     kinds = {"int32": types.INT32, "float32": types.FLOAT32, "int8": types.CHAR}
-    kept.extend(values.values())
-    made = [trt.PluginField(name, value, kinds[value.dtype.name]) for name, value in values.items()]
-    kept.extend(made)
-    return trt.PluginFieldCollection(made)
+    alive.extend(values.values())
+    plugin_fields = [trt.PluginField(name, value, kinds[value.dtype.name]) for name, value in values.items()]
+    alive.extend(plugin_fields)
+    return trt.PluginFieldCollection(plugin_fields)
 
 
 def _type_name(trt: Any, type_: Any) -> str:

@@ -96,9 +96,9 @@ def _import_path() -> list[str]:
 
     The current directory may hold a `quant` of anybody. It stays only where this package itself was imported from it.
     """
-    here, home = Path.cwd(), Path(str(sys.modules["quant"].__file__)).resolve().parents[1]
-    folders = dict.fromkeys([*(Path(place).resolve() for place in sys.path), home])
-    return [str(folder) for folder in folders if folder != here or folder == home]
+    current, home = Path.cwd(), Path(str(sys.modules["quant"].__file__)).resolve().parents[1]
+    folders = dict.fromkeys([*(Path(entry).resolve() for entry in sys.path), home])
+    return [str(folder) for folder in folders if folder != current or folder == home]
 
 
 def _explained(text: str) -> str:
@@ -126,14 +126,15 @@ def _death(code: int) -> str:
 
 
 def worker_environment(request: Mapping[str, Any], folder: Path) -> dict[str, str] | None:
-    """Environment of the build process, None for this one's.
+    """Environment of the build process; None for the environment of this process.
 
-    A graph with a plugin makes TensorRT-RTX's parser load its own library under a name that the wheel does not have.
+    For a graph with a plugin the parser of TensorRT-RTX 1.7 loads `libtensorrt_rtx.so`, and its wheel has only
+    `libtensorrt_rtx.so.1`: the build fails without a link of the first name.
     """
     spec = importlib.util.find_spec("tensorrt_rtx_libs")
     if not request["plugin"] or request["backend"] != "tensorrt_rtx" or spec is None:
         return None
-    for library in (Path(place) / "libtensorrt_rtx.so.1" for place in spec.submodule_search_locations or ()):
+    for library in (Path(root) / "libtensorrt_rtx.so.1" for root in spec.submodule_search_locations or ()):
         (folder / "libtensorrt_rtx.so").symlink_to(library)
     path = os.environ.get("LD_LIBRARY_PATH")
     return {**os.environ, "LD_LIBRARY_PATH": f"{folder.resolve()}{os.pathsep + path if path else ''}"}

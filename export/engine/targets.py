@@ -1,4 +1,4 @@
-"""An engine is built for one kind of GPU, its target; this file chooses which TensorRT can build it here.
+"""The target of an engine is the kind of GPU that it runs on; here is chosen which TensorRT can build for it.
 
     TensorRT-RTX  `tensorrt_rtx`  builds ahead of time, on any machine, for the GPUs it lists; never for Hopper or B200
     TensorRT      `tensorrt`      times kernels while it builds, so it builds for the GPU in this machine and no other
@@ -78,8 +78,8 @@ def local_capability() -> tuple[int, int] | None:
 def choose_backend(target: Target, backend: str | None = None) -> Backend:
     """The library that builds for `target` on this machine; `backend` insists on one.
 
-    If both can, TensorRT is taken, which times the kernels on the GPU itself. Raises ValueError if none can, or none
-    that can is installed; the message names the extra and what each can build for.
+    If both can, TensorRT is chosen, since it times the kernels on the GPU itself. Raises ValueError if none can, or if
+    none that can is installed; the message names the extra and the targets of each library.
     """
     if backend is not None and backend not in EXTRAS:
         raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(EXTRAS)}")
@@ -98,5 +98,5 @@ def choose_backend(target: Target, backend: str | None = None) -> Backend:
         ("tensorrt", False): f"TensorRT builds for the GPU it runs on, so run it on a machine with {target} "
         f"({install_command('tensorrt')})",
     }
-    said = [ways_out[name, able[name]] for name in EXTRAS if backend in (None, name)]
-    raise ValueError("; ".join([f"no engine for {target}", *said]))
+    advice = [ways_out[name, able[name]] for name in EXTRAS if backend in (None, name)]
+    raise ValueError("; ".join([f"no engine for {target}", *advice]))

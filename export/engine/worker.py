@@ -4,7 +4,7 @@ TensorRT is a large C++ compiler that some graphs bring down. In a process of it
 the caller, which still knows the builder's last message. The process imports neither torch nor the model, so nearly
 all of its memory is TensorRT's.
 
-It writes one JSON object per line to the file descriptor FD; what libraries print on standard output stays apart.
+It writes one JSON object per line to the file descriptor FD, apart from the prints of libraries on standard output.
 
     {"said": "…", "severity": 3}               a message of the builder
     {"stage": "…", "done": 3, "of": 100}       progress
@@ -29,7 +29,7 @@ _SHORT = 2000
 
 
 class BuildError(Exception):
-    """A build that TensorRT refused: what it said, and the ONNX node it was at, if it said so."""
+    """A build that TensorRT refused: its message, and the ONNX node at which it stopped, if it named one."""
 
     def __init__(self, text: str, node: str = "") -> None:
         super().__init__(text)
@@ -55,7 +55,7 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
         )
     _parse(trt, network, logger, request)
     config = builder.create_builder_config()
-    # Names and types of all kernels stay readable in the engine: what the audit reads.
+    # Names and types of all kernels stay readable in the engine, for the audit.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.progress_monitor = monitor = _monitor(trt, out)
     for shapes in request["profiles"]:
@@ -75,7 +75,7 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
             raise BuildError(logger.worst or "the builder gave no engine and no reason", logger.node)
     if cache is not None:
         write_atomically(request["timing_cache"], bytes(memoryview(cache.serialize())))
-    del monitor
+    del monitor  # the bindings hold no reference to it, so it must live until here
     return {"version": trt.__version__, "layers": network.num_layers, "peak_rss_bytes": _peak_rss()}
 
 
@@ -90,11 +90,11 @@ def _parse(trt: Any, network: Any, logger: Any, request: dict[str, Any]) -> None
 
 
 def _capability(trt: Any, name: str) -> Any:
-    known = getattr(trt.ComputeCapability, name, None)
-    if known is None:
+    capability = getattr(trt.ComputeCapability, name, None)
+    if capability is None:
         listed = ", ".join(word.lower() for word in dir(trt.ComputeCapability) if word.startswith("SM"))
         raise BuildError(f"this {trt.__name__} {trt.__version__} builds for {listed}, not for {name.lower()}")
-    return known
+    return capability
 
 
 def _load_timing_cache(config: Any, path: Path) -> Any:
@@ -106,7 +106,7 @@ def _load_timing_cache(config: Any, path: Path) -> Any:
 
 def _logger(trt: Any, out: TextIO) -> Any:
     class Logger(trt.ILogger):  # type: ignore[misc]
-        """Passes messages on, and remembers what a failed build is to be blamed on."""
+        """Passes messages on, and remembers the first error and the current node for the message of a failed build."""
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
@@ -156,7 +156,7 @@ def _monitor(trt: Any, out: TextIO) -> Any:
             return True
 
         def show(self) -> None:
-            """Reports what is new: each open phase counts as the step of the one around it."""
+            """Reports a higher percentage: each open phase counts as the current step of the phase around it."""
             part = 0.0
             for done, steps in reversed(self.phases.values()):
                 part = min((done + part) / steps, 1.0)

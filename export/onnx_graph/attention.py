@@ -1,4 +1,4 @@
-"""Attention and the KV cache are ops that PyTorch runs while a model is traced; these are the ops and their ONNX nodes.
+"""Attention and the KV cache as ops that PyTorch runs while a model is traced, and their translation to ONNX nodes.
 
 quant::onnx_attention      Attention, or its parts in FP32; in FP8 trt::TRT_QuantizedAttention over QuantizeLinear
                            and DequantizeLinear of q, k and v, or the node of our own plugin over their codes
@@ -161,7 +161,7 @@ def _register_ops() -> None:
         "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, float[] scales, str kind) -> Tensor",
     )
     impl(name, "default", _attention_body)
-    fake(name, lambda q, *rest: torch.empty_like(q))
+    fake(name, lambda q, *_: torch.empty_like(q))
     name = "quant::onnx_cache_write"
     define(name, "(Tensor x, float scale) -> Tensor")
     impl(name, "default", _to_e4m3)

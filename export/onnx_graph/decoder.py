@@ -32,6 +32,7 @@ from quant.calibration.attention_names import implementations_kept, names_regist
 from quant.calibration.kv_cache import AttentionScales
 from quant.export.onnx_graph.attention import attend
 from quant.export.onnx_graph.limits import check_attention
+from quant.formats.format import FORMATS
 
 ATTENTIONS = ("native", "plugin", "none")
 Dims = tuple[str | int, ...]
@@ -99,7 +100,7 @@ class Attention:
         return out.transpose(1, 2), None
 
     def _cached(self, name: str, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all tokens; those of the new ones are noted."""
+        """Keys and values of all tokens; the new tokens' are appended to `new`."""
         index, both = len(self.new), []
         for part, x in enumerate((key, value)):
             stored = x
@@ -167,12 +168,12 @@ class Graph(nn.Module):
             options["position_ids"] = torch.arange(length, length + 1)[None].expand(ids.shape[0], 1)
         out = self.model(**inputs, **options)
         names = ("logits", "last_hidden_state", "pooler_output")
-        found: dict[str, Any] = {name: getattr(out, name, None) for name in names}
-        # A model with a head gives logits; what they are made from is no output then.
-        wanted = ["logits"] if found["logits"] is not None else ["last_hidden_state", "pooler_output"]
-        self.attention.outputs = [name for name in wanted if found[name] is not None]
+        outputs: dict[str, Any] = {name: getattr(out, name, None) for name in names}
+        # A model with a head returns logits, and its hidden states are no output then.
+        candidates = ["logits"] if outputs["logits"] is not None else ["last_hidden_state", "pooler_output"]
+        self.attention.outputs = [name for name in candidates if outputs[name] is not None]
         new = self.attention.new if self.cache else []
-        return (*(found[name] for name in self.attention.outputs), *new)
+        return (*(outputs[name] for name in self.attention.outputs), *new)
 
 
 def is_decoder(model: nn.Module) -> bool:
@@ -202,10 +203,10 @@ def model_inputs(model: Any, *, decode: bool) -> dict[str, GraphInput]:
         return {"input_ids": GraphInput(tokens[:, :1], ("batch", 1))}
     if is_decoder(model):
         return {"input_ids": GraphInput(tokens, dims)}
-    given = {"input_ids": GraphInput(tokens, dims), "attention_mask": GraphInput(torch.ones_like(tokens), dims)}
+    inputs = {"input_ids": GraphInput(tokens, dims), "attention_mask": GraphInput(torch.ones_like(tokens), dims)}
     if getattr(model.config, "type_vocab_size", 1) > 1:
-        given["token_type_ids"] = GraphInput(torch.zeros_like(tokens), dims)
-    return given
+        inputs["token_type_ids"] = GraphInput(torch.zeros_like(tokens), dims)
+    return inputs
 
 
 def cache_inputs(graph: Graph, inputs: Mapping[str, GraphInput]) -> dict[str, GraphInput]:
@@ -214,7 +215,7 @@ def cache_inputs(graph: Graph, inputs: Mapping[str, GraphInput]) -> dict[str, Gr
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         graph.attention.past, graph.attention.new = [], []
-        graph.model(**{name: given.example for name, given in inputs.items()}, use_cache=False)
+        graph.model(**{name: x.example for name, x in inputs.items()}, use_cache=False)
         seen = [(tuple(x.shape), x.dtype) for x in graph.attention.new]
     if not seen:
         raise ValueError(f"{type(graph.model).__name__}: no attention was seen, so it has no KV cache to decode with")
@@ -234,19 +235,19 @@ def operand_scales(scales: Mapping[str, AttentionScales]) -> dict[str, tuple[flo
 
     Raises ValueError for scales per head, or in another format than FP8.
     """
-    found = {}
+    by_module = {}
     for name, module in scales.items():
-        given = (module.q, module.k, module.v, module.p)
-        if module.attention_format is None or module.attention_format.name != "fp8" or any(s is None for s in given):
+        operands = (module.q, module.k, module.v, module.p)
+        if module.attention_format is not FORMATS["fp8"] or any(scale is None for scale in operands):
             raise ValueError(
                 f"{name}: exported attention is in fp8, its scales are for {module.attention_format}; collect them "
                 "with kv_format and attention_format fp8"
             )
-        if any(s is not None and s.dim() for s in given):
+        if any(scale is not None and scale.dim() for scale in operands):
             raise ValueError(f"{name}: exported attention has one scale a tensor; collect with granularity='tensor'")
-        q, k, v, p = (float(s) for s in given if s is not None)
-        found[name] = (q, k, v, p)
-    return found
+        q, k, v, p = (float(scale) for scale in operands if scale is not None)
+        by_module[name] = (q, k, v, p)
+    return by_module
 
 
 def kv_scales_of(model: nn.Module) -> dict[str, tuple[float, float]]:
@@ -254,11 +255,11 @@ def kv_scales_of(model: nn.Module) -> dict[str, tuple[float, float]]:
 
     Raises ValueError for scales per head; the graph has one per tensor.
     """
-    found = {}
+    scales = {}
     for name, module in model.named_modules():
         k, v = getattr(module, "k_scale", None), getattr(module, "v_scale", None)
         if isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor):
             if k.numel() != 1 or v.numel() != 1:
                 raise ValueError(f"{name}: the KV cache has a scale a head; exported graphs have one a tensor")
-            found[name] = (float(k), float(v))
-    return found
+            scales[name] = (float(k), float(v))
+    return scales

@@ -1,8 +1,8 @@
-"""An ONNX file is written from a quantized model in four steps.
+"""`export_onnx` writes an ONNX file from a quantized model in four steps.
 
     torch.export            the module as a graph; a quantized linear is one `quant::` op in it, attention another
     torch.onnx.export       every op becomes ONNX nodes, ours by `ops`
-    here                    packed codes get their 4-bit types, dimensions their names, linears their layers' names
+    this file               packed codes get their 4-bit types, dimensions their names, linears their layers' names
     onnxscript optimizer    constants are folded, equal nodes merged (q, k and v share one quantized input)
 
 Weights are not copied: initializers point at the module's buffers until they are written, and above `EXTERNAL_BYTES`
@@ -48,6 +48,9 @@ from quant.kernels.linear.quantized_module import restore_layout
 from quant.recipes.plan import Plan
 
 EXTERNAL_BYTES = 256 << 20
+"""From this size on weights go to a file of their own; protobuf ends at 2 GiB."""
+CACHES = ("none", "out", "in")
+"""The KV cache of a graph: none; keys and values as outputs of prefill; as inputs and outputs of one decoding step."""
 PLAN_KEY = "blockscale.plan"
 LAYER_KEY = "blockscale.layer"
 _PLAIN_LINEARS = (
@@ -65,8 +68,7 @@ def export_onnx(
     inputs: Mapping[str, GraphInput] | None = None,
     attention: str = "native",
     attention_scales: Mapping[str, AttentionScales] | None = None,
-    decode: bool = False,
-    cache: bool = False,
+    cache: str = "none",
     plan: Plan | None = None,
 ) -> Path:
     """Writes `model` as an ONNX file that TensorRT builds into low-precision kernels, and returns the path.
@@ -78,8 +80,7 @@ def export_onnx(
         inputs: examples of a module's positional inputs by name, for modules that are not transformers models.
         attention: "native" for TensorRT's fused FP8 attention, "plugin" for ours, "none" for 16 bit.
         attention_scales: from `collect_attention_scales`; required if the plan has attention in FP8.
-        decode: writes the graph of one decoding step, with the KV cache as inputs.
-        cache: makes keys and values outputs of a prefill graph.
+        cache: one of `CACHES`.
         plan: of the model; says whether attention and KV cache are in FP8, and its digest is written.
 
     Raises:
@@ -89,19 +90,21 @@ def export_onnx(
     path = Path(path)
     if attention not in ATTENTIONS:
         raise ValueError(f"unknown attention {attention!r}; known: {', '.join(ATTENTIONS)}")
+    if cache not in CACHES:
+        raise ValueError(f"unknown cache {cache!r}; known: {', '.join(CACHES)}")
     limits.check_model(model)
     if inputs is not None:
-        if decode or cache:
+        if cache != "none":
             raise ValueError("decode and cache are for transformers models, which name their inputs themselves")
         if plan is not None and plan.attention is not None and attention != "none":
             raise ValueError(f"{plan.attention} attention is exported from transformers models; pass attention='none'")
         with _quiet():
             # Copies, because torch.export takes one tensor under two names for one input.
-            exported = _trace(model, tuple(given.example.clone() for given in inputs.values()), inputs, shapes)
+            exported = _trace(model, tuple(x.example.clone() for x in inputs.values()), inputs, shapes)
             program = _translate(exported, inputs, None, "")
     else:
         with _quiet():
-            program = _transformers_program(model, shapes, attention, attention_scales, decode, cache, plan)
+            program = _transformers_program(model, shapes, attention, attention_scales, cache, plan)
     if plan is not None:
         program.metadata_props[PLAN_KEY] = plan.digest()
     return _save(program, path)
@@ -112,15 +115,15 @@ def _transformers_program(
     shapes: str | Sequence[str] | None,
     attention: str,
     attention_scales: Mapping[str, AttentionScales] | None,
-    decode: bool,
-    cache: bool,
+    cache: str,
     plan: Plan | None,
 ) -> Any:
+    """The ONNX model of a transformers model, as an `onnx_ir.Model`; arguments as for `export_onnx`."""
     if not hasattr(model, "main_input_name"):
         raise ValueError(f"{type(model).__name__} is no transformers model; pass inputs= with an example of each input")
-    if (decode or cache) and not is_decoder(model):
+    if cache != "none" and not is_decoder(model):
         raise ValueError(f"{type(model).__name__} does not generate text, so it has no KV cache to export")
-    given = model_inputs(model, decode=decode)
+    inputs = model_inputs(model, decode=cache == "in")
     scales: Mapping[str, Sequence[float]] = {}
     if plan is not None and plan.attention is not None and attention != "none":
         if not attention_scales:
@@ -133,32 +136,32 @@ def _transformers_program(
         names={module: name for name, module in model.named_modules()},
         kind=attention,
         scales=scales,
-        kv_scales=kv_scales_of(model) if (decode or cache) and plan is not None and plan.kv_cache else {},
+        kv_scales=kv_scales_of(model) if cache != "none" and plan is not None and plan.kv_cache else {},
         window=0,
     )
-    graph = Graph(model, function, cache=decode or cache)
-    with attending(model, function, masked="attention_mask" in given):
-        past = cache_inputs(graph, given) if decode else {}
-        function.window = _longest({**given, **past}, shapes)
-        arguments = ({n: g.example for n, g in given.items()}, [g.example for g in past.values()])
-        exported = _trace(graph, arguments, {**given, **past}, shapes, split=len(given))
+    graph = Graph(model, function, cache=cache != "none")
+    with attending(model, function, masked="attention_mask" in inputs):
+        past = cache_inputs(graph, inputs) if cache == "in" else {}
+        function.window = _longest({**inputs, **past}, shapes)
+        arguments = ({name: x.example for name, x in inputs.items()}, [x.example for x in past.values()])
+        exported = _trace(graph, arguments, {**inputs, **past}, shapes, split=len(inputs))
     outputs = function.outputs + (cache_names("new", len(function.new) // 2) if graph.cache else [])
-    return _translate(exported, {**given, **past}, outputs, _PREFIX)
+    return _translate(exported, {**inputs, **past}, outputs, _PREFIX)
 
 
 def dimension_ranges(
     inputs: Mapping[str, GraphInput], shapes: str | Sequence[str] | None
 ) -> dict[str, tuple[int, int]]:
     """Smallest and largest value of each dynamic dimension that `shapes` limits."""
-    found: dict[str, tuple[int, int]] = {}
-    given_inputs = [Input(name, given.dims) for name, given in inputs.items()]
+    ranges: dict[str, tuple[int, int]] = {}
+    parsed_inputs = [Input(name, x.dims) for name, x in inputs.items()]
     for text in [shapes] if isinstance(shapes, str) else shapes or ():
-        for name, (lows, _, highs) in parse_profile(text, given_inputs, {}).items():
+        for name, (lows, _, highs) in parse_profile(text, parsed_inputs, {}).items():
             for dim, low, high in zip(inputs[name].dims, lows, highs, strict=True):
                 if isinstance(dim, str):
-                    before = found.get(dim, (low, high))
-                    found[dim] = min(before[0], low), max(before[1], high)
-    return found
+                    before = ranges.get(dim, (low, high))
+                    ranges[dim] = min(before[0], low), max(before[1], high)
+    return ranges
 
 
 def _longest(inputs: Mapping[str, GraphInput], shapes: str | Sequence[str] | None) -> int | None:
@@ -176,16 +179,24 @@ def _trace(
     shapes: str | Sequence[str] | None,
     split: int | None = None,
 ) -> torch.export.ExportedProgram:
-    """The module as a graph over named dimensions."""
+    """The module as a graph over named dimensions.
+
+    Args:
+        module: to be traced.
+        arguments: examples of its positional arguments.
+        inputs: of the graph, for the names of dimensions.
+        shapes: limits of the named dimensions.
+        split: how many inputs a `Graph` takes as a dict; it takes the rest, its KV cache, as a list.
+    """
     config = getattr(getattr(module, "model", None), "config", None)
     ranges = dimension_ranges(inputs, shapes)
     longest = {"sequence": getattr(config, "max_position_embeddings", None)}
-    names = {dim for given in inputs.values() for dim in given.dims if isinstance(dim, str)}
-    # A graph is traced with at least two of everything, since one would be taken for a constant.
+    names = {dim for x in inputs.values() for dim in x.dims if isinstance(dim, str)}
+    # torch.export takes sizes of 0 and 1 for constants, so examples have at least two of everything.
     sizes = {
         dim: size
-        for given in inputs.values()
-        for dim, size in zip(given.dims, given.example.shape, strict=True)
+        for x in inputs.values()
+        for dim, size in zip(x.dims, x.example.shape, strict=True)
         if isinstance(dim, str)
     }
     highest = {name: ranges.get(name, (0, longest.get(name)))[1] for name in names}
@@ -194,8 +205,7 @@ def _trace(
         for name, high in sorted(highest.items())
     }
     axes = {
-        name: {axis: dims[dim] for axis, dim in enumerate(given.dims) if isinstance(dim, str)}
-        for name, given in inputs.items()
+        name: {axis: dims[dim] for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for name, x in inputs.items()
     }
     dynamic: Any = tuple(axes.values())
     if split is not None:
@@ -286,7 +296,8 @@ def _name_layers(model: Any, prefix: str) -> None:
         if not output.is_graph_output():
             output.name = f"{layer}.output"
     for layer, node in plain:
-        if layer not in quantized:  # whose low-rank branch has linears of its own
+        # The low-rank branch of a quantized layer has linears too, which are not the layer's GEMM.
+        if layer not in quantized:
             node.metadata_props[LAYER_KEY] = layer
 
 
@@ -315,7 +326,7 @@ def _name_dims(model: Any, inputs: Mapping[str, GraphInput]) -> None:
 
 
 def layer_of(node: Any) -> str:
-    """The layer that a node of an exported file belongs to, or nothing."""
+    """The layer that a node of an exported file belongs to; empty for other nodes."""
     return next((entry.value for entry in node.metadata_props if entry.key == LAYER_KEY), "")
 
 
@@ -333,7 +344,7 @@ def _clean(model: Any) -> None:
 
 
 def _save(model: Any, path: Path) -> Path:
-    """Writes the file and its data beside it, both or neither."""
+    """Writes the file, and above `EXTERNAL_BYTES` a second one of its weights; both or neither."""
     import onnx_ir as ir
 
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)

@@ -1,4 +1,4 @@
-"""Combinations that TensorRT miscompiles or refuses, or that ONNX cannot express, are refused before anything is built.
+"""Refuses combinations that TensorRT miscompiles or refuses, or that ONNX cannot express, before anything is built.
 
 The message names the layer and an alternative. A builder's success proves nothing: FP8 weights with one scale per 128
 inputs and FP8 inputs compile silently, and only the first scale of each row is read. The combinations in this table
@@ -70,7 +70,7 @@ _NATIVE_HEAD_DIMS = (64, 128)
 def layer_problem(
     weight: Format, activation: Format | None, shape: tuple[int, ...], *, static_scale: bool = True
 ) -> str | None:
-    """Why a linear `[out, in]` cannot be exported and what to do instead, in one clause; None if it can.
+    """The reason why a linear `[out, in]` cannot be exported and an alternative, in one clause; None if it can.
 
     `static_scale` says whether the layer has a calibrated input scale; `activation` is None for 16-bit inputs.
     """
@@ -85,9 +85,8 @@ def layer_problem(
         )
     if activation is None:
         return None
-    known = _INPUTS[weight.name]
-    if activation.name not in known:
-        choices = " or ".join((*known, "16-bit inputs (activation null)"))
+    if activation.name not in _INPUTS[weight.name]:
+        choices = " or ".join((*_INPUTS[weight.name], "16-bit inputs (activation null)"))
         why = f"TensorRT has no GEMM of {weight} weights and {activation} inputs"
         if weight.has_square_blocks:
             why = "TensorRT miscompiles FP8 weights in blocks with FP8 inputs"
@@ -155,11 +154,11 @@ def check_attention(name: str, kind: str, query: torch.Tensor, key: torch.Tensor
         key: `[batch, kv_heads, seq_kv, dim]`.
         masked: whether it takes another mask than the causal one.
     """
-    known = PLUGIN_HEAD_DIMS if kind == "plugin" else _NATIVE_HEAD_DIMS
+    head_dims = PLUGIN_HEAD_DIMS if kind == "plugin" else _NATIVE_HEAD_DIMS
     way_out = "pass --attention none to keep attention in 16 bit"
     heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
-    if head_dim not in known:
-        listed = ", ".join(map(str, known))
+    if head_dim not in head_dims:
+        listed = ", ".join(map(str, head_dims))
         raise ValueError(f"{name}: {kind} FP8 attention takes heads of {listed}, these are of {head_dim}; {way_out}")
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{name}: FP8 attention gives FP16 or BF16, and the model is in {query.dtype}; {way_out}")

@@ -1,4 +1,4 @@
-"""A quantized linear of each format is translated to these ONNX nodes (attention: attention.py).
+"""Translates quantized linears and convolutions of each format to ONNX nodes (`attention` translates attention).
 
     weight        DequantizeLinear(codes, scale) in the block shape of the format, then Transpose
     activation    QuantizeLinear, DequantizeLinear                     static scale: fp8
@@ -25,7 +25,7 @@ precision. Three details matter to the pattern and to the numbers:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,6 +46,24 @@ from quant.formats.number import E2M1, E4M3, E8M0, INT4, INT8
 _TOKEN_STEP = {E4M3: 2.0**-9, INT8: 2.0**-7}
 
 Translation = Callable[..., Any]
+
+
+class ConvCall(NamedTuple):
+    """The arguments of `quant::conv`: tensors, or their values in a graph that is being translated."""
+
+    x: Any
+    codes: Any
+    scale: Any
+    bias: Any
+    input_scale: Any
+    weight_format: str
+    activation: str
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
 
 
 def translations(packed: dict[Any, int]) -> dict[Any, Translation]:
@@ -89,40 +107,29 @@ def _linear(packed: dict[Any, int]) -> Translation:
     return translate
 
 
-def _conv(
-    x: Any,
-    codes: Any,
-    scale: Any,
-    bias: Any,
-    input_scale: Any,
-    weight_format: str,
-    activation: str,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Any:
-    op, dtype, format = opset(), x.dtype, FORMATS[weight_format]
+def _conv(*arguments: Any) -> Any:
+    call = ConvCall(*arguments)
+    op, x, dtype, format = opset(), call.x, call.x.dtype, FORMATS[call.weight_format]
     if format.per_tensor:
-        weight = op.DequantizeLinear(codes, op.Squeeze(scale), output_dtype=int(dtype))
+        weight = op.DequantizeLinear(call.codes, op.Squeeze(call.scale), output_dtype=int(dtype))
     else:
-        axis = 1 if transposed else 0  # of the output channels
-        weight = op.DequantizeLinear(codes, op.Squeeze(scale, [1]), axis=axis, output_dtype=int(dtype))
-    after = None
-    if activation:
-        x, after = _activation(FORMATS[activation], x, input_scale, list(range(1, len(stride) + 2)))
-    where = {"strides": stride, "pads": [*padding, *padding], "dilations": dilation, "group": groups}
-    inside = bias if after is None else None
-    if transposed:
-        y = op.ConvTranspose(x, weight, inside, output_padding=output_padding, **where)
+        axis = 1 if call.transposed else 0  # of the output channels
+        weight = op.DequantizeLinear(call.codes, op.Squeeze(call.scale, [1]), axis=axis, output_dtype=int(dtype))
+    after, dimensions = None, len(call.stride)
+    if call.activation:
+        x, after = _activation(FORMATS[call.activation], x, call.input_scale, list(range(1, dimensions + 2)))
+    pads = [*call.padding, *call.padding]
+    window = {"strides": call.stride, "pads": pads, "dilations": call.dilation, "group": call.groups}
+    # A bias must not be multiplied by the scale of the input, and so is added after it.
+    inside = call.bias if after is None else None
+    if call.transposed:
+        y = op.ConvTranspose(x, weight, inside, output_padding=call.output_padding, **window)
     else:
-        y = op.Conv(x, weight, inside, **where)
+        y = op.Conv(x, weight, inside, **window)
     if after is None:
         return y
     y = op.Cast(op.Mul(op.Cast(y, to=FLOAT), after), to=int(dtype))
-    return y if bias is None else op.Add(y, op.Unsqueeze(bias, list(range(1, len(stride) + 1))))
+    return y if call.bias is None else op.Add(y, op.Unsqueeze(call.bias, list(range(1, dimensions + 1))))
 
 
 def _weight(format: Format, codes: Any, scale: Any, global_scale: Any, dtype: Any) -> Any:

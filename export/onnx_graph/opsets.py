@@ -1,4 +1,4 @@
-"""Exported graphs use the operators of ONNX, those of TensorRT's domain `trt`, and that of our attention plugin.
+"""The operators of exported graphs: ONNX's, TensorRT's of the domain `trt`, and the one of our attention plugin.
 
 ONNX's exporter and checker refuse operators that they do not know. `register_schemas` describes the last two kinds to
 them: inputs, outputs, attributes, and how shapes and types follow.
@@ -17,7 +17,8 @@ OPSET = 23
 TRT_DOMAIN = "trt"
 PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION = "QuantFp8Attention", "quant", "1"
 """Op type, domain (and namespace in TensorRT) and version of our plugin; `quant.export.engine.plugin` describes it."""
-FLOAT, FLOAT8E4M3FN = 1, 17  # TensorProto's numbers
+# Numbers of `TensorProto.DataType`.
+FLOAT, FLOAT8E4M3FN = 1, 17
 
 
 @functools.cache
@@ -38,14 +39,14 @@ def trt_opset() -> Any:
 
 @functools.cache
 def plugin_opset() -> Any:
-    """Ours."""
+    """The opset of our attention plugin."""
     from onnxscript.values import Opset
 
     return Opset(PLUGIN_DOMAIN, 1)
 
 
 def round_trip(format: Format, x: Any, scale: Any, dtype: Any) -> Any:
-    """`x` rounded to `format` with a static scale, in `dtype` again: what TensorRT takes for a quantized operand."""
+    """`x` rounded to `format` with a static scale, in `dtype` again: TensorRT's pattern of a quantized operand."""
     op = opset()
     codes = op.QuantizeLinear(x, scale, output_dtype=element_type(format))
     return op.DequantizeLinear(codes, scale, output_dtype=int(dtype))
@@ -59,96 +60,96 @@ def element_type(format: Format) -> int:
     return int(onnx_ir.DataType[types[format.element]])
 
 
-@functools.cache
-def register_schemas() -> None:
-    """Tells onnx the operators of TensorRT's domain and ours, without which exporter and checker refuse them."""
-    from onnx import TensorProto
+def _parameters(text: str) -> list[Any]:
+    """`x:T mask?:bool`: names and types of inputs or outputs; `?` marks an optional one."""
+    from onnx.defs import OpSchema
+
+    option, parameters = OpSchema.FormalParameterOption, []
+    for name, _, type in (part.partition(":") for part in text.split()):
+        needed = option.Optional if name.endswith("?") else option.Single
+        type = type if type == "T" else f"tensor({type})"
+        parameters.append(OpSchema.FormalParameter(name.rstrip("?"), type, param_option=needed))
+    return parameters
+
+
+def _register(
+    name: str, inputs: str, outputs: str, attributes: str, infer: Callable[[Any], None], domain: str = TRT_DOMAIN
+) -> None:
+    """Registers an operator whose type `T` is the layer's precision; `infer` sets the types of its outputs."""
     from onnx.defs import OpSchema, register_schema
 
     kinds = OpSchema.AttrType
     kind_of = {"block_shape": kinds.INTS, "scale": kinds.FLOAT, "softmax_scale": kinds.FLOAT}
     kind_of |= {"plugin_version": kinds.STRING, "plugin_namespace": kinds.STRING}  # all others are INT
-
-    def parameters(text: str) -> list[Any]:
-        """`x:T mask?:bool`: names and types of inputs or outputs; `?` marks an optional one."""
-        option, found = OpSchema.FormalParameterOption, []
-        for name, _, type in (part.partition(":") for part in text.split()):
-            needed = option.Optional if name.endswith("?") else option.Single
-            type = type if type == "T" else f"tensor({type})"
-            found.append(OpSchema.FormalParameter(name.rstrip("?"), type, param_option=needed))
-        return found
-
-    def register(
-        name: str, inputs: str, outputs: str, attributes: str, infer: Callable[[Any], None], domain: str = TRT_DOMAIN
-    ) -> None:
-        schema = OpSchema(
-            name,
-            domain,
-            1,
-            inputs=parameters(inputs),
-            outputs=parameters(outputs),
-            type_constraints=[
-                ("T", [f"tensor({t})" for t in ("float", "float16", "bfloat16")], "the layer's precision")
-            ],
-            attributes=[
-                OpSchema.Attribute(key, kind_of.get(key, kinds.INT), "", required=False) for key in attributes.split()
-            ],
-        )
-        schema.set_type_and_shape_inference_function(infer)
-        register_schema(schema)
-
-    def like_input(attribute: str | None) -> Callable[[Any], None]:
-        """One output of the first input's shape; its type is named by an attribute, or is the input's."""
-
-        def infer(context: Any) -> None:
-            type = context.get_input_type(0)
-            if attribute is not None:
-                type.tensor_type.elem_type = context.get_attribute(attribute).i
-            context.set_output_type(0, type)
-
-        return infer
-
-    def codes_and_scales(codes: int, scale: int) -> Callable[[Any], None]:
-        """Codes of the first input's shape, and a scale for each block of its last axis."""
-
-        def infer(context: Any) -> None:
-            type = context.get_input_type(0)
-            type.tensor_type.elem_type = codes
-            context.set_output_type(0, type)
-            type.tensor_type.elem_type = scale
-            if type.tensor_type.HasField("shape"):
-                last = type.tensor_type.shape.dim[-1]
-                last.dim_value = last.dim_value // context.get_attribute("block_size").i
-            context.set_output_type(1, type)
-
-        return infer
-
-    wide = like_input("output_dtype")
-    fp4 = codes_and_scales(TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E4M3FN)
-    mxfp8 = codes_and_scales(TensorProto.FLOAT8E4M3FN, TensorProto.UINT8)
-    blocks, codes = "axis block_size", "codes:float8e4m3fn"
-    register(
-        "TRT_FP4DynamicQuantize",
-        "x:T global_scale:float",
-        "codes:float4e2m1 scale:float8e4m3fn",
-        f"{blocks} scale_type",
-        fp4,
+    schema = OpSchema(
+        name,
+        domain,
+        1,
+        inputs=_parameters(inputs),
+        outputs=_parameters(outputs),
+        type_constraints=[("T", [f"tensor({t})" for t in ("float", "float16", "bfloat16")], "the layer's precision")],
+        attributes=[
+            OpSchema.Attribute(key, kind_of.get(key, kinds.INT), "", required=False) for key in attributes.split()
+        ],
     )
-    register("TRT_MXFP8DynamicQuantize", "x:T", f"{codes} scale:uint8", f"{blocks} output_dtype", mxfp8)
-    register("TRT_MXFP8DequantizeLinear", f"{codes} scale:uint8", "x:T", f"{blocks} output_dtype", wide)
-    register("TRT_BlockDequantize", f"{codes} scale:float", "x:T", "block_shape output_dtype", wide)
-    register(
+    schema.set_type_and_shape_inference_function(infer)
+    register_schema(schema)
+
+
+def _like_input(attribute: str | None) -> Callable[[Any], None]:
+    """One output of the first input's shape; its type is named by an attribute, or is the input's."""
+
+    def infer(context: Any) -> None:
+        type = context.get_input_type(0)
+        if attribute is not None:
+            type.tensor_type.elem_type = context.get_attribute(attribute).i
+        context.set_output_type(0, type)
+
+    return infer
+
+
+def _codes_and_scales(codes: int, scale: int) -> Callable[[Any], None]:
+    """Codes of the first input's shape, and a scale for each block of its last axis."""
+
+    def infer(context: Any) -> None:
+        type = context.get_input_type(0)
+        type.tensor_type.elem_type = codes
+        context.set_output_type(0, type)
+        type.tensor_type.elem_type = scale
+        if type.tensor_type.HasField("shape"):
+            last = type.tensor_type.shape.dim[-1]
+            last.dim_value = last.dim_value // context.get_attribute("block_size").i
+        context.set_output_type(1, type)
+
+    return infer
+
+
+@functools.cache
+def register_schemas() -> None:
+    """Describes the operators of TensorRT's domain and of our plugin to onnx."""
+    from onnx import TensorProto
+
+    wide = _like_input("output_dtype")
+    fp4 = _codes_and_scales(TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E4M3FN)
+    mxfp8 = _codes_and_scales(TensorProto.FLOAT8E4M3FN, TensorProto.UINT8)
+    blocks, codes = "axis block_size", "codes:float8e4m3fn"
+    nvfp4_outputs = "codes:float4e2m1 scale:float8e4m3fn"
+    _register("TRT_FP4DynamicQuantize", "x:T global_scale:float", nvfp4_outputs, f"{blocks} scale_type", fp4)
+    _register("TRT_MXFP8DynamicQuantize", "x:T", f"{codes} scale:uint8", f"{blocks} output_dtype", mxfp8)
+    _register("TRT_MXFP8DequantizeLinear", f"{codes} scale:uint8", "x:T", f"{blocks} output_dtype", wide)
+    _register("TRT_BlockDequantize", f"{codes} scale:float", "x:T", "block_shape output_dtype", wide)
+    _register(
         "TRT_QuantizedAttention",
         "q:T k:T v:T mask?:bool normalization_quantize_scale:float",
         "y:T",
         "scale is_causal normalization_quantize_to_type",
-        like_input(None),
+        _like_input(None),
     )
-    register(
+    _register(
         PLUGIN,
         "q:float8e4m3fn k:float8e4m3fn v:float8e4m3fn scales:float",
         "out:T",
         "causal softmax_scale output_type plugin_version plugin_namespace",
-        like_input("output_type"),
+        _like_input("output_type"),
         PLUGIN_DOMAIN,
     )

@@ -1,4 +1,4 @@
-"""TensorRT's ONNX operators are implemented here in numpy, so that exported layers can be checked without TensorRT.
+"""TensorRT's ONNX operators in numpy, by which exported layers are checked without TensorRT.
 
 `onnx.reference` runs every standard operator. These are written from the definition of each operator and share no code
 with the PyTorch ops that they are compared with; `ml_dtypes` rounds. Block scales follow our `max` rule (see
@@ -67,7 +67,7 @@ def dequantize_blocks(codes: np.ndarray, scale: np.ndarray, block: tuple[int, in
 
 @functools.cache
 def operators() -> tuple[type, ...]:
-    """The operators as classes that `onnx.reference` takes; made late, because onnx is optional."""
+    """The operators as classes that `onnx.reference` takes; built on the first call, because onnx is optional."""
     from onnx.helper import tensor_dtype_to_np_dtype
     from onnx.reference.ops.op_conv import Conv
     from onnx.reference.ops.op_conv_transpose import ConvTranspose

@@ -43,14 +43,14 @@ class Input:
 def graph_inputs(model: Any) -> list[Input]:
     """Inputs of an ONNX model; a dynamic dimension without a name gets one of its own."""
     constants = {tensor.name for tensor in model.graph.initializer}
-    found = []
+    inputs = []
     for value in model.graph.input:
         if value.name in constants:
             continue
         dims = value.type.tensor_type.shape.dim
         named = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in dims]
-        found.append(Input(value.name, tuple(f"{value.name}.{i}" if d == "" else d for i, d in enumerate(named))))
-    return found
+        inputs.append(Input(value.name, tuple(f"{value.name}.{i}" if d == "" else d for i, d in enumerate(named))))
+    return inputs
 
 
 def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int]) -> Shapes:
@@ -72,15 +72,15 @@ def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int])
         if not name or not values:
             raise ValueError(f"--shapes: {entry!r} is not NAME=MIN:OPT:MAX, such as {_example(inputs)}")
         if name in by_name:
-            _take(ranges, _input_ranges(entry, by_name[name], values))
+            _add(ranges, _input_ranges(entry, by_name[name], values))
         elif any(name in item.dims for item in inputs):
             if any(len(shape) != 1 for shape in _triple(entry, values)):
                 raise ValueError(f"--shapes: {entry!r}: {name} is one dimension; write {name}=1:128:512")
             low, best, high = (shape[0] for shape in _triple(entry, values))
-            _take(ranges, {name: (low, best, high)})
+            _add(ranges, {name: (low, best, high)})
         else:
-            known = "; ".join(map(str, inputs))
-            raise ValueError(f"--shapes: no input or dimension {name!r}; the model's inputs are {known}")
+            listed = "; ".join(map(str, inputs))
+            raise ValueError(f"--shapes: no input or dimension {name!r}; the model's inputs are {listed}")
     for item in inputs:
         for dim in item.dims:
             if isinstance(dim, str) and dim not in ranges:
@@ -97,7 +97,7 @@ def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int])
 
 
 def default_range(dim: str, floor: int) -> Range:
-    """The range of a dimension that nobody gave."""
+    """The range of a dimension that `--shapes` leaves out."""
     low, best, high = next(value for key, value in DEFAULT_RANGES.items() if dim.startswith(key))
     return max(low, floor), max(best, floor), max(high, floor)
 
@@ -123,23 +123,24 @@ def _triple(entry: str, values: str) -> list[tuple[int, ...]]:
 
 def _input_ranges(entry: str, item: Input, values: str) -> dict[str, Range]:
     shapes = _triple(entry, values)
-    found: dict[str, Range] = {}
+    ranges: dict[str, Range] = {}
     if any(len(shape) != len(item.dims) for shape in shapes):
         raise ValueError(f"--shapes: {entry!r}: {item} has {len(item.dims)} dimension(s)")
     for dim, low, best, high in zip(item.dims, *shapes, strict=True):
         if isinstance(dim, str):
-            _take(found, {dim: (low, best, high)})
+            _add(ranges, {dim: (low, best, high)})
         elif {low, best, high} != {dim}:
             raise ValueError(f"--shapes: {entry!r}: {item} is fixed at {dim} where {low}:{best}:{high} is asked")
-    return found
+    return ranges
 
 
-def _take(ranges: dict[str, Range], more: Mapping[str, Range]) -> None:
-    for dim, wanted in more.items():
-        if ranges.setdefault(dim, wanted) != wanted:
+def _add(ranges: dict[str, Range], more: Mapping[str, Range]) -> None:
+    """Adds ranges; ValueError for a dimension that has another range already."""
+    for dim, range_ in more.items():
+        if ranges.setdefault(dim, range_) != range_:
             raise ValueError(
                 f"--shapes: {dim} is {':'.join(map(str, ranges[dim]))} in one place and "
-                f"{':'.join(map(str, wanted))} in another; it is one dimension"
+                f"{':'.join(map(str, range_))} in another; it is one dimension"
             )
 
 

@@ -1,4 +1,4 @@
-"""An exported ONNX file is verified by the checker, by shape inference, and by comparing every layer's numbers.
+"""Verifies an exported ONNX file: the checker, shape inference, and a comparison of every layer's numbers.
 
     fake_quant    the `quant::` op in PyTorch, with the textbook in float64: round the input, multiply, add
     checkpoint    the weight in the checkpoint's files, with the module's
@@ -35,7 +35,7 @@ from quant.kernels.linear.modules import QuantLinear
 from quant.kernels.linear.ops import quantized_linear
 
 TOKENS = 8
-_WEIGHTS = 1 << 22  # compared at a time
+_WEIGHTS_AT_ONCE = 1 << 22
 # In half precision, sums that were added up in another order may round to the neighbouring value. Inputs that are
 # scaled by token are twice as far: the op rounds them to half precision after scaling, the graph the output.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -64,16 +64,16 @@ def verify(
     graph = LayerGraphs(Path(path))
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantConv)]
     dtype = stored_dtype(model)
-    found = []
+    entries = []
     for done, (name, module) in enumerate(layers, 1):
         stored = checkpoint(name) if checkpoint else None
         if isinstance(module, QuantConv):
-            found.append(_compare_conv(name, module, graph, stored, dtype))
+            entries.append(_compare_conv(name, module, graph, stored, dtype))
         else:
-            found.append(_compare(name, module, graph, stored, dtype))
+            entries.append(_compare_linear(name, module, graph, stored, dtype))
         if progress:
             progress(done, len(layers))
-    return {"layers": found, "passed": all(layer["passed"] for layer in found)}
+    return {"layers": entries, "passed": all(entry["passed"] for entry in entries)}
 
 
 def worst_layer(receipt: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -110,9 +110,8 @@ class LayerGraphs:
         self.constants = {tensor.name: tensor for tensor in graph.initializer}
         self.maker = {name: node for node in graph.node for name in node.output}
         self.layer = {name: layer_of(node) for name, node in self.maker.items()}
-        self.outputs = {
-            layer_of(node): node.output[0] for node in graph.node if layer_of(node)
-        }  # the last tagged node of a layer is the one that its output comes from
+        # Nodes are in topological order, so the last tagged node of a layer gives its output.
+        self.outputs = {layer_of(node): node.output[0] for node in graph.node if layer_of(node)}
 
     def linear(self, name: str) -> tuple[Any, str]:
         """The layer's nodes as a model, and the name of its input; ValueError if they are not a linear's."""
@@ -132,9 +131,9 @@ class LayerGraphs:
         output = node.output[0]
         model, _ = self._cut(output, lambda value: value == output or self._is_constant(value), name, inputs=0)
         last = model.graph.node[-1]
-        kept = [attribute for attribute in last.attribute if attribute.name != "output_dtype"]
+        attributes = [attribute for attribute in last.attribute if attribute.name != "output_dtype"]
         del last.attribute[:]
-        last.attribute.extend([*kept, helper.make_attribute("output_dtype", TensorProto.FLOAT)])
+        last.attribute.extend([*attributes, helper.make_attribute("output_dtype", TensorProto.FLOAT)])
         return model
 
     def _is_own(self, value: str, output: str) -> bool:
@@ -175,27 +174,27 @@ class LayerGraphs:
             if tensor.data_location == tensor.EXTERNAL:
                 load_external_data_for_tensor(tensor, str(self.path.parent))
             constants.append(tensor)
-        known = [helper.make_value_info(value, helper.make_tensor_type_proto(1, None)) for value in free]
-        made = helper.make_value_info(output, helper.make_tensor_type_proto(1, None))
-        graph = helper.make_graph(nodes, name, known, [made], constants)
+        # The evaluator ignores the declared type, FLOAT of any shape.
+        declared = [helper.make_value_info(value, helper.make_tensor_type_proto(1, None)) for value in [*free, output]]
+        graph = helper.make_graph(nodes, name, declared[:-1], declared[-1:], constants)
         model = helper.make_model(graph, opset_imports=self.model.opset_import, ir_version=self.model.ir_version)
         return model, free[0] if free else ""
 
 
-def _compare(
+def _compare_linear(
     name: str, module: QuantLinear, graph: LayerGraphs, stored: BlockScaledTensor | None, dtype: torch.dtype
 ) -> dict[str, Any]:
     x = torch.randn(TOKENS, module.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
-    whole, (layer, given), constants = module.quantized_weight, graph.linear(name), graph.weight(name)
+    whole, (layer, input_name), constants = module.quantized_weight, graph.linear(name), graph.weight(name)
     errors = {key: _Error() for key in ("fake_quant", "checkpoint", "output", "weight")}
-    for rows, part in whole.row_chunks(_WEIGHTS):
+    for rows, part in whole.row_chunks(_WEIGHTS_AT_ONCE):
         start, stop = rows.start, rows.stop
         bias = None if module.bias is None else module.bias[start:stop]
         weight = part.dequantize()
         with torch.no_grad():
             op = quantized_linear(x, part, bias, module.input_scale, module.activation_format).float()
         errors["fake_quant"].add(op, _textbook(x, weight, bias, module))
-        out = evaluator(_model_rows(layer, whole, start, stop)).run(None, {given: to_numpy(x)})[0]
+        out = evaluator(_model_rows(layer, whole, start, stop)).run(None, {input_name: to_numpy(x)})[0]
         errors["output"].add(_as_float(out), op)
         held = evaluator(_model_rows(constants, whole, start, stop)).run(None, {})[0]
         errors["weight"].add(_as_float(held), weight)
@@ -210,7 +209,7 @@ def _compare_conv(
     # The smallest input with two outputs along each axis.
     size = [d * (k - 1) + 1 + s for k, s, d in zip(module.kernel_size, module.stride, module.dilation, strict=True)]
     x = torch.randn(2, module.in_channels, *size, generator=torch.Generator().manual_seed(0)).to(dtype)
-    (layer, given), constants = graph.linear(name), graph.weight(name)
+    (layer, input_name), constants = graph.linear(name), graph.weight(name)
     errors = {key: _Error() for key in ("fake_quant", "checkpoint", "output", "weight")}
     (pads,) = (a.ints for node in layer.graph.node for a in node.attribute if a.name == "pads")
     # Where ONNX's optimizer has moved a Pad into the Conv, its nodes take the input of the module, and not of the op.
@@ -218,7 +217,7 @@ def _compare_conv(
     with torch.no_grad():
         op = module.convolve(padded, module.output_padding).float()
         errors["fake_quant"].add(op, _conv_textbook(padded, module))
-    errors["output"].add(_as_float(evaluator(layer).run(None, {given: to_numpy(x)})[0]), op)
+    errors["output"].add(_as_float(evaluator(layer).run(None, {input_name: to_numpy(x)})[0]), op)
     errors["weight"].add(_as_float(evaluator(constants).run(None, {})[0]), module.weight_in(torch.float32))
     if stored is not None:
         errors["checkpoint"].add(stored.dequantize(), module.dequantize())
@@ -253,9 +252,9 @@ class _Error:
     def __init__(self) -> None:
         self.difference = self.reference = 0.0
 
-    def add(self, found: torch.Tensor, expected: torch.Tensor) -> None:
-        if not torch.equal(found, expected):
-            self.difference += float((found.double() - expected.double()).square().sum())
+    def add(self, computed: torch.Tensor, expected: torch.Tensor) -> None:
+        if not torch.equal(computed, expected):
+            self.difference += float((computed.double() - expected.double()).square().sum())
         self.reference += float(torch.linalg.vector_norm(expected, dtype=torch.float64)) ** 2
 
     @property
@@ -265,7 +264,10 @@ class _Error:
 
 
 def _model_rows(model: Any, weight: BlockScaledTensor, start: int, stop: int) -> Any:
-    """The model that `LayerGraphs` cut out, for these rows of the weight: constants with a row for each are sliced."""
+    """The model that `LayerGraphs` cut out, for some rows of the weight.
+
+    Constants with an entry for each row, or for each block of rows, are sliced by their bytes.
+    """
     from onnx import TensorProto, helper
 
     out, height = weight.shape[0], weight.format.block_shape(weight.shape)[0]

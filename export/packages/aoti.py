@@ -1,7 +1,7 @@
-"""A quantized module is compiled ahead of time into a `.pt2` package of AOTInductor.
+"""`export_aoti` compiles a quantized module ahead of time into a `.pt2` package of AOTInductor.
 
     torch.export         the module as a graph; a quantized linear is one `quant::` op in it
-    here                 every such op is replaced by PyTorch ops (the table below)
+    this file            every such op is replaced by PyTorch ops (the table below)
     AOTInductor          kernels for one device, compiled and tuned, with the weights, in a zip file
 
     op                                   on a GPU with FP8 tensor cores          elsewhere
@@ -11,8 +11,8 @@
     quant::fp8_attention                 our Triton kernel, inside the package   the reference, as a graph
 
 So the package needs neither Python nor this library: C++ loads it with `torch::inductor::AOTIModelPackageLoader` (a
-program is in `export/cpp`), Python with `load_aoti`. Input scales that are equal, as those of q, k and v, become one,
-so that their input is rounded once. A package runs on the kind of GPU that it was made on, for kernels are tuned there.
+program is in `export/cpp`), Python with `load_aoti`. Equal input scales, as of q, k and v, become one tensor, so that
+their input is rounded once. A package runs on the kind of GPU that it was compiled on, for kernels are tuned there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import contextlib
 import inspect
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch import nn
 
 from quant.calibration.kv_cache import AttentionScales
 from quant.export.onnx_graph.decoder import Attention, Graph, attending, operand_scales
+from quant.export.onnx_graph.ops import ConvCall
 from quant.formats.atomic import put_file, temporary_directory
 from quant.formats.format import FORMATS, Format
 from quant.formats.packing import unpack
@@ -88,10 +89,10 @@ def export_aoti(
     program = lowered(model.to(device), examples, dims=dims, ranges=ranges, attention_scales=attention_scales)
     with (
         temporary_directory(path) as folder,
-        _visible({_ATTENTION: _attention}),
+        _replaced_ops({_ATTENTION: _attention}),
     ):
         try:
-            made = torch._inductor.aoti_compile_and_package(
+            package = torch._inductor.aoti_compile_and_package(
                 program,
                 package_path=str(Path(folder, path.name)),
                 inductor_configs={**_settings(device), **(options or {})},
@@ -101,8 +102,8 @@ def export_aoti(
             raise ValueError(
                 f"{path}: AOTInductor did not compile it (it needs a C++ compiler, g++ or $CXX): {text[:600]}"
             ) from error
-        _check_library(Path(made), path)
-        put_file(Path(made), path)
+        _check_library(Path(package), path)
+        put_file(Path(package), path)
     return path
 
 
@@ -152,9 +153,9 @@ def traced(
         except (torch._dynamo.exc.UserError, RuntimeError) as error:
             text = " ".join(str(error).split())
             raise ValueError(f"{type(model).__name__} does not export: {text[:400]}") from error
-        with _visible({**bodies, _EXPORTED_ATTENTION: _exported_attention}):
-            made: torch.export.ExportedProgram = program.run_decompositions({})
-    return made
+        with _replaced_ops({**bodies, _EXPORTED_ATTENTION: _exported_attention}):
+            decomposed: torch.export.ExportedProgram = program.run_decompositions({})
+    return decomposed
 
 
 def load_aoti(path: str | Path) -> Callable[..., Any]:
@@ -162,14 +163,14 @@ def load_aoti(path: str | Path) -> Callable[..., Any]:
     return torch._inductor.aoti_load_package(str(path))
 
 
-def _check_library(made: Path, path: Path) -> None:
-    """Raises ValueError if the compiler has put a C++ library of its own into the package.
+def _check_library(package: Path, path: Path) -> None:
+    """Raises ValueError if the compiler has put a C++ library of its own into the package, which becomes `path`.
 
     Two copies of libstdc++ in one process disagree on locales, and the package crashes while it is loaded.
     """
     if sys.platform != "linux":
         return
-    with zipfile.ZipFile(made) as archive:
+    with zipfile.ZipFile(package) as archive:
         for name in (name for name in archive.namelist() if name.endswith(".so")):
             with archive.open(name) as file:
                 end = b""
@@ -193,15 +194,15 @@ def _settings(device: torch.device) -> dict[str, Any]:
 @contextlib.contextmanager
 def _scales_as_matrices(model: nn.Module) -> Iterator[None]:
     """While open, static input scales are `[1, 1]`: Inductor turns scalars into code, and `_scaled_mm` reads memory."""
-    found = [m for m in model.modules() if isinstance(m, QuantLinear | QuantConv) and m.input_scale is not None]
-    scales = [module.input_scale for module in found]
+    modules = [m for m in model.modules() if isinstance(m, QuantLinear | QuantConv) and m.input_scale is not None]
+    scales = [module.input_scale for module in modules]
     try:
-        for module, scale in zip(found, scales, strict=True):
+        for module, scale in zip(modules, scales, strict=True):
             assert scale is not None
             module.input_scale = scale.reshape(1, 1)
         yield
     finally:
-        for module, scale in zip(found, scales, strict=True):
+        for module, scale in zip(modules, scales, strict=True):
             module.input_scale = scale
 
 
@@ -212,9 +213,9 @@ def _share_input_scales(program: torch.export.ExportedProgram) -> None:
     for node in program.graph.nodes:
         target = names.get(node.name, "") if node.op == "placeholder" else ""
         if target.rpartition(".")[2] == "input_scale":
-            kept = first.setdefault(float(program.state_dict[target]), node)
-            if kept is not node:
-                node.replace_all_uses_with(kept)
+            shared = first.setdefault(float(program.state_dict[target]), node)
+            if shared is not node:
+                node.replace_all_uses_with(shared)
     program.graph_module.recompile()
 
 
@@ -238,27 +239,16 @@ def _linear(
     return torch.nn.functional.linear(x, dequantize_in_graph(weight, x.dtype), bias)
 
 
-def _conv(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    weight_format: str,
-    activation: str,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> torch.Tensor:
-    if activation:
-        x = fake_quantize(x.flatten(1), FORMATS[activation], scale=input_scale).view(x.shape)
-    matrix = conv_matrix(codes, groups, transposed)
-    weight = BlockScaledTensor(matrix, scale, FORMATS[weight_format], (matrix.shape[0], matrix.shape[1]))
-    dense = conv_parameter(dequantize_in_graph(weight, x.dtype), codes.shape, groups, transposed)
-    return torch.convolution(x, dense, bias, stride, padding, dilation, transposed, output_padding, groups)
+def _conv(*arguments: Any) -> torch.Tensor:
+    call = ConvCall(*arguments)
+    x: torch.Tensor = call.x
+    if call.activation:
+        x = fake_quantize(x.flatten(1), FORMATS[call.activation], scale=call.input_scale).view(x.shape)
+    matrix = conv_matrix(call.codes, call.groups, call.transposed)
+    weight = BlockScaledTensor(matrix, call.scale, FORMATS[call.weight_format], (matrix.shape[0], matrix.shape[1]))
+    dense = conv_parameter(dequantize_in_graph(weight, x.dtype), call.codes.shape, call.groups, call.transposed)
+    window = (call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups)
+    return torch.convolution(x, dense, call.bias, *window)
 
 
 def dequantize_in_graph(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -282,8 +272,10 @@ def _element_values(codes: torch.Tensor, format: Format, columns: int) -> torch.
     if element.is_integer:
         half = 1 << (element.bits - 1)
         return ((bits ^ half) - half).float()
-    # The code's exponent and mantissa, moved to their places in FP16, are a number whose exponent is off by the
-    # difference of the two biases; subnormals become subnormals.
+    # E2M1 code s ee m       ->  FP16 bits s 000ee m000000000
+    # E2M3 code s ee mmm     ->            s 000ee mmm0000000
+    # FP16 reads the exponent with its bias of 15, so the value is 2^(bias - 15) times the code's. Subnormal codes
+    # become subnormal numbers of FP16, and so are right too.
     sign = bits >> (element.bits - 1)
     magnitude = (bits & ((1 << (element.bits - 1)) - 1)) << (10 - element.mantissa)
     half_precision = (magnitude | (sign << 15)).to(torch.int16).view(torch.float16)
@@ -329,7 +321,7 @@ class _Named(nn.Module):
             outputs = graph(dict(signature.bind(*args, **kwargs).arguments), [])
             return outputs[0] if len(outputs) == 1 else outputs
 
-        # torch.export asks the signature which inputs there are, and models differ in theirs.
+        # torch.export reads the names of the inputs from the signature.
         forward.__signature__ = signature  # type: ignore[attr-defined]
         self.forward = forward
 
@@ -369,16 +361,19 @@ def _exported_attention(
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-    given = torch.stack([torch.full((), value, dtype=torch.float32, device=q.device) for value in scales[:3]])
-    form = FORMATS["fp8"]
-    q8, k8, v8 = (round_to_e4m3(x, form, value)[0] for x, value in zip((q, k, v), given.unbind(), strict=True))
+    operand_scales = torch.stack([torch.full((), value, dtype=torch.float32, device=q.device) for value in scales[:3]])
+    pairs, fp8 = zip((q, k, v), operand_scales.unbind(), strict=True), FORMATS["fp8"]
+    q8, k8, v8 = (round_to_e4m3(x, fp8, operand_scale)[0] for x, operand_scale in pairs)
     dtype = q.dtype if q.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-    return fp8_attention(q8, k8, v8, given, causal=causal, softmax_scale=scale, dtype=dtype).to(q.dtype)
+    return fp8_attention(q8, k8, v8, operand_scales, causal=causal, softmax_scale=scale, dtype=dtype).to(q.dtype)
 
 
 @contextlib.contextmanager
-def _visible(bodies: Mapping[str, Callable[..., torch.Tensor]]) -> Iterator[None]:
-    """While graphs are traced, ops of these names are replaced by what their bodies do."""
+def _replaced_ops(bodies: Mapping[str, Callable[..., torch.Tensor]]) -> Iterator[None]:
+    """While open, tracing replaces each op of these names by the ops of its body.
+
+    A rule for `FunctionalTensorMode` runs before the op is recorded, and Inductor compiles the ops of the body.
+    """
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
     def traced(body: Callable[..., torch.Tensor]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Quantized modules are lowered for torch-tensorrt: every linear and convolution becomes ops that it converts.
+"""`lower` writes a program for torch-tensorrt, in which every quantized linear and convolution is ops that it converts.
 
     QuantLinear                 ->  input_quantizer(x) · weight_quantizer(w)ᵀ + bias
     QuantConv                   ->  convolution of input_quantizer(x) and weight_quantizer(w), + bias
@@ -36,8 +36,9 @@ from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.modules import QuantLinear
 
-# What torch-tensorrt converts, and the ops' arguments after the tensor and its amax.
+# The formats that torch-tensorrt converts.
 _FORMATS = ("fp8", "nvfp4")
+# The ops' arguments for a number: its bits, and the bits of its exponent.
 _E4M3 = (8, 4)
 _E2M1 = (4, 2)
 
@@ -117,8 +118,8 @@ class _LoweredLinear(nn.Module):
         self.register_buffer("weight", weight.dequantize(dtype))
         self.bias, self.parts = linear.bias, linear.parts
         self.weight_quantizer = _Quantizer(weight.format, _per_tensor_scale(weight))
-        given = linear.activation_format
-        self.input_quantizer = _Quantizer(given, linear.input_scale) if given else nn.Identity()
+        activation = linear.activation_format
+        self.input_quantizer = _Quantizer(activation, linear.input_scale) if activation else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.parts.input(x)
@@ -137,8 +138,8 @@ class _LoweredConv(nn.Module):
         self.register_buffer("weight", conv.weight_in(dtype))
         self.bias, self.original = conv.bias, (conv,)  # in a tuple, or its codes would be in the program
         self.weight_quantizer = _Quantizer(conv.weight_format, _per_tensor_scale(conv.quantized_weight))
-        given = conv.activation_format
-        self.input_quantizer = _Quantizer(given, conv.input_scale) if given else nn.Identity()
+        activation = conv.activation_format
+        self.input_quantizer = _Quantizer(activation, conv.input_scale) if activation else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         (conv,) = self.original
@@ -179,19 +180,19 @@ def _check(name: str, linear: QuantLinear | QuantConv) -> None:
 def _lowered(model: nn.Module) -> Iterator[None]:
     """While open, `_LoweredLinear` and `_LoweredConv` take the places of `QuantLinear` and `QuantConv`."""
     kinds = QuantLinear | QuantConv | QuantExperts
-    found = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-    for name, module in found.items():
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    for name, module in modules.items():
         if isinstance(module, QuantExperts):
             raise ValueError(f"{name}: torch-tensorrt has no op for fused experts; keep them in 16 bit (--exclude)")
         _check(name, module)
     dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
     try:
-        for name, module in found.items():
+        for name, module in modules.items():
             if isinstance(module, QuantConv):
                 model.set_submodule(name, _LoweredConv(module, dtype))
             elif isinstance(module, QuantLinear):
                 model.set_submodule(name, _LoweredLinear(module, dtype))
         yield
     finally:
-        for name, module in found.items():
+        for name, module in modules.items():
             model.set_submodule(name, module)

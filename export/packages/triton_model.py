@@ -1,4 +1,4 @@
-"""This file runs an engine of TensorRT-RTX in Triton Inference Server's Python backend.
+"""Runs an engine of TensorRT-RTX in Triton Inference Server's Python backend.
 
 `quant export --to triton-server` copies it into a model repository as `model.py`, next to `model.engine`. The server
 needs torch and tensorrt-rtx for it, and nothing of this library. Tensors stay on the GPU; an engine of several
@@ -64,13 +64,13 @@ class TritonPythonModel:
     def _answer(self, request: Any) -> Any:
         server = self.server
         try:
-            given = {name: server.get_input_tensor_by_name(request, name) for name in self.inputs}
-            tensors = {name: from_dlpack(x.to_dlpack()).to(self.device) for name, x in given.items()}
-            outputs = self.run(tensors)
+            received = {name: server.get_input_tensor_by_name(request, name) for name in self.inputs}
+            inputs = {name: from_dlpack(x.to_dlpack()).to(self.device) for name, x in received.items()}
+            outputs = self.run(inputs)
         except (RuntimeError, ValueError) as error:
             return server.InferenceResponse(output_tensors=[], error=server.TritonError(str(error)))
-        made = [server.Tensor.from_dlpack(name, x.__dlpack__()) for name, x in outputs.items()]
-        return server.InferenceResponse(output_tensors=made)
+        tensors = [server.Tensor.from_dlpack(name, x.__dlpack__()) for name, x in outputs.items()]
+        return server.InferenceResponse(output_tensors=tensors)
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Runs the engine on inputs by name, on the GPU.
@@ -88,7 +88,7 @@ class TritonPythonModel:
             dtype = self.types[self.engine.get_tensor_dtype(name)]
             outputs[name] = torch.empty(tuple(self.context.get_tensor_shape(name)), dtype=dtype, device=self.device)
             self.context.set_tensor_address(name, outputs[name].data_ptr())
-        # What torch has under way writes the inputs.
+        # torch may still be writing the inputs on its own stream.
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         if not self.context.execute_async_v3(self.stream.cuda_stream):
             raise RuntimeError("TensorRT-RTX did not run the engine; the server's log has its message")
@@ -96,14 +96,14 @@ class TritonPythonModel:
         return outputs
 
     def _profile(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        said = []
+        accepted = []
         for index in range(self.engine.num_optimization_profiles):
             ranges = {name: self.engine.get_tensor_profile_shape(name, index) for name in shapes}
             if all(_within(shapes[name], low, high) for name, (low, _, high) in ranges.items()):
                 return index
-            said += [f"{name} from {tuple(low)} to {tuple(high)}" for name, (low, _, high) in ranges.items()]
-        given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(f"the engine does not take {given}; it takes {'; '.join(said)}")
+            accepted += [f"{name} from {tuple(low)} to {tuple(high)}" for name, (low, _, high) in ranges.items()]
+        requested = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"the engine does not take {requested}; it takes {'; '.join(accepted)}")
 
 
 def _within(shape: tuple[int, ...], low: Any, high: Any) -> bool:

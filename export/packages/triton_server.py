@@ -6,7 +6,7 @@
       NAME/1/model.engine   or one of TensorRT-RTX, with `model.py`, which runs it (`triton_model`)
       NAME/1/receipt.json   the engine's receipt
       NAME/2/               the next export of the same model
-      serve.md              how to start the server (`serving_guide`)
+      serve.md              how to start the server (`triton_server_guide`)
 
 A second export into a repository becomes the next version. The server serves the two newest versions side by side, for
 a canary: requests choose with `/versions/2/`, and get the newest without a version. All versions share `config.pbtxt`,
@@ -66,16 +66,16 @@ def publish(
 ) -> Bundle:
     """Puts an engine into a model repository, as its newest version.
 
-    A new repository appears whole. In one that is there, the version comes first, whole, and then `serve.md`.
+    A new repository appears whole. In an existing one the version comes first, whole, and then `serve.md`.
 
     Args:
         engine: the engine file; it is moved.
         receipt: of `export_engine`.
-        onnx_path: file that it was built from, for names, types and shapes of the tensors.
-        repository: is made if it does not exist.
+        onnx_path: the file that the engine was built from, for names, types and shapes of the tensors.
+        repository: is created if it does not exist.
         name: of the model in it.
-        guide: the text of `serve.md`.
-        overwrite: drops the versions that are there.
+        guide: returns the text of `serve.md`.
+        overwrite: drops earlier versions.
 
     Raises:
         ValueError: a tensor that the server has no type for, or an earlier version has other tensors. Nothing is
@@ -85,13 +85,13 @@ def publish(
     config = model_config(name, onnx_path, receipt)
     checked = check_config(config)
     home = repository / name
-    taken = [int(folder.name) for folder in home.glob("[0-9]*") if folder.is_dir()] if not overwrite else []
-    if taken and (home / CONFIG_FILE).read_text(encoding="utf-8") != config:
+    versions = [int(folder.name) for folder in home.glob("[0-9]*") if folder.is_dir()] if not overwrite else []
+    if versions and (home / CONFIG_FILE).read_text(encoding="utf-8") != config:
         raise ValueError(
-            f"{home}: version {max(taken)} there has other tensors, shapes or runtime than this engine, and all "
+            f"{home}: version {max(versions)} there has other tensors, shapes or runtime than this engine, and all "
             "versions share one config.pbtxt; pass --overwrite to replace them, or choose another --out"
         )
-    bundle = Bundle(repository, name, max(taken, default=0) + 1, checked)
+    bundle = Bundle(repository, name, max(versions, default=0) + 1, checked)
     with temporary_directory(repository) as temporary:
         folder = temporary / name / str(bundle.version)
         folder.mkdir(parents=True)
@@ -128,7 +128,7 @@ def model_config(name: str, onnx_path: str | Path, receipt: Mapping[str, Any]) -
     kinds = {value.name: _type(value, onnx) for value in (*model.graph.input, *model.graph.output)}
 
     def tensors(field: str, listed: Sequence[Input]) -> list[str]:
-        # A shape of no dimension left would be written [1] with a reshape; no exported model has one.
+        # A tensor of the batch dimension alone would need [1] and a reshape here; no exported model has one.
         shapes = [[dim if isinstance(dim, int) else -1 for dim in item.dims[1 if batch else 0 :]] for item in listed]
         return [
             f"{field} {{ name: {json_text(item.name)} data_type: {kinds[item.name]} dims: {shape} }}"
@@ -170,8 +170,8 @@ def check_config(text: str) -> bool:
     if spec is None or not spec.submodule_search_locations:
         return False
     # By its file, because importing tritonclient.grpc needs grpcio, which is no part of the schema.
-    place = Path(next(iter(spec.submodule_search_locations)), "grpc", "model_config_pb2.py")
-    schema_spec = importlib.util.spec_from_file_location("_triton_model_config", place)
+    file = Path(next(iter(spec.submodule_search_locations)), "grpc", "model_config_pb2.py")
+    schema_spec = importlib.util.spec_from_file_location("_triton_model_config", file)
     assert schema_spec is not None and schema_spec.loader is not None
     schema = importlib.util.module_from_spec(schema_spec)
     try:

@@ -1,8 +1,8 @@
 """`serve.md` lists the commands that serve a checkpoint: vLLM, SGLang, TensorRT-LLM and Triton Inference Server.
 
-The first three read the checkpoint and generate text; the last runs the engine that `serving` published. The page says
-how a runtime runs the checkpoint's formats or why it does not read them (`quant.recipes.targets`), and which run-time
-parts of a layer it ignores.
+The first three read the checkpoint and generate text; the last runs the engine that `triton_server.publish` put into
+its repository. The page says how a runtime runs the checkpoint's formats or why it does not read them
+(`quant.recipes.targets`), and which run-time parts of a layer it ignores.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def _vllm(directory: Path, plan: Plan | None, name: str) -> str:
     warnings = "".join(f"\nWarning: {line}.\n" for line in (runtime_warnings(plan) if plan else ()))
     target = get_target("vllm")
     if not _reads(target, plan):
-        return f"## vLLM\n\nIt does not read this checkpoint. {_said_of(target, plan)}\n{warnings}"
+        return f"## vLLM\n\nIt does not read this checkpoint. {_how_it_runs(target, plan)}\n{warnings}"
     return f"""## vLLM
 
-It reads the checkpoint as it is (compressed-tensors). {_said_of(target, plan)}
+It reads the checkpoint as it is (compressed-tensors). {_how_it_runs(target, plan)}
 {warnings}
     vllm serve {directory} --served-model-name {name}{cache}
     curl -s localhost:8000/v1/completions -H 'Content-Type: application/json' \\
@@ -52,10 +52,10 @@ It reads the checkpoint as it is (compressed-tensors). {_said_of(target, plan)}
 def _sglang(directory: Path, plan: Plan | None) -> str:
     target = get_target("sglang")
     if not _reads(target, plan):
-        return f"## SGLang\n\nIt does not read this checkpoint. {_said_of(target, plan)}\n"
+        return f"## SGLang\n\nIt does not read this checkpoint. {_how_it_runs(target, plan)}\n"
     return f"""## SGLang
 
-It reads the checkpoint as it is. {_said_of(target, plan)}
+It reads the checkpoint as it is. {_how_it_runs(target, plan)}
 
     python -m sglang.launch_server --model-path {directory} --port 30000
 """
@@ -64,12 +64,12 @@ It reads the checkpoint as it is. {_said_of(target, plan)}
 def _trtllm(directory: Path, plan: Plan | None) -> str:
     target = get_target("tensorrt-llm-compressed-tensors")
     if not _reads(target, plan):
-        body = f"""It does not read this checkpoint. {_said_of(target, plan)} It reads
+        body = f"""It does not read this checkpoint. {_how_it_runs(target, plan)} It reads
 {", ".join(map(str, target.pairs))}. FP8 with static inputs, MXFP8 and mixtures with them are for ModelOpt's layout,
 which `quant export {directory} --to modelopt` writes.
 """
     else:
-        body = f"""Its PyTorch backend reads the checkpoint as it is. {_said_of(target, plan)}
+        body = f"""Its PyTorch backend reads the checkpoint as it is. {_how_it_runs(target, plan)}
 
     trtllm-serve serve {directory} --backend pytorch --host 0.0.0.0 --port 8000
 """
@@ -85,15 +85,15 @@ def _reads(target: Target, plan: Plan | None) -> bool:
     return all(pair is not None for _, pair in _pairs(target, plan))
 
 
-def _said_of(target: Target, plan: Plan | None) -> str:
-    """What a runtime does with each pair of formats in the plan, one sentence each."""
-    said = [
+def _how_it_runs(target: Target, plan: Plan | None) -> str:
+    """A sentence for each pair of formats in the plan: how a runtime runs it, or why it does not."""
+    sentences = [
         f"{layer.formats}: {target.why_not(layer) or 'it has no such pair'}."
         if pair is None
         else f"{pair}: {pair.runs}{f', {pair.note}' if pair.note else ''}."
         for layer, pair in _pairs(target, plan)
     ]
-    return " ".join([*dict.fromkeys(said), f"From: {target.source}."])
+    return " ".join([*dict.fromkeys(sentences), f"From: {target.source}."])
 
 
 def _triton(bundle: Bundle, receipt: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ from quant.errors import UserError, counted
 from quant.export.checkpoint.directory import check_apart, check_destination, new_directory
 from quant.export.checkpoint.layout import LAYOUT_NAMES
 from quant.export.checkpoint.read import read_layer
-from quant.export.engine.build import export_engine
+from quant.export.engine.build import BuildOptions, export_engine
 from quant.export.engine.targets import choose_backend, resolve_target
 from quant.export.onnx_graph.decoder import GraphInput, is_decoder, model_inputs
 from quant.export.onnx_graph.export import dimension_ranges, export_onnx
@@ -99,8 +99,8 @@ def export_onnx_files(job: Job) -> dict[str, Any]:
     with new_directory(job.out, overwrite=job.overwrite) as folder:
         for file in ("model.onnx", *(["decode.onnx"] if job.decode else [])):
             decode = file == "decode.onnx"
-            kept = job.decode and not decode
-            export_onnx(job.model, folder / file, **job.onnx_options(decode), decode=decode, cache=kept)
+            cache = "in" if decode else "out" if job.decode else "none"
+            export_onnx(job.model, folder / file, **job.onnx_options(decode), cache=cache)
             receipts[file] = _verified(job, folder / file)
         receipt = next(iter(receipts.values()))
         if job.plan is not None:
@@ -119,18 +119,15 @@ def export_tensorrt(job: Job) -> dict[str, Any]:
 def _engine(job: Job, path: Path, out: Path) -> dict[str, Any]:
     """Builds and audits the engine `out` from the ONNX file `path`, which it writes; returns the receipt."""
     assert job.target is not None
-    export_onnx(job.model, path, **job.onnx_options(job.decode), decode=job.decode)
+    export_onnx(job.model, path, **job.onnx_options(job.decode), cache="in" if job.decode else "none")
     receipt = _verified(job, path)
     return export_engine(
         path,
         out,
-        target=job.target,
+        BuildOptions(job.target, job.shapes or None, job.backend, job.progress),
         plan=job.plan,
-        shapes=job.shapes or None,
         attention=job.attention,
         allow_fallback=job.allow_fallback,
-        backend=job.backend,
-        progress=job.progress,
         layers=receipt["layers"],
     )
 

@@ -152,10 +152,10 @@ def graphs(tmp_path: Path) -> Graphs:
 def build(tmp_path: Path) -> Callable[..., Any]:
     """Builds an engine of a small graph; skipped where nothing builds without a GPU."""
     pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
-    from quant.export.engine.build import build_engine
+    from quant.export.engine.build import BuildOptions, build_engine
 
     def run(path: Path, target: str = "sm120", shapes: Any = None, **options: Any) -> Any:
-        return build_engine(path, tmp_path / f"{path.stem}.engine", target=target, shapes=shapes, **options)
+        return build_engine(path, tmp_path / f"{path.stem}.engine", BuildOptions(target, shapes, **options))
 
     return run
 

@@ -17,7 +17,7 @@ from samples import BASE
 import quant
 from quant.cli.main import main
 from quant.export.engine.audit import audit, failures, planned_precision, read_kernels
-from quant.export.engine.build import audit_built, export_engine
+from quant.export.engine.build import BuildOptions, audit_built, export_engine
 from quant.formats.format import FORMATS
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
@@ -183,11 +183,11 @@ def test_a_layer_that_was_never_quantized_fails(module: Any, tmp_path: Path) -> 
     names = ("0", "2", "pooler")
     plan = Plan(tuple(LayerPlan(name, LayerKind.LINEAR, (64, 64), FORMATS["fp8"], FORMATS["fp8"]) for name in names))
     inputs = {"x": GraphInput(torch.zeros(2, 4, 64, dtype=torch.float16), ("batch", 4, 64))}
-    options: dict[str, Any] = {"target": "sm89", "plan": plan, "inputs": inputs, "shapes": "batch=1:2:4"}
+    build, options = BuildOptions("sm89", "batch=1:2:4"), {"plan": plan, "inputs": inputs}
     with pytest.raises(ValueError, match=r"not run as planned in the engine: 2: planned fp8, found half\. Change"):
-        export_engine(module, tmp_path / "m.engine", **options)
+        export_engine(module, tmp_path / "m.engine", build, **options)
     assert not (tmp_path / "m.engine").exists()
-    receipt = export_engine(module, tmp_path / "m.engine", allow_fallback=True, **options)
+    receipt = export_engine(module, tmp_path / "m.engine", build, allow_fallback=True, **options)
     assert [(row["name"], row["found"], row["passed"]) for row in receipt["audit"]] == [
         ("0", "fp8", True),
         ("2", "half", False),
@@ -207,7 +207,8 @@ def test_another_models_engine_fails(tmp_path: Path) -> None:
         quant.save(result.model, result.plan, tmp_path / name)
         if name == "ours":
             engine = tmp_path / "ours.engine"
-            export_engine(result.model, engine, target="sm89", plan=result.plan, shapes="batch=1:1:1,sequence=1:8:16")
+            build = BuildOptions("sm89", "batch=1:1:1,sequence=1:8:16")
+            export_engine(result.model, engine, build, plan=result.plan)
     command = ["audit", str(engine), "--quiet", "--plan"]
     assert CliRunner().invoke(main, [*command, str(tmp_path / "ours" / "plan.json")]).exit_code == 0
     failed = CliRunner().invoke(main, [*command, str(tmp_path / "theirs" / "plan.json")])

@@ -20,7 +20,7 @@ from torch import nn
 from quant.api.quantize import quantize
 from quant.export.engine import targets, worker
 from quant.export.engine.audit import audit
-from quant.export.engine.build import build_engine, export_engine, summary
+from quant.export.engine.build import BuildOptions, build_engine, export_engine, summary
 from quant.export.engine.codes import held_codes
 from quant.export.engine.graph import check_graph
 from quant.export.engine.process import run_worker
@@ -140,7 +140,7 @@ def test_a_kernel_that_needs_long_sequences_moves_the_default_and_refuses_less(
     with pytest.raises(ValueError, match=r"sequence starts at 31, and .* needs at least 32"):
         parse_profile("sequence=31:64:128", INPUTS[:1], floors)
     with pytest.raises(ValueError, match=r"attention .*fixed sequence of 16"):
-        build_engine(graphs.attention(16), graphs.folder / "x.engine", target="sm120")
+        build_engine(graphs.attention(16), graphs.folder / "x.engine", BuildOptions("sm120"))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_refused_before_a_build(
 ) -> None:
     machine("tensorrt_rtx")
     with pytest.raises(ValueError, match=message):
-        build_engine(graphs.chain(*kinds), graphs.folder / "x.engine", target=target, shapes=SHAPES)
+        build_engine(graphs.chain(*kinds), graphs.folder / "x.engine", BuildOptions(target, SHAPES))
     assert [p.name for p in graphs.folder.iterdir()] == ["chain.onnx"]
 
 
@@ -184,10 +184,10 @@ def test_files_that_are_no_model(tmp_path: Path, machine: Callable[..., None]) -
     pytest.importorskip("onnx", reason="needs the extra [onnx]")
     machine("tensorrt_rtx")
     with pytest.raises(FileNotFoundError, match=r"none\.onnx"):
-        build_engine(tmp_path / "none.onnx", tmp_path / "x.engine", target="sm120")
+        build_engine(tmp_path / "none.onnx", tmp_path / "x.engine", BuildOptions("sm120"))
     (tmp_path / "bad.onnx").write_bytes(b"\x00not protobuf")
     with pytest.raises(ValueError, match=r"bad\.onnx: not an ONNX file"):
-        build_engine(tmp_path / "bad.onnx", tmp_path / "x.engine", target="sm120")
+        build_engine(tmp_path / "bad.onnx", tmp_path / "x.engine", BuildOptions("sm120"))
 
 
 def test_a_build_and_what_it_says(graphs: Any, build: Callable[..., Any]) -> None:
@@ -275,7 +275,7 @@ def test_a_builder_that_dies_is_an_error(graphs: Any, monkeypatch: pytest.Monkey
     with pytest.raises(
         ValueError, match=r"chain\.onnx: tensorrt_rtx died .*SIGSEGV, at node layers\.0/MatMul"
     ) as error:
-        build_engine(graphs.chain("half"), graphs.folder / "x.engine", target="sm120", shapes=SHAPES)
+        build_engine(graphs.chain("half"), graphs.folder / "x.engine", BuildOptions("sm120", SHAPES))
     assert str(error.value).endswith("the last it said: Compiling fusion 7")
     assert not (graphs.folder / "x.engine").exists()
 
@@ -287,7 +287,7 @@ def test_the_other_tensorrt_takes_the_gpu_here_and_keeps_its_timings(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(targets, "local_capability", lambda: (9, 0))
     for timed in (b"timed ", b"timed timed "):
-        engine = build_engine(graphs.chain("half"), graphs.folder / "x.engine", target="h100", shapes=SHAPES)
+        engine = build_engine(graphs.chain("half"), graphs.folder / "x.engine", BuildOptions("h100", SHAPES))
         assert engine.path.read_bytes() == b"engine"
         assert engine.backend == "tensorrt 0.fake"
         assert (tmp_path / "cache" / "blockscale" / "timing-sm90.cache").read_bytes() == timed
@@ -314,7 +314,7 @@ def test_timings_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_installed_backend_may_not_know_the_target(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_builder(graphs.folder, "tensorrt_rtx", "pass", monkeypatch, "class ComputeCapability: SM89 = 89")
     with pytest.raises(ValueError, match=r"tensorrt_rtx 0\.fake builds for sm89, not for sm120"):
-        build_engine(graphs.chain("half"), graphs.folder / "x.engine", target="sm120", shapes=SHAPES)
+        build_engine(graphs.chain("half"), graphs.folder / "x.engine", BuildOptions("sm120", SHAPES))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -366,10 +366,10 @@ def exported(folder: Path, format: str, **options: Any) -> dict[str, Any]:
     return export_engine(
         done.model,
         folder / "mlp.engine",
+        BuildOptions("sm120", SHAPES),
         plan=done.plan,
         inputs=inputs,
-        shapes=SHAPES,
-        **{"target": "sm120", **options},
+        **options,
     )
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("tensorrt_rtx", reason="needs the extra tensorrt-rtx")
 
 from quant.export.engine.audit import audit, failures
-from quant.export.engine.build import build_engine
+from quant.export.engine.build import BuildOptions, build_engine
 from quant.export.onnx_graph.decoder import GraphInput
 from quant.export.onnx_graph.export import export_onnx
 
@@ -44,7 +44,7 @@ def test_the_audit_finds_convolutions_by_name(tmp_path: Path, weight: str, activ
     )
     done = quant.quantize(Convs().half(), recipe, [x], run=lambda m: m(x))
     export_onnx(done.model, tmp_path / "m.onnx", inputs={"x": GraphInput(x, ("batch", 16, 8, 8))})
-    built = build_engine(tmp_path / "m.onnx", tmp_path / "m.engine", target="sm120")
+    built = build_engine(tmp_path / "m.onnx", tmp_path / "m.engine", BuildOptions("sm120"))
     findings = audit(built.path, done.plan, exported=built.layers)
     half = f"half, {found.split()[-2] if activation == 'keep' else found} weights"
     assert {f.name: f.found for f in findings} == {"plain": found, "up": half, "depthwise": found, "kept": "half"}

@@ -13,7 +13,7 @@ import torch
 from quant.api.quantize import quantize
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
 from quant.execution.install import install_kv_scales
-from quant.export.engine.build import export_engine
+from quant.export.engine.build import BuildOptions, export_engine
 from quant.formats.format import FORMATS
 from quant.recipes.plan import Plan
 
@@ -44,9 +44,8 @@ def test_attention_has_the_name_of_its_module(tmp_path: Path, decoder: tuple[Any
     receipt = export_engine(
         model,
         tmp_path / "model.engine",
-        target="sm120",
+        BuildOptions("sm120", "sequence=32:32:64"),
         plan=replace(plan, attention=FP8),
-        shapes="sequence=32:32:64",
         attention_scales=scales,
     )
     assert attentions(receipt) == {f"model.layers.{i}.self_attn": "fp8" for i in range(2)}
@@ -61,7 +60,7 @@ def test_one_decoding_step(tmp_path: Path, decoder: tuple[Any, Plan, torch.Tenso
         scales = collect_attention_scales(model, tokens, kv_format=FP8, attention_format=None)
         install_kv_scales(model, kv_scale_tensors(scales, torch.bfloat16))
     receipt = export_engine(
-        model, tmp_path / "model.engine", target="sm120", plan=plan, shapes="past=1:64:128", decode=True
+        model, tmp_path / "model.engine", BuildOptions("sm120", "past=1:64:128"), plan=plan, cache="in"
     )
     assert receipt["passed"]
     assert sum(row["found"] == "fp4" for row in receipt["audit"]) == 14

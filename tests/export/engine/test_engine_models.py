@@ -19,7 +19,7 @@ from quant.api.quantize import quantize
 from quant.calibration.kv_cache import collect_attention_scales
 from quant.calibration.texts.rows import calibration_rows
 from quant.export.engine.audit import read_kernels
-from quant.export.engine.build import export_engine
+from quant.export.engine.build import BuildOptions, export_engine
 from quant.formats.format import FORMATS
 from quant.models.huggingface import load
 from quant.models.open import open_model
@@ -54,9 +54,8 @@ def test_smollm2_with_fp8_attention(tmp_path: Path, recipe: str, target: str, wo
     receipt = export_engine(
         source.model,
         tmp_path / "model.engine",
-        target=target,
+        BuildOptions(target, "batch=1:1:4,sequence=32:128:512"),
         plan=plan,
-        shapes="batch=1:1:4,sequence=32:128:512",
         attention_scales=scales,
     )
     assert time.perf_counter() - started < 240
@@ -84,7 +83,7 @@ def test_minilm(tmp_path: Path, recipe: str, word: str) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     rows = calibration_rows(str(TEXT), tokenizer, samples=8, seqlen=64, seed=0)
     plan = quantize(model, recipe, rows).plan
-    receipt = export_engine(model, tmp_path / "model.engine", target="sm89", plan=plan)
+    receipt = export_engine(model, tmp_path / "model.engine", BuildOptions("sm89"), plan=plan)
     assert receipt["passed"]
     assert {row["name"] for row in receipt["audit"]} >= {layer.name for layer in plan.quantized}
     assert words(receipt)[word, word] == len(receipt["engine"]["layers"]) >= 36
@@ -97,7 +96,7 @@ def test_image_model(tmp_path: Path, recipe: str, target: str, word: str) -> Non
     model = tiny_models.vit(**sizes, image_size=224, patch_size=16, num_labels=3, dtype=torch.float16)
     images = torch.randn(2, 3, 224, 224, dtype=torch.float16)
     plan = quantize(model, recipe, images, run=lambda model: model(images)).plan
-    receipt = export_engine(model, tmp_path / "model.engine", target=target, plan=plan)
+    receipt = export_engine(model, tmp_path / "model.engine", BuildOptions(target), plan=plan)
     assert receipt["passed"]
     # Six linears a block and the classifier; no plan was made for what attention multiplies.
     assert words(receipt)[word, word] == 37 == len(receipt["codes_found"])

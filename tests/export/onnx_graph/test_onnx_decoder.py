@@ -66,8 +66,8 @@ def test_prefill_and_decoding_go_on_where_the_other_stopped(decoder: tuple[Any, 
     tokens = ids(3, 12)
     with torch.no_grad():
         expected = model(tokens).logits
-    prefill = export_onnx(model, tmp_path / "prefill.onnx", plan=plan, cache=True)
-    decode = export_onnx(model, tmp_path / "decode.onnx", plan=plan, decode=True)
+    prefill = export_onnx(model, tmp_path / "prefill.onnx", plan=plan, cache="out")
+    decode = export_onnx(model, tmp_path / "decode.onnx", plan=plan, cache="in")
     for path in (prefill, decode):
         check_file(path)
     out = run(prefill, {"input_ids": tokens[:, :10]})
@@ -88,8 +88,8 @@ def test_an_fp8_cache_is_rounded_with_the_calibrated_scales(tmp_path: Path) -> N
     scales = collect_attention_scales(model, ids(2, 16), kv_format=FP8, attention_format=None)
     install_kv_scales(model, kv_scale_tensors(scales, torch.float32))
     plan = Plan((), kv_cache=FP8)
-    decode = export_onnx(model, tmp_path / "decode.onnx", plan=plan, decode=True)
-    prefill = export_onnx(model, tmp_path / "prefill.onnx", plan=plan, cache=True)
+    decode = export_onnx(model, tmp_path / "decode.onnx", plan=plan, cache="in")
+    prefill = export_onnx(model, tmp_path / "prefill.onnx", plan=plan, cache="out")
     types = {value.name: value.type.tensor_type.elem_type for value in onnx.load(decode).graph.input}
     assert types["past_key.0"] == onnx.TensorProto.FLOAT8E4M3FN
     tokens = ids(2, 9)
