@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -58,23 +58,8 @@ def checkpoint_tensors(
     """
     origin_of: dict[str, str] = {}
     quantized = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}
-    own = tuple(f"{name}." for name in quantized)
     tensors: dict[str, torch.Tensor | DeferredTensor] = {}
-    seen: set[tuple[object, ...]] = set()
-    unquantized = model.state_dict() if state is None else state
-    # transformers writes a tied tensor once, under the name of its source: {"lm_head.weight": "….embed_tokens.weight"}.
-    tied_to = getattr(model, "all_tied_weights_keys", {})
-    for name, tensor in unquantized.items():
-        if name.startswith(own) and not name.endswith(".bias"):
-            continue
-        source = unquantized.get(tied_to.get(name, ""))
-        if source is not None and _are_tied(tensor, source, gathered=state is not None):
-            continue
-        # Other views of the same memory are tied too; empty and meta tensors have no address to tell.
-        view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if view in seen and tensor.numel() and tensor.data_ptr():
-            continue
-        seen.add(view)
+    for name, tensor in _unquantized_tensors(model, quantized, state):
         cut = tensor.dim() == 3 and name.rpartition(".")[2] in names.cut
         for part, matrix in (cut_experts(name, expert_matrices(model, name)) if cut else {name: tensor}).items():
             tensors[part], origin_of[part] = matrix.contiguous(), name
@@ -92,12 +77,35 @@ def checkpoint_tensors(
                     tensors[f"{part}.{suffix}"] = tensor.contiguous()
                 origin_of[f"{part}.{suffix}"] = name
         for suffix in RUN_TIME_PARTS:
-            tensor = getattr(module, suffix, None)
-            if tensor is not None:
-                tensors[f"{name}.{suffix}"], origin_of[f"{name}.{suffix}"] = tensor.contiguous(), name
+            run_time_part = getattr(module, suffix, None)
+            if run_time_part is not None:
+                tensors[f"{name}.{suffix}"], origin_of[f"{name}.{suffix}"] = run_time_part.contiguous(), name
     if origins is not None:
-        origins |= {names.stored(tensor): name for tensor, name in origin_of.items()}
+        origins |= {names.stored(part): name for part, name in origin_of.items()}
     return {names.stored(name): tensor for name, tensor in tensors.items()}
+
+
+def _unquantized_tensors(
+    model: nn.Module, quantized: Collection[str], state: Mapping[str, torch.Tensor] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a model outside its `quantized` modules, and the biases of these; tied tensors once."""
+    own = tuple(f"{name}." for name in quantized)
+    unquantized = model.state_dict() if state is None else state
+    # transformers writes a tied tensor once, under the name of its source: {"lm_head.weight": "….embed_tokens.weight"}.
+    tied_to = getattr(model, "all_tied_weights_keys", {})
+    seen: set[tuple[object, ...]] = set()
+    for name, tensor in unquantized.items():
+        if name.startswith(own) and not name.endswith(".bias"):
+            continue
+        source = unquantized.get(tied_to.get(name, ""))
+        if source is not None and _are_tied(tensor, source, gathered=state is not None):
+            continue
+        # Other views of the same memory are tied too; empty and meta tensors have no address to tell.
+        view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if view in seen and tensor.numel() and tensor.data_ptr():
+            continue
+        seen.add(view)
+        yield name, tensor
 
 
 def _are_tied(tensor: torch.Tensor, source: torch.Tensor, *, gathered: bool) -> bool:

@@ -95,24 +95,13 @@ def trial_load(
             return [_unread_layers(not_linear.values(), version, "does not load this checkpoint")]
         if any(not tensor.numel() for tensor in names.values()):
             return []  # it stops at the empty tensors of `StoredNames.stopped`; `runtime_warnings` says so
-        if not _loads_dequantized(directory, type(model), names):
-            way_out = "load it with quant.load"
-        else:
-            way_out = "pass it quantization_config=CompressedTensorsConfig(dequantize=True), or load it with quant.load"
-        return [f"transformers {version} does not load this checkpoint ({one_line(error)}): {way_out}"]
+        return [_failure(error, version, _loads_dequantized(directory, type(model), names))]
     unexpected = [name for name in info["unexpected_keys"] if not name.endswith((*_DROPPED, *KV_SCALES))]
     problems = []
     for verb, keys in (("finds no tensor for", info["missing_keys"]), ("has no use for", unexpected)):
         if keys := [key for key in keys if key.rpartition(".")[0] not in not_linear]:
             problems.append(f"{verb} {listed(sorted(keys), 3)}")
-    notes = []
-    if any(name.endswith(KV_SCALES) for name in info["unexpected_keys"]):
-        # compressed-tensors 0.20 knows attention by its argument `past_key_values`, which transformers 5.24 renamed.
-        peer = importlib.metadata.version("compressed-tensors")
-        notes.append(
-            f"transformers {version} keeps the KV cache of this checkpoint in 16 bit, for compressed-tensors {peer} "
-            "does not find its attention; quant.load and servers use the scales of the cache"
-        )
+    notes = [_kv_cache_note(version)] if any(name.endswith(KV_SCALES) for name in info["unexpected_keys"]) else []
     if not problems:
         missing = any(name.rpartition(".")[0] in not_linear for name in info["missing_keys"])
         loads = f"loads this checkpoint with {'random numbers' if missing else 'codes'} in the place of their weights"
@@ -123,6 +112,24 @@ def trial_load(
     raise UserError(
         f"{finding}; keep those layers in 16 bit with --exclude, or pass --allow-missing to write a checkpoint for "
         "quant.load and servers alone"
+    )
+
+
+def _failure(error: Exception, version: str, loads_dequantized: bool) -> str:
+    """The warning for a checkpoint at which transformers stops, with the way to load it all the same."""
+    way_out = "load it with quant.load"
+    if loads_dequantized:
+        way_out = "pass it quantization_config=CompressedTensorsConfig(dequantize=True), or load it with quant.load"
+    return f"transformers {version} does not load this checkpoint ({one_line(error)}): {way_out}"
+
+
+def _kv_cache_note(version: str) -> str:
+    """The warning for scales of the KV cache that transformers drops."""
+    # compressed-tensors 0.20 finds attention by its argument `past_key_values`, which transformers 5.24 renamed.
+    peer = importlib.metadata.version("compressed-tensors")
+    return (
+        f"transformers {version} keeps the KV cache of this checkpoint in 16 bit, for compressed-tensors {peer} "
+        "does not find its attention; quant.load and servers use the scales of the cache"
     )
 
 

@@ -11,11 +11,10 @@ from samples import GOLDENS
 
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.solver import get_solver
-from quant.export.checkpoint.compressed_tensors import (
+from quant.export.checkpoint.compressed_tensors import compress, decompress
+from quant.export.checkpoint.compressed_tensors_config import (
     activation_format_of,
     check_plan,
-    compress,
-    decompress,
     quantization_config,
     weight_format_of,
 )

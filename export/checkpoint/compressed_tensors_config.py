@@ -1,0 +1,276 @@
+"""The `quantization_config` of compressed-tensors: written from a plan, and read back as formats and rotations.
+
+The argument blocks are computed from `Format`; only the layout's own names are spelled out here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+from quant.export.checkpoint.layout import COMPRESSED_TENSORS, same_values
+from quant.export.checkpoint.names import FormatsOf, StoredNames
+from quant.export.checkpoint.patterns import matches
+from quant.formats.format import FORMATS, Format
+from quant.formats.number import E8M0
+from quant.recipes.json_data import typed
+from quant.recipes.layer_kind import LayerKind
+from quant.recipes.plan import LayerPlan, Plan
+
+# The layout's version: the release of compressed-tensors whose output this reproduces.
+VERSION = "0.19.0"
+
+_FORMAT_NAMES = {
+    "nvfp4": "nvfp4-pack-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "mxfp6": "mxfp6-pack-quantized",
+    "mxfp8": "mxfp8-quantized",
+    "fp8": "float-quantized",
+    "fp8_channel": "float-quantized",
+    "fp8_block": "float-quantized",
+    "int8": "int-quantized",
+    "int4": "pack-quantized",
+    "int4_g64": "pack-quantized",
+    "int4_g32": "pack-quantized",
+}
+# In no runtime a linear layer. Others may be one there: routers, the convolutions of Mamba.
+_NEVER_LINEAR = (LayerKind.NORM, LayerKind.EMBEDDING, LayerKind.PARAMETER)
+_GROUPS = dict[str, dict[str, Any]]
+_INPUTS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token", "int8_tensor")
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises ValueError if the layout has no name for a format of the plan."""
+    if plan.kv_cache is not None and plan.kv_cache.name != "fp8":
+        raise ValueError(
+            f"the compressed-tensors layout cannot store a KV cache in {plan.kv_cache}; it has fp8, so quantize "
+            "again with that"
+        )
+    for layer in plan.quantized:
+        if layer.weight is not None and layer.weight.name not in _FORMAT_NAMES:
+            raise ValueError(
+                f"{layer.name}: the compressed-tensors layout cannot store {layer.weight}; it has "
+                f"{', '.join(_FORMAT_NAMES)}"
+            )
+        if layer.activation is not None and not _can_name(layer.activation):
+            raise ValueError(
+                f"{layer.name}: the compressed-tensors layout cannot name inputs in {layer.activation}, and others "
+                f"would round them otherwise; it has {', '.join(_INPUTS)}"
+            )
+
+
+def _can_name(activation: Format) -> bool:
+    """Whether readers of the config round inputs as `activation` does: the config cannot tell E5M2 from E4M3."""
+    try:
+        read = activation_format_of(_activation_arguments(activation))
+    except ValueError:
+        return False
+    assert read is not None
+    return (read.element, read.scale, read.block) == (activation.element, activation.scale, activation.block)
+
+
+def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[str, Any]:
+    """`quantization_config` for config.json, with one group per pair of formats.
+
+    A group that holds every quantized linear targets the class, as peers write it; other groups list their layers.
+    `ignore` lists every module in 16 bit that a runtime may hold as a linear: vLLM's routers are, and a group that
+    targets the class would quantize them. A layer with another name on disk is listed under both: transformers goes
+    by its modules, servers by the files.
+    """
+    names = names or StoredNames()
+    pairs: dict[tuple[Format, Format | None], list[LayerPlan]] = {}
+    for layer in plan.quantized:
+        assert layer.weight is not None
+        pairs.setdefault((layer.weight, layer.activation), []).append(layer)
+    formats = {_FORMAT_NAMES[weight.name] for weight, _ in pairs}
+    groups = {}
+    # "Linear" would leave embeddings in 16 bit.
+    embeddings = [layer for layer in plan.quantized if layer.kind == LayerKind.EMBEDDING]
+    for index, ((weight, activation), layers) in enumerate(pairs.items()):
+        groups[f"group_{index}"] = {
+            "format": _FORMAT_NAMES[weight.name],
+            "input_activations": _activation_arguments(activation) if activation else None,
+            "output_activations": None,
+            "targets": ["Linear"] if len(pairs) == 1 and not embeddings else _targets(layers, names),
+            "weights": _weight_arguments(weight),
+        }
+    return {
+        "config_groups": groups,
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "global_compression_ratio": None,
+        "ignore": _targets([m for m in plan.layers if m.weight is None and m.kind not in _NEVER_LINEAR], names),
+        "kv_cache_scheme": _arguments(plan.kv_cache, dynamic=False, observer=None) if plan.kv_cache else None,
+        "quant_method": COMPRESSED_TENSORS,
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": _transform_config(plan, names),
+        "version": VERSION,
+    }
+
+
+def _transform_config(plan: Plan, names: StoredNames) -> dict[str, Any]:
+    """Rotations of inputs, one scheme per block size. The weights in the files are rotated already."""
+    blocks: dict[int, list[LayerPlan]] = {}
+    for layer in plan.quantized:
+        if layer.parts.hadamard:
+            blocks.setdefault(layer.parts.hadamard, []).append(layer)
+    schemes = {
+        f"hadamard_{block}": {
+            "type": "hadamard",
+            "apply": [{"targets": _targets(layers, names), "location": "input", "inverse": False, "ignore": []}],
+            "randomize": False,
+            "requires_grad": False,
+            "head_dim": block,
+            "precision": "torch.float32",
+        }
+        for block, layers in blocks.items()
+    }
+    return {"config_groups": schemes} if schemes else {}
+
+
+def _targets(layers: Sequence[LayerPlan], names: StoredNames) -> list[str]:
+    targets: list[str] = []
+    for layer in layers:
+        if layer.kind != LayerKind.EXPERTS:
+            targets += names.both(layer.name)
+            continue
+        # The name of one of its experts, without the number and the part.
+        stems = (name.rsplit(".", 2)[0] for name in names.both(f"{layer.name.rpartition('.')[0]}.0.down_proj"))
+        targets += [f"re:{re.escape(stem)}\\..*" for stem in stems]
+    return list(dict.fromkeys(targets))
+
+
+def _weight_arguments(format: Format) -> dict[str, Any]:
+    return _arguments(format, dynamic=False, observer="memoryless_minmax")
+
+
+def _activation_arguments(format: Format) -> dict[str, Any]:
+    if format.global_scale:
+        return _arguments(format, dynamic="local", observer="static_minmax")
+    if format.per_tensor:
+        return _arguments(format, dynamic=False, observer="static_minmax")
+    return _arguments(format, dynamic=True, observer=None, rows_are_tokens=True)
+
+
+def _arguments(
+    format: Format, *, dynamic: bool | str, observer: str | None, rows_are_tokens: bool = False
+) -> dict[str, Any]:
+    rows, columns = format.block
+    if format.global_scale:
+        strategy = "tensor_group"
+    elif format.per_tensor:
+        strategy = "tensor"
+    elif columns == 0:
+        strategy = "token" if rows_are_tokens else "channel"
+    else:
+        strategy = "group" if rows == 1 else "block"
+    scale_dtype = None
+    if not format.scale.is_wide:
+        scale_dtype = "torch.uint8" if format.scale is E8M0 else "torch.float8_e4m3fn"
+    return {
+        "actorder": None,
+        "block_structure": [rows, columns] if strategy == "block" else None,
+        "dynamic": dynamic,
+        "group_size": columns if strategy in ("group", "tensor_group") else None,
+        "num_bits": format.element.bits,
+        "observer": observer,
+        "observer_kwargs": {},
+        "scale_dtype": scale_dtype,
+        "strategy": strategy,
+        "symmetric": True,
+        "type": "int" if format.element.is_integer else "float",
+        "zp_dtype": None,
+    }
+
+
+def weight_format_of(arguments: Mapping[str, Any]) -> Format:
+    """The format that a config's `weights` block describes; ValueError, with its request, if none fits."""
+    keys = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric")
+    for name in _FORMAT_NAMES:
+        ours = _weight_arguments(FORMATS[name])
+        if all(arguments.get(k) == ours[k] for k in keys):
+            return FORMATS[name]
+    raise ValueError(f"quantization_config asks for weights { ({k: arguments.get(k) for k in keys}) }: not supported")
+
+
+def activation_format_of(arguments: Mapping[str, Any] | None) -> Format | None:
+    """The format that an `input_activations` block describes, None for 16 bit; ValueError if none fits."""
+    if arguments is None:
+        return None
+    keys = ("num_bits", "type", "strategy", "group_size")
+    for name in _INPUTS:
+        ours = _activation_arguments(FORMATS[name])
+        if all(arguments.get(k) == ours[k] for k in keys):
+            return FORMATS[name]
+    raise ValueError(f"quantization_config asks for inputs { ({k: arguments.get(k) for k in keys}) }: not supported")
+
+
+def read_config(
+    config: Mapping[str, Any], names: StoredNames, tensors: Container[str] = ()
+) -> tuple[FormatsOf, Format | None]:
+    """The formats that a `quantization_config` gives to matrices, and the format of the KV cache.
+
+    The config names every quantized matrix, so that `tensors` are not asked.
+
+    Raises:
+        ValueError: a scheme that is not supported.
+    """
+    groups = []
+    for name, group in typed(_GROUPS, config.get("config_groups"), "config_groups").items():
+        weights = typed(dict[str, Any], group.get("weights"), f"{name}.weights")
+        inputs = typed(dict[str, Any] | None, group.get("input_activations"), f"{name}.input_activations")
+        targets = typed(list[str], group.get("targets"), f"{name}.targets")
+        groups.append((targets, (weight_format_of(weights), activation_format_of(inputs))))
+    ignored = typed(list[str] | None, config.get("ignore"), "ignore") or []
+
+    def formats_of(matrix: str) -> tuple[Format, Format | None] | None:
+        called = names.both(matrix)
+        if any(_matches(name, pattern) for pattern in ignored for name in called):
+            return None
+        return next((pair for targets, pair in groups if any(_matches(n, t) for t in targets for n in called)), None)
+
+    return formats_of, FORMATS["fp8"] if config.get("kv_cache_scheme") else None
+
+
+def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[str], int]:
+    """From a matrix's name to the block of the Hadamard rotation that its input goes through at run time; 0 for none.
+
+    Raises:
+        ValueError: another transform of inputs. The weights in the files are transformed already.
+    """
+    blocks: list[tuple[int, list[str], list[str]]] = []
+    transform = typed(dict[str, Any] | None, config.get("transform_config"), "transform_config") or {}
+    for scheme in (typed(_GROUPS | None, transform.get("config_groups"), "transform_config") or {}).values():
+        for use in typed(list[dict[str, Any]], scheme.get("apply"), "transform_config: apply"):
+            location = typed(str, use.get("location"), "transform_config: location")
+            if location.startswith("weight"):
+                continue
+            plain = scheme.get("type") == "hadamard" and not scheme.get("randomize") and not use.get("inverse")
+            if not (plain and location == "input" and isinstance(scheme.get("head_dim"), int)):
+                transform_of = {key: scheme.get(key) for key in ("type", "randomize", "head_dim")}
+                raise ValueError(f"transform_config asks for {transform_of} at {location!r}: not supported")
+            targets = typed(list[str], use.get("targets"), "transform_config: targets")
+            ignored = typed(list[str] | None, use.get("ignore"), "transform_config: ignore") or []
+            blocks.append((scheme["head_dim"], targets, ignored))
+
+    def rotation_of(matrix: str) -> int:
+        called = names.both(matrix) if blocks else []
+        for block, targets, ignored in blocks:
+            if any(_matches(n, t) for t in targets for n in called):
+                return 0 if any(_matches(n, t) for t in ignored for n in called) else block
+        return 0
+
+    return rotation_of
+
+
+def agrees(layer: LayerPlan, weight: Format | None, activation: Format | None) -> bool:
+    """Whether the config's formats are those of the plan; configs have no name for a format, only its arguments."""
+    return same_values(layer.weight, weight) and same_values(layer.activation, activation)
+
+
+def _matches(name: str, target: str) -> bool:
+    """Whether a layer is meant by an entry of `targets` or `ignore`: a pattern, the class, or the layer's name."""
+    if target.startswith("re:"):
+        return matches(target[3:], name)
+    return target in ("Linear", name)
