@@ -71,6 +71,7 @@ def _value_problem(name: str, tensor: torch.Tensor, format: Format, shape: tuple
         return None  # only FP8 has codes that are NaN, and `value_problem` finds them
     if name != "weight_scale" or format.scale.is_wide:
         return scale_problem(tensor)
+    # E4M3 without its sign bit has NaN at 0x7F; with the sign bit a code is above 0x7F. E8M0 has NaN at 0xFF.
     codes, number = tensor.view(torch.uint8), format.scale
     if not codes.numel() or int(codes.numpy().max()) <= number.max_code:
         return None

@@ -66,12 +66,14 @@ def compress(
         dtype: the model's dtype, in which float scales are stored if it represents them, as it does ours.
         activation: format that `input_scale` belongs to; by default the weight's.
     """
+    # A weight is read as code · block scale / weight_global_scale. Our second-level scale is a factor, and is stored as
+    # its reciprocal; so is the scale of an NVFP4 input.
     format, tensors = weight.format, {}
     scale = weight.scale
     if format.scale.is_wide:
         scale = stored_scale(scale, dtype)
         if format.per_tensor:
-            scale = scale.reshape(1)
+            scale = scale.reshape(1)  # one number in a tensor of rank one, as the peer writes it
     if format.element is INT4:
         # Two's complement becomes an offset of 8: the sign bit of both codes in a byte is flipped.
         tensors["weight_packed"] = (weight.codes ^ 0x88).view(torch.int32)
@@ -92,7 +94,7 @@ def compress(
 
 def stored_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A float scale in the model's dtype if that holds it without loss, else in float32."""
-    # A copy: gate and up of an expert may share theirs, and no two tensors of a file may share memory.
+    # A copy: gate and up of an expert may share a scale, and safetensors refuses tensors that share memory.
     stored = scale.to(dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32, copy=True)
     return stored if torch.equal(stored.float(), scale.float()) else scale.to(torch.float32, copy=True)
 
@@ -104,6 +106,7 @@ def holds(tensors: Mapping[str, torch.Tensor]) -> bool:
 
 def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[BlockScaledTensor, torch.Tensor | None]:
     """The weight and static activation scale of a layer; KeyError if a tensor of the format is missing."""
+    # A matrix `[out, in]` has codes of [out, in · bits / 8] bytes, INT4 of [out, in / 8] words.
     codes = tensors["weight_packed" if format.element.bits < 8 else "weight"]
     if format.element is INT4:
         codes = codes.view(torch.uint8) ^ 0x88
@@ -131,6 +134,8 @@ def kv_name_of_module(name: str) -> str:
 
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
     """The stored reciprocal of a scale: in float32 if that gives the scale back, else in float64."""
+    # Two adjacent float32 numbers may have one float32 reciprocal, and then the way back is ambiguous. A float64 tensor
+    # tells `write_tensors` to keep the exact number in the file's metadata.
     exact = 1 / scale.double().reshape(1)
     single = exact.float()
     return single if bool(_inverse(single) == scale.reshape(())) else exact

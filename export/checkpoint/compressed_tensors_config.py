@@ -70,6 +70,17 @@ def _can_name(activation: Format) -> bool:
     return (read.element, read.scale, read.block) == (activation.element, activation.scale, activation.block)
 
 
+# {"config_groups": {"group_0": {"format": "nvfp4-pack-quantized",
+#                                "targets": ["Linear"],               a class, names of modules, or "re:PATTERN"
+#                                "weights": {"num_bits": 4, "strategy": "tensor_group", …},
+#                                "input_activations": {…}}},          null for inputs in 16 bit
+#  "format": "nvfp4-pack-quantized",                                  of all groups, or "mixed-precision"
+#  "ignore": ["lm_head"],                                             as "targets"; stays in 16 bit
+#  "kv_cache_scheme": null,                                           or the arguments of FP8
+#  "quant_method": "compressed-tensors", "quantization_status": "compressed",
+#  "transform_config": {}, …}                                         rotations of inputs
+
+
 def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[str, Any]:
     """`quantization_config` for config.json, with one group per pair of formats.
 
@@ -135,7 +146,7 @@ def _targets(layers: Sequence[LayerPlan], names: StoredNames) -> list[str]:
         if layer.kind != LayerKind.EXPERTS:
             targets += names.both(layer.name)
             continue
-        # The name of one of its experts, without the number and the part.
+        # Runtimes name experts one by one, `….experts.3.down_proj`: the pattern is the name without number and part.
         stems = (name.rsplit(".", 2)[0] for name in names.both(f"{layer.name.rpartition('.')[0]}.0.down_proj"))
         targets += [f"re:{re.escape(stem)}\\..*" for stem in stems]
     return list(dict.fromkeys(targets))
@@ -146,6 +157,8 @@ def _weight_arguments(format: Format) -> dict[str, Any]:
 
 
 def _activation_arguments(format: Format) -> dict[str, Any]:
+    # dynamic    True: scales are computed at run time; False: all are in the file, found by the observer;
+    #            "local": block scales are computed at run time, and the second-level scale is in the file
     if format.global_scale:
         return _arguments(format, dynamic="local", observer="static_minmax")
     if format.per_tensor:
@@ -156,6 +169,12 @@ def _activation_arguments(format: Format) -> dict[str, Any]:
 def _arguments(
     format: Format, *, dynamic: bool | str, observer: str | None, rows_are_tokens: bool = False
 ) -> dict[str, Any]:
+    # strategy        block (rows, columns), 0 for a whole axis         scales
+    # tensor          (0, 0)                                            one
+    # channel, token  (1, 0)                                            one a row of a weight, or a token of an input
+    # group           (1, n)                                            one for n columns of a row
+    # tensor_group    (1, n) with a second-level scale                  the same, and one for the tensor
+    # block           (m, n)                                            one for m rows and n columns
     rows, columns = format.block
     if format.global_scale:
         strategy = "tensor_group"
@@ -186,6 +205,8 @@ def _arguments(
 
 def weight_format_of(arguments: Mapping[str, Any]) -> Format:
     """The format that a config's `weights` block describes; ValueError, with its request, if none fits."""
+    # Other arguments say how scales were found, and not how they are read. The order of columns that `actorder` may
+    # ask for comes as a tensor `weight_g_idx`, which `check` refuses.
     keys = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric")
     for name in _FORMAT_NAMES:
         ours = _weight_arguments(FORMATS[name])
@@ -224,6 +245,7 @@ def read_config(
         groups.append((targets, (weight_format_of(weights), activation_format_of(inputs))))
     ignored = typed(list[str] | None, config.get("ignore"), "ignore") or []
 
+    # `ignore` wins over targets; then the first group counts that has a target of the matrix.
     def formats_of(matrix: str) -> tuple[Format, Format | None] | None:
         called = names.both(matrix)
         if any(_matches(name, pattern) for pattern in ignored for name in called):
@@ -239,13 +261,15 @@ def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[s
     Raises:
         ValueError: another transform of inputs. The weights in the files are transformed already.
     """
+    # {"config_groups": {"hadamard_32": {"type": "hadamard", "head_dim": 32, "randomize": false,
+    #      "apply": [{"location": "input", "inverse": false, "targets": […], "ignore": []}]}}}
     blocks: list[tuple[int, list[str], list[str]]] = []
     transform = typed(dict[str, Any] | None, config.get("transform_config"), "transform_config") or {}
     for scheme in (typed(_GROUPS | None, transform.get("config_groups"), "transform_config") or {}).values():
         for use in typed(list[dict[str, Any]], scheme.get("apply"), "transform_config: apply"):
             location = typed(str, use.get("location"), "transform_config: location")
             if location.startswith("weight"):
-                continue
+                continue  # the stored weight is rotated already
             plain = scheme.get("type") == "hadamard" and not scheme.get("randomize") and not use.get("inverse")
             if not (plain and location == "input" and isinstance(scheme.get("head_dim"), int)):
                 transform_of = {key: scheme.get(key) for key in ("type", "randomize", "head_dim")}

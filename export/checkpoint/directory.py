@@ -47,10 +47,12 @@ def new_directory(
         path = path.resolve()  # a link stays, and its target is replaced
         with temporary_directory(path) if work is None else _working_directory(work, resumable) as temporary:
             yield temporary
+            # Temporary directories are for their owner alone; the checkpoint gets the usual permissions.
             temporary.chmod(0o777 & ~umask())
             if work is None:
                 replace_directory(temporary, path)
             else:
+                # The order matters when the machine stops: data on the disk, then the mark, then the exchange.
                 sync_tree(temporary)
                 write_atomically(work / COMPLETE, str(temporary.stat().st_ino))
                 finish_directory(work, path)
@@ -85,6 +87,7 @@ def finish_directory(work: Path, path: Path) -> None:
     new, path = work / NEW, path.resolve()
     if not (new.exists() and (work / COMPLETE).exists()):
         return
+    # Where `path` has the inode already, the exchange was made and only the old checkpoint is left to delete.
     inode = int((work / COMPLETE).read_text() or 0)
     if not path.exists() or path.stat().st_ino != inode:
         replace_directory(new, path)

@@ -69,10 +69,10 @@ def compress(
     """
     format, scale = weight.format, weight.scale
     if format.scale.is_wide:
-        # Matrices cut from one may share their scale, and no two tensors of a file may share memory.
+        # Matrices that were cut from one may share their scale, and safetensors refuses tensors that share memory.
         scale = scale.to(torch.float32, copy=True)
         if format.per_tensor or (format.block[1] and scale.numel() == 1 and format.element is not INT4):
-            scale = scale.reshape(())
+            scale = scale.reshape(())  # ModelOpt squeezes the scale of a matrix that is one block
         elif format.element is not INT4:
             scale = scale[:, None, :, None] if format.block[1] else scale.reshape(-1)
     tensors = {"weight": _pack_rows(weight) if format.element is INT4 else weight.codes, "weight_scale": scale}
@@ -85,6 +85,8 @@ def compress(
 
 def _pack_rows(weight: BlockScaledTensor) -> torch.Tensor:
     """INT4 codes, two rows to a byte."""
+    # ours      [out, in / 2]    byte (r, c) = code (r, 2c)  | code (r, 2c + 1) << 4
+    # theirs    [out / 2, in]    byte (r, c) = code (2r, c)  | code (2r + 1, c) << 4
     codes = unpack(weight.codes, 4, weight.shape[-1])
     return codes[0::2] | codes[1::2] << 4
 
@@ -126,6 +128,7 @@ def stored_kv_scale(name: str, scale: torch.Tensor, dtype: torch.dtype) -> tuple
             f"{name}: {scale.numel()} scales of the KV cache, one a head, and ModelOpt's layout has one a tensor; "
             "quantize the model again with one"
         )
+    # The scale stands at the projection whose output it scales: ….self_attn.k_proj.k_scale.
     match = _KV_SCALE.fullmatch(name)
     return f"{match[1]}.{match[2]}_proj.{match[2]}_scale" if match else name, scale.float().reshape(())
 

@@ -41,7 +41,8 @@ _ALGORITHMS = {
 }
 _TABLES = dict[str, dict[str, Any]] | None
 _KV_CACHES = {"fp8": "FP8", "nvfp4": "NVFP4"}
-# Algorithms that state their group size, and those that config.json describes in a group of its own.
+# Algorithms that state their group size, and algorithms that config.json describes by a group of `config_groups`:
+# ModelOpt describes three of them where the whole model is in one, and three more in a mixture.
 _GROUPED = ("NVFP4", "W4A16_NVFP4", "MXFP8", "W4A16_AWQ")
 _DESCRIBED = ("FP8", "NVFP4", "W4A16_NVFP4")
 _DESCRIBED_IN_MIXED = (*_DESCRIBED, "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "W4A16_AWQ")
@@ -132,6 +133,21 @@ def own_files(plan: Plan, names: StoredNames | None = None) -> dict[str, dict[st
     return {CONFIG_FILE: _configs(plan, names or StoredNames())[1]}
 
 
+# A model in one pair of formats; config.json first:
+#
+# {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"],
+#  "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": {…},
+#                                "weights": {"num_bits": 4, "type": "float", "group_size": 16, …}}}}
+# {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": null,
+#                   "exclude_modules": ["lm_head"]}}
+#
+# A mixture lists its layers, and excludes nothing:
+#
+# {"quantization": {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quantized_layers":
+#      {"model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+#       "model.layers.0.mlp.down_proj": {"quant_algo": "FP8"}}}}
+
+
 def _configs(plan: Plan, names: StoredNames) -> tuple[dict[str, Any], dict[str, Any]]:
     """`quantization_config` for config.json, and the contents of `hf_quant_config.json`.
 
@@ -139,6 +155,7 @@ def _configs(plan: Plan, names: StoredNames) -> tuple[dict[str, Any], dict[str, 
     """
     layers = {name: _layer_config(layer) for layer in plan.quantized for name in _matrices(layer, names)}
     kv_cache = _KV_CACHES[plan.kv_cache.name] if plan.kv_cache else None
+    # The different descriptions among the layers, in order of their first layer.
     kinds = list({tuple(layer.items()): layer for layer in layers.values()}.values())
     quantization: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": kv_cache}
     config: dict[str, Any] = {"ignore": [], "producer": dict(PRODUCER), "quant_method": MODELOPT}
@@ -177,6 +194,7 @@ def _group(kind: Mapping[str, Any], described: Iterable[str]) -> dict[str, Any]:
     weight, activation = formats_of(algorithm, kind.get("group_size"))
     group = {"weights": _arguments(weight)}
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        # Without it the arguments would be those of "FP8", which has one scale a tensor.
         group["weights"]["strategy"] = "channel"
     if activation is not None:
         group["input_activations"] = _arguments(activation)
@@ -274,7 +292,7 @@ def _pair(weight: Format | None, activation: Format | None) -> tuple[str, str | 
 
 
 def _formats_in(config: Mapping[str, Any]) -> tuple[Format, Format | None]:
-    # Groups of config.json say the size where ModelOpt leaves it out beside the algorithm.
+    # config.json has the group size inside `config_groups`, and hf_quant_config.json next to the algorithm.
     size = config.get("group_size")
     for name, group in (typed(_TABLES, config.get("config_groups"), "config_groups") or {}).items():
         size = size or typed(dict[str, Any], group.get("weights", {}), f"{name}.weights").get("group_size")

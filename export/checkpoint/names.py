@@ -82,6 +82,10 @@ def stored_names(model: nn.Module | None) -> StoredNames:
         return StoredNames()
     from transformers.conversion_mapping import get_model_conversion_mapping
 
+    # The rules of Mixtral, from the file to the model:
+    #   WeightRenaming(".block_sparse_moe.", ".mlp.")
+    #   WeightConverter([".experts.*.w1.weight", ".experts.*.w3.weight"], ".experts.gate_up_proj",
+    #                   [MergeModulelist(dim=0), Concatenate(dim=1)])
     rules = _plain(get_model_conversion_mapping(model, add_legacy=False))
     # `from_pretrained` of transformers 5 notes the rules that the model's own checkpoint needed.
     used = getattr(model, "_weight_conversions", None)
@@ -145,6 +149,7 @@ def expert_names(name: str, experts: int) -> list[str]:
 
 def cut_experts(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """The matrices `[experts, out, in]` of a parameter as one for each of `expert_names`: views."""
+    # [experts, gate and up rows, in] is one run of rows: expert 0's gate, its up, expert 1's gate, …
     names = expert_names(name, len(weight))
     return dict(zip(names, weight.flatten(0, 1).chunk(len(names)), strict=True))
 
@@ -166,11 +171,12 @@ def _fused(rules: Iterable[Any]) -> dict[str, tuple[str, ...]]:
     """Names on disk of an expert's matrices, by the parameter that they are stacked in."""
     names_on_disk = {}
     for rule in rules:
+        # Experts are stacked; gate and up of each are concatenated before.
         operations = [type(operation).__name__ for operation in getattr(rule, "operations", ())]
         if operations not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
             continue
         last = rule.target_patterns[0].rpartition(".")[2]
-        names = tuple(pattern.split(".")[-2] for pattern in rule.source_patterns)
+        names = tuple(pattern.split(".")[-2] for pattern in rule.source_patterns)  # w1 of ".experts.*.w1.weight"
         if len(names) == len(EXPERT_PARTS.get(last, (last,))):
             names_on_disk[last] = names
     return names_on_disk
@@ -178,6 +184,7 @@ def _fused(rules: Iterable[Any]) -> dict[str, tuple[str, ...]]:
 
 def _as_weight(name: str, rename: Rename) -> str:
     """`name` renamed; the rules have names of weights only, and the parts of a quantized weight follow the weight."""
+    # experts.3.gate_proj.weight_scale  ->  experts.3.gate_proj.weight  ->  experts.3.w1.weight  ->  … .weight_scale
     stem, _, suffix = name.rpartition(".")
     if not suffix.startswith(("weight_", "input_")):
         return rename(name)

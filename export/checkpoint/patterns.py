@@ -59,6 +59,7 @@ def matches(pattern: str, name: str) -> bool:
 def _compiled(pattern: str) -> Part:
     if len(pattern) > LONGEST:
         raise ValueError(f"the pattern {pattern[:50]!r}… has {len(pattern):,} characters; at most {LONGEST:,} are read")
+    # The parser below may rely on a pattern that is well formed: groups are closed, repetitions follow something.
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
@@ -82,6 +83,7 @@ def _tokens(pattern: str) -> Iterator[re.Match[str]]:
 
 def _branches(tokens: Iterator[re.Match[str]], pattern: str) -> Part:
     """The part up to the end of its group: the branches between `|`."""
+    # a(b|c)*d   is the sequence of a, the repetition of the branches b and c, and d
     branches: list[list[Part]] = [[]]
     char = ""  # the last token, if it is a character that a repetition may follow
     for token in tokens:
@@ -126,6 +128,10 @@ def _char(token: str) -> Part:
 
 
 def _star(token: str) -> Part:
+    # name  a a a b a      where = 1 1 1 0 1      (lowest bit first)
+    # starts at position 0          S = 1 0 0 0 0
+    # where + (S & where)             = 0 0 0 1 1      the carry leaves the run of ones at its end, position 3
+    # ^ where                         = 1 1 1 1 0      positions 0 to 3 can be reached
     def ends(name: str, starts: int) -> int:
         where = _where(token, name)
         return (((starts & where) + where) ^ where) | starts
@@ -172,6 +178,7 @@ def _ahead(part: Part, expected: bool) -> Part:
 
 
 def _repeated(part: Part, least: int, most: int | None) -> Part:
+    # From each position once, and not from each set: nested repetitions ask for exponentially many sets.
     @lru_cache(4096)
     def from_one(name: str, position: int) -> int:
         reached = position if not least else 0
@@ -180,7 +187,7 @@ def _repeated(part: Part, least: int, most: int | None) -> Part:
             following = part(name, level)
             count += 1
             if count > least:
-                following &= ~reached
+                following &= ~reached  # positions that were reached before lead nowhere new
             elif following == level:  # the part can stay where it is, and so any number of times
                 count = max(count, least)
             if count >= least:

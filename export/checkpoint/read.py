@@ -72,6 +72,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         handle, stored, _ = self._where[name]
+        # A slice of no rows has the dtype, and reads nothing.
         if self._meta and math.prod(shape := handle.get_slice(stored).get_shape()) > 1:
             return torch.empty(shape, dtype=handle.get_slice(stored)[:0].dtype, device="meta")
         tensor: torch.Tensor = handle.get_tensor(stored)
@@ -186,12 +187,14 @@ def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[Bl
     global_scale = None
     if experts[0].global_scale is not None:
         global_scale = torch.stack([e.global_scale for e in experts if e.global_scale is not None])
+    # [experts] of [out, in]  ->  [experts, out, in]
     codes, scale = torch.stack([e.codes for e in experts]), torch.stack([e.scale for e in experts])
     return BlockScaledTensor(codes, scale, experts[0].format, tuple(plan.shape), global_scale), input_scale
 
 
 def join_rows(weights: list[BlockScaledTensor]) -> BlockScaledTensor:
     """The inverse of `split_rows`."""
+    # Gate and up become the rows of one matrix, which has one second-level scale.
     first = weights[0]
     if len(weights) == 1:
         return first

@@ -33,6 +33,7 @@ _FLOATS = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+# Each thread's buffer for a piece.
 _own = threading.local()
 
 
@@ -59,6 +60,7 @@ class Scan:
 
     def __init__(self, files: Iterable[Path], *, fp8: bool = True) -> None:
         runs = [(file, run) for file in files for run in _runs(file) if fp8 or run.dtype.itemsize > 1]
+        # A task reads 64 MiB, so that threads share a large run.
         self._tasks = [(file, run, start) for file, run in runs for start in range(run.begins[0], run.end, _TASK)]
 
     def suspects(self) -> set[str]:

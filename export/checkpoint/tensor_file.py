@@ -149,6 +149,7 @@ class _Writer:
             self._hashing.append(self._hasher.submit(self.sha256.update, piece))
             self.file.write(piece)
             self.size += len(piece)
+        # The disk writes meanwhile; a single fsync at the end would wait for everything.
         if self.durable and (self._syncing is None or self._syncing.done()):
             self._syncing = self._syncer.submit(os.fsync, self.file.fileno())
         if len(self._hashing) > _UNHASHED:
@@ -190,7 +191,7 @@ def _pieces(
         start, end = end, end + tensor.nbytes
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes, as in the Rust library
     if not resume_at:
         yield None, memoryview(len(text).to_bytes(8, "little") + text)
     end = 8 + len(text)
@@ -206,6 +207,7 @@ def _pieces_of(name: str, tensor: torch.Tensor | DeferredTensor, masks: Collecti
     """The bytes of one tensor."""
     tensor = tensor.compute() if isinstance(tensor, DeferredTensor) else tensor
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
+    # On a GPU one look at the whole tensor is fast; on the CPU a piece is checked while it is in the cache.
     if masks is not None and data.is_cuda:
         _check(name, tensor, tensor, name in masks)
     if data.is_cuda:

@@ -65,8 +65,10 @@ def checkpoint_tensors(
             tensors[part], origin_of[part] = matrix.contiguous(), name
     for name, module in quantized.items():
         if name in names.stopped:
+            # transformers finds a tensor of another shape under the name of its parameter, and stops.
             tensors[name] = torch.empty(0, dtype=dtype)
         for part, weight in layer_weights(name, module.quantized_weight).items():
+            # `compress` returns some tensors as they are, and computes others: those need memory of their own.
             held = {t.data_ptr() for t in (weight.codes, weight.scale)}
             compress = partial(compressed_tensors.compress, weight, module.input_scale, dtype, module.activation_format)
             for suffix, tensor in compress().items():
@@ -184,6 +186,7 @@ def write_tensors(
     Returns:
         SHA-256 of each file, by file name.
     """
+    # Tensors go into shards in their order, each into the last shard if it still fits.
     shards: list[dict[str, torch.Tensor | DeferredTensor]] = [{}]
     exact: dict[str, str] = {}
     size = 0

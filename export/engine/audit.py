@@ -61,9 +61,13 @@ _TYPES = {
 }
 _BITS = {"fp4": 4, "int4": 4, "fp8": 8, "int8": 8, "half": 16, "float": 32}
 _ELEMENTS = {"e2m1": "fp4", "e4m3": "fp8", "int8": "int8", "int4": "int4"}
+# A program begins with its header and ends with a zero byte.
 _HEADER = re.compile(rb"header \{\n  version = ")
+#   tensor={ … dims={ 256 512 } … name="w1" … type=fp4_e2m1 … const_payload_size=65536 … }
 _TENSOR = re.compile(r"^ +(?:sub_)?tensor=\{(.*)$", re.M)
+#   fully_connected={ name="a/matmul+b/matmul" output={"y" } input={"x4" "w1" } … layers="…" }
 _LINE = re.compile(r'^  (\w+)=\{ name=("[^"]*"|\S+) (.*)$', re.M)
+# Of `layers`: [ONNX Layer: a/matmul]\x1f[ONNX Layer: b/matmul]; a node's own name may hold brackets.
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\](?=\x1f?\[ONNX Layer: |$)")
 _NAMES = {
     "input": re.compile(r'\b(?:input_args|input)=\{((?:\s*"[^"]*")*)\s*\}'),
@@ -226,9 +230,11 @@ def _programs(blob: mmap.mmap) -> Iterator[str]:
 
 
 def _read_program(text: str, index: int) -> list[Kernel]:
+    # Tensors are declared first; then follow the kernels of `main`, and a program that computes shapes.
     operands = dict(filter(None, (_operand(match[1]) for match in _TENSOR.finditer(text))))
     start = text.find("\nmain {")
     stop = text.find("\nshape_main {", start)
+    # Bodies of runtime fusions are programs of their own, and are told by these marks.
     is_body = "region=runtime-fusion-consts" in text or "accelerators={*}" in text
     kernels = []
     for match in _LINE.finditer(text, max(start, 0), stop if stop > 0 else len(text)):
@@ -317,6 +323,7 @@ def _precision(gemm: Kernel, kernels: Sequence[Kernel]) -> str:
     """The types of a GEMM's operands and, for a weight in 16 bit, of the codes that it came from."""
     matrices = [operand for operand in gemm.inputs if operand.is_matrix]
     if gemm.kind == "runtime_fusion":
+        # The fusion's operands are those of all its parts; the GEMM among the parts has the types that are multiplied.
         inside = [k for k in kernels if k.is_body and k.kind in _MULTIPLYING and k.matmuls & gemm.matmuls]
         multiplied = inside[0] if inside else None
     else:

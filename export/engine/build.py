@@ -42,7 +42,8 @@ from quant.recipes.json_text import json_text
 from quant.recipes.plan import Plan
 
 RECEIPT_VERSION = 1
-PLUGIN_MODULE = "quant.export.engine.plugin_tensorrt"  # loads torch, and so is imported by builds that need it
+# Imports torch, so the build process loads it only for graphs with the plugin.
+PLUGIN_MODULE = "quant.export.engine.plugin_tensorrt"
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ def export_engine(
         receipt = _receipt(built, out, findings, problems, layers, plan)
         receipt["codes_found"] = [name for name, is_held in held.items() if is_held]
         receipt["codes_not_found"] = [name for name, is_held in held.items() if not is_held]
+        # The engine first: a receipt never describes an engine that is not there.
         put_file(built.path, out)
         write_atomically(receipt_path(out), json_text(receipt, indent=1) + "\n")
     return receipt

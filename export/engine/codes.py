@@ -20,6 +20,7 @@ import numpy as np
 
 from quant.export.engine.graph import load_graph, require
 
+# The search compares aligned words: an engine stores constants at multiples of four bytes.
 _WORD = np.dtype("<u4")
 _CHUNK = 1 << 22  # words
 _CODES = ".codes"
@@ -36,6 +37,7 @@ def held_codes(engine: str | Path, codes: Mapping[str, np.ndarray], bits: Mappin
             mapped from a file are read one layer at a time.
         bits: bits of a code by layer, 4 or 8.
     """
+    # By word: the layers that have it, in which layout (0 as stored, 1 transposed), and at which offset of the start.
     held = dict.fromkeys(codes, False)
     by_word: dict[int, list[tuple[str, int, int]]] = {}
     for name, array in codes.items():
@@ -77,6 +79,7 @@ def _bytes_of(tensor: Any, folder: Path) -> np.ndarray:
 
 def _lies_at(blob: mmap.mmap, start: int, layout: np.ndarray) -> bool:
     """Whether the rows of `layout`, whose first lies at `start`, follow one after the other or at equal distances."""
+    # All rows are as far apart as the first two: by the width, or by the sum of the merged matrices' widths.
     rows, width = layout.shape
     second = blob.find(layout[1].tobytes(), start + width, start + _MERGED * width) if rows > 1 else start + width
     stride = second - start
@@ -104,6 +107,7 @@ def _layouts(array: np.ndarray, bits: int) -> list[np.ndarray]:
     array = np.ascontiguousarray(array)
     if bits == 8:
         return [array, np.ascontiguousarray(array.T)]
+    # Transposing 4-bit codes unpacks them, transposes, and packs two of a row into a byte again.
     wide = np.empty((array.shape[0], 2 * array.shape[1]), np.uint8)
     wide[:, 0::2], wide[:, 1::2] = array & 15, array >> 4
     turned = np.ascontiguousarray(wide.T)
@@ -130,6 +134,7 @@ def _rare_word(row: np.ndarray) -> tuple[int, int]:
     """An aligned word with as many different bytes as any near the start of `row`, and its offset."""
     data = row[: min(len(row), 4096) // 4 * 4]
     words = np.ascontiguousarray(data).reshape(-1, 4)
+    # Words such as 00 00 00 00 occur everywhere in an engine; one of four different bytes hardly does.
     ordered = np.sort(words, axis=1)
     best = int((ordered[:, 1:] != ordered[:, :-1]).sum(axis=1).argmax())
     return int(words[best].view(_WORD)[0]), 4 * best

@@ -21,10 +21,14 @@ from quant.export.onnx_graph.opsets import PLUGIN
 from quant.export.onnx_graph.shapes import FP8_ATTENTION_MINIMUM, Input, Shapes, graph_inputs, parse_profile
 from quant.formats.install_command import install_command
 
+# Op types that become one attention each.
 ATTENTION = ("Attention", "TRT_QuantizedAttention", PLUGIN)
+# Ops whose output has the shape of their first input.
 _SAME_SHAPE = ("Cast", "DequantizeLinear", "Identity", "Mul", "QuantizeLinear")
 _FEWEST_HEADS = 4  # of attention with a single query, in half precision
+# The hardware that types of weights need: see `Target.has_fp4` and `has_fp8`.
 _FEATURES = {"FLOAT4E2M1": "FP4", "FLOAT8E4M3FN": "FP8"}
+# Types of initializers that TensorRT's parser refuses, with an alternative.
 _NOT_IMPORTED = {
     "FLOAT8E5M2": "E5M2 numbers; use fp8 (E4M3)",
     "FLOAT8E8M0": "E8M0 scales as FLOAT8E8M0; export them as UINT8 through TRT_MXFP8DequantizeLinear",
@@ -166,6 +170,8 @@ def _node_problems(
             yield f"{target} has no FP8; use int8 or int4 for it, or target sm89 or later"
     if node.op_type == "MatMulNBits":
         yield "TensorRT does not import MatMulNBits; export int4 weights as DequantizeLinear"
+    # x ─> QuantizeLinear ─> DequantizeLinear ─┐
+    # codes ───────────────> DequantizeLinear ─┴─> MatMul      codes are an initializer, and so have an entry in `types`
     if node.op_type == "MatMul":
         sources = [_unwrap(producer.get(name), producer) for name in node.input]
         if all(source is not None and source.op_type == "DequantizeLinear" for source in sources):

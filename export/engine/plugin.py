@@ -39,6 +39,7 @@ INPUTS = ("q", "k", "v", "scales")
 OUTPUT_TYPES = {16: "BF16", 10: "FP16"}
 """Names of the output types in TensorRT, by their number in ONNX."""
 
+# Triton's types of the kernel's pointers.
 _TRITON_TYPES = {"FP8": "*fp8e4nv", "FP32": "*fp32", "BF16": "*bf16", "FP16": "*fp16"}
 
 
@@ -136,6 +137,7 @@ def compile_attention(dim: int, attributes: Attributes, arch: int) -> CompiledKe
     """The kernel for the engine: PTX for one compute capability, head dimension and mask."""
     from quant.kernels.portable.dense_attention import fp8_dense_attention
 
+    # The kernel's arguments in order: q, k, v, scales, four integers, out. `launch` passes them in this order.
     types = [_TRITON_TYPES[name] for name in attributes.io_types]
     tiles = tiles_for(dim, arch)
     signature = dict(zip(INPUTS, types[:-1], strict=True))

@@ -45,6 +45,7 @@ def register(trt: ModuleType, archs: Sequence[int]) -> None:
     Raises:
         ValueError: several architectures for full TensorRT.
     """
+    # Only TensorRT-RTX builds for several architectures, and only full TensorRT has quick-deployable plugins.
     if hasattr(trt, "ComputeCapability"):
         _register_creator(trt, tuple(archs))
         return
@@ -120,6 +121,7 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
 
     class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):  # type: ignore[misc]
         def __init__(self, attributes: Attributes, kernels: dict[int, CompiledKernel]) -> None:
+            # pybind11 wants the constructor of each base to run; super() reaches the first alone.
             for base in Plugin.__bases__:
                 base.__init__(self)
             self.plugin_name, self.plugin_namespace, self.plugin_version = PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
@@ -161,6 +163,7 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
         def enqueue(
             self, inputs: Any, outputs: Any, input_addresses: Any, output_addresses: Any, workspace: Any, stream: Any
         ) -> None:
+            # PTX is loaded on the first call, for the CUDA context of the engine exists then.
             arch = _local_arch()
             if arch not in self.loaded:
                 if arch not in self.kernels:

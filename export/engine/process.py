@@ -20,6 +20,7 @@ from typing import Any
 from quant.export.engine.targets import Target
 from quant.export.onnx_graph.shapes import FP8_ATTENTION_MINIMUM
 
+# -I keeps the environment and the current directory out of sys.path; the folders come as an argument.
 _START = """
 import json, runpy, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
@@ -56,7 +57,7 @@ def run_worker(
             pass_fds=[writing],
             env=environment,
         )
-        os.close(writing)
+        os.close(writing)  # the pipe must end with the worker's copy
         assert process.stdin is not None
         try:
             with process.stdin:
@@ -85,6 +86,7 @@ def run_worker(
         where = f" at node {outcome['node']}" if outcome["node"] else ""
         raise ValueError(f"{model}: {backend} cannot build this graph{where}: {_explained(outcome['failed'])}")
     where = f", at node {node}" if node else ""
+    # C++ libraries print the reason of an abort; otherwise the last message is the nearest thing to one.
     heard = printed.splitlines()[-1] if printed else last or "nothing"
     raise ValueError(
         f"{model}: {backend} died while building ({_death(process.returncode)}{where}); the last it said: {heard}"

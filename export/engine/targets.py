@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from quant.formats.install_command import install_command
 from quant.kernels.hardware import CAPABILITIES
 
+# Turing, Ampere (three), Ada, Hopper, Blackwell for data centres (two) and for workstations (two).
 _GENERATIONS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 TARGETS = {f"sm{major}{minor}": (major, minor) for major, minor in _GENERATIONS} | CAPABILITIES
 # What `tensorrt_rtx.ComputeCapability` lists; the worker asks the installed one, which may know fewer or more.

@@ -63,6 +63,7 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
         for name, (low, best, high) in shapes.items():
             profile.set_shape(name, low, best, high)
         config.add_optimization_profile(profile)
+    # TensorRT-RTX takes its target as a setting. TensorRT builds for the GPU that it times kernels on.
     cache = None
     if hasattr(trt, "ComputeCapability"):
         config.num_compute_capabilities = 1
@@ -116,6 +117,7 @@ def _logger(trt: Any, out: TextIO) -> Any:
         def log(self, severity: Any, text: str) -> None:
             """Called by TensorRT for every message."""
             level = int(severity)
+            # "Parsing node: model.layers.0.mlp.up_proj/MatMul [MatMul]"; it names the node if the parser crashes.
             if text.startswith(("Parsing node: ", "Searching for plugin: ")):
                 self.node = text.partition(": ")[2].partition(" [")[0]
                 _say(out, said=text[:_SHORT], severity=level, node=self.node)

@@ -109,6 +109,7 @@ class Attention:
                 stored = torch.ops.quant.onnx_cache_write(x, scale)
                 x = torch.ops.quant.onnx_cache_read(stored, scale, x)
             self.new.append(stored)
+            # past_key.N and past_value.N are at 2N and 2N + 1, as the new ones are.
             if self.past:
                 before = self.past[index + part]
                 if name in self.kv_scales:
@@ -213,6 +214,7 @@ def cache_inputs(graph: Graph, inputs: Mapping[str, GraphInput]) -> dict[str, Gr
     """The KV cache of a decode graph, found by running the model on fake tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    # No values are computed; attention modules append keys and values of the right shapes to `new`.
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         graph.attention.past, graph.attention.new = [], []
         graph.model(**{name: x.example for name, x in inputs.items()}, use_cache=False)

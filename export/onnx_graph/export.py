@@ -57,7 +57,8 @@ _PLAIN_LINEARS = (
     "torch.ops.aten.linear.default", "torch.ops.aten.addmm.default", "torch.ops.aten.convolution.default",
     "torch.ops.aten.conv1d.default", "torch.ops.aten.conv2d.default", "torch.ops.aten.conv3d.default",
 )  # fmt: skip
-_PREFIX = "model."  # under which `Graph` holds the model
+# `Graph` holds the model as its attribute `model`, and parameters have that before their names.
+_PREFIX = "model."
 
 
 def export_onnx(
@@ -199,6 +200,7 @@ def _trace(
         for dim, size in zip(x.dims, x.example.shape, strict=True)
         if isinstance(dim, str)
     }
+    # A dimension without a limit in `shapes` ends where the model's positions end, if it is the sequence.
     highest = {name: ranges.get(name, (0, longest.get(name)))[1] for name in names}
     dims = {
         name: torch.export.Dim(name, max=None if high is None else max(high, sizes[name]))
@@ -230,6 +232,7 @@ def _translate(
     """The ONNX model of a graph, as an `onnx_ir.Model`."""
     from onnxscript import optimizer
 
+    # Filled by the translations: values of packed 4-bit codes, and their ONNX types.
     packed: dict[Any, int] = {}
     program = torch.onnx.export(
         exported,
@@ -256,6 +259,7 @@ def _type_packed(packed: Mapping[Any, int]) -> None:
     import onnx_ir as ir
 
     for value, kind in packed.items():
+        # uint8 [out, in / 2]  ->  INT4 or FLOAT4E2M1 [out, in], the same bytes
         codes = value.const_value.raw.detach().contiguous()
         shape = (*codes.shape[:-1], codes.shape[-1] * 2)
         value.const_value = ir.PackedTensor(codes.numpy(), ir.DataType(kind), shape=shape, name=value.name)
@@ -315,6 +319,7 @@ def _name_dims(model: Any, inputs: Mapping[str, GraphInput]) -> None:
         return
     symbol = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
 
+    # torch calls dimensions s0, s1 and so on, and sums such as "s0 + 1" stay sums.
     def named(dim: Any) -> Any:
         if not isinstance(dim, ir.SymbolicDim) or dim.value is None:
             return dim
@@ -349,6 +354,7 @@ def _save(model: Any, path: Path) -> Path:
 
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     with temporary_directory(path) as temporary:
+        # The data file is put first (reverse order of names), so that a graph never stands without its weights.
         external = f"{path.name}.data" if size > EXTERNAL_BYTES else None
         ir.save(model, temporary / path.name, external_data=external)
         for file in sorted(temporary.iterdir(), reverse=True):

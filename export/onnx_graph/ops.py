@@ -100,6 +100,7 @@ def _linear(packed: dict[Any, int]) -> Translation:
         if activation:
             x, after = _activation(FORMATS[activation], x, input_scale)
         y = op.MatMul(x, weight)
+        # The factor of each token multiplies in float32, and the product is rounded once.
         if after is not None:
             y = op.Cast(op.Mul(op.Cast(y, to=FLOAT), after), to=int(dtype))
         return y if bias is None else op.Add(y, bias)
@@ -134,6 +135,8 @@ def _conv(*arguments: Any) -> Any:
 
 def _weight(format: Format, codes: Any, scale: Any, global_scale: Any, dtype: Any) -> Any:
     """The dequantized weight `[out, in]` in `dtype`."""
+    # codes ─> DequantizeLinear ─> Cast                     NVFP4: the step is itself dequantized, in float32
+    # scale ─> DequantizeLinear ─┘
     op, trt = opset(), trt_opset()
     rows, columns = format.block
     if format.global_scale:
@@ -168,6 +171,8 @@ def _activation(format: Format, x: Any, input_scale: Any, axes: Sequence[int] = 
         return trt.TRT_MXFP8DequantizeLinear(codes, scale, axis=-1, block_size=block, output_dtype=int(x.dtype)), None
     if format.per_tensor:
         return round_trip(format, x, input_scale, x.dtype), None
+    # A scale for each token: s = amax / max, or 1 for a token of zeros. The codes of x / s times the constant step are
+    # rounded statically, and the MatMul's output is multiplied by s / step.
     wide = op.Cast(x, to=FLOAT)
     amax = op.ReduceMax(op.Abs(wide), list(axes), keepdims=1)
     scale = op.Div(amax, op.Constant(value_float=format.element.max))

@@ -129,6 +129,7 @@ def register_schemas() -> None:
     """Describes the operators of TensorRT's domain and of our plugin to onnx."""
     from onnx import TensorProto
 
+    # TensorRT's ONNX parser reads these names and attributes in the domain "trt".
     wide = _like_input("output_dtype")
     fp4 = _codes_and_scales(TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E4M3FN)
     mxfp8 = _codes_and_scales(TensorProto.FLOAT8E4M3FN, TensorProto.UINT8)

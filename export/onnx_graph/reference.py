@@ -38,7 +38,7 @@ def quantize_nvfp4(x: np.ndarray, global_scale: np.ndarray, block: int = 16) -> 
 
     blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, block)
     amax = np.abs(blocks).max(-1)
-    smallest = np.float32(2.0**-9)
+    smallest = np.float32(2.0**-9)  # E4M3's smallest number: a scale of zero would lose the block
     scale = np.clip(amax / (_E2M1_MAX * global_scale), smallest, _E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
     step = scale.astype(np.float32) * global_scale
     codes: np.ndarray = np.clip(blocks / step[..., None], -_E2M1_MAX, _E2M1_MAX).astype(ml_dtypes.float4_e2m1fn)
@@ -50,6 +50,7 @@ def quantize_mxfp8(x: np.ndarray, block: int = 32) -> tuple[np.ndarray, np.ndarr
     import ml_dtypes
 
     blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, block)
+    # frexp gives m · 2^e with m in [0.5, 1). The next power of two is 2^e, or the number itself where m is 0.5.
     mantissa, exponent = np.frexp(np.abs(blocks).max(-1) / _E4M3_MAX)
     exponent = np.where(mantissa == 0, -127, exponent - (mantissa == 0.5))
     exponent = np.clip(exponent, -127, 127)

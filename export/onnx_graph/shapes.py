@@ -65,6 +65,7 @@ def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int])
         ValueError: a syntax error, an unknown name, or a range that is not ascending, contradicts another or is below a
             floor; the message names the input or dimension and the expected form.
     """
+    # Ranges are kept by dimension: two inputs that share a dimension share its range.
     ranges: dict[str, Range] = {}
     by_name = {item.name: item for item in inputs}
     for entry in filter(None, (part.strip() for part in text.split(","))):

@@ -151,6 +151,8 @@ class LayerGraphs:
         from onnx import helper
         from onnx.external_data_helper import load_external_data_for_tensor
 
+        # Nodes are visited from the last to the first: one that computes a value in `waiting` belongs to the layer, and
+        # its inputs are constants (`used`), values of the layer, or the layer's inputs (`free`).
         nodes: list[Any] = []
         used: set[str] = set()
         free: list[str] = []

@@ -142,6 +142,7 @@ def traced(
     """
     ranges = ranges or {}
     names = {name for axes in (dims or {}).values() for name in axes.values()}
+    # ranges give min and max of a dimension; without a range torch.export finds limits itself.
     sizes = {
         name: torch.export.Dim(name, **dict(zip(("min", "max"), ranges.get(name, ()), strict=False))) for name in names
     }
@@ -173,6 +174,7 @@ def _check_library(package: Path, path: Path) -> None:
     with zipfile.ZipFile(package) as archive:
         for name in (name for name in archive.namelist() if name.endswith(".so")):
             with archive.open(name) as file:
+                # ELF lists needed libraries by name; one of the C++ library means that it is linked dynamically.
                 end = b""
                 while chunk := file.read(1 << 24):
                     if any(library in end + chunk for library in (b"libstdc++.so", b"libc++.so")):

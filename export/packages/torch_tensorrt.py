@@ -95,6 +95,7 @@ class _Quantizer(nn.Module):
 
     def __init__(self, format: Format, scale: torch.Tensor | None) -> None:
         super().__init__()
+        # The ops take amax, the largest representable value: 448 · scale for FP8, 6 · 448 · global scale for NVFP4.
         largest = format.element.max * (format.scale.max if format.global_scale else 1.0)
         self.register_buffer("amax", None if scale is None else scale * largest)
         self.block = format.block[1] if format.global_scale else 0

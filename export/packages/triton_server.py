@@ -32,6 +32,7 @@ from quant.recipes.json_text import json_text
 CONFIG_FILE, RECEIPT_FILE, SERVE_FILE = "config.pbtxt", "receipt.json", "serve.md"
 ENGINE_FILES = {"tensorrt": "model.plan", "tensorrt_rtx": "model.engine"}
 _SERVED = 2  # versions at a time
+# Types of tensors in config.pbtxt, by their names in ONNX.
 _TYPES = {
     "FLOAT": "TYPE_FP32",
     "FLOAT16": "TYPE_FP16",
@@ -102,6 +103,7 @@ def publish(
         write_atomically(folder / RECEIPT_FILE, json_text(receipt, indent=1) + "\n")
         write_atomically(temporary / name / CONFIG_FILE, config)
         write_atomically(temporary / SERVE_FILE, guide(bundle))
+        # The repository, or the model in it, or the version appears by one rename.
         if not repository.exists():
             temporary.chmod(0o755)
             replace_directory(temporary, repository)
@@ -135,6 +137,9 @@ def model_config(name: str, onnx_path: str | Path, receipt: Mapping[str, Any]) -
             for item, shape in zip(listed, shapes, strict=True)
         ]
 
+    # name: "model"  platform: "tensorrt_plan"  max_batch_size: 4
+    # input { name: "input_ids" data_type: TYPE_INT64 dims: [-1] }      without the batch where the server batches
+    # output { … }  version_policy { … }  instance_group { … }  parameters { … }
     backend = built_by(receipt)
     if backend == "tensorrt":
         server = ['platform: "tensorrt_plan"', f'default_model_filename: "{ENGINE_FILES[backend]}"']

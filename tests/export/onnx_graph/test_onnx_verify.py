@@ -78,7 +78,7 @@ def test_a_wide_layer_is_compared_in_slices(tmp_path: Path, monkeypatch: pytest.
     model = nn.Sequential(QuantLinear(weight, torch.randn(300))).eval()
     path = export_onnx(model, tmp_path / "m.onnx", inputs={"x": GraphInput(torch.randn(4, 128), ("rows", 128))})
     whole = verify(model, path)["layers"][0]
-    monkeypatch.setattr(verify_module, "_WEIGHTS", 128 * 40)
+    monkeypatch.setattr(verify_module, "_WEIGHTS_AT_ONCE", 128 * 40)
     assert len(list(weight.row_chunks(128 * 40))) == (3 if format == "fp8_block" else 8)
     sliced = verify(model, path)["layers"][0]
     assert whole["passed"] and sliced["passed"]

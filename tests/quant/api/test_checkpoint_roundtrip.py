@@ -363,7 +363,7 @@ def test_what_is_made_when_it_is_written_is_the_same(
 ) -> None:
     done, _ = saved("int4a16")
     save(done.model, done.plan, tmp_path / "at once")
-    monkeypatch.setattr(files, "_MADE_LATE", 0)
+    monkeypatch.setattr(files, "_DEFERRED_BYTES", 0)
     made: list[str] = []
     monkeypatch.setattr(files, "_one_of", lambda make, name: made.append(name) or make()[name])
     save(done.model, done.plan, tmp_path / "late")
