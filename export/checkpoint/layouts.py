@@ -10,6 +10,7 @@ import torch
 from quant.export.checkpoint import compressed_tensors, modelopt
 from quant.export.checkpoint.layout import COMPRESSED_TENSORS, MODELOPT, Layout
 
+# mypy checks each module against the protocol here.
 LAYOUTS: dict[str, Layout] = {MODELOPT: modelopt, COMPRESSED_TENSORS: compressed_tensors}
 
 

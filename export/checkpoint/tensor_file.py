@@ -98,6 +98,7 @@ def write_tensor_file(
         OSError: it cannot be written.
         ValueError: a tensor holds NaN or infinity; the file is incomplete.
     """
+    # A log may know a beginning of the file that an earlier run wrote; the file is continued after it.
     resume_at, sha256 = (0, hashlib.sha256()) if log is None else log.begun(path.name)
     if path.exists() and not resume_at:
         path.unlink()  # tensors may be memory-mapped from the old file

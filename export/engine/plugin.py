@@ -108,6 +108,7 @@ def check_shapes(shapes: Sequence[Sequence[int | None]], name: str = PLUGIN) -> 
         raise ValueError(f"{name}: {described}; batch and dim must agree, and k and v in everything")
     if q[1] and k[1] and q[1] % k[1]:
         raise ValueError(f"{name}: {described}; {k[1]} KV heads do not divide {q[1]} heads")
+    # Known when the engine is built, for the kernel is compiled for one head dimension.
     dim = next((size for size in (q[3], k[3], v[3]) if size is not None), None)
     if dim not in HEAD_DIMS:
         takes = ", ".join(map(str, HEAD_DIMS))

@@ -20,6 +20,7 @@ _GENERATIONS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0
 TARGETS = {f"sm{major}{minor}": (major, minor) for major, minor in _GENERATIONS} | CAPABILITIES
 # What `tensorrt_rtx.ComputeCapability` lists; the worker asks the installed one, which may know fewer or more.
 RTX_TARGETS = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
+# The extra of this package that installs each library.
 EXTRAS = {"tensorrt_rtx": "tensorrt-rtx", "tensorrt": "tensorrt"}
 
 
@@ -84,6 +85,7 @@ def choose_backend(target: Target, backend: str | None = None) -> Backend:
     """
     if backend is not None and backend not in EXTRAS:
         raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(EXTRAS)}")
+    # In order of preference; `able` says whether a library builds for the target on this machine, installed or not.
     able = {"tensorrt": local_capability() == target.capability, "tensorrt_rtx": target.sm in RTX_TARGETS}
     why = {
         "tensorrt": "it times kernels on this machine's GPU",

@@ -68,6 +68,7 @@ def _attention_body(
     if scales:
         fp8 = FORMATS["fp8"]
         q, k, v = (fake_quantize(x, fp8, scale=torch.tensor(s)) for x, s in zip((q, k, v), scales, strict=False))
+    # Grouped-query attention: each key head serves several query heads.
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1).float(), v.repeat_interleave(repeat, 1).float()
     scores = q.float() @ k.mT * scale
@@ -76,6 +77,7 @@ def _attention_body(
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     p = scores.softmax(-1)
+    # TensorRT rounds the probabilities too, with the fourth scale.
     if scales:
         p = fake_quantize(p, FORMATS["fp8"], scale=torch.tensor(scales[3]))
     return (p @ v).to(dtype)
@@ -133,6 +135,7 @@ def _spelled_attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: 
     scores = op.MatMul(grouped, op.Transpose(op.Unsqueeze(k, two), perm=[0, 1, 2, 4, 3]))
     scores = op.Mul(scores, op.Constant(value_float=scale))
     lowest = op.Constant(value_float=-math.inf)
+    # A query sees its own position and earlier ones: row >= column.
     if causal:
         zero, one = op.Constant(value_int=0), op.Constant(value_int=1)
         rows, columns = (op.Range(zero, op.Squeeze(op.Shape(x, start=2, end=3)), one) for x in (q, k))

@@ -43,6 +43,7 @@ _INPUTS: dict[str, tuple[str, ...]] = {
     "int8": ("int8_token", "int8", "int8_tensor"),
     "int4": (),
 }
+# The format to use in place of one that cannot be exported, and the reason.
 _INSTEAD = {
     "int4_g64": "int4",
     "int4_g32": "int4",
@@ -64,6 +65,7 @@ _WHY = {
     "mxfp8_e5m2": "TensorRT does not import E5M2 weights",
     "fp8_group": "TensorRT reads only the first scale of each row of FP8 weights blocked along their inputs",
 }
+# Of TensorRT's fused FP8 attention.
 _NATIVE_HEAD_DIMS = (64, 128)
 
 
@@ -129,6 +131,7 @@ def check_graph(exported: torch.export.ExportedProgram) -> None:
     """Raises ValueError for NVFP4 inputs of more dimensions than TensorRT's FP4 quantizer takes."""
     for layer, node in linear_nodes(exported):
         rank = node.args[0].meta["val"].dim()
+        # quant::linear(x, codes, scale, global_scale, bias, input_scale, weight_format, activation)
         if node.args[7] == "nvfp4" and rank > 3:
             raise ValueError(
                 f"{layer}: NVFP4 inputs of {rank} dimensions, and TensorRT quantizes at most three; flatten the "

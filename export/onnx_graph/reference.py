@@ -39,6 +39,7 @@ def quantize_nvfp4(x: np.ndarray, global_scale: np.ndarray, block: int = 16) -> 
     blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, block)
     amax = np.abs(blocks).max(-1)
     smallest = np.float32(2.0**-9)  # E4M3's smallest number: a scale of zero would lose the block
+    # Two rounding steps: the block scale to E4M3, then each element with that scale.
     scale = np.clip(amax / (_E2M1_MAX * global_scale), smallest, _E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
     step = scale.astype(np.float32) * global_scale
     codes: np.ndarray = np.clip(blocks / step[..., None], -_E2M1_MAX, _E2M1_MAX).astype(ml_dtypes.float4_e2m1fn)

@@ -86,6 +86,7 @@ def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int])
         for dim in item.dims:
             if isinstance(dim, str) and dim not in ranges:
                 ranges[dim] = default_range(dim, floors.get(dim, 0))
+    # Checked last, so that defaults are checked too.
     for dim, (low, best, high) in ranges.items():
         if not low <= best <= high:
             raise ValueError(f"--shapes: {dim} is {low}:{best}:{high}; write it as MIN:OPT:MAX, ascending")

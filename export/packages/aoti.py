@@ -210,6 +210,7 @@ def _scales_as_matrices(model: nn.Module) -> Iterator[None]:
 
 def _share_input_scales(program: torch.export.ExportedProgram) -> None:
     """Layers whose static input scales are equal read the first one's, so that a common input is rounded once."""
+    # Buffers are placeholders of the exported graph; their values are in its state dict.
     names = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs if spec.target is not None}
     first: dict[float, Any] = {}
     for node in program.graph.nodes:
@@ -256,6 +257,7 @@ def _conv(*arguments: Any) -> torch.Tensor:
 def dequantize_in_graph(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """`weight.dequantize(dtype)` as one expression without tables or loops, for a compiler to fuse."""
     format, (rows, columns) = weight.format, weight.shape
+    # weight = element · (block scale · second-level scale), the step rounded to float32 and the product to `dtype`.
     elements = _element_values(weight.codes, format, columns)
     scale = weight.scale if weight.scale.dtype.is_floating_point else decode_power_of_two(weight.scale)
     step = scale.float()
@@ -271,6 +273,7 @@ def _element_values(codes: torch.Tensor, format: Format, columns: int) -> torch.
     if element.torch_dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
         return codes.float()
     bits = unpack(codes, element.bits, columns).int()
+    # Two's complement of few bits: flipping the sign bit and subtracting its value extends the sign.
     if element.is_integer:
         half = 1 << (element.bits - 1)
         return ((bits ^ half) - half).float()

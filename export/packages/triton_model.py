@@ -77,6 +77,7 @@ class TritonPythonModel:
 
         Raises ValueError if no profile takes these shapes, RuntimeError if the engine failed.
         """
+        # Shapes and addresses belong to the context, and Triton calls one instance from one thread at a time.
         shapes = {name: tuple(x.shape) for name, x in inputs.items()}
         self.context.set_optimization_profile_async(self._profile(shapes), self.stream.cuda_stream)
         held = {name: x.contiguous() for name, x in inputs.items()}
@@ -92,6 +93,7 @@ class TritonPythonModel:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         if not self.context.execute_async_v3(self.stream.cuda_stream):
             raise RuntimeError("TensorRT-RTX did not run the engine; the server's log has its message")
+        # The server reads the outputs as soon as this returns.
         self.stream.synchronize()
         return outputs
 

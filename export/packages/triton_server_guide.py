@@ -100,6 +100,7 @@ def _triton(bundle: Bundle, receipt: Mapping[str, Any]) -> str:
     engine = receipt["engine"]
     release = str(engine["backend"]).partition(" ")[2]
     repository = bundle.repository.resolve()
+    # A serialized engine loads only in the TensorRT release that built it.
     if built_by(receipt) == "tensorrt":
         needs = f"The server's TensorRT must be {release}, which built the engine; its release notes name it."
         start = f"""    docker run --rm --gpus all -p 8000:8000 -p 8001:8001 -p 8002:8002 -v {repository}:/models \\

@@ -78,12 +78,14 @@ def convert(
     layout = LAYOUTS[to]
     layout.check_plan(plan)
     tensors = dict(_converted(opened, dtype, layout))
+    # A float64 scale is one that float32 does not hold (`write_tensors`).
     rounded = sum(t.dtype is torch.float64 and n.endswith(SECOND_LEVEL) for n, t in tensors.items())
     for message in [*fusion_warnings(plan), *layout.runtime_warnings(plan, dtype, names, tensors)]:
         warnings.warn(message, stacklevel=2)
     with new_directory(out, overwrite=overwrite) as temporary:
         write_tensors(temporary, tensors)
         for source in directory.iterdir():
+            # Tokenizer, processor, remote code and licence go along.
             if source.name.startswith(".") or source.suffix == ".safetensors" or source.name in _NOT_COPIED:
                 continue
             copy_along(source, temporary / source.name, directory)
@@ -105,6 +107,7 @@ def _converted(opened: Checkpoint, dtype: torch.dtype, layout: Layout) -> Iterat
     """The tensors of a checkpoint by their names and in their form in `layout`."""
     tensors, names = opened.tensors, opened.names
     owned: set[str] = set()
+    # Codes and scales go through our own form, `BlockScaledTensor`, which both layouts read and write without rounding.
     for layer in opened.plan.quantized:
         owned.update(layer_tensor_names(tensors, layer))
         weight, input_scale = read_layer(tensors, layer)

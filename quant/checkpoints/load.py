@@ -69,6 +69,8 @@ def load(
     directory = find_checkpoint(directory)
     if not is_checkpoint(directory):
         raise no_checkpoint(directory)
+    # The headers are read first, so that a truncated file is found before the model is built. FP8 codes are most of a
+    # checkpoint, and are checked when their layer first runs.
     scan = Scan(weight_files(directory), fp8=False)
     opened = Checkpoint(directory, model or outline(directory))
     loaded = fill(opened, built=model is None)
@@ -82,6 +84,7 @@ def no_checkpoint(directory: Path) -> UserError:
     if not directory.exists():
         return UserError(f"{directory}: no such directory")
     file = directory / "config.json"
+    # From the most to the least certain: no checkpoint, a checkpoint of our training, one of another method.
     config = config_in(file, "quantization_config") if file.is_file() else None
     if config is None:
         return UserError(

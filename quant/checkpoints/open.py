@@ -98,6 +98,7 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
     model, tensors, plan = opened.model, opened.tensors, opened.plan
     owned: set[str] = set()
     for layer in plan.quantized:
+        # An empty tensor of this name is ours: transformers stops at it (`StoredNames.stopped`).
         if layer.kind == LayerKind.EXPERTS and layer.name in tensors and tensors[layer.name].numel():
             raise UserError(
                 f"{place(tensors, layer.name)} is left over, for its experts are quantized one by one; quantize the "
@@ -127,6 +128,7 @@ def outline(directory: Path) -> nn.Module:
         raise UserError(f"{directory}: no config.json; build the module and pass it: quant.load(directory, model)")
     with huggingface.quiet():
         config = huggingface.read_config(directory)
+        # Otherwise transformers would look for a quantizer, and build its own modules for the layers.
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         check_sizes(config, directory.glob("*.safetensors"), directory / "config.json")
@@ -192,6 +194,7 @@ def suspect_problems(model: nn.Module, scan: Scan, tensors: TensorFiles) -> Iter
     suspects = scan.suspects()
     if not suspects:
         return
+    # A mask may hold -infinity, and is a buffer; a parameter with infinity is damaged.
     buffers = {name for name, _ in model.named_buffers()}
     for name in tensors:
         if tensors.stored_name(name) in suspects and (
@@ -245,6 +248,7 @@ def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Pa
             setattr(model.get_submodule(owner), last, model.get_parameter(target))
     if callable(tie := getattr(model, "tie_weights", None)):
         tie()
+    # Not missing: buffers of quantized layers, which are installed already, and other names of tied parameters.
     quantized = {f"{name}." for name, module in model.named_modules() if hasattr(module, "quantized_weight")}
     held = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in tensors}
     lost = [n for n in missing if not n.startswith(tuple(quantized)) and id(attrgetter(n)(model)) not in held]

@@ -28,6 +28,7 @@ from quant.extras import require
 from quant.models.quantized_sources import IN_TRAINING
 from quant.recipes.plan import Plan
 
+# Files of weights that transformers may have written here before.
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*")
 
 
@@ -39,6 +40,7 @@ def attach(model: nn.Module, plan: Plan) -> None:
     model._ddp_params_and_buffers_to_ignore = _packed_buffers(model)  # type: ignore[assignment]
     if not hasattr(model, "save_pretrained"):
         return
+    # A model that is quantized again has the hook already.
     if not hasattr(model, "quantization_plan"):
         model.register_load_state_dict_pre_hook(_from_checkpoint)
     model.quantization_plan = plan  # type: ignore[assignment]
@@ -134,6 +136,8 @@ def save_pretrained(
     directory = Path(save_directory)
     directory.mkdir(parents=True, exist_ok=True)
     messages = rotation_warnings(plan)
+    # Other files stay, such as the optimizer's state, so the directory cannot be replaced whole. Each file is: the new
+    # ones are complete on the same file system before the first is renamed.
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as work:
         destination = Destination(Path(work) / "checkpoint", shard_bytes=_shard_bytes(max_shard_size))
         write_model(
@@ -141,6 +145,7 @@ def save_pretrained(
             finish=lambda _directory, _hashes, of_transformers: messages.extend(of_transformers),
         )  # fmt: skip
         files = sorted(file.name for file in destination.directory.iterdir())
+        # A save in fewer shards would leave files of an earlier one, and loading would find tensors twice.
         for old in (file for pattern in _WEIGHTS for file in directory.glob(pattern) if file.name not in files):
             old.unlink()
         for name in files:
@@ -184,6 +189,7 @@ def _refuse_adapters(model: nn.Module) -> None:
 
 def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, if it is whole and in memory; UserError otherwise."""
+    # A DTensor, of FSDP or tensor parallelism.
     if hasattr(tensor, "full_tensor"):
         raise UserError(
             f"{name}: is sharded (FSDP); gather the state with get_model_state_dict(…, full_state_dict=True), load it "
@@ -196,6 +202,7 @@ def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def _from_checkpoint(model: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
     """A hook of `load_state_dict`: gives the tensors of a checkpoint the names and forms that modules have."""
+    # Our own state dict has buffers `codes` and `scale`; only a checkpoint's files have `weight_scale`.
     if not any(name.endswith(".weight_scale") for name in state):
         return
     names = stored_names(model)

@@ -136,6 +136,7 @@ def write_model(
     plan = plan_of_model(model, plan)
     origins: dict[str, str] = {}
     tensors = checkpoint_tensors(model, stored_dtype(model), names, state, origins)
+    # Buffers may be masks with -infinity; any other tensor with NaN or infinity stops the writing.
     masks = {names.stored(name) for name, _ in model.named_buffers()}
     directory, overwrite, store = destination.directory, destination.overwrite, destination.store
     log = store.moving(origins)
@@ -145,6 +146,7 @@ def write_model(
         of_transformers = hasattr(getattr(model, "config", None), "save_pretrained")
         if of_transformers:
             write_config(temporary, model, plan, names)
+        # The trial needs names and shapes only, and so runs while the weights are written.
         with ThreadPoolExecutor(1, thread_name_prefix="trial") as thread:
             loading = None
             if of_transformers:
@@ -187,6 +189,7 @@ def save_state_dict(
             out[name] = tensor
             continue
         for part, weight in layer_weights(layer, solved[layer]).items():
+            # Weight-only: without a module no inputs were seen, and there is no input scale.
             for suffix, stored in compress(weight, None, tensor.dtype).items():
                 out[f"{part}.{suffix}"] = stored
     # A mask is a buffer, and a state dict does not tell buffers from parameters: only planned weights must be finite.

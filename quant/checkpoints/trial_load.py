@@ -87,6 +87,7 @@ def trial_load(
     if not loadable or (dist.is_available() and dist.is_initialized()):
         return []
     version = require("transformers", "hf").__version__
+    # The layout's tensors without their data; an empty tensor stays empty.
     names = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     try:
         info = _load(directory, type(model), names)
@@ -98,6 +99,7 @@ def trial_load(
         return [_failure(error, version, _loads_dequantized(directory, type(model), names))]
     unexpected = [name for name in info["unexpected_keys"] if not name.endswith((*_DROPPED, *KV_SCALES))]
     problems = []
+    # Tensors of layers that transformers never loads quantized are left out here; their warning comes below.
     for verb, keys in (("finds no tensor for", info["missing_keys"]), ("has no use for", unexpected)):
         if keys := [key for key in keys if key.rpartition(".")[0] not in not_linear]:
             problems.append(f"{verb} {listed(sorted(keys), 3)}")
@@ -164,6 +166,7 @@ def check_read_back(directory: Path, cls: Any) -> None:
 def _load(directory: Path, cls: Any, tensors: Mapping[str, torch.Tensor], **options: Any) -> dict[str, Any]:
     with huggingface.quiet(), _silence():
         config = cls.config_class.from_pretrained(directory, local_files_only=True)
+        # On the meta device transformers builds the model and matches names and shapes, and copies no data.
         _, info = cls.from_pretrained(
             None,
             config=config,

@@ -82,6 +82,7 @@ def verify(directory: str | Path, model: nn.Module | None = None) -> Verificatio
     directory = find_checkpoint(directory)
     if not is_checkpoint(directory):
         raise no_checkpoint(directory)
+    # The checks share the subject, so that the model is built and each tensor read once.
     subject = _Subject(directory, model)
     findings: list[Finding] = []
     checked, skipped = [], {}
@@ -89,6 +90,7 @@ def verify(directory: str | Path, model: nn.Module | None = None) -> Verificatio
         try:
             findings += [Finding(name, what) for what in check(subject, bool(findings))]
             checked.append(name)
+        # A damaged file stops one check only; the others still report their findings.
         except _NotCheckedError as why:
             skipped[name] = str(why)
         except (ValueError, OSError) as error:
@@ -151,6 +153,7 @@ def _files(subject: _Subject, failed: bool) -> Iterator[str]:
     hashes = subject.report["files"]
     for name, expected in hashes.items():
         file = subject.directory / name
+        # A report that was edited may list a path outside the directory.
         if Path(name).name != name or not file.is_file():
             yield f"{file}: is missing, and {REPORT_FILE} lists it"
         elif sha256_of(file) != expected:
@@ -164,6 +167,7 @@ def _plan(subject: _Subject, failed: bool) -> Iterator[str]:
     plan, file = subject.plan, subject.directory / PLAN_FILE
     if not file.is_file():
         raise _NotCheckedError(f"there is no {PLAN_FILE}; the plan is what the config says")
+    # Without a readable report the plan is still compared with the config; `_files` reports a damaged one.
     try:
         digest = subject.report.get("plan_digest")
     except (_NotCheckedError, ValueError):
@@ -186,6 +190,7 @@ def _tensors(subject: _Subject, failed: bool) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
         else:
+            # The one scale of the whole matrix: runtimes that merge q, k and v keep a single one.
             shared = weight.scale if weight.format.per_tensor else weight.global_scale
             subject.scales[layer.name] = {"weight": shared, "input": input_scale}
     yield from kv_scale_problems(opened.tensors)
@@ -204,6 +209,7 @@ def _groups(subject: _Subject, failed: bool) -> Iterator[str]:
             scales = {name: scale for name, scale in read.items() if scale is not None}
             first = next(iter(scales), None)
             for name, scale in scales.items():
+                # Some scales are float64, where float32 does not hold them.
                 if first is not None and not torch.equal(scale.double(), scales[first].double()):
                     yield (
                         f"{name}: the tensor scale of its {part} is {float(scale):g}, and that of {first} is "
@@ -216,6 +222,7 @@ def _siblings(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
     siblings: dict[tuple[str, tuple[str, ...]], list[LayerPlan]] = {}
     for layer in layers:
         parent, _, last = layer.name.rpartition(".")
+        # ("q_proj", "k_proj", "v_proj") and the like
         for names in get_target("vllm").fused:
             if last in names and layer.weight is not None and layer.weight.global_scale:
                 siblings.setdefault((parent, names), []).append(layer)
