@@ -1,7 +1,7 @@
 """`verify` finds the files, tensors and tables of a checkpoint that have changed or do not fit together.
 
     files       SHA-256 of each weight file                    against report.json
-    plan        the plan's digest, and the config's formats      against report.json, config.json, hf_quant_config.json
+    plan        the plan's digest, and the config's formats    against report.json, config.json, hf_quant_config.json
     tensors     presence, dtypes, shapes, scales, NaN          against the plan
     groups      tensor scales of layers that runtimes merge    against each other
     forward     logits of a few tokens are finite              against the fingerprint in report.json, if it holds one
