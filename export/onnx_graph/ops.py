@@ -109,6 +109,7 @@ def _linear(packed: dict[Any, int]) -> Translation:
 
 
 def _conv(*arguments: Any) -> Any:
+    # torch.onnx (2.11 on) calls a translation with the op's arguments by position.
     call = ConvCall(*arguments)
     op, x, dtype, format = opset(), call.x, call.x.dtype, FORMATS[call.weight_format]
     if format.per_tensor:
