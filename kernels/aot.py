@@ -98,6 +98,7 @@ def _compile(
 
     names = kernel.arg_names
     types = {name: dict(signature).get(name, "constexpr") for name in names}
+    # Triton's JIT finds this property in each argument; ahead of time it is declared.
     aligned: dict[Any, Any] = {
         (index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if types[name].startswith("*")
     }
@@ -116,6 +117,7 @@ def without_scratch(ptx: str, keep: int) -> tuple[str, str]:
     Raises:
         ValueError: there is not one entry, it has fewer parameters, or it uses one that would be cut.
     """
+    # A parameter list is the text between the parentheses of `.visible .entry name(`.
     entries = _ENTRY.findall(ptx)
     if len(entries) != 1:
         raise ValueError(f"PTX has {len(entries)} entries, expected one")
@@ -124,6 +126,7 @@ def without_scratch(ptx: str, keep: int) -> tuple[str, str]:
     if len(parameters) < keep:
         raise ValueError(f"{name}: {len(parameters)} parameters in PTX, expected at least {keep}")
     for parameter in parameters[keep:]:
+        # `.param .u64 .ptr .global .align 1 name_param_7`: the symbol is the last word, and the body loads it by name.
         symbol = parameter.split()[-1]
         if len(re.findall(rf"{re.escape(symbol)}\b", ptx)) > 1:
             raise ValueError(f"{name}: uses its scratch memory ({symbol}); it cannot be launched without Triton")

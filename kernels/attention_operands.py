@@ -242,6 +242,7 @@ def restore_v(v: torch.Tensor, tokens: int, cu_seqlens: torch.Tensor | None = No
 
 def _padded_rows(tokens: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """The place of each token among whole blocks."""
+    # Blocks of 128 keys never hold two sequences, so each packed sequence starts at a block of its own.
     row = torch.arange(tokens, device=device)
     if cu_seqlens is None:
         return row

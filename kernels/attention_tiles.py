@@ -36,6 +36,7 @@ def tiles_for(dim: int, arch: int, itemsize: int = 1) -> Tiles:
     if dim not in DIMS:
         dims = ", ".join(map(str, DIMS))
         raise ValueError(f"attention: head dimension {dim}; the kernel takes {dims}")
+    # Keys and values of all stages, and the queries, must fit in shared memory together.
     if arch // 10 in (9, 10):  # 227 KiB of shared memory
         if itemsize > 1:
             return Tiles(128, 64, 8, 2) if dim > 128 else Tiles(128, 128, 8, 2)
@@ -67,6 +68,7 @@ class DecodeTiles:
 
 def decode_tiles_for(pages: KVPages, rows: int, programs: int, max_length: int, sms: int) -> DecodeTiles:
     """The launch for `rows` query rows a KV head, of `programs` sequences times KV heads, on a GPU of `sms` SMs."""
+    # Chunks of a prompt have many rows: they are limited by products, and splits would only add work.
     if rows > _ROWS[-1]:
         return DecodeTiles(64, 32 if pages.dim > 128 else 64, 4, 2, 1)
     block_m = next(size for size in _ROWS if size >= rows)

@@ -68,6 +68,7 @@ def copy_rate() -> float:
 
 def _bandwidths(gpu: Hardware) -> list[Ceiling]:
     copy = copy_rate()
+    # A sum reads everything and writes four bytes.
     source, total = torch.ones(_BYTES // 4, device="cuda"), torch.empty((), device="cuda")
     read = graph_microseconds([lambda: torch.sum(source, dim=None, out=total)])
     sheet = gpu.bandwidth if gpu.known else None
@@ -81,6 +82,7 @@ def _matmuls(gpu: Hardware) -> list[Ceiling]:
     x, w = (torch.randn(_SIZE, _SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     calls: dict[str, Callable[[], Any]] = {"bf16": lambda: x @ w.T}
     if gpu.has_fp8:
+        # `_scaled_mm` wants the right operand column-major: the transpose of a row-major matrix.
         x8, w8 = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
         one, rows = torch.ones((), device="cuda"), torch.ones(_SIZE, 1, device="cuda")
         calls["fp8"] = lambda: torch._scaled_mm(x8, w8.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
@@ -99,6 +101,7 @@ def warm_up(seconds: float = 0.3) -> None:
     """Keeps the GPU busy until its clocks have risen; an idle GPU starts slow."""
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     end = time.monotonic() + seconds
+    # Twenty products of 4096³ between two looks at the clock: a few milliseconds.
     while time.monotonic() < end:
         for _ in range(20):
             x @ x

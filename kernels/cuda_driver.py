@@ -55,6 +55,7 @@ class LoadedKernel:
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         log = ctypes.create_string_buffer(_LOG_BYTES)
         options = (ctypes.c_int * 2)(*_JIT_ERROR_LOG)
+        # Option values are passed as pointers; a size is stored in the pointer itself.
         values = (ctypes.c_void_p * 2)(ctypes.addressof(log), _LOG_BYTES)
         image = ctypes.c_char_p(compiled.ptx.encode())
         status = cuda_driver().cuModuleLoadDataEx(ctypes.byref(self._module), image, 2, options, values)
@@ -63,6 +64,7 @@ class LoadedKernel:
         )
         name = ctypes.c_char_p(compiled.name.encode())
         check_status(cuda_driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name), compiled.name)
+        # More than 48 KiB of dynamic shared memory must be asked for explicitly.
         status = cuda_driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, compiled.shared)
         check_status(status, f"{compiled.name}: {compiled.shared} bytes of shared memory")
 
@@ -84,6 +86,7 @@ class LoadedKernel:
             (ctypes.c_void_p if type_.startswith("*") else ctypes.c_int32)(value)
             for value, (_, type_) in zip(arguments, types, strict=True)
         ]
+        # cuLaunchKernel takes an array of pointers to the arguments, which must live until it returns.
         pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
         block, shared = (self.compiled.threads, 1, 1), self.compiled.shared
         status = cuda_driver().cuLaunchKernel(

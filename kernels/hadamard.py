@@ -77,6 +77,7 @@ def sign_matrices(dim: int, dtype: torch.dtype, device: torch.device) -> torch.T
     Entries are 1 and −1, and zeros from half of `dim` to `width`, the next power of two.
     """
     half = dim // 2
+    # Rows and columns beyond half of the head are zeros: tensor cores want a power of two.
     block = hadamard_block(half)
     width = 1 << (half - 1).bit_length()
     out = torch.zeros(2, width, width, dtype=dtype, device="cpu")

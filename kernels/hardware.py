@@ -127,6 +127,7 @@ def current(index: int = 0) -> Hardware:
         raise ValueError(f"there is no GPU cuda:{index} on this machine; PyTorch sees {torch.cuda.device_count()}")
     seen = torch.cuda.get_device_properties(index)
     like = _recognise(seen.name, (seen.major, seen.minor))
+    # Sizes come from the driver, rates from the data sheet of the target that it resembles.
     return replace(
         like,
         name=like.name if like.known else seen.name,
@@ -156,6 +157,7 @@ def has_fp8_tensor_cores(device: torch.device) -> bool:
 def _recognise(name: str, capability: tuple[int, int]) -> Hardware:
     """The target whose name the driver's name holds; else the nearest one that is not newer, marked as a likeness."""
     for target in TARGETS.values():
+        # "rtxpro6000" is "NVIDIA RTX PRO 6000 Blackwell" to the driver: spaces may stand between letters and digits.
         spaced = re.sub(r"(?<=rtx)(?=pro)|(?<=[a-z])(?=[0-9])", r"\\s*", target.name)
         if re.search(rf"\b{spaced}\b", name.lower()) and target.capability == capability:
             return target

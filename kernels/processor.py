@@ -33,6 +33,7 @@ def quota(root: Path = _ROOT) -> float | None:
     """CPUs' worth of time that the process's control groups allow, such as 1.5; None for no limit."""
     allowances = []
     for group in _groups("cpu", root):
+        # cgroup v2 has one file with both numbers, v1 has two.
         spent, period = (*_words(group / "cpu.max"), "", "")[:2]  # "150000 100000", or "max 100000"
         spent = spent or " ".join(_words(group / "cpu.cfs_quota_us"))  # -1 for no limit
         period = period or " ".join(_words(group / "cpu.cfs_period_us"))
@@ -75,6 +76,7 @@ def set_up_threads(environment: MutableMapping[str, str]) -> str | None:
         environment.update(_WAITING)
     allowed, available = quota(), cores()
     threads = available if allowed is None else math.ceil(allowed)
+    # Above the quota, threads only wait for each other: see the module docstring.
     if threads >= available or "OMP_NUM_THREADS" in environment:
         return None
     environment["OMP_NUM_THREADS"] = str(threads)
@@ -121,6 +123,7 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
         if name not in paths or (name and name not in options.split(",")):
             continue
         top = root / mounted_at.lstrip("/")
+        # A container sees its own group at the root of the mount, and a path that may lie outside it.
         own = PurePosixPath(paths[name])
         # A container may see only its own part of the tree, under another name than the machine's.
         below = own.relative_to(shown) if own.is_relative_to(shown) and ".." not in own.parts else PurePosixPath()

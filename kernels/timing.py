@@ -16,6 +16,7 @@ def graph_microseconds(calls: list[Callable[[], Any]], repeats: int = 5, at_leas
         repeats: replays that are timed.
         at_least: seconds that one replay should take, roughly.
     """
+    # Compiles kernels and fills caches outside the graph.
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -26,8 +27,10 @@ def graph_microseconds(calls: list[Callable[[], Any]], repeats: int = 5, at_leas
             for _ in range(rounds):
                 for call in calls:
                     call()
+        # The first replay uploads the graph, so it is not counted.
         times = [_replay_seconds(graph) for _ in range(repeats + 1)][1:]
         seconds = sorted(times)[repeats // 2]
+        # Short graphs would measure the events' own resolution of about half a microsecond.
         if seconds > at_least / 2 or rounds >= 64:
             return seconds / (rounds * len(calls)) * 1e6
         rounds = min(rounds * max(int(at_least / max(seconds, 1e-6)), 2), 64)

@@ -118,6 +118,7 @@ def paged_reference(
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
         k, v = pages.read(block_table[row, : -(-length // pages.page_size)], length)
+        # Probabilities stay unrounded: queries are in 16 bit here, and the kernel multiplies by values in 16 bit.
         attended, _ = reference(
             q[row, None], k[None], v[None], causal=True, dtype=q.dtype, compute=compute, round_p=False, **keywords
         )

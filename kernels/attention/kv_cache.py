@@ -281,9 +281,11 @@ class PagedKVCache:
         for sequence, start in zip(sequences, starts, strict=True):
             pages = self._of(sequence)
             touched = range(start // self.page_size, -(-(start + new) // self.page_size))
+            # A page with another owner is copied before it is written; one beyond the end is new.
             missing = [i for i in touched if i >= len(pages) or self._owners[pages[i]] > 1]
             missing_pages.append((pages, missing))
             needed += len(missing)
+        # Counted for all sequences first, so that a full cache changes nothing.
         if needed > len(self._free):
             self._make_room(needed)
         for pages, missing in missing_pages:

@@ -49,6 +49,7 @@ def time_as_called(
             torch.randn(out, columns, device=weight.codes.device, dtype=torch.bfloat16)
             for _ in range(1 + extra_copies(gpu.l2, 2 * out * columns))
         ]
+        # x is the same for all copies: in a model its rows have just been written and are in L2.
         for count in tokens:
             x = torch.randn(count, columns, device=weight.codes.device, dtype=torch.bfloat16)
             choice = dispatch.choose_launch(weight, x)

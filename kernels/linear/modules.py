@@ -115,6 +115,7 @@ class QuantLinear(QuantizedModule):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         RunTimeParts(pre_scale, hadamard, lowrank).check("QuantLinear", weight.shape)
+        # Parts are buffers of their own, so that `.to` moves and casts them with the module.
         down, up = lowrank or (None, None)
         super().__init__(weight, activation, input_scale, pre_scale=pre_scale, lowrank_down=down, lowrank_up=up)
         self.out_features, self.in_features = weight.shape
