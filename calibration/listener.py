@@ -1,4 +1,4 @@
-"""A `Listener` hears how a run goes. The command line prints what it hears, and Python's `progress=` gets the counts.
+"""A `Listener` hears how a run goes. The command line prints messages and counts; Python's `progress=` gets the counts.
 
 Code that runs for long takes a listener instead of asking whether it may print.
 """

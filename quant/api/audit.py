@@ -41,10 +41,10 @@ def code_findings(
     opened = Checkpoint(directory, outline(directory))
     codes, bits = {}, {}
     for layer in opened.plan.quantized:
-        known = exported is None or layer.name in exported
-        if layer.kind in (LayerKind.LINEAR, LayerKind.HEAD) and known and layer.name not in not_found:
+        is_exported = exported is None or layer.name in exported
+        if layer.kind in (LayerKind.LINEAR, LayerKind.HEAD) and is_exported and layer.name not in not_found:
             weight, _ = read_layer(opened.tensors, layer)
             codes[layer.name] = weight.codes.view(torch.uint8).numpy()
             bits[layer.name] = weight.format.element.bits
     held = held_codes(engine, codes, bits)
-    return [Finding(name, WANTED, HELD if found else MISSING, found) for name, found in held.items()]
+    return [Finding(name, WANTED, HELD if is_held else MISSING, is_held) for name, is_held in held.items()]

@@ -8,8 +8,8 @@
     modelopt, compressed-tensors
                       the same checkpoint in the other layout, which other servers load
 
-Each takes a `Job` and returns what the command reports. Nothing appears under the destination's name before everything
-is written and compared.
+Each takes an `ExportJob` and returns the record that the command prints. Nothing appears under the destination's name
+before everything is written and compared.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from quant.recipes.plan import PLAN_FILE, Plan
 
 
 @dataclass(frozen=True)
-class Job:
+class ExportJob:
     """A loaded checkpoint and the options of `quant export`, as its help describes them."""
 
     kind: str
@@ -80,7 +80,7 @@ class Job:
             return list(self.shapes)
         foreign = "sequence=" if decode else "past="
         parts = ([part for part in text.split(",") if not part.strip().startswith(foreign)] for text in self.shapes)
-        return [",".join(kept) for kept in parts]
+        return [",".join(ranges) for ranges in parts]
 
     @cached_property
     def opened(self) -> Checkpoint:
@@ -93,7 +93,7 @@ class Job:
         return read_layer(self.opened.tensors, self.plan.by_name[name])[0]
 
 
-def export_onnx_files(job: Job) -> dict[str, Any]:
+def export_onnx_files(job: ExportJob) -> dict[str, Any]:
     """`--to onnx` writes a directory with the files, the plan and the receipt."""
     receipts = {}
     with new_directory(job.out, overwrite=job.overwrite) as folder:
@@ -110,13 +110,13 @@ def export_onnx_files(job: Job) -> dict[str, Any]:
     return {"out": str(job.out), "files": files, **receipt}
 
 
-def export_tensorrt(job: Job) -> dict[str, Any]:
+def export_tensorrt(job: ExportJob) -> dict[str, Any]:
     """`--to tensorrt` writes an engine and its receipt."""
     with temporary_directory(job.out) as folder:
         return _engine(job, folder / "model.onnx", job.out)
 
 
-def _engine(job: Job, path: Path, out: Path) -> dict[str, Any]:
+def _engine(job: ExportJob, path: Path, out: Path) -> dict[str, Any]:
     """Builds and audits the engine `out` from the ONNX file `path`, which it writes; returns the receipt."""
     assert job.target is not None
     export_onnx(job.model, path, **job.onnx_options(job.decode), cache="in" if job.decode else "none")
@@ -132,31 +132,31 @@ def _engine(job: Job, path: Path, out: Path) -> dict[str, Any]:
     )
 
 
-def export_aoti_package(job: Job) -> dict[str, Any]:
+def export_aoti_package(job: ExportJob) -> dict[str, Any]:
     """`--to aoti` writes a `.pt2` package."""
-    given = job.inputs or model_inputs(job.model, decode=False)
-    dims = {name: {axis: dim for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for name, x in given.items()}
-    examples = {name: x.example for name, x in given.items()}
+    inputs = job.inputs or model_inputs(job.model, decode=False)
+    dims = {name: {axis: dim for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for name, x in inputs.items()}
+    examples = {name: x.example for name, x in inputs.items()}
     export_aoti(
         job.model,
         job.out,
         examples,
         dims=dims,
-        ranges=dimension_ranges(given, job.shapes),
+        ranges=dimension_ranges(inputs, job.shapes),
         attention_scales=job.attention_scales,
     )
     return {"out": str(job.out), "files": {job.out.name: job.out.stat().st_size}, "passed": True}
 
 
-def export_torch_tensorrt(job: Job) -> dict[str, Any]:
+def export_torch_tensorrt(job: ExportJob) -> dict[str, Any]:
     """`--to torch-tensorrt` writes the lowered module as a `.pt2` program."""
     check_attention(job.kind, job.plan, job.attention)
-    given = job.inputs or model_inputs(job.model, decode=False)
-    lower(job.model, job.out, {name: x.example for name, x in given.items()})
+    inputs = job.inputs or model_inputs(job.model, decode=False)
+    lower(job.model, job.out, {name: x.example for name, x in inputs.items()})
     return {"out": str(job.out), "files": {job.out.name: job.out.stat().st_size}, "passed": True}
 
 
-def export_triton_server(job: Job) -> dict[str, Any]:
+def export_triton_server(job: ExportJob) -> dict[str, Any]:
     """`--to triton-server` adds an engine to a model repository, and writes `serve.md`."""
     if job.attention == "plugin":
         raise UserError(
@@ -181,7 +181,7 @@ def export_triton_server(job: Job) -> dict[str, Any]:
     }
 
 
-def export_layout(job: Job) -> dict[str, Any]:
+def export_layout(job: ExportJob) -> dict[str, Any]:
     """`--to modelopt` and `--to compressed-tensors` rewrite the checkpoint; the job's model is an outline."""
     done = convert(job.directory, job.out, job.kind, overwrite=job.overwrite, model=job.model)
     return {"out": str(job.out), **done, "passed": True}
@@ -199,7 +199,7 @@ def check_attention(kind: str, plan: Plan | None, attention: str) -> None:
 def check_request(
     kind: str, directory: Path, out: Path, overwrite: bool, target: str | None, backend: str | None
 ) -> None:
-    """Refuses what can be refused before a model is loaded.
+    """Refuses a request that cannot succeed, before a model is loaded.
 
     Raises UserError for an engine without a target, ValueError for a target for which no engine can be built here, and
     FileExistsError if the destination is taken, or is, holds or lies in the checkpoint `directory`.
@@ -222,7 +222,7 @@ def check_request(
         raise FileExistsError(f"{out} exists; pass --overwrite to replace it, or choose another --out")
 
 
-EXPORTERS: dict[str, Callable[[Job], dict[str, Any]]] = {
+EXPORTERS: dict[str, Callable[[ExportJob], dict[str, Any]]] = {
     "onnx": export_onnx_files,
     "tensorrt": export_tensorrt,
     "aoti": export_aoti_package,
@@ -233,7 +233,7 @@ EXPORTERS: dict[str, Callable[[Job], dict[str, Any]]] = {
 }
 
 
-def _verified(job: Job, path: Path) -> dict[str, Any]:
+def _verified(job: ExportJob, path: Path) -> dict[str, Any]:
     """The receipt of an ONNX file; UserError if a layer in it differs from PyTorch's."""
     check_file(path)
     receipt = verify(

@@ -76,8 +76,8 @@ def quantize(
         bits: per weight, every scale counted; formats are then chosen layer by layer and `recipe` is not used. For
             other budgets and limits see `quant.allocation.allocate.allocate`, whose plan is a `recipe` for here.
         max_kl: the same, for the smallest model whose measured KL to the original stays below. A quarter of the data
-            chooses the formats, and a quarter verifies them; what it measures is in the plan's provenance.
-        formats: what may be chosen, such as "nvfp4,fp8"; 16 bit always may.
+            chooses the formats, and a quarter verifies them; its measurements are in the plan's provenance.
+        formats: the formats to choose from, such as "nvfp4,fp8"; 16 bit always may.
         tokenizer: of the model, for calibration text where `data` is None.
         device: where everything is computed, "auto", "cpu", "cuda" or "cuda:N"; the model stays where it is, and its
             blocks are copied there one at a time, or all together where they fit. By default where the model is.

@@ -1,4 +1,4 @@
-"""The commands `quant verify` and `audit` check what was written: a checkpoint, and the precisions of an engine."""
+"""The commands `quant verify` and `audit` check files: a checkpoint, and the precisions of an engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def verify_command(ctx: click.Context, directory: str, model_factory: str | None
             click.echo(printable(f"{finding.check}: {finding.what}"))
         if not quiet:
             for why in dict.fromkeys(result.skipped.values()):
-                names = ", ".join(name for name, given in result.skipped.items() if given == why)
+                names = ", ".join(name for name, reason in result.skipped.items() if reason == why)
                 click.echo(printable(f"{names}: not checked, {why}"), err=True)
             click.echo(f"{counted(len(result.findings), 'finding')} in {', '.join(result.checked)}", err=True)
     if result.findings:
@@ -88,13 +88,13 @@ def audit_command(
     receipt = _read_receipt(receipt_path(engine))
     if plan is not None and receipt.get("plan") not in (None, plan.digest()):
         raise UserError(f"{engine} was built from another plan than {plan_file}: their digests differ")
-    known = receipt.get("engine", {})
-    exported = known.get("layers") or None
+    engine_record = receipt.get("engine", {})
+    exported = engine_record.get("layers") or None
     findings = audit(
         engine,
         plan,
         attention=attention,
-        attention_nodes=known.get("attention_nodes", ()),
+        attention_nodes=engine_record.get("attention_nodes", ()),
         exported=exported,
     )
     if checkpoint is None and plan_file is not None and any(plan_file.parent.glob("*.safetensors")):
@@ -138,7 +138,7 @@ def _read_receipt(path: Path) -> dict[str, Any]:
 
 def _checked(document: Any) -> dict[str, Any]:
     fields: dict[str, Any] = typed(dict[str, Any], document, "receipt")
-    known = typed(dict[str, Any], fields.get("engine", {}), "engine")
+    engine = typed(dict[str, Any], fields.get("engine", {}), "engine")
     for key in ("attention_nodes", "layers"):
-        typed(list[str] | None, known.get(key), f"engine.{key}")
+        typed(list[str] | None, engine.get(key), f"engine.{key}")
     return fields

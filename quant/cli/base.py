@@ -1,4 +1,4 @@
-"""This file holds what all commands share: how they print and fail, and the options that most of them take.
+"""All commands share this file: `Command`, which prints and fails in the same way for all, and common options.
 
 An expected error (`ValueError`, `OSError`, out of memory) is one line on standard error and exit code 2. Any other
 exception is a bug of ours; it ends in one line too, which says so, with exit code 70. `--debug` shows the traceback of
@@ -170,9 +170,9 @@ class Command(click.Command):
                     f"out of memory: {message}; no output was written. It takes a machine with more, or fewer rows"
                 )
             elif unexpected:
-                place = traceback.extract_tb(error.__traceback__)[-1]
-                what = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {message}"
-                message = f"this is a bug in Blockscale: run with --debug, and report what that prints ({what})"
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {message}"
+                message = f"this is a bug in Blockscale: run with --debug, and report what that prints ({where})"
             if watch is not None:
                 if debug and watch.rank:
                     traceback.print_exc()
@@ -184,19 +184,19 @@ class Command(click.Command):
 
 
 def _share_processor(*, quiet: bool) -> None:
-    """Sets up the threads that torch will start; where it is loaded already, whoever did that has decided."""
+    """Sets up the threads that torch will start. A process that has loaded torch already has decided on them."""
     if "torch" not in sys.modules:
-        said = set_up_threads(os.environ)
-        if said is not None and not quiet:
-            echo(said, err=True)
+        warning = set_up_threads(os.environ)
+        if warning is not None and not quiet:
+            echo(warning, err=True)
 
 
 def _at_revision(params: dict[str, Any], revision: str) -> None:
     """Adds --revision to the name of the command's model."""
-    place = "model" if "model" in params else "directory"
-    if params[place] is None:
+    argument = "model" if "model" in params else "directory"
+    if params[argument] is None:
         raise UserError(f"--revision {revision} needs --model")
-    params[place] = with_revision(str(params[place]), revision)
+    params[argument] = with_revision(str(params[argument]), revision)
 
 
 def command_line(ctx: click.Context) -> str:
@@ -291,7 +291,7 @@ class _Patient:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes, or drops what nobody reads."""
+        """Writes; text without a reader is dropped."""
         try:
             return self._stream.write(text)
         except BrokenPipeError:
@@ -299,7 +299,7 @@ class _Patient:
             return len(text)
 
     def flush(self) -> None:
-        """Flushes, or drops what nobody reads."""
+        """Flushes; text without a reader is dropped."""
         try:
             self._stream.flush()
         except BrokenPipeError:
@@ -315,7 +315,7 @@ class _Patient:
 
 
 def _identity(out: Any) -> tuple[int, int] | None:
-    """What changes when a command puts its result at `out`; None while nothing is there."""
+    """Identifies the file or directory `out`, and changes when a command puts its result there; None without one."""
     try:
         status = Path(out).stat()
     except (OSError, TypeError):
@@ -341,9 +341,9 @@ def _warnings_in_one_line(*, quiet: bool) -> Iterator[None]:
     with warnings.catch_warnings():
         usual = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], filename: str, *rest: Any, **more: Any) -> None:
+        def show(message: Warning | str, category: type[Warning], filename: str, *line: Any, **options: Any) -> None:
             if not filename.startswith(ours):
-                usual(printable(str(message)), category, filename, *rest, **more)
+                usual(printable(str(message)), category, filename, *line, **options)
             elif not quiet:
                 echo(f"warning: {message}", err=True)
 

@@ -35,24 +35,24 @@ def bench_command(model: str | None, ceilings: bool, tokens: str, quiet: bool, a
         raise UserError("nothing to measure: name a MODEL, or pass --ceilings")
     sizes = _read_numbers(tokens, "--tokens")
     gpu = current()
-    found: dict[str, Any] = {"gpu": gpu.name}
+    record: dict[str, Any] = {"gpu": gpu.name}
     if ceilings:
-        found["ceilings"] = {
+        record["ceilings"] = {
             c.name: {"rate": c.rate, "unit": c.unit, "sheet": c.sheet, "share": c.share} for c in measure_ceilings()
         }
     if model is not None:
         weights = _weights(model, "bench")
         with bar("bench", quiet or as_json) as advance:
-            found["matmuls"] = time_as_called(weights, sizes, progress=advance)
+            record["matmuls"] = time_as_called(weights, sizes, progress=advance)
     if as_json:
-        print_json(found)
+        print_json(record)
         return
-    echo(found["gpu"])
-    for name, entry in found.get("ceilings", {}).items():
+    echo(record["gpu"])
+    for name, entry in record.get("ceilings", {}).items():
         share = "" if entry["share"] is None else f", {entry['share']:.0%} of the data sheet"
         rate = entry["rate"] / 1e12
         echo(f"  {name}: {rate:.{0 if rate >= 100 else 2}f} {entry['unit']}{share}")
-    for row in found.get("matmuls", ()):
+    for row in record.get("matmuls", ()):
         echo(
             f"  {row['format']} [{row['out']}, {row['in']}], {row['tokens']} tokens: {row['microseconds']:.1f} µs, "
             f"{row['bytes_per_second'] / 1e12:.2f} TB/s, {row['flops'] / 1e12:.1f} TFLOP/s, "

@@ -65,12 +65,12 @@ def page() -> Console:
 
 def table(*columns: str, title: str | None = None, **style: Any) -> Table:
     """An empty table. Columns named with `!` keep their text in one line, those with `>` align it right."""
-    made = Table(title=title, title_justify="left", **style)
+    grid = Table(title=title, title_justify="left", **style)
     for column in columns:
         name = column.lstrip("!>")
         marks = column.removesuffix(name)
-        made.add_column(name, justify="right" if ">" in marks else "left", overflow="fold", no_wrap="!" in marks)
-    return made
+        grid.add_column(name, justify="right" if ">" in marks else "left", overflow="fold", no_wrap="!" in marks)
+    return grid
 
 
 def status(text: str, quiet: bool) -> Any:
@@ -79,7 +79,7 @@ def status(text: str, quiet: bool) -> Any:
 
 
 class Printer(Listener):
-    """Prints what it hears on standard error."""
+    """Prints messages and progress on standard error."""
 
     is_silent = False
 
@@ -97,7 +97,7 @@ class Printer(Listener):
 
 
 def listener(quiet: bool) -> Listener:
-    """Prints what happens, unless it is to be quiet."""
+    """A listener that prints, unless it is to be quiet."""
     return SILENT if quiet else Printer()
 
 
@@ -116,7 +116,7 @@ class Stages:
 
         Args:
             stage: its name.
-            names: what its steps work on.
+            names: the layer or block that each step works on.
             amounts: how much work each is.
             unit: of the amounts.
         """
@@ -169,30 +169,30 @@ def stages(quiet: bool) -> Iterator[Stages]:
     facts = TextColumn("{task.fields[facts]}", table_column=Column(ratio=1, no_wrap=True))  # what is left of a line
     plain = not CONSOLE.is_terminal
     with Progress(*columns, *times, facts, console=CONSOLE, disable=quiet or plain, expand=True) as progress:
-        found = Stages(progress)
-        with _told_now_and_then(found) if plain and not quiet else nullcontext():
-            yield found
+        running = Stages(progress)
+        with _printed_now_and_then(running) if plain and not quiet else nullcontext():
+            yield running
 
 
 @contextmanager
-def _told_now_and_then(found: Stages) -> Iterator[None]:
+def _printed_now_and_then(running: Stages) -> Iterator[None]:
     """Prints the line of the stage that runs every ten seconds, whether or not a step ends in them."""
     over = threading.Event()
 
-    def tell() -> None:
+    def print_lines() -> None:
         while not over.wait(_SECONDS_A_LINE):
-            line = found.line()
+            line = running.line()
             if line is not None:
                 CONSOLE.print(line, soft_wrap=True)
 
-    teller = threading.Thread(target=tell, name="progress", daemon=True)
-    teller.start()
+    thread = threading.Thread(target=print_lines, name="progress", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         over.set()
-        teller.join()
-    for line in found.last_lines():
+        thread.join()
+    for line in running.last_lines():
         CONSOLE.print(line, soft_wrap=True)
 
 
@@ -201,10 +201,10 @@ def _memory() -> str:
     from quant.report.report import peak_rss
 
     torch = sys.modules.get("torch")
-    found = [f"{megabytes(peak)} of memory" for peak in [peak_rss()] if peak]
+    parts = [f"{megabytes(peak)} of memory" for peak in [peak_rss()] if peak]
     if torch is not None and torch.cuda.is_initialized():
-        found.append(f"{megabytes(torch.cuda.max_memory_allocated())} on the GPU")
-    return ", ".join(found)
+        parts.append(f"{megabytes(torch.cuda.max_memory_allocated())} on the GPU")
+    return ", ".join(parts)
 
 
 @contextmanager

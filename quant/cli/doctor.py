@@ -1,4 +1,4 @@
-"""The command `quant doctor` shows what this machine has, and how to install what it lacks."""
+"""The command `quant doctor` shows the software and GPUs of this machine, and how to install missing packages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _EXTRAS = {
 @click.command("doctor", cls=Command)
 @JSON
 def doctor_command(as_json: bool) -> None:
-    """Show what this machine has: torch, GPUs, and the optional packages or how to install them."""
+    """Show the software of this machine: torch, GPUs, and the optional packages or how to install them."""
     findings = examine()
     if as_json:
         print_json(findings)

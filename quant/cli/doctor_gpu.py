@@ -18,11 +18,11 @@ from quant.kernels.hardware import current
 
 def examine_gpus() -> list[dict[str, Any]]:
     """Every GPU that PyTorch sees, JSON-ready. Rates are the vendor's; null for a GPU that is not in our table."""
-    found = []
+    gpus = []
     with _nvml() as nvml:
         for index in range(torch.cuda.device_count()):
             gpu = current(index)
-            found.append(
+            gpus.append(
                 {
                     "name": torch.cuda.get_device_properties(index).name,
                     "compute_capability": f"{gpu.capability[0]}.{gpu.capability[1]}",
@@ -36,7 +36,7 @@ def examine_gpus() -> list[dict[str, Any]]:
                     "readings": _readings(nvml, index),
                 }
             )
-    return found
+    return gpus
 
 
 def examine_links() -> dict[str, str]:
@@ -92,13 +92,13 @@ def _readings(nvml: Any, index: int) -> dict[str, float]:
         "memory_clock_mhz": lambda h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_MEM),
         "memory_used_bytes": lambda h: nvml.nvmlDeviceGetMemoryInfo(h).used,
     }
-    found = {}
+    readings = {}
     for name, query in queries.items():
         try:
-            found[name] = query(_handle(nvml, index))
+            readings[name] = query(_handle(nvml, index))
         except nvml.NVMLError:
             continue
-    return found
+    return readings
 
 
 def _link(nvml: Any, a: int, b: int) -> str:

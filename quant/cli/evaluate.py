@@ -99,16 +99,16 @@ def evaluate_command(
         raise UserError("--task-path, --shots and --limit are for --tasks; leave them out")
     if tasks is not None and baseline:
         raise UserError("--baseline is for --text and --data; run --tasks on each model")
-    there = find_device(device)
+    target = find_device(device)
     hears = listener(quiet or as_json)
-    announce_device(hears, there)
+    announce_device(hears, target)
     source, module = open_runnable(model, model_factory=model_factory, unsafe_load=unsafe_load)
     announce_source(hears, source)
     if tasks is not None:
         how = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
         with how:
             scores = evaluate_tasks(
-                module.to(there), tasks, source.load_tokenizer(), task_path=task_path, shots=shots, limit=limit,
+                module.to(target), tasks, source.load_tokenizer(), task_path=task_path, shots=shots, limit=limit,
                 batch_size=batch_size,
             )  # fmt: skip
         if as_json:
@@ -121,12 +121,12 @@ def evaluate_command(
         _, other = open_runnable(baseline, model_factory=model_factory, unsafe_load=unsafe_load)
     asked = Rows(tuple(map(str, data or texts)), samples, seqlen)
     with hears.stages() as progress:
-        rows = read_evaluation(source, asked, writer=other, device=there, progress=progress, listener=hears)
+        rows = read_evaluation(source, asked, writer=other, device=target, progress=progress, listener=hears)
     hashes = {f"the text {name}": digest_of(each) for name, each in rows.items()}
-    check_same(hashes, WatchedFiles(source.path).files, there)
+    check_same(hashes, WatchedFiles(source.path).files, target)
     how = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
     with how, bar("evaluate", quiet or as_json) as advance:
-        result = evaluate_texts(module, rows, other, batch_size=batch_size, device=there, progress=advance)
+        result = evaluate_texts(module, rows, other, batch_size=batch_size, device=target, progress=advance)
     if as_json:
         print_json(result.to_dict())
     elif not quiet:
@@ -154,17 +154,17 @@ def _figures(result: Evaluation) -> dict[str, str]:
     """The figures on one text, by label."""
     from quant.report.summary import interval_text
 
-    found = {} if result.perplexity is None else {"perplexity": f"{result.perplexity:.3f}"}
+    figures = {} if result.perplexity is None else {"perplexity": f"{result.perplexity:.3f}"}
     interval = interval_text(result)
     if result.cosine is not None and result.error is not None:
-        found["1 − cosine of the embeddings"] = f"{result.cosine:.6f}{interval}"
-        found["relative error"] = f"{result.error:.2%}"
+        figures["1 − cosine of the embeddings"] = f"{result.cosine:.6f}{interval}"
+        figures["relative error"] = f"{result.error:.2%}"
     for each in result.outputs:
-        found[f"… of {each.name}"] = f"{each.cosine:.6f}, {each.error:.2%}"
+        figures[f"… of {each.name}"] = f"{each.cosine:.6f}, {each.error:.2%}"
     if result.baseline_perplexity is not None:
-        found["baseline perplexity"] = f"{result.baseline_perplexity:.3f}"
+        figures["baseline perplexity"] = f"{result.baseline_perplexity:.3f}"
     if result.kl is not None and result.top1 is not None:
-        found["KL(baseline‖model), nats"] = f"{result.kl:.4f}{interval}"
-        found["top-1 agreement"] = f"{result.top1:.1%}"
-    found[result.unit] = f"{result.tokens:,}"
-    return found | {"seconds": f"{result.seconds:.1f}"}
+        figures["KL(baseline‖model), nats"] = f"{result.kl:.4f}{interval}"
+        figures["top-1 agreement"] = f"{result.top1:.1%}"
+    figures[result.unit] = f"{result.tokens:,}"
+    return figures | {"seconds": f"{result.seconds:.1f}"}

@@ -91,14 +91,13 @@ def export_command(
     ragged fp8_block there, and mixes only fp8, nvfp4, nvfp4a16 and mxfp8. --to compressed-tensors converts a
     checkpoint of ModelOpt.
     """
-    from quant.api.export import EXPORTERS, Job, check_attention, check_request
+    from quant.api.export import EXPORTERS, ExportJob, check_attention, check_request
     from quant.checkpoints.load import describe, is_checkpoint, load, no_checkpoint
     from quant.checkpoints.open import outline
     from quant.models.state_dict import call_factory
     from quant.report.render import rewrite
 
     quiet = quiet or as_json
-    given = _parse_inputs(inputs) or None
     _check_options(kind)
     if not is_checkpoint(directory):
         raise no_checkpoint(directory)
@@ -119,24 +118,24 @@ def export_command(
             scales = _attention_scales(
                 model, plan, directory, calib, progress, listener(quiet), samples=calib_samples, seqlen=seqlen
             )
-        job = Job(
+        job = ExportJob(
             kind=kind,
             directory=directory,
             model=model,
             plan=plan,
             out=out,
-            inputs=given,
+            inputs=_parse_inputs(inputs) or None,
             attention_scales=scales,
             progress=progress,
             **options,
         )
-        found = EXPORTERS[kind](job)
-    if "layers" in found and (directory / "report.json").is_file():
-        rewrite(directory, found)
+        record = EXPORTERS[kind](job)
+    if "layers" in record and (directory / "report.json").is_file():
+        rewrite(directory, record)
     if as_json:
-        print_json(found)
+        print_json(record)
     elif not quiet:
-        _print(found, out)
+        _print(record, out)
 
 
 def _check_options(kind: str) -> None:
@@ -145,9 +144,9 @@ def _check_options(kind: str) -> None:
     everywhere = {"directory", "kind", "out", "overwrite", "model_factory", "quiet", "as_json", "debug"}
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
-        known = parameter.name in everywhere | KINDS[kind][1]
-        if source is click.core.ParameterSource.COMMANDLINE and not known:
-            takers = ", ".join(name for name, (_, taken) in KINDS.items() if parameter.name in taken)
+        is_taken = parameter.name in everywhere | KINDS[kind][1]
+        if source is click.core.ParameterSource.COMMANDLINE and not is_taken:
+            takers = ", ".join(name for name, (_, options) in KINDS.items() if parameter.name in options)
             raise UserError(f"--to {kind} has no use for {parameter.opts[0]}; it is for --to {takers}")
 
 
@@ -184,7 +183,7 @@ def _parse_inputs(texts: tuple[str, ...]) -> dict[str, GraphInput]:
 
     from quant.export.onnx_graph.decoder import GraphInput
 
-    found = {}
+    examples = {}
     for text in texts:
         name, dtype, dims = [*text.split(":"), "", ""][:3]
         if dtype not in _DTYPES or not name or not dims:
@@ -193,30 +192,30 @@ def _parse_inputs(texts: tuple[str, ...]) -> dict[str, GraphInput]:
         example = torch.zeros(
             [dim if isinstance(dim, int) else 2 for dim in sizes], dtype=getattr(torch, _DTYPES[dtype])
         )
-        found[name] = GraphInput(example, sizes)
-    return found
+        examples[name] = GraphInput(example, sizes)
+    return examples
 
 
-def _print(found: Mapping[str, Any], out: Path) -> None:
+def _print(record: Mapping[str, Any], out: Path) -> None:
     from quant.export.engine.build import summary
     from quant.export.onnx_graph.verify import worst_layer
 
-    layers = [layer for layer in found.get("layers", ()) if layer["onnx"] is not None]
+    layers = [layer for layer in record.get("layers", ()) if layer["onnx"] is not None]
     if layers:
         worst = worst_layer({"layers": layers})
         assert worst is not None
-        said = f"the worst, {worst['name']}, differs by {worst['onnx']:.1e}" if worst["onnx"] else "all are the same"
-        CONSOLE.print(f"{len(layers)} layers compared with PyTorch; {said}")
-    if audit := found.get("audit"):
+        errors = f"the worst, {worst['name']}, differs by {worst['onnx']:.1e}" if worst["onnx"] else "all are the same"
+        CONSOLE.print(f"{len(layers)} layers compared with PyTorch; {errors}")
+    if audit := record.get("audit"):
         CONSOLE.print(f"{sum(row['passed'] for row in audit)} of {len(audit)} layers run in the engine as planned")
-    for line in summary(found):
+    for line in summary(record):
         CONSOLE.print(line)
-    for name, size in found.get("files", {}).items():
+    for name, size in record.get("files", {}).items():
         CONSOLE.print(f"{size / 1e6:12,.1f} MB  {name}")
-    if rounded := found.get("rounded_scales"):
+    if rounded := record.get("rounded_scales"):
         CONSOLE.print(
             f"{counted(rounded, 'second-level scale')}: the nearest float32, at most 6e-8 away; exact in the metadata"
         )
-    if found.get("config_checked") is False:
+    if record.get("config_checked") is False:
         CONSOLE.print("config.pbtxt was not compared with the server's schema: that needs the package tritonclient")
     CONSOLE.print(f"written to {out}")

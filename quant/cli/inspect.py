@@ -56,7 +56,7 @@ def report_command(directory: Path, receipt_file: Path | None, out: Path | None)
         check_apart(out, receipt_file, None if out.resolve() == directory.resolve() / "report.html" else directory)
     fields = None
     if receipt_file is not None:
-        fields = read_json(receipt_file, "a receipt of `quant export`", lambda found: found)
+        fields = read_json(receipt_file, "a receipt of `quant export`", lambda receipt: receipt)
     written = rewrite(directory, fields, out=out, source=str(receipt_file))
     echo(f"written to {written}", err=True)
 

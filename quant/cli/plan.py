@@ -238,8 +238,8 @@ def _print_targets() -> None:
         places = ["from"] if any(pair.source for pair in target.pairs) else []
         listed = table("weight", "input", "runs", "layers", "note", *places, title=title, min_width=60)
         for pair in target.pairs:
-            given = (pair.weight, pair.activation or "16 bit", pair.runs, ", ".join(pair.kinds), pair.note)
-            listed.add_row(*given, *([pair.source] if places else []))
+            cells = (pair.weight, pair.activation or "16 bit", pair.runs, ", ".join(pair.kinds), pair.note)
+            listed.add_row(*cells, *([pair.source] if places else []))
         out.print(listed)
         for formats, why in target.refused.items():
             out.print(f"refused: {formats}: {why}")

@@ -1,4 +1,4 @@
-"""The command `quant sensitivity` scores what each fusion group of a model loses in each format."""
+"""The command `quant sensitivity` scores the loss of each fusion group of a model in each format."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def sensitivity_command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Score what each fusion group of MODEL loses in each format.
+    """Score the loss of each fusion group of MODEL in each format.
 
     Ranks share the work; the scores do not depend on their number.
     """
@@ -77,31 +77,33 @@ def sensitivity_command(
     hears = listener(quiet or as_json)
     if out is not None and rank_and_world()[0] == 0:
         click.get_current_context().with_resource(claimed(out))
-    there = find_device(device)
-    announce_device(hears, there)
+    target = find_device(device)
+    announce_device(hears, target)
     with hears.step(f"loading {model}"):
         source, module = open_original(model, model_factory=model_factory, unsafe_load=unsafe_load)
     announce_source(hears, source)
     with hears.stages() as progress:
         data, _ = read_calibration(
-            source, Rows(calib, samples, seqlen, seed), device=there, progress=progress, listener=hears
+            source, Rows(calib, samples, seqlen, seed), device=target, progress=progress, listener=hears
         )
         rows = as_rows(module, data, "a sensitivity table")
-        check_same({"the calibration text": tensor_hash(rows)}, WatchedFiles(source.path).files, there)
+        check_same({"the calibration text": tensor_hash(rows)}, WatchedFiles(source.path).files, target)
         if rows.is_floating_point():
             options["run"] = on_first(rows)
-        found = score(module, rows[:samples], seed=seed, path=out, device=there, progress=progress, **options)
+        sensitivity = score(module, rows[:samples], seed=seed, path=out, device=target, progress=progress, **options)
     if as_json:
-        print_json(found.to_dict())
+        print_json(sensitivity.to_dict())
     elif not quiet:
-        _print_table(found)
+        _print_table(sensitivity)
 
 
-def _print_table(found: Sensitivity) -> None:
+def _print_table(sensitivity: Sensitivity) -> None:
     """Prints groups by falling score, with the scores of each format."""
-    formats = [name for name in found.formats if name != "keep"]
-    shown = table("group", ">weights", *(f">{name}" for name in formats), title=f"{found.method}: {found.unit}")
-    for group in sorted(found.groups, key=lambda group: -max(group.scores.values())):
+    formats = [name for name in sensitivity.formats if name != "keep"]
+    shown = table(
+        "group", ">weights", *(f">{name}" for name in formats), title=f"{sensitivity.method}: {sensitivity.unit}"
+    )
+    for group in sorted(sensitivity.groups, key=lambda group: -max(group.scores.values())):
         scores = [f"{group.scores[name]:.2e}" if name in group.scores else "–" for name in formats]
         shown.add_row(group.name, f"{group.numel:,}", *scores)
     page().print(shown)

@@ -145,7 +145,7 @@ def read_calibration(
         rows: sources and sizes.
         device: where the model writes text.
         progress: of the writing.
-        listener: hears what inputs were made from.
+        listener: hears of the files that inputs were made from.
         plan: names a layer that needs the data, for the error message; None for a plan that is yet to be found.
 
     Returns:
@@ -238,7 +238,7 @@ def read_evaluation(
         writer: the model that writes missing text of decoders; by default that of `source`.
         device: where it runs.
         progress: of the writing.
-        listener: hears what inputs were made from.
+        listener: hears of the files that inputs were made from.
     """
     data: dict[str, torch.Tensor | Inputs] = {}
     for name in rows.sources:

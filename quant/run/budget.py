@@ -2,7 +2,7 @@
 
 bits, fit, latency           budgets: bits per weight, memory, time of a decoding step
 max_kl, max_ppl_increase     limits on the measured loss
-the other fields             what may be chosen, and how
+the other fields             formats to choose from, and how they are scored
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BUDGETS = ("bits", "fit", "latency", "max_kl", "max_ppl_increase")
 
 @dataclass(frozen=True)
 class AllocationRequest:
-    """Budgets with their units, limits, and what may be chosen; see `quant.Goal` for their meaning."""
+    """Budgets with their units, limits, and the formats to choose from; see `quant.Goal` for their meaning."""
 
     bits: float | None = None
     fit: str | None = None
@@ -95,8 +95,8 @@ class AllocationRequest:
             raise self._needs_budget("search", spell)
 
     def _needs_budget(self, name: str, spell: Spelling) -> UserError:
-        first, *others, last = map(spell, _BUDGETS if spell is as_option else ("bits", "max_kl"))
-        budgets = " or ".join((", ".join((first, *others)), last))
+        first, *middle, last = map(spell, _BUDGETS if spell is as_option else ("bits", "max_kl"))
+        budgets = " or ".join((", ".join((first, *middle)), last))
         return UserError(f"{spell(name)} needs something to allocate for: {budgets}")
 
 

@@ -50,18 +50,18 @@ def read_data(job: Job, decision: Decision) -> Decision:
     if job.request.calib:
         data, records = _kept_data(job, decision.plan)
         return replace(decision, plan=with_calibration(decision.plan, records), data=data)
-    plan, found = with_data(decision.plan, lambda: _kept_data(job, decision.plan))
+    plan, written = with_data(decision.plan, lambda: _kept_data(job, decision.plan))
     announce_effort(job.listener, plan)
-    return replace(decision, plan=plan, data=found)
+    return replace(decision, plan=plan, data=written)
 
 
 def _kept_data(job: Job, plan: Plan) -> tuple[Data, list[Record]]:
     """Calibration data and its records. Text that the model wrote is kept in the store, for writing takes long."""
     rows, store = job.request.calibration_rows, job.session.store
     step = f"calibration rows of {rows.label}"
-    kept = store.get(step) if rows.is_written else None
-    if kept is not None:
-        return kept.tensors["rows"].clone(), kept.record
+    stored = store.get(step) if rows.is_written else None
+    if stored is not None:
+        return stored.tensors["rows"].clone(), stored.record
     on_processor = job.session.device is None or job.session.device.type == "cpu"
     if rows.is_written and on_processor:
         read_stored(job.model, stored_in(job.model))  # or each token would read every weight again

@@ -48,7 +48,7 @@ class Job:
 
     @contextmanager
     def stages(self) -> Iterator[tuple[Job, StageProgress]]:
-        """The same job while its listener hears of stages with counts, and what they report to."""
+        """The same job while its listener hears of stages with counts, and the counter of these stages."""
         with self.listener.stages() as progress:
             yield replace(self, session=replace(self.session, progress=progress)), progress
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ def load(request: Request, listener: Listener) -> Job:
     if not request.dry_run:
         session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)
         announce_device(listener, session.device)
+        _create_context(session.device)
     torch.manual_seed(request.seed)
     started = time.perf_counter()
     with listener.step(f"loading {request.model}"):
@@ -67,6 +69,15 @@ def load(request: Request, listener: Listener) -> Job:
         )
     announce_source(listener, source)
     return Job(request, source, session, listener, {"load": time.perf_counter() - started})
+
+
+def _create_context(device: torch.device | None) -> None:
+    """Has the driver create a GPU's context, which takes about a second, while transformers is imported.
+
+    PyTorch lets go of the interpreter's lock meanwhile.
+    """
+    if device is not None and device.type == "cuda":
+        Thread(target=torch.empty, args=(1,), kwargs={"device": device}, name="context", daemon=True).start()
 
 
 def _in_memory(request: Request) -> _InMemory:

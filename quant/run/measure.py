@@ -67,11 +67,11 @@ def measure(job: Job, solved: Solved, baseline: Baseline) -> Measured:
         return Measured()
     assert solved.quantized is not None
     store, digests = job.session.store, {name: digest_of(rows) for name, rows in baseline.texts.items()}
-    kept = store.get("evaluation")
-    if kept is not None and kept.record["texts"] == digests:
-        logits = kept.record["fingerprint"]
+    stored = store.get("evaluation")
+    if stored is not None and stored.record["texts"] == digests:
+        logits = stored.record["fingerprint"]
         measured = Measured(
-            Evaluation.from_dict(kept.record["evaluation"]), None if logits is None else Fingerprint.from_dict(logits)
+            Evaluation.from_dict(stored.record["evaluation"]), None if logits is None else Fingerprint.from_dict(logits)
         )
     elif store.is_moving:
         raise UserError(

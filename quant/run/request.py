@@ -197,11 +197,11 @@ class Request:
 
     def _first_given(self, *names: str) -> str | None:
         """The first of some options that is given, as the user wrote it."""
-        given = (name for name in names if (value := getattr(self, name)) is not None and value not in ((), []))
-        return next(map(self.spell, given), None)
+        names_given = (name for name in names if (value := getattr(self, name)) is not None and value not in ((), []))
+        return next(map(self.spell, names_given), None)
 
     def check_destination(self) -> None:
-        """Raises UserError, or the OSError of what is in the way, unless `out` is a place to write to."""
+        """Raises UserError, or the OSError of a file that is in the way, unless `out` is a place to write to."""
         if self.is_in_memory or self.dry_run:
             return
         if self.out is None:

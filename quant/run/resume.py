@@ -1,4 +1,4 @@
-"""A run keeps what it finishes beside its destination, so that the same command goes on there after it was stopped."""
+"""A run keeps finished steps beside its destination, so that the same command goes on behind them after a stop."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The ranks of a command must work on the same files: `check_same` compares them before anything is computed.
 
-Machines that do not share a file system may hold different copies. Of a large file some places are compared, evenly
-spread over it: enough to tell another model or revision, not a flipped bit.
+Machines that do not share a file system may hold different copies. Of a large file, pieces that are spread evenly over
+it are compared: enough to notice another model or revision, not a flipped bit.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
 from quant.errors import UserError
 from quant.extras import versions
 
-_PLACES, _BYTES = 64, 1 << 20
+_PIECES, _BYTES = 64, 1 << 20
 
 
-def check_same(what: Mapping[str, str], files: Sequence[Path] = (), device: torch.device | None = None) -> None:
+def check_same(values: Mapping[str, str], files: Sequence[Path] = (), device: torch.device | None = None) -> None:
     """Checks that all ranks have the same things.
 
     Args:
-        what: hashes or names of what the result depends on, by what errors call it.
+        values: hashes or names that the result depends on, by the words of the error message.
         files: of the model.
         device: of this rank; GPUs of different kinds would round differently.
 
@@ -35,16 +35,16 @@ def check_same(what: Mapping[str, str], files: Sequence[Path] = (), device: torc
         return
     own = {f"the file {file.name}": _spot_hash(file) for file in files}
     own["the kind of device"] = kind_of(device)
-    own |= {f"the version of {name}": version for name, version in versions().items()} | dict(what)
+    own |= {f"the version of {name}": version for name, version in versions().items()} | dict(values)
     everywhere = gathered((platform.node(), own))
     first = everywhere[0][1]
-    for rank, (machine, found) in enumerate(everywhere):
-        for name in dict.fromkeys((*first, *found)):
-            if found.get(name) != first.get(name):
-                here, there = (values.get(name, "none") for values in (found, first))
+    for rank, (machine, theirs) in enumerate(everywhere):
+        for name in dict.fromkeys((*first, *theirs)):
+            if theirs.get(name) != first.get(name):
+                own_value, first_value = (each.get(name, "none") for each in (theirs, first))
                 if rank_and_world()[0]:
                     wait_for_all()  # until the first rank has said it, and this one is ended
-                how = "" if len(here + there) > 80 else f" ({here}; rank 0 has {there})"
+                how = "" if len(own_value + first_value) > 80 else f" ({own_value}; rank 0 has {first_value})"
                 raise UserError(
                     f"rank {rank} on {machine} differs from rank 0 in {name}{how}; all ranks need the same files, "
                     "options, versions and GPUs"
@@ -58,13 +58,13 @@ def kind_of(device: torch.device | None) -> str:
 
 def _spot_hash(file: Path) -> str:
     size = file.stat().st_size
-    found = hashlib.sha256(str(size).encode())
+    digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as opened:
-        if size <= _PLACES * _BYTES:
-            found.update(opened.read())
+        if size <= _PIECES * _BYTES:
+            digest.update(opened.read())
         else:
-            found.update(opened.read(_BYTES))  # the header, with the names and shapes
-            for place in range(1, _PLACES):
-                opened.seek(place * (size - 4096) // (_PLACES - 1))
-                found.update(opened.read(4096))
-    return found.hexdigest()
+            digest.update(opened.read(_BYTES))  # the header, with the names and shapes
+            for piece in range(1, _PIECES):
+                opened.seek(piece * (size - 4096) // (_PIECES - 1))
+                digest.update(opened.read(4096))
+    return digest.hexdigest()

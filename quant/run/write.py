@@ -150,9 +150,9 @@ def _guard_warnings(decided: Plan, executed: Plan) -> list[str]:
     changed = [layer for layer in executed.layers if layer.weight != decided.by_name[layer.name].weight]
     if not changed:
         return []
-    kept = sum(layer.weight is None for layer in changed)
+    unquantized = sum(layer.weight is None for layer in changed)
     return [
         f"the guard {executed.guard!r} gave {len(changed)} of "
-        f"{counted(len(decided.quantized), 'layer')} another format, {kept} of them 16 bit, {changed[0].name} first: "
-        f"{changed[0].reason}"
+        f"{counted(len(decided.quantized), 'layer')} another format, {unquantized} of them 16 bit, "
+        f"{changed[0].name} first: {changed[0].reason}"
     ]

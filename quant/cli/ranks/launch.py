@@ -1,7 +1,14 @@
 """`launch` starts a command as several ranks of this machine, as torchrun does; `local_device` gives each its GPU.
 
 `--devices N` starts N processes of the same command with the environment variables that torchrun sets. Under torchrun
-itself they are there already. Only the first rank prints.
+itself they are set already. Only the first rank prints.
+
+PyTorch's own launchers (`torch.distributed.run`, its `LocalElasticAgent`, `torch.multiprocessing.spawn`) start ranks
+too, and they end all ranks when one dies. They are not used here, as of PyTorch 2.13, for three reasons:
+
+    exit code    theirs is 1 for every failure; a command's 2, 70 and 128 + signal would be lost
+    messages     they print a report of several lines with a traceback; a command's error is one line of its first rank
+    start        they import torch in the launching process, which takes seconds before any rank starts
 """
 
 from __future__ import annotations
@@ -66,19 +73,19 @@ def free_port() -> int:
 def launch(command: str, arguments: Sequence[str], count: int) -> int:
     """Runs a command of the toolbox as `count` ranks of this machine, and gives its exit code.
 
-    What the first rank prints is printed. What others say on standard error is shown where the command fails.
+    The output of the first rank is shown. Standard error of the others is kept, and shown where the command fails.
     """
-    threads = int(os.environ.get("OMP_NUM_THREADS", cores()))  # of one rank; a quota has been seen to
+    threads = int(os.environ.get("OMP_NUM_THREADS", cores()))  # of one rank; `cores` obeys a container's quota
     common = os.environ | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": str(max(threads // count, 1)),
     }  # fmt: skip
     program = [sys.executable, "-m", "quant", command, *arguments]
-    said = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115 -- closed below
+    error_files = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115 -- closed below
     ranks: list[subprocess.Popen[bytes]] = []
     before = signal.getsignal(signal.SIGINT)
     try:
-        for rank, errors in enumerate(said):
+        for rank, errors in enumerate(error_files):
             out, err = (subprocess.DEVNULL, errors) if rank else (None, None)
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(subprocess.Popen(program, env=environment, stdout=out, stderr=err))
@@ -90,7 +97,7 @@ def launch(command: str, arguments: Sequence[str], count: int) -> int:
     finally:
         _end(ranks)
         signal.signal(signal.SIGINT, before)
-    for rank, file in enumerate(said):
+    for rank, file in enumerate(error_files):
         with file:
             file.seek(0)
             text = file.read().decode(errors="replace").rstrip()
@@ -100,7 +107,7 @@ def launch(command: str, arguments: Sequence[str], count: int) -> int:
 
 
 def _exit_code(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Waits for the first rank, or for any that fails while the first does not notice; what shells make of its end."""
+    """Waits for the first rank, or for one that fails while the first goes on; gives the exit code of shells."""
     deadline: float | None = None
     while ranks[0].poll() is None and (deadline is None or time.monotonic() < deadline):
         if deadline is None and any(rank.poll() for rank in ranks):

@@ -4,6 +4,9 @@ Every rank holds a connection to the first one for as long as it lives. When a p
 closes its connections. So the first rank learns within moments which rank was lost, says so in one line and ends, and
 the others end because it has; nobody waits in vain for a sum to which a dead rank would have added. A rank that fails
 with an error sends its message along the same way.
+
+torchrun's agent watches the processes of its own machine alone. Other machines learn of a lost one by a timeout of
+minutes, and nobody learns which error came first. So every command watches its ranks itself, under torchrun too.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ from typing import Any
 from quant.errors import printable
 from quant.recipes.json_text import json_text
 
-# Errors of several ranks come together: the one that says most is printed after so many seconds.
+# Errors of several ranks come together. The most informative one is printed after this many seconds.
 _TOGETHER = 1.0
-# A rank that told its error waits so long for the first one to end.
+# A rank that sent its error waits this many seconds for the first one to end.
 _FAREWELL = 10.0
 
 
@@ -31,10 +34,10 @@ class Watch:
     """The connections between the first rank and the others, and the thread that watches them.
 
     A word is one line of JSON: that a rank `ends`, or its `error`, which perhaps only `follows` from another's. A
-    connection that closes without a word is that of a rank that was lost.
+    connection that closes without a word belongs to a rank that was lost.
 
     Args:
-        way_out: what a user can do when a rank is lost.
+        way_out: advice to the user when a rank is lost.
     """
 
     def __init__(self, way_out: str) -> None:
@@ -81,7 +84,7 @@ class Watch:
                 os._exit(2)
 
     def _tell(self, heard: dict[int, dict[str, Any]]) -> None:
-        """Prints the line that says most: a rank's own error, then a lost rank, then what followed from it."""
+        """Prints the most informative line: a rank's own error, else a lost rank, else an error that followed."""
         rank, word = min(heard.items(), key=lambda item: (_weight(item[1]), item[0]))
         lost = f"was lost: it ended without a word, as a killed process does; {self.way_out}"
         if self.rank == 0 or (self.rank == 1 and not word):
@@ -142,7 +145,7 @@ def _send(connection: socket.socket, **word: Any) -> None:
 
 
 def _word(connection: socket.socket) -> dict[str, Any]:
-    """What another rank says; nothing where it is lost."""
+    """The word of another rank; empty where the rank is lost."""
     line = b""
     with suppress(OSError):
         while not line.endswith(b"\n") and (part := connection.recv(1 << 16)):

@@ -630,7 +630,7 @@ def test_the_work_of_solving() -> None:
     rows = torch.zeros(3, 10, dtype=torch.int64)
     for solver, unit, amount in (("gptq", "tokens", 30.0), ("rtn", "MB", None)):
         plan = make_plan(model, "nvfp4", solver=solver)
-        names, amounts, found = console.solving_steps(model, plan, rows)
+        names, amounts, found = solving_steps(model, plan, rows)
         assert found == unit and names == ["model.layers.0"] * 7 + ["model.layers.1"] * 7
         assert sum(amounts) == pytest.approx(amount or sum(2 * layer.numel for layer in plan.quantized) / 1e6)
         assert amounts[4] / amounts[0] == pytest.approx(plan.quantized[4].numel / plan.quantized[0].numel)
