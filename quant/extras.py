@@ -6,8 +6,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from types import ModuleType
 
@@ -33,11 +36,28 @@ def require(module: str, extra: str) -> ModuleType:
     """
     package = module.partition(".")[0]
     try:
-        return importlib.import_module(module)
+        with importing():
+            return importlib.import_module(module)
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == package
         why = "is not installed" if missing else f"cannot be imported ({' '.join(str(error).split())})"
         raise UserError(f"this needs the package `{package}`, which {why}: {install_command(extra)}") from error
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Imports go faster in here, because the garbage collector is off.
+
+    torch and a model class of transformers make about two million objects, all of which stay. With PyTorch 2.13 and
+    transformers 5.24 the search for garbage among them takes a fifth of the time of their import.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def versions() -> dict[str, str]:

@@ -10,6 +10,8 @@ nothing else changes.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import shlex
 import signal
@@ -31,6 +33,10 @@ from quant.kernels.processor import set_up_threads
 from quant.models.files import with_revision
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan, RunTimeFormats
+
+# At its end Python looks for garbage among all objects of torch and transformers, for about a second. Nothing that is
+# frozen is looked at.
+atexit.register(gc.freeze)
 
 _BUG = 70  # what sysexits.h calls an internal software error
 _ARGUMENTS = "quant.arguments"

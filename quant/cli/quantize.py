@@ -11,6 +11,7 @@ import click
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_line, model_options, print_json
 from quant.cli.console import CONSOLE, listener, print_plan
+from quant.extras import importing
 
 
 @click.command("quantize", cls=Command)
@@ -113,10 +114,11 @@ def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
     Writes a checkpoint that vLLM and transformers load, a plan with the reason for every layer's format, and a report.
     Give one of --format, --recipe and --plan, or a budget or limit for which formats are chosen (--bits …).
     """
-    from quant.report.summary import print_summary
-    from quant.run.budget import AllocationRequest
-    from quant.run.request import Request
-    from quant.run.run import run
+    with importing():
+        from quant.report.summary import print_summary
+        from quant.run.budget import AllocationRequest
+        from quant.run.request import Request
+        from quant.run.run import run
 
     budget = AllocationRequest(**{field.name: options.pop(field.name) for field in fields(AllocationRequest)})
     command = command_line(click.get_current_context())

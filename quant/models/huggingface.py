@@ -22,7 +22,7 @@ from torch import nn
 from quant.errors import UserError, listed
 from quant.export.checkpoint.names import stored_names
 from quant.export.checkpoint.read import TensorFiles
-from quant.extras import require
+from quant.extras import importing, require
 from quant.models.configs import (
     check_numbers,
     check_processor,
@@ -256,9 +256,10 @@ def model_class(config: Any, where: str) -> Any:
     """
     transformers = require("transformers", "hf")
     for name in config.architectures or ():
-        found = getattr(transformers, name, None) if isinstance(name, str) else None
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
+        with importing():  # transformers imports the file of a class when it is first named
+            cls = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            return cls
     for kind in ("AutoModelForCausalLM", "AutoModel") if TRUSTED.get() else ():
         if (reference := (getattr(config, "auto_map", None) or {}).get(kind)) is not None:
             dynamic = require("transformers.dynamic_module_utils", "hf")

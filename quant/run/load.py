@@ -16,6 +16,7 @@ from quant.calibration.ranks import rank_and_world
 from quant.calibration.session import Session
 from quant.errors import UserError
 from quant.execution.announcements import announce_device, announce_source
+from quant.extras import importing
 from quant.formats.atomic import claimed
 from quant.models.open import Source, open_model
 from quant.run.job import Job
@@ -58,7 +59,7 @@ def load(request: Request, listener: Listener) -> Job:
         _create_context(session.device)
     torch.manual_seed(request.seed)
     started = time.perf_counter()
-    with listener.step(f"loading {request.model}"):
+    with listener.step(f"loading {request.model}"), importing():  # transformers, most of the time
         source = open_model(
             request.model,
             model_factory=request.model_factory,

@@ -31,6 +31,7 @@ from quant.recipes.plan import Plan
 from quant.recipes.recipe import presets
 from quant.report.report import Report
 from quant.report.summary import summary
+from quant.run.solving_steps import solving_steps
 
 pytest.importorskip("transformers")
 
