@@ -93,30 +93,21 @@ def score_groups(
         remove_parts(path)  # of a run that was stopped when its table was written
         return table
     candidates = {c.name: c for choices in allowed.values() for c in choices if c.name != KEPT.name}
-    stored = stored_dtype(model)
-    divergence = divergence_of(model, rows)
-    if amax is None:
-        amax = measure_amax(model, groups, candidates, rows, session)
+    divergence, stored = divergence_of(model, rows), stored_dtype(model)
+    amax = measure_amax(model, groups, candidates, rows, session) if amax is None else amax
     switchable = SwitchableModel(
         model, groups, candidates, amax, scoring.solver, stored, scoring.solutions, device=session.device,
         dtype=scoring.dtype,
     )  # fmt: skip
     with switchable.ready():
-        rows_on_device = rows.to(session.device)
-        method = METHOD_CLASSES[scoring.method](switchable, allowed, rows_on_device, divergence, session.seed)
+        method_class = METHOD_CLASSES[scoring.method]
+        method = method_class(switchable, allowed, rows.to(session.device), divergence, session.seed)
         results = run_units(method.names, method.work, session, key=key, path=path)
     scores = method.finish(total(results))
     _complete(scores, groups, allowed, scoring.method)
-    table = Sensitivity(
-        method=scoring.method,
-        formats=(*candidates, KEPT.name),
-        unit=_unit(scoring.method, divergence),
-        rows=rows.shape[0],
-        seqlen=rows.shape[1],
-        groups=tuple(_entry(name, members, allowed[name], scores.get(name, {})) for name, members in groups.items()),
-        key=key,
-        seconds=time.perf_counter() - started,
-    )
+    entries = tuple(_entry(name, members, allowed[name], scores.get(name, {})) for name, members in groups.items())
+    unit, seconds = _unit(scoring.method, divergence), time.perf_counter() - started
+    table = Sensitivity(scoring.method, (*candidates, KEPT.name), unit, len(rows), rows.shape[1], entries, key, seconds)
     if path is not None:
         if session.rank == 0:
             table.save(path)

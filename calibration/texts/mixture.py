@@ -95,11 +95,7 @@ def mixture_rows(
     needed = samples * (seqlen - (start is not None))
     length = max(2, min(PIECE, needed // samples))
     generator = random.Random(session.seed)
-    stock: dict[str, list[torch.Tensor]] = {}
-    if tokenizer is not None and not own_only:
-        stock = {name: _pieces(name, tokenizer, length, start, end) for name in SHARES if name != OWN}
-    for pieces in stock.values():
-        generator.shuffle(pieces)
+    stock = {} if tokenizer is None or own_only else _shuffled_pieces(tokenizer, length, start, end, generator)
     # Samples first: the model then writes as many tokens as they leave open.
     parts = _first_pieces(stock, _apportioned(-(-needed // length), SHARES), length)
     why_not = "no model that writes" if writer is None else writer.why_not
@@ -120,13 +116,9 @@ def mixture_rows(
         parts = _without_own(stock, needed, length)
     chain = torch.cat(_interleaved(parts))[:needed]
     rows = cut_rows(chain[None], seqlen, start)
-    record: Record = {
-        "rows": len(rows),
-        "seqlen": seqlen,
-        "seed": session.seed,
-        "tokens": {name: _tokens({name: pieces}) for name, pieces in parts.items() if pieces},
-        "sha256": rows_hash(rows),
-    }
+    tokens = {name: _tokens({name: pieces}) for name, pieces in parts.items() if pieces}
+    record: Record = {"rows": len(rows), "seqlen": seqlen, "seed": session.seed, "tokens": tokens}
+    record["sha256"] = rows_hash(rows)
     return rows, record if OWN in parts else {**record, "no_own_text": why_not}
 
 
@@ -145,6 +137,16 @@ def turns(document: str) -> list[dict[str, str]]:
     """The messages of a sample of dialogue, whose turns begin with `user: ` and `assistant: `."""
     parts = re.split(r"^(user|assistant): ", document, flags=re.MULTILINE)[1:]
     return [{"role": r, "content": c.strip()} for r, c in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _shuffled_pieces(
+    tokenizer: Any, length: int, start: int | None, end: int | None, generator: random.Random
+) -> dict[str, list[torch.Tensor]]:
+    """The pieces of all files of samples, by part, each part in a random order."""
+    stock = {name: _pieces(name, tokenizer, length, start, end) for name in SHARES if name != OWN}
+    for pieces in stock.values():
+        generator.shuffle(pieces)
+    return stock
 
 
 def _pieces(name: str, tokenizer: Any, length: int, start: int | None, end: int | None) -> list[torch.Tensor]:

@@ -116,17 +116,12 @@ def calibration_rows(
         return token_rows(source, tokenizer, samples=samples, seqlen=seqlen, seed=seed if settings.shuffle else None)
     if corpus is not None:
         corpus = settings.applied(corpus)
-        name, column = str(source), corpus.column
-        items: Iterable[Any] = read_records(corpus, seed=seed if settings.shuffle else None)
+        name, records = str(source), read_records(corpus, seed=seed if settings.shuffle else None)
+        documents = read_documents(records, tokenizer, name, corpus.column)
     else:
-        name, column = f"calibration data ({type(source).__name__})", settings.column
-        if not isinstance(source, Iterable):
-            raise ValueError(f"{name}: give a file, a data set, token ids or an iterable of texts or batches")
-        # Iterating over a single batch would give the names of its fields.
-        items = [source] if isinstance(source, Mapping | np.ndarray) else source
-    documents = read_documents(items, tokenizer, name, column)
-    if settings.shuffle and corpus is None:
-        documents = shuffled(documents, seed)
+        name = f"calibration data ({type(source).__name__})"
+        documents = read_documents(_items_of(source, name), tokenizer, name, settings.column)
+        documents = shuffled(documents, seed) if settings.shuffle else documents
     if settings.pack:
         end = getattr(tokenizer, "eos_token_id", None)
         rows = pack_rows(documents, end, samples, seqlen, name, start_token(tokenizer))
@@ -135,6 +130,13 @@ def calibration_rows(
     if tokenizer is not None:
         _check_vocabulary(rows, len(tokenizer), name)
     return rows
+
+
+def _items_of(source: Any, name: str) -> Iterable[Any]:
+    if not isinstance(source, Iterable):
+        raise ValueError(f"{name}: give a file, a data set, token ids or an iterable of texts or batches")
+    # Iterating over a single batch would give the names of its fields.
+    return [source] if isinstance(source, Mapping | np.ndarray) else source
 
 
 def token_rows(

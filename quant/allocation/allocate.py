@@ -141,7 +141,6 @@ def allocate(
     scores = score_groups(
         model, space.groups, space.allowed, texts.scored, scoring, session, amax=amax, path=settings.path
     )
-    started += scores.seconds  # the record's time is without scoring
     problem = space.problem(scores)
     switchable = SwitchableModel(
         model, space.groups, space.candidates, amax, scoring.solver, stored_dtype(model), scoring.solutions,
@@ -173,16 +172,9 @@ def allocate(
     plan = _with_verified(plan_of(best.choice), verified)
     if quantized is not None:
         quantized = replace(quantized, plan=_with_verified(quantized.plan, verified))
-    record = AllocationRecord(
-        budget=goal.budget,
-        chosen=_chosen(best, loop),
-        curve=curve,
-        uniform=uniform,
-        rounds=tuple(loop.rounds),
-        seconds=time.perf_counter() - started,
-        unit=bench.divergence.unit,
-        verified=verified,
-    )
+    seconds = time.perf_counter() - started - scores.seconds
+    chosen, rounds, unit = _chosen(best, loop), tuple(loop.rounds), bench.divergence.unit
+    record = AllocationRecord(goal.budget, chosen, curve, uniform, rounds, seconds, unit, verified)
     return Allocation(plan, record, scores, quantized)
 
 
