@@ -26,7 +26,7 @@ class Candidate:
         name: as the user wrote it.
         weight: weight format; None keeps 16 bit.
         activation: input format; None keeps 16 bit.
-        rank: of a branch in 16 bit beside the weight; 0 for none.
+        rank: of the low-rank branch in 16 bit; 0 without a branch.
     """
 
     name: str

@@ -8,12 +8,12 @@ A model that is served takes more memory than its weights:
 
     memory = weights that are allocated + weights that are not + key-value cache of batch × context tokens
 
-Seconds are those of one decoding step: every weight is read once for the whole batch, and so is the cache. They come
+Seconds are the time of one decoding step: every weight is read once for the whole batch, and so is the cache. They come
 from a table of measured kernel times, or from the roofline of a named GPU,
 
     seconds = max(bytes / bandwidth, 2 · tokens · weights / peak of the format)
 
-which is a bound that good kernels come close to and not a measurement; the plan says which of the two it was.
+which is a bound that good kernels come close to and not a measurement; the plan records the source.
 """
 
 from __future__ import annotations

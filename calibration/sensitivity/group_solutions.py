@@ -1,6 +1,6 @@
 """`solve_each_group` solves every group in every format, on the inputs of the original model.
 
-Rounding to nearest says little about a solver such as GPTQ, which removes nine tenths of the error in some groups and a
+Rounding to nearest does not predict a solver such as GPTQ, which removes nine tenths of the error in some groups and a
 third in others. So where formats are chosen for such a solver, scores and measurements use weights that it has solved.
 The formats of the layers before a group are not decided yet, so each group gets the original model's inputs here;
 quantization later solves it again, on the inputs that it really gets.

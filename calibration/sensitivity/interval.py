@@ -29,7 +29,7 @@ def mean_interval(values: Sequence[float], *, least: float = -math.inf) -> tuple
         least: lower bound of any mean; 0 for a divergence.
 
     Returns:
-        Low and high end; None for a single row, which tells nothing about the spread.
+        Low and high end; None for a single row, whose spread is unknown.
     """
     if len(values) < 2:
         return None

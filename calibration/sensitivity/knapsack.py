@@ -136,7 +136,7 @@ def check_feasible(problem: Problem, limits: Mapping[str, float]) -> None:
 
 
 def pareto(problem: Problem, resource: str, points: int = 25) -> list[np.ndarray]:
-    """Best choices for `points` limits of `resource`, from its smallest sum to that of the least lossy choice.
+    """Best choices for `points` limits of `resource`, from its smallest sum to the sum of the least lossy choice.
 
     Limits are denser near the smallest sum, where the curve bends most and where budgets lie.
     """
@@ -228,8 +228,8 @@ def _silent_stdout() -> Iterator[None]:
     sys.stdout.flush()
     saved = os.dup(1)
     try:
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 1)
+        with open(os.devnull, "wb") as sink:
+            os.dup2(sink.fileno(), 1)
         yield
     finally:
         os.dup2(saved, 1)

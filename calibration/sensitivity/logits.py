@@ -1,4 +1,4 @@
-"""`Logits` computes the logits of a model for slices of positions, since those of whole rows do not fit in memory.
+"""`Logits` computes the logits of a model for slices of positions, since the logits of whole rows do not fit in memory.
 
 The logits of 512 positions of a vocabulary of 150k take 300 MB in FP32, and several such tensors are needed. So the
 model runs on whole rows without its output head, and the head is applied to a slice of positions at a time. Some models

@@ -138,7 +138,7 @@ def _targets(
     if ids is None or logits.dim() != 3 or logits.shape[1] != ids.shape[1] or output_head(model) is None:
         return None, unpadded
     targets = ids[:, 1:].to(logits.device)
-    # A position of padding on the left would predict the first token, which depends on nothing that the model read.
+    # Padding on the left is no context, so its prediction of the first token measures nothing about the model.
     counted = torch.ones_like(targets, dtype=torch.bool) if unpadded is None else unpadded[:, 1:] & unpadded[:, :-1]
     for token in _media_tokens(getattr(model, "config", None)):
         counted &= targets != token
@@ -163,7 +163,7 @@ def embedded(values: torch.Tensor, base: torch.Tensor, name: str, unpadded: torc
 
     Args:
         values: embeddings of the model, float64 `[rows, …]`.
-        base: those of the original.
+        base: embeddings of the original, of the same shape.
         name: of the row or call, for errors.
         unpadded: tokens of embeddings `[rows, tokens, hidden]` that count, bool `[rows, tokens]`; None counts all.
 

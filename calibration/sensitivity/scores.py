@@ -6,7 +6,7 @@
 
 `fisher` is the second-order expansion of the KL that `kl` measures, where L is the likelihood of a token that the model
 itself proposes (see `divergence`) and errors of different tokens are taken to be independent; for embeddings, which
-average tokens, the square is that of the sum over a row. `token_products` computes the products.
+average tokens, the sum over a row is squared. `token_products` computes the products.
 
 `kl` runs the model from the group's block on, and multiplies only the changes; see `baseline`.
 """

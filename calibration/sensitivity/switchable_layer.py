@@ -127,7 +127,7 @@ class SwitchableLayer(nn.Module):
 
 
 class SwitchableExperts(SwitchableLayer, ExpertStack):
-    """One projection of all experts; `stacking` says how their parameter holds it."""
+    """One projection of all experts; `stacking` describes its layout in the parameter."""
 
     def __init__(
         self, owner: SwitchableModel, plan: LayerPlan, group: str, weight: torch.Tensor, stacking: Stacking

@@ -1,9 +1,9 @@
 """`run_units` divides work among ranks, keeps results on disk and adds them up in one order.
 
-A unit has a name, gives a small dict of numbers, and depends on nothing but its name. Rank r of n does the units r,
-r + n, r + 2n, …; then every rank gets all results and adds them up in the order of the names, so that sums of
+A unit has a name and a small dict of numbers as its result, which depends on the name alone. Rank r of n does the units
+r, r + n, r + 2n, …; then every rank gets all results and adds them up in the order of the names, so that sums of
 floating-point numbers are the same, to the bit, on any number of ranks. After each unit a rank writes its results to a
-file of its own; a run that is started again, on any number of ranks, reads all files and does the rest.
+file of its own; a run that is started again, on any number of ranks, reads all files and does the remaining units.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     logits     ↓         ↓         ↓
     drawn      t1        t2        t3                 t ~ softmax(logits), temperature 1
 
-A language model is a distribution over texts, close to that of its training data, and drawing from it token by token
-needs nothing else. LLM-QAT (Liu et al., arXiv 2305.17888) trains on such text; "Self-calibration" (Williams et al.,
+A language model is a distribution over texts, close to its training data, and drawing from it token by token needs no
+data set. LLM-QAT (Liu et al., arXiv 2305.17888) trains on such text; "Self-calibration" (Williams et al.,
 NAACL 2025, arXiv 2410.17170) calibrates quantizers and pruners with it and finds it on a par with real text. At
 temperature 1 second moments over these rows estimate the expectation under the model itself; at lower temperatures
 the text is more like the model's answers in use. A row may have an opening, from which the model goes on.
@@ -241,7 +241,7 @@ def _drawable(model: nn.Module, tokenizer: Any | None) -> torch.Tensor:
 def _plain_attention(model: Any) -> Iterator[None]:
     """Matrix products and a softmax instead of fused attention while the block runs, on a CPU.
 
-    With one query a row there is nothing to fuse, and torch's CPU kernel takes about twice as long over it.
+    With one query a row, fusing saves no memory traffic, and torch's fused CPU kernel takes about twice as long.
     """
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
     on_cpu = next(model.parameters()).device.type == "cpu"

@@ -11,7 +11,7 @@ or a safetensors file are cut as they are.
     text.txt  ids.safetensors  tensor      token_rows
     data.jsonl  folder/  hf:org/name       records of a data set                   quant.calibration.texts.records
     a data loader, a list of texts, …      batches and documents                   quant.calibration.texts.documents
-    self, or nothing                       text that the model itself writes       quant.calibration.texts.generate
+    self, or None                          text that the model itself writes       quant.calibration.texts.generate
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def calibration_rows(
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: the source cannot be used: the message says why, and the way out.
+        ValueError: the source cannot be used; the message names the reason and the way out.
     """
     _check_size(samples, seqlen)
     settings = RowOptions(**options)

@@ -1,6 +1,6 @@
 """`read_samples` reads the media that calls of a model are prepared from: images, sounds, or texts.
 
-    photos/             images; the text with `cat.png` is `cat.txt` beside it
+    photos/             images; the caption of `cat.png` is `cat.txt` in the same folder
     sounds/             sounds; the transcript of `talk.wav` is `talk.txt`
     hf:org/name         records with a column of images or sounds, and perhaps one of text
     pairs.jsonl         records with two columns of text, for an encoder-decoder: its input, and its output
@@ -99,7 +99,7 @@ def read_samples(source: str | Path, count: int, *, pairs: bool) -> list[Sample]
     path = Path(source)
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.suffix.lower() in (*IMAGES, *SOUNDS) and f.is_file())
-        # A folder of classes or captions as `datasets` writes it has a table beside the files.
+        # A folder of classes or captions as `datasets` writes it also holds a table, metadata.csv or .jsonl.
         if files and not any(path.glob("metadata.*")):
             spread = [files[i * len(files) // count] for i in range(count)] if len(files) > count else files
             return [Sample(str(file), file.read_bytes(), texts=_text_of(file)) for file in spread]

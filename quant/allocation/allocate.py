@@ -235,7 +235,7 @@ class _Texts(NamedTuple):
 def _divided(rows: torch.Tensor, held_out: HeldOut | None, effort: Effort) -> _Texts:
     """Calibration rows for scores, for the joint loss unless `held_out` is given, and for the search, in this order.
 
-    With too few rows, uses at the end share those of the scores.
+    With too few rows, the later uses take the rows of the scores again.
     """
     scored, remaining = rows[: effort.score_rows], rows[effort.score_rows :]
     if held_out is None:

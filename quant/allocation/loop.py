@@ -43,7 +43,7 @@ class Loop:
         effort: numbers of rounds and measurements.
         rounds: measured choices, in order.
         corrected: sentence on each group whose format was changed after measuring, for its reason.
-        scale: measured loss of the real solver over that of its stand-in; 1 without one.
+        scale: measured loss of the real solver divided by the loss of its stand-in; 1 without one.
         last: the choice of the last round.
     """
 

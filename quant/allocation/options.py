@@ -1,4 +1,4 @@
-"""`Options` are the settings of an allocation beside its goal: the formats on offer, the solver, and the scoring."""
+"""`Options` are the settings of an allocation: formats on offer, solver and scoring. The goal is apart."""
 
 from __future__ import annotations
 

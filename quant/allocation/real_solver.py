@@ -28,7 +28,7 @@ from quant.execution.solve import Quantized, solve_plan
 from quant.recipes.plan import Plan
 
 # The loss of groups solved alone only estimates the loss of the solved model: a single format whose estimate is worse
-# than that of the mix by less than this factor is solved too.
+# than the estimate of the mix by less than this factor is solved too.
 _CLOSE = 1.25
 
 
@@ -37,7 +37,7 @@ class RealSolver:
     """Quantizes copies of the model with the solver that the plan names, and measures them.
 
     Groups influence each other there, unlike in solutions of each group alone. The loop learns one number from a copy:
-    its loss divided by that of layers solved alone.
+    its loss divided by the loss of layers solved alone.
 
     Attributes:
         model: in 16 bit; copied for each quantization.

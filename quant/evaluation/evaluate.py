@@ -53,7 +53,7 @@ from quant.evaluation.record import Evaluation, OutputDistance
 from quant.recipes.layers import output_head
 
 T = TypeVar("T")
-Report = Callable[[int, int], None]
+Reporter = Callable[[int, int], None]
 """Called with (rows done, rows in all) after each batch."""
 
 
@@ -73,7 +73,7 @@ def evaluate(
     batch_size: int = 1,
     dtype: torch.dtype | None = torch.float32,
     device: Device = None,
-    progress: Report | None = None,
+    progress: Reporter | None = None,
 ) -> Evaluation:
     """Measures `model` on `rows`, and against `baseline` where given.
 
@@ -126,7 +126,7 @@ def evaluate(
     return replace(evaluation, seconds=time.perf_counter() - started)
 
 
-def _evaluate_predictions(logits: Sequence[Logits], rows: torch.Tensor, size: int, report: Report) -> Evaluation:
+def _evaluate_predictions(logits: Sequence[Logits], rows: torch.Tensor, size: int, report: Reporter) -> Evaluation:
     """The figures over the next tokens of rows of text; `logits` are of the model, then of the baseline if any."""
     sums = torch.cat(
         _in_order((start, prediction_sums(logits, batch, start)) for start, batch in _batches(rows, size, report))
@@ -145,7 +145,7 @@ def _evaluate_predictions(logits: Sequence[Logits], rows: torch.Tensor, size: in
     )
 
 
-def _evaluate_embeddings(models: Sequence[nn.Module], rows: torch.Tensor, size: int, report: Report) -> Evaluation:
+def _evaluate_embeddings(models: Sequence[nn.Module], rows: torch.Tensor, size: int, report: Reporter) -> Evaluation:
     """The figures of an encoder, whose last hidden states are compared with the baseline's."""
     if len(models) < 2:
         raise UserError(
@@ -157,7 +157,7 @@ def _evaluate_embeddings(models: Sequence[nn.Module], rows: torch.Tensor, size: 
     return _of_embeddings({"": sums}, rows.numel(), "tokens")
 
 
-def _evaluate_calls(models: Sequence[nn.Module], inputs: Inputs, size: int, report: Report) -> Evaluation:
+def _evaluate_calls(models: Sequence[nn.Module], inputs: Inputs, size: int, report: Reporter) -> Evaluation:
     """The figures of a model, and of its baseline if there is one, on inputs of any kind."""
     batches, starts = inputs.split(size), [0]
     for batch in batches:
@@ -249,7 +249,7 @@ def _blocks_first(logits: Sequence[Logits], rows: torch.Tensor, size: int, dtype
         yield
 
 
-def _batches(rows: torch.Tensor, size: int, report: Report) -> Iterator[tuple[int, torch.Tensor]]:
+def _batches(rows: torch.Tensor, size: int, report: Reporter) -> Iterator[tuple[int, torch.Tensor]]:
     """This rank's batches of rows and the number of their first row; each is reported when its work is done."""
     starts = range(0, len(rows), size)
     for start in (starts[number] for number in own_batches(len(starts))):

@@ -14,7 +14,7 @@ class OutputDistance(JsonData):
     Attributes:
         name: as the model calls it.
         cosine: mean over the inputs of 1 − cosine similarity.
-        error: norm of the difference over that of the baseline's output, all inputs together.
+        error: norm of the difference over the norm of the baseline's output, all inputs together.
     """
 
     name: str

@@ -184,7 +184,7 @@ def waterfall(
         ends.append(("measured together", "ink", record.chosen.kl_measured))
     for k, (name, colour, value) in enumerate(ends):
         rows.append((f"WX{k}", (name, "–", number(value), percentage(value, sums[n]), number(value))))
-        # These bars are wider than those of the groups, however many groups there are.
+        # The bars of both sums are wider than the bars of groups, however many groups there are.
         steps.append((n * (1.03 + 0.075 * k), n * (1.085 + 0.075 * k), 0.0, value, name, f"WX{k}"))
         series[name] = colour
     ranked = sorted(zip(scores, chosen, strict=True), key=lambda item: -item[0])

@@ -105,7 +105,7 @@ def errors(report: Report) -> Section | None:
     measured = [(m.snr_db, row, m.name) for row, m in shown if m.snr_db is not None]
     if not measured:
         return None
-    # Where all layers share a format, its colour would say nothing: colours then stand for roles.
+    # Where all layers share a format, colours stand for roles instead.
     formats = [name for name in format_colours(report) if name is not None]
     series = {row: m.name.rpartition(".")[2] if len(formats) == 1 else m.format for row, m in shown if m.format}
     names = list(dict.fromkeys(series.values())) if len(formats) == 1 else formats

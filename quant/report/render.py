@@ -1,4 +1,4 @@
-"""`render_html` makes one HTML file of a report: it loads nothing, and reads in light and dark, on desktop and phone.
+"""`render_html` makes one HTML file of a report: it makes no request, and reads well in light, dark and on a phone.
 
 `report.html.j2` is the page, `report.css` its looks and `report.js` its charts; Jinja2 escapes every text that comes
 from a model. d3 and Observable Plot draw the charts. They are in `vendor/` and go into the page whole, so that it works

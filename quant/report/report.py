@@ -154,7 +154,7 @@ class Report(JsonData):
         sensitivity: scores of every group in every format, where formats were allocated by them.
         allocation: the budget, predictions and measurements, where formats were allocated.
         receipt: the layers compared at each stage of an export, where there was one.
-        kv_cache: size of the KV cache, where the model has one and its config says.
+        kv_cache: size of the KV cache, where the model's config tells it.
         distillation: how the model was trained after it was quantized, where it was.
         fingerprint: of the quantized model's logits, where it was evaluated; `quant verify` compares.
     """
