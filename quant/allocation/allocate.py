@@ -138,9 +138,12 @@ def allocate(
     amax = measure_amax(model, space.groups, space.candidates, rows, session)
     texts = _divided(rows, held_out, effort)
     scoring = _scoring(model, space, rows, settings, session)
+    before_scores = time.perf_counter()
     scores = score_groups(
         model, space.groups, space.allowed, texts.scored, scoring, session, amax=amax, path=settings.path
     )
+    # Not `scores.seconds`, which of a table from a file is the time of an earlier run.
+    started += time.perf_counter() - before_scores
     problem = space.problem(scores)
     switchable = SwitchableModel(
         model, space.groups, space.candidates, amax, scoring.solver, stored_dtype(model), scoring.solutions,
@@ -172,7 +175,7 @@ def allocate(
     plan = _with_verified(plan_of(best.choice), verified)
     if quantized is not None:
         quantized = replace(quantized, plan=_with_verified(quantized.plan, verified))
-    seconds = time.perf_counter() - started - scores.seconds
+    seconds = time.perf_counter() - started
     chosen, rounds, unit = _chosen(best, loop), tuple(loop.rounds), bench.divergence.unit
     record = AllocationRecord(goal.budget, chosen, curve, uniform, rounds, seconds, unit, verified)
     return Allocation(plan, record, scores, quantized)
