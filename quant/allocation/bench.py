@@ -18,12 +18,12 @@ from quant.allocation.space import Space, key_of
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import KEPT
 from quant.calibration.sensitivity.divergence import Divergence, NextToken
-from quant.calibration.sensitivity.interval import mean_interval
 from quant.calibration.sensitivity.knapsack import Problem
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.calibration.sensitivity.token_products import TokenProducts, observed
 from quant.calibration.session import Session
 from quant.errors import UserError
+from quant.evaluation.interval import mean_interval
 
 # On a CPU a measurement takes seconds, and a hundred of them gain a percent or two.
 _MEASUREMENTS = {"cpu": 0, "cuda": 500}

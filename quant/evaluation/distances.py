@@ -11,7 +11,7 @@ from torch import nn
 from quant.calibration.placement import device_of
 from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
 from quant.calibration.sensitivity.logits import Logits
-from quant.calibration.sensitivity.outputs import DISTANCE, KL, SAME, embedded
+from quant.evaluation.outputs import DISTANCE, KL, SAME, embedded
 
 _SOURCES = ("the model's logits", "the baseline's logits", "KL")
 """The tensor that a NaN in one of the first three sums comes from."""
@@ -26,7 +26,7 @@ def prediction_sums(logits: Sequence[Logits], batch: torch.Tensor, first_row: in
         first_row: number of its first row, for errors.
 
     Returns:
-        float64 `[rows, 4]`, with the columns of `calibration.sensitivity.outputs`: `NLL` and `BASE_NLL` (negative
+        float64 `[rows, 4]`, with the columns of `quant.evaluation.outputs`: `NLL` and `BASE_NLL` (negative
         log-likelihood in nats), `KL` (nats) and `SAME` (positions at which both models' likeliest token is the same).
         Without a baseline all but the first are zero.
 

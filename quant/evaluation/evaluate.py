@@ -7,7 +7,7 @@ Every row of n tokens gives n − 1 next-token predictions, and all figures are 
     top-1      = mean [argmax p = argmax p_base]
 
 A mean over rows is an estimate: the interval of 95 % around KL, or the cosine, is Student's over rows
-(`quant.calibration.sensitivity.interval`). Text of another kind is another question, and `evaluate_texts` measures
+(`quant.evaluation.interval`). Text of another kind is another question, and `evaluate_texts` measures
 several.
 
 Perplexity looks at one token of each distribution and is blind to changes in the other 49,151; KL compares whole
@@ -19,7 +19,7 @@ A model without an output head, such as an encoder, has no predictions. Its embe
     error      = ‖outputs − base outputs‖ / ‖base outputs‖
 
 A model of images, sounds or two texts is measured call by call in the same terms: KL and top-1 of its next tokens or of
-its classes, or the embeddings of each side; see `calibration.sensitivity.outputs`.
+its classes, or the embeddings of each side; see `quant.evaluation.outputs`.
 
 The logits of both models are computed for one slice of positions at a time, compared and dropped. Sums over positions
 are kept in float64.
@@ -42,13 +42,13 @@ from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.inputs import Inputs, cast_for, understood
 from quant.calibration.placement import Device, device_of, find_device, is_visited
 from quant.calibration.ranks import gathered, own_batches
-from quant.calibration.sensitivity.interval import mean_interval
 from quant.calibration.sensitivity.logits import Logits
-from quant.calibration.sensitivity.outputs import DISTANCE, ERROR, KL, PREDICTIONS, SQUARE, compare
 from quant.calibration.walk.block_major import blocks_first
 from quant.errors import UserError
 from quant.evaluation.checks import check_evaluable, predicts_tokens
 from quant.evaluation.distances import embedding_sums, prediction_sums
+from quant.evaluation.interval import mean_interval
+from quant.evaluation.outputs import DISTANCE, ERROR, KL, PREDICTIONS, SQUARE, compare
 from quant.evaluation.record import Evaluation, OutputDistance
 from quant.recipes.layers import output_head
 
