@@ -90,10 +90,10 @@ class OutputMethod(Method):
             for candidate in self.allowed[module.group]:
                 if candidate.weight is None:
                     continue
-                weight = self.switchable.dense(module, candidate, expert).to(out.dtype)
+                weight = self.switchable.weights.dense(module, candidate, expert).to(out.dtype)
                 x = self.switchable.round_input(module.group, args[0], candidate)
                 error = torch.nn.functional.linear(x, weight, module.bias) - out
-                unrounded = self.switchable.branch_output(module, candidate, args[0], x)
+                unrounded = self.switchable.weights.branch_output(module, candidate, args[0], x)
                 error = error if unrounded is None else error + unrounded
                 square = finite(float(error.double().square().sum()), f"{layer} in {candidate.name}", "its output")
                 group_sums[candidate.name] = group_sums.get(candidate.name, 0.0) + square

@@ -109,7 +109,7 @@ class SwitchableLayer(nn.Module):
         owner = self.owner
         candidate = owner.current(self.group)
         unrounded, x = x, owner.round_input(self.group, x, candidate)
-        branch = owner.branch_output(self, candidate, unrounded, x)
+        branch = owner.weights.branch_output(self, candidate, unrounded, x)
         # The number of tokens of an expert differs from run to run, and a branch needs the unrounded input, which a
         # cached call does not hold.
         cache = owner.cache if index is None and branch is None else None
@@ -117,9 +117,9 @@ class SwitchableLayer(nn.Module):
             cached = cache.calls.get(self.plan.name)
             if cached is not None and cached.candidate == candidate.name and cached.x.shape == x.shape:
                 # y' = y + (x' − x) Wᵀ: rounding to BF16 is relative to the difference, not to the output.
-                weight = owner.narrow(self, candidate)
+                weight = owner.weights.narrow(self, candidate)
                 return cached.y + linear((x - cached.x).to(weight.dtype), weight).to(x.dtype)
-        y = linear(x, owner.dense(self, candidate, index).to(x.dtype), self.bias)
+        y = linear(x, owner.weights.dense(self, candidate, index).to(x.dtype), self.bias)
         y = y if branch is None else y + branch
         if cache is not None and cache.writing:
             cache.keep(self.plan.name, CachedCall(candidate.name, x, y))
@@ -137,7 +137,7 @@ class SwitchableExperts(SwitchableLayer, ExpertStack):
 
     def dense(self, index: int) -> torch.Tensor:
         """The values `[out, in]` of one expert in the present format."""
-        return self.owner.dense(self, self.owner.current(self.group), index)
+        return self.owner.weights.dense(self, self.owner.current(self.group), index)
 
     def forward(self, x: torch.Tensor, index: int | None = None) -> torch.Tensor:
         """`[tokens, in]` to `[tokens, out]`, in the order of the parameter's rows."""
@@ -160,7 +160,7 @@ class _Probe(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (x,), layer = ctx.saved_tensors, ctx.layer
         (gradient,) = gradients
-        weight = layer.owner.dense(layer, layer.owner.current(layer.group), ctx.index)
+        weight = layer.owner.weights.dense(layer, layer.owner.current(layer.group), ctx.index)
         # ∂L/∂x = ∂L/∂Y · W. No gradient of a weight is computed: nothing is trained.
         back = gradient @ weight.to(gradient.dtype)
         if layer.owner.observe is not None:

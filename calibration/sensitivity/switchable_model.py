@@ -4,11 +4,8 @@ While it is entered, each linear of a fusion group is replaced by a `SwitchableL
 once asked for, its quantized weight in every candidate format. `set` chooses; the next forward pass computes with
 exactly the codes, scales and rounded inputs of real quantization, because the same solver makes them.
 
-Quantized weights are kept packed (all candidates together take less than the 16-bit model) and dequantized when used;
-dense ones stay while they fit in a budget. Layers of one group share their input, so it is rounded once for all.
-For a solver that needs data the weights are solved beforehand (`group_solutions`); one whose input is divided by s is
-used as Q(x / s) s and Q(W s) / s, which is the same product, so that all candidates of a weight can be compared. A
-branch that sees the input x unrounded is used as x_q (W_q + B A)ᵀ + (x − x_q) (B A)ᵀ, for the same reason.
+`candidate_weights` holds the quantized weights, and dense ones as far as they fit. Layers of one group share their
+input, so it is rounded once for all.
 
 If the inputs of all layers are too large to keep for the backward pass, `recomputed` keeps only the inputs of blocks
 and runs each block again.
@@ -27,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 from quant.calibration.blocks import block_names
 from quant.calibration.evaluating import prepared
-from quant.calibration.fast_matmul import difference_dtype
-from quant.calibration.placement import NARROW, free_memory
+from quant.calibration.placement import free_memory
+from quant.calibration.sensitivity.candidate_weights import CandidateWeights
 from quant.calibration.sensitivity.candidates import KEPT, Candidate
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
 from quant.calibration.sensitivity.switchable_layer import (
@@ -39,11 +36,10 @@ from quant.calibration.sensitivity.switchable_layer import (
     same_tensor,
 )
 from quant.calibration.session import Session
-from quant.calibration.solvers.group import solve_group
-from quant.calibration.solvers.solver import get_pipeline, get_solver
+from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import static_input_scale
 from quant.calibration.walk.collect import collect_input_amax
-from quant.formats.tensor import BlockScaledTensor, round_activation
+from quant.formats.tensor import round_activation
 from quant.kernels.linear.expert_modules import experts_forward, runs_experts_alone
 from quant.recipes.expert_stacks import expert_matrices, stacking_of
 from quant.recipes.layer_kind import LayerKind
@@ -73,6 +69,7 @@ class SwitchableModel:
         observe: called with every layer's gradients in backward passes, see `observed`.
         cache: calls of one run, see `caching`.
         choice: candidate by group; groups left out are in 16 bit.
+        weights: the weights of all layers in all candidates.
     """
 
     model: nn.Module
@@ -90,8 +87,6 @@ class SwitchableModel:
     observe: Observe | None = None
     cache: CallCache | None = None
     choice: dict[str, str] = field(default_factory=dict)
-    _solved: dict[tuple[str, str], dict[str, BlockScaledTensor]] = field(default_factory=dict)
-    _dense: dict[tuple[str, ...], torch.Tensor] = field(default_factory=dict)
     _rounded: tuple[str, torch.Tensor | None, dict[str, torch.Tensor]] = ("", None, {})
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
@@ -101,6 +96,9 @@ class SwitchableModel:
                 f"solver {self.solver!r} needs data; a switchable model takes one that does not, such as 'mse'"
             )
         self.candidates = {**self.candidates, KEPT.name: KEPT}
+        self.weights = CandidateWeights(
+            self.groups, self.layers, self.solver, self.stored, self.solutions, self.device, self.dtype, self.budget
+        )
         # Autograd only visits nodes with an input that needs a gradient. Weights and token ids need none, so every
         # layer takes this empty tensor as a second input.
         self.anchor = torch.empty(0, requires_grad=True)
@@ -108,7 +106,7 @@ class SwitchableModel:
     def __enter__(self) -> SwitchableModel:
         self.blocks = block_names(self.model)
         if self.device is not None and self.device.type == "cuda":
-            self.budget = max(self.budget, (free_memory(self.device) - _RESERVE) // 2)
+            self.weights.budget = max(self.weights.budget, (free_memory(self.device) - _RESERVE) // 2)
         experts: set[nn.Module] = set()
         # Every replacement leaves its inverse in `_undo`; `__exit__` runs them last first.
         for group, members in self.groups.items():
@@ -128,7 +126,7 @@ class SwitchableModel:
                         layer,
                         group,
                         original.weight.detach(),
-                        None if original.bias is None else self._moved(original.bias.detach()),
+                        None if original.bias is None else self.weights.moved(original.bias.detach()),
                     )
                     new.train(original.training)
                     self._undo.append(partial(setattr, parent, last, original))
@@ -157,7 +155,7 @@ class SwitchableModel:
             self._undo.pop()()
         self.layers.clear()
         self.forget_inputs()
-        self._dense.clear()
+        self.weights.clear_dense()
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -171,13 +169,6 @@ class SwitchableModel:
         with self, prepared(self.model, self.dtype, self.device):
             yield
 
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A weight where the model runs and as it is used there."""
-        return tensor.to(self.device, self._dtype_of(tensor))
-
-    def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
-        return self.dtype if self.dtype is not None and tensor.dtype in NARROW else tensor.dtype
-
     def set(self, choice: Mapping[str, str]) -> None:
         """Chooses a candidate by name for each group that is named; groups left out are in 16 bit."""
         self.choice = dict(choice)
@@ -185,111 +176,6 @@ class SwitchableModel:
     def current(self, group: str) -> Candidate:
         """The candidate that is chosen for a group."""
         return self.candidates[self.choice.get(group, KEPT.name)]
-
-    def solved(self, group: str, candidate: Candidate) -> dict[str, BlockScaledTensor]:
-        """Codes and scales of a group in a format, solved when first asked for."""
-        key = (group, candidate.name)
-        if key in self.solutions:
-            return dict(self.solutions[key].weights)
-        if key not in self._solved:
-            assert candidate.weight is not None
-            weights = {m.name: self.layers[m.name].original for m in self.groups[group]}
-            # Solved on the device of the run in the dtype of the checkpoint, as `quantize` does; kept packed where the
-            # original weight is.
-            home = next(iter(weights.values())).device
-            weights = {name: w.to(self.device, self.stored or w.dtype) for name, w in weights.items()}
-            self._solved[key] = {}
-            for part in self._parts(weights):
-                solved = solve_group(part, {}, candidate.weight, get_solver(self.solver))
-                self._solved[key] |= {name: weight.to(home) for name, weight in solved.items()}
-        return self._solved[key]
-
-    def _parts(self, weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """The weights that are solved together: a whole group, but each fused-experts projection apart."""
-        stacked = [name for name, weight in weights.items() if weight.dim() == 3]
-        return [{name: weights[name]} for name in stacked] if stacked else [weights]
-
-    def dense(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor:
-        """The weight `[out, in]` in a format, of expert `index` if it is given."""
-        key = (layer.plan.name, candidate.name)
-        if key in self._dense:
-            return self._dense[key] if index is None else self._dense[key][index]
-        # The original in 16 bit needs no room in the cache, unless it is on another device.
-        if candidate.weight is None and layer.original.device == (self.device or layer.original.device):
-            return layer.original if index is None else layer.original[index]
-        if self._fits(layer, self._dtype_of(layer.original)):
-            self._dense[key] = self._values(layer, candidate)
-            return self.dense(layer, candidate, index)
-        return self._values(layer, candidate, index)
-
-    def _restored(self, layer: SwitchableLayer, candidate: Candidate, quantized: BlockScaledTensor) -> torch.Tensor:
-        """Dense values for the input as the model gives it, a branch included."""
-        dense = quantized.to(self.device or quantized.codes.device).dequantize(self._dtype_of(layer.original))
-        solution = self.solutions.get((layer.group, candidate.name))
-        if solution is not None and layer.plan.name in solution.branches:
-            down, up = solution.branches[layer.plan.name]
-            dense = torch.addmm(dense, up.to(dense), down.to(dense))
-        return dense if solution is None or solution.divisor is None else dense / solution.divisor.to(dense)
-
-    def branch_output(
-        self, layer: SwitchableLayer, candidate: Candidate, x: torch.Tensor, rounded: torch.Tensor
-    ) -> torch.Tensor | None:
-        """The branch's output for the rounding error x − x_q, `[..., out]`; None without a branch or rounded input.
-
-        `dense` includes B A and is multiplied by x_q, so only (x − x_q) (B A)ᵀ is missing.
-        """
-        solution = self.solutions.get((layer.group, candidate.name))
-        if candidate.activation is None or solution is None or layer.plan.name not in solution.branches:
-            return None
-        down, up = (part.to(x) for part in solution.branches[layer.plan.name])
-        error = x - rounded
-        error = error if solution.divisor is None else error / solution.divisor.to(error)
-        return error @ down.t() @ up.t()
-
-    def narrow(self, layer: SwitchableLayer, candidate: Candidate) -> torch.Tensor:
-        """The weight for products with small differences: BF16 where that is fast."""
-        return self._narrowed(layer, (candidate.name, "narrow"), lambda: self._values(layer, candidate))
-
-    def change(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor | None:
-        """The weight in `candidate` minus the weight as it is now, `[out, in]`, as `narrow`; None if they are equal."""
-        now = self.current(layer.group)
-        # Two candidates with one weight format have equal weights, unless a solver from data fitted each to its inputs.
-        solved = {(layer.group, candidate.name), (layer.group, now.name)} & self.solutions.keys()
-        if candidate.weight == now.weight and not solved:
-            return None
-        if index is not None:  # of experts, single matrices are not cached
-            return self.dense(layer, candidate, index) - self.dense(layer, now, index)
-        return self._narrowed(
-            layer, (candidate.name, now.name, "change"), lambda: self._values(layer, candidate) - self.dense(layer, now)
-        )
-
-    def _values(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor:
-        """As `dense`, without adding the result to the cache."""
-        dense = self._dense.get((layer.plan.name, candidate.name))
-        if dense is not None:
-            return dense if index is None else dense[index]
-        if candidate.weight is None:
-            return self._moved(layer.original if index is None else layer.original[index])
-        quantized = self.solved(layer.group, candidate)[layer.plan.name]
-        return self._restored(layer, candidate, quantized if index is None else quantized.matrix(index))
-
-    def _narrowed(
-        self, layer: SwitchableLayer, form: tuple[str, ...], make: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
-        # `form` is a candidate with "narrow", or two candidates with "change"; both share the budget of dense weights.
-        key = (layer.plan.name, *form)
-        if key in self._dense:
-            return self._dense[key]
-        weight = make()
-        weight = weight.to(difference_dtype(weight) or weight.dtype)
-        if self._fits(layer, weight.dtype):
-            self._dense[key] = weight
-        return weight
-
-    def _fits(self, layer: SwitchableLayer, dtype: torch.dtype) -> bool:
-        """Whether the cache has room for one more weight."""
-        cached = sum(weight.nbytes for weight in self._dense.values())
-        return cached + layer.plan.numel * dtype.itemsize <= self.budget
 
     @contextmanager
     def caching(self, cache: CallCache) -> Iterator[None]:

@@ -60,13 +60,13 @@ class TokenProducts:
             x = switchable.round_input(group, call.x, candidate)
             # (∂L/∂Y · W) · (x_q − x), with the weight and input of the present format in the place of W and x.
             product = vecdot(call.back, x - x_now)
-            change = switchable.change(layer, candidate, call.index)
+            change = switchable.weights.difference(layer, candidate, now, call.index)
             if change is not None:
                 # (∂L/∂Y · (W_q − W)) · x_q
                 product = product + vecdot((call.gradient.to(change.dtype) @ change).to(x.dtype), x)
             # The branch of the new format comes, that of the present one goes.
             for each, rounded, sign in ((candidate, x, 1), (now, x_now, -1)):
-                unrounded = switchable.branch_output(layer, each, call.x, rounded)
+                unrounded = switchable.weights.branch_output(layer, each, call.x, rounded)
                 if unrounded is not None:
                     product = product + sign * vecdot(call.gradient, unrounded)
             self.products[candidate.name] = self.products.get(candidate.name, 0.0) + product.flatten()
