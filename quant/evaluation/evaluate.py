@@ -61,8 +61,8 @@ def evaluate_texts(
     model: nn.Module, texts: Mapping[str, torch.Tensor | Inputs], *args: Any, **options: Any
 ) -> Evaluation:
     """Measures a model on each of several texts or kinds of inputs, by name; further arguments as in `evaluate`."""
-    first, *others = (replace(evaluate(model, rows, *args, **options), text=name) for name, rows in texts.items())
-    return replace(first, others=tuple(others))
+    first, *further = (replace(evaluate(model, rows, *args, **options), text=name) for name, rows in texts.items())
+    return replace(first, others=tuple(further))
 
 
 def evaluate(
