@@ -18,6 +18,9 @@ from safetensors.torch import load_file, save_file
 import quant
 from quant.cli.distill import distill_command
 from quant.cli.quantize import quantize_command
+from quant.training import lesson
+from quant.training import run as training_run
+from quant.training.lesson import check_tokenizers
 
 pytest.importorskip("transformers")
 
@@ -60,6 +63,39 @@ def test_a_checkpoint_comes_nearer_to_its_original(made: Path, tmp_path: Path) -
     assert "12 steps of 4 × 24 tokens" in result.output
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     assert quant.verify(out).findings == ()
+
+
+def test_python_writes_the_files_of_the_command(made: Path, tmp_path: Path) -> None:
+    """The reports differ in the command, the time and the memory; every other byte is the same."""
+    text = made / "rows.safetensors"
+    result = run(
+        distill_command, made / "ptq", "--teacher", made / "model", "--data", text, "--eval", text,
+        "--eval-samples", 8, "--scales", "learned", "--hidden", 0.5, "--out", tmp_path / "command", *OPTIONS,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    options = quant.DistillOptions(
+        data=(str(text),), samples=8, seqlen=24, steps=12, batch_size=4, lr=3e-4, hidden=0.5, scales="learned",
+        eval_texts=(text,), eval_samples=8,
+    )  # fmt: skip
+    counts: list[tuple[str, int, int]] = []
+    report = quant.distill_checkpoint(
+        made / "ptq", made / "model", tmp_path / "python", options, device="cpu",
+        listener=quant.Listener(lambda *count: counts.append(count)),
+    )  # fmt: skip
+    assert counts == [("train", step, 12) for step in range(1, 13)]
+    folders = tmp_path / "command", tmp_path / "python"
+    names = [sorted(file.name for file in folder.iterdir()) for folder in folders]
+    assert names[0] == names[1] and "model.safetensors" in names[0]
+    for name in set(names[0]) - {"report.json", "report.html"}:
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
+    by_command, by_python = (quant.Report.load(folder / "report.json").to_dict() for folder in folders)
+    assert by_python == report.to_dict() and by_python["command"] == "quant.distill_checkpoint"
+    for fields in (by_command, by_python):
+        evaluations = [fields["evaluation"], fields["distillation"]["before"]]
+        for record, key in ((fields, "command"), (fields, "seconds"), (fields, "peak_rss_bytes"),
+                            *((each, "seconds") for each in evaluations)):  # fmt: skip
+            del record[key]
+    assert by_command == by_python
 
 
 def test_what_training_made_worse_is_told(made: Path, tmp_path: Path) -> None:
@@ -172,7 +208,6 @@ def test_figures_are_those_under_the_plans_kv_cache(made: Path, tmp_path: Path) 
 
 def test_a_teacher_of_another_tokenizer_is_refused() -> None:
     """Its vocabulary may have the same size."""
-    from quant.cli.distill import _check_tokenizers
 
     class Words:
         def __init__(self, words: str) -> None:
@@ -182,12 +217,12 @@ def test_a_teacher_of_another_tokenizer_is_refused() -> None:
             return {word: place for place, word in enumerate(self.words)}
 
     text = " ".join(str(number) for number in range(300))
-    _check_tokenizers("teacher", Path("student"), Words(text), Words(f"{text} <pad>"))
-    _check_tokenizers("teacher", Path("student"), None, Words(text))
+    check_tokenizers("teacher", Path("student"), Words(text), Words(f"{text} <pad>"))
+    check_tokenizers("teacher", Path("student"), None, Words(text))
     with pytest.raises(
         quant.UserError, match="teacher: its tokenizer is another than that of student, so token ids mean"
     ):
-        _check_tokenizers("teacher", Path("student"), Words(text), Words(" ".join(reversed(text.split()))))
+        check_tokenizers("teacher", Path("student"), Words(text), Words(" ".join(reversed(text.split()))))
 
 
 def test_from_a_cached_teacher(made: Path, tmp_path: Path) -> None:
@@ -203,10 +238,8 @@ def test_a_teacher_is_cached_first_and_serves_again(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is gone before the student is there, and its file is the one that Python writes."""
-    import quant.checkpoints.runnable as inputs
-
     alive: list[weakref.ref[torch.nn.Module]] = []
-    opened = inputs.open_runnable
+    opened = lesson.open_runnable
 
     def open_runnable(name: str) -> Any:
         gc.collect()
@@ -215,7 +248,8 @@ def test_a_teacher_is_cached_first_and_serves_again(
         alive.append(weakref.ref(model))
         return source, model
 
-    monkeypatch.setattr(inputs, "open_runnable", open_runnable)
+    monkeypatch.setattr(lesson, "open_runnable", open_runnable)
+    monkeypatch.setattr(training_run, "open_runnable", open_runnable)
     cache, rows = tmp_path / "new" / "teacher.safetensors", made / "rows.safetensors"
     first = (made / "ptq", "--teacher", made / "model", "--data", rows, "--cache-teacher", cache, "--top", 16, *OPTIONS)
     result = run(distill_command, *first, "--out", tmp_path / "out")

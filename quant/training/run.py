@@ -1,0 +1,165 @@
+"""`distill_checkpoint` trains a quantized checkpoint towards its teacher, as `quant distill` does, and writes it anew.
+
+    open teacher → read rows → open student → measure → train → measure → write
+
+The teacher is opened first: where its likeliest tokens are cached in a file, it leaves memory before the student comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from quant.calibration.listener import SILENT, Listener, StageProgress
+from quant.calibration.placement import device_of, find_device
+from quant.checkpoints.companion_files import add_companions
+from quant.checkpoints.load import describe, is_checkpoint, no_checkpoint
+from quant.checkpoints.runnable import open_runnable
+from quant.checkpoints.save import save
+from quant.evaluation.checks import check_evaluable
+from quant.evaluation.evaluate import evaluate_texts
+from quant.evaluation.record import Evaluation
+from quant.execution.announcements import announce_device
+from quant.execution.sources import Rows, read_texts, tokenizer_if_any
+from quant.export.checkpoint.directory import check_apart, check_destination
+from quant.formats.atomic import claimed
+from quant.models.files import find_checkpoint
+from quant.recipes.plan import Plan
+from quant.report.report import Distillation, Report
+from quant.runtime.attention import quantized_attention
+from quant.training.distill import distill
+from quant.training.dtypes import StoredDtypes
+from quant.training.lesson import Lesson, check_cache, check_tokenizers, prepare_lesson
+from quant.training.loop import Trained, default_rate, train, train_rounded_alone
+from quant.training.options import DistillOptions
+from quant.training.qat import convert_qat, prepare_qat
+from quant.training.run_report import losses_by_tenth, report_of
+
+_DEFAULTS = DistillOptions()
+
+
+def distill_checkpoint(
+    directory: str | Path,
+    teacher: str | Path,
+    out: str | Path,
+    options: DistillOptions = _DEFAULTS,
+    *,
+    overwrite: bool = False,
+    device: str = "auto",
+    listener: Listener = SILENT,
+    command: str = "quant.distill_checkpoint",
+) -> Report:
+    """Trains a quantized checkpoint under exactly its own rounding, and writes one of the same layout and size.
+
+        report = quant.distill_checkpoint("small-nvfp4", "small", "trained", quant.DistillOptions(steps=100))
+
+    Training starts at the checkpoint's own loss. A teacher that the checkpoint was made from also shows which weights
+    were rounded, and training gets further from there.
+
+    Args:
+        directory: the quantized checkpoint, or its name on the Hugging Face hub.
+        teacher: the original, in 16 bit or quantized; or a file of `quant.cache_teacher`.
+        out: directory for the trained checkpoint; it appears when it is whole.
+        options: data, steps, learning rate and loss.
+        overwrite: whether the contents of `out` may be replaced.
+        device: where both models run: "cpu", "cuda", "cuda:N", or "auto", a GPU if there is one. On a CPU the student
+            is trained in float32, on a GPU in BF16 by autocast.
+        listener: shows progress; `quant.Listener(print)` calls `print(stage, done, total)`.
+        command: by which the report says how the checkpoint was made.
+
+    Returns:
+        The report, which is in `out` too: losses, and figures on each evaluation text before and after.
+
+    Raises:
+        UserError: `directory` is no quantized checkpoint, the teacher has another tokenizer or vocabulary, the data is
+            too short, or `out` is in the way; nothing has been written.
+    """
+    directory, teacher, out = Path(directory), str(teacher), Path(out)
+    check_apart(out, directory, teacher, *options.data, *options.eval_texts)
+    check_destination(out, overwrite=overwrite)
+    if options.cache_teacher is not None:
+        check_cache(Path(options.cache_teacher), teacher, out, options.hidden)
+    with claimed(out):
+        torch.manual_seed(options.seed)
+        target = find_device(device) or torch.device("cpu")
+        announce_device(listener, target)
+        checkpoint = find_checkpoint(directory)
+        if not is_checkpoint(checkpoint):
+            raise no_checkpoint(checkpoint)
+        plan, _ = describe(checkpoint)
+        lesson = prepare_lesson(teacher, options, target, listener)
+        with listener.step(f"loading {directory}"):
+            source, student = open_runnable(str(directory))
+            student.to(target)
+        tokenizer = tokenizer_if_any(source)
+        check_tokenizers(teacher, directory, lesson.tokenizer, tokenizer)
+        texts = read_texts(source, Rows(tuple(map(str, options.eval_texts)), options.eval_samples, options.seqlen))
+        for text in texts.values():
+            check_evaluable(student, text)
+        with listener.stages() as progress:
+            before = _measure(student, plan, texts, lesson.model, target)
+            plan, rate, trained = _train(student, plan, lesson, options, progress)
+            after = _measure(student, plan, texts, lesson.model, target)
+        record = Distillation(
+            start=str(directory), teacher=teacher, data=lesson.data, steps=options.steps, batch=options.batch_size,
+            seqlen=lesson.rows.shape[1], rate=rate, scales=options.scales, losses=losses_by_tenth(trained.losses),
+            before=before,
+        )  # fmt: skip
+        source.model = student
+        report = report_of(source, plan, record, after, checkpoint, target)
+        report.command, report.seconds = command, {"train": sum(trained.seconds)}
+
+        def finish(written: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
+            report.warnings += messages
+            add_companions(source, report, plan, written, hashes)
+
+        save(student, plan, out, tokenizer=tokenizer, overwrite=overwrite, finish=finish)
+    return report
+
+
+def _measure(
+    student: nn.Module,
+    plan: Plan,
+    texts: Mapping[str, torch.Tensor],
+    baseline: nn.Module | None,
+    device: torch.device,
+) -> Evaluation | None:
+    """Figures on each text, with attention and KV cache in the plan's formats; None without texts."""
+    if not texts:
+        return None
+    with quantized_attention(student, **plan.run_time):
+        return evaluate_texts(student, texts, baseline, device=device)
+
+
+def _train(
+    student: nn.Module, plan: Plan, lesson: Lesson, options: DistillOptions, progress: StageProgress
+) -> tuple[Plan, float, Trained]:
+    """Trains the quantized weights of `student`, which is quantized again afterwards.
+
+    Returns:
+        The plan of the trained model, the peak learning rate, and the losses and seconds of the steps.
+    """
+    dtypes = StoredDtypes(student)
+    plan = prepare_qat(student, plan, scales=options.scales, original=lesson.model)
+    if device_of(student).type == "cpu":
+        student.float()  # processors multiply FP32 faster, and what is not trained comes back without loss
+    train_rounded_alone(student)
+    rate = default_rate(plan) if options.lr is None else options.lr
+    trained = train(
+        student.train(),
+        partial(distill, student, lesson.teacher, temperature=options.temperature, hidden=options.hidden),
+        lesson.rows,
+        steps=options.steps,
+        batch=options.batch_size,
+        rate=rate,
+        seed=options.seed,
+        progress=lambda done, total, _: progress("train", done, total),
+    )
+    student.eval()
+    plan = convert_qat(student)
+    dtypes.restore(student)
+    return plan, rate, trained

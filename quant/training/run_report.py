@@ -1,0 +1,95 @@
+"""The report of a training run: the layers and sizes of the trained checkpoint, its losses, and its figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import nn
+
+from quant.calibration.placement import describe
+from quant.evaluation.fingerprint import fingerprint
+from quant.evaluation.record import Evaluation
+from quant.execution.layer_result import LayerResult
+from quant.extras import versions
+from quant.models.open import Source
+from quant.recipes.plan import LayerPlan, Plan
+from quant.report.report import Distillation, Report, kv_cache_of
+from quant.runtime.attention import quantized_attention
+
+_WORSE = 1.02  # times the KL before training; rounding alone does not change it by as much
+
+
+def report_of(
+    source: Source, plan: Plan, record: Distillation, evaluation: Evaluation | None, start: Path, device: torch.device
+) -> Report:
+    """The report of a trained checkpoint; sizes before quantization and warnings are those of its start's report.
+
+    Args:
+        source: the trained model.
+        plan: its plan.
+        record: how it was trained.
+        evaluation: its figures, where there are evaluation texts.
+        start: directory of the checkpoint that training began with.
+        device: where it was trained.
+    """
+    file = start / "report.json"
+    before = Report.load(file) if file.is_file() else None
+    bytes_in_16_bit = sum(2 * layer.numel for layer in plan.layers if layer.tied_to is None)
+    report = Report(
+        model=before.model if before else source.name,
+        layers=[_trained_layer(layer) for layer in plan.layers],
+        bytes_before=before.bytes_before if before else bytes_in_16_bit,
+        bytes_after=plan.nbytes,
+        effective_bits=plan.effective_bits,
+        evaluation=evaluation,
+        plan_digest=plan.digest(),
+        command="",
+        versions=versions(),
+        seconds={},
+        device=describe(device),
+        warnings=[*(before.warnings if before else ()), *worse_texts(record, evaluation)],
+        kv_cache=kv_cache_of(source.config, plan),
+        distillation=record,
+    )
+    if evaluation is not None:
+        assert isinstance(source.model, nn.Module)
+        with quantized_attention(source.model, **plan.run_time):
+            report = replace(report, fingerprint=fingerprint(source.model))
+    return report
+
+
+def losses_by_tenth(losses: list[float]) -> tuple[float, ...]:
+    """The mean loss of each tenth of the steps."""
+    size = -(-len(losses) // 10)
+    return tuple(fmean(losses[i : i + size]) for i in range(0, len(losses), size))
+
+
+def worse_texts(record: Distillation, evaluation: Evaluation | None) -> list[str]:
+    """A warning for each text on which the trained model is further from its teacher than its start was."""
+    if record.before is None or evaluation is None:
+        return []
+    return [
+        f"training raised KL from {before.kl:.4f} to {after.kl:.4f} on {after.text}; more rows a step "
+        f"(--batch-size was {record.batch}), a lower --lr (it was {record.rate:g}), or "
+        "--data of that kind lose less there"
+        for before, after in zip(record.before.texts, evaluation.texts, strict=True)
+        if before.kl is not None and after.kl is not None and after.kl > _WORSE * before.kl
+    ]
+
+
+def _trained_layer(layer: LayerPlan) -> LayerResult:
+    return LayerResult(
+        name=layer.name,
+        format=layer.weight.name if layer.weight else None,
+        activation=layer.activation.name if layer.activation else None,
+        shape=layer.shape,
+        bits=layer.bits_per_weight,
+        nbytes=layer.nbytes,
+        snr_db=None,
+        relative_error=None,
+        solver=f"{layer.solver}, distilled" if layer.weight else None,
+        reason=layer.reason,
+    )
