@@ -1,0 +1,77 @@
+"""`skip_image_packages` keeps transformers from importing packages of images and sounds for a model of text.
+
+transformers imports whatever optional package is installed as soon as a model class is asked for: torchvision, which
+brings torch._dynamo, takes 3.7 s on a machine with an H100, and scikit-learn 1.6 s. A model of text uses neither.
+
+transformers remembers for the life of the process that they are missing, so only a command that opens one model does
+this. A user's own program may need an image processor later, whose pixels differ between torchvision and PIL.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from quant.errors import UserError
+from quant.extras import require
+from quant.models.configs import read_fields
+
+_PACKAGES = ("torchvision", "sklearn")
+# Functions of transformers.utils.import_utils that look for them and remember the answer (5.10 to 5.24).
+_PROBES = ("is_torchvision_available", "is_torchvision_v2_available", "is_sklearn_available")
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_MEDIA = ("image", "vision", "visual", "video", "audio", "speech", "pixel", "mel_bins")
+
+
+def skip_image_packages(model: str) -> bool:
+    """Has transformers take torchvision and scikit-learn for not installed, if `model` is a directory of a text model.
+
+    A process that has loaded torch or transformers already is left as it is: it is not a command's own.
+
+    Returns:
+        Whether it has done so.
+    """
+    if {"torch", "transformers"} & sys.modules.keys() or find_spec("transformers") is None:
+        return False
+    if not is_text_model(Path(model).expanduser()):
+        return False
+    hidden = [name for name in _PACKAGES if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # find_spec answers None for a None in there
+    try:
+        import_utils = require("transformers.utils.import_utils", "hf")
+        for probe in _PROBES:
+            getattr(import_utils, probe, bool)()
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+    return True
+
+
+def is_text_model(directory: Path) -> bool:
+    """Whether a directory holds a causal language model of text alone, whose code is transformers' own.
+
+    A config that cannot be read says no: whoever opens the model says what is wrong with it.
+    """
+    if not (directory / "config.json").is_file() or any((directory / name).exists() for name in _PROCESSOR_FILES):
+        return False
+    try:
+        config = read_fields(directory / "config.json")
+    except UserError:
+        return False
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or "auto_map" in config:
+        return False
+    if not all(isinstance(name, str) and name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+        return False
+    return not any(word in name for name in _field_names(config) for word in _MEDIA)
+
+
+def _field_names(fields: Any) -> Iterator[str]:
+    """Names of the fields of a config, and of the configs in it."""
+    if isinstance(fields, dict):
+        for name, value in fields.items():
+            yield str(name)
+            yield from _field_names(value)
