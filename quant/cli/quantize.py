@@ -12,6 +12,8 @@ from quant.calibration.sensitivity.table import METHODS
 from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_line, model_options, print_json
 from quant.cli.console import CONSOLE, listener, print_plan
 from quant.extras import importing
+from quant.models.read_ahead import read_ahead
+from quant.models.text_imports import skip_image_packages
 
 
 @click.command("quantize", cls=Command)
@@ -114,7 +116,10 @@ def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
     Writes a checkpoint that vLLM and transformers load, a plan with the reason for every layer's format, and a report.
     Give one of --format, --recipe and --plan, or a budget or limit for which formats are chosen (--bits …).
     """
+    if not options["dry_run"]:
+        read_ahead(options["model"])
     with importing():
+        skip_image_packages(options["model"])
         from quant.report.summary import print_summary
         from quant.run.budget import AllocationRequest
         from quant.run.request import Request

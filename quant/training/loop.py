@@ -18,6 +18,7 @@ from quant.errors import UserError
 from quant.recipes.plan import Plan
 from quant.training.cuda_graph import Passes
 from quant.training.modules import RoundedWeight
+from quant.training.qat import Packed
 
 _WARM_UP, _CLIP, _BETAS = 0.05, 1.0, (0.9, 0.95)
 
@@ -107,6 +108,29 @@ def train_rounded_alone(model: nn.Module) -> None:
         parameter.requires_grad_(id(parameter) in rounded)
 
 
+class StoredDtypes:
+    """The dtypes of a model's tensors.
+
+    Args:
+        model: before `prepare_qat`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._compute = next((parameter.dtype for parameter in model.parameters()), torch.float32)
+        self._by_name = {name: tensor.dtype for name, tensor in _tensors(model)}
+
+    def restore(self, model: nn.Module) -> None:
+        """Casts the model's tensors back; its quantized layers compute in the dtype that the first parameter had."""
+        # `.to` casts every tensor of a layer; those that were wider, such as routers' biases, are put back from here.
+        wide = {name: tensor.detach() for name, tensor in _tensors(model)}
+        for module in model.modules():
+            if isinstance(module, Packed):
+                module.to(self._compute)
+        for name, tensor in _tensors(model):
+            if tensor.dtype != self._by_name.get(name, tensor.dtype):
+                tensor.data = wide[name].to(self._by_name[name])
+
+
 def _batches(rows: torch.Tensor, size: int, seed: int) -> Iterator[torch.Tensor]:
     """Batches without end; each row once before any comes again."""
     generator = torch.Generator().manual_seed(seed)
@@ -114,3 +138,9 @@ def _batches(rows: torch.Tensor, size: int, seed: int) -> Iterator[torch.Tensor]
         order = torch.randperm(len(rows), generator=generator)
         for start in range(0, len(order) - size + 1, size):
             yield rows[order[start : start + size]]
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by all their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)

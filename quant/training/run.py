@@ -32,9 +32,8 @@ from quant.recipes.plan import Plan
 from quant.report.report import Distillation, Report
 from quant.runtime.attention import quantized_attention
 from quant.training.distill import distill
-from quant.training.dtypes import StoredDtypes
 from quant.training.lesson import Lesson, check_cache, check_tokenizers, prepare_lesson
-from quant.training.loop import Trained, default_rate, train, train_rounded_alone
+from quant.training.loop import StoredDtypes, Trained, default_rate, train, train_rounded_alone
 from quant.training.options import DistillOptions
 from quant.training.qat import convert_qat, prepare_qat
 from quant.training.run_report import losses_by_tenth, report_of
