@@ -25,7 +25,7 @@ from quant.export.checkpoint.names import StoredNames
 from quant.export.checkpoint.read import weight_files
 from quant.export.checkpoint.scan import Scan
 from quant.models.files import find_checkpoint
-from quant.models.quantized_sources import AFTER_TRAINING, IN_TRAINING
+from quant.models.quantized.quantization import AFTER_TRAINING, IN_TRAINING
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.report.saved_report import saved_report
 

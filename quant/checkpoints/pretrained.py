@@ -25,7 +25,7 @@ from quant.export.checkpoint.names import stored_names
 from quant.export.checkpoint.read import layer_tensor_names, read_layer, read_parts
 from quant.export.checkpoint.write import SHARD_BYTES
 from quant.extras import require
-from quant.models.quantized_sources import IN_TRAINING
+from quant.models.quantized.quantization import IN_TRAINING
 from quant.recipes.plan import Plan
 
 # Files of weights that transformers may have written here before.

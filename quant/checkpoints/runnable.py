@@ -7,7 +7,7 @@ from torch import nn
 
 from quant.checkpoints.load import can_run, load
 from quant.errors import UserError
-from quant.models.files import find_model
+from quant.models.files import SourceKind, find_model
 from quant.models.open import Source, open_model
 from quant.models.state_dict import call_factory
 
@@ -24,7 +24,9 @@ def open_runnable(
     if can_run(path):
         model = load(path, call_factory(model_factory) if model_factory else None)
         dtype = next((p.dtype for p in model.parameters()), torch.float32)
-        return Source(name=name, kind="huggingface", model=model, state_dict=None, path=path, dtype=dtype), model
+        return Source(
+            name=name, kind=SourceKind.HUGGINGFACE, model=model, state_dict=None, path=path, dtype=dtype
+        ), model
     return open_original(name, model_factory=model_factory, unsafe_load=unsafe_load)
 
 

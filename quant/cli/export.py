@@ -14,6 +14,7 @@ from quant.cli.console import CONSOLE, listener, stages, status
 from quant.errors import UserError, counted
 from quant.export.checkpoint.layout import LAYOUT_NAMES
 from quant.formats.atomic import claimed
+from quant.models.files import SourceKind
 from quant.recipes.plan import PLAN_FILE
 
 if TYPE_CHECKING:
@@ -166,7 +167,9 @@ def _attention_scales(
     from quant.models.open import Source
 
     dtype = next(model.parameters()).dtype
-    source = Source(name=str(directory), kind="huggingface", model=model, state_dict=None, path=directory, dtype=dtype)
+    source = Source(
+        name=str(directory), kind=SourceKind.HUGGINGFACE, model=model, state_dict=None, path=directory, dtype=dtype
+    )  # fmt: skip
     data, _ = read_calibration(source, Rows(calib, **size), progress=progress, listener=hears, plan=plan)
     return collect_attention_scales(
         model,

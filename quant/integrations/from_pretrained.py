@@ -39,7 +39,7 @@ from quant.execution.install import install_kv_scales, install_weight, mark_quan
 from quant.export.checkpoint.names import EXPERT_PARTS
 from quant.export.checkpoint.read import RUN_TIME_PARTS, read_layer, read_parts, weight_files
 from quant.export.checkpoint.scan import Scan
-from quant.models.quantized_sources import AFTER_TRAINING, IN_TRAINING
+from quant.models.quantized.quantization import AFTER_TRAINING, IN_TRAINING
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import Recipe

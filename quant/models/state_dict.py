@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from quant.errors import UserError, listed
-from quant.models.files import safetensors_file
-from quant.models.quantized_sources import refuse_packed
+from quant.models.files import SourceKind, safetensors_file
+from quant.models.quantized.quantization import refuse_packed
 
 _KNOWN = "a Hugging Face directory, .gguf, .safetensors, .pt/.pth/.bin (torch.save) or .pt2 (torch.export.save)"
 
@@ -46,8 +46,8 @@ class LazyStateDict(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
-def sniff(path: Path) -> str:
-    """What the first bytes of a file say it is: "gguf", "safetensors", "torch" or "exported".
+def sniff(path: Path) -> SourceKind:
+    """The kind of a file, by its first bytes.
 
     Raises:
         UserError: empty, unreadable, a TorchScript archive, or nothing that is known.
@@ -61,17 +61,17 @@ def sniff(path: Path) -> str:
     if not size:
         raise UserError(f"{path}: the file is empty; expected {_KNOWN}")
     if head[:4] == b"GGUF":
-        return "gguf"
+        return SourceKind.GGUF
     if head[:4] == b"PK\x03\x04":
         return _sniff_zip(path)
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):  # pickle protocols
-        return "torch"
+        return SourceKind.TORCH
     if head[8:9] == b"{" or path.suffix == ".safetensors":
-        return "safetensors"
+        return SourceKind.SAFETENSORS
     raise UserError(f"{path}: unknown file type (it starts with {head[:8]!r}); expected {_KNOWN}")
 
 
-def _sniff_zip(path: Path) -> str:
+def _sniff_zip(path: Path) -> SourceKind:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.namelist()
@@ -80,7 +80,7 @@ def _sniff_zip(path: Path) -> str:
         raise UserError(f"{path}: a truncated or damaged archive; copy or download it again") from None
     tails = {member.partition("/")[2] or member for member in members}
     if "archive_format" in tails or "serialized_exported_program.json" in members:
-        return "exported"
+        return SourceKind.EXPORTED
     if "constants.pkl" in tails:
         raise UserError(
             f"{path}: a TorchScript archive, which has no modules to quantize; save the original model's "
@@ -92,7 +92,7 @@ def _sniff_zip(path: Path) -> str:
                 f"{path}: {packed} is compressed, which torch.save never does and which may fill the memory; save the "
                 "state_dict() again with torch.save"
             )
-        return "torch"
+        return SourceKind.TORCH
     raise UserError(f"{path}: a zip archive, but not one that torch wrote; expected {_KNOWN}")
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from quant.errors import UserError
 from quant.models.exported_linears import restore_linears
-from quant.models.quantized_sources import SAFETENSORS_NAMES, refuse_packed
+from quant.models.quantized.quantization import SAFETENSORS_NAMES, refuse_packed
 from quant.models.state_dict import LazyStateDict
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")

@@ -17,6 +17,7 @@ from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.fingerprint import Fingerprint, fingerprint
 from quant.evaluation.record import Evaluation
 from quant.execution.sources import digest_of
+from quant.models.files import SourceKind
 from quant.models.open import open_model
 from quant.run.job import Decision, Job, Solved
 from quant.runtime.attention import quantized_attention
@@ -53,7 +54,7 @@ def baseline_of(job: Job, decision: Decision, texts: Mapping[str, torch.Tensor |
         return Baseline({}, None)
     if decision.allocation is not None and decision.allocation.quantized is not None:
         return Baseline(texts, job.model)
-    again = open_model(str(job.request.model)).model if job.source.kind == "huggingface" else None
+    again = open_model(str(job.request.model)).model if job.source.kind == SourceKind.HUGGINGFACE else None
     return Baseline(texts, copy.deepcopy(job.model) if again is None else again)
 
 

@@ -24,7 +24,7 @@ from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
 from quant.models.open import open_model
-from quant.models.quantized_sources import QuantizedTensors
+from quant.models.quantized.tensors import QuantizedTensors
 from quant.models.stored_weights import read_stored, stored_in
 from quant.plan.make import make_plan
 
