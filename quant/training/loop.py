@@ -17,8 +17,8 @@ from quant.calibration.placement import device_of
 from quant.errors import UserError
 from quant.recipes.plan import Plan
 from quant.training.cuda_graph import Passes
+from quant.training.layers import Packed
 from quant.training.modules import RoundedWeight
-from quant.training.qat import Packed
 
 _WARM_UP, _CLIP, _BETAS = 0.05, 1.0, (0.9, 0.95)
 

@@ -24,24 +24,16 @@ from quant.calibration.placement import Device
 from quant.calibration.session import Session
 from quant.checkpoints.pretrained import attach, detach
 from quant.errors import UserError, counted
-from quant.execution.data import by_input
 from quant.execution.solve import solve_plan
 from quant.export.checkpoint.write import plan_of_model
-from quant.kernels.linear.conv import QuantConv, conv_matrix, conv_parameter
-from quant.kernels.linear.embedding import QuantEmbedding
-from quant.kernels.linear.expert_modules import QuantExperts
-from quant.kernels.linear.modules import QuantLinear, RunTimeParts
 from quant.plan.check import check_plan_fits
 from quant.plan.make import check_module, make_plan
 from quant.recipes.layers import find_layers
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
-from quant.training.fusion import Fusion
 from quant.training.head import inner_model
-from quant.training.initial_weights import before_rounding, starting_weight
-from quant.training.modules import PLAN, SCALES, QATConv, QATEmbedding, QATExperts, QATLinear, RoundedWeight
-
-Packed = QuantLinear | QuantConv | QuantExperts | QuantEmbedding
+from quant.training.layers import Packed, Start, install_training_layers, put_layer, weights_before_rounding
+from quant.training.modules import PLAN, SCALES, RoundedWeight
 
 
 def prepare_qat(
@@ -98,45 +90,32 @@ def prepare_qat(
         raise UserError("the model is prepared for QAT already; train it, or pack it with quant.convert_qat(model)")
     stored = stored_dtype(model)
     before = {id(parameter): (parameter, parameter.dtype) for parameter in model.parameters()}
-    originals: dict[str, nn.Parameter] = {}
-    rounded: dict[str, torch.Tensor] = {}
-    biases: dict[str, nn.Parameter | None] = {}
-    if any(isinstance(module, Packed) for module in model.modules()):
-        applied = _plan_of_quantized(model, plan, solver, include, exclude)
-        rounded |= {} if original is None else _before_rounding(model, applied, original)
+    was_quantized = any(isinstance(module, Packed) for module in model.modules())
+    if was_quantized:
+        plan = _plan_of_quantized(model, plan, solver, include, exclude)
+        start = Start({}, {}, {} if original is None else weights_before_rounding(model, plan, original))
     else:
         if original is not None:
             raise UserError("original= is for a model that is quantized already; this one is in 16 bit: leave it out")
         if data is not None and not isinstance(data, torch.Tensor | Inputs):
             data = inputs_of(data, model)
-        if plan is None:
-            raise UserError("the model is not quantized: name a recipe, such as 'nvfp4', or pass a plan")
-        if not isinstance(plan, Plan):
-            run = on_first(data) if data is not None and data.is_floating_point() else None
-            plan = make_plan(model, plan, include=include, exclude=exclude, solver=solver, run=run)
-        elif solver or include or exclude:
-            raise UserError("a plan says everything already: edit it instead of passing solver, include or exclude")
-        check_plan_fits(plan, find_layers(model))
-        _check_plan(plan)
-        originals = {layer.name: model.get_parameter(layer.tensor_name) for layer in plan.quantized}
-        _check_trainable(plan, originals)
-        owners = {layer.name: _owner(model, layer) for layer in plan.quantized}
-        biases = {name: getattr(owner, "bias", None) for name, owner in owners.items()}
-        done = solve_plan(model, plan, data, Session.on(device, progress=progress), rounded=rounded.__setitem__)
-        applied = done.plan
-    _check_plan(applied)
+        plan = _plan_of_original(model, plan, data, solver, include, exclude)
+        start = Start.of_original(model, plan)
+        session = Session.on(device, progress=progress)
+        plan = solve_plan(model, plan, data, session, rounded=start.rounded.__setitem__).plan
+    _check_plan(plan)
     try:
-        _install(model, applied, originals, rounded, biases, scales, stored, dtype)
+        install_training_layers(model, plan, start, scales, stored, dtype)
     except UserError as error:
-        if not originals:
+        if was_quantized:
             raise
-        attach(model, applied)
-        model.quantization_plan = applied  # type: ignore[assignment]
+        attach(model, plan)
+        model.quantization_plan = plan  # type: ignore[assignment]
         raise UserError(f"{error}. The model is quantized by now: call prepare_qat(model, scales=…) again") from None
     detach(model)
-    setattr(model, PLAN, applied)
-    _check_optimizers(model, before, was_quantized=not originals)
-    return applied
+    setattr(model, PLAN, plan)
+    _check_optimizers(model, before, was_quantized=was_quantized)
+    return plan
 
 
 def convert_qat(model: nn.Module) -> Plan:
@@ -177,10 +156,32 @@ def convert_qat(model: nn.Module) -> Plan:
     # All of them before any is installed: scales that are shared depend on the others' weights.
     packed = {name: module.packed() for name, module in layers}  # type: ignore[operator]
     for name, new in packed.items():
-        _put(model, name, new)
+        put_layer(model, name, new)
     delattr(model, PLAN)
     plan = plan_of_model(model, plan)
     attach(model, plan)
+    return plan
+
+
+def _plan_of_original(
+    model: nn.Module,
+    plan: Plan | Recipe | str | None,
+    data: Any,
+    solver: str | None,
+    include: Sequence[str],
+    exclude: Sequence[str],
+) -> Plan:
+    """The plan of a model in 16 bit, which it is quantized by first."""
+    if plan is None:
+        raise UserError("the model is not quantized: name a recipe, such as 'nvfp4', or pass a plan")
+    if not isinstance(plan, Plan):
+        run = on_first(data) if data is not None and data.is_floating_point() else None
+        plan = make_plan(model, plan, include=include, exclude=exclude, solver=solver, run=run)
+    elif solver or include or exclude:
+        raise UserError("a plan says everything already: edit it instead of passing solver, include or exclude")
+    check_plan_fits(plan, find_layers(model))
+    _check_plan(plan)
+    _check_trainable(plan, model)
     return plan
 
 
@@ -216,29 +217,9 @@ def _plan_of_quantized(
     return plan_of_model(model, plan)
 
 
-def _before_rounding(model: nn.Module, plan: Plan, original: nn.Module) -> dict[str, torch.Tensor]:
-    """What was rounded, by layer, where the original model tells."""
-    there = dict(original.named_parameters())
-    found = {}
-    with torch.no_grad():
-        for layer in plan.quantized:
-            packed: Any = model.get_submodule(layer.name)
-            parameter = there.get(layer.tensor_name)
-            if parameter is None or parameter.is_meta or not parameter.is_floating_point():
-                continue
-            weight = _matrix(layer, packed, parameter.detach())
-            if weight.shape != packed.quantized_weight.shape:
-                continue
-            parts = packed.parts if isinstance(packed, QuantLinear) else RunTimeParts()
-            values = before_rounding(packed.quantized_weight, parts, weight)
-            if values is not None:
-                found[layer.name] = values
-    return found
-
-
-def _check_trainable(plan: Plan, originals: Mapping[str, nn.Parameter]) -> None:
+def _check_trainable(plan: Plan, model: nn.Module) -> None:
     for layer in plan.quantized:
-        weight = originals[layer.name]
+        weight = model.get_parameter(layer.tensor_name)
         if weight.is_meta:
             raise UserError(f"{layer.name}: its weight is on the meta device; load the model before preparing it")
         if not weight.requires_grad:
@@ -261,113 +242,6 @@ def _check_plan(plan: Plan) -> None:
                 f"{layer.name}: it shares its weight with {layer.tied_to}, and both are quantized, as two weights; "
                 f"leave one of them in 16 bit with exclude="
             )
-
-
-def _install(
-    model: nn.Module,
-    plan: Plan,
-    originals: Mapping[str, nn.Parameter],
-    rounded: dict[str, torch.Tensor],
-    biases: Mapping[str, nn.Parameter | None],
-    scales: str | None,
-    stored: torch.dtype,
-    dtype: torch.dtype | None,
-) -> None:
-    """Puts layers in training in the place of the quantized ones; empties `rounded`, the weights before rounding."""
-    kept = {id(parameter) for parameter in model.parameters()}
-    made: dict[str, RoundedWeight] = {}
-    for layer in plan.quantized:
-        packed: Any = model.get_submodule(layer.name)
-        original = originals.get(layer.name)
-        how = scales or ("recomputed" if layer.solver == "rtn" and original is not None else "frozen")
-        values = None if original is None else _matrix(layer, packed, original.detach())
-        is_conv = isinstance(packed, QuantConv)  # whose parameter is trained in its own shape
-        is_same = original is not None and values is not None and (is_conv or _is_whole(values, original))
-        if how != "recomputed" or original is not None:  # from a guess other scales might be measured
-            values = rounded.pop(layer.name, values)
-        wide = dtype or (stored if original is None else original.dtype)
-        with torch.no_grad():
-            if how == "recomputed" and values is not None:
-                start = values.to(wide)
-            else:
-                start = starting_weight(packed.quantized_weight, values, wide)
-        if is_conv:
-            start = conv_parameter(start, packed.codes.shape, packed.groups, packed.transposed)
-        if original is None or id(original) in kept or not is_same:
-            # Another layer has this parameter and keeps it as it is, or it holds the matrix transposed.
-            weight = nn.Parameter(start.contiguous())
-        else:
-            weight = original
-            if weight.dtype != start.dtype:
-                weight.grad = None  # of the dtype that it had
-            weight.data = start
-        made[layer.name] = _in_training(packed, weight, biases.get(layer.name), how, stored)
-        made[layer.name].train(packed.training)
-    for members in by_input(plan.quantized):
-        _share([made[member.name] for member in members])
-    for layer in plan.quantized:
-        _check_start(layer, model.get_submodule(layer.name), made[layer.name])
-    for name, module in made.items():
-        _put(model, name, module)
-
-
-def _matrix(layer: LayerPlan, packed: Any, parameter: torch.Tensor) -> torch.Tensor:
-    """The matrices `[..., out, in]` of a parameter of the 16-bit model."""
-    if isinstance(packed, QuantExperts):
-        return packed.stacking.matrices(parameter)
-    if isinstance(packed, QuantConv):
-        return conv_matrix(parameter, packed.groups, packed.transposed)
-    return parameter.t() if layer.transposed else parameter
-
-
-def _is_whole(matrix: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a parameter holds its matrices as they are trained."""
-    return matrix.shape == parameter.shape and matrix.stride() == parameter.stride()
-
-
-def _in_training(
-    packed: Any, weight: nn.Parameter, bias: nn.Parameter | None, scales: str, stored: torch.dtype
-) -> RoundedWeight:
-    """The layer in training that stands for a quantized one."""
-    if isinstance(packed, QuantExperts):
-        return QATExperts(weight, packed, scales, stored)
-    if isinstance(packed, QuantEmbedding):
-        return QATEmbedding(weight, packed, scales, stored)
-    assert isinstance(packed, QuantLinear | QuantConv)
-    if packed.bias is not None and bias is not None:
-        bias.data = packed.bias.data
-    elif packed.bias is not None:
-        bias = nn.Parameter(packed.bias.detach())
-    if isinstance(packed, QuantConv):
-        return QATConv(weight, packed, bias, scales, stored)
-    return QATLinear(weight, packed, bias, scales, stored)
-
-
-def _share(members: Sequence[RoundedWeight]) -> None:
-    """Lets fused layers have one second-level scale, or one scale at all."""
-    fusion = Fusion(members)
-    for member in members:
-        member.fusion = fusion
-        if member is not members[0] and member.weight_format.per_tensor:
-            # One parameter in one place: safetensors write no tensor under two names.
-            member.block_step = None
-
-
-def _check_start(layer: LayerPlan, packed: Any, module: RoundedWeight) -> None:
-    """Raises UserError where the layer would not start as the quantized one."""
-    if torch.equal(module.packed_weight().dequantize(), packed.quantized_weight.dequantize()):
-        return
-    element = packed.weight_format.element
-    if element.is_integer and bool((packed.quantized_weight.element_values() < element.min).any()):
-        raise UserError(
-            f"{layer.name}: holds the code {int(element.min) - 1}, as other toolkits write it, and training rounds to "
-            f"±{int(element.max)}; start from the original model instead, or keep the layer in 16 bit"
-        )
-    way_out = "'frozen' or 'learned'" if module.scales == "recomputed" else "'frozen'"
-    raise UserError(
-        f"{layer.name}: scales={module.scales!r} does not give the scales that {layer.solver} chose, so training would "
-        f"not start from this model; use scales={way_out}"
-    )
 
 
 def _check_optimizers(
@@ -406,12 +280,3 @@ def _is_kept_in(dtype: torch.dtype, state: Mapping[str, Any], parameter: torch.T
     """Whether an optimizer has tensors of a parameter in the dtype that this one no longer has."""
     kept = [each for each in state.values() if isinstance(each, torch.Tensor) and each.dim()]
     return parameter.dtype != dtype and any(each.dtype == dtype for each in kept)
-
-
-def _owner(model: nn.Module, layer: LayerPlan) -> nn.Module:
-    return model.get_submodule(layer.tensor_name.rpartition(".")[0])
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, module)
