@@ -9,7 +9,7 @@ largest magnitude in NVFP4, and one of their inputs. ModelOpt's own simulation d
 by other intermediate results, which moves the few weights that lie between two codes; and in fused layers, where it
 simulates each with its own.
 
-What AWQ, SmoothQuant and SVDQuant leave for run time stays there: a scale of the inputs, a branch in 16 bit. ModelOpt's
+The run-time parts of AWQ, SmoothQuant and SVDQuant are kept: a scale of the inputs, a branch in 16 bit. ModelOpt's
 export averages the scales of fused layers, moves them into norms and quantizes again; here each layer keeps its own.
 """
 
@@ -41,7 +41,7 @@ from quant.integrations.modelopt_quantizers import (
     tensor_amax,
     weight_of,
 )
-from quant.integrations.quantized_model import Solved, Taken, install_taken, plan_taken, stand_in, ungrouped
+from quant.integrations.takeover import LayerFormats, Solved, install_takeover, plan_takeover, stand_in, ungrouped
 from quant.kernels.linear.conv import weight_of_conv
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.expert_stacks import expert_matrices
@@ -59,7 +59,7 @@ _REMOVED = (
 
 @dataclass(frozen=True, eq=False)
 class _Quantizers:
-    """The quantizers of one weight: one, or one for each expert; `input` rounds what the layer reads.
+    """The quantizers of one weight: one, or one for each expert; `input` rounds the layer's input.
 
     `packed` is the parameter, where it holds codes already.
     """
@@ -70,13 +70,13 @@ class _Quantizers:
 
     def tensor_amax(self) -> torch.Tensor | None:
         """Largest magnitude of the weight; None where its quantizers hold none of the whole tensor."""
-        found = [tensor_amax(quantizer) for quantizer in self.weight]
-        return found[0] if len(found) == 1 else None
+        amaxes = [tensor_amax(quantizer) for quantizer in self.weight]
+        return amaxes[0] if len(amaxes) == 1 else None
 
     def pre_scale(self) -> torch.Tensor | None:
         """Factor of the inputs, `[in]`."""
-        found = getattr(self.input, "pre_quant_scale", None)
-        return None if found is None else found.detach().reshape(-1)
+        scale = getattr(self.input, "pre_quant_scale", None)
+        return None if scale is None else scale.detach().reshape(-1)
 
     def lowrank(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """SVDQuant's branch: `[rank, in]` and `[out, rank]`."""
@@ -99,44 +99,48 @@ def from_modelopt(model: nn.Module, *, run: Callable[[nn.Module], Any] | None = 
         UserError: nothing is quantized; a layer is in a format that there is none of here, or lacks its calibration;
             quantizers of outputs, attention or else. The model is then as it was.
     """
-    found, caches = _read(model)
-    taken = {name: _taken(name, quantizers) for name, quantizers in found.items()}
+    quantizers_of, caches = _read(model)
+    formats = {name: _formats(name, quantizers) for name, quantizers in quantizers_of.items()}
     kv_cache, kv_scales = _kv_cache(caches, next(model.parameters()).device)
-    for name, quantizers in found.items():
+    for name, quantizers in quantizers_of.items():
         if quantizers.packed is not None:
-            check_compressed(quantizers.weight[0], taken[name].weight, name)
+            check_compressed(quantizers.weight[0], formats[name].weight, name)
     with _original(model) as stack:
-        for name, quantizers in found.items():
+        for name, quantizers in quantizers_of.items():
             if quantizers.packed is not None:
                 of = quantizers.packed.metadata
                 stand_in(model, f"{name}.weight", of["shape"], of["dtype"], stack)
-        plan = plan_taken(model, taken, toolkit=_TOOLKIT, solver="modelopt", run=run)
-        plan = ungrouped(plan, lambda members: _differ([found[member.name] for member in members], members[0]))
-        amaxes = {layer.name: _amaxes(plan, layer, found) for layer in plan.quantized}
+        plan = plan_takeover(model, formats, toolkit=_TOOLKIT, solver="modelopt", run=run)
+        plan = ungrouped(plan, lambda members: _differ([quantizers_of[member.name] for member in members], members[0]))
+        amaxes = {layer.name: _amaxes(plan, layer, quantizers_of) for layer in plan.quantized}
         for layer in plan.quantized:
-            _check_parts(layer, found[layer.name])
+            _check_parts(layer, quantizers_of[layer.name])
             weight = model.get_parameter(layer.tensor_name).detach()
-            if found[layer.name].packed is None and (problem := value_problem(weight)):
+            if quantizers_of[layer.name].packed is None and (problem := value_problem(weight)):
                 raise UserError(f"{layer.name} {list(layer.shape)} {problem}; repair the model, or calibrate it again")
         stack.pop_all()
     _remove_quantizers(model)
     plan = replace(plan, kv_cache=kv_cache)
     install_kv_scales(model, kv_scales)
-    return install_taken(model, plan, lambda layer: _solved(model, layer, found[layer.name], *amaxes[layer.name]))
+
+    def solved(layer: LayerPlan) -> Solved:
+        return _solved(model, layer, quantizers_of[layer.name], *amaxes[layer.name])
+
+    return install_takeover(model, plan, solved)
 
 
 def _read(model: nn.Module) -> tuple[dict[str, _Quantizers], dict[str, dict[str, Any]]]:
     """Enabled quantizers of weights by layer, and those of keys and values by attention module."""
     layers: dict[str, _Quantizers] = {}
     caches: dict[str, dict[str, Any]] = {}
-    others, dropped = [], []
+    unsupported, dropped = [], []
     seen = False
     for name, module in model.named_modules():
         if _members(module):
             continue
-        found = {child: _members(part) for child, part in module.named_children() if _members(part)}
-        seen |= bool(found)
-        enabled = {child: members for child, members in found.items() if any(map(is_enabled, members))}
+        quantizers = {child: _members(part) for child, part in module.named_children() if _members(part)}
+        seen |= bool(quantizers)
+        enabled = {child: members for child, members in quantizers.items() if any(map(is_enabled, members))}
         for child, members in enabled.items():
             layer, role = _role(child)
             path, before = f"{name}.{layer}".strip("."), f"{layer}_".lstrip("_")
@@ -150,17 +154,17 @@ def _read(model: nn.Module) -> tuple[dict[str, _Quantizers], dict[str, dict[str,
                     raise UserError(
                         f"{path}: experts that ModelOpt has compressed; take the model over before mtq.compress"
                     )
-                layers[path] = _Quantizers(members, found.get(f"{before}input_quantizer", (None,))[0], packed)
+                layers[path] = _Quantizers(members, quantizers.get(f"{before}input_quantizer", (None,))[0], packed)
             elif child in ("k_bmm_quantizer", "v_bmm_quantizer"):
                 caches.setdefault(name, {})[child[0]] = members[0]
             elif role == "other":
-                others.append(f"{name}.{child}".strip("."))
+                unsupported.append(f"{name}.{child}".strip("."))
             elif not weights:
                 dropped.append(f"{name}.{child}".strip("."))
-    if others:
+    if unsupported:
         raise UserError(
-            f"{listed(others, 3)}: enabled in ModelOpt, and here weights, their inputs and the KV cache are quantized; "
-            f"turn them off: mtq.disable_quantizer(model, {others[0]!r})"
+            f"{listed(unsupported, 3)}: enabled in ModelOpt, and here weights, their inputs and the KV cache are "
+            f"quantized; turn them off: mtq.disable_quantizer(model, {unsupported[0]!r})"
         )
     if not layers:
         why = "all its weight quantizers are disabled" if seen else "it has no quantizers"
@@ -183,7 +187,7 @@ def _members(part: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def _role(child: str) -> tuple[str, str]:
-    """Which parameter a quantizer is for, empty for the module's weight, and what it rounds."""
+    """The parameter that a quantizer is for, empty for the module's weight, and its role: weight, input or other."""
     for role in ("weight", "input"):
         for end in (f"{role}_quantizer", f"{role}_quantizers"):
             if child == end or child.endswith(f"_{end}"):
@@ -191,7 +195,7 @@ def _role(child: str) -> tuple[str, str]:
     return "", "other"
 
 
-def _taken(name: str, quantizers: _Quantizers) -> Taken:
+def _formats(name: str, quantizers: _Quantizers) -> LayerFormats:
     formats = {format_of(quantizer, name) for quantizer in quantizers.weight}
     if len(formats) > 1:
         raise UserError(f"{name}: ModelOpt has its experts in {listed(sorted(map(str, formats)))}; here all have one")
@@ -205,7 +209,7 @@ def _taken(name: str, quantizers: _Quantizers) -> Taken:
     activation = None
     if quantizers.input is not None and is_enabled(quantizers.input):
         activation = format_of(quantizers.input, name, inputs=True)
-    return Taken(format, activation, f"as {_TOOLKIT} quantized it")
+    return LayerFormats(format, activation, f"as {_TOOLKIT} quantized it")
 
 
 def _kv_cache(
@@ -229,7 +233,7 @@ def _kv_cache(
 
 @contextmanager
 def _original(model: nn.Module) -> Iterator[ExitStack]:
-    """The model with its original classes and parameters; on leaving, what is still on the stack puts ModelOpt's back.
+    """The model with its original classes and parameters; on leaving, the callbacks on the stack restore ModelOpt's.
 
     ModelOpt changes the class of a module, and of GPT-2's `Conv1D` the weight too, which it transposes.
     """
@@ -303,19 +307,21 @@ def _number(amax: torch.Tensor | None) -> float | None:
 
 
 def _amaxes(
-    plan: Plan, layer: LayerPlan, found: Mapping[str, _Quantizers]
+    plan: Plan, layer: LayerPlan, quantizers_of: Mapping[str, _Quantizers]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Largest magnitudes of the weight and of the input of a layer, or of those that are fused with it."""
     members = [layer.name]
     if layer.group is not None and layer.kind == LayerKind.LINEAR:
         members = [member.name for member in plan.groups()[layer.group]]
-    weights = _largest([found[name].tensor_amax() for name in members])
-    return weights, _largest([tensor_amax(found[name].input) for name in members] if layer.has_static_scale else [])
+    weight_amax = _largest([quantizers_of[name].tensor_amax() for name in members])
+    if not layer.has_static_scale:
+        return weight_amax, None
+    return weight_amax, _largest([tensor_amax(quantizers_of[name].input) for name in members])
 
 
 def _largest(amaxes: list[torch.Tensor | None]) -> torch.Tensor | None:
-    known = [amax for amax in amaxes if amax is not None]
-    return torch.stack(known).amax() if known else None
+    measured = [amax for amax in amaxes if amax is not None]
+    return torch.stack(measured).amax() if measured else None
 
 
 def _check_parts(layer: LayerPlan, quantizers: _Quantizers) -> None:

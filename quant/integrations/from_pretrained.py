@@ -98,7 +98,7 @@ class QuantConfig(CompressedTensorsConfig):  # type: ignore[misc]
 
 
 class _Config(QuantConfig):
-    """What every `QuantConfig` is: transformers merges two configs if the names of their classes are one."""
+    """The class of every `QuantConfig`: transformers merges two configs if the names of their classes are equal."""
 
 
 _Config.__name__ = CompressedTensorsConfig.__name__
@@ -139,7 +139,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), ignored}
         use_expert_modules(model, plan)
 
-    def update_weight_conversions(self, weight_conversions: list[Any], *rest: Any) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], *unused: Any) -> list[Any]:
         return [*self._conversions(), *weight_conversions]
 
     def _conversions(self) -> Iterator[WeightConverter]:
@@ -164,11 +164,11 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         weight, input_scale = read_layer(self._checkpoint.tensors, layer)
         parts = read_parts(self._checkpoint.tensors, layer)
         down, up = parts.lowrank or (None, None)
-        found = {
+        tensors = {
             "codes": weight.codes, "scale": weight.scale, "global_scale": weight.global_scale,
             "input_scale": input_scale, "pre_scale": parts.pre_scale, "lowrank_down": down, "lowrank_up": up,
         }  # fmt: skip
-        return {f"{name}.{part}": tensor.to(device) for part, tensor in found.items() if tensor is not None}
+        return {f"{name}.{part}": tensor.to(device) for part, tensor in tensors.items() if tensor is not None}
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         if self._checkpoint is None:
@@ -210,8 +210,8 @@ class _ReadLayer(ConversionOps):  # type: ignore[misc]
         return self
 
     def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, **kwargs: Any) -> dict[str, torch.Tensor]:
-        given = next(iter(input_dict.values()))
-        device = (given[0] if isinstance(given, list) else given).device
+        source = next(iter(input_dict.values()))
+        device = (source[0] if isinstance(source, list) else source).device
         return self.hf_quantizer.layer_tensors(full_layer_name.removesuffix(".codes"), device)
 
 

@@ -33,7 +33,7 @@ from quant.formats.format import FORMATS, Format, get_format
 from quant.formats.number import E4M3, INT4, INT8
 from quant.formats.packing import pack
 from quant.formats.tensor import BlockScaledTensor
-from quant.integrations.quantized_model import Solved, Taken, install_taken, plan_taken, stand_in, ungrouped
+from quant.integrations.takeover import LayerFormats, Solved, install_takeover, plan_takeover, stand_in, ungrouped
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -69,25 +69,25 @@ def from_torchao(
         UserError: no weight is of torchao; one is of a class or in a layout that cannot be taken over, or has zero
             points; `data` is missing. The model is then as it was.
     """
-    held = {name: tensor for name, tensor in model.named_parameters(remove_duplicate=False) if _is_theirs(tensor)}
-    if not held:
+    parameters = {name: tensor for name, tensor in model.named_parameters(remove_duplicate=False) if _is_theirs(tensor)}
+    if not parameters:
         raise UserError("no weight of the model is quantized by torchao; call quantize_(model, config) first")
-    found = {name.removesuffix(".weight"): _read(name, tensor) for name, tensor in held.items()}
-    taken = {
-        name: Taken(read.weight.format, read.activation, f"as torchao quantized it ({type(tensor).__name__})")
-        for (name, read), tensor in zip(found.items(), held.values(), strict=True)
+    weights = {name.removesuffix(".weight"): _read(name, tensor) for name, tensor in parameters.items()}
+    formats = {
+        name: LayerFormats(read.weight.format, read.activation, f"as torchao quantized it ({type(tensor).__name__})")
+        for (name, read), tensor in zip(weights.items(), parameters.values(), strict=True)
     }
     plain: dict[int, nn.Parameter] = {}
     with ExitStack() as stack:
-        for name, tensor in held.items():
-            made = stand_in(model, name, tensor.shape, tensor.dtype, stack, plain.get(id(tensor)))
-            plain[id(tensor)] = made  # tied weights stay tied
-        plan = plan_taken(model, taken, toolkit="torchao", solver="rtn", run=run)
-        plan = ungrouped(plan, lambda members: _differ([found[member.name] for member in members]))
+        for name, tensor in parameters.items():
+            plain_weight = stand_in(model, name, tensor.shape, tensor.dtype, stack, plain.get(id(tensor)))
+            plain[id(tensor)] = plain_weight  # tied weights stay tied
+        plan = plan_takeover(model, formats, toolkit="torchao", solver="rtn", run=run)
+        plan = ungrouped(plan, lambda members: _differ([weights[member.name] for member in members]))
         for layer in plan.quantized:
-            _check_shape(layer, found[layer.name].weight)
+            _check_shape(layer, weights[layer.name].weight)
         unscaled = [
-            layer for layer in plan.quantized if layer.has_static_scale and found[layer.name].input_scale is None
+            layer for layer in plan.quantized if layer.has_static_scale and weights[layer.name].input_scale is None
         ]
         if unscaled and data is None:
             raise UserError(
@@ -95,7 +95,7 @@ def from_torchao(
                 "static; pass calibration rows: quant.from_torchao(model, data)"
             )
         stack.pop_all()
-    plan = install_taken(model, plan, lambda layer: _solved(found.pop(layer.name)))
+    plan = install_takeover(model, plan, lambda layer: _solved(weights.pop(layer.name)))
     if unscaled:
         scales = calibrate(model, plan, data)
         for layer in unscaled:
@@ -218,10 +218,10 @@ def _nvfp4(name: str, tensor: Any) -> _Read:
 
 def _mx(name: str, tensor: Any) -> _Read:
     def format_of(dtype: Any, size: int) -> Format:
-        known = {torch.float8_e4m3fn: "mxfp8", torch.float8_e5m2: "mxfp8_e5m2", torch.float4_e2m1fn_x2: "mxfp4"}
-        if dtype not in known or size != 32:
-            raise UserError(f"{name}: MX in {dtype} and blocks of {size}; here {', '.join(known.values())} have 32")
-        return get_format(known[dtype])
+        names = {torch.float8_e4m3fn: "mxfp8", torch.float8_e5m2: "mxfp8_e5m2", torch.float4_e2m1fn_x2: "mxfp4"}
+        if dtype not in names or size != 32:
+            raise UserError(f"{name}: MX in {dtype} and blocks of {size}; here {', '.join(names.values())} have 32")
+        return get_format(names[dtype])
 
     format = format_of(tensor.elem_dtype, tensor.block_size)
     codes = _contiguous(name, tensor.qdata)

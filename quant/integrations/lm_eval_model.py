@@ -35,11 +35,14 @@ class BlockscaleLM(HFLM):  # type: ignore[misc]
         else:
             path = find_model(str(pretrained))
             if can_run(path):
-                model, found = load(path), huggingface.load_tokenizer(path) if tokenizer is None else tokenizer
+                model, found_tokenizer = (
+                    load(path),
+                    huggingface.load_tokenizer(path) if tokenizer is None else tokenizer,
+                )
             else:
                 source = open_model(pretrained)
-                model, found = source.model, source.load_tokenizer() if tokenizer is None else tokenizer
-            tokenizer = found
+                model, found_tokenizer = source.model, source.load_tokenizer() if tokenizer is None else tokenizer
+            tokenizer = found_tokenizer
         if not hasattr(model, "config"):
             raise UserError(f"{pretrained}: lm-eval asks a model of transformers, which this is not")
         if tokenizer is None:

@@ -9,10 +9,10 @@
 PEFT asks the custom modules of a `LoraConfig` for the adapter of a layer that it does not know; `lora` enters ours. The
 base stays as it is packed: only its input gets a gradient, and the adapters are trained in 16 or 32 bit beside it.
 
-Merging changes the weight by less than a step of its format in most places, so rounding again could lose much of what
-was trained. `merge_lora` therefore dequantizes the layers, has PEFT merge (DoRA and rsLoRA too), solves them by the
-plan's solver with calibration data if it takes any, and measures what was lost. Layers that share a global scale with
-an adapted one are solved again together with it, for a runtime fuses them.
+Merging changes the weight by less than a step of its format in most places, so rounding again could lose much of the
+training. `merge_lora` therefore dequantizes the layers, has PEFT merge (DoRA and rsLoRA too), solves them by the plan's
+solver with calibration data if it takes any, and measures the loss. Layers that share a global scale with an adapted
+one are solved again together with it, for a runtime fuses them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quant.checkpoints.pretrained import attach
 from quant.errors import UserError, listed
 from quant.execution.solve import Quantized, solve_plan
 from quant.extras import require
-from quant.integrations.dense import DenseExperts, dense_linear
+from quant.integrations.dequantized_layers import DenseExperts, dense_linear
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.modules import QuantLinear
 from quant.recipes.layers import find_layers

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from quant.errors import UserError
-from quant.integrations.dense import DenseExperts, dense_linear
+from quant.integrations.dequantized_layers import DenseExperts, dense_linear
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.expert_stack import ExpertStack
 from quant.kernels.linear.modules import QuantLinear
@@ -85,9 +85,9 @@ def _is_hooked(module: nn.Module) -> bool:
 class _Adapted(torch.autograd.Function):
     """`x Wᵀ + bias + s·(x Aᵀ) Bᵀ`: a quantized linear and its adapter as one node of the graph.
 
-    Adapters are small, and what they take is not their arithmetic: nodes of the graph, tensors as large as the output
-    that are only scaled or added, and launches. Here both sums are made by the products themselves, and only the input
-    is saved by way of the graph: gradient checkpointing calls Python four times for each tensor that is.
+    Adapters are small, and their arithmetic is not their cost: that is nodes of the graph, tensors as large as the
+    output that are only scaled or added, and launches. Here both sums are made by the products themselves, and only the
+    input is saved by way of the graph: gradient checkpointing calls Python four times for each tensor that is.
     """
 
     @staticmethod

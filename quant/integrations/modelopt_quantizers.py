@@ -1,9 +1,9 @@
 """ModelOpt's quantizers, read: the formats they simulate, and the codes and scales that ModelOpt's export writes.
 
-A `TensorQuantizer` says a format in fields, and keeps what calibration found in buffers:
+A `TensorQuantizer` has its format in fields, and the results of calibration in buffers:
 
     num_bits      (2, 1), (4, 3) … exponent and mantissa bits of a float; 8, 4 an integer
-    block_sizes   {-1: 16, "scale_bits": (4, 3), "type": "dynamic"}; None where `axis` says what shares a scale
+    block_sizes   {-1: 16, "scale_bits": (4, 3), "type": "dynamic"}; None where `axis` says which elements share a scale
     axis          None: the whole tensor; 0: each row; all axes but the last one of an input: each token
     _amax         largest magnitudes of the tensor, its rows or its blocks
     _global_amax  that of the tensor, where `_amax` holds blocks that a search chose (MSE, four-over-six, local Hessian)
@@ -99,7 +99,7 @@ def _check_extras(quantizer: Any, name: str, what: str) -> None:
         f"backend={getattr(quantizer, 'backend', None)!r}": getattr(quantizer, "backend", None) is not None,
         "LSQ (learned amax)": bool(getattr(quantizer, "_lsq", False)),
     }
-    for problem in (problem for problem, there in problems.items() if there):
+    for problem in (problem for problem, is_set in problems.items() if is_set):
         raise UserError(
             f"{name}: the ModelOpt quantizer of its {what} has {problem}, for which there is nothing here; quantize "
             "the layer without it"
@@ -162,8 +162,8 @@ def _check_inputs(quantizer: Any, format: Format, name: str) -> None:
 
 
 def _amax(quantizer: Any) -> torch.Tensor | None:
-    found = getattr(quantizer, "_amax", None)
-    return None if found is None else found.detach().float()
+    amax = getattr(quantizer, "_amax", None)
+    return None if amax is None else amax.detach().float()
 
 
 def tensor_amax(quantizer: Any) -> torch.Tensor | None:
@@ -173,9 +173,9 @@ def tensor_amax(quantizer: Any) -> torch.Tensor | None:
     """
     if getattr(quantizer, "_use_constant_amax", False):
         return torch.tensor(E4M3.max)
-    found = getattr(quantizer, "_global_amax", None)
-    found = _amax(quantizer) if found is None else found.detach().float()
-    return found.reshape(()) if found is not None and found.numel() == 1 else None
+    amax = getattr(quantizer, "_global_amax", None)
+    amax = _amax(quantizer) if amax is None else amax.detach().float()
+    return amax.reshape(()) if amax is not None and amax.numel() == 1 else None
 
 
 def input_scale_of(amax: torch.Tensor, format: Format) -> torch.Tensor:
@@ -199,10 +199,10 @@ def weight_of(quantizer: Any, weight: torch.Tensor, format: Format, amax: torch.
         if getattr(quantizer, "_global_amax", None) is None:
             return quantize_like_modelopt(weight, format, amax)
         return _with_block_amax(quantizer, weight, format, amax)
-    found = _amax(quantizer) if amax is None else amax
-    if format.scale is E8M0 or found is None:
+    largest = _amax(quantizer) if amax is None else amax
+    if format.scale is E8M0 or largest is None:
         return quantize_like_modelopt(weight, format, None)
-    scale = nonzero(divided(found, format.element.max)).reshape(format.scale_shape(weight.shape))
+    scale = nonzero(divided(largest, format.element.max)).reshape(format.scale_shape(weight.shape))
     return round_like_modelopt(weight, format, scale.to(weight.device))
 
 

@@ -28,7 +28,7 @@ class TaskScore:
 
     Attributes:
         task, metric: as lm-eval calls them.
-        filter: what lm-eval did to the answers before; "none" for nothing.
+        filter: of lm-eval, applied to the answers before scoring; "none" if there is none.
         value: of the metric.
         stderr: standard error of the value, if lm-eval knows it.
         samples: how many documents were asked.
@@ -60,7 +60,7 @@ def evaluate_tasks(
         tasks: names of tasks or groups; several may be joined by commas.
         tokenizer: of the model; for a path or name, it is found there.
         task_path: a folder with YAML files of tasks of your own.
-        shots: solved examples before each question; None leaves what the task says.
+        shots: solved examples before each question; None takes the task's own number.
         limit: documents of each task; None takes all.
         batch_size: requests that run together.
         device: where the model runs; by default where it is.
@@ -79,20 +79,20 @@ def evaluate_tasks(
         raise UserError(
             f"lm-eval has no task {unknown[0]!r}; `lm-eval ls tasks` lists them; --task-path takes a folder of yours"
         )
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         BlockscaleLM(model, tokenizer=tokenizer, batch_size=batch_size, device=device), tasks=names, num_fewshot=shots,
         limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=0,
     )  # fmt: skip
-    return list(_scores(found))
+    return list(_scores(results))
 
 
-def _scores(found: dict[str, Any]) -> Any:
-    for task, values in found["results"].items():
-        samples = found.get("n-samples", {}).get(task, {}).get("effective", 0)
+def _scores(results: dict[str, Any]) -> Any:
+    for task, values in results["results"].items():
+        samples = results.get("n-samples", {}).get(task, {}).get("effective", 0)
         for key, value in values.items():
             metric, _, which = key.partition(",")
             if not which or metric.endswith("_stderr"):
                 continue
             error = values.get(f"{metric}_stderr,{which}")
-            known = isinstance(error, int | float) and error == error
-            yield TaskScore(task, metric, which, float(value), float(error) if known else None, samples)
+            has_error = isinstance(error, int | float) and error == error
+            yield TaskScore(task, metric, which, float(value), float(error) if has_error else None, samples)

@@ -1,4 +1,4 @@
-"""Configs of models are read and checked here, and errors of what works on them become one line.
+"""Configs of models are read and checked here, and errors that they cause elsewhere become one line.
 
 transformers takes a config for granted: some fields it checks, over others its models stumble with any exception.
 """
@@ -43,7 +43,7 @@ def read_fields(file: Path) -> dict[str, Any]:
         UserError: it cannot be read, or holds no JSON object.
     """
     try:
-        return read_json(file, "valid JSON", lambda found: typed(dict[str, Any], found, "the document"))
+        return read_json(file, "valid JSON", lambda document: typed(dict[str, Any], document, "the document"))
     except (ValueError, OSError) as error:
         raise UserError(f"{one_line(error)}; download it again") from None
 
@@ -105,7 +105,7 @@ def check_sizes(config: Any, files: Iterable[Path], where: Path) -> None:
     Args:
         config: of transformers.
         files: with the weights.
-        where: what the error names.
+        where: the file that the error names.
 
     Raises:
         UserError: more blocks than tensors in the files, or a size beyond the number of weights in them.

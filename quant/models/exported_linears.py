@@ -25,46 +25,46 @@ def restore_linears(model: nn.Module) -> None:
     calls: dict[str, list[Node]] = {}
     for node in model.graph.nodes:
         if node.op == "call_function" and node.target is torch.ops.aten.linear.default:
-            calls.setdefault(_place(node), []).append(node)
-    for place, nodes in calls.items():
-        if place and all(_is_alone(node, nodes) for node in nodes):
-            _restore(model, place, nodes)
+            calls.setdefault(_module_path(node), []).append(node)
+    for path, nodes in calls.items():
+        if path and all(_is_alone(node, nodes) for node in nodes):
+            _restore(model, path, nodes)
     model.graph.lint()
     model.recompile()
 
 
-def _place(call: Node) -> str:
-    """Path of the module that holds what a call reads: `a` for `a.weight` and `a.bias`; empty where there is none."""
+def _module_path(call: Node) -> str:
+    """Path of the module with a call's parameters: `a` for `a.weight` and `a.bias`; empty where there is none."""
     weight, bias = call.args[1], call.args[2] if len(call.args) > 2 else None
     if not isinstance(weight, Node) or weight.op != "get_attr" or call.kwargs:
         return ""
-    place, _, last = str(weight.target).rpartition(".")
-    if last != "weight" or (bias is not None and (not isinstance(bias, Node) or bias.target != f"{place}.bias")):
+    path, _, last = str(weight.target).rpartition(".")
+    if last != "weight" or (bias is not None and (not isinstance(bias, Node) or bias.target != f"{path}.bias")):
         return ""
-    return place
+    return path
 
 
 def _is_alone(call: Node, calls: list[Node]) -> bool:
     """Whether nothing but `calls` reads the parameters of one of them, which all read the same."""
     parameters = [node for node in call.args[1:] if isinstance(node, Node)]
     targets = [node.target for node in parameters]
-    others = [node for node in call.graph.nodes if node.op == "get_attr" and node.target in targets]
+    reads = [node for node in call.graph.nodes if node.op == "get_attr" and node.target in targets]
     same = all([n.target for n in other.args[1:] if isinstance(n, Node)] == targets for other in calls)
-    return same and all(user in calls for node in others for user in node.users)
+    return same and all(user in calls for node in reads for user in node.users)
 
 
-def _restore(model: GraphModule, place: str, calls: list[Node]) -> None:
-    held = model.get_submodule(place)
+def _restore(model: GraphModule, path: str, calls: list[Node]) -> None:
+    held = model.get_submodule(path)
     weight, bias = held.weight, getattr(held, "bias", None)
     assert isinstance(weight, nn.Parameter)
     with torch.device("meta"):
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     linear.weight, linear.bias = weight, bias  # type: ignore[assignment]
     linear.train(model.training)
-    model.set_submodule(place, linear)
+    model.set_submodule(path, linear)
     for call in calls:
         with model.graph.inserting_before(call):
-            new = model.graph.call_module(place, (call.args[0],))
+            new = model.graph.call_module(path, (call.args[0],))
         new.meta = call.meta
         call.replace_all_uses_with(new)
         read = [node for node in call.args[1:] if isinstance(node, Node)]

@@ -62,9 +62,9 @@ def find_model(name: str) -> Path:
             if (Path(folder) / file).is_file():
                 return Path(folder) / file
         raise UserError(f"{name} is the file {file} of the package {package}, which is not installed: {remedy}")
-    found = split_revision(name)
-    if found is not None and Path(found[0]).suffix not in SUFFIXES:
-        return snapshot(*found)
+    hub_name = split_revision(name)
+    if hub_name is not None and Path(hub_name[0]).suffix not in SUFFIXES:
+        return snapshot(*hub_name)
     raise UserError(f"{name}: no such file or directory; known aliases: {', '.join(_ALIASES)}")
 
 
@@ -80,8 +80,8 @@ def with_revision(name: str, revision: str) -> str:
     Raises:
         UserError: `name` is something on the disk, or no such name.
     """
-    found = split_revision(name)
-    if Path(name).expanduser().exists() or found is None or found[1] is not None:
+    hub_name = split_revision(name)
+    if Path(name).expanduser().exists() or hub_name is None or hub_name[1] is not None:
         what = "is on the disk" if Path(name).expanduser().exists() else "is no name of one, such as org/name"
         raise UserError(
             f"--revision {revision} is for a model on the Hugging Face hub, and {name} {what}; leave it out"
@@ -114,7 +114,7 @@ def shard_names(weight_map: Mapping[str, str], index: Path) -> list[str]:
 def check_links(directory: Path) -> None:
     """Refuses configs, vocabularies and templates that are links out of the model's directory.
 
-    What they point to, such as a private file, would be written beside the result. Weights may be links.
+    Their targets, such as a private file, would be written beside the result. Weights may be links.
 
     Raises:
         UserError: there is one; the message says the way out.
@@ -149,5 +149,5 @@ def _check_link(file: Path, directory: Path) -> None:
     if home.parent.name == "snapshots":  # the cache of the Hugging Face hub keeps the files there
         homes.append(home.parent.parent / "blobs")
     target = file.resolve()
-    if file.is_symlink() and not any(target.is_relative_to(place) for place in homes):
+    if file.is_symlink() and not any(target.is_relative_to(folder) for folder in homes):
         raise UserError(f"{file}: a link to {target}, outside its directory; put a copy of the file there")

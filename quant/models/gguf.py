@@ -112,7 +112,7 @@ def _read_config(path: Path) -> Any:
 
 
 def _clean(model: Any) -> None:
-    """Makes the config what the original model's would be: its architecture, and no trace of the file it was in."""
+    """Gives the config the original model's architecture, and removes every trace of the file it was in."""
     config = model.config
     config.architectures = [type(model).__name__]
     config._name_or_path = ""

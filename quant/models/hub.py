@@ -1,9 +1,9 @@
 """A model on the Hugging Face hub is named `org/name`, or `org/name@revision`, and read as the snapshot of one commit.
 
-huggingface_hub downloads what is not in its cache yet, and honours its own switches (HF_HUB_OFFLINE, HF_HUB_CACHE,
-HF_ENDPOINT, tokens). Fetched are the weights as safetensors, configs, tokenizer and processor files of the top folder;
-pickles only where there are no safetensors, and Python files only where they may run. A name is looked up once a
-process, so that a branch that moves meanwhile cannot mix two commits.
+huggingface_hub downloads files that are not in its cache yet, and honours its own switches (HF_HUB_OFFLINE,
+HF_HUB_CACHE, HF_ENDPOINT, tokens). Fetched are the weights as safetensors, configs, tokenizer and processor files of
+the top folder; pickles only where there are no safetensors, and Python files only where they may run. A name is looked
+up once a process, so that a branch that moves meanwhile cannot mix two commits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def split_revision(name: str) -> tuple[str, str | None] | None:
-    """Name and revision that `org/name@revision` stands for; None for what is no name of a model on the hub."""
+    """Name and revision that `org/name@revision` stands for; None for any other name."""
     match = _NAME.fullmatch(name)
     return None if match is None else (match[1], match[2])
 
@@ -45,8 +45,8 @@ def snapshot(name: str, revision: str | None = None) -> Path:
 
 def commit_of(path: Path | None) -> str | None:
     """The commit that a directory of the hub's cache holds; None for any other directory."""
-    found = path is not None and path.parent.name == "snapshots" and _COMMIT.fullmatch(path.name)
-    return path.name if path is not None and found else None
+    is_commit = path is not None and path.parent.name == "snapshots" and _COMMIT.fullmatch(path.name)
+    return path.name if path is not None and is_commit else None
 
 
 @cache

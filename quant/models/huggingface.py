@@ -153,7 +153,7 @@ def build(
         config: its config.
         dtype: of the weights.
         meta: builds on the meta device.
-        path: directory of the checkpoint, and what errors name.
+        path: directory of the checkpoint, which errors name.
         tensors: dequantizes those of a quantized checkpoint; by default transformers reads the directory.
         options: go to `from_pretrained`.
     """
@@ -263,9 +263,9 @@ def model_class(config: Any, where: str) -> Any:
         for kind in ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_MAPPING"):
             if type(config) in (mapping := getattr(transformers, kind)):
                 return mapping[type(config)]
-    wanted = config.architectures or config.model_type
+    name_or_type = config.architectures or config.model_type
     raise UserError(
-        f"{where}: transformers {transformers.__version__} has no class for {wanted}; "
+        f"{where}: transformers {transformers.__version__} has no class for {name_or_type}; "
         "upgrade it, or build the module yourself and pass it to quant.quantize"
     )
 
@@ -307,8 +307,8 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     """The contents of config.json."""
     file = path / "config.json"
     if not file.is_file():
-        others = sorted(p.name for p in path.iterdir() if p.suffix in (".gguf", ".safetensors", ".pt", ".pt2"))
-        hint = f"to open a file in it, pass {path / others[0]}" if others else "pass the directory that has one"
+        files = sorted(p.name for p in path.iterdir() if p.suffix in (".gguf", ".safetensors", ".pt", ".pt2"))
+        hint = f"to open a file in it, pass {path / files[0]}" if files else "pass the directory that has one"
         raise UserError(f"{path}: no config.json, so not a Hugging Face directory; {hint}")
     return read_fields(file)
 

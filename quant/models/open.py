@@ -3,7 +3,7 @@
     source = open_model("smollm2-135m")          # or a directory, a file, an nn.Module
     source.model, source.load_tokenizer()
 
-What a path holds is decided by its first bytes and not by its suffix:
+The kind of a file is decided by its first bytes, not by its suffix:
 
     directory             config.json and weights              -> huggingface   model, dequantized if need be
     "GGUF"                one file: config, vocabulary, blocks -> gguf          model, dequantized to 16 bit
@@ -42,7 +42,7 @@ class Source:
     """An opened model.
 
     Attributes:
-        name: what the user typed; for a module, the name of its class.
+        name: as the user typed it; for a module, the name of its class.
         kind: the form in which it is stored.
         model: the module; None for a bare state dict without a factory.
         state_dict: the bare state dict, whose tensors are read when asked for; None where there is a model.
@@ -143,7 +143,7 @@ def open_model(
         stream: leaves experts that are stored one by one in their files until they are needed; the model runs, and
             `solve_plan` takes it for solvers that look at weights alone.
         meta: builds the model on the meta device from configs and headers, reading no weights. A pickle of the old
-            layout and an exported program are read all the same, and a module stays what it is.
+            layout and an exported program are read all the same, and a module stays as it is.
 
     Raises:
         UserError: `source` cannot be used: one line that names the file and the way out.

@@ -2,7 +2,7 @@
 
 A plan is checked by names and shapes, which safetensors and GGUF files have in their headers. Where the tensors there
 are exactly those that the plan names, that is enough. Otherwise the caller builds the model on the meta device, for its
-modules may be named, split or fused differently from what is stored.
+modules may be named, split or fused differently from the stored tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def stored_layers(model: str, plan: Plan) -> list[Layer] | None:
 
     Args:
         model: as for `quantize`.
-        plan: what to look for in the headers.
+        plan: names the layers to look for in the headers.
 
     Raises:
         UserError: there is no such model.
@@ -57,7 +57,7 @@ def _of_directory(path: Path) -> Shapes | None:
 
 
 def _fields(file: Path) -> dict[str, Any]:
-    return read_json(file, "valid JSON", lambda found: typed(dict[str, Any], found, "the document"))
+    return read_json(file, "valid JSON", lambda document: typed(dict[str, Any], document, "the document"))
 
 
 def _of_gguf(path: Path, plan: Plan) -> Shapes | None:

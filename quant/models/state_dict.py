@@ -140,17 +140,17 @@ def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: b
     ties = {name: names for names in shared.values() for name in names}
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     stored = {name: next((n for n in ties.get(name, [name]) if n in tensors), None) for name in expected}
-    _refuse(f"{where} lacks", [name for name, found in stored.items() if found is None], factory)
+    _refuse(f"{where} lacks", [name for name, stored_name in stored.items() if stored_name is None], factory)
     _refuse(f"{where} has, and the module has not:", [name for name in tensors if name not in expected], factory)
-    values = {name: tensors[found] for name, found in stored.items() if found is not None}
+    values = {name: tensors[stored_name] for name, stored_name in stored.items() if stored_name is not None}
     for name, shape in expected.items():
         if values[name].shape != shape:
             raise UserError(f"{where}: {name} is {list(values[name].shape)}, and {factory} makes it {list(shape)}")
         if name in tensors and stored[name] != name and not meta and not torch.equal(tensors[name], values[name]):
             raise UserError(f"{where}: {factory} ties {name} to {stored[name]}, but the file's tensors differ")
     model.load_state_dict(values, assign=True)
-    for first, *others in shared.values():
-        for name in others:
+    for first, *other_names in shared.values():
+        for name in other_names:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, model.get_parameter(first))
     return model.eval()

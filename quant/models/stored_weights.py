@@ -101,10 +101,10 @@ class StoredExperts(StoredWeight):
         return torch.cat([self.files[name] for name in names])
 
     def tensor(self) -> torch.Tensor:
-        found = torch.empty(self.shape, dtype=self.files.dtype(self.name))
+        stack = torch.empty(self.shape, dtype=self.files.dtype(self.name))
         for expert in range(len(self)):
-            found[expert] = self._matrix(expert)
-        return found
+            stack[expert] = self._matrix(expert)
+        return stack
 
     def fits(self) -> bool:
         """Whether the matrices have the shapes that the parameter needs, side by side."""
@@ -118,9 +118,9 @@ def open_stored(model: nn.Module, files: Files) -> bool:
     """Fills a model that is on the meta device, its weights left where they are stored as far as they are not mapped.
 
     Returns:
-        Whether that was possible: every tensor of the model must be in the files, in its dtype and shape, and nothing
-        else but what the model's class ignores, and some of them not as they are. If not, the model is of no use any
-        more.
+        Whether that was possible: every tensor of the model must be in the files, in its dtype and shape; every other
+        tensor of the files must be one that the model's class ignores; and some must be stored in another form. If
+        not, the model cannot be used any more.
     """
     expected = dict(model.state_dict(keep_vars=True))
     mapped: dict[str, torch.Tensor] = {}

@@ -53,7 +53,7 @@ def skip_image_packages(model: str) -> bool:
 def is_text_model(directory: Path) -> bool:
     """Whether a directory holds a causal language model of text alone, whose code is transformers' own.
 
-    A config that cannot be read says no: whoever opens the model says what is wrong with it.
+    False for a config that cannot be read: the loader's message names the reason.
     """
     if not (directory / "config.json").is_file() or any((directory / name).exists() for name in _PROCESSOR_FILES):
         return False

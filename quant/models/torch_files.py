@@ -72,7 +72,7 @@ def _read(path: Path, unsafe: bool) -> Any:
 
 
 def _unwrap(content: Any) -> Any:
-    """What a training checkpoint `{"model": …, "optimizer": …}` keeps its weights in."""
+    """The state dict or module inside a training checkpoint `{"model": …, "optimizer": …}`."""
     while isinstance(content, Mapping):
         inner = next((content[k] for k in _WRAPPERS if isinstance(content.get(k), Mapping | nn.Module)), None)
         if inner is None:

@@ -32,11 +32,11 @@ class WatchedFiles:
         return {file.name: f"{stamp} {_header(file)}" for file, stamp in self._stamps.items()}
 
     def changed(self) -> Path | None:
-        """The first file that is not what it was; None where all are."""
+        """The first file that has changed; None where none has."""
         return next((file for file, stamp in self._stamps.items() if _stamp(file) != stamp), None)
 
     def check(self) -> None:
-        """Raises ValueError, which names the file, where one is not what it was."""
+        """Raises ValueError, which names the file, where one has changed."""
         if (file := self.changed()) is not None:
             what = "changed" if file.exists() else "disappeared"
             raise ValueError(

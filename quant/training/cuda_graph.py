@@ -8,9 +8,9 @@ them than they run. A CUDA graph holds them all, and one launch replays it:
     step 3     recorded, and replayed for the first time, which takes longer
     step 4..6  replayed, and so is every step from then on if the fastest of them was faster than step 2
 
-What a graph cannot hold runs op by op: random numbers, experts and teachers for which the host looks at the values of a
-batch. A replay does what was recorded, so the loss must not depend on anything that changes but the batch and the
-parameters.
+A step that a graph cannot hold runs op by op: one with random numbers, or with experts or a teacher for which the host
+looks at the values of a batch. A replay repeats the recorded kernels, so the loss must depend on nothing that changes
+except the batch and the parameters.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class Passes:
     def _op_by_op(self, batch: torch.Tensor) -> float:
         for parameter in self._learned:
             parameter.grad = None
-        found = self._of(batch.to(self._device))
-        found.backward()
-        return found.item()
+        loss = self._of(batch.to(self._device))
+        loss.backward()
+        return loss.item()
 
     def _of(self, batch: torch.Tensor) -> torch.Tensor:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):

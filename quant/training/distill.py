@@ -1,4 +1,4 @@
-"""Distillation: a student learns to say what its teacher says, which needs no labels and loses less than training anew.
+"""Distillation: a student learns the next-token probabilities of its teacher, without labels.
 
 `quant.distill` is the loss for any training loop:
 
@@ -76,19 +76,19 @@ def distill(
     wants_hidden = hidden > 0
     _check_student(inner_model(student), wants_hidden)
     before, states, head = run_to_head(student, inputs, wants_hidden)
-    known: Teacher
+    lesson: Teacher
     if isinstance(teacher, CachedTeacher):
         if wants_hidden:
             raise UserError("a cached teacher has no hidden states; pass the model, or hidden=0")
         _check_padding(inputs)
-        known = teacher.of(ids, temperature)
+        lesson = teacher.of(ids, temperature)
         theirs: list[torch.Tensor] = []
     else:
         with evaluating(teacher), torch.no_grad():
-            place = device_of(teacher)
-            moved = {name: value.to(place) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+            device = device_of(teacher)
+            moved = {name: value.to(device) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
             taught, theirs, of_teacher = run_to_head(teacher, moved, wants_hidden)
-        known = LogitTeacher(taught.flatten(0, 1), of_teacher)
+        lesson = LogitTeacher(taught.flatten(0, 1), of_teacher)
     learned = head.parameters() if isinstance(head, LogitHead) else ()
     if before.shape[:-1] != ids.shape:
         raise UserError(
@@ -96,7 +96,7 @@ def distill(
             f"{list(ids.shape)}; distillation is for causal language models, with logits at each token"
         )
     counted = _counted(inputs)
-    loss = chunked_kl(before.flatten(0, 1), head, known, temperature=temperature, mask=counted, parameters=learned)
+    loss = chunked_kl(before.flatten(0, 1), head, lesson, temperature=temperature, mask=counted, parameters=learned)
     if wants_hidden:
         loss = loss + hidden * _distance(states, theirs, counted).to(loss.device)
     return loss
@@ -209,7 +209,7 @@ def _distance(states: list[torch.Tensor], theirs: list[torch.Tensor], counted: t
         target = taught.to(ours.device).float()
         apart = (ours.float() - target).square().sum(-1) / target.square().sum(-1).clamp_min(_TINY)
         if counted is not None:
-            there = counted.to(apart.device)
-            apart = torch.where(there, apart, 0).sum() / there.sum().clamp_min(1)
+            mask = counted.to(apart.device)
+            apart = torch.where(mask, apart, 0).sum() / mask.sum().clamp_min(1)
         layers.append(apart.mean().to(states[0].device))
     return torch.stack(layers).mean()

@@ -1,15 +1,15 @@
-"""Layers in training that read the same input (q, k and v, or gate and up) work out once what they have in common.
+"""Layers in training that read the same input (q, k and v, or gate and up) share the rounded input and scales.
 
 In a forward pass the first of them prepares and rounds the input and finds the second-level scale that all share; each
-of the others takes both once. What is taken belongs to this very tensor and these very weights: another input, a
+of the others takes both once. A result belongs to this very tensor and these very weights: another input, a
 weight that changed, or a second call of the same layer starts anew. Nothing is shared while torch.compile records,
 which finds common expressions itself, or in replicas of nn.DataParallel.
 
-Gradient checkpointing runs a part of the model again in the backward pass, and what that part saves must be the same
-both times. Of a whole block it is. But where each layer is a part by itself, the second run finds nothing that another
-layer has worked out. The hooks by which checkpointing sees what is saved are others in each part, and layers share
-within the same hooks alone. A pass that its last layer does not end is over when layers of another input start one, so
-that of all such passes in a model one keeps its tensors.
+Gradient checkpointing runs a part of the model again in the backward pass, and that part must save the same tensors
+both times. A whole block does. But where each layer is a part by itself, the second run finds no results of another
+layer. Each part has its own hooks on saved tensors, and layers share results only under the same hooks. A pass that its
+last layer does not end is over when layers of another input start one, so that of all such passes in a model one keeps
+its tensors.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class Common:
-    """What layers of one pass have in common, as far as one of them has worked it out.
+    """Results that the layers of one pass share, as far as one of them has computed them.
 
     Attributes:
         scales: block scales, or None where rounding measures them, and the second level.
         seen: the input after scaling and rotation at run time, as a low-rank branch takes it.
-        given: `seen` as the weights are multiplied by it, rounded.
+        rounded: `seen` rounded to the input format, as it multiplies the weights.
     """
 
-    __slots__ = ("given", "key", "scales", "seen", "served", "x")
+    __slots__ = ("key", "rounded", "scales", "seen", "served", "x")
 
     def __init__(self, x: torch.Tensor | None = None, key: tuple[Any, ...] = ()) -> None:
         self.x, self.key = x, key
         self.served: set[int] = set()
         self.scales: Scales | None = None
         self.seen: torch.Tensor | None = None
-        self.given: torch.Tensor | None = None
+        self.rounded: torch.Tensor | None = None
 
 
 class Fusion:
@@ -65,20 +65,20 @@ class Fusion:
         self._is_alike: bool | None = None
 
     def common(self, member: QATLinear, x: torch.Tensor) -> Common:
-        """What members have worked out for `x` and `member` has not taken yet; empty for the first of them."""
+        """The results for `x` of members that ran before `member`; empty for the first of them."""
         if len(self.members) == 1 or _top_hooks is None or is_traced() or x.is_inference():
             return Common()
         if not self.is_alike or getattr(member, "_is_replica", False):  # replicas run at the same time
             return Common()
         weights = (each.weight._version for each in self.members)
         key = (x._version, torch.is_grad_enabled(), autocast_dtype(x.device.type), _top_hooks(True), *weights)
-        found = self._pass
-        if found is None or found.x is not x or found.key != key or id(member) in found.served:
-            found = self._start(Common(x, key))
-        found.served.add(id(member))
-        if len(found.served) == len(self.members):
+        shared = self._pass
+        if shared is None or shared.x is not x or shared.key != key or id(member) in shared.served:
+            shared = self._start(Common(x, key))
+        shared.served.add(id(member))
+        if len(shared.served) == len(self.members):
             self._pass = None  # nothing is kept beyond the pass
-        return found
+        return shared
 
     def _start(self, common: Common) -> Common:
         other = None if Fusion._latest is None else Fusion._latest()
@@ -92,8 +92,8 @@ class Fusion:
     def is_alike(self) -> bool:
         """Whether all members round weights and inputs in the same way."""
         if self._is_alike is None:
-            first, *others = map(_settings, self.members)
-            self._is_alike = all(all(map(_equal, first, other)) for other in others)
+            first, *other_settings = map(_settings, self.members)
+            self._is_alike = all(all(map(_equal, first, other)) for other in other_settings)
         return self._is_alike
 
     def forget(self) -> None:
@@ -106,7 +106,7 @@ class Fusion:
 
 
 def _settings(member: Any) -> tuple[Any, ...]:
-    """What decides how a layer rounds its weight and its input."""
+    """The settings by which a layer rounds its weight and its input."""
     names = ("weight_format", "scales", "stored", "activation_format", "hadamard", "pre_scale", "input_scale")
     return tuple(getattr(member, name, None) for name in names)
 

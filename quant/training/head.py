@@ -1,4 +1,4 @@
-"""Distillation applies a model's output head to a slice of positions at a time, and what the model does after its head.
+"""Distillation applies a model's output head, and the operations that follow it, to a slice of positions at a time.
 
 Models change the products of their head on the way to logits. Gemma caps them softly, Granite divides them, Cohere
 multiplies them:
@@ -6,7 +6,7 @@ multiplies them:
     logits = cap · tanh(y · times / over / cap),    y = head(hidden)
 
 `run_to_head` runs the whole model, wrappers and hooks included, with a head that remembers its input. At a model's
-first run that head multiplies a few positions, and what the model makes of their products is compared with what its
+first run that head multiplies a few positions, and the model's logits of them are compared with the operations that its
 config names. A model that does something else (Chameleon rules the tokens of images out) is taken whole, with its own
 logits.
 """
@@ -38,7 +38,7 @@ _COMPARED = 8  # positions
 
 @dataclass(frozen=True)
 class Tail:
-    """What a model does with the products of its head.
+    """The operations that a model applies to the products of its head.
 
     Attributes:
         times, over: it multiplies and divides them.
@@ -58,7 +58,7 @@ class Tail:
 
 @dataclass(frozen=True, eq=False)
 class LogitHead:
-    """An output head, and what its model does after it: of `[positions, hidden]` the logits of the model."""
+    """An output head and the operations after it: `[positions, hidden]` to the model's logits."""
 
     head: nn.Module
     tail: Tail
@@ -72,7 +72,7 @@ class LogitHead:
 
 
 _TAILS: WeakKeyDictionary[nn.Module, Tail | None] = WeakKeyDictionary()
-"""What is known of models; None is taken whole."""
+"""The tails of models seen before; a model with None is run whole, with its own logits."""
 
 
 def run_to_head(
@@ -86,15 +86,15 @@ def run_to_head(
     # Replicas on other GPUs would share what a replaced head remembers, and its weight.
     is_spread = isinstance(model, nn.DataParallel) and len(model.device_ids) > 1
     head = None if is_spread else output_head(inner)
-    given = {name: value for name, value in inputs.items() if name not in ("labels", "num_items_in_batch")}
+    arguments = {name: value for name, value in inputs.items() if name not in ("labels", "num_items_in_batch")}
     named = hasattr(inner, "config")
     if named:
-        given |= {"use_cache": False, **({"output_hidden_states": True} if wants_hidden else {})}
+        arguments |= {"use_cache": False, **({"output_hidden_states": True} if wants_hidden else {})}
     elif wants_hidden:
         raise UserError(f"{type(inner).__name__}: hidden states are those of a transformers model; pass hidden=0")
 
     def call() -> Any:
-        return model(**given) if named else model(given["input_ids"])
+        return model(**arguments) if named else model(arguments["input_ids"])
 
     def states(result: Any) -> list[torch.Tensor]:
         return list(result.hidden_states[1:]) if wants_hidden else []
@@ -114,7 +114,7 @@ def run_to_head(
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The model inside of what DDP, nn.DataParallel or torch.compile made of it."""
+    """The model inside the wrappers of DDP, nn.DataParallel or torch.compile."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
@@ -127,7 +127,7 @@ def inner_model(model: nn.Module) -> nn.Module:
 def _without_head(
     call: Callable[[], Any], head: nn.Module, compares: bool
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], Any]:
-    """What a model gives with a head that remembers its inputs; with `compares`, products of a few positions too."""
+    """Runs a model with a head that remembers its inputs; with `compares`, also the products of a few positions."""
     plain = head.forward
     seen: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     used = [p for p in head.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
@@ -162,13 +162,13 @@ def _find_tail(products: torch.Tensor, logits: torch.Tensor, config: Any) -> Tai
 
 
 def _named(config: Any, names: tuple[str, ...], none: float | None) -> list[Any]:
-    """The numbers that a config has under `names`, and last what stands for none."""
-    found = [getattr(config, name, None) for name in names]
-    return [*(float(value) for value in found if isinstance(value, int | float) and value), none]
+    """The numbers that a config has under `names`, and `none` as the last one."""
+    values = [getattr(config, name, None) for name in names]
+    return [*(float(value) for value in values if isinstance(value, int | float) and value), none]
 
 
 def _logits(result: Any, named: bool = False) -> torch.Tensor:
-    """Of what a model gave; one of transformers names them, and has none without a head."""
+    """The logits in a model's output; a transformers model without a head has none."""
     if hasattr(result, "logits"):
         return result.logits  # type: ignore[no-any-return]
     if named and isinstance(result, Mapping):

@@ -7,9 +7,9 @@ tensors. `ChunkedKL` computes a slice's logits, its loss and its gradient
 
     dL/dz = T / positions · (q − p)
 
-in the forward pass, takes that back through the student's head at once, and forgets the logits: what stays is the
-gradient of the head's input `[positions, hidden]`, and that of the head's parameters (the fused losses of
-Liger-Kernel work so, too). The backward pass multiplies them by a number.
+in the forward pass, takes that back through the student's head at once, and forgets the logits. It keeps the gradient
+of the head's input `[positions, hidden]`, and that of the head's parameters (the fused losses of Liger-Kernel work so,
+too). The backward pass multiplies them by a number.
 
 That number has T² / positions and the gradient of the loss. In a slice, 1 / positions would make FP16 zeros of most
 gradients, which no GradScaler brings back. A power of two takes its place: it keeps both the smallest elements and sums
@@ -109,17 +109,17 @@ class TopTeacher:
                 f"{logits.shape[-1]:,}; cache a teacher of the same family"
             )
         logq = logits.div_(temperature).log_softmax(dim=-1)
-        p, known = logp.exp(), logq.gather(-1, tokens)
+        p, top_logq = logp.exp(), logq.gather(-1, tokens)
         tiny = torch.finfo(torch.float32).tiny
-        rest = 1 - p.sum(dim=-1)
-        rest = rest.masked_fill(rest < _NOTHING, 0)
+        rest_p = 1 - p.sum(dim=-1)
+        rest_p = rest_p.masked_fill(rest_p < _NOTHING, 0)
         q = logq.exp_()
         # In a sum over the others, not as what is left of 1: that would be rounding where the student is sure.
-        others = q.scatter(-1, tokens, 0.0).sum(dim=-1).clamp(min=tiny)
-        loss = (p * (logp - known).masked_fill(p == 0, 0)).sum(dim=-1) + torch.where(
-            rest > 0, rest * (rest.clamp(min=tiny) / others).log(), 0
+        rest_q = q.scatter(-1, tokens, 0.0).sum(dim=-1).clamp(min=tiny)
+        loss = (p * (logp - top_logq).masked_fill(p == 0, 0)).sum(dim=-1) + torch.where(
+            rest_p > 0, rest_p * (rest_p.clamp(min=tiny) / rest_q).log(), 0
         )
-        scaled = q * (1 - rest / others)[:, None]
+        scaled = q * (1 - rest_p / rest_q)[:, None]
         scaled.scatter_(-1, tokens, q.gather(-1, tokens) - p)
         return loss, scaled.div_(temperature)
 
@@ -149,22 +149,22 @@ class ChunkedKL(torch.autograd.Function):
         slices = _slices(hidden, head)
         power = _slice_power(slices)
         for part in slices:
-            given = hidden[part].detach().requires_grad_(hidden.requires_grad)
+            states = hidden[part].detach().requires_grad_(hidden.requires_grad)
             with torch.enable_grad():
-                logits = head(given)
+                logits = head(states)
             each, slope = teacher.gradient(logits.detach().to(torch.float32, copy=True), part, temperature)
             each = each.double()
             if weights is not None:  # what does not count may be anything, NaN too
                 each = torch.where(weights[part] > 0, each * weights[part], 0)
                 slope.mul_(weights[part, None]).masked_fill_(weights[part, None] == 0, 0)
             loss += each.sum()
-            wanted = [*([given] if of_hidden is not None else []), *learned]
-            if wanted:
+            sources = [*([states] if of_hidden is not None else []), *learned]
+            if sources:
                 slope = slope.mul_(power).to(logits.dtype)
-                found = list(torch.autograd.grad(logits, wanted, slope, allow_unused=True))
+                gradients = list(torch.autograd.grad(logits, sources, slope, allow_unused=True))
                 if of_hidden is not None:
-                    of_hidden[part] = found.pop(0)
-                for total, gradient in zip(totals, found, strict=True):
+                    of_hidden[part] = gradients.pop(0)
+                for total, gradient in zip(totals, gradients, strict=True):
                     if gradient is not None:
                         total += gradient
         ctx.save_for_backward(*([] if of_hidden is None else [of_hidden]), *totals)
@@ -179,8 +179,8 @@ class ChunkedKL(torch.autograd.Function):
         # With a dimension, for a number without one would be rounded to the dtype of the tensor first.
         factor = (gradient * ctx.factor).reshape(1)
         of_hidden = _product(saved[0], factor, saved.pop(0).dtype) if ctx.has_hidden else None
-        rest = [None if dtype is None else _product(saved.pop(0), factor, dtype) for dtype in ctx.dtypes]
-        return of_hidden, None, None, None, None, *rest
+        of_parameters = [None if dtype is None else _product(saved.pop(0), factor, dtype) for dtype in ctx.dtypes]
+        return of_hidden, None, None, None, None, *of_parameters
 
 
 def chunked_kl(
@@ -197,7 +197,7 @@ def chunked_kl(
     Args:
         hidden: inputs of the student's head, `[positions, hidden]`.
         head: the student's: a module, or a function with `parameters`.
-        teacher: what the student should say at these positions.
+        teacher: its next-token probabilities at these positions.
         temperature: divides the logits of both; the factor T² keeps the gradients' size (Hinton et al., 2015).
         mask: which positions count, bool or weights `[positions]`; None counts all. Without any the loss is 0.
         parameters: of the head, if it is no module.

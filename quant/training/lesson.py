@@ -1,4 +1,4 @@
-"""A `Lesson` is what a student learns from: a teacher, in memory or in a file, and the rows that it reads."""
+"""A `Lesson` is the teacher of a student, in memory or in a file, and the training rows that both read."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def _training_rows(
 ) -> torch.Tensor:
     """Rows of training text; no more are read than the steps use."""
     samples = min(options.samples, options.steps * options.batch_size)
-    wanted = Rows(options.data, samples, options.seqlen, options.seed, at_most=True)
-    rows, _ = read_calibration(source, wanted, device=device, progress=progress, listener=listener)
+    source_rows = Rows(options.data, samples, options.seqlen, options.seed, at_most=True)
+    rows, _ = read_calibration(source, source_rows, device=device, progress=progress, listener=listener)
     if not isinstance(rows, torch.Tensor):
         raise UserError("--data: distillation reads rows of token ids; give text, or token ids in safetensors")
     if len(rows) < options.batch_size:

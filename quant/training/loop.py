@@ -25,7 +25,7 @@ _WARM_UP, _CLIP, _BETAS = 0.05, 1.0, (0.9, 0.95)
 
 @dataclass(frozen=True)
 class Trained:
-    """What a loop did.
+    """The losses and times of a training loop.
 
     Attributes:
         losses: of each step.
@@ -102,7 +102,7 @@ def default_rate(plan: Plan) -> float:
 
 
 def train_rounded_alone(model: nn.Module) -> None:
-    """Has the weights that are rounded, and their scales, need gradients, and no other parameter."""
+    """Trains only the quantized weights and their scales: no other parameter gets gradients."""
     rounded = {id(p) for module in model.modules() if isinstance(module, RoundedWeight) for p in module.trained()}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in rounded)

@@ -1,9 +1,9 @@
-"""Layers in training hold a weight in full precision, and multiply by what it will be when it is packed.
+"""Layers in training hold a weight in full precision, and multiply by the values that it will have when packed.
 
 `QATLinear`, `QATConv`, `QATExperts` and `QATEmbedding` stand where `QuantLinear` and its like will: with the same
 formats, input scale, rotation, branch and bias. Their forward is the reference arithmetic of the packed layer with the
-rounding of weight and input as differentiable ops (`kernels/training/`). Each keeps its block scales in
-one of three ways:
+rounding of weight and input as differentiable ops (`kernels/training/`). Each keeps its block scales in one of three
+ways:
 
     recomputed    measured from the weight at each forward, by the `max` rule; fused layers share their second level
     frozen        those that the layer started with
@@ -54,7 +54,7 @@ class RoundedWeight(nn.Module):
 
     Args:
         weight: trained; `matrix` is the `[..., out, in]` that formats see of it.
-        start: what `weight` is rounded to at the start.
+        start: the quantized weight that `weight` rounds to at the start.
         scales: one of `SCALES`.
         stored: dtype of the checkpoint, to which float scales are rounded.
         dtype: of the layer that this one stands for, when its weight is read.
@@ -110,7 +110,7 @@ class RoundedWeight(nn.Module):
     def current_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Block scale values, or None where rounding measures them, and the second level.
 
-        A replica of nn.DataParallel takes what fused layers share from the original model, which is on another GPU.
+        A replica of nn.DataParallel takes shared scales from the original model, which is on another GPU.
         """
         format, weight = self.weight_format, self.matrix
         if (step := self.step) is not None:
@@ -159,11 +159,11 @@ class RoundedWeight(nn.Module):
         return self
 
     def _prepared_with(self) -> str:
-        """What a state of this layer is of no use without."""
-        told = [str(self.weight_format), f"input {self.activation_format}", f"scales {self.scales}"]
-        told += [f"rotation {size}"] if (size := getattr(self, "hadamard", 0)) else []
-        told += [name for name in ("pre_scale", "lowrank_down") if getattr(self, name, None) is not None]
-        return ", ".join(told)
+        """The settings that a saved state of this layer depends on."""
+        facts = [str(self.weight_format), f"input {self.activation_format}", f"scales {self.scales}"]
+        facts += [f"rotation {size}"] if (size := getattr(self, "hadamard", 0)) else []
+        facts += [name for name in ("pre_scale", "lowrank_down") if getattr(self, name, None) is not None]
+        return ", ".join(facts)
 
     def get_extra_state(self) -> torch.Tensor:
         """How the layer was prepared, as bytes, which safetensors can hold."""
@@ -187,8 +187,8 @@ class RoundedWeight(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        told = f"{list(self.weight.shape)}, weight={self.weight_format}, scales={self.scales}"
-        return told if self.activation_format is None else f"{told}, activation={self.activation_format}"
+        text = f"{list(self.weight.shape)}, weight={self.weight_format}, scales={self.scales}"
+        return text if self.activation_format is None else f"{text}, activation={self.activation_format}"
 
 
 class QATLinear(RoundedWeight, nn.Linear):  # type: ignore[misc]
@@ -220,16 +220,16 @@ class QATLinear(RoundedWeight, nn.Linear):  # type: ignore[misc]
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in]` to `[..., out]`, as the packed layer computes it."""
         parts, common = self.parts, self.fusion.common(self, x)
-        if common.given is None:
+        if common.rounded is None:
             common.seen = parts.input(x)
-            common.given = common.seen.to(_computed_dtype(x))
+            common.rounded = common.seen.to(_computed_dtype(x))
             if self.activation_format is not None:
-                common.given = round_input(common.given, self.activation_format, self.input_scale)  # type: ignore[arg-type]
+                common.rounded = round_input(common.rounded, self.activation_format, self.input_scale)  # type: ignore[arg-type]
         if common.scales is None or not self.measures_level:
             common.scales = self.current_scales()
-        given = common.given
-        bias = None if self.bias is None else self.bias.to(given.dtype)
-        y = functional.linear(given, self._round(self.weight, given.dtype, *common.scales), bias)
+        rounded = common.rounded
+        bias = None if self.bias is None else self.bias.to(rounded.dtype)
+        y = functional.linear(rounded, self._round(self.weight, rounded.dtype, *common.scales), bias)
         branch = parts.branch(common.seen)  # type: ignore[arg-type]
         return y if branch is None else y + branch
 
@@ -272,9 +272,9 @@ class QATConv(RoundedWeight, ConvGeometry, nn.modules.conv._ConvNd):  # type: ig
 
     def packed(self) -> QuantConv:
         """The packed convolution."""
-        made = QuantConv(self.packed_weight(), self, self.activation_format, self.input_scale)  # type: ignore[arg-type]
-        made.dtype = self.dtype
-        return made
+        conv = QuantConv(self.packed_weight(), self, self.activation_format, self.input_scale)  # type: ignore[arg-type]
+        conv.dtype = self.dtype
+        return conv
 
 
 class QATExperts(RoundedWeight, ExpertStack):
@@ -309,10 +309,10 @@ class QATExperts(RoundedWeight, ExpertStack):
 
     def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """`[tokens, in]` to `[tokens, out]` through expert `index`."""
-        given = x.to(_computed_dtype(x))
+        operand = x.to(_computed_dtype(x))
         if self.activation_format is not None:
-            given = round_input(given, self.activation_format, self.input_scale)  # type: ignore[arg-type]
-        return functional.linear(given, self._one(index, given.dtype))
+            operand = round_input(operand, self.activation_format, self.input_scale)  # type: ignore[arg-type]
+        return functional.linear(operand, self._one(index, operand.dtype))
 
     def _one(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         scale, second = self.current_scales()
@@ -357,17 +357,17 @@ def _nearest_scale(
     step: torch.Tensor, format: Format, second: torch.Tensor | None, stored: torch.dtype
 ) -> torch.Tensor:
     """Block scales nearest to `step` divided by the second level; gradients pass straight through the rounding."""
-    wanted = step if second is None else step / second.float()[..., None, None]
+    exact = step if second is None else step / second.float()[..., None, None]
     with torch.no_grad():
         if format.scale is E4M3:
-            found = round_to(wanted.clamp(min=E4M3.min_subnormal), E4M3)
+            nearest = round_to(exact.clamp(min=E4M3.min_subnormal), E4M3)
         elif format.scale is E8M0:
-            exponent = wanted.clamp(min=2.0**-127).log2().round()
-            found = decode_power_of_two((exponent.clamp(-127, 127) + 127).to(torch.uint8))
+            exponent = exact.clamp(min=2.0**-127).log2().round()
+            nearest = decode_power_of_two((exponent.clamp(-127, 127) + 127).to(torch.uint8))
         else:
             tiny = torch.finfo(torch.float32).tiny
-            found = as_stored_scale(round_to(wanted.clamp(min=tiny), format.scale), format, stored)
-    return found + (wanted - wanted.detach())
+            nearest = as_stored_scale(round_to(exact.clamp(min=tiny), format.scale), format, stored)
+    return nearest + (exact - exact.detach())
 
 
 def _computed_dtype(x: torch.Tensor) -> torch.dtype:

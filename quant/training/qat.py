@@ -2,10 +2,10 @@
 
     plan = quant.prepare_qat(model, "nvfp4", rows, solver="gptq")     the best quantized model is the start
     …                                                                 any training loop
-    plan = quant.convert_qat(model)                                   QuantLinear, bit for bit what was trained
+    plan = quant.convert_qat(model)                                   QuantLinear, the trained model bit for bit
     quant.save(model, plan, "out")
 
-The start is exact: before the first step, the model computes what the quantized model computes. So is the end.
+The start is exact: before the first step, the model's outputs are the quantized model's. So is the end.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def prepare_qat(
     is quantized already, by `quantize` or from a checkpoint, is the start as it is. Parameters of a 16-bit model stay
     the same objects, so an optimizer made before trains them.
 
-    Training starts at the weights nearest to what was rounded that still round to the same codes. For a model that is
-    quantized already, `original` tells what that was; without it, training starts at the values of the codes, from
-    where it takes more steps to get as far.
+    Training starts at the weights nearest to those before rounding that still round to the same codes. For a model that
+    is quantized already, `original` shows those; without it, training starts at the values of the codes, from where it
+    takes more steps to get as far.
 
     Args:
         model: in 16 bit or FP32, or quantized.
-        plan: a plan, a recipe or a preset's name. A quantized model of transformers has its plan; of another one, what
-            `quant.quantize` returned.
+        plan: a plan, a recipe or a preset's name. A quantized model of transformers has its plan; for another one, pass
+            the plan that `quant.quantize` returned.
         data, device, progress: of the calibration, as in `quant.quantize`.
         solver: replaces the recipe's, which rounds to nearest (`rtn`) where it names none.
         include, exclude: as in `quant.quantize`, with a recipe.
@@ -125,7 +125,7 @@ def convert_qat(model: nn.Module) -> Plan:
     and runs as any quantized model does.
 
     Args:
-        model: as `prepare_qat` left it, after training. What wraps it (DDP, torch.compile) is looked through.
+        model: as `prepare_qat` left it, after training. Wrappers (DDP, torch.compile) are looked through.
 
     Returns:
         The plan, for `quant.save`.
@@ -254,14 +254,16 @@ def _check_optimizers(
     for each in gc.get_objects():
         if not issubclass(type(each), torch.optim.Optimizer):  # isinstance would ask objects that only pretend a class
             continue
-        held = {id(parameter): parameter for group in each.param_groups for parameter in group["params"]}
-        if not before.keys() & held.keys():
+        parameters = {id(parameter): parameter for group in each.param_groups for parameter in group["params"]}
+        if not before.keys() & parameters.keys():
             continue
         # Of a model that was quantized before, an optimizer may still hold the weights from before that.
-        lost = sum(key not in own and (was_quantized or key in before) for key in held)
-        lacks = sum(step not in held for weight, step in learned.items() if weight in before and weight in held)
+        lost = sum(key not in own and (was_quantized or key in before) for key in parameters)
+        lacks = sum(
+            step not in parameters for weight, step in learned.items() if weight in before and weight in parameters
+        )
         narrow = sum(_is_kept_in(before[key][1], each.state.get(parameter, {}), parameter)
-                     for key, parameter in held.items() if key in before)  # fmt: skip
+                     for key, parameter in parameters.items() if key in before)  # fmt: skip
         if lost:
             why = f"holds {counted(lost, 'parameter')} that the model no longer has, from before it was quantized"
         elif lacks:
@@ -278,5 +280,5 @@ def _check_optimizers(
 
 def _is_kept_in(dtype: torch.dtype, state: Mapping[str, Any], parameter: torch.Tensor) -> bool:
     """Whether an optimizer has tensors of a parameter in the dtype that this one no longer has."""
-    kept = [each for each in state.values() if isinstance(each, torch.Tensor) and each.dim()]
-    return parameter.dtype != dtype and any(each.dtype == dtype for each in kept)
+    states = [each for each in state.values() if isinstance(each, torch.Tensor) and each.dim()]
+    return parameter.dtype != dtype and any(each.dtype == dtype for each in states)

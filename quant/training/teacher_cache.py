@@ -71,13 +71,13 @@ def cache_teacher(
             logps.append(top.cpu())
             if progress is not None:
                 progress(index, len(rows))
-    kept = {"rows": rows.int().contiguous(), "tokens": torch.stack(tokens), "logp": torch.stack(logps)}
+    tensors = {"rows": rows.int().contiguous(), "tokens": torch.stack(tokens), "logp": torch.stack(logps)}
     metadata = {
         "kind": _KIND, "temperature": repr(float(temperature)), "rows": _digest(rows), "vocabulary": str(vocabulary)
     }  # fmt: skip
     with claimed(path):
         temporary = path.with_name(f".{path.name}.partial")
-        save_file(kept, temporary, metadata)
+        save_file(tensors, temporary, metadata)
         temporary.replace(path)
 
 
@@ -117,11 +117,11 @@ class CachedTeacher:
                 metadata = file.metadata() or {}
                 if metadata.get("kind") != _KIND:
                     raise UserError(f"{path}: holds no cached teacher; write one with quant.cache_teacher")
-                found = {name: file.get_tensor(name) for name in ("rows", "tokens", "logp")}
+                tensors = {name: file.get_tensor(name) for name in ("rows", "tokens", "logp")}
                 temperature, vocabulary = float(metadata["temperature"]), int(metadata["vocabulary"])
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"{path}: cannot be read as a cached teacher: {error}") from None
-        rows, tokens, logp = found.values()
+        rows, tokens, logp = tensors.values()
         if (
             (rows.dim(), tokens.dim()) != (2, 3) or not tokens.shape == logp.shape == (*rows.shape, tokens.shape[-1])
             or {rows.dtype, tokens.dtype} != {torch.int32} or logp.dtype is not torch.float32
@@ -133,7 +133,7 @@ class CachedTeacher:
         return cls(path, rows, temperature, vocabulary, tokens, logp, index)
 
     def of(self, batch: torch.Tensor, temperature: float) -> TopTeacher:
-        """What the teacher says to a batch of its rows, int64 `[n, seqlen]`, in any order.
+        """The teacher's next tokens for a batch of its rows, int64 `[n, seqlen]`, in any order.
 
         Raises:
             UserError: another temperature, a row that the teacher has not read, or a damaged file.
@@ -143,13 +143,13 @@ class CachedTeacher:
                 f"{self.path}: cached at temperature {self.temperature:g}, and {temperature:g} is asked for; train at "
                 "that, or cache again"
             )
-        places = [self._index.get(_digest(row)) for row in batch.cpu()]
-        if None in places:
+        indices = [self._index.get(_digest(row)) for row in batch.cpu()]
+        if None in indices:
             raise UserError(
-                f"{self.path}: row {places.index(None)} of the batch is not among the {len(self.rows)} rows that the "
+                f"{self.path}: row {indices.index(None)} of the batch is not among the {len(self.rows)} rows that the "
                 "teacher has read; train on the rows of the cache, cut and padded as they are"
             )
-        index = torch.tensor(places)
+        index = torch.tensor(indices)
         tokens, logp = self._tokens[index].flatten(0, 1), self._logp[index].flatten(0, 1)
         if bool((tokens < 0).any()) or not bool((logp <= 0).all()):
             raise UserError(f"{self.path}: holds tokens or probabilities that no teacher gives; write it again")

@@ -8,7 +8,7 @@ from quant.training.distill import DistillMixin
 
 
 class DistillTrainer(DistillMixin, Trainer):  # type: ignore[misc]
-    """Trains a student, prepared by `prepare_qat` or not, on what a teacher says.
+    """Trains a student, prepared by `prepare_qat` or not, towards a teacher's next-token probabilities.
 
         trainer = quant.DistillTrainer(model=model, teacher=teacher, args=…, train_dataset=…)
 

@@ -29,7 +29,7 @@ class Packed:
 
     Attributes:
         shape: of the original.
-        parts: names on disk of its parts, by what they are.
+        parts: names on disk of its parts, by role: weight, weight_scale, qzeros …
         decode: gives the tensor, or one matrix of a stack, from its parts.
     """
 

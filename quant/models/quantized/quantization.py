@@ -104,11 +104,11 @@ class Quantization:
     @property
     def blocks(self) -> list[Block]:
         """Blocks of weights that share a scale, as far as the config names some."""
-        found = [self.config.get("weight_block_size") or (128, 128)]
+        blocks = [self.config.get("weight_block_size") or (128, 128)]
         for weights in self.groups:
             size = weights.get("group_size")
-            found += [weights["block_structure"]] if weights.get("block_structure") else [(1, size)] if size else []
-        return [(int(rows), int(columns)) for rows, columns in found]
+            blocks += [weights["block_structure"]] if weights.get("block_structure") else [(1, size)] if size else []
+        return [(int(rows), int(columns)) for rows, columns in blocks]
 
 
 IN_TRAINING = "blockscale-qat"
@@ -130,22 +130,22 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Quantization | Non
     Raises:
         UserError: it is quantized in a way that nothing here decodes, or by this toolkit.
     """
-    places = (config, *(part for part in config.values() if isinstance(part, dict)))
+    sections = (config, *(part for part in config.values() if isinstance(part, dict)))
     keys = ("quantization_config", "compression_config")
-    found = next((place[key] for place in places for key in keys if isinstance(place.get(key), dict)), None)
-    if found is None and (path / modelopt.CONFIG_FILE).is_file():
+    fields = next((section[key] for section in sections for key in keys if isinstance(section.get(key), dict)), None)
+    if fields is None and (path / modelopt.CONFIG_FILE).is_file():
         inside = read_fields(path / modelopt.CONFIG_FILE).get("quantization")
-        found = {"quant_method": Method.MODELOPT.value, **(inside if isinstance(inside, dict) else {})}
-    if found is None:
+        fields = {"quant_method": Method.MODELOPT.value, **(inside if isinstance(inside, dict) else {})}
+    if fields is None:
         return None
     try:
-        _check_types(found)
+        _check_types(fields)
     except ValueError as error:
         raise UserError(f"{path}: its quantization_config says {error}; download the model again") from None
-    method = str(found.get("quant_method") or Method.MODELOPT).lower()
+    method = str(fields.get("quant_method") or Method.MODELOPT).lower()
     if (path / PLAN_FILE).is_file():
         raise UserError(f"{path}: already quantized by this toolkit, as its {PLAN_FILE} says; {WAY_OUT}")
-    quantization = Quantization(path, method, found)
+    quantization = Quantization(path, method, fields)
     if why := _why_not(quantization):
         raise UserError(f"{path}: already quantized, {why}")
     return quantization
@@ -168,9 +168,9 @@ def _check_block(block: list[int] | None, size: int | None, name: str) -> None:
         raise ValueError(f"{name}: {block or size} is no size of a block")
 
 
-def _why_not(found: Quantization) -> str | None:
+def _why_not(quantization: Quantization) -> str | None:
     """Why nothing here decodes a checkpoint, and the way out."""
-    config, method = found.config, found.method
+    config, method = quantization.config, quantization.method
     if method == "bitsandbytes" or config.get("load_in_4bit") or config.get("load_in_8bit"):
         return (
             f"by bitsandbytes, whose codes only that package decodes; {WAY_OUT}, or load this one with transformers, "
@@ -200,13 +200,13 @@ def refuse_packed(
     names: Iterable[str] | None = None,
     why: str = ", and no quantization_config says how",
 ) -> None:
-    """Refuses tensors that are codes or scales, for which there is nothing that says what they mean.
+    """Refuses tensors that are codes or scales, where no config says how to decode them.
 
     Args:
         file: holds them.
         dtypes: of the tensors to look at, as safetensors call them.
         names: all tensors of the file; by default those of `dtypes`.
-        why: follows what is wrong, in the message.
+        why: the second half of the message.
 
     Raises:
         UserError: there is one; the message names it and the file.

@@ -1,7 +1,7 @@
 """Checkpoints that are released quantized are dequantized as they are read, one tensor at a time.
 
 `QuantizedTensors` has the names, shapes and dtype of the original checkpoint. Tensors without scales are given as they
-are, so what the source left in 16 bit stays so. Scales of inputs and of the KV cache are left out.
+are, so layers that the source left in 16 bit stay so. Scales of inputs and of the KV cache are left out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
     Args:
         shards: the safetensors files.
         quantization: as the config says.
-        dtype: of what is dequantized; everything else keeps its own.
+        dtype: of dequantized tensors; others keep their own.
 
     Raises:
         UserError: codes without scales, or scales without codes; the message names the tensor and its file.
@@ -46,8 +46,8 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
         self._home = {name: shard for shard, file in self._files.items() for name in file.keys()}  # noqa: SIM118
         self.packed: dict[str, Packed] = {}
         for name in self._home:
-            if (found := FIND[Method(quantization.method)](name, self, quantization)) is not None:
-                self.packed[found[0]] = found[1]
+            if (tensor := FIND[Method(quantization.method)](name, self, quantization)) is not None:
+                self.packed[tensor[0]] = tensor[1]
         used = {part for packed in self.packed.values() for part in packed.parts.values()}
         self._plain = [n for n in self._home if n not in used and n.rpartition(".")[2] not in _RUN_TIME]
         for shard, file in self._files.items():

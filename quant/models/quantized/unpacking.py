@@ -89,11 +89,11 @@ def _grid(scale: Sequence[int], shape: tuple[int, int]) -> tuple[int, int]:
 
 def _block(shape: tuple[int, int], grid: tuple[int, int], declared: Iterable[Block]) -> Block:
     """The block for which a matrix of `shape` has `grid` scales; a last block may be short."""
-    known = ((0, 0), (1, 0), *declared)
-    for rows, columns in known:
+    blocks = ((0, 0), (1, 0), *declared)
+    for rows, columns in blocks:
         if grid == (ceil(shape[0] / (rows or shape[0])), ceil(shape[1] / (columns or shape[1]))):
             return rows, columns
-    raise ValueError(f"{list(grid)} scales for {list(shape)} weights fit none of the blocks {list(known)}")
+    raise ValueError(f"{list(grid)} scales for {list(shape)} weights fit none of the blocks {list(blocks)}")
 
 
 def mxfp4_experts(parts: Parts, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ from quant.errors import UserError
 from quant.execution.solve import Quantized
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.integrations.dense import dense_linear
+from quant.integrations.dequantized_layers import dense_linear
 from quant.plan.check import check_plan_fits
 from quant.recipes.layers import find_layers
 

@@ -1,4 +1,4 @@
-"""A model that another toolkit has quantized gets a plan and our modules; codes and scales are taken as they are."""
+"""A model that another toolkit has quantized gets a plan and our modules, with the same codes and scales."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from quant.recipes.shared_inputs import group_name
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What another toolkit made of a layer.
+class LayerFormats:
+    """The formats that another toolkit has quantized a layer in.
 
     Attributes:
         weight, activation: formats; the input stays in 16 bit where there is none.
@@ -57,7 +57,7 @@ def stand_in(
         name: of the parameter.
         shape, dtype: of the matrix that it stands for.
         stack: undoes the exchange.
-        plain: what to put there; by default a new one.
+        plain: the plain parameter; by default a new one.
     """
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
@@ -71,9 +71,9 @@ def stand_in(
     return plain
 
 
-def plan_taken(
+def plan_takeover(
     model: nn.Module,
-    taken: Mapping[str, Taken],
+    formats: Mapping[str, LayerFormats],
     *,
     toolkit: str,
     solver: str,
@@ -92,20 +92,20 @@ def plan_taken(
         UserError: a layer is none that can be quantized here, or not in its format.
     """
     layers, unknown = grouped_layers(model, run)
-    if strange := taken.keys() - {layer.name for layer in layers}:
+    if strange := formats.keys() - {layer.name for layer in layers}:
         raise UserError(f"{listed(sorted(strange), 3)}: quantized by {toolkit}, and no layer that is quantized here")
     planned = []
     for layer in layers:
-        found = taken.get(layer.name)
+        source = formats.get(layer.name)
         planned.append(
             LayerPlan(
                 layer.name,
                 layer.kind,
                 layer.shape,
-                None if found is None else found.weight,
-                None if found is None else found.activation,
+                None if source is None else source.weight,
+                None if source is None else source.activation,
                 solver=solver,
-                reason=f"in 16 bit in the model of {toolkit}" if found is None else found.reason,
+                reason=f"in 16 bit in the model of {toolkit}" if source is None else source.reason,
                 group=layer.group,
                 tied_to=layer.tied_to,
                 transposed=layer.transposed,
@@ -122,9 +122,10 @@ def _without_kept(plan: Plan) -> Plan:
     regrouped = []
     for members in plan.groups().values():
         quantized = [member for member in members if member.weight is not None]
-        whole = len(quantized) > 1 and len({member.formats for member in quantized}) == 1
-        kept = len(quantized) == len(members) or members[0].kind == LayerKind.EXPERTS
-        name = None if not whole else members[0].group if kept else group_name([member.name for member in quantized])
+        name = None
+        if len(quantized) > 1 and len({member.formats for member in quantized}) == 1:
+            is_whole = len(quantized) == len(members) or members[0].kind == LayerKind.EXPERTS
+            name = members[0].group if is_whole else group_name([member.name for member in quantized])
         regrouped += [replace(member, group=name if member.weight is not None else None) for member in members]
     return plan.replace_layers(regrouped)
 
@@ -135,8 +136,8 @@ def ungrouped(plan: Plan, differ: Callable[[list[LayerPlan]], bool]) -> Plan:
     return plan.replace_layers(replace(member, group=None) for members in groups for member in members)
 
 
-def install_taken(model: nn.Module, plan: Plan, solved: Callable[[LayerPlan], Solved]) -> Plan:
-    """Puts quantized modules in the place of the originals, one layer at a time; the plan with what they do."""
+def install_takeover(model: nn.Module, plan: Plan, solved: Callable[[LayerPlan], Solved]) -> Plan:
+    """Replaces the originals by quantized modules, one layer at a time; returns the plan with their run-time parts."""
     with torch.no_grad():
         for layer in plan.quantized:
             weight, input_scale, parts = solved(layer)
