@@ -118,7 +118,7 @@ def from_modelopt(model: nn.Module, *, run: Callable[[nn.Module], Any] | None = 
             weight = model.get_parameter(layer.tensor_name).detach()
             if quantizers_of[layer.name].packed is None and (problem := value_problem(weight)):
                 raise UserError(f"{layer.name} {list(layer.shape)} {problem}; repair the model, or calibrate it again")
-        stack.pop_all()
+        stack.pop_all()  # every check has passed: nothing of ModelOpt's comes back
     _remove_quantizers(model)
     plan = replace(plan, kv_cache=kv_cache)
     install_kv_scales(model, kv_scales)
@@ -141,6 +141,8 @@ def _read(model: nn.Module) -> tuple[dict[str, _Quantizers], dict[str, dict[str,
         quantizers = {child: _members(part) for child, part in module.named_children() if _members(part)}
         seen |= bool(quantizers)
         enabled = {child: members for child, members in quantizers.items() if any(map(is_enabled, members))}
+        # A child `gate_up_proj_weight_quantizer` is for the parameter `gate_up_proj` of stacked experts; a plain
+        # `weight_quantizer` is for the module's own weight.
         for child, members in enabled.items():
             layer, role = _role(child)
             path, before = f"{name}.{layer}".strip("."), f"{layer}_".lstrip("_")
@@ -218,6 +220,7 @@ def _kv_cache(
     """Format of the KV cache, and its scales by name, on `device`."""
     scales, formats = {}, set()
     for name, pair in caches.items():
+        # `pair` has the quantizers of k and v.
         if len(pair) == 1:
             raise UserError(f"{name}: ModelOpt quantizes its keys or its values; here both are, or none")
         for operand, quantizer in pair.items():

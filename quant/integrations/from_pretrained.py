@@ -128,11 +128,13 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         self._checkpoint = checkpoint = Checkpoint(directory, model)
         self._scan = Scan(weight_files(directory))
         plan, meta = checkpoint.plan, Checkpoint(directory, model, meta=True).tensors
+        # Modules are installed on the meta device; `_ReadLayer` fills each when transformers comes to its scale.
         names = [re.escape(layer.tensor_name) for layer in plan.quantized]
         for layer in plan.quantized:
             weight, input_scale = read_layer(meta, layer)
             with torch.device("meta"):
                 install_weight(model, layer, weight, input_scale, read_parts(meta, layer))
+        # The names on disk of quantized tensors: transformers would warn that the model has no use for them.
         ignored = rf"\.({'|'.join(_PARTS)})$|^({'|'.join(names)})(_\w+)?$" + (
             r"|\.[kv]_scale$" if plan.kv_cache else ""
         )

@@ -37,7 +37,8 @@ from quant.integrations.takeover import LayerFormats, Solved, install_takeover, 
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.plan import LayerPlan, Plan
 
-_TILE = (128, 4)  # block scales that are kept together where scales are swizzled
+# Rows and columns of block scales in a tile of cuBLAS' layout ("1D block scaling factors" in its manual).
+_TILE = (128, 4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +90,7 @@ def from_torchao(
         unscaled = [
             layer for layer in plan.quantized if layer.has_static_scale and weights[layer.name].input_scale is None
         ]
+        # Before anything is replaced, so that the model is as it was if this fails.
         if unscaled and data is None:
             raise UserError(
                 f"{unscaled[0].name}: torchao finds one scale for all of its inputs at run time, and here that is "
@@ -196,12 +198,14 @@ def _intx(name: str, tensor: Any) -> _Read:
         raise UserError(
             f"{name}: its inputs are in {tensor.activation_quantization}, with zero points; quantize weights alone"
         )
+    # Codes are signed and a byte each; the low half of an INT4 code is its two's complement in four bits.
     codes = tensor.qdata if number is INT8 else pack(tensor.qdata.view(torch.uint8) & 0x0F, 4)
     return _Read(_weight(codes, tensor.scale, _format(name, tensor, number)))
 
 
 def _nvfp4(name: str, tensor: Any) -> _Read:
     format = get_format("nvfp4")
+    # Without a scale of the tensor (one-level NVFP4) the second level is 1.
     second = tensor.per_tensor_scale
     if second is None:
         second = torch.ones((), device=tensor.device)
@@ -210,6 +214,7 @@ def _nvfp4(name: str, tensor: Any) -> _Read:
     weight = BlockScaledTensor(codes, _block_scale(tensor, format), format, tuple(tensor.shape), second)
     if tensor.act_quant_kwargs is None:
         return _Read(weight)
+    # None leaves the input's scale to calibration; torchao's one-level inputs have the scale 1.
     static = tensor.act_per_tensor_scale
     if static is None and not tensor.act_quant_kwargs.use_dynamic_per_tensor_scale:
         static = torch.ones((), device=tensor.device)
@@ -244,6 +249,7 @@ _READERS: dict[str, Callable[[str, Any], _Read]] = {
 def _format(name: str, tensor: Any, number: Any) -> Format:
     """The weight format with a float scale for each of torchao's blocks."""
     shape, block = tuple(tensor.shape), tuple(tensor.block_size)
+    # A format's block has 0 for a whole axis, torchao's has its size; a row is a row in both.
     rows, columns = (0 if size == whole else size for size, whole in zip(block[-2:], shape[-2:], strict=True))
     rows = 1 if block[-2] == 1 else rows
     for format in FORMATS.values():

@@ -121,6 +121,7 @@ def merge_lora(
     unknown = adapted.keys() - {layer.name for layer in plan.quantized}
     if unknown:
         raise UserError(f"the plan does not quantize {listed(sorted(unknown), 3)}; pass the plan of this model")
+    # A shared scale is chosen for all members of its group, so one adapter has the whole group solved again.
     again = [layer for members in _together(plan) for layer in members if any(m.name in adapted for m in members)]
     with torch.no_grad():
         for module in adapted.values():

@@ -98,10 +98,12 @@ class _Adapted(torch.autograd.Function):
         x, narrow_down, narrow_up = x.to(dtype), down.to(dtype), up.to(dtype)
         rows = x.reshape(-1, x.shape[-1])
         low = rows @ narrow_down.t()
+        # Below autograd the quantized layer records no node of its own: this function is the node of both.
         with without_autocast(x.device.type), torch._C._AutoDispatchBelowAutograd():
             y: torch.Tensor = base(x)
         y.view(-1, y.shape[-1]).addmm_(low, narrow_up.t(), alpha=s)
         ctx.save_for_backward(rows)
+        # Kept beside the saved tensors, so in-place changes are looked for here: autograd does so for saved ones only.
         ctx.held, ctx.parameters = (low, narrow_down, narrow_up, down._version, up._version), (down, up)
         return y
 
@@ -112,6 +114,7 @@ class _Adapted(torch.autograd.Function):
         if versions != [parameter._version for parameter in ctx.parameters]:
             raise RuntimeError("the weights of an adapter were modified in place between its forward and backward pass")
         for_x, for_down, for_up, *_ = ctx.needs_input_grad
+        # With y = x Wᵀ + s · (x Aᵀ) Bᵀ:  dx = dy W + s · dy B A,  dA = (s · dy B)ᵀ x,  dB = s · dyᵀ (x Aᵀ).
         dy = gradient.reshape(-1, gradient.shape[-1])
         dlow = (dy @ up).mul_(ctx.s)
         dx = ddown = dup = None
@@ -162,6 +165,7 @@ class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
         return base_layer.codes.device, base_layer.dtype
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
+        # PEFT makes one adapter of all experts' ranks; scaling is by the rank of a single expert.
         super().update_layer(adapter_name, r * self.num_experts, lora_alpha, config, **kwargs)
         self.r[adapter_name] = r
         self.scaling[adapter_name] = lora_alpha / (r**0.5 if config.use_rslora else r)

@@ -210,6 +210,8 @@ def _with_block_amax(quantizer: Any, weight: torch.Tensor, format: Format, amax:
     """NVFP4 under block scales that a search chose, as `NVFP4QTensor.get_weights_scaling_factor_from_quantizer`."""
     blocks = _amax(quantizer)
     assert blocks is not None
+    # scale · second = step, with second = amax / (element.max · largest); four-over-six keeps room for blocks that are
+    # scaled to 4 instead of 6, whose scale is 1.5 times as large.
     largest = _HEADROOM if quantizer.block_sizes.get("four_over_six") else E4M3.max
     step = nonzero(divided(blocks.to(weight.device), format.element.max)).reshape(format.scale_shape(weight.shape))
     scale = (step * largest / divided(amax, format.element.max)).clamp_(E4M3.min_subnormal, E4M3.max)

@@ -61,6 +61,7 @@ class Passes:
             self._graph.replay()
             value = self._found.item()
         else:
+            # A graph would replay the same random numbers; a step that draws any changes the state of a generator.
             before = self._generators() if self._may_record and not self._seconds else None
             value = self._op_by_op(batch)
             self._may_record &= before is None or before == self._generators()
@@ -95,7 +96,7 @@ class Passes:
     def _record(self, batch: torch.Tensor) -> None:
         """Records both passes, or gives up on it."""
         stream, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
-        self._batch = batch.to(self._device, copy=True)
+        self._batch = batch.to(self._device, copy=True)  # replays read this memory; each batch is copied into it
         for parameter in self._learned:
             parameter.grad = None  # so that gradients are written to memory of the graph
         try:

@@ -70,6 +70,7 @@ class Fusion:
             return Common()
         if not self.is_alike or getattr(member, "_is_replica", False):  # replicas run at the same time
             return Common()
+        # In-place changes raise a tensor's version, so a key is the values of the input and of all members' weights.
         weights = (each.weight._version for each in self.members)
         key = (x._version, torch.is_grad_enabled(), autocast_dtype(x.device.type), _top_hooks(True), *weights)
         shared = self._pass

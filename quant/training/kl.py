@@ -119,6 +119,8 @@ class TopTeacher:
         loss = (p * (logp - top_logq).masked_fill(p == 0, 0)).sum(dim=-1) + torch.where(
             rest_p > 0, rest_p * (rest_p.clamp(min=tiny) / rest_q).log(), 0
         )
+        # Of the loss by the logits / T: q − p at the k tokens, and q − q · rest_p / rest_q at all others, whose shares
+        # of the rest are the student's own.
         scaled = q * (1 - rest_p / rest_q)[:, None]
         scaled.scatter_(-1, tokens, q.gather(-1, tokens) - p)
         return loss, scaled.div_(temperature)
@@ -146,6 +148,7 @@ class ChunkedKL(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         total = hidden.new_full((), len(hidden), dtype=torch.float32) if weights is None else weights.sum()
         factor = torch.where(total > 0, temperature**2 / total, 0)
+        # Gradients of the head's parameters are summed in FP32 over slices; the input's gradient needs no sum.
         slices = _slices(hidden, head)
         power = _slice_power(slices)
         for part in slices:

@@ -58,6 +58,7 @@ def prepare_lesson(name: str, options: DistillOptions, device: torch.device, lis
     with listener.step(f"loading {name}"):
         source, model = open_runnable(name)
         model.requires_grad_(False).eval().to(device)
+    # Data is read while the teacher is in memory: it writes the text of "mix" and "self".
     data, tokenizer = ", ".join(options.data) or "mix", tokenizer_if_any(source)
     with listener.stages() as progress:
         rows = _training_rows(source, options, device, progress, listener)

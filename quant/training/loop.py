@@ -20,7 +20,26 @@ from quant.training.cuda_graph import Passes
 from quant.training.layers import Packed
 from quant.training.modules import RoundedWeight
 
+# The share of steps in which the rate rises, the largest norm of the gradients, and AdamW's decay rates. These forget
+# squared gradients sooner than torch's 0.999, whose average would span more steps than a whole run has.
 _WARM_UP, _CLIP, _BETAS = 0.05, 1.0, (0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The length of a training run.
+
+    Attributes:
+        steps: of the optimizer.
+        batch: rows a step.
+        rate: peak learning rate of AdamW.
+        seed: of the order of the rows.
+    """
+
+    steps: int
+    batch: int
+    rate: float
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,11 +61,8 @@ def train(
     model: nn.Module,
     loss: Callable[[torch.Tensor], torch.Tensor],
     rows: torch.Tensor,
+    schedule: Schedule,
     *,
-    steps: int,
-    batch: int,
-    rate: float,
-    seed: int = 0,
     record: bool = True,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> Trained:
@@ -56,16 +72,14 @@ def train(
         model: changed in place; on a GPU it computes in BF16 by autocast.
         loss: of a batch, token ids int64 `[batch, seqlen]` on the model's device.
         rows: token ids, int64 `[rows, seqlen]`, drawn in a new order each time they are used up.
-        steps: optimizer steps.
-        batch: rows a step.
-        rate: peak learning rate of AdamW.
-        seed: of the order of the rows.
+        schedule: steps, rows a step and learning rate.
         record: whether steps on a GPU may be recorded and replayed, as `Passes` says.
         progress: called with (steps done, steps in all, loss).
 
     Raises:
         UserError: fewer than one step or row, or a loss that is not finite.
     """
+    steps, batch, rate = schedule.steps, schedule.batch, schedule.rate
     if steps < 1 or not 1 <= batch <= len(rows):
         raise UserError(f"{steps} steps of {batch} rows out of {len(rows)}: expected a step, and the rows of a batch")
     device = device_of(model)
@@ -73,21 +87,22 @@ def train(
     on_gpu = device.type == "cuda"
     optimizer = torch.optim.AdamW(learned, rate, betas=_BETAS, weight_decay=0.0, fused=on_gpu)
     warm = max(round(steps * _WARM_UP), 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
+    # Linear to the peak, then half a cosine from there to zero.
+    decay = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm, (1 + math.cos(math.pi * max(step + 1 - warm, 0) / steps)) / 2)
     )
     passes = Passes(loss, learned, device, record=record)
     losses, seconds = [], []
-    for step, ids in zip(range(1, steps + 1), _batches(rows, batch, seed), strict=False):
+    for step, ids in zip(range(1, steps + 1), _batches(rows, batch, schedule.seed), strict=False):
         started = time.perf_counter()
         losses.append(passes(ids))
         if not math.isfinite(losses[-1]):
             raise UserError(f"step {step}: the loss is {losses[-1]}; lower the learning rate, which is {rate:g}")
         nn.utils.clip_grad_norm_(learned, _CLIP)
         optimizer.step()
-        schedule.step()
+        decay.step()
         if on_gpu:
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(device)  # so that the seconds are the step's own
         seconds.append(time.perf_counter() - started)
         if progress is not None:
             progress(step, steps, losses[-1])

@@ -79,6 +79,7 @@ class RoundedWeight(nn.Module):
         self.weight_format, self.scales, self.stored, self.dtype = start.format, scales, stored, dtype
         self.fusion = Fusion([self])
         values, second = decoded_scale(start), start.global_scale
+        # LSQ (Esser et al., 2020) trains the rounding step, the product of both levels; the second level stays fixed.
         step = None
         if scales == "learned":
             step = values if second is None else values * second.float()[..., None, None]
@@ -117,6 +118,7 @@ class RoundedWeight(nn.Module):
             return _nearest_scale(step.to(weight.device), format, self.global_scale, self.stored), self.global_scale
         if not self.measures_level:
             return self.block_scale, self.global_scale
+        # One amax for all fused layers: the runtime multiplies their stacked weights under one scale.
         with torch.no_grad():
             members = [each.matrix.detach().to(weight.device) for each in self.fusion.members]
             if format.global_scale:
@@ -147,6 +149,8 @@ class RoundedWeight(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RoundedWeight:
         self.fusion.forget()
+        # `model.to(bfloat16)` would round scales to BF16, and the weight would round to other codes than before: scales
+        # move between devices and keep their dtype.
         before = {name: tensor for name in _EXACT if (tensor := getattr(self, name, None)) is not None}
         step = None if self.block_step is None else self.block_step.data
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -225,6 +229,7 @@ class QATLinear(RoundedWeight, nn.Linear):  # type: ignore[misc]
             common.rounded = common.seen.to(_computed_dtype(x))
             if self.activation_format is not None:
                 common.rounded = round_input(common.rounded, self.activation_format, self.input_scale)  # type: ignore[arg-type]
+        # y = Q(W) · Q(H (x · s)) + bias + U (D · H (x · s)), with the factor s, the rotation H and the branch U D.
         if common.scales is None or not self.measures_level:
             common.scales = self.current_scales()
         rounded = common.rounded
@@ -359,6 +364,8 @@ def _nearest_scale(
     """Block scales nearest to `step` divided by the second level; gradients pass straight through the rounding."""
     exact = step if second is None else step / second.float()[..., None, None]
     with torch.no_grad():
+        # The smallest scale of each format takes the place of zero, by which nothing could be divided. E8M0's codes are
+        # exponents plus 127.
         if format.scale is E4M3:
             nearest = round_to(exact.clamp(min=E4M3.min_subnormal), E4M3)
         elif format.scale is E8M0:
@@ -367,7 +374,7 @@ def _nearest_scale(
         else:
             tiny = torch.finfo(torch.float32).tiny
             nearest = as_stored_scale(round_to(exact.clamp(min=tiny), format.scale), format, stored)
-    return nearest + (exact - exact.detach())
+    return nearest + (exact - exact.detach())  # the value of `nearest`, the gradient of `exact`
 
 
 def _computed_dtype(x: torch.Tensor) -> torch.dtype:

@@ -251,6 +251,7 @@ def _check_optimizers(
     own = {id(parameter) for parameter in model.parameters()}
     learned = {id(m.weight): id(m.block_step) for m in model.modules()
                if isinstance(m, RoundedWeight) and m.block_step is not None}  # fmt: skip
+    # Nothing leads from a parameter to its optimizers, so the garbage collector's list of all objects is searched.
     for each in gc.get_objects():
         if not issubclass(type(each), torch.optim.Optimizer):  # isinstance would ask objects that only pretend a class
             continue

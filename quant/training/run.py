@@ -33,7 +33,7 @@ from quant.report.report import Distillation, Report
 from quant.runtime.attention import quantized_attention
 from quant.training.distill import distill
 from quant.training.lesson import Lesson, check_cache, check_tokenizers, prepare_lesson
-from quant.training.loop import StoredDtypes, Trained, default_rate, train, train_rounded_alone
+from quant.training.loop import Schedule, StoredDtypes, Trained, default_rate, train, train_rounded_alone
 from quant.training.options import DistillOptions
 from quant.training.qat import convert_qat, prepare_qat
 from quant.training.run_report import losses_by_tenth, report_of
@@ -152,10 +152,7 @@ def _train(
         student.train(),
         partial(distill, student, lesson.teacher, temperature=options.temperature, hidden=options.hidden),
         lesson.rows,
-        steps=options.steps,
-        batch=options.batch_size,
-        rate=rate,
-        seed=options.seed,
+        Schedule(options.steps, options.batch_size, rate, options.seed),
         progress=lambda done, total, _: progress("train", done, total),
     )
     student.eval()

@@ -37,6 +37,7 @@ def report_of(
     """
     file = start / "report.json"
     before = Report.load(file) if file.is_file() else None
+    # A checkpoint of `quant.save` has no report.
     bytes_in_16_bit = sum(2 * layer.numel for layer in plan.layers if layer.tied_to is None)
     report = Report(
         model=before.model if before else source.name,

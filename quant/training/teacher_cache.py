@@ -66,6 +66,7 @@ def cache_teacher(
             if not 0 < k <= logits.shape[-1]:
                 raise UserError(f"k is {k}; expected 1 to {logits.shape[-1]:,}, the teacher's vocabulary")
             vocabulary = logits.shape[-1]
+            # At the temperature of training: probabilities of the tokens that are dropped cannot be recomputed later.
             top, which = (logits / temperature).log_softmax(dim=-1).topk(k)
             tokens.append(which.int().cpu())
             logps.append(top.cpu())
@@ -129,6 +130,7 @@ class CachedTeacher:
         ):  # fmt: skip
             raise UserError(f"{path}: its tensors are not as cache_teacher wrote them; write it again")
         rows = rows.long()
+        # Batches are looked up by the rows' contents, so a Trainer may shuffle them.
         index = {_digest(row): index for index, row in enumerate(rows)}
         return cls(path, rows, temperature, vocabulary, tokens, logp, index)
 

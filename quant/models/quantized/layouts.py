@@ -59,6 +59,7 @@ def _find_scaled(name: str, tensors: QuantizedTensors, quantization: Quantizatio
             f"{tensors.file_of(name)}: {name} {list(shape)} with {scale} {list(scales)} is no quantized weight: its "
             "codes are a matrix, and packed ones have a scale for each group; download the checkpoint again"
         )
+    # Words of 32 bits hold several codes, and a row may end in padding; `weight_shape` is the original's shape.
     if tensors.stored_dtype(name) == "I32":
         shape_name = f"{original}_shape"
         parts["weight_shape"] = shape_name
@@ -116,9 +117,11 @@ def _find_words(name: str, tensors: QuantizedTensors, quantization: Quantization
     out = tensors.stored_shape(parts["scales"])[1]
     bits = unpacking.word_bits(tensors.stored_shape(parts["qzeros"])[1], out)
     _check_bits(bits, name, quantization)
+    # qweight has a code for each weight, whichever axis it is packed along.
     count = 32 // bits * prod(tensors.stored_shape(name)) // out
     if quantization.method == Method.AWQ:
         return f"{stem}.weight", Packed((out, count), parts, unpacking.awq)
+    # GPTQ's first version stores zeros less one; configs that name no version are of that one.
     less_one = str(quantization.config.get("checkpoint_format") or quantization.config.get("format")) != "gptq_v2"
     return f"{stem}.weight", Packed((out, count), parts, partial(unpacking.gptq, zeros_less_one=less_one))
 

@@ -146,6 +146,7 @@ class Renamed:
 
 @dataclass(frozen=True)
 class _Deferred:
+    # transformers' loader takes lazy tensors of safetensors, of which it uses indexing alone.
     tensors: QuantizedTensors
     name: str
 

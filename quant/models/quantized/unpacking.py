@@ -65,6 +65,7 @@ def _format_of(codes: torch.Tensor, scale: torch.Tensor, second: bool, blocks: I
     """The format of a matrix, as its codes and scales tell."""
     if codes.dtype == torch.uint8 and scale.dim() == 2 and scale.shape[0] == 2 * codes.shape[0]:  # ModelOpt's INT4
         return Format("source", INT4, FP32, (1, codes.shape[1] // scale.shape[1]))
+    # Scales of one byte are E4M3 (NVFP4) or exponents (MX, in E8M0 or uint8).
     number = FP32 if scale.dtype.itemsize > 1 else E4M3 if scale.dtype == torch.float8_e4m3fn else E8M0
     if codes.dtype != torch.uint8:
         shape = (codes.shape[0], codes.shape[1])
@@ -108,6 +109,7 @@ def gptq(parts: Parts, dtype: torch.dtype, zeros_less_one: bool) -> torch.Tensor
     words = parts["qzeros"]
     if zeros_less_one:
         words = words + sum(1 << shift for shift in range(0, 31, bits))
+    # qweight packs along inputs, qzeros along outputs.
     zero = unpack_words(words, bits).flatten(-2)
     codes = unpack_words(parts["qweight"], bits).transpose(0, 1).flatten(1)
     groups = parts.get("g_idx")
@@ -132,6 +134,7 @@ def pack_quantized(parts: Parts, shape: Sequence[int], dtype: torch.dtype, group
     if "weight_zero_point" in parts:
         zero = unpack_words(parts["weight_zero_point"], bits).transpose(1, 2).flatten(0, 1)[:rows]
     else:
+        # Symmetric codes are stored with an offset of half their range.
         zero = torch.full(scale.shape, 1 << (bits - 1), dtype=torch.uint8)
     groups = parts.get("weight_g_idx")
     if groups is None:
@@ -146,6 +149,7 @@ def word_bits(words: int, codes: int) -> int:
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes in int32 words `[…]`, lowest bits first: uint8 `[…, 32 / bits]`."""
+    # Byte by byte, which needs no int32 shifts: 2, 4 and 8 bits divide a byte, and words are little-endian.
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     octets = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
     codes: torch.Tensor = (octets.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
@@ -158,6 +162,7 @@ def _affine(
     """`scale · (code − zero)`: codes `[out, in]`, zeros and scales `[out, groups]`, and the group of each input."""
     rows, columns = codes.shape
     out = torch.empty(rows, columns, dtype=dtype)
+    # Chunks of rows bound the temporaries in float32 to 4 MB each.
     step = max(_CHUNK_ELEMENTS // columns, 1)
     for start in range(0, rows, step):
         part = slice(start, start + step)
