@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.listener import Listener, StageProgress
-from quant.calibration.progress import reporter
+from quant.calibration.listener import Listener, StageProgress, reporter
 from quant.checkpoints.runnable import open_runnable
 from quant.errors import UserError
 from quant.execution.sources import Rows, read_calibration, tokenizer_if_any
