@@ -18,16 +18,16 @@ options.add_argument("--model", default="smollm2-135m")
 options.add_argument("--steps", type=int, default=20, help="20 are a look; training takes a few hundred")
 options.add_argument("--seqlen", type=int, default=256)
 options.add_argument("--out", default="out/qad")
-given = options.parse_args()
+parsed = options.parse_args()
 
-teacher = quant.open_model(given.model)
-student, tokenizer = quant.open_model(given.model).model.requires_grad_(True), teacher.load_tokenizer()
-rows = quant.calibration_rows(given.text, tokenizer, samples=64, seqlen=given.seqlen)
+teacher = quant.open_model(parsed.model)
+student, tokenizer = quant.open_model(parsed.model).model.requires_grad_(True), teacher.load_tokenizer()
+rows = quant.calibration_rows(parsed.text, tokenizer, samples=64, seqlen=parsed.seqlen)
 
 print("quantizing by GPTQ, which takes minutes on a CPU")
 quant.prepare_qat(student, "nvfp4", rows[:8], solver="gptq")
 arguments = transformers.TrainingArguments(
-    f"{given.out}-trainer", max_steps=given.steps, per_device_train_batch_size=2, learning_rate=1e-4,
+    f"{parsed.out}-trainer", max_steps=parsed.steps, per_device_train_batch_size=2, learning_rate=1e-4,
     lr_scheduler_type="cosine", logging_steps=1, save_strategy="no", report_to=[], bf16=torch.cuda.is_available(),
 )  # fmt: skip
 trainer = quant.DistillTrainer(
@@ -36,5 +36,5 @@ trainer = quant.DistillTrainer(
 trainer.train()
 
 plan = quant.convert_qat(student)
-quant.save(student.cpu(), plan, given.out, tokenizer=tokenizer, overwrite=True)
-print(f"written to {given.out}")
+quant.save(student.cpu(), plan, parsed.out, tokenizer=tokenizer, overwrite=True)
+print(f"written to {parsed.out}")

@@ -17,17 +17,17 @@ options.add_argument("--model", default="smollm2-135m")
 options.add_argument("--steps", type=int, default=20, help="20 are a look; training takes a few hundred")
 options.add_argument("--seqlen", type=int, default=256)
 options.add_argument("--out", default="out/qat")
-given = options.parse_args()
+parsed = options.parse_args()
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-source = quant.open_model(given.model)
+source = quant.open_model(parsed.model)
 model, tokenizer = source.model.to(device).requires_grad_(True), source.load_tokenizer()
-rows = quant.calibration_rows(given.text, tokenizer, samples=64, seqlen=given.seqlen).to(device)
+rows = quant.calibration_rows(parsed.text, tokenizer, samples=64, seqlen=parsed.seqlen).to(device)
 
 print("quantizing by GPTQ, which takes minutes on a CPU")
 quant.prepare_qat(model, "nvfp4", rows[:8], solver="gptq")
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-5)
-for step in range(given.steps):
+for step in range(parsed.steps):
     batch = rows[torch.randint(0, len(rows), (2,))]
     loss = model(batch, labels=batch).loss
     loss.backward()
@@ -36,5 +36,5 @@ for step in range(given.steps):
     print(f"step {step + 1}: loss {loss.item():.3f}")
 
 plan = quant.convert_qat(model)
-quant.save(model, plan, given.out, tokenizer=tokenizer, overwrite=True)
-print(f"written to {given.out}")
+quant.save(model, plan, parsed.out, tokenizer=tokenizer, overwrite=True)
+print(f"written to {parsed.out}")

@@ -160,17 +160,13 @@ def open_model(
     kind = SourceKind.HUGGINGFACE if path.is_dir() else state_dict.sniff(path)
     if kind not in (SourceKind.SAFETENSORS, SourceKind.TORCH):
         _refuse_factory(model_factory, f"{path} ({kind})")
+    model: nn.Module | None
+    tensors: Mapping[str, torch.Tensor] | None
     model, tensors, quantization = None, None, None
     if kind == SourceKind.HUGGINGFACE:
         model, quantization = huggingface.load(path, given_dtype, meta, stream)
-    elif kind == SourceKind.GGUF:
-        model = gguf.load(path, given_dtype or torch.bfloat16, meta)
-    elif kind == SourceKind.EXPORTED:
-        model = torch_files.load_exported(path, given_dtype, unsafe_load)
-    elif kind == SourceKind.SAFETENSORS:
-        tensors = state_dict.open_safetensors(path, given_dtype, meta)
     else:
-        model, tensors = torch_files.load(path, given_dtype, unsafe_load, meta)
+        model, tensors = _open_file(kind, path, given_dtype, unsafe_load, meta)
     if tensors is not None and model_factory is not None:
         model, tensors = state_dict.build(model_factory, tensors, str(path), meta), None
     # With a dtype to cast to, asking the tensors of a state dict would read them all.
@@ -188,6 +184,19 @@ def open_model(
         files=files,
         quantization=None if quantization is None else str(quantization),
     )
+
+
+def _open_file(
+    kind: SourceKind, path: Path, dtype: torch.dtype | None, unsafe_load: bool, meta: bool
+) -> tuple[nn.Module | None, Mapping[str, torch.Tensor] | None]:
+    """The model or the bare state dict in a file."""
+    if kind == SourceKind.GGUF:
+        return gguf.load(path, dtype or torch.bfloat16, meta), None
+    if kind == SourceKind.EXPORTED:
+        return torch_files.load_exported(path, dtype, unsafe_load), None
+    if kind == SourceKind.SAFETENSORS:
+        return None, state_dict.open_safetensors(path, dtype, meta)
+    return torch_files.load(path, dtype, unsafe_load, meta)
 
 
 def _open_module(model: nn.Module, dtype: torch.dtype | None) -> Source:

@@ -84,11 +84,7 @@ def distill(
         lesson = teacher.of(ids, temperature)
         theirs: list[torch.Tensor] = []
     else:
-        with evaluating(teacher), torch.no_grad():
-            device = device_of(teacher)
-            moved = {name: value.to(device) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-            taught, theirs, of_teacher = run_to_head(teacher, moved, wants_hidden)
-        lesson = LogitTeacher(taught.flatten(0, 1), of_teacher)
+        lesson, theirs = _run_teacher(teacher, inputs, wants_hidden)
     learned = head.parameters() if isinstance(head, LogitHead) else ()
     if before.shape[:-1] != ids.shape:
         raise UserError(
@@ -100,6 +96,17 @@ def distill(
     if wants_hidden:
         loss = loss + hidden * _distance(states, theirs, counted).to(loss.device)
     return loss
+
+
+def _run_teacher(
+    teacher: nn.Module, inputs: Mapping[str, Any], wants_hidden: bool
+) -> tuple[LogitTeacher, list[torch.Tensor]]:
+    """The teacher's next tokens for a batch, and its hidden states if they are wanted."""
+    with evaluating(teacher), torch.no_grad():
+        device = device_of(teacher)
+        moved = {name: value.to(device) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        head_inputs, states, head = run_to_head(teacher, moved, wants_hidden)
+    return LogitTeacher(head_inputs.flatten(0, 1), head), states
 
 
 class DistillMixin:
