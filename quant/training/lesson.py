@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from quant.calibration.listener import Listener, StageProgress, reporter
+from quant.calibration.session import Session
 from quant.checkpoints.runnable import open_runnable
 from quant.errors import UserError
 from quant.execution.sources import Rows, read_calibration, tokenizer_if_any
@@ -42,8 +43,8 @@ class Lesson:
         return self.teacher if isinstance(self.teacher, nn.Module) else None
 
 
-def prepare_lesson(name: str, options: DistillOptions, device: torch.device, listener: Listener) -> Lesson:
-    """Opens a teacher on `device` and reads the training rows; `options` may have the teacher cached in a file.
+def prepare_lesson(name: str, options: DistillOptions, session: Session, listener: Listener) -> Lesson:
+    """Opens a teacher on the session's device, reads the training rows, and caches the teacher if `options` say so.
 
     Raises:
         UserError: the teacher cannot be opened, or there are fewer rows than a batch takes.
@@ -56,11 +57,11 @@ def prepare_lesson(name: str, options: DistillOptions, device: torch.device, lis
         return Lesson(cached, cached.rows, "its cache", None)
     with listener.step(f"loading {name}"):
         source, model = open_runnable(name)
-        model.requires_grad_(False).eval().to(device)
+        model.requires_grad_(False).eval().to(session.device)
     # Data is read while the teacher is in memory: it writes the text of "mix" and "self".
     data, tokenizer = ", ".join(options.data) or "mix", tokenizer_if_any(source)
     with listener.stages() as progress:
-        rows = _training_rows(source, options, device, progress, listener)
+        rows = _training_rows(source, options, session, progress, listener)
         if options.cache_teacher is None:
             return Lesson(model, rows, data, tokenizer)
         cache_teacher(
@@ -103,12 +104,12 @@ def check_tokenizers(teacher: str, directory: Path, of_teacher: Any, of_student:
 
 
 def _training_rows(
-    source: Source, options: DistillOptions, device: torch.device, progress: StageProgress, listener: Listener
+    source: Source, options: DistillOptions, session: Session, progress: StageProgress, listener: Listener
 ) -> torch.Tensor:
     """Rows of training text; no more are read than the steps use."""
     samples = min(options.samples, options.steps * options.batch_size)
-    source_rows = Rows(options.data, samples, options.seqlen, options.seed, at_most=True)
-    rows, _ = read_calibration(source, source_rows, device=device, progress=progress, listener=listener)
+    source_rows = Rows(options.data, samples, options.seqlen, session.seed, at_most=True)
+    rows, _ = read_calibration(source, source_rows, device=session.device, progress=progress, listener=listener)
     if not isinstance(rows, torch.Tensor):
         raise UserError("--data: distillation reads rows of token ids; give text, or token ids in safetensors")
     if len(rows) < options.batch_size:

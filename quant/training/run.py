@@ -16,6 +16,7 @@ from torch import nn
 
 from quant.calibration.listener import SILENT, Listener, StageProgress
 from quant.calibration.placement import device_of, find_device
+from quant.calibration.session import Session
 from quant.checkpoints.companion_files import add_companions
 from quant.checkpoints.load import describe, is_checkpoint, no_checkpoint
 from quant.checkpoints.runnable import open_runnable
@@ -83,33 +84,33 @@ def distill_checkpoint(
     if options.cache_teacher is not None:
         check_cache(Path(options.cache_teacher), teacher, out, options.hidden)
     with claimed(out):
-        torch.manual_seed(options.seed)
-        target = find_device(device) or torch.device("cpu")
-        announce_device(listener, target)
+        session = Session(find_device(device) or torch.device("cpu"), seed=options.seed)
+        torch.manual_seed(session.seed)
+        announce_device(listener, session.device)
         checkpoint = find_checkpoint(directory)
         if not is_checkpoint(checkpoint):
             raise no_checkpoint(checkpoint)
         plan, _ = describe(checkpoint)
-        lesson = prepare_lesson(teacher, options, target, listener)
+        lesson = prepare_lesson(teacher, options, session, listener)
         with listener.step(f"loading {directory}"):
             source, student = open_runnable(str(directory))
-            student.to(target)
+            student.to(session.device)
         tokenizer = tokenizer_if_any(source)
         check_tokenizers(teacher, directory, lesson.tokenizer, tokenizer)
         texts = read_texts(source, Rows(tuple(map(str, options.eval_texts)), options.eval_samples, options.seqlen))
         for text in texts.values():
             check_evaluable(student, text)
         with listener.stages() as progress:
-            before = _measure(student, plan, texts, lesson.model, target)
+            before = _measure(student, plan, texts, lesson.model, session)
             plan, rate, trained = _train(student, plan, lesson, options, progress)
-            after = _measure(student, plan, texts, lesson.model, target)
+            after = _measure(student, plan, texts, lesson.model, session)
         record = Distillation(
             start=str(directory), teacher=teacher, data=lesson.data, steps=options.steps, batch=options.batch_size,
             seqlen=lesson.rows.shape[1], rate=rate, scales=options.scales, losses=losses_by_tenth(trained.losses),
             before=before,
         )  # fmt: skip
         source.model = student
-        report = report_of(source, plan, record, after, checkpoint, target)
+        report = report_of(source, plan, record, after, checkpoint, session)
         report.command, report.seconds = command, {"train": sum(trained.seconds)}
 
         def finish(written: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
@@ -125,13 +126,13 @@ def _measure(
     plan: Plan,
     texts: Mapping[str, torch.Tensor],
     baseline: nn.Module | None,
-    device: torch.device,
+    session: Session,
 ) -> Evaluation | None:
     """Figures on each text, with attention and KV cache in the plan's formats; None without texts."""
     if not texts:
         return None
     with quantized_attention(student, **plan.run_time):
-        return evaluate_texts(student, texts, baseline, device=device)
+        return evaluate_texts(student, texts, baseline, device=session.device)
 
 
 def _train(

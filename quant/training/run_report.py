@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-import torch
 from torch import nn
 
 from quant.calibration.placement import describe
+from quant.calibration.session import Session
 from quant.evaluation.fingerprint import fingerprint
 from quant.evaluation.record import Evaluation
 from quant.execution.layer_result import LayerResult
@@ -23,7 +23,7 @@ _WORSE = 1.02  # times the KL before training; rounding alone does not change it
 
 
 def report_of(
-    source: Source, plan: Plan, record: Distillation, evaluation: Evaluation | None, start: Path, device: torch.device
+    source: Source, plan: Plan, record: Distillation, evaluation: Evaluation | None, start: Path, session: Session
 ) -> Report:
     """The report of a trained checkpoint; sizes before quantization and warnings are those of its start's report.
 
@@ -33,7 +33,7 @@ def report_of(
         record: how it was trained.
         evaluation: its figures, where there are evaluation texts.
         start: directory of the checkpoint that training began with.
-        device: where it was trained.
+        session: has the device that it was trained on.
     """
     file = start / "report.json"
     before = Report.load(file) if file.is_file() else None
@@ -50,7 +50,7 @@ def report_of(
         command="",
         versions=versions(),
         seconds={},
-        device=describe(device),
+        device=describe(session.device),
         warnings=[*(before.warnings if before else ()), *worse_texts(record, evaluation)],
         kv_cache=kv_cache_of(source.config, plan),
         distillation=record,
