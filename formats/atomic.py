@@ -1,12 +1,12 @@
 """Files and directories are written whole or not at all, whatever stops the process or the machine.
 
-What is new is built under a temporary name beside its place, brought to the disk (`fsync`), and renamed. A reader sees
+New content is built under a temporary name beside its place, brought to the disk (`fsync`), and renamed. A reader sees
 the old or the new, never a half and never nothing. Linux can exchange two directories in one step; elsewhere a
 directory is moved away first, and comes back when a later run finds that the new one never arrived.
 
 A temporary file or directory is locked by the process that fills it. One that is not locked was left by a process that
 died, and the next process that writes to the same place deletes it. `claimed` locks the place itself, for as long as a
-command works on what will be there.
+command works on its result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's fcntl.h
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Writes a file; what was under its name stays there until the new one is on the disk.
+    """Writes a file; an old file of its name stays until the new one is on the disk.
 
     Raises:
         OSError: it cannot be written; the old file is as it was.
@@ -57,18 +57,18 @@ def sync_tree(directory: Path) -> None:
         sync(Path(folder))
 
 
-def put_file(made: Path, path: Path) -> None:
+def put_file(temporary: Path, path: Path) -> None:
     """Puts a finished file under its name."""
-    sync(made)
-    os.replace(made, path)
+    sync(temporary)
+    os.replace(temporary, path)
     sync(path.parent)
 
 
 @contextmanager
 def temporary_directory(path: Path) -> Iterator[Path]:
     """A directory beside `path`, to be renamed to it or deleted at the end; those that dead processes left go first."""
-    with _temporary(path, lambda made: made.mkdir(mode=0o700)) as made:
-        yield made
+    with _temporary(path, lambda directory: directory.mkdir(mode=0o700)) as directory:
+        yield directory
 
 
 @contextmanager
@@ -80,17 +80,17 @@ def _temporary(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
             _remove(left)
             os.close(handle)
     while True:
-        made = path.with_name(f".{path.name}.new.{secrets.token_hex(4)}")
-        make(made)
-        handle = _lock(made, wait=True)
-        if made.exists():  # otherwise another process took it, before it was locked, for a dead one's
+        temporary = path.with_name(f".{path.name}.new.{secrets.token_hex(4)}")
+        make(temporary)
+        handle = _lock(temporary, wait=True)
+        if temporary.exists():  # otherwise another process took it, before it was locked, for a dead one's
             break
         if handle is not None:
             os.close(handle)
     try:
-        yield made
+        yield temporary
     finally:
-        _remove(made)
+        _remove(temporary)
         if handle is not None:
             os.close(handle)
 
@@ -108,7 +108,7 @@ def claimed(path: Path) -> Iterator[None]:
     if sys.platform == "win32" or path in _CLAIMED:
         yield
         return
-    made = [parent for parent in path.parents if not parent.exists()]
+    new_parents = [parent for parent in path.parents if not parent.exists()]
     file = path.with_name(f".{path.name}.lock")
     _CLAIMED.add(path)
     handle = None
@@ -120,7 +120,7 @@ def claimed(path: Path) -> Iterator[None]:
         if handle is not None:
             file.unlink(missing_ok=True)
             os.close(handle)
-        for parent in made:
+        for parent in new_parents:
             with suppress(OSError):  # there is something in it now
                 parent.rmdir()
 
@@ -160,7 +160,7 @@ def recover(path: Path) -> None:
 
 
 def replace_directory(new: Path, path: Path) -> None:
-    """Puts the directory `new` at `path`; what was there is then at `new`, or gone.
+    """Puts the directory `new` at `path`; an old directory there moves to `new`, or is deleted.
 
     Raises:
         OSError: it cannot be put there; `path` is as it was.
@@ -198,15 +198,15 @@ def _left_over(path: Path, kind: str) -> list[Path]:
     return [each for each in path.parent.iterdir() if mark.fullmatch(each.name) and not each.is_symlink()]
 
 
-def _remove(made: Path) -> None:
+def _remove(path: Path) -> None:
     """Deletes a file or directory, if it is there."""
-    if made.is_dir():
-        shutil.rmtree(made, ignore_errors=True)
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
     else:
-        made.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
-def _lock(place: Path, *, wait: bool) -> int | None:
+def _lock(path: Path, *, wait: bool) -> int | None:
     """A handle that holds the lock of a file or directory until it is closed; None where it cannot be had."""
     if sys.platform == "win32":
         return None
@@ -214,7 +214,7 @@ def _lock(place: Path, *, wait: bool) -> int | None:
 
     handle = None
     try:
-        handle = os.open(place, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:  # another process has it, or the file system has no locks
         if handle is not None:

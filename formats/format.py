@@ -45,8 +45,8 @@ class Format:
         return self  # numbers are told apart by identity, in a copied model too
 
     def __reduce__(self) -> Any:
-        known = FORMATS.get(self.name) is self
-        return (get_format, (self.name,)) if known else (Format, tuple(vars(self).values()))
+        is_registered = FORMATS.get(self.name) is self
+        return (get_format, (self.name,)) if is_registered else (Format, tuple(vars(self).values()))
 
     @property
     def per_tensor(self) -> bool:

@@ -1,6 +1,6 @@
-"""JSON files from others are read here: what is not as it should be ends in one line that names the file.
+"""JSON files from others are read here; every mistake in one becomes an error of one line that names the file.
 
-Python's reader takes documents that break whatever works on them: lists nested up to the end of the stack, and halves
+Python's reader accepts documents that break the code behind it: lists nested up to the end of the stack, and halves
 of characters that no file and no terminal can hold. They are refused.
 """
 
@@ -20,15 +20,15 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON writes it, and as Python sho
 
 
 def read_json(path: str | Path, what: str, make: Callable[[Any], T]) -> T:
-    """What a JSON file stands for.
+    """The object that `make` makes of a JSON file.
 
     Args:
         path: the file.
-        what: errors say that it is not this.
-        make: takes the document; its ValueError becomes that of the file.
+        what: kind of file, such as "a plan", for errors.
+        make: takes the document; its ValueError is raised again with the name of the file.
 
     Raises:
-        ValueError: it is not UTF-8, no JSON, nested too deeply, or not what `make` takes; the message names the file.
+        ValueError: the file is not UTF-8, no JSON, nested too deeply, or refused by `make`; the message names it.
         OSError: it cannot be read.
     """
     content = Path(path).read_bytes()
@@ -43,17 +43,17 @@ def parse_json(text: str | bytes) -> Any:
     if isinstance(text, bytes):
         text = text.decode("utf-8")
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except RecursionError:
         raise ValueError(f"nested more than {DEPTH} deep") from None
-    check_depth(found)
-    if _HALF.search(text) and _HALF.search(str([found]).replace("\\\\", "")):
+    check_depth(document)
+    if _HALF.search(text) and _HALF.search(str([document]).replace("\\\\", "")):
         raise ValueError("half of a character, as in \\ud800")
-    return found
+    return document
 
 
 def check_depth(document: Any) -> None:
-    """Raises ValueError where lists and objects are nested too deeply for what works on them."""
+    """Raises ValueError where lists and objects are nested more than `DEPTH` deep, too deep for recursive readers."""
     level: list[Any] = [document]
     for _ in range(DEPTH + 1):
         level = [item for each in level for item in _items(each) if isinstance(item, dict | list)]

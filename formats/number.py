@@ -1,4 +1,4 @@
-"""A `Number` says what the bits of one element, or of one scale, mean.
+"""A `Number` defines the bits of one element, or of one scale.
 
 A small float is a sign bit, `exponent` bits and `mantissa` bits. With exponent field E, mantissa field M:
 

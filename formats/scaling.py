@@ -1,7 +1,7 @@
 """A scale rule computes from a block of values the scale that it is stored with.
 
 All rules read a tensor cut into blocks, `[..., R, rows, C, columns]`, and give scales `[..., R, 1, C, 1]` in
-float32 that are exactly representable in the format's scale number. What differs is the choice:
+float32 that are exactly representable in the format's scale number. They differ in the choice:
 
 max            the block's largest magnitude maps to the largest element. MX rounds the exponent up, so
                nothing saturates; NVFP4 rounds the scale to E4M3.

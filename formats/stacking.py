@@ -24,7 +24,7 @@ class Stacking:
 
     Attributes:
         shape: of the parameter.
-        experts: how many there are.
+        experts: their number.
         transposed: each matrix is `[in, out]` there.
         interleaved: rows of gate and up alternate there.
     """
@@ -51,9 +51,9 @@ class Stacking:
 
     def matrices(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter as `[experts, out, in]`: a view, unless rows are interleaved."""
-        found = parameter.unflatten(0, (self.experts, -1)) if parameter.dim() == 2 else parameter
-        found = found.transpose(1, 2) if self.transposed else found
-        return found.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if self.interleaved else found
+        stack = parameter.unflatten(0, (self.experts, -1)) if parameter.dim() == 2 else parameter
+        stack = stack.transpose(1, 2) if self.transposed else stack
+        return stack.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if self.interleaved else stack
 
     def parameter(self, matrices: torch.Tensor) -> torch.Tensor:
         """The inverse of `matrices`."""
@@ -61,15 +61,15 @@ class Stacking:
 
         return torch.stack([self.hold(matrix) for matrix in matrices]).reshape(self.shape)
 
-    def matrix(self, held: torch.Tensor) -> torch.Tensor:
-        """The matrix `[out, in]` of one expert, from what the parameter holds of it."""
-        found = held.t() if self.transposed else held
-        return found.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if self.interleaved else found
+    def matrix(self, stored: torch.Tensor) -> torch.Tensor:
+        """The matrix `[out, in]` of one expert, from its part of the parameter."""
+        rows = stored.t() if self.transposed else stored
+        return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if self.interleaved else rows
 
     def hold(self, matrix: torch.Tensor) -> torch.Tensor:
         """The inverse of `matrix`."""
-        found = matrix.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if self.interleaved else matrix
-        return found.t() if self.transposed else found
+        rows = matrix.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if self.interleaved else matrix
+        return rows.t() if self.transposed else rows
 
     def outputs(self, y: torch.Tensor) -> torch.Tensor:
         """Outputs `[..., out]` of a matrix in the order of the parameter's rows."""
@@ -81,7 +81,7 @@ class ReadMatrices(Sequence[Any]):
 
     Args:
         stacking: of the parameter.
-        stored: gives what the parameter holds of an expert.
+        stored: gives the part of the parameter that belongs to an expert, by index.
     """
 
     is_meta = False

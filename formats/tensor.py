@@ -36,7 +36,7 @@ class BlockScaledTensor:
         codes: `format.codes_shape(shape)`; uint8 where packed, else the element's own dtype.
         scale: `format.scale_shape(shape)`; float8_e4m3fn, uint8 (E8M0) or float32. A float32 scale holds a value
             that the checkpoint's scale dtype represents exactly (see `quantize`).
-        format: what the codes mean.
+        format: defines codes and scales.
         shape: logical shape `[..., out, in]`.
         global_scale: float32 of shape `shape[:-2]`, or None where the format has none. float64 where a checkpoint
             stores the reciprocal and float32 cannot hold the inverse of that without loss.
@@ -99,8 +99,8 @@ class BlockScaledTensor:
         step = height if height < rows else 1
         step *= max(elements // columns // step, 1)
         for start in range(0, rows, step):
-            place = slice(start, min(start + step, rows))
-            yield place, self.rows(place.start, place.stop)
+            chunk = slice(start, min(start + step, rows))
+            yield chunk, self.rows(chunk.start, chunk.stop)
 
     def to(self, device: torch.device | str) -> BlockScaledTensor:
         """The same data on `device`."""
@@ -180,8 +180,8 @@ def _choose_rows(
     first, last = part
     for chunk in _row_chunks(weight, first * height, min(last * height, len(weight)), height):
         blocks = _to_blocks(weight[chunk].float(), (height, width))
-        found = rule(blocks, format, second)
-        scale[chunk.start // height : -(-chunk.stop // height)] = found[:, 0, :, 0]
+        block_scales = rule(blocks, format, second)
+        scale[chunk.start // height : -(-chunk.stop // height)] = block_scales[:, 0, :, 0]
 
 
 def quantize_with_scale(
@@ -213,9 +213,9 @@ def _encode_rows(
     """Fills the rows `part` of the codes of a matrix, whose blocks are `width` columns wide."""
     for chunk in _row_chunks(weight, *part):
         blocks = _to_blocks(weight[chunk].float(), (1, width))
-        found = encode(blocks / step[chunk, None, :, None], format.element)
-        found = _from_blocks(found, chunk.stop - chunk.start, weight.shape[1])
-        codes[chunk] = pack(found, format.element.bits) if codes.dtype is torch.uint8 else found
+        elements = encode(blocks / step[chunk, None, :, None], format.element)
+        elements = _from_blocks(elements, chunk.stop - chunk.start, weight.shape[1])
+        codes[chunk] = pack(elements, format.element.bits) if codes.dtype is torch.uint8 else elements
 
 
 def round_with_scale(

@@ -1,4 +1,4 @@
-"""UserError is the error that a user can solve; the functions here say how messages count and list."""
+"""`UserError` is an error that the user can solve; the functions here write counts, sizes and lists in messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for cod
 
 
 class UserError(ValueError):
-    """Something the user gave cannot be used; the message is one line that says what, and the way out.
+    """An input from the user cannot be used; the message names it in one line, with the way out.
 
     The command line prints it without a traceback and ends with exit code 2.
     """
@@ -36,6 +36,6 @@ def megabytes(nbytes: float) -> str:
 
 
 def listed(names: Iterable[str], limit: int = 8) -> str:
-    """`a, b and 3 more`: the first of `names`, and how many others there are."""
+    """`a, b and 3 more`: the first `limit` of `names`, and the number of the rest."""
     names = list(names)
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -62,10 +62,10 @@ def importing() -> Iterator[None]:
 
 def versions() -> dict[str, str]:
     """Versions of Python, the platform and the installed packages that matter to a result; nothing is imported."""
-    found = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
+    by_package = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
     for name in _REPORTED:
         try:
-            found[name] = metadata.version(name)
+            by_package[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return by_package

@@ -6,7 +6,7 @@
     3   does everything that costs nothing at run time: scales inputs where something is rounded there, merges
         rotations, and refines each finished block
 
-What a recipe, a plan or `--solver` says goes before it.
+A solver that a recipe, a plan or `--solver` names goes before it.
 """
 
 from __future__ import annotations

@@ -16,9 +16,13 @@ EXPERT_NAMES = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w1", "w2",
 def stacking_of(module: nn.Module, name: str) -> Stacking | None:
     """How the parameter `name` of a module holds the matrices of experts; None where it holds something else.
 
-    One of two parameters tells whether they are transposed: `gate_up_proj` has twice the rows of what `down_proj`
-    reads, or twice the columns. Without it, transformers marks the module. JetMoE calls each parameter `weight`, and
-    DBRX has them in two dimensions and multiplies by its `w2` without transposing it.
+    Two parameters together show whether matrices are transposed:
+
+        gate_up_proj [experts, 2 * width, in], down_proj [experts, in, width]     plain
+        gate_up_proj [experts, in, 2 * width], down_proj [experts, width, in]     transposed
+
+    Where one is missing, an attribute that transformers sets on the module shows it. JetMoE calls each parameter
+    `weight`; DBRX has its matrices in two dimensions, and multiplies by `w2` without transposing it.
     """
     parameter: Any = getattr(module, name)
     shape = tuple(parameter.shape)
@@ -39,7 +43,7 @@ def stacking_of(module: nn.Module, name: str) -> Stacking | None:
 
 
 def expert_matrices(model: nn.Module, name: str, held: Any = None) -> Any:
-    """The matrices `[experts, out, in]` of a parameter, or what reads them one by one from its file.
+    """The matrices `[experts, out, in]` of a parameter, or a sequence that reads them one by one from its file.
 
     Args:
         model: that holds it.

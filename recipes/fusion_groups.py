@@ -50,8 +50,8 @@ def group_unseen(layers: Sequence[Layer], model: nn.Module | None = None) -> lis
     unseen = {layer.name: layer for layer in layers if _is_unseen(layer) and layer.group is None}
     groups = _by_sibling(layers, unseen)
     siblings = {_numberless(layer.name) for layer in layers if layer.input_dims is not None}
-    rest = [layer for name, layer in unseen.items() if _numberless(name) not in siblings]
-    named = _by_name(rest, model)
+    unknown = [layer for name, layer in unseen.items() if _numberless(name) not in siblings]
+    named = _by_name(unknown, model)
     groups |= named
     return [
         replace(layer, group=groups[layer.name], is_named=layer.name in named) if layer.name in groups else layer
@@ -97,14 +97,14 @@ def _by_sibling(layers: Sequence[Layer], unseen: dict[str, Layer]) -> dict[str, 
     twins = {key: (name, names) for names in members.values() for name in names for key in _twin_keys(name)}
     groups: dict[str, str] = {}
     for name in unseen:
-        found_twin = next((twins[key] for key in _twin_keys(name) if key in twins), None)
-        if name in groups or found_twin is None:
+        twin_group = next((twins[key] for key in _twin_keys(name) if key in twins), None)
+        if name in groups or twin_group is None:
             continue
-        twin, names = found_twin
+        twin, names = twin_group
         own = [_moved(each, twin, name) for each in names]
-        found = [each for each in dict.fromkeys(own) if each in unseen and each not in groups]
-        if len(found) > 1 and name in found and len({unseen[each].shape[-1] for each in found}) == 1:
-            groups |= dict.fromkeys(found, group_name(found))
+        new_members = [each for each in dict.fromkeys(own) if each in unseen and each not in groups]
+        if len(new_members) > 1 and name in new_members and len({unseen[each].shape[-1] for each in new_members}) == 1:
+            groups |= dict.fromkeys(new_members, group_name(new_members))
     return groups
 
 
@@ -118,9 +118,9 @@ def _moved(member: str, twin: str, name: str) -> str:
     """A name of `twin`'s group with the numbers of `name` where it has those of `twin`."""
     numbers = iter(zip(_NUMBER.findall(twin), _NUMBER.findall(name), strict=True))
 
-    def new(found: re.Match[str]) -> str:
+    def new(number: re.Match[str]) -> str:
         old, own = next(numbers, (None, ""))
-        return own if found[0] == old else found[0]
+        return own if number[0] == old else number[0]
 
     return _NUMBER.sub(new, member)
 
@@ -132,13 +132,13 @@ def _by_name(layers: Iterable[Layer], model: nn.Module | None) -> dict[str, str]
         parent, _, last = layer.name.rpartition(".")
         modules.setdefault(parent, {})[last] = layer
     groups: dict[str, str] = {}
-    for parent, held in modules.items():
+    for parent, children in modules.items():
         module = None if model is None else model.get_submodule(parent)
-        attention = [names for names in _ATTENTION if held.keys() >= set(names)]
+        attention = [names for names in _ATTENTION if children.keys() >= set(names)]
         for lasts in (*(_one_input(names, parent, module) for names in attention), *_GATED):
-            found = [layer for last, layer in held.items() if last in lasts]
-            if len(found) > 1 and len({layer.shape[-1] for layer in found}) == 1:
-                names = [layer.name for layer in found]
+            merged = [layer for last, layer in children.items() if last in lasts]
+            if len(merged) > 1 and len({layer.shape[-1] for layer in merged}) == 1:
+                names = [layer.name for layer in merged]
                 groups |= dict.fromkeys(names, group_name(names))
     return groups
 

@@ -52,9 +52,9 @@ def check_fields(fields: Any, cls: type, where: str, more: Mapping[str, Any] | N
     if not isinstance(fields, Mapping):
         raise ValueError(f"{where}: expected an object with fields, not {reprlib.repr(fields)}")
     own = {field.name: field for field in dataclasses.fields(cls)}
-    known = [*own, *(more or ())]
-    if unknown := sorted(set(fields) - set(known)):
-        raise ValueError(f"{where}: unknown field(s) {', '.join(unknown)}; known fields: {', '.join(known)}")
+    names = [*own, *(more or ())]
+    if unknown := sorted(set(fields) - set(names)):
+        raise ValueError(f"{where}: unknown field(s) {', '.join(unknown)}; known fields: {', '.join(names)}")
     needed = {n for n, f in own.items() if f.default is f.default_factory is dataclasses.MISSING}
     if missing := sorted(needed - set(fields)):
         raise ValueError(f"{where}: missing field(s) {', '.join(missing)}")

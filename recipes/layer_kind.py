@@ -1,4 +1,4 @@
-"""`LayerKind` says what a weight is for; plans and files hold it by its value, such as `linear`."""
+"""`LayerKind` is the purpose of a weight; plans and files hold it by its value, such as `linear`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class LayerKind(StrEnum):
-    """What a layer does with its weight.
+    """The use that a layer makes of its weight.
 
     A member equals its value, so `"linear"` may stand for `LayerKind.LINEAR` wherever users write plans.
     """

@@ -1,10 +1,10 @@
-"""`find_layers` finds the weights of a model, their kinds, and which are fused at run time.
+"""`find_layers` lists the weights of a model and their kinds.
 
 A layer is a module that owns a weight, a parameter with the matrices of all experts as Mixture-of-Experts models in
 transformers 5 have them, or any other parameter of two or more dimensions: every such parameter is in the list.
 Nothing here reads the data of a weight, so a model on the meta device will do.
 
-What a linear layer is for decides whether it may lose precision. A router is a linear layer in a block of experts
+The purpose of a linear layer decides whether it may lose precision. A router is a linear layer in a block of experts
 with one output for each expert. A head turns the last hidden states into the result: it is the module that
 transformers knows as the output embeddings, or has a name by which heads go. The rule for names is the same for
 modules and for bare state dicts.
@@ -52,11 +52,11 @@ _UNKNOWN_CONV = (
 
 @dataclass(frozen=True)
 class Layer:
-    """A weight and what is known about it before any data is read.
+    """A weight and the facts about it that need no data.
 
     Attributes:
         name: module path, or parameter path for fused experts.
-        kind: what the weight is for.
+        kind: purpose of the weight.
         shape: of the weight, `[..., out, in]` however the model holds it, or `[out, in / groups, kernel...]` of a
             convolution.
         group: name of its fusion group, if it has one.
@@ -87,7 +87,7 @@ class Layer:
 
 def find_layers(model: nn.Module) -> list[Layer]:
     """Every layer of `model` that owns a weight, in model order. Fusion groups are left to `watching`."""
-    head, routers, places = output_head(model), _routers(model), _places(model)
+    head, routers, occurrences = output_head(model), _routers(model), _places(model)
     owner: dict[int, str] = {}
     layers = []
     for name, module in model.named_modules():
@@ -105,7 +105,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
                     kind,
                     _shape(module, parameter_name, parameter, transposed),
                     tied_to=None if tied_to == path else tied_to,
-                    obstacle=_obstacle(module, kind) or (_SHARED if is_own and places[id(module)] > 1 else None),
+                    obstacle=_obstacle(module, kind) or (_SHARED if is_own and occurrences[id(module)] > 1 else None),
                     kept=ROUTER if name in routers else _PACKED if parameter_name == "in_proj_weight" else None,
                     transposed=transposed,
                 )
@@ -171,7 +171,7 @@ def _kind(module: nn.Module, name: str, weight: torch.Tensor) -> LayerKind:
 
 
 def _obstacle(module: nn.Module, kind: LayerKind) -> str | None:
-    """Why what `module` holds cannot be quantized, as the module's class and shapes tell."""
+    """Why the weight of `module` cannot be quantized, judging by the module's class and shapes; None if it can."""
     from torch import nn
 
     if kind == LayerKind.CONV and not _is_plain_conv(module):
@@ -245,13 +245,13 @@ def _routers(model: nn.Module) -> set[str]:
         listed = isinstance(module, nn.ModuleList) and name.endswith("experts")
         if fused or listed:
             experts[name] = len(fused[0]) if fused else len(module)
-    found = set()
+    routers = set()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not any(name.startswith(f"{inside}.") for inside in experts):
             blocks = ((path[: path.rfind(".") + 1], count) for path, count in experts.items())
             if any(name.startswith(block) and module.out_features == count for block, count in blocks):
-                found.add(name)
-    return found
+                routers.add(name)
+    return routers
 
 
 def _kind_by_name(stem: str, shape: Sequence[int]) -> LayerKind:
@@ -268,11 +268,11 @@ def _kind_by_name(stem: str, shape: Sequence[int]) -> LayerKind:
 
 def _is_head(name: str) -> bool:
     """Whether a linear layer's name is one by which heads go."""
-    first, *rest = name.split(".")
-    return first in _TOP_HEADS or not _HEADS.isdisjoint((first, *rest))
+    first, *deeper = name.split(".")
+    return first in _TOP_HEADS or not _HEADS.isdisjoint((first, *deeper))
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """What turns a model's hidden states into logits, as transformers knows it; None where there is none."""
+    """The module that turns hidden states into logits, as transformers knows it; None where there is none."""
     find = getattr(model, "get_output_embeddings", None)
     return find() if callable(find) else None

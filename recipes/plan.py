@@ -1,4 +1,4 @@
-"""A `Plan` says for every layer what it becomes, and why.
+"""A `Plan` gives every layer its formats and its solver, with the reason.
 
 Everything before the plan decides, everything after it executes; the file between them is JSON that people can
 read, diff and edit. A layer that stays in 16 bit is in the plan too, with its reason, so that nothing is silent.
@@ -41,7 +41,7 @@ ODD_INPUTS = "inputs_without_batch_and_tokens"
 
 @dataclass(frozen=True)
 class Parts:
-    """What a layer does at run time beside its matmul, as plans count it; the default is nothing.
+    """Operations and data that a layer has at run time besides its matmul; by default none.
 
     Attributes:
         pre_scale: whether the input is scaled, by a vector that no neighbour could take up.
@@ -55,26 +55,26 @@ class Parts:
 
     @classmethod
     def of(cls, parts: Any) -> Parts:
-        """What plans count of the `RunTimeParts` of a quantized linear."""
+        """The parts of a quantized linear's `RunTimeParts`."""
         return cls(parts.pre_scale is not None, parts.hadamard, parts.rank)
 
     def to_dict(self) -> dict[str, Any]:
-        """Those that there are, by name."""
+        """The fields that are set."""
         return {name: value for name, value in vars(self).items() if value}
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes in 16 bit beside a weight of `shape`."""
+        """Bytes of the 16-bit tensors that go with a weight of `shape`."""
         rows, columns = shape[-2:] if self.rank or self.pre_scale else (0, 0)
         return 2 * (self.rank * (rows + columns) + self.pre_scale * columns)
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What becomes of one weight.
+    """The formats and the solver of one weight.
 
     Attributes:
         name: module path; of fused experts and of parameters that no module is made for, the parameter's path.
-        kind: what the weight is for.
+        kind: purpose of the weight.
         shape: of the weight, `[..., out, in]`, or `[out, in / groups, kernel...]` of a convolution.
         weight: weight format; None keeps 16 bit.
         activation: format of the input; None keeps 16 bit.
@@ -84,7 +84,7 @@ class LayerPlan:
         tied_to: name of the layer whose weight this one shares; a tied weight is stored once.
         score: sensitivity score of the chosen format, where it was measured.
         cost: bytes the weight takes as planned, where an allocator counted them.
-        parts: what is done at run time beside the matmul; in JSON its fields stand among the layer's.
+        parts: operations at run time besides the matmul; JSON has their fields among the layer's.
         transposed: whether the original parameter is stored with its input axis first.
 
     Raises:
@@ -146,7 +146,7 @@ class LayerPlan:
 
     @property
     def bits_per_weight(self) -> float:
-        """Exact bits per weight as planned, with what stands beside the weight; 16 for a kept layer."""
+        """Exact bits per weight as planned, run-time parts included; 16 for a layer kept in 16 bit."""
         if self.weight is None:
             return 16.0
         return self.weight.bits_per_weight(self.matrix) + 8 * self.parts.nbytes(self.shape) / self.numel
@@ -245,7 +245,7 @@ class Plan:
 
     @property
     def run_time(self) -> RunTimeFormats:
-        """What `quant.quantized_attention` takes to run the model as the plan says."""
+        """Arguments of `quant.quantized_attention` that run the model as planned."""
         return {
             "kv_cache": self.kv_cache.name if self.kv_cache else None,
             "attention": self.attention.name if self.attention else None,
@@ -296,7 +296,7 @@ class Plan:
             raise ValueError(f"fusion group {name!r} {what}; give its members one: they are fused")
 
     def mixed_groups(self) -> Iterator[tuple[str, str]]:
-        """Fusion groups whose members differ, and in what: runtimes fuse them, and they are solved as one."""
+        """Fusion groups whose members differ, with the difference; members are fused at run time and solved as one."""
         for name, members in self.groups().items():
             for what, values in (
                 ("formats", [m.formats for m in members]),
@@ -312,8 +312,8 @@ class Plan:
         """Writes the plan as JSON, one layer a line."""
         fields = self.to_dict()
         layers = ",\n  ".join(json_text(layer, ensure_ascii=False) for layer in fields.pop("layers"))
-        rest = json_text(fields, indent=1, ensure_ascii=False)
-        write_atomically(path, f'{rest[:-2]},\n "layers": [\n  {layers}\n ]\n}}\n')
+        other_fields = json_text(fields, indent=1, ensure_ascii=False)
+        write_atomically(path, f'{other_fields[:-2]},\n "layers": [\n  {layers}\n ]\n}}\n')
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

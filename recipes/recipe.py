@@ -72,7 +72,7 @@ class Rule:
 
     Attributes:
         match: glob over layer names, case-sensitive; `*` crosses dots.
-        weight: format name, or "keep" for 16 bit (or "16bit", "bf16", "fp16"); None leaves what earlier rules said.
+        weight: format name, or "keep" for 16 bit (or "16bit", "bf16", "fp16"); None leaves the format of earlier rules.
         activation: the same for the input.
         solver: the same for the solver.
         reason: goes into the plan; by default it names the rule.
@@ -90,7 +90,7 @@ class Recipe:
     """Defaults for all layers, and ordered exceptions.
 
     Attributes:
-        name: what the plan's reasons call it.
+        name: as the plan's reasons spell it.
         weight: weight format name, or "keep".
         activation: activation format name, or "keep".
         solver: key of `SOLVERS`, or several joined by "+"; None leaves it to the effort, see `quant.recipes.effort`.
@@ -163,11 +163,11 @@ class Recipe:
 def presets() -> dict[str, Recipe]:
     """The recipes that ship with the package, by name."""
     files = [f for f in resources.files("quant.recipes").iterdir() if f.name.endswith(".toml")]
-    found = {}
+    recipes = {}
     for file in sorted(files, key=lambda f: f.name):
         name = file.name.removesuffix(".toml")
-        found[name] = Recipe.from_dict({"name": name, **tomllib.loads(file.read_text(encoding="utf-8"))}, name)
-    return found
+        recipes[name] = Recipe.from_dict({"name": name, **tomllib.loads(file.read_text(encoding="utf-8"))}, name)
+    return recipes
 
 
 def get_recipe(name: str) -> Recipe:
@@ -176,15 +176,16 @@ def get_recipe(name: str) -> Recipe:
     Raises:
         ValueError: unknown name; the message lists the known ones.
     """
-    known = presets()
-    if name not in known:
-        raise ValueError(f"unknown format {name!r}; known formats: {', '.join(known)}{did_you_mean(name, known)}")
-    return known[name]
+    recipes = presets()
+    if name not in recipes:
+        raise ValueError(f"unknown format {name!r}; known formats: {', '.join(recipes)}{did_you_mean(name, recipes)}")
+    return recipes[name]
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """The end of a message that says which name was meant: one that goes on behind `name`, or the nearest one."""
-    near = [each for each in known if name and each.startswith(name)] or difflib.get_close_matches(name, list(known), 1)
+    longer = [each for each in choices if name and each.startswith(name)]
+    near = longer or difflib.get_close_matches(name, list(choices), 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
@@ -229,13 +230,13 @@ def resolve(
 
 
 def _house_rules(layers: Sequence[Layer], only: Sequence[str]) -> dict[str, str]:
-    """By name, why a layer stays in 16 bit for what it is called.
+    """Reasons for layers that their names keep in 16 bit, by layer name.
 
     A tower is small beside the language model, or it is the model: in CLIP its neighbour is an encoder of texts.
     `--include` with a glob for a tower's layers alone asks for it.
     """
     is_pair = any(_TEXT_ENCODER in layer.name for layer in layers)
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     sizes = {layer.name: math.prod(layer.shape) for layer in layers if layer.kind in QUANTIZABLE}
     for reason, globs in _KEPT_NAMES.items():
         inside = {layer.name for layer in layers if any(fnmatchcase(layer.name, glob) for glob in globs)}
@@ -244,13 +245,14 @@ def _house_rules(layers: Sequence[Layer], only: Sequence[str]) -> dict[str, str]
                 continue
             matched = [{name for name in sizes if fnmatchcase(name, glob)} for glob in only]
             inside -= set().union(*(names for names in matched if names <= inside))
-        found |= dict.fromkeys(inside, reason)
-    return found
+        reasons |= dict.fromkeys(inside, reason)
+    return reasons
 
 
 def _kept_convs(layers: Sequence[Layer], recipe: Recipe, only: Sequence[str]) -> dict[str, str]:
-    """By name, why a convolution stays in 16 bit. `--include` with a glob for convolutions alone asks for it.
+    """Reasons for convolutions that stay in 16 bit, by layer name.
 
+    `--include` with a glob for convolutions alone quantizes them all the same.
     ModelOpt quantizes every convolution to INT8, the first one too. To FP8 it quantizes those that TensorRT has a
     kernel for (its `onnx/quantization/fp8.py`), and so leaves out first convolutions and depthwise ones.
     """
@@ -285,8 +287,8 @@ def _plan_layer(
         choice = dataclasses.replace(choice, reason=f"--include {asked}")
     elif layer.kind not in QUANTIZABLE:
         choice = Rule("*", KEEP, KEEP, recipe.solver, _KEPT_KINDS[layer.kind])
-    if (kept := layer.kept or house.get(layer.name)) is not None:
-        choice = Rule("*", KEEP, KEEP, recipe.solver, kept)
+    if (kept_reason := layer.kept or house.get(layer.name)) is not None:
+        choice = Rule("*", KEEP, KEEP, recipe.solver, kept_reason)
     for rule in recipe.rules:
         # An embedding is quantized only by a rule of its own, never as one of many that a glob happens to match.
         meant = layer.kind != LayerKind.EMBEDDING or rule.match not in broad or is_16bit(rule.weight)
@@ -373,7 +375,7 @@ def _keep_shared(layers: list[LayerPlan]) -> list[LayerPlan]:
 
 
 def _without_routers(layers: list[LayerPlan]) -> list[LayerPlan]:
-    """Routers read what experts read, and are merged with nothing: they leave their fusion groups."""
+    """Takes routers out of their fusion groups: they share the input of experts, but no runtime merges them."""
     renamed = {}
     for name, members in groups_of(layers).items():
         left = [member.name for member in members if member.weight is not None or member.reason != ROUTER]
@@ -390,10 +392,10 @@ def _keep_whole_groups(layers: list[LayerPlan]) -> list[LayerPlan]:
     groups = groups_of(layers)
 
     def whole(layer: LayerPlan) -> LayerPlan:
-        kept = next((m for m in groups[layer.group or layer.name] if m.weight is None), None)
-        if layer.weight is None or kept is None:
+        kept_member = next((m for m in groups[layer.group or layer.name] if m.weight is None), None)
+        if layer.weight is None or kept_member is None:
             return layer
-        reason = f"fused with {kept.name}, which stays in 16 bit ({kept.reason})"
+        reason = f"fused with {kept_member.name}, which stays in 16 bit ({kept_member.reason})"
         return dataclasses.replace(layer, weight=None, activation=None, reason=reason)
 
     return [whole(layer) for layer in layers]
@@ -409,10 +411,10 @@ def _format_of(name: str | None, where: str) -> Format | None:
 def _check_keys(fields: Any, cls: type, where: str) -> None:
     if not isinstance(fields, Mapping):
         raise ValueError(f"{where}: expected a table of keys and values, not {fields!r}")
-    known = [f.name for f in dataclasses.fields(cls)]
-    unknown = sorted(set(fields) - set(known))
+    keys = [f.name for f in dataclasses.fields(cls)]
+    unknown = sorted(set(fields) - set(keys))
     if unknown:
-        raise ValueError(f"{where}: unknown key(s) {', '.join(unknown)}; known keys: {', '.join(known)}")
+        raise ValueError(f"{where}: unknown key(s) {', '.join(unknown)}; known keys: {', '.join(keys)}")
     for key, value in fields.items():
         if key != "rules" and not isinstance(value, str):
             raise ValueError(f"{where}: {key} is {value!r}; expected a string in quotes")

@@ -1,7 +1,7 @@
 """Layers that read the *same input tensor* (q/k/v, gate/up) are found by watching a forward pass.
 
 Every serving runtime merges them into one matmul, so they must share their format and their second-level scales.
-Whatever receives the very same tensor object belongs together, within one numbered block. Layers that the pass does not
+Layers that receive the very same tensor object form a group, within one numbered block. Layers that the pass does not
 call (experts without tokens, towers without images) are left to `quant.recipes.fusion_groups`.
 """
 
@@ -24,7 +24,7 @@ _NUMBERED = re.compile(r".*?\.\d+(?=\.)")
 
 @dataclass
 class Watched:
-    """What forward passes have shown of linear layers.
+    """Facts about linear layers that forward passes have shown.
 
     Attributes:
         groups: name of the fusion group by layer, of those that read an input together.
@@ -35,9 +35,9 @@ class Watched:
     input_dims: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: Watched) -> None:
-        """Takes from another pass what it shows of modules that no pass before has called a layer of."""
-        known = {parent_of(name) for name in self.input_dims}
-        new = {name for name in other.input_dims if parent_of(name) not in known}
+        """Adds the results of another pass, for modules none of whose layers an earlier pass has called."""
+        seen_modules = {parent_of(name) for name in self.input_dims}
+        new = {name for name in other.input_dims if parent_of(name) not in seen_modules}
         old = {group for name, group in other.groups.items() if name not in new}
         self.groups |= {name: group for name, group in other.groups.items() if name in new and group not in old}
         self.input_dims |= {name: other.input_dims[name] for name in new}
@@ -52,23 +52,28 @@ class Watched:
 
 @contextmanager
 def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
-    """Watches one forward pass inside, without gradients and in evaluation mode; arguments as in `find_groups`.
+    """Watches the forward pass that runs inside, without gradients and in evaluation mode.
 
-    What it gives is filled in at the end. If the pass raises, that is what was seen before, without the module whose
-    layers were called last, which may have called only some of them, and without what shares an input with those.
+    The result is filled in at the end. If the pass raises, it holds the layers that were called before, without those
+    of the module that was called last, which may have called only some of them, and without layers that share an input
+    with these.
+
+    Args:
+        model: called inside on any valid input, for example one token on the meta device.
+        layers: of the model, as `find_layers` gives them.
     """
     import torch
 
     linears = {layer.name for layer in layers if layer.kind == LayerKind.LINEAR}
     readers: dict[tuple[int, str], list[str]] = {}
     called: dict[str, int] = {}
-    held = []
+    inputs = []
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             if args and isinstance(args[0], torch.Tensor):
-                held.append(args[0])  # kept alive, so that no other tensor gets its id
-                # Every decoder block reads what the encoder gave, and no runtime merges blocks.
+                inputs.append(args[0])  # kept alive, so that no other tensor gets its id
+                # Every decoder block reads the encoder's output, but no runtime merges layers of different blocks.
                 readers.setdefault((id(args[0]), _block_of(name)), []).append(name)
                 called.pop(name, None)  # the layer that was called last stands last
                 called[name] = args[0].dim()
@@ -77,11 +82,11 @@ def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
 
     handles = [m.register_forward_pre_hook(watch(n)) for n, m in model.named_modules() if n in linears]
     modes = {module: module.training for module in model.modules()}
-    found, unfinished = Watched(), set[str]()
+    watched, unfinished = Watched(), set[str]()
     try:
         model.eval()  # in training, this row would move the statistics of batch norms
         with torch.no_grad():
-            yield found
+            yield watched
     except BaseException:
         unfinished = {name for name in called if parent_of(name) == parent_of(next(reversed(called)))}
         unfinished.update(*(names for names in readers.values() if not unfinished.isdisjoint(names)))
@@ -91,11 +96,11 @@ def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
             handle.remove()
         for module, training in modes.items():
             module.training = training
-        found.input_dims |= {name: dims for name, dims in called.items() if name not in unfinished}
+        watched.input_dims |= {name: dims for name, dims in called.items() if name not in unfinished}
         for names in readers.values():
-            names = [name for name in dict.fromkeys(names) if name in found.input_dims]
+            names = [name for name in dict.fromkeys(names) if name in watched.input_dims]
             if len(names) > 1:
-                found.groups |= dict.fromkeys(names, group_name(names))
+                watched.groups |= dict.fromkeys(names, group_name(names))
 
 
 def group_experts(layers: Sequence[Layer]) -> list[Layer]:
@@ -113,8 +118,8 @@ def parent_of(name: str) -> str:
 
 def _block_of(name: str) -> str:
     """The first numbered module that a layer is in: `model.layers.0`; empty where it is in none."""
-    found = _NUMBERED.match(name)
-    return found[0] if found else ""
+    match = _NUMBERED.match(name)
+    return match[0] if match else ""
 
 
 def group_name(names: Sequence[str]) -> str:

@@ -2,9 +2,9 @@
 
     scaling + rotation + lowrank + rounding + autoround        awq+gptq, rotation:64+gptq, awq+lowrank:16+gptq
 
-A name says which parts there are, and a number where a part takes one; `calibration.solvers.solver` says what they do.
-`:merge` after a scaling or a rotation leaves it out where no module around can absorb it.
-Plans hold names, and a plan can be checked without any of what they stand for.
+A name lists the parts, each with a number if it takes one; `calibration.solvers.solver` implements them. `:merge` after
+a scaling or a rotation leaves it out where no neighbouring module can absorb it. Plans hold names, so a plan can be
+checked without importing a solver.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def parse_solver(
     """
     order = {**dict.fromkeys(transforms, 0), "rotation": 1, "lowrank": 2, **dict.fromkeys(roundings, 3), "autoround": 4}
     merging = {*transforms, "rotation"}
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     merged: set[str] = set()
     last = 0
     for part in name.split("+"):
@@ -79,7 +79,7 @@ def parse_solver(
                 f"{', '.join(f'{transform}[:{MERGE}]' for transform in transforms)}, rotation[:block] or "
                 f"rotation:{MERGE}, lowrank[:rank]; after: autoround[:steps]"
             )
-        if order[key] < last or key in found or (order[key] == last == 3):
+        if order[key] < last or key in numbers or (order[key] == last == 3):
             raise ValueError(
                 f"solver {name!r}: {key!r} comes too late; the order is scaling+rotation+lowrank+rounding+autoround"
             )
@@ -88,16 +88,16 @@ def parse_solver(
             merged.add(key)
         elif number and (key not in STEPS or not number.isdecimal() or int(number) < 1):
             raise ValueError(f"solver {name!r}: {part!r}; only {', '.join(STEPS)} take a number, a whole one from 1")
-        found[key] = 0 if key in merged else int(number or STEPS.get(key, 0))
-    implied = "gptq" if found.keys() & STEPS.keys() else "mse"
+        numbers[key] = 0 if key in merged else int(number or STEPS.get(key, 0))
+    implied = "gptq" if numbers.keys() & STEPS.keys() else "mse"
     return SolverSpec(
         name,
-        transforms=tuple(key for key in found if key in transforms),
-        rotation=found.get("rotation", 0),
+        transforms=tuple(key for key in numbers if key in transforms),
+        rotation=numbers.get("rotation", 0),
         merged=frozenset(merged),
-        rank=found.get("lowrank", 0),
-        rounding=next((key for key in found if key in roundings), implied),
-        autoround=found.get("autoround", 0),
+        rank=numbers.get("lowrank", 0),
+        rounding=next((key for key in numbers if key in roundings), implied),
+        autoround=numbers.get("autoround", 0),
     )
 
 

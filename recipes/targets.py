@@ -1,4 +1,4 @@
-"""A `Target` says what a runtime can run, as data.
+"""A `Target` lists the formats that a runtime can run, as data.
 
 A target is a table of pairs: weight format and input format that its loader accepts together, and how they run then.
 
@@ -31,7 +31,7 @@ class Pair:
         weight: weight format by name.
         activation: input format by name; None for 16 bit.
         runs: `NATIVE` or `STORAGE`.
-        note: on what hardware, or for what.
+        note: the hardware it needs, or its purpose.
         kinds: kinds of layer that it is accepted for.
         merged_rows: where matrices are merged into one, `out` of each but the last must be a multiple of this.
         rows: `out` of every matrix must be a multiple of this.
@@ -64,13 +64,13 @@ class Target:
     Attributes:
         name: key in `TARGETS`.
         description: one line.
-        pairs: what it accepts.
+        pairs: of formats that it accepts.
         kv_cache: formats of the KV cache by name, beside 16 bit.
         fused: names of sibling layers that it merges into one matmul, whose formats must agree.
-        parts: what may stand beside a weight at run time: of "pre_scale", "hadamard", "rank".
+        parts: run-time parts that it can execute, of "pre_scale", "hadamard", "rank".
         source: where the table comes from.
         refused: why it stops at a pair or a weight format, by name, and where in its source.
-        misread: what it takes a pair for without a word, by name, and where in its source.
+        misread: the wrong reading that it silently gives a pair, by name, and where in its source.
     """
 
     name: str
@@ -90,8 +90,8 @@ class Target:
 
     def why_not(self, layer: LayerPlan) -> str | None:
         """Why the runtime is known to stop at a layer's formats, or to take them for others; None if it is not."""
-        known = {**self.refused, **self.misread}
-        return known.get(_name(layer.weight, layer.activation)) or known.get(str(layer.weight))
+        reasons = {**self.refused, **self.misread}
+        return reasons.get(_name(layer.weight, layer.activation)) or reasons.get(str(layer.weight))
 
     def problems(self, layer: LayerPlan, *, merged: bool = False, mixed: bool = False) -> list[str]:
         """Why the runtime cannot run `layer` as planned, one clause each; none if it can.
@@ -108,29 +108,30 @@ class Target:
             why = self.why_not(layer)
             name = _name(layer.weight, layer.activation)
             return [f"{self.name} cannot run {name}: {why}" if why else self._no_pair(layer.weight, layer.activation)]
-        found = []
+        clauses = []
         rows = layer.matrix[-2]
         if mixed and not pair.mixes:
-            found.append(
+            clauses.append(
                 f"{self.name} does not know {pair} where other layers have other formats, and takes it for 16 bit "
                 f"without a word ({self.source})"
             )
         if rows % pair.rows:
-            found.append(f"out = {rows} is not a multiple of {pair.rows}, which {self.name} wants of {pair}")
+            clauses.append(f"out = {rows} is not a multiple of {pair.rows}, which {self.name} wants of {pair}")
         if merged and rows % pair.merged_rows:
-            found.append(f"out = {rows} is not a multiple of {pair.merged_rows}, which {self.name} merges {pair} by")
+            clauses.append(f"out = {rows} is not a multiple of {pair.merged_rows}, which {self.name} merges {pair} by")
         if layer.kind not in pair.kinds:
-            found.append(f"{self.name} runs {pair} for {' and '.join(pair.kinds)} layers, not for kind '{layer.kind}'")
+            kinds = " and ".join(pair.kinds)
+            clauses.append(f"{self.name} runs {pair} for {kinds} layers, not for kind '{layer.kind}'")
         beyond = layer.parts.to_dict().keys() - set(self.parts)
-        return found + [
+        return clauses + [
             f"{self.name} has nothing to run {what} with" for part, what in _PARTS.items() if part in beyond
         ]
 
     def _no_pair(self, weight: Format, activation: Format | None) -> str:
         inputs = [pair.activation or "16bit" for pair in self.pairs if pair.weight == weight.name]
         if inputs:
-            given = activation.name if activation else "16bit"
-            return f"{self.name} takes {weight} weights with inputs in {' or '.join(inputs)}, not in {given}"
+            planned = activation.name if activation else "16bit"
+            return f"{self.name} takes {weight} weights with inputs in {' or '.join(inputs)}, not in {planned}"
         return f"{self.name} has no {weight}; it has {', '.join(dict.fromkeys(pair.weight for pair in self.pairs))}"
 
     def kv_cache_problem(self, format: Format | None) -> str | None:

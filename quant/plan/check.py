@@ -31,8 +31,8 @@ class Problem(JsonData):
 
     Attributes:
         where: a layer, a fusion group, or "plan".
-        what: one sentence, with the limit.
-        remedy: what to do about it.
+        what: the problem in one sentence, with the limit.
+        remedy: the way out.
     """
 
     where: str
@@ -41,7 +41,7 @@ class Problem(JsonData):
 
 
 def read_plan(path: str | Path) -> tuple[Plan, list[Problem]]:
-    """A plan file with everything in it that can be read, and what cannot.
+    """A plan file with everything in it that can be read, and a problem for every part that cannot.
 
     `Plan.load` stops at the first mistake; this goes on, so that all can be mended at once.
 
@@ -64,14 +64,14 @@ def read_plan(path: str | Path) -> tuple[Plan, list[Problem]]:
             what = str(error).removeprefix(f"plan layer {name!r}: ")
             problems.append(Problem(str(name), what, "mend the entry, or make the plan again"))
     try:
-        rest = Plan.from_dict({**fields, "layers": []})
+        plan = Plan.from_dict({**fields, "layers": []})
     except ValueError as error:
         problems.append(Problem("plan", str(error)))
-        rest = Plan(())
+        plan = Plan(())
     names = [layer.name for layer in layers]
     for name in dict.fromkeys(n for n in names if names.count(n) > 1):
         problems.append(Problem(name, f"has {names.count(name)} entries", "keep one"))
-    return replace(rest, layers=tuple({layer.name: layer for layer in layers}.values())), problems
+    return replace(plan, layers=tuple({layer.name: layer for layer in layers}.values())), problems
 
 
 def _with_layers(document: Any) -> dict[str, Any]:
@@ -88,11 +88,11 @@ def validate(plan: Plan, layers: Sequence[Layer] | None = None, target: Target |
         layers: of the model it is for; None checks the plan by itself.
         target: runtime that the result is for.
     """
-    found = _check_model(plan, layers) if layers is not None else []
-    found += [*_check_layers(plan), *_check_solvers(plan), *_check_groups(plan)]
+    problems = _check_model(plan, layers) if layers is not None else []
+    problems += [*_check_layers(plan), *_check_solvers(plan), *_check_groups(plan)]
     if target is not None:
-        found += _check_target(plan, target)
-    return found
+        problems += _check_target(plan, target)
+    return problems
 
 
 def refuse(plan: Plan, problems: Sequence[Problem], layers: Sequence[Layer]) -> None:
@@ -103,8 +103,8 @@ def refuse(plan: Plan, problems: Sequence[Problem], layers: Sequence[Layer]) -> 
         layers: of the model.
     """
     unread = {problem.where for problem in problems}
-    found = validate(plan, layers, TARGETS.get(plan.target or ""))
-    _raise([*problems, *(problem for problem in found if problem.where not in unread)])
+    all_problems = validate(plan, layers, TARGETS.get(plan.target or ""))
+    _raise([*problems, *(problem for problem in all_problems if problem.where not in unread)])
 
 
 def check_plan_fits(plan: Plan, layers: Sequence[Layer]) -> None:
@@ -126,59 +126,61 @@ def _raise(problems: Sequence[Problem]) -> None:
 def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
     have = {layer.name: layer for layer in layers}
     sharers = {layer.tied_to: layer.name for layer in layers if layer.tied_to is not None}
-    found = []
+    problems = []
     for planned in plan.layers:
         layer = have.get(planned.name)
         if layer is None:
-            found.append(Problem(planned.name, "is not in the model", "remove it, or name the model the plan is for"))
+            problems.append(
+                Problem(planned.name, "is not in the model", "remove it, or name the model the plan is for")
+            )
         elif layer.shape != planned.shape:
             what = f"is {list(layer.shape)} in the model and {list(planned.shape)} in the plan"
-            found.append(Problem(planned.name, what, "name the model the plan is for"))
+            problems.append(Problem(planned.name, what, "name the model the plan is for"))
         elif planned.weight is not None and _as_multiplied(layer) != _as_multiplied(planned):
             what = f"is {_as_multiplied(layer)} in the model and {_as_multiplied(planned)} in the plan"
-            found.append(Problem(planned.name, what, "name the model the plan is for"))
+            problems.append(Problem(planned.name, what, "name the model the plan is for"))
         elif planned.weight is not None and (other := layer.tied_to or sharers.get(layer.name)) and not planned.tied_to:
             what = f"its weight is also that of {other} in the model, and is stored once and in 16 bit"
-            found.append(Problem(planned.name, what, "keep it in 16 bit"))
+            problems.append(Problem(planned.name, what, "keep it in 16 bit"))
         elif planned.weight is not None and layer.obstacle is not None:
-            found.append(Problem(planned.name, layer.obstacle, "keep it in 16 bit"))
+            problems.append(Problem(planned.name, layer.obstacle, "keep it in 16 bit"))
     for name, layer in have.items():
-        # What no plan can quantize may be left out of one.
+        # A plan may leave out parameters that no plan can quantize.
         if name not in plan.by_name and layer.kind != LayerKind.PARAMETER:
-            found.append(Problem(name, "is in the model and not in the plan", "add it, with weight null for 16 bit"))
-    return found
+            problems.append(Problem(name, "is in the model and not in the plan", "add it, with weight null for 16 bit"))
+    return problems
 
 
 def _as_multiplied(layer: Layer | LayerPlan) -> str:
-    """How a weight is read: what a plan must not get wrong, and shapes do not always tell."""
+    """How a weight is read. A plan must agree with the model in this, and shapes alone do not always show it."""
     what = "a convolution" if layer.kind == LayerKind.CONV else "a matrix"
     return f"{what} stored with its inputs first" if layer.transposed else what
 
 
 def _check_layers(plan: Plan) -> list[Problem]:
-    found = []
+    problems = []
     sharers = sharers_of(plan)
     for layer in plan.layers:
         if problem := layer_problem(layer, sharers.get(layer.name)):
-            found.append(Problem(layer.name, problem, "choose another format, or keep it in 16 bit"))
+            problems.append(Problem(layer.name, problem, "choose another format, or keep it in 16 bit"))
         if layer.weight is None and layer.activation is not None:
             what = f"inputs in {layer.activation} and weights in 16 bit: no kernel takes that"
-            found.append(Problem(layer.name, what, "give the weight a format, or the input none"))
-    return found
+            problems.append(Problem(layer.name, what, "give the weight a format, or the input none"))
+    return problems
 
 
 def _check_solvers(plan: Plan) -> list[Problem]:
-    found = []
+    problems = []
     try:
         check_guard_and_observer(plan)
     except ValueError as error:
-        found.append(Problem("plan", str(error)))
+        problems.append(Problem("plan", str(error)))
     for layer in plan.quantized:
         try:
             check_solver(layer.solver)
         except ValueError as error:
-            found.append(Problem(layer.name, str(error)))
-    return found
+            problems.append(Problem(layer.name, str(error)))
+    return problems
 
 
 def sharers_of(plan: Plan) -> dict[str, str]:
@@ -187,7 +189,7 @@ def sharers_of(plan: Plan) -> dict[str, str]:
 
 
 def layer_problem(layer: LayerPlan, sharer: str | None) -> str | None:
-    """Why the layer cannot be stored as planned, whatever the runtime; `sharer` has the same weight."""
+    """Why no runtime could store the layer as planned, or None; `sharer` is another layer with the same weight."""
     if layer.weight is None:
         return None
     if len(layer.shape) < 2:
@@ -203,19 +205,19 @@ def _check_groups(plan: Plan) -> list[Problem]:
 
 
 def _check_target(plan: Plan, target: Target) -> list[Problem]:
-    found: list[Problem] = []
-    followed = _check_fused(plan, target, found)
+    problems: list[Problem] = []
+    followed = _check_fused(plan, target, problems)
     mixed = len({layer.formats for layer in plan.quantized}) > 1
     for layer in plan.quantized:
         remedy = "plan edit --set 'LAYER=FORMAT@INPUT', or another target"
         whats = target.problems(layer, merged=layer.name in followed, mixed=mixed)
-        found += [Problem(layer.name, what, remedy) for what in whats]
+        problems += [Problem(layer.name, what, remedy) for what in whats]
     if problem := target.kv_cache_problem(plan.kv_cache):
-        found.append(Problem("plan", problem, "plan edit --kv-cache keep"))
-    return found
+        problems.append(Problem("plan", problem, "plan edit --kv-cache keep"))
+    return problems
 
 
-def _check_fused(plan: Plan, target: Target, found: list[Problem]) -> set[str]:
+def _check_fused(plan: Plan, target: Target, problems: list[Problem]) -> set[str]:
     """Adds siblings that `target` merges and the plan does not; gives the layers that another one follows there."""
     siblings: dict[tuple[str, tuple[str, ...]], list[LayerPlan]] = {}
     for layer in plan.layers:
@@ -232,10 +234,10 @@ def _check_fused(plan: Plan, target: Target, found: list[Problem]) -> set[str]:
         where = f"{parent}.({'|'.join(m.name.rpartition('.')[2] for m in members)})"
         if len({m.formats for m in members}) > 1:
             listed = ", ".join(f"{m.name}={m.formats}" for m in members)
-            found.append(Problem(where, f"{target.name} merges these, in one format: {listed}", "give them one"))
+            problems.append(Problem(where, f"{target.name} merges these, in one format: {listed}", "give them one"))
         elif len(members) > 1 and members[0].weight is not None and members[0].weight.is_static:
             what = f"{target.name} merges these, and {members[0].weight} then needs one tensor scale for all"
-            found.append(Problem(where, what, "give them the same `group` in the plan, so that they share it"))
+            problems.append(Problem(where, what, "give them the same `group` in the plan, so that they share it"))
     return followed
 
 

@@ -19,7 +19,7 @@ class Change:
 
     @property
     def kind(self) -> str:
-        """What happened, as one word or two formats: the summary counts by it."""
+        """The change in one word or as two formats; the summary counts changes by it."""
         if self.before is None or self.after is None:
             return "added" if self.before is None else "removed"
         old, new = self.before.formats, self.after.formats
@@ -54,7 +54,7 @@ def diff(before: Plan, after: Plan) -> list[Change]:
 
 
 def totals(plan: Plan) -> dict[str, Any]:
-    """The figures that `diff` sets side by side: those of a whole plan."""
+    """Figures of a whole plan, which `diff` sets side by side."""
     own = [layer for layer in plan.layers if layer.kind in QUANTIZABLE]
     return {
         "quantized": len(plan.quantized),

@@ -30,7 +30,7 @@ class Setting:
         weight: weight format; None for 16 bit.
         solver: None leaves the layer's.
         activation: input format; None for 16 bit.
-        input_given: whether `activation` was said; otherwise it follows from the layer and the plan.
+        input_given: whether the user named `activation`; otherwise it follows from the layer and the plan.
     """
 
     text: str
@@ -47,14 +47,14 @@ def parse_setting(text: str) -> Setting:
     Raises:
         UserError: not of that form, or an unknown format or solver.
     """
-    glob, equals, rest = text.rpartition("=")
-    if not equals or not glob or not rest:
+    glob, equals, value = text.rpartition("=")
+    if not equals or not glob or not value:
         raise UserError(f"--set {text!r}: expected GLOB=FORMAT[:SOLVER][@INPUT], such as '*.down_proj=fp8_channel'")
-    rest, at, given = rest.partition("@")
-    name, colon, solver = rest.partition(":")
+    value, at, input_name = value.partition("@")
+    name, colon, solver = value.partition(":")
     try:
         weight = parse_format(name)
-        activation = parse_format(given) if at else None
+        activation = parse_format(input_name) if at else None
         if colon:
             check_solver(solver)
     except ValueError as error:
@@ -68,8 +68,7 @@ def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False)
     """The plan with `settings` applied in order.
 
     Norms, embeddings and the like, and convolutions in 16 bit, are passed over where a glob also matches linear layers.
-    A layer that changes loses its score, which was another format's, and what its old solver would have put beside the
-    weight.
+    A layer that changes loses its score, which was another format's, and the run-time parts of its old solver.
 
     Args:
         plan: not modified.
@@ -80,18 +79,18 @@ def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False)
         UserError: a glob that matches nothing to quantize, a format that does not divide a layer, or a fusion group
             that would be split; all layers concerned are named.
     """
-    wanted: dict[str, Setting] = {}
+    changes: dict[str, Setting] = {}
     for setting in settings:
         matched = _matched(plan, setting)
         if whole_groups:
             names = {layer.name for layer in matched}
             groups = {layer.group for layer in matched if layer.group is not None}
             matched = [m for m in plan.layers if m.name in names or m.group in groups]
-        wanted.update(dict.fromkeys((layer.name for layer in matched), setting))
+        changes.update(dict.fromkeys((layer.name for layer in matched), setting))
     inputs_too = any(layer.activation is not None for layer in plan.quantized)
-    edited = plan.replace_layers(_set(plan.by_name[name], setting, inputs_too) for name, setting in wanted.items())
-    _refuse_obstacles(edited, wanted)
-    _refuse_split_groups(edited, wanted)
+    edited = plan.replace_layers(_set(plan.by_name[name], setting, inputs_too) for name, setting in changes.items())
+    _refuse_obstacles(edited, changes)
+    _refuse_split_groups(edited, changes)
     changed = [layer.name for layer in edited.layers if layer != plan.by_name[layer.name]]
     edits = [*plan.provenance.get("edits", []), *(setting.text for setting in settings)]
     return replace(edited, provenance={**plan.provenance, "edits": edits}) if changed else plan
@@ -180,30 +179,30 @@ def set_kv_cache(plan: Plan, name: str) -> Plan:
         raise UserError(f"--kv-cache {name}: {error}") from None
 
 
-def _refuse_obstacles(plan: Plan, wanted: Mapping[str, Setting]) -> None:
-    found: dict[str, list[str]] = {}
+def _refuse_obstacles(plan: Plan, changes: Mapping[str, Setting]) -> None:
+    blocked: dict[str, list[str]] = {}
     sharers = sharers_of(plan)
-    for name in wanted:
+    for name in changes:
         if problem := layer_problem(plan.by_name[name], sharers.get(name)):
-            found.setdefault(problem, []).append(name)
-    if found:
-        problems = "; ".join(f"{listed(names)}: {problem}" for problem, names in found.items())
-        raise UserError(f"the edit does not fit {counted(sum(map(len, found.values())), 'layer')}: {problems}")
+            blocked.setdefault(problem, []).append(name)
+    if blocked:
+        problems = "; ".join(f"{listed(names)}: {problem}" for problem, names in blocked.items())
+        raise UserError(f"the edit does not fit {counted(sum(map(len, blocked.values())), 'layer')}: {problems}")
 
 
-def _refuse_split_groups(plan: Plan, wanted: Mapping[str, Setting]) -> None:
-    """Names what an edit that splits groups would have to take along."""
-    split, left = [], []
+def _refuse_split_groups(plan: Plan, changes: Mapping[str, Setting]) -> None:
+    """Raises UserError for an edit that splits fusion groups, and names the layers that it left out."""
+    split, left_out = [], []
     for name, members in plan.groups().items():
         decided = {(m.weight, m.activation, m.solver if m.weight else "") for m in members}
-        if len(decided) > 1 and any(m.name in wanted for m in members):
+        if len(decided) > 1 and any(m.name in changes for m in members):
             split.append(name)
-            left += [m.name for m in members if m.name not in wanted] or [m.name for m in members]
+            left_out += [m.name for m in members if m.name not in changes] or [m.name for m in members]
     if not split:
         return
     # Blocks of a model repeat: of many names, one for each place in a block is enough.
-    places = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in left))
-    include = ", ".join(left if len(left) <= len(places) + 4 else places)
+    places = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in left_out))
+    include = ", ".join(left_out if len(left_out) <= len(places) + 4 else places)
     groups = f"fusion group {split[0]}" if len(split) == 1 else f"{len(split)} fusion groups, {split[0]} first"
     raise UserError(
         f"the edit splits {groups}: a runtime merges its members into one matmul. Include {include} too, or pass "

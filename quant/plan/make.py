@@ -1,4 +1,4 @@
-"""`make_plan` finds a model's layers, which of them are fused, and what the recipe says of each.
+"""`make_plan` finds a model's layers and its fusion groups, and gives each layer the format that the recipe names.
 
 No weight is read: a model on the meta device will do, or the shapes in the header of a state dict.
 """
@@ -35,7 +35,7 @@ NOT_SEEN = "layers_not_called"
 
 
 def check_module(model: Any, taker: str) -> None:
-    """Raises UserError where `model` is no module: a path, or what holds one."""
+    """Raises UserError where `model` is no module, but a path or an object that holds a module."""
     if isinstance(model, nn.Module):
         return
     if isinstance(model, str | os.PathLike):
@@ -161,8 +161,8 @@ def _why_none(plan: Plan, include: Sequence[str]) -> str:
     asked = [layer for layer in plan.layers if any(fnmatchcase(layer.name, glob) for glob in include)]
     names = {layer.name for layer in asked}
     never = (LayerKind.NORM, LayerKind.EMBEDDING)
-    others = [layer for layer in plan.layers if layer.name not in names and layer.kind not in never]
-    reasons = [(reason, count, part) for part in (asked, others) for reason, count in _reasons(part)]
+    other_layers = [layer for layer in plan.layers if layer.name not in names and layer.kind not in never]
+    reasons = [(reason, count, part) for part in (asked, other_layers) for reason, count in _reasons(part)]
     listed = "; ".join(
         f"{counted(count, 'layer')}, {next(layer.name for layer in part if layer.reason == reason)} first: {reason}"
         for reason, count, part in reasons[:4]
@@ -203,7 +203,7 @@ def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
 
 
 def _fusion_record(layers: Sequence[Layer], plan: Plan, unknown: str | None) -> dict[str, Any]:
-    """What a plan's provenance says of the fusion groups of quantized layers that no run has called.
+    """The record in a plan's provenance about fusion groups of quantized layers that no run has called.
 
     Args:
         layers: of the model.
@@ -221,50 +221,50 @@ def _fusion_record(layers: Sequence[Layer], plan: Plan, unknown: str | None) -> 
 
 
 def fusion_warnings(plan: Plan) -> list[str]:
-    """What follows from not knowing which layers a runtime fuses: one sentence, or nothing."""
+    """A warning, in one sentence, where it is unknown whether a runtime fuses layers with static scales."""
     static = [layer for layer in plan.quantized if layer.weight is not None and layer.weight.is_static]
     unknown, unseen = plan.provenance.get("fusion_groups"), plan.provenance.get(NOT_SEEN)
     if unseen is not None:
         static = [layer for layer in static if layer.group is None and patterns([layer.name])[0] in unseen]
     if not static or (unknown is None and unseen is None):
         return []
-    known = f"fusion groups {unknown}" if unknown else "no run has called them, so their fusion groups are unknown"
+    why = f"fusion groups {unknown}" if unknown else "no run has called them, so their fusion groups are unknown"
     return [
-        f"{counted(len(static), 'layer')}, {static[0].name} first: {known}. Each has a tensor scale of its own, and a "
+        f"{counted(len(static), 'layer')}, {static[0].name} first: {why}. Each has a tensor scale of its own, and a "
         "runtime that merges layers with one input (q/k/v, gate/up) expects them to share one"
     ]
 
 
 def coverage_warnings(plan: Plan) -> list[str]:
-    """What stays in 16 bit and why: weights that are more than half of all, and inputs that nothing could measure."""
+    """Warnings about 16 bit: more than half of all weights stay in it, or inputs do because no run measured them."""
     return [*_kept_weights(plan), *_kept_inputs(plan)]
 
 
 def _kept_weights(plan: Plan) -> list[str]:
     own = [layer for layer in plan.layers if layer.tied_to is None]
-    kept: dict[str, list[LayerPlan]] = {}
+    by_reason: dict[str, list[LayerPlan]] = {}
     for layer in own:
         if layer.weight is None:
-            kept.setdefault(layer.reason, []).append(layer)
-    counts = {reason: sum(layer.numel for layer in layers) for reason, layers in kept.items()}
+            by_reason.setdefault(layer.reason, []).append(layer)
+    counts = {reason: sum(layer.numel for layer in layers) for reason, layers in by_reason.items()}
     total, left = sum(layer.numel for layer in own), sum(counts.values())
     if 2 * left <= total:
         return []
-    most = sorted(kept, key=lambda reason: -counts[reason])[:3]
+    most = sorted(by_reason.items(), key=lambda item: -counts[item[0]])[:3]
     listed = "; ".join(
-        f"{counted(len(kept[reason]), 'layer')}, {kept[reason][0].name} first, {counts[reason] / total:.0%}: {reason}"
-        for reason in most
+        f"{counted(len(layers), 'layer')}, {layers[0].name} first, {counts[reason] / total:.0%}: {reason}"
+        for reason, layers in most
     )
     return [f"{left / total:.0%} of the weights stay in 16 bit ({listed})"]
 
 
 def _kept_inputs(plan: Plan) -> list[str]:
-    kept = [layer for layer in plan.quantized if layer.activation is None and layer.reason.endswith(NOT_RUN)]
-    if not kept:
+    weight_only = [layer for layer in plan.quantized if layer.activation is None and layer.reason.endswith(NOT_RUN)]
+    if not weight_only:
         return []
     return [
-        f"the inputs of {counted(len(kept), 'layer')}, {kept[0].name} first, stay in 16 bit, and only weights are "
-        f"quantized: {NOT_RUN}; pass a model's directory or --model-factory to quantize inputs too"
+        f"the inputs of {counted(len(weight_only), 'layer')}, {weight_only[0].name} first, stay in 16 bit, and only "
+        f"weights are quantized: {NOT_RUN}; pass a model's directory or --model-factory to quantize inputs too"
     ]
 
 
@@ -299,13 +299,12 @@ def _run_stand_in(model: nn.Module) -> None:
         "input_features": (1, getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 50)),
     }
     name: str = model.main_input_name  # type: ignore[assignment]
-    where = next(model.parameters())
-    ids = torch.zeros(1, 2, dtype=torch.long, device=where.device)
+    parameter = next(model.parameters())
+    dtype, device = parameter.dtype, parameter.device
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     names = {name, *({"pixel_values"} & set(inspect.signature(model.forward).parameters))}  # both sides of CLIP
-    given = {
-        n: ids if n == "input_ids" else torch.zeros(sizes[n], dtype=where.dtype, device=where.device) for n in names
-    }
-    model(**given, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {}))
+    inputs = {n: ids if n == "input_ids" else torch.zeros(sizes[n], dtype=dtype, device=device) for n in names}
+    model(**inputs, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {}))
 
 
 def _run_one_row(model: nn.Module) -> None:
@@ -313,20 +312,20 @@ def _run_one_row(model: nn.Module) -> None:
     model(torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device))
 
 
-def kv_cache_name(given: str, option: str) -> str:
+def kv_cache_name(name: str, option: str) -> str:
     """A format of the KV cache as recipes spell it.
 
     Args:
-        given: by the user, who may write 16bit.
-        option: that it was given with, for the error message.
+        name: as the user writes it, who may call 16 bit `16bit`.
+        option: its name, for the error message.
 
     Raises:
         UserError: an unknown format.
     """
     try:
-        found = parse_format(given)
+        format = parse_format(name)
     except ValueError:
         raise UserError(
-            f"{option} {given}: unknown format of a KV cache; checkpoints hold it in fp8, or in 16bit"
+            f"{option} {name}: unknown format of a KV cache; checkpoints hold it in fp8, or in 16bit"
         ) from None
-    return found.name if found else KEEP
+    return format.name if format else KEEP
