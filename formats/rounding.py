@@ -41,6 +41,7 @@ def encode(x: torch.Tensor, number: Number) -> torch.Tensor:
         return code if number.torch_dtype is torch.int8 else code.view(torch.uint8).bitwise_and_(0x0F)
     if not number.signed:
         return encode_power_of_two(x)
+    # A float32 is sign (bit 31), exponent field (bits 30 to 23) and mantissa (22 to 0).
     bits = x.contiguous().view(torch.int32)
     code = _magnitude_code(bits & 0x7FFFFFFF, number).to(torch.uint8)
     sign = (bits < 0).to(torch.uint8).mul_(1 << (number.bits - 1))
@@ -51,10 +52,12 @@ def _magnitude_code(bits: torch.Tensor, number: Number) -> torch.Tensor:
     """Codes, int32, of the non-negative float32 values whose bit patterns are `bits` (int32, overwritten)."""
     e_min = 1 - number.bias
     magnitude = bits.view(torch.float32)
+    # Below the smallest normal the ruler gets no finer: subnormals of the target share the step at e_min.
     exponent = (bits >> _FP32_MANTISSA).clamp_(min=e_min + _FP32_BIAS)
     # 1/step, built from its exponent bits; at most 2^(mantissa - e_min), so it never overflows.
     inverse_step = ((2 * _FP32_BIAS + number.mantissa - exponent).clamp_(min=1) << _FP32_MANTISSA).view(torch.float32)
     q = torch.mul(magnitude, inverse_step).round_().clamp_(max=2.0 ** (number.mantissa + 1)).to(torch.int32)
+    # A sum, not an OR: a q of 2^(mantissa + 1) carries into the exponent field, which is the next binade.
     code = exponent.sub_(e_min + _FP32_BIAS).bitwise_left_shift_(number.mantissa).add_(q)
     return code.clamp_(max=number.max_code)
 
@@ -65,6 +68,7 @@ def encode_power_of_two(x: torch.Tensor) -> torch.Tensor:
     Rounding up is what a scale needs: no element of the block saturates. Zero gets the smallest scale, and what is not
     finite gets NaN, code 255.
     """
+    # x = mantissa · 2^exponent with mantissa in [0.5, 1): a power of two has the mantissa 0.5, and is 2^(exponent - 1).
     mantissa, exponent = torch.frexp(x.float().clamp(max=2.0**_FP32_BIAS))
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
     exponent = torch.where(x == 0, torch.full_like(exponent, -_FP32_BIAS), exponent)
@@ -84,6 +88,7 @@ def decode(codes: torch.Tensor, number: Number) -> torch.Tensor:
 
 def decode_power_of_two(codes: torch.Tensor) -> torch.Tensor:
     """2^(code - 127), float32, from E8M0 codes (uint8). Exact: code 0 is a float32 subnormal, 255 is NaN."""
+    # Both exponents have the bias 127, so a code is the exponent field; field 0 would be zero, where E8M0 has 2^-127.
     bits = codes.int() << _FP32_MANTISSA
     bits = torch.where(codes == 0, 1 << (_FP32_MANTISSA - 1), bits)
     return torch.where(codes == 255, 0x7FC00000, bits).view(torch.float32)

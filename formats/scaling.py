@@ -82,6 +82,7 @@ def _nearest_scale(amax: torch.Tensor, format: Format, global_scale: torch.Tenso
     if format.scale is E8M0:
         return decode_power_of_two(encode_power_of_two(divided(amax, format.element.max)))
     if format.scale is E4M3:
+        # A block that is zero, or tiny beside its matrix, would get the E4M3 code of zero, and be divided by it.
         return round_to((amax / (format.element.max * global_scale)).clamp_(min=_MIN_E4M3), E4M3)
     return nonzero(round_to(divided(amax, format.element.max), format.scale))
 
@@ -95,6 +96,8 @@ def even_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) 
     """See the module docstring: `even`. Eight-bit elements too round at one mantissa bit, as the peers do."""
     _require(format, E8M0, "even")
     mantissa = format.element.mantissa if format.element.bits == 6 else E2M1.mantissa
+    # Half a unit of the element's last mantissa bit, added to the bits of a float32: where amax would round up to the
+    # next power of two, the sum carries into the exponent field, of which `_floor_scale` takes the floor.
     bits = amax_over_blocks(blocks).view(torch.int32) + (1 << (22 - mantissa))
     return _floor_scale(bits.view(torch.float32), format)
 
@@ -111,6 +114,8 @@ def four_over_six_rule(blocks: torch.Tensor, format: Format, global_scale: torch
     _require(format, E4M3, "four_over_six")
     amax = amax_over_blocks(blocks)
     six = _nearest_scale(amax, format, global_scale)
+    # amax / 4 = 1.5 · amax / 6: the largest value becomes the element 4. Between 4 and 6 E2M1 has no value, so a
+    # block whose second largest values lie at 5/6 of amax loses less this way.
     four = _nearest_scale(amax * 1.5, format, global_scale)
     error_of_four = _squared_error(blocks, format, four * global_scale, amax)
     better = error_of_four < _squared_error(blocks, format, six * global_scale, amax)
@@ -141,6 +146,7 @@ def candidate_scales(amax: torch.Tensor, format: Format, global_scale: torch.Ten
     tried. So the optimum is one of sixteen neighbouring E4M3 codes, or of two E8M0 exponents.
     """
     if format.scale is E4M3:
+        # Codes from eight below the first scale at which nothing saturates to seven above it.
         grid = E4M3.grid().to(amax.device)
         ideal = (amax / (format.element.max * global_scale)).clamp_(max=E4M3.max)
         first = (torch.searchsorted(grid, ideal) - 8).clamp_(1, E4M3.max_code - 15)

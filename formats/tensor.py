@@ -212,6 +212,7 @@ def _encode_rows(
 ) -> None:
     """Fills the rows `part` of the codes of a matrix, whose blocks are `width` columns wide."""
     for chunk in _row_chunks(weight, *part):
+        # A row at a time even where blocks are squares: scales are already repeated for each row.
         blocks = _to_blocks(weight[chunk].float(), (1, width))
         elements = encode(blocks / step[chunk, None, :, None], format.element)
         elements = _from_blocks(elements, chunk.stop - chunk.start, weight.shape[1])
@@ -254,6 +255,7 @@ def _step(scale: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tenso
     """Block scale times global scale, rounded once to float32."""
     if global_scale is None:
         return scale
+    # Float64 holds the product of two float32 exactly, so this is one rounding, on every device alike.
     return (scale.double() * global_scale.double()[..., None, None]).float()
 
 

@@ -98,6 +98,7 @@ def _by_sibling(layers: Sequence[Layer], unseen: dict[str, Layer]) -> dict[str, 
     groups: dict[str, str] = {}
     for name in unseen:
         twin_group = next((twins[key] for key in _twin_keys(name) if key in twins), None)
+        # Siblings of an earlier name have been given their group together.
         if name in groups or twin_group is None:
             continue
         twin, names = twin_group
@@ -150,6 +151,7 @@ def _one_input(names: tuple[str, str, str], parent: str, module: nn.Module | Non
         kind = type(module).__name__
         parameters = inspect.signature(module.forward).parameters.values()
         required = {p.name for p in parameters if p.default is p.empty}
+    # forward(query, key, value): three inputs, which may be three tensors.
     if {"key", "value"} <= required:
         return ()
     across = _ACROSS.search(f"{parent}.{kind}") is not None or not required.isdisjoint(_SECOND_INPUTS)

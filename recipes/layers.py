@@ -93,6 +93,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
     for name, module in model.named_modules():
         for parameter_name, parameter in _weights(module):
             kind = _kind(module, parameter_name, parameter)
+            # JetMoE calls the parameter of its experts `weight`, too; experts are named by their parameter.
             is_own = parameter_name == "weight" and kind != LayerKind.EXPERTS
             path = name if is_own else f"{name}.{parameter_name}".lstrip(".")
             if module is head or (kind == LayerKind.LINEAR and _is_head(name)):
@@ -124,6 +125,7 @@ def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
     A 2-D `*.weight` counts as a linear unless its name says embedding, norm or head; 3-D parameters with an expert
     name are fused experts. Where GPT-2's `c_attn` is `[in, 3 * in]`, layers of its names are stored transposed.
     """
+    # GPT-2's c_attn joins q, k and v: [in, 3 · in] as Conv1D stores it, [3 · in, in] as a linear layer would.
     transposed = any(
         name.endswith("c_attn.weight") and len(shape) == 2 and shape[1] == 3 * shape[0]
         for name, shape in shapes.items()
@@ -191,6 +193,8 @@ def _is_plain(linear: nn.Module) -> bool:
     if type(linear).forward is nn.Linear.forward:
         return True
     assert isinstance(linear, nn.Linear)
+    # The class's own forward is tried on shapes alone: a class that adds a bias or a scale passes, one that returns a
+    # tuple or another shape does not.
     state = {name: tensor.to("meta") for name, tensor in linear.named_parameters()}
     x = torch.empty(1, linear.weight.shape[1], dtype=linear.weight.dtype, device="meta")
     try:
@@ -247,6 +251,7 @@ def _routers(model: nn.Module) -> set[str]:
             experts[name] = len(fused[0]) if fused else len(module)
     routers = set()
     for name, module in model.named_modules():
+        # Linear layers inside experts may by chance have as many outputs as there are experts.
         if isinstance(module, nn.Linear) and not any(name.startswith(f"{inside}.") for inside in experts):
             blocks = ((path[: path.rfind(".") + 1], count) for path, count in experts.items())
             if any(name.startswith(block) and module.out_features == count for block, count in blocks):

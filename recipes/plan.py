@@ -64,6 +64,8 @@ class Parts:
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of the 16-bit tensors that go with a weight of `shape`."""
+        # The branch is B · A with A [rank, in] and B [out, rank]; the scale of the input is a vector [in]. A Hadamard
+        # matrix is not stored.
         rows, columns = shape[-2:] if self.rank or self.pre_scale else (0, 0)
         return 2 * (self.rank * (rows + columns) + self.pre_scale * columns)
 
@@ -154,6 +156,7 @@ class LayerPlan:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields; formats by name, unset optional fields left out."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        # Plans are read by people: formats by name, and no field that is at its default and says nothing.
         fields["shape"] = list(self.shape)
         for key in ("weight", "activation"):
             fields[key] = None if fields[key] is None else fields[key].name
@@ -311,6 +314,7 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, one layer a line."""
         fields = self.to_dict()
+        # By hand, since no JSON writer puts one layer on a line, which makes plans readable and their diffs short.
         layers = ",\n  ".join(json_text(layer, ensure_ascii=False) for layer in fields.pop("layers"))
         other_fields = json_text(fields, indent=1, ensure_ascii=False)
         write_atomically(path, f'{other_fields[:-2]},\n "layers": [\n  {layers}\n ]\n}}\n')
@@ -326,6 +330,7 @@ class Plan:
 
     def digest(self) -> str:
         """SHA-256 over every field but the provenance: the plan's identity for exporters, ranks and resumed runs."""
+        # Sorted keys, so that the digest does not depend on the order of fields in a file.
         executed = {key: value for key, value in self.to_dict().items() if key != "provenance"}
         return hashlib.sha256(json_text(executed, sort_keys=True).encode()).hexdigest()
 
@@ -338,6 +343,7 @@ _PROVENANCE: dict[str, Any] = {
     "fusion_groups": str, "fusion_groups_by_name": list[str], "layers_not_called": list[str],
 }  # fmt: skip
 _VERSION_2 = {"guard", "observer"}  # fields that schema version 1 held in the provenance
+# Limits for shapes in files: products of sizes within them fit 64 bits, and no reader allocates by an absurd shape.
 _DIMENSIONS, _ELEMENTS = 8, 2**60
 
 

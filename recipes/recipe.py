@@ -212,9 +212,12 @@ def resolve(
             names = ", ".join(layer.name for layer in layers[:3])
             raise ValueError(f"glob {glob!r} matches no layer; this model's layers are called {names}, …")
     quantizable = [layer.name for layer in layers if layer.kind in QUANTIZABLE]
+    # A rule whose glob matches a quantizable layer is broad: it does not mean the embeddings that it also matches.
     broad = {r.match for r in recipe.rules if any(fnmatchcase(name, r.match) for name in quantizable)}
     narrow = [glob for glob in only if not any(fnmatchcase(name, glob) for name in quantizable)]
     house = {**_kept_convs(layers, recipe, only), **_house_rules(layers, only)}
+    # Order matters: a shared weight that stays in 16 bit, and a router that leaves its group, decide which groups are
+    # still whole.
     planned = _keep_shared([_plan_layer(layer, recipe, only, narrow, broad, house) for layer in layers])
     planned = _keep_whole_groups(_without_routers(planned))
     plan = Plan(
@@ -240,6 +243,7 @@ def _house_rules(layers: Sequence[Layer], only: Sequence[str]) -> dict[str, str]
     sizes = {layer.name: math.prod(layer.shape) for layer in layers if layer.kind in QUANTIZABLE}
     for reason, globs in _KEPT_NAMES.items():
         inside = {layer.name for layer in layers if any(fnmatchcase(layer.name, glob) for glob in globs)}
+        # A router stays in 16 bit whatever its share of the weights; towers, only where they are the smaller part.
         if reason != ROUTER:
             if is_pair or 2 * sum(size for name, size in sizes.items() if name in inside) > sum(sizes.values()):
                 continue
@@ -341,6 +345,7 @@ def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | N
         return f"tied to {layer.tied_to}, which is stored once and in 16 bit"
     if layer.obstacle is not None:
         return layer.obstacle
+    # Checkpoints store gate and up of an expert as two matrices, each half of the fused rows.
     half = layer.shape[-2] // 2
     gates = layer.kind == LayerKind.EXPERTS and layer.name.endswith("gate_up_proj")
     if gates and weight.block[0] and half % weight.block[0]:

@@ -81,6 +81,7 @@ def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
         return hook
 
     handles = [m.register_forward_pre_hook(watch(n)) for n, m in model.named_modules() if n in linears]
+    # `eval()` sets every submodule, so the mode of each is put back one by one at the end.
     modes = {module: module.training for module in model.modules()}
     watched, unfinished = Watched(), set[str]()
     try:

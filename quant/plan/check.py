@@ -113,6 +113,7 @@ def check_plan_fits(plan: Plan, layers: Sequence[Layer]) -> None:
 
 
 def _raise(problems: Sequence[Problem]) -> None:
+    # Blocks of a model repeat, and so do their problems: each is written once, with all its places.
     alike: dict[tuple[str, str], list[str]] = {}
     for problem in problems:
         alike.setdefault((problem.what, problem.remedy), []).append(problem.where)
