@@ -138,8 +138,8 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[-2] if len(shape) > 1 else 1), shape[-1]
 
 
-# `fp8_channel` and `fp8_token`, and `int8` and `int8_token`, differ in name alone: rows of a weight are output channels,
-# rows of an input are tokens.
+# `fp8_channel` and `fp8_token`, and `int8` and `int8_token`, differ in name alone: the rows of a weight are output
+# channels, those of an input tokens.
 _ALL = (
     Format("nvfp4", E2M1, E4M3, (1, 16), global_scale=True),
     Format("mxfp4", E2M1, E8M0, (1, 32)),

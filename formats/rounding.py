@@ -65,8 +65,8 @@ def _magnitude_code(bits: torch.Tensor, number: Number) -> torch.Tensor:
 def encode_power_of_two(x: torch.Tensor) -> torch.Tensor:
     """E8M0 codes, uint8, of non-negative `x`: the nearest exponent not below x (rounding up).
 
-    Rounding up is what a scale needs: no element of the block saturates. Zero gets the smallest scale, and what is not
-    finite gets NaN, code 255.
+    Scales are rounded up so that no element of the block saturates. Zero gets the smallest scale; NaN and infinity get
+    NaN, code 255.
     """
     # x = mantissa · 2^exponent with mantissa in [0.5, 1): a power of two has the mantissa 0.5, and is 2^(exponent - 1).
     mantissa, exponent = torch.frexp(x.float().clamp(max=2.0**_FP32_BIAS))

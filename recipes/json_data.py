@@ -1,7 +1,10 @@
 """Dataclasses that inherit from `JsonData` become JSON-ready dicts, and are read from them by their annotations.
 
-What is read may have been edited or made by anybody, so every value is compared with its annotation: a number where a
-text should be is refused here, by the name of its field, and not found by whatever works with it later.
+Anybody may have edited a file, so every value is compared with the annotation of its field: a number in the place of a
+text is refused here, with the name of the field, before other code trips over it.
+
+There is no pydantic or msgspec here, since the core of this package installs nothing beyond torch, numpy, safetensors,
+click, rich and jinja2.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ def check_fields(fields: Any, cls: type, where: str, more: Mapping[str, Any] | N
     """Checks the names of a dataclass's fields.
 
     Args:
-        fields: what was read.
+        fields: as `json` gives them.
         cls: the dataclass.
         where: begins the message of an error.
         more: names that may be there too.
@@ -61,11 +64,11 @@ def check_fields(fields: Any, cls: type, where: str, more: Mapping[str, Any] | N
 
 
 def typed(kind: Any, value: Any, where: str) -> Any:
-    """`value`, as `json` gives it, as an annotation has it.
+    """`value` as its annotation has it: lists become tuples where a tuple is annotated, objects become dataclasses.
 
     Args:
         kind: the annotation.
-        value: what was read.
+        value: as `json` gives it.
         where: the field's name, which begins the message of an error.
 
     Raises:

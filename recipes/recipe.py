@@ -1,7 +1,7 @@
 """A `Recipe` turns a few ordered rules into a plan for every layer.
 
-A recipe says what to do with a layer that nothing special is known about (`weight`, `activation`, `solver`) and
-then lists exceptions. Rules are globs over layer names, tried in order, and the last one that matches wins:
+A recipe gives the defaults of all layers (`weight`, `activation`, `solver`), and then lists exceptions. Rules are globs
+over layer names, tried in order, and the last one that matches wins:
 
     1. the recipe's own weight, activation and solver, for every linear and every fused-expert weight;
     2. the house rules: embeddings, heads, routers, norms, vision and audio towers and their projectors stay in 16 bit;
@@ -10,7 +10,7 @@ then lists exceptions. Rules are globs over layer names, tried in order, and the
        a router is in no fusion group, for no runtime merges it with the layers that read the same input;
     3. the recipe's rules, in the order of the file; one with a format for an embedding matches no linear layer;
     4. `--exclude`, which is a rule too. `--include` is none: it leaves a layer as the rules say, or in 16 bit. But its
-       glob asks for what it matches if that is layers of a tower alone, or embeddings or heads and no linear layer.
+       glob asks for layers of a tower, embeddings or heads if it matches such layers alone.
 
 A layer whose shape the format does not divide stays in 16 bit whatever the rules say. So does every member of a
 fusion group (layers that read the same input, which runtimes merge into one matmul) when one member must.
@@ -194,7 +194,6 @@ def resolve(
     recipe: Recipe,
     *,
     only: Sequence[str] = (),
-    provenance: dict[str, Any] | None = None,
 ) -> Plan:
     """Applies `recipe` to the layers of a model.
 
@@ -202,7 +201,6 @@ def resolve(
         layers: every layer that owns a weight, as `find_layers` gives them.
         recipe: the rules.
         only: globs; if given, a layer that matches none of them stays in 16 bit.
-        provenance: recorded in the plan.
 
     Raises:
         ValueError: a glob matches no layer, or rules give members of one fusion group different formats.
@@ -226,7 +224,6 @@ def resolve(
         attention=_format_of(recipe.attention, recipe.name),
         guard=recipe.guard or None,
         observer=recipe.observer,
-        provenance=provenance or {},
     )
     plan.check_groups()
     return plan

@@ -82,10 +82,8 @@ def _plan_each(model: nn.Module, candidates: Sequence[Candidate], options: Optio
     for candidate in (c for c in candidates if c.weight is not None):
         recipe = _recipe_of(candidate, options.solver, options.kv_cache)
         try:
-            plan = make_plan(
-                model, recipe, include=options.include, exclude=options.exclude, run=options.run,
-                provenance=dict(options.provenance or {}),
-            )  # fmt: skip
+            plan = make_plan(model, recipe, include=options.include, exclude=options.exclude, run=options.run)
+            plan = replace(plan, provenance={**(options.provenance or {}), **plan.provenance})
             plans[candidate.name] = _without_convs(plan)
         except UserError as error:
             refusal = error

@@ -54,7 +54,6 @@ def make_plan(
     effort: int = 0,
     lm_head: str | None = None,
     run: Callable[[nn.Module], Any] | None = None,
-    provenance: dict[str, Any] | None = None,
 ) -> Plan:
     """Decides a format for every layer; reads no weight, so `model` may be on the meta device.
 
@@ -64,7 +63,6 @@ def make_plan(
         include, exclude, solver, run: as in `quantize`.
         effort: chooses the solver where neither `solver` nor the recipe names one; at most 1 for a bare state dict.
         lm_head: format of the output head, whose inputs stay in 16 bit; None leaves it to the recipe.
-        provenance: recorded in the plan.
 
     Raises:
         ValueError: unknown format or solver, a glob that matches no layer, or a head that cannot take its format; a
@@ -82,13 +80,9 @@ def make_plan(
         layers, unknown = grouped_layers(model, run)
     else:
         layers, unknown = group_unseen(layers_of_state_dict(model)), NOT_RUN
+    record: dict[str, Any] = {}
     if recipe.solver is None:
-        level = effort if isinstance(model, nn.Module) else min(effort, 1)
-        experts = any(layer.kind == LayerKind.EXPERTS or ".experts." in layer.name for layer in layers)
-        chosen = solver_of(level, recipe.activation, experts=experts)
-        recipe = replace(recipe, solver=chosen)
-        record = {"level": level, "solver": chosen, **({"asked": effort, "why": NOT_RUN} if level < effort else {})}
-        provenance = {**(provenance or {}), **({"effort": record} if effort else {})}
+        recipe, record = _with_solver_of(effort, recipe, layers, can_run=isinstance(model, nn.Module))
     for name in {recipe.solver, *(rule.solver for rule in recipe.rules)} - {None}:
         get_solver(str(name))
     if any(layer.name == "" for layer in layers):
@@ -96,13 +90,13 @@ def make_plan(
     if lm_head is not None:
         recipe = recipe.with_rules(*_head_rules(layers, lm_head))
         include = [*include, *(layer.name for layer in layers if include and layer.kind == LayerKind.HEAD)]
-    plan = resolve(layers, recipe, only=include, provenance=provenance)
+    plan = resolve(layers, recipe, only=include)
     for layer in plan.layers:
         if lm_head is not None and layer.kind == LayerKind.HEAD and layer.weight is None:
             raise UserError(f"--lm-head {lm_head}: {layer.name} stays in 16 bit: {layer.reason}; leave the option out")
     if odd := _odd_inputs(layers, plan):
-        plan = replace(plan, provenance={**plan.provenance, ODD_INPUTS: odd})
-    plan = replace(plan, provenance={**plan.provenance, **_fusion_record(layers, plan, unknown)})
+        record[ODD_INPUTS] = odd
+    plan = replace(plan, provenance={**record, **_fusion_record(layers, plan, unknown)})
     if not plan.quantized:
         if isinstance(model, nn.Module) and any(hasattr(type(each), "quantized_weight") for each in model.modules()):
             raise UserError("the model is quantized already; start from the original one")
@@ -110,6 +104,24 @@ def make_plan(
             f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers: {_why_none(plan, include)}"
         )
     return plan
+
+
+def _with_solver_of(
+    effort: int, recipe: Recipe, layers: Sequence[Layer], can_run: bool
+) -> tuple[Recipe, dict[str, Any]]:
+    """`recipe` with the solver of an effort, and the record of that choice for the provenance.
+
+    Args:
+        effort: as asked for; without a model that runs, there is no data for more than effort 1.
+        recipe: without a solver.
+        layers: of the model.
+        can_run: whether the model is a module, and not a bare state dict.
+    """
+    level = effort if can_run else min(effort, 1)
+    experts = any(layer.kind == LayerKind.EXPERTS or ".experts." in layer.name for layer in layers)
+    solver = solver_of(level, recipe.activation, experts=experts)
+    record = {"level": level, "solver": solver, **({"asked": effort, "why": NOT_RUN} if level < effort else {})}
+    return replace(recipe, solver=solver), {"effort": record} if effort else {}
 
 
 def _head_rules(layers: Sequence[Layer], lm_head: str) -> list[Rule]:

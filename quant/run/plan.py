@@ -47,8 +47,9 @@ def _recipe_plan(request: Request, source: Source, recipe: Recipe) -> Plan:
         effort=effort.DEFAULT if request.effort is None else request.effort,
         lm_head=request.lm_head,
         run=example_run(request, source),
-        provenance=provenance(request, source, recipe=recipe.name),
     )
+    origin = provenance(request, source, recipe=recipe.name) or {}
+    plan = replace(plan, provenance={**origin, **plan.provenance})
     if source.model is None:
         # Nothing can run a bare state dict, so inputs cannot be measured and the plan says so.
         plan = plan.replace_layers(
