@@ -20,7 +20,7 @@ from quant.recipes.json_data import JsonData, typed
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
-from quant.recipes.recipe import obstacle
+from quant.recipes.resolve import obstacle
 from quant.recipes.solver_names import check_observer, parse_solver
 from quant.recipes.targets import TARGETS, Target
 

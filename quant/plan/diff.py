@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
-from quant.recipes.recipe import QUANTIZABLE
+from quant.recipes.resolve import QUANTIZABLE
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from quant.formats.format import Format, parse_format
 from quant.plan.check import check_guard_and_observer, check_solver, layer_problem, sharers_of
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.recipes.recipe import QUANTIZABLE, presets
+from quant.recipes.recipe import presets
+from quant.recipes.resolve import QUANTIZABLE
 
 
 @dataclass(frozen=True)

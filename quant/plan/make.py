@@ -24,7 +24,8 @@ from quant.recipes.fusion_groups import group_unseen, patterns, without_group
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer, find_layers, layers_of_state_dict
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
-from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, resolve
+from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe
+from quant.recipes.resolve import resolve
 from quant.recipes.shared_inputs import Watched, group_experts, watching
 
 NOT_RUN = "a bare state dict cannot be run"

@@ -12,7 +12,8 @@ from quant.plan.make import make_plan
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer
 from quant.recipes.plan import Plan
-from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, presets, resolve
+from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, presets
+from quant.recipes.resolve import resolve
 
 PRESETS = {
     "nvfp4": ("nvfp4", "nvfp4"),

@@ -1,0 +1,269 @@
+"""`resolve` applies a recipe to the layers of a model, which gives a plan.
+
+The last of these that speaks of a layer decides:
+
+    1. the recipe's own weight, activation and solver, for every linear and every fused-expert weight;
+    2. the house rules: embeddings, heads, routers, norms, vision and audio towers and their projectors stay in 16 bit;
+       a tower that holds most of the weights, or has an encoder of texts for a neighbour, is the model and no tower;
+       so do convolutions, unless they hold most of the weights, and those that no FP8 kernel runs;
+       a router is in no fusion group, for no runtime merges it with the layers that read the same input;
+    3. the recipe's rules, in the order of the file; one with a format for an embedding matches no linear layer;
+    4. `--exclude`, which is a rule too. `--include` is none: it leaves a layer as the rules say, or in 16 bit. But its
+       glob asks for layers of a tower, embeddings or heads if it matches such layers alone.
+
+A layer whose shape the format does not divide stays in 16 bit whatever the rules say. So does every member of a
+fusion group (layers that read the same input, which runtimes merge into one matmul) when one member must.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from quant.formats.format import Format, is_16bit
+from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import ROUTER, Layer
+from quant.recipes.plan import LayerPlan, Plan, groups_of
+from quant.recipes.recipe import KEEP, Recipe, Rule, named_format
+from quant.recipes.shared_inputs import group_name
+
+QUANTIZABLE = (LayerKind.LINEAR, LayerKind.EXPERTS, LayerKind.CONV)
+_KEPT_KINDS = {
+    LayerKind.EMBEDDING: "embedding: a look-up moves few bytes and every token's error would start here",
+    LayerKind.HEAD: "output head: its error goes straight into the logits",
+    LayerKind.NORM: "norm: a vector of negligible size that scales whole channels",
+    LayerKind.OTHER: "not a linear layer",
+    LayerKind.PARAMETER: "no linear layer: its module multiplies by it, or adds it, by itself",
+}
+_FEW_CONVS = "convolution, and linear layers hold most of the weights: transformers and vLLM read it in 16 bit only"
+_NO_FP8_CONV = (
+    "convolution: kept out of FP8 as ModelOpt does, for TensorRT's kernels take 16 channels or more and up to 32 taps; "
+    "int8 takes it"
+)
+_TEXT_ENCODER = "text_model.encoder."  # of CLIP, SigLIP, CLAP and their kin; a language model's blocks are no encoder
+_KEPT_NAMES = {
+    ROUTER: ("*router*", "*.gate", "*.shared_expert_gate"),
+    "vision tower: small beside the language model and sensitive": ("*vision*", "*visual.*", "*image_encoder*"),
+    "audio tower: small beside the language model and sensitive": ("*audio_tower*", "*audio_encoder*"),
+    "projector into the language model: small, and text never reaches it": (
+        "*multi_modal_projector*",
+        "*mm_projector*",
+        "*modality_projection*",
+    ),
+}
+
+
+def resolve(
+    layers: Sequence[Layer],
+    recipe: Recipe,
+    *,
+    only: Sequence[str] = (),
+) -> Plan:
+    """Applies `recipe` to the layers of a model.
+
+    Args:
+        layers: every layer that owns a weight, as `find_layers` gives them.
+        recipe: the rules.
+        only: globs; if given, a layer that matches none of them stays in 16 bit.
+
+    Raises:
+        ValueError: a glob matches no layer, or rules give members of one fusion group different formats.
+    """
+    for glob in (*(rule.match for rule in recipe.rules), *only):
+        if not any(fnmatchcase(layer.name, glob) for layer in layers):
+            names = ", ".join(layer.name for layer in layers[:3])
+            raise ValueError(f"glob {glob!r} matches no layer; this model's layers are called {names}, …")
+    quantizable = [layer.name for layer in layers if layer.kind in QUANTIZABLE]
+    # A rule whose glob matches a quantizable layer is broad: it does not mean the embeddings that it also matches.
+    broad = {r.match for r in recipe.rules if any(fnmatchcase(name, r.match) for name in quantizable)}
+    narrow = [glob for glob in only if not any(fnmatchcase(name, glob) for name in quantizable)]
+    house = {**_kept_convs(layers, recipe, only), **_house_rules(layers, only)}
+    # Order matters: a shared weight that stays in 16 bit, and a router that leaves its group, decide which groups are
+    # still whole.
+    planned = _keep_shared([_plan_layer(layer, recipe, only, narrow, broad, house) for layer in layers])
+    planned = _keep_whole_groups(_without_routers(planned))
+    plan = Plan(
+        layers=tuple(planned),
+        kv_cache=named_format(recipe.kv_cache, recipe.name),
+        attention=named_format(recipe.attention, recipe.name),
+        guard=recipe.guard or None,
+        observer=recipe.observer,
+    )
+    plan.check_groups()
+    return plan
+
+
+def _house_rules(layers: Sequence[Layer], only: Sequence[str]) -> dict[str, str]:
+    """Reasons for layers that their names keep in 16 bit, by layer name.
+
+    A tower is small beside the language model, or it is the model: in CLIP its neighbour is an encoder of texts.
+    `--include` with a glob for a tower's layers alone asks for it.
+    """
+    is_pair = any(_TEXT_ENCODER in layer.name for layer in layers)
+    reasons: dict[str, str] = {}
+    sizes = {layer.name: math.prod(layer.shape) for layer in layers if layer.kind in QUANTIZABLE}
+    for reason, globs in _KEPT_NAMES.items():
+        inside = {layer.name for layer in layers if any(fnmatchcase(layer.name, glob) for glob in globs)}
+        # A router stays in 16 bit whatever its share of the weights; towers, only where they are the smaller part.
+        if reason != ROUTER:
+            if is_pair or 2 * sum(size for name, size in sizes.items() if name in inside) > sum(sizes.values()):
+                continue
+            matched = [{name for name in sizes if fnmatchcase(name, glob)} for glob in only]
+            inside -= set().union(*(names for names in matched if names <= inside))
+        reasons |= dict.fromkeys(inside, reason)
+    return reasons
+
+
+def _kept_convs(layers: Sequence[Layer], recipe: Recipe, only: Sequence[str]) -> dict[str, str]:
+    """Reasons for convolutions that stay in 16 bit, by layer name.
+
+    `--include` with a glob for convolutions alone quantizes them all the same.
+    ModelOpt quantizes every convolution to INT8, the first one too. To FP8 it quantizes those that TensorRT has a
+    kernel for (its `onnx/quantization/fp8.py`), and so leaves out first convolutions and depthwise ones.
+    """
+    sizes = {layer.name: math.prod(layer.shape) for layer in layers if layer.kind in QUANTIZABLE}
+    convs = {layer.name: layer for layer in layers if layer.kind == LayerKind.CONV}
+    matched = [{name for name in sizes if fnmatchcase(name, glob)} for glob in only]
+    asked = set().union(*(names for names in matched if names <= convs.keys()))
+    if 2 * sum(sizes[name] for name in convs) < sum(sizes.values()):
+        return {name: _FEW_CONVS for name in convs if name not in asked}
+    weight, activation = named_format(recipe.weight, recipe.name), named_format(recipe.activation, recipe.name)
+    if weight is None or activation is None or weight.element.bits != 8 or weight.element.is_integer:
+        return {}
+    return {name: _NO_FP8_CONV for name, conv in convs.items() if name not in asked and not _has_fp8_kernel(conv)}
+
+
+def _has_fp8_kernel(conv: Layer) -> bool:
+    out, inputs, *kernel = conv.shape
+    return min(out, inputs) >= 16 and out % 16 == inputs % 16 and math.prod(kernel) <= 32
+
+
+def _plan_layer(
+    layer: Layer,
+    recipe: Recipe,
+    only: Sequence[str],
+    narrow: Sequence[str],
+    broad: Collection[str],
+    house: Mapping[str, str],
+) -> LayerPlan:
+    choice = Rule("*", recipe.weight, recipe.activation, recipe.solver, f"recipe {recipe.name}")
+    asked = next((glob for glob in narrow if fnmatchcase(layer.name, glob)), None)
+    if layer.kind in (LayerKind.EMBEDDING, LayerKind.HEAD) and asked is not None:
+        choice = dataclasses.replace(choice, reason=f"--include {asked}")
+    elif layer.kind not in QUANTIZABLE:
+        choice = Rule("*", KEEP, KEEP, recipe.solver, _KEPT_KINDS[layer.kind])
+    if (kept_reason := layer.kept or house.get(layer.name)) is not None:
+        choice = Rule("*", KEEP, KEEP, recipe.solver, kept_reason)
+    for rule in recipe.rules:
+        # An embedding is quantized only by a rule of its own, never as one of many that a glob happens to match.
+        meant = layer.kind != LayerKind.EMBEDDING or rule.match not in broad or is_16bit(rule.weight)
+        if meant and fnmatchcase(layer.name, rule.match):
+            choice = _override(choice, rule, recipe)
+    if only and not is_16bit(choice.weight) and not any(fnmatchcase(layer.name, glob) for glob in only):
+        choice = Rule("*", KEEP, KEEP, choice.solver, "matched by no --include")
+    weight, activation = named_format(choice.weight, recipe.name), named_format(choice.activation, recipe.name)
+    if layer.kind == LayerKind.EMBEDDING:
+        activation = None  # its input is a number of a row
+    reason = choice.reason or ""
+    if weight is not None and (why := obstacle(layer, weight, activation)):
+        weight, reason = None, why
+    return LayerPlan(
+        name=layer.name,
+        kind=layer.kind,
+        shape=layer.shape,
+        weight=weight,
+        activation=activation if weight is not None else None,
+        solver=choice.solver or recipe.solver or "rtn",
+        reason=reason,
+        group=layer.group,
+        tied_to=layer.tied_to,
+        transposed=layer.transposed,
+    )
+
+
+def _override(choice: Rule, rule: Rule, recipe: Recipe) -> Rule:
+    weight = rule.weight or choice.weight
+    if rule.weight is not None and is_16bit(rule.weight):
+        activation = KEEP
+    elif rule.activation is None and is_16bit(choice.weight):
+        # A layer brought back from 16 bit takes the recipe's activation format again.
+        activation = recipe.activation
+    else:
+        activation = rule.activation or choice.activation or KEEP
+    reason = rule.reason or f"rule {rule.match!r}"
+    return Rule(rule.match, weight, activation, rule.solver or choice.solver, reason)
+
+
+def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | None:
+    """Why `layer` cannot take `weight` with inputs in `activation`, one clause; None if it can."""
+    if layer.kind not in (*QUANTIZABLE, LayerKind.HEAD, LayerKind.EMBEDDING):
+        return f"{weight} is for linear layers; this is a layer of kind '{layer.kind}'"
+    if layer.kind == LayerKind.CONV and (why := _conv_obstacle(weight, activation)):
+        return why
+    if layer.kind == LayerKind.EMBEDDING and activation is not None:
+        return f"the input of an embedding is a number of a row, which {activation} cannot round"
+    if layer.tied_to is not None:
+        return f"tied to {layer.tied_to}, which is stored once and in 16 bit"
+    if layer.obstacle is not None:
+        return layer.obstacle
+    # Checkpoints store gate and up of an expert as two matrices, each half of the fused rows.
+    half = layer.shape[-2] // 2
+    gates = layer.kind == LayerKind.EXPERTS and layer.name.endswith("gate_up_proj")
+    if gates and weight.block[0] and half % weight.block[0]:
+        return f"gate and up are stored apart, and {half} rows each are not a multiple of {weight}'s {weight.block[0]}"
+    for format in (weight, activation):
+        if format is None or format.divides(layer.matrix) or format.takes_short_blocks:
+            continue
+        return f"in = {layer.matrix[-1]} is not a multiple of {format}'s block of {format.block[1]}"
+    return None
+
+
+def _conv_obstacle(weight: Format, activation: Format | None) -> str | None:
+    """Why no convolution is in these formats: kernels take one scale a channel, and one a tensor or image."""
+    for format, takes in (
+        (weight, "fp8, fp8_channel or int8"),
+        (activation, "fp8, fp8_token, int8_token or int8_tensor"),
+    ):
+        if format is not None and not ((format.per_row or format.per_tensor) and format.scale.is_wide):
+            return f"convolution: no runtime convolves in blocks, as {format} has them; it takes {takes}"
+    return None
+
+
+def _keep_shared(layers: list[LayerPlan]) -> list[LayerPlan]:
+    """A weight that another layer shares stays in 16 bit: the two could not be stored once and read twice."""
+    sharers = {layer.tied_to: layer.name for layer in layers if layer.tied_to is not None}
+    return [
+        dataclasses.replace(layer, weight=None, activation=None, reason=f"its weight is also that of {sharer}")
+        if layer.weight is not None and (sharer := sharers.get(layer.name))
+        else layer
+        for layer in layers
+    ]
+
+
+def _without_routers(layers: list[LayerPlan]) -> list[LayerPlan]:
+    """Takes routers out of their fusion groups: they share the input of experts, but no runtime merges them."""
+    renamed = {}
+    for name, members in groups_of(layers).items():
+        left = [member.name for member in members if member.weight is not None or member.reason != ROUTER]
+        if len(left) < len(members):
+            renamed[name] = {member: group_name(left) if len(left) > 1 else None for member in left}
+    return [
+        dataclasses.replace(layer, group=renamed[layer.group].get(layer.name)) if layer.group in renamed else layer
+        for layer in layers
+    ]
+
+
+def _keep_whole_groups(layers: list[LayerPlan]) -> list[LayerPlan]:
+    """Members of a fusion group share a format; where one was kept for its shape, all are."""
+    groups = groups_of(layers)
+
+    def whole(layer: LayerPlan) -> LayerPlan:
+        kept_member = next((m for m in groups[layer.group or layer.name] if m.weight is None), None)
+        if layer.weight is None or kept_member is None:
+            return layer
+        reason = f"fused with {kept_member.name}, which stays in 16 bit ({kept_member.reason})"
+        return dataclasses.replace(layer, weight=None, activation=None, reason=reason)
+
+    return [whole(layer) for layer in layers]
