@@ -123,6 +123,7 @@ def _kept_convs(layers: Sequence[Layer], recipe: Recipe, only: Sequence[str]) ->
     ModelOpt quantizes every convolution to INT8, the first one too. To FP8 it quantizes those that TensorRT has a
     kernel for (its `onnx/quantization/fp8.py`), and so leaves out first convolutions and depthwise ones.
     """
+    # Shares of the weights decide what a model is: a network of convolutions, or one with a convolution in front.
     sizes = {layer.name: math.prod(layer.shape) for layer in layers if layer.kind in QUANTIZABLE}
     convs = {layer.name: layer for layer in layers if layer.kind == LayerKind.CONV}
     matched = [{name for name in sizes if fnmatchcase(name, glob)} for glob in only]

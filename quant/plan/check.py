@@ -229,7 +229,9 @@ def _check_fused(plan: Plan, target: Target, problems: list[Problem]) -> set[str
     followed: set[str] = set()
     for (parent, names), members in siblings.items():
         members.sort(key=lambda m: names.index(m.name.rpartition(".")[2]))
+        # In the merged matrix the rows of the next member follow, so only the last may end within a tile.
         followed.update(m.name for m in members[:-1])
+        # A runtime merges by name, whether or not the plan has a fusion group for these layers.
         if len({m.group for m in members}) == 1 and members[0].group is not None:
             continue  # one fusion group, which has been checked
         where = f"{parent}.({'|'.join(m.name.rpartition('.')[2] for m in members)})"

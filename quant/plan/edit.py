@@ -88,6 +88,7 @@ def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False)
             groups = {layer.group for layer in matched if layer.group is not None}
             matched = [m for m in plan.layers if m.name in names or m.group in groups]
         changes.update(dict.fromkeys((layer.name for layer in matched), setting))
+    # A plan that quantizes no inputs is weight-only by intent, and an edit does not change that.
     inputs_too = any(layer.activation is not None for layer in plan.quantized)
     edited = plan.replace_layers(_set(plan.by_name[name], setting, inputs_too) for name, setting in changes.items())
     _refuse_obstacles(edited, changes)
@@ -156,6 +157,7 @@ def _set(layer: LayerPlan, setting: Setting, inputs_too: bool) -> LayerPlan:
         cost=None,
         parts=Parts(),
     )
+    # An allocator's plan counts bytes; the count follows the format, the score cannot.
     return new if layer.cost is None else replace(new, cost=new.nbytes)
 
 

@@ -75,6 +75,7 @@ def make_plan(
     # A string is a sequence of strings too, each a letter.
     include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))
     if solver is not None:
+        # An explicit solver is for every layer: rules of the recipe may not name another one.
         recipe = replace(recipe, solver=solver, rules=tuple(replace(rule, solver=None) for rule in recipe.rules))
     recipe = recipe.with_rules(*(Rule(glob, KEEP, reason=f"--exclude {glob}") for glob in exclude))
     if isinstance(model, nn.Module):
@@ -86,6 +87,7 @@ def make_plan(
         recipe, record = _with_solver_of(effort, recipe, layers, can_run=isinstance(model, nn.Module))
     for name in {recipe.solver, *(rule.solver for rule in recipe.rules)} - {None}:
         get_solver(str(name))
+    # The name of a layer becomes a tensor name in a checkpoint, and the path at which it is replaced.
     if any(layer.name == "" for layer in layers):
         raise UserError(f"the model is a single {type(model).__name__}: put it in a module, such as nn.Sequential")
     if lm_head is not None:
@@ -198,11 +200,13 @@ def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
     seen, why = Watched(), None
     # Without values, some models cannot read what decides how they go on: a plan without weights tries all ways.
     is_outline = any(parameter.is_meta for parameter in model.parameters())
+    # From the cheapest to the dearest: shapes alone, then two tokens, then images or sounds of zeros.
     stand_ins = [] if run and not is_outline else [_run_on_meta, _run_on_meta_in_bf16, _run_one_row, _run_stand_in]
     for attempt in [run, *stand_ins] if run else stand_ins:
         try:
             with watching(model, layers) as watched:
                 attempt(model)
+            # Attempts that failed half-way have seen layers that this one may have skipped.
             watched.add(seen)
             seen, why = watched, None
             break
@@ -261,6 +265,7 @@ def _kept_weights(plan: Plan) -> list[str]:
             by_reason.setdefault(layer.reason, []).append(layer)
     counts = {reason: sum(layer.numel for layer in layers) for reason, layers in by_reason.items()}
     total, left = sum(layer.numel for layer in own), sum(counts.values())
+    # Less than half in 16 bit is normal: embeddings and heads of small models.
     if 2 * left <= total:
         return []
     most = sorted(by_reason.items(), key=lambda item: -counts[item[0]])[:3]
