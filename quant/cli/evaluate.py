@@ -82,6 +82,7 @@ def evaluate_command(
     baseline always attends in 16 bit.
     """
     from quant.calibration.placement import find_device
+    from quant.calibration.session import Session
     from quant.checkpoints.runnable import open_runnable
     from quant.evaluation.evaluate import evaluate_texts
     from quant.execution.announcements import announce_device, announce_source
@@ -121,7 +122,7 @@ def evaluate_command(
         _, other = open_runnable(baseline, model_factory=model_factory, unsafe_load=unsafe_load)
     asked = Rows(tuple(map(str, data or texts)), samples, seqlen)
     with hears.stages() as progress:
-        rows = read_evaluation(source, asked, writer=other, device=target, progress=progress, listener=hears)
+        rows = read_evaluation(source, asked, Session(target, progress=progress), writer=other, listener=hears)
     hashes = {f"the text {name}": digest_of(each) for name, each in rows.items()}
     check_same(hashes, WatchedFiles(source.path).files, target)
     how = quantized_attention(module, **attention_options(source.path, attention, kv_cache))

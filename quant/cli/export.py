@@ -170,7 +170,7 @@ def _attention_scales(
     source = Source(
         name=str(directory), kind=SourceKind.HUGGINGFACE, model=model, state_dict=None, path=directory, dtype=dtype
     )  # fmt: skip
-    data, _ = read_calibration(source, Rows(calib, **size), progress=progress, listener=hears, plan=plan)
+    data, _ = read_calibration(source, Rows(calib, **size), Session(progress=progress), listener=hears, plan=plan)
     return collect_attention_scales(
         model,
         as_rows(model, data, "FP8 attention"),

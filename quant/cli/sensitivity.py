@@ -66,6 +66,7 @@ def sensitivity_command(
     from quant.calibration.inputs import on_first
     from quant.calibration.placement import find_device
     from quant.calibration.ranks import rank_and_world
+    from quant.calibration.session import Session
     from quant.checkpoints.runnable import open_original
     from quant.execution.announcements import announce_device, announce_source
     from quant.execution.sources import Rows, as_rows, read_calibration
@@ -83,9 +84,8 @@ def sensitivity_command(
         source, module = open_original(model, model_factory=model_factory, unsafe_load=unsafe_load)
     announce_source(hears, source)
     with hears.stages() as progress:
-        data, _ = read_calibration(
-            source, Rows(calib, samples, seqlen, seed), device=target, progress=progress, listener=hears
-        )
+        session = Session(target, progress=progress, seed=seed)
+        data, _ = read_calibration(source, Rows(calib, samples, seqlen, seed), session, listener=hears)
         rows = as_rows(module, data, "a sensitivity table")
         check_same({"the calibration text": tensor_hash(rows)}, WatchedFiles(source.path).files, target)
         if rows.is_floating_point():

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from quant.calibration.inputs import Inputs, joined
-from quant.calibration.listener import SILENT, Listener, Progress
+from quant.calibration.listener import SILENT, Listener
 from quant.calibration.placement import placed
 from quant.calibration.ranks import from_first
 from quant.calibration.session import Session
@@ -132,9 +132,8 @@ def named_inputs(source: Source, rows: Rows) -> Inputs | None:
 def read_calibration(
     source: Source,
     rows: Rows,
+    session: Session,
     *,
-    device: torch.device | None = None,
-    progress: Progress | None = None,
     listener: Listener = SILENT,
     plan: Plan | None = None,
 ) -> tuple[torch.Tensor | Inputs, list[Record]]:
@@ -143,8 +142,7 @@ def read_calibration(
     Args:
         source: the model.
         rows: sources and sizes.
-        device: where the model writes text.
-        progress: of the writing.
+        session: where the model writes text.
         listener: hears of the files that inputs were made from.
         plan: names a layer that needs the data, for the error message; None for a plan that is yet to be found.
 
@@ -162,7 +160,7 @@ def read_calibration(
     inputs = named_inputs(source, rows)
     if inputs is not None:
         assert source.model is not None
-        inputs = with_decoder_text(source.model, inputs, device, progress)
+        inputs = with_decoder_text(source.model, inputs, session)
         _announce_inputs(listener, "calibrating on", rows.label, inputs)
         about = {"about": inputs.about} if inputs.about else {}
         return inputs, [{"source": rows.label, "rows": len(inputs), "sha256": digest_of(inputs), **about}]
@@ -178,7 +176,7 @@ def read_calibration(
             assert source.model is not None
             text, record = mixed_text(
                 source.model, plan or make_plan(source.model, "fp8"), tokenizer_if_any(source),
-                Session(device, progress=progress, seed=part.seed), samples=part.samples, seqlen=part.seqlen,
+                replace(session, seed=part.seed), samples=part.samples, seqlen=part.seqlen,
                 own_only=name == SELF,
             )  # fmt: skip
             rows = replace(rows, seqlen=text.shape[1])
@@ -224,10 +222,9 @@ def read_texts(source: Source, rows: Rows) -> dict[str, torch.Tensor]:
 def read_evaluation(
     source: Source,
     rows: Rows,
+    session: Session,
     *,
     writer: nn.Module | None = None,
-    device: torch.device | None = None,
-    progress: Progress | None = None,
     listener: Listener = SILENT,
 ) -> dict[str, torch.Tensor | Inputs]:
     """Evaluation data by the name of its source: inputs of the model, or rows of a text.
@@ -236,8 +233,7 @@ def read_evaluation(
         source: the model.
         rows: sources, and the size of each.
         writer: the model that writes missing text of decoders; by default that of `source`.
-        device: where it runs.
-        progress: of the writing.
+        session: where it writes.
         listener: hears of the files that inputs were made from.
     """
     data: dict[str, torch.Tensor | Inputs] = {}
@@ -248,19 +244,17 @@ def read_evaluation(
             data |= read_texts(source, each)
             continue
         assert source.model is not None
-        data[name] = inputs = with_decoder_text(writer or source.model, inputs, device, progress)
+        data[name] = inputs = with_decoder_text(writer or source.model, inputs, session)
         _announce_inputs(listener, "evaluating on", name, inputs)
     return data
 
 
-def with_decoder_text(
-    model: nn.Module, inputs: Inputs, device: torch.device | None, progress: Progress | None
-) -> Inputs:
+def with_decoder_text(model: nn.Module, inputs: Inputs, session: Session) -> Inputs:
     """The inputs; where a decoder has no text, the model writes it."""
     if not lacks_decoder_text(inputs):
         return inputs
-    with placed(model, device):
-        return from_first(lambda: write_decoder_text(model, inputs, Session(progress=progress)))
+    with placed(model, session.device):
+        return from_first(lambda: write_decoder_text(model, inputs, session))
 
 
 def as_rows(model: nn.Module, data: torch.Tensor | Inputs, option: str) -> torch.Tensor:

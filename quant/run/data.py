@@ -78,16 +78,15 @@ def _kept_data(job: Job, plan: Plan) -> tuple[Data, list[Record]]:
 
 def calibration_data(job: Job, plan: Callable[[], Plan]) -> tuple[Data, list[Record]]:
     """Calibration data of a request and a record of each source; `plan` needs it, which messages say."""
-    session, rows = job.session, job.request.calibration_rows
+    rows = job.request.calibration_rows
     return read_calibration(
-        job.source, rows, device=session.device, progress=session.progress, listener=job.listener,
-        plan=plan() if rows.is_written else None,
-    )  # fmt: skip
+        job.source, rows, job.session, listener=job.listener, plan=plan() if rows.is_written else None
+    )
 
 
 def evaluation_data(job: Job) -> dict[str, Data]:
     """Rows or inputs of each evaluation source by its name; the model runs on all of them."""
-    data = read_evaluation(job.source, job.request.evaluation_rows, device=job.session.device, listener=job.listener)
+    data = read_evaluation(job.source, job.request.evaluation_rows, job.session, listener=job.listener)
     for rows in data.values():
         check_evaluable(job.model, rows)
     return data

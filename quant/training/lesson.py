@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def _training_rows(
     """Rows of training text; no more are read than the steps use."""
     samples = min(options.samples, options.steps * options.batch_size)
     source_rows = Rows(options.data, samples, options.seqlen, session.seed, at_most=True)
-    rows, _ = read_calibration(source, source_rows, device=session.device, progress=progress, listener=listener)
+    rows, _ = read_calibration(source, source_rows, replace(session, progress=progress), listener=listener)
     if not isinstance(rows, torch.Tensor):
         raise UserError("--data: distillation reads rows of token ids; give text, or token ids in safetensors")
     if len(rows) < options.batch_size:
