@@ -4,28 +4,23 @@ An expected error (`ValueError`, `OSError`, out of memory) is one line on standa
 exception is a bug of ours; it ends in one line too, which says so, with exit code 70. `--debug` shows the traceback of
 either. A warning of this package is one line. Ctrl-C and SIGTERM end a command in the same way: what it had begun to
 write is removed, a line says what stands and whether the same command goes on from there, and the exit code is 128 and
-the signal's number. A reader that closes the pipe, as in `quant … --json | head`, loses the rest of the text, and
-nothing else changes.
+the signal's number. How the process itself behaves is in `quant/cli/process.py`.
 """
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
 import shlex
 import signal
 import sys
-import threading
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TextIO, cast
+from typing import Any
 
 import click
 
+from quant.cli.process import Terminated, patient, terminable, warnings_in_one_line
 from quant.cli.ranks.launch import is_rank, launch, local_device
 from quant.cli.ranks.watch import Watch
 from quant.errors import UserError, printable
@@ -33,10 +28,6 @@ from quant.kernels.processor import set_up_threads
 from quant.models.files import with_revision
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan, RunTimeFormats
-
-# At its end Python looks for garbage among all objects of torch and transformers, for about a second. Nothing that is
-# frozen is looked at.
-atexit.register(gc.freeze)
 
 _BUG = 70  # what sysexits.h calls an internal software error
 _ARGUMENTS = "quant.arguments"
@@ -133,7 +124,7 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""
-        with _patient("stdout"), _patient("stderr"):
+        with patient("stdout"), patient("stderr"):
             return self._invoke(ctx)
 
     def _invoke(self, ctx: click.Context) -> Any:
@@ -144,7 +135,7 @@ class Command(click.Command):
         _share_processor(quiet=bool(ctx.params.get("quiet")) or _is_silent_rank())
         watch = None
         try:
-            with _terminable(), _warnings_in_one_line(quiet=bool(ctx.params.get("quiet")) or _is_silent_rank()):
+            with terminable(), warnings_in_one_line(quiet=bool(ctx.params.get("quiet")) or _is_silent_rank()):
                 if "devices" in ctx.params:
                     watch = _join_ranks(ctx)
                 if revision is not None:
@@ -248,78 +239,6 @@ class Toolbox(click.Group):
     command_class = Command
 
 
-class Terminated(KeyboardInterrupt):
-    """The process got SIGTERM. It ends like Ctrl-C, so that everything which cleans up after that does."""
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Makes SIGTERM raise `Terminated`; later ones do not disturb the cleaning up.
-
-    Python drops what is raised in a destructor or in the callback of a weak reference. If that happens to `Terminated`,
-    it is raised again at the end: a command that got the signal never ends as if it had not.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    stopped = False
-
-    def stop(*_: Any) -> None:
-        nonlocal stopped
-        stopped = True
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-        if stopped:
-            raise Terminated
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _patient(name: Literal["stdout", "stderr"]) -> Iterator[None]:
-    """While open, writing to standard output or error never fails for want of a reader: the text goes nowhere then."""
-    stream = cast(TextIO, _Patient(getattr(sys, name)))
-    with redirect_stdout(stream) if name == "stdout" else redirect_stderr(stream):
-        try:
-            yield
-        finally:
-            stream.flush()
-
-
-class _Patient:
-    """A text stream whose reader may leave before the end."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Writes; text without a reader is dropped."""
-        try:
-            return self._stream.write(text)
-        except BrokenPipeError:
-            self._drop()
-            return len(text)
-
-    def flush(self) -> None:
-        """Flushes; text without a reader is dropped."""
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            self._drop()
-
-    def _drop(self) -> None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())  # what its buffer still holds goes there at the end
-        os.close(nowhere)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 def _identity(out: Any) -> tuple[int, int] | None:
     """Identifies the file or directory `out`, and changes when a command puts its result there; None without one."""
     try:
@@ -338,23 +257,6 @@ def _goes_on(params: Mapping[str, Any]) -> str:
     if partial is None or out is None or not partial.partial_path(Path(out)).is_dir():
         return ""
     return f"; {_KEPT}" + (" without --restart" if params.get("restart") else "")
-
-
-@contextmanager
-def _warnings_in_one_line(*, quiet: bool) -> Iterator[None]:
-    """Prints warnings of this package without file and line, which tell users nothing; leaves others to Python."""
-    ours = str(Path(__file__).parents[1])
-    with warnings.catch_warnings():
-        usual = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], filename: str, *line: Any, **options: Any) -> None:
-            if not filename.startswith(ours):
-                usual(printable(str(message)), category, filename, *line, **options)
-            elif not quiet:
-                echo(f"warning: {message}", err=True)
-
-        warnings.showwarning = show
-        yield
 
 
 def _is_out_of_memory(error: Exception) -> bool:
