@@ -151,6 +151,7 @@ class Command(click.Command):
             number = signal.SIGTERM if isinstance(signalled, Terminated) else signal.SIGINT
             if watch is not None:
                 watch.fails(f"stopped by {number.name}", follows=True)
+            # The inode or the time of change of --out tells whether the result was put there already.
             when = "before" if _identity(out) == before else "after"
             what = "" if out is None else f" {when} {out} was written"
             echo(f"error: stopped by {number.name}{what}{_goes_on(ctx.params)}", err=True)

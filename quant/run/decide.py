@@ -64,6 +64,7 @@ def _for_budget(job: Job, goal: Goal) -> Decision:
     globs: dict[str, Any] = {"include": request.include, "exclude": request.exclude}
     choices: dict[str, Any] = {**globs, "kv_cache": request.kv_cache_format}
     options = request.budget.options()
+    # From shapes alone, before text is written and scores are measured, which takes minutes.
     check_feasible(
         job.model, goal, formats=options["formats"], constraints=options["constraints"],
         run=example_run(request, source), **choices,
@@ -83,6 +84,7 @@ def _for_budget(job: Job, goal: Goal) -> Decision:
             job.model,
             rows,
             goal,
+            # An allocation measures hundreds of choices, so it rounds to nearest unless more is asked for.
             solver=request.solver or solver_of(request.effort or 0, KEEP),
             run=request.run or (on_first(rows) if rows.is_floating_point() else None),
             held_out=held_out,
@@ -94,6 +96,7 @@ def _for_budget(job: Job, goal: Goal) -> Decision:
             **options,
         )
     job.seconds.update(score=allocation.sensitivity.seconds, allocate=allocation.record.seconds)
+    # Ranks sum floating-point losses in the same order, so that this never differs but through a defect.
     check_same({"the plan that the budget chose": allocation.plan.digest()}, device=job.session.device)
     plan = allocation.plan if records is None else with_calibration(allocation.plan, records)
     return Decision(plan, rows, _in_place(allocation) if request.is_in_memory else allocation)

@@ -57,7 +57,7 @@ def load(request: Request, listener: Listener) -> Job:
         session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)
         announce_device(listener, session.device)
         _create_context(session.device)
-    torch.manual_seed(request.seed)
+    torch.manual_seed(request.seed)  # a caller's module leaves the caller's random numbers alone
     started = time.perf_counter()
     with listener.step(f"loading {request.model}"), importing():  # transformers, most of the time
         source = open_model(

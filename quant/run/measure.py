@@ -54,6 +54,7 @@ def baseline_of(job: Job, decision: Decision, texts: Mapping[str, torch.Tensor |
         return Baseline({}, None)
     if decision.allocation is not None and decision.allocation.quantized is not None:
         return Baseline(texts, job.model)
+    # Mapped files cost no memory twice; a deep copy of a module does.
     again = open_model(str(job.request.model)).model if job.source.kind == SourceKind.HUGGINGFACE else None
     return Baseline(texts, copy.deepcopy(job.model) if again is None else again)
 
@@ -93,6 +94,7 @@ def _measured(job: Job, model: nn.Module, solved: Solved, baseline: Baseline) ->
         evaluation = evaluate_texts(model, baseline.texts, baseline.model, device=device, progress=report)
         if any(rows.is_floating_point() for rows in baseline.texts.values()):
             return Measured(evaluation)
+        # The fingerprint runs token ids of its own, which a model of images does not take.
         with placed(model, device):
             return Measured(evaluation, fingerprint(model))
 

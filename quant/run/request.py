@@ -146,6 +146,7 @@ class Request:
         else:
             self._check_recipe()
             self.chosen_recipe  # noqa: B018 -- it is read here
+        # Cached properties are read once, here, so that a bad value is refused before the model is opened.
         self.kv_cache_format, self.memory_bytes  # noqa: B018 -- so are these
 
     def _check_data(self) -> None:

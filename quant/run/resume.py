@@ -33,6 +33,7 @@ def resumable(job: Job, plan: Plan) -> Iterator[Job]:
         "the plan": {"guard": plan.guard, "observer": plan.observer, "digest": plan.digest()},
         "the version of": versions(),
         "the seed": request.seed,
+        # Sums on a CPU and on a GPU round differently; a finished layer of the other would not fit its neighbours.
         "the kind of device": _device_type(device),
     }
     with Partial(request.out, depends, source.files, restart=request.restart) as store:

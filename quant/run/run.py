@@ -64,7 +64,7 @@ def _is_idle_rank(job: Job) -> bool:
     if job.source.model is not None:
         return False
     is_first = rank_and_world()[0] == 0
-    leave()
+    leave()  # before the work, for the others end now and a collective call would wait for them forever
     return not is_first
 
 
