@@ -2,9 +2,9 @@
 
 An expected error (`ValueError`, `OSError`, out of memory) is one line on standard error and exit code 2. Any other
 exception is a bug of ours; it ends in one line too, which says so, with exit code 70. `--debug` shows the traceback of
-either. A warning of this package is one line. Ctrl-C and SIGTERM end a command in the same way: what it had begun to
-write is removed, a line says what stands and whether the same command goes on from there, and the exit code is 128 and
-the signal's number. How the process itself behaves is in `quant/cli/process.py`.
+either. A warning of this package is one line. Ctrl-C and SIGTERM end a command in the same way: unfinished
+output is removed, a line says whether --out was written and whether the same command goes on from there, and the exit
+code is 128 plus the signal's number. How the process itself behaves is in `quant/cli/process.py`.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def _identity(out: Any) -> tuple[int, int] | None:
 
 
 def _goes_on(params: Mapping[str, Any]) -> str:
-    """What to add to the message of a stopped command whose next run goes on behind what this one has finished."""
+    """The end of a stopped command's message, where its next run goes on behind the finished steps; else empty."""
     partial, out = (
         sys.modules.get("quant.execution.store"),
         params.get("out"),

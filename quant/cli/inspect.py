@@ -1,4 +1,4 @@
-"""The commands `quant inspect`, `report` and `formats` show what a checkpoint holds and which formats there are."""
+"""The commands `quant inspect`, `report` and `formats` show the contents of a checkpoint and the known formats."""
 
 from __future__ import annotations
 

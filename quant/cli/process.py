@@ -34,8 +34,8 @@ class Terminated(KeyboardInterrupt):
 def terminable() -> Iterator[None]:
     """Makes SIGTERM raise `Terminated`; later ones do not disturb the cleaning up.
 
-    Python drops what is raised in a destructor or in the callback of a weak reference. If that happens to `Terminated`,
-    it is raised again at the end: a command that got the signal never ends as if it had not.
+    Python drops an exception that is raised in a destructor or in the callback of a weak reference. If that happens to
+    `Terminated`, it is raised again at the end: a command that got the signal never ends as if it had not.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
