@@ -177,7 +177,7 @@ def test_an_image_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"decode": True}, "does not generate text, so it has no KV cache"),
+        ({"cache": "in"}, "does not generate text, so it has no KV cache"),
         ({"attention": "flash"}, "unknown attention 'flash'; known: native, plugin, none"),
     ],
 )
