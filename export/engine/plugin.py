@@ -136,7 +136,7 @@ def infer_types(types: Sequence[str], attributes: Attributes, name: str = PLUGIN
 
 def compile_attention(dim: int, attributes: Attributes, arch: int) -> CompiledKernel:
     """The kernel for the engine: PTX for one compute capability, head dimension and mask."""
-    from quant.kernels.portable.dense_attention import fp8_dense_attention
+    from quant.kernels.portable.attention.dense_attention import fp8_dense_attention
 
     # The kernel's arguments in order: q, k, v, scales, four integers, out. `launch` passes them in this order.
     types = [_TRITON_TYPES[name] for name in attributes.io_types]

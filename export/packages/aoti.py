@@ -306,7 +306,7 @@ def _attention(
         return fp8_attention_reference(
             q, k, v, scales, causal=causal, softmax_scale=softmax_scale, dtype=dtype, whole=True
         )
-    from quant.kernels.portable.dense_attention import attend_fp8
+    from quant.kernels.portable.attention.dense_attention import attend_fp8
 
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     attend_fp8(q.contiguous(), k.contiguous(), v.contiguous(), scales, out, causal, softmax_scale, in_graph=True)

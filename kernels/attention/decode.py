@@ -6,7 +6,7 @@ The new tokens are the last ones of their sequences and are already in the cache
 position lengths − new + i. One new token is decoding; several are a chunk of a prompt behind earlier ones.
 
 A CPU runs the oracle, which gathers the pages, dequantizes them exactly and attends in float32. A GPU runs the Triton
-kernel of `quant.kernels.portable.paged_attention`, which reads the codes directly.
+kernel of `quant.kernels.portable.attention.paged_attention`, which reads the codes directly.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def paged_attention(
         )
     if q.device.type != "cuda":
         return paged_reference(q, pages, block_table, lengths, **keywords)
-    from quant.kernels.portable.paged_attention import attend_pages
+    from quant.kernels.portable.attention.paged_attention import attend_pages
 
     if tiles is None:
         # Query heads that share a KV head are rows of one tile: its keys are then read once.

@@ -5,7 +5,7 @@
 
 A scale covers a tensor, a head, or a block of 128 tokens of a head. A CPU runs the oracle
 (`quant.kernels.attention_reference`), Hopper a warp-specialised kernel (`kernels/hopper/sm90_dense_attention.py`), any
-other GPU with the tensor cores a Triton kernel (`kernels/portable/dense_attention.py`), and a GPU without them the
+other GPU with the tensor cores a Triton kernel (`kernels/portable/attention/dense_attention.py`), and a GPU without them the
 oracle. `quant.kernels.attention.quantize` makes E4M3 operands and lays V out as Hopper's tensor cores read it.
 
 `fp8_attention` is the op with one scale per tensor that exporters know; its kernel is compiled ahead of time for
@@ -210,13 +210,13 @@ def _attention(
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if hopper:
         from quant.kernels.hopper import sm90_dense_attention as kernel
-        from quant.kernels.portable import fp8_attention_operands
+        from quant.kernels.portable.attention import fp8_attention_operands
 
         # wgmma reads FP8 operands K-major only, and the K of P · V is the keys: V must be transposed.
         if options.scales is not None and not options.v_laid_out:
             v = fp8_attention_operands.lay_out_v(v, options.cu_seqlens_k)
     else:
-        from quant.kernels.portable import dense_attention as kernel  # type: ignore[no-redef]
+        from quant.kernels.portable.attention import dense_attention as kernel  # type: ignore[no-redef]
     kernel.attend(q, k, v, out, lse if with_lse else None, options)
     return out, lse
 
@@ -240,7 +240,7 @@ def _fp8_attention(
     """Body of `quant::fp8_attention`."""
     if not has_fp8_tensor_cores(q.device):
         return fp8_attention_reference(q, k, v, scales, causal=causal, softmax_scale=softmax_scale, dtype=dtype)
-    from quant.kernels.portable.dense_attention import attend_fp8
+    from quant.kernels.portable.attention.dense_attention import attend_fp8
 
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     attend_fp8(q.contiguous(), k.contiguous(), v.contiguous(), scales, out, causal, softmax_scale)

@@ -204,7 +204,7 @@ class PagedKVCache:
         pages = self.layer(layer)
         table, first = self.block_table(sequences), self._tensor_of(starts)
         if self.device.type == "cuda":
-            from quant.kernels.portable.paged_kv_cache import write_kv
+            from quant.kernels.portable.attention.paged_kv_cache import write_kv
 
             write_kv(pages, table, first, k, v)
         else:

@@ -137,7 +137,7 @@ def quantize_attention(
     )  # fmt: skip
     work = AttentionInputs(q, k, v, rope, hadamard, max_seqlen_k, options)
     if q.is_cuda:
-        from quant.kernels.portable.fp8_attention_operands import key_means, measure, quantize_qkv
+        from quant.kernels.portable.attention.fp8_attention_operands import key_means, measure, quantize_qkv
     else:
         key_means, measure, quantize_qkv = _key_means, _measure, _quantize
     # Smoothing: softmax(q (k − mean)ᵀ) = softmax(q kᵀ), since q · mean is the same for all keys of a query.

@@ -161,7 +161,7 @@ def _encoded(x: torch.Tensor, format: Format | None) -> tuple[torch.Tensor, ...]
 
 def _append(targets: Sequence[torch.Tensor], pair: tuple[torch.Tensor, torch.Tensor], format: Format) -> None:
     """The same for NVFP4's K and V on a GPU, with the kernel that writes caches: one page a piece and batch entry."""
-    from quant.kernels.portable.paged_kv_cache import write_kv
+    from quant.kernels.portable.attention.paged_kv_cache import write_kv
 
     k, v = pair
     k_codes, k_blocks, k_scale, v_codes, v_blocks, v_scale = targets
@@ -187,7 +187,7 @@ def _exact(parts: Sequence[torch.Tensor], format: Format, dtype: torch.dtype) ->
     """The values of a piece from its codes, block scales and global scales."""
     codes, blocks, scale = parts
     if codes.is_cuda:
-        from quant.kernels.portable.paged_kv_cache import read_nvfp4_kv
+        from quant.kernels.portable.attention.paged_kv_cache import read_nvfp4_kv
 
         return read_nvfp4_kv(codes, blocks, scale, dtype)
     rows = zip(codes, blocks, scale, strict=True)

@@ -646,7 +646,7 @@ def attend(
     options: AttentionOptions,
     tiles: HopperTiles | None = None,
 ) -> None:
-    """Runs the kernel on dense operands, as `portable.dense_attention.attend` does; V in FP8 is laid out."""
+    """Runs the kernel on dense operands, as `portable.attention.dense_attention.attend` does; V in FP8 is laid out."""
     if not out.numel():
         return
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -262,8 +262,8 @@ class _Layer:
         room: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output of the MLP, which the next layer adds to the hidden state of the token, and that state."""
+        from quant.kernels.portable.attention.paged_kv_cache import write_kv
         from quant.kernels.portable.decoder_step import add_rmsnorm, rotate_and_store, swiglu
-        from quant.kernels.portable.paged_kv_cache import write_kv
 
         normed, residual = add_rmsnorm(x, residual, **self.before)
         pages, cache = self.pages, self.quantized

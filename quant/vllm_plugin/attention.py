@@ -230,8 +230,8 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`[tokens, heads, dim]`, into `output`; query alike, key and value `[tokens, kv_heads, dim]`."""
-        from quant.kernels.portable.paged_attention import attend_pages
-        from quant.kernels.portable.paged_kv_cache import write_kv_slots
+        from quant.kernels.portable.attention.paged_attention import attend_pages
+        from quant.kernels.portable.attention.paged_kv_cache import write_kv_slots
 
         assert output is not None
         out = output.view(-1, self.num_heads, self.head_size)
@@ -279,7 +279,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
 
 def values_of(pages: KVPages, table: torch.Tensor, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Keys and values `[length, kv_heads, dim]` of the first tokens in the pages that `table` names."""
-    from quant.kernels.portable.paged_kv_cache import read_nvfp4_kv
+    from quant.kernels.portable.attention.paged_kv_cache import read_nvfp4_kv
 
     # Rows of the block table end in entries of no meaning; only pages up to `length` are read.
     used = table[: -(-length // pages.page_size)].long()

@@ -103,7 +103,7 @@ def test_a_parameter_of_ten_is_not_parameter_one() -> None:
 
 
 def test_bad_requests() -> None:
-    from quant.kernels.portable.dense_attention import fp8_dense_attention
+    from quant.kernels.portable.attention.dense_attention import fp8_dense_attention
 
     with pytest.raises(ValueError, match="cannot compile for 75; known: 89, 90, 100, 120"):
         compile_kernel(fp8_dense_attention, {}, {}, arch=75, num_warps=4, num_stages=2)

@@ -59,7 +59,7 @@ def kernel(
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """The Triton kernel on the CPU, into an output that holds NaN before."""
-    from quant.kernels.portable.dense_attention import attend_fp8
+    from quant.kernels.portable.attention.dense_attention import attend_fp8
 
     out = torch.full(q.shape, math.nan, dtype=dtype)
     with interpreted():

@@ -17,8 +17,8 @@ triton = pytest.importorskip("triton", reason="the [dev] extra installs triton o
 
 
 def compiled(arch: int, dim: int, *, fp8: bool = True, **options: Any) -> CompiledKernel:
-    from quant.kernels.portable.dense_attention import _INTEGERS
-    from quant.kernels.portable.dense_attention import dense_attention_with_options as kernel
+    from quant.kernels.portable.attention.dense_attention import _INTEGERS
+    from quant.kernels.portable.attention.dense_attention import dense_attention_with_options as kernel
 
     tiles = tiles_for(dim, arch, 1 if fp8 else 2)
     packed = options.pop("packed", False)

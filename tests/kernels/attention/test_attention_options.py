@@ -117,7 +117,7 @@ def kernel(
     from unittest.mock import patch
 
     from quant.kernels.attention import forward as module
-    from quant.kernels.portable import dense_attention as kernel
+    from quant.kernels.portable.attention import dense_attention as kernel
 
     def attend(*args: Any) -> None:
         launch(*args, arch=arch)

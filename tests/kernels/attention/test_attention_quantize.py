@@ -148,7 +148,7 @@ def made_both_ways(name: str, device: str) -> tuple[AttentionOperands, Attention
         bounds = None if cu is None else cu.cuda()
         q, k, v = (x.cuda() for x in (q, k, v))
         return expected, quantize_attention(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, **options), cu
-    from quant.kernels.portable import fp8_attention_operands as kernels
+    from quant.kernels.portable.attention import fp8_attention_operands as kernels
 
     with (
         interpreted(),

@@ -75,7 +75,7 @@ def kernel(
     window: int | None = None, softcap: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
-    from quant.kernels.portable.paged_attention import attend_pages
+    from quant.kernels.portable.attention.paged_attention import attend_pages
 
     with interpreted():
         options = AttentionOptions(window=window, softcap=softcap)

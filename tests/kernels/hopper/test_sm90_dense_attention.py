@@ -101,7 +101,7 @@ def test_keys_of_v_stand_in_the_order_of_p() -> None:
 
 @pytest.mark.parametrize("bounds", [None, [0, 5, 5, 140, 300]])
 def test_kernel_lays_out_as_the_oracle(bounds: list[int] | None) -> None:
-    from quant.kernels.portable.fp8_attention_operands import lay_out_v as lay_out_v_on_gpu
+    from quant.kernels.portable.attention.fp8_attention_operands import lay_out_v as lay_out_v_on_gpu
 
     v = torch.randn(1 if bounds else 2, 2, 300, 96).to(torch.float8_e4m3fn)
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)

@@ -107,7 +107,7 @@ def test_kv_cache(name: str, bad: float, device: str) -> None:
     if device == "cuda":
         cache.append(0, [sequence], k.cuda(), v.cuda())
     else:
-        from quant.kernels.portable.paged_kv_cache import write_kv
+        from quant.kernels.portable.attention.paged_kv_cache import write_kv
 
         with interpreted(), patch("quant.kernels.attention.kv_cache.write_reference", write_kv):
             cache.append(0, [sequence], k, v)
@@ -137,7 +137,7 @@ def test_operands_of_attention(granularity: str, hadamard: bool, bad: float, dev
     if device == "cuda":
         got = attention.quantize_attention(*(x.cuda() for x in (q, k, v)), **options)
     else:
-        from quant.kernels.portable import fp8_attention_operands as kernels
+        from quant.kernels.portable.attention import fp8_attention_operands as kernels
 
         with (
             interpreted(),

@@ -20,7 +20,8 @@ from quant.kernels.hardware import TARGETS
 from quant.kernels.kv_pages import KVPages
 from quant.kernels.linear import dispatch
 from quant.kernels.matmul_tiles import guess
-from quant.kernels.portable import casts, codes_embedding, decoder_step, expert_rows, grouped_gemm, paged_attention
+from quant.kernels.portable import casts, codes_embedding, decoder_step, expert_rows, grouped_gemm
+from quant.kernels.portable.attention import paged_attention
 
 TOKENS, LIMIT = 140_000, 65_535
 

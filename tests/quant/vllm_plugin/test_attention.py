@@ -63,7 +63,7 @@ class Layer:
         out = torch.full((len(q), HEADS * DIM), float("nan"), dtype=q.dtype)
         properties = SimpleNamespace(multi_processor_count=132)
         with (
-            patch("quant.kernels.portable.paged_attention.attend_pages", decode),
+            patch("quant.kernels.portable.attention.paged_attention.attend_pages", decode),
             patch("torch.cuda.get_device_properties", lambda device: properties),
             interpreted(),
         ):
