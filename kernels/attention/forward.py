@@ -5,8 +5,8 @@
 
 A scale covers a tensor, a head, or a block of 128 tokens of a head. A CPU runs the oracle
 (`quant.kernels.attention_reference`), Hopper a warp-specialised kernel (`kernels/hopper/sm90_dense_attention.py`), any
-other GPU with the tensor cores a Triton kernel (`kernels/portable/attention/dense_attention.py`), and a GPU without them the
-oracle. `quant.kernels.attention.quantize` makes E4M3 operands and lays V out as Hopper's tensor cores read it.
+other GPU with the tensor cores a Triton kernel (`kernels/portable/attention/dense_attention.py`), and a GPU without
+them the oracle. `quant.kernels.attention.quantize` makes E4M3 operands and lays V out as Hopper's tensor cores read it.
 
 `fp8_attention` is the op with one scale per tensor that exporters know; its kernel is compiled ahead of time for
 TensorRT (`quant.export.engine.plugin`).
