@@ -9,6 +9,9 @@ import click
 
 from quant.cli.base import DEVICE, JSON, QUIET, SEED, TRUST, Command, command_line, print_json
 from quant.cli.console import CONSOLE, listener
+from quant.extras import importing
+from quant.models.read_ahead import read_ahead
+from quant.models.text_imports import skip_image_packages
 from quant.training.options import DistillOptions
 
 
@@ -54,8 +57,11 @@ def distill_command(
     were before they were rounded, and training gets further from there. The new checkpoint has the same layout, formats
     and size, and a report with the figures of both.
     """
-    from quant.report.summary import print_summary
-    from quant.training.run import distill_checkpoint
+    read_ahead(teacher, directory)
+    with importing():
+        skip_image_packages(teacher, directory)
+        from quant.report.summary import print_summary
+        from quant.training.run import distill_checkpoint
 
     report = distill_checkpoint(
         directory,

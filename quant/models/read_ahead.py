@@ -1,11 +1,10 @@
-"""`read_ahead` brings a model's weight files into the page cache while Python still imports torch and transformers.
+"""`read_ahead` brings the weight files of models into the page cache while Python still imports torch and transformers.
 
 A thread reads the files and drops the bytes; the kernel keeps them, and the loader then finds them in memory.
 POSIX_FADV_WILLNEED would not do: since 4.10 Linux reads no more than one window of readahead for a call, about 1 MB.
 
-    chunk of 16 MiB    its first and its middle byte are asked for without waiting (RWF_NOWAIT): both are there for a
-                       chunk that is cached, which is skipped
-                       else it is read into a buffer, without the interpreter's lock
+    chunk of 16 MiB    skipped if it is cached: its first and its middle byte can be read without waiting (RWF_NOWAIT)
+                       else read into a buffer, while the interpreter's lock is free
 """
 
 from __future__ import annotations
@@ -21,16 +20,18 @@ _CHUNK = 16 << 20  # bytes; so few calls that the thread seldom waits for the in
 _SHARE = 0.5  # of the memory that is left: a cache that is full drops what was read first
 
 
-def read_ahead(model: str) -> threading.Thread | None:
-    """Starts to read the weight files of a model in the background.
+def read_ahead(*models: str | Path) -> threading.Thread | None:
+    """Starts to read the weight files of models in the background.
 
     Args:
-        model: a file or directory; a name on the hub, which may have to be downloaded first, is left to who opens it.
+        models: files or directories, in the order in which they are opened. A name on the hub, which may have to be
+            downloaded first, is left to the loader.
 
     Returns:
         The thread, which ends with the process; None where there is nothing to read, or no telling how much fits.
     """
-    files, memory = weight_files(Path(model).expanduser()), memory_left()
+    files = [file for model in models for file in weight_files(Path(model).expanduser())]
+    memory = memory_left()
     if not files or memory is None:
         return None
     thread = threading.Thread(target=_read, args=(files, int(_SHARE * memory)), name="read ahead", daemon=True)

@@ -3,8 +3,9 @@
 transformers imports whatever optional package is installed as soon as a model class is asked for: torchvision, which
 brings torch._dynamo, takes 3.7 s on a machine with an H100, and scikit-learn 1.6 s. A model of text uses neither.
 
-transformers remembers for the life of the process that they are missing, so only a command that opens one model does
-this. A user's own program may need an image processor later, whose pixels differ between torchvision and PIL.
+transformers remembers for the life of the process that they are missing, so only a command that opens these models and
+no others does this. A user's own program may need an image processor later, whose pixels differ between torchvision and
+PIL.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_
 _MEDIA = ("image", "vision", "visual", "video", "audio", "speech", "pixel", "mel_bins")
 
 
-def skip_image_packages(model: str) -> bool:
-    """Has transformers take torchvision and scikit-learn for not installed, if `model` is a directory of a text model.
+def skip_image_packages(*models: str | Path) -> bool:
+    """Makes transformers take torchvision and scikit-learn for not installed, if all `models` are of text alone.
 
     A process that has loaded torch or transformers already is left as it is: it is not a command's own.
 
@@ -36,7 +37,7 @@ def skip_image_packages(model: str) -> bool:
     """
     if {"torch", "transformers"} & sys.modules.keys() or find_spec("transformers") is None:
         return False
-    if not is_text_model(Path(model).expanduser()):
+    if not all(is_text_model(Path(model).expanduser()) for model in models):
         return False
     hidden = [name for name in _PACKAGES if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # find_spec answers None for a None in there
@@ -71,7 +72,9 @@ def is_text_model(directory: Path) -> bool:
 
 def _field_names(fields: Any) -> Iterator[str]:
     """Names of the fields of a config, and of the configs in it."""
-    if isinstance(fields, dict):
-        for name, value in fields.items():
-            yield str(name)
-            yield from _field_names(value)
+    remaining = [fields]  # no recursion, which a file of nested brackets could exhaust
+    while remaining:
+        current = remaining.pop()
+        if isinstance(current, dict):
+            yield from map(str, current)
+            remaining += current.values()
