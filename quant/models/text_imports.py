@@ -1,7 +1,8 @@
 """`skip_image_packages` keeps transformers from importing packages of images and sounds for a model of text.
 
 transformers imports whatever optional package is installed as soon as a model class is asked for: torchvision, which
-brings torch._dynamo, takes 3.7 s on a machine with an H100, and scikit-learn 1.6 s. A model of text uses neither.
+brings torch._dynamo, takes 3.7 s on a machine with an H100, and scikit-learn with scipy 1.6 s. They are for images, for
+the losses of object detection, and for assisted generation, none of which a command needs for a model of text.
 
 transformers remembers for the life of the process that they are missing, so only a command that opens these models and
 no others does this. A user's own program may need an image processor later, whose pixels differ between torchvision and
@@ -20,15 +21,15 @@ from quant.errors import UserError
 from quant.extras import require
 from quant.models.configs import read_fields
 
-_PACKAGES = ("torchvision", "sklearn")
+_PACKAGES = ("torchvision", "sklearn", "scipy")
 # Functions of transformers.utils.import_utils that look for them and remember the answer (5.10 to 5.24).
-_PROBES = ("is_torchvision_available", "is_torchvision_v2_available", "is_sklearn_available")
+_PROBES = ("is_torchvision_available", "is_torchvision_v2_available", "is_sklearn_available", "is_scipy_available")
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _MEDIA = ("image", "vision", "visual", "video", "audio", "speech", "pixel", "mel_bins")
 
 
 def skip_image_packages(*models: str | Path) -> bool:
-    """Makes transformers take torchvision and scikit-learn for not installed, if all `models` are of text alone.
+    """Makes transformers take these packages for not installed, if all `models` are of text alone.
 
     A process that has loaded torch or transformers already is left as it is: it is not a command's own.
 

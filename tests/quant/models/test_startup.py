@@ -20,9 +20,10 @@ PROBE = """
 import sys
 from quant.models.text_imports import skip_image_packages
 print(skip_image_packages(sys.argv[1]))
-assert not {"torchvision", "sklearn"} & sys.modules.keys()
+assert not {"torchvision", "sklearn", "scipy"} & sys.modules.keys()
 import transformers.utils.import_utils as utils
-print(utils.is_torchvision_available(), utils.is_torchvision_v2_available(), utils.is_sklearn_available())
+print(utils.is_torchvision_available(), utils.is_torchvision_v2_available(), utils.is_sklearn_available(),
+      utils.is_scipy_available())
 """
 # Everything that the command asks transformers for, and an image processor, which works as without torchvision.
 CLASSES = """
@@ -74,10 +75,10 @@ def test_a_process_that_has_loaded_torch_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_text", [True, False], ids=["text", "image"])
 def test_packages_of_images_are_not_imported(tmp_path: Path, is_text: bool) -> None:
-    """Both packages are found, and cannot be imported, as it is with a torchvision of another torch."""
+    """The packages are found, and cannot be imported, as it is with a torchvision of another torch."""
     pytest.importorskip("transformers")
     pytest.importorskip("PIL")
-    for name in ("torchvision", "sklearn"):
+    for name in ("torchvision", "sklearn", "scipy"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('is imported')")
     folder = model(tmp_path / "model", LLAMA, *([] if is_text else ["preprocessor_config.json"]))
@@ -90,7 +91,7 @@ def test_packages_of_images_are_not_imported(tmp_path: Path, is_text: bool) -> N
         env={**os.environ, "PYTHONPATH": paths},
     )
     assert done.returncode == 0, done.stderr
-    expected = ["True", "False False False", "(3, 4, 4)", "True"] if is_text else ["False", "True True True"]
+    expected = ["True", "False False False False", "(3, 4, 4)", "True"] if is_text else ["False", "True True True True"]
     assert done.stdout.splitlines() == expected
 
 
