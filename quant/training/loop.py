@@ -1,6 +1,6 @@
 """A plain training loop for models that `prepare_qat` prepared: AdamW, a warm-up, a cosine to zero, clipped gradients.
 
-It is what `quant distill` and the benchmark run. Everything that it does can be done by a Trainer of any library.
+`quant distill` and the benchmark run this loop. A Trainer of any library can do the same.
 """
 
 from __future__ import annotations
