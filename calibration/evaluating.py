@@ -8,6 +8,7 @@ called with them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -73,14 +74,27 @@ def prepared(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Has a model evaluate, and gives each of its modules its own mode back."""
-    training = [module for module in model.modules() if module.training]
+    """Has a model evaluate, and gives each of its modules its own mode back.
+
+    A module that has replaced another one meanwhile takes the mode of that one; a new one, that of its parent.
+    """
+    modes = {name: module.training for name, module in model.named_modules(remove_duplicate=False)}
+    # Weak, since layers that are replaced meanwhile must be freed; one that a caller still holds gets its mode back.
+    training = [weakref.ref(module) for module in model.modules() if module.training]
+    if not training:
+        yield
+        return
     model.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for reference in training:
+            if (module := reference()) is not None:
+                module.training = True
+        for name, module in model.named_modules(remove_duplicate=False):
+            if name not in modes:
+                modes[name] = modes[name.rpartition(".")[0]]  # a parent comes before its children
+            module.training = modes[name]
 
 
 def _widening(dtype: torch.dtype) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:

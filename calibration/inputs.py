@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from quant.calibration.blocks import Call, is_cache, stored_dtype
+from quant.calibration.evaluating import evaluating
 from quant.calibration.padding import unpadded
 from quant.calibration.placement import device_of
 
@@ -155,7 +156,7 @@ def joined(parts: Sequence[Inputs]) -> Inputs:
 
 
 def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inputs:
-    """The calls that `forward_loop(model)` makes; it runs once, with the model as it is.
+    """The calls that `forward_loop(model)` makes; it runs once, with the model in evaluation mode.
 
     Raises:
         ValueError: it made none, none with more than padding, or one with a cache, whose tokens are not in the call.
@@ -172,7 +173,7 @@ def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inpu
 
     handle = model.register_forward_pre_hook(record, with_kwargs=True)
     try:
-        with torch.no_grad():
+        with evaluating(model), torch.no_grad():
             forward_loop(model)
     finally:
         handle.remove()

@@ -43,7 +43,7 @@ from quant.allocation.real_solver import RealSolver
 from quant.allocation.record import AllocationRecord, Chosen, Verified
 from quant.allocation.space import Space
 from quant.calibration.blocks import stored_dtype
-from quant.calibration.evaluating import prepared
+from quant.calibration.evaluating import evaluating, prepared
 from quant.calibration.listener import Progress
 from quant.calibration.placement import Device, device_of
 from quant.calibration.sensitivity.divergence import divergence_of
@@ -83,11 +83,11 @@ class Allocation:
 
 
 def _on_linears(work: Callable[Concatenate[nn.Module, _P], _R]) -> Callable[Concatenate[nn.Module, _P], _R]:
-    """`work` on a model whose `Conv1D` modules are linear layers meanwhile."""
+    """`work` on a model in evaluation mode whose `Conv1D` modules are linear layers meanwhile."""
 
     @functools.wraps(work)
     def wrapped(model: nn.Module, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with as_linears(model):
+        with evaluating(model), as_linears(model):
             return work(model, *args, **kwargs)
 
     return wrapped

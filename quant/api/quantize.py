@@ -48,7 +48,7 @@ def quantize(
     device: Device = None,
     progress: Progress | None = None,
 ) -> Quantized:
-    """Quantizes `model` in place.
+    """Quantizes `model` in place, in evaluation mode; each module has its own mode back afterwards.
 
     Args:
         model: any module; a transformers model needs nothing else.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import stored_dtype
+from quant.calibration.evaluating import evaluating
 from quant.calibration.listener import Progress
 from quant.calibration.observers import get_observer
 from quant.calibration.placement import Device, is_visited, placed
@@ -133,12 +134,13 @@ def calibrate(
 ) -> dict[str, torch.Tensor]:
     """Static activation scales by layer name, float32 scalars; one for all members of a fusion group.
 
-    The model runs on `device`, one block at a time if it does not fit there; by default where it is.
+    The model runs in evaluation mode on `device`, one block at a time if it does not fit there; by default where it is.
 
     Raises:
         UserError: the plan needs data and there is none.
     """
-    return _measured_scales(model, plan, data, Session.on(device, progress=progress))
+    with evaluating(model):
+        return _measured_scales(model, plan, data, Session.on(device, progress=progress))
 
 
 def input_scales_of(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import stored_dtype
+from quant.calibration.evaluating import evaluating
 from quant.calibration.inputs import Inputs, inputs_of, understood
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
 from quant.calibration.ranks import meet
@@ -102,7 +103,8 @@ def solve_plan(
     session = session.for_model(model)
     started = time.perf_counter()
     seconds: dict[str, float] = {}
-    with understood(model), as_linears(model):
+    # Dropout would be noise in the statistics, and BatchNorm would move with every calibration row.
+    with evaluating(model), understood(model), as_linears(model):
         if by_block:
             assert data is not None
             plan, layers = solve_blocks(model, plan, data, settings, session, rounded)
