@@ -2,7 +2,8 @@
 
 A layer is a module that owns a weight, a parameter with the matrices of all experts as Mixture-of-Experts models in
 transformers 5 have them, or any other parameter of two or more dimensions: every such parameter is in the list.
-Nothing here reads the data of a weight, so a model on the meta device will do.
+Nothing here reads the data of a weight, so a model on the meta device will do. A module with a forward of its own is
+tried on other values, see `quant.recipes.plain_layers`.
 
 The purpose of a linear layer decides whether it may lose precision. A router is a linear layer in a block of experts
 with one output for each expert. A head turns the last hidden states into the result: it is the module that
@@ -17,14 +18,21 @@ Layers that read the same input are found by `quant.recipes.shared_inputs`.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quant.recipes.expert_stacks import EXPERT_NAMES, are_transposed, stacking_of
 from quant.recipes.layer_kind import LayerKind
+from quant.recipes.plain_layers import (
+    PATCHED,
+    conv_obstacle,
+    hook_obstacle,
+    is_conv1d,
+    linear_obstacle,
+    patched_forward,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -41,10 +49,8 @@ _TOP_HEADS = {"cls", "head", "fc", "proj_out", "embed_out", "lm_loss", "logits_p
 ROUTER = "router: a rounding error sends tokens to the wrong expert"
 _PACKED = "packed projections of nn.MultiheadAttention, which multiplies by them itself"
 _TRANSPOSED = "experts are stored [experts, in, out], which takes the model's directory to quantize"
-_OTHERWISE = "its class multiplies otherwise than a linear layer"
 _SHARED = "the model holds this module in several places, and would keep it in the others"
 _UNCALLED = "nn.MultiheadAttention multiplies by it without calling the layer"
-_NOT_PLAIN_CONV = "its class convolves otherwise than torch's convolutions"
 _UNKNOWN_CONV = (
     "convolution: shapes alone do not tell a transposed one from others; quantize the module, not its tensors"
 )
@@ -88,6 +94,7 @@ class Layer:
 def find_layers(model: nn.Module) -> list[Layer]:
     """Every layer of `model` that owns a weight, in model order. Fusion groups are left to `watching`."""
     head, routers, occurrences = output_head(model), _routers(model), _places(model)
+    tried: dict[Any, bool] = {}
     owner: dict[int, str] = {}
     layers = []
     for name, module in model.named_modules():
@@ -100,13 +107,14 @@ def find_layers(model: nn.Module) -> list[Layer]:
                 kind = LayerKind.HEAD
             tied_to = owner.setdefault(id(parameter), path)
             transposed = parameter_name == "weight" and _is_transposed(module)
+            shared = _SHARED if is_own and occurrences[id(module)] > 1 else None
             layers.append(
                 Layer(
                     path,
                     kind,
                     _shape(module, parameter_name, parameter, transposed),
                     tied_to=None if tied_to == path else tied_to,
-                    obstacle=_obstacle(module, kind) or (_SHARED if is_own and occurrences[id(module)] > 1 else None),
+                    obstacle=_obstacle(module, kind, tried) or shared,
                     kept=ROUTER if name in routers else _PACKED if parameter_name == "in_proj_weight" else None,
                     transposed=transposed,
                 )
@@ -172,42 +180,25 @@ def _kind(module: nn.Module, name: str, weight: torch.Tensor) -> LayerKind:
     return LayerKind.CONV if isinstance(module, nn.modules.conv._ConvNd) else LayerKind.OTHER
 
 
-def _obstacle(module: nn.Module, kind: LayerKind) -> str | None:
-    """Why the weight of `module` cannot be quantized, judging by the module's class and shapes; None if it can."""
+def _obstacle(module: nn.Module, kind: LayerKind, tried: dict[Any, bool]) -> str | None:
+    """Why the weight of `module` cannot be quantized, judging by the module alone; None if it can.
+
+    Args:
+        module: holds it.
+        kind: of the layer.
+        tried: verdicts on linear layers that are alike.
+    """
     from torch import nn
 
-    if kind == LayerKind.CONV and not _is_plain_conv(module):
-        return _NOT_PLAIN_CONV
-    if kind != LayerKind.LINEAR or is_conv1d(module):
+    if kind == LayerKind.CONV:
+        return conv_obstacle(module)
+    if kind in (LayerKind.EXPERTS, LayerKind.EMBEDDING):
+        return hook_obstacle(module) if patched_forward(module) is None else PATCHED
+    if kind not in (LayerKind.LINEAR, LayerKind.HEAD) or not (isinstance(module, nn.Linear) or is_conv1d(module)):
         return None
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return _UNCALLED
-    return None if _is_plain(module) else _OTHERWISE
-
-
-def _is_plain(linear: nn.Module) -> bool:
-    """Whether a linear layer maps `[1, in]` to `[1, out]`, also where its class has a forward of its own."""
-    import torch
-    from torch import nn
-
-    if type(linear).forward is nn.Linear.forward:
-        return True
-    assert isinstance(linear, nn.Linear)
-    # The class's own forward is tried on shapes alone: a class that adds a bias or a scale passes, one that returns a
-    # tuple or another shape does not.
-    state = {name: tensor.to("meta") for name, tensor in linear.named_parameters()}
-    x = torch.empty(1, linear.weight.shape[1], dtype=linear.weight.dtype, device="meta")
-    try:
-        out = torch.func.functional_call(linear, state, (x,))
-    except Exception:  # the class's own code, which may fail in any way
-        return False
-    return isinstance(out, torch.Tensor) and out.shape == (1, linear.weight.shape[0])
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is the `Conv1D` of transformers' GPT-2: a linear layer whose weight is stored `[in, out]`."""
-    transformers = sys.modules.get("transformers.pytorch_utils")  # without which there is no such module
-    return transformers is not None and type(module) is transformers.Conv1D
+    return linear_obstacle(module, tried)
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -216,16 +207,6 @@ def _is_transposed(module: nn.Module) -> bool:
 
     conv = isinstance(module, nn.modules.conv._ConvNd) and module.transposed
     return conv or is_conv1d(module) or hasattr(module, "stands_for")
-
-
-def _is_plain_conv(conv: nn.Module) -> bool:
-    """Whether a convolution's class leaves the work to torch's own."""
-    from torch import nn
-
-    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    plain = next((kind for kind in kinds if isinstance(conv, kind)), None)
-    own = [getattr(type(conv), name, None) for name in ("forward", "_conv_forward")]
-    return plain is not None and own == [getattr(plain, name, None) for name in ("forward", "_conv_forward")]
 
 
 def _shape(module: nn.Module, name: str, parameter: torch.Tensor, transposed: bool) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ and runs each block again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quant.calibration.blocks import block_names
 from quant.calibration.evaluating import prepared
+from quant.calibration.module_hooks import forwarding, take_hooks
 from quant.calibration.placement import free_memory
 from quant.calibration.sensitivity.candidate_weights import CandidateWeights
 from quant.calibration.sensitivity.candidates import KEPT, Candidate
@@ -128,6 +129,7 @@ class SwitchableModel:
                         original.weight.detach(),
                         None if original.bias is None else self.weights.moved(original.bias.detach()),
                     )
+                    take_hooks(new, original)
                     new.train(original.training)
                     self._undo.append(partial(setattr, parent, last, original))
                     setattr(parent, last, new)
@@ -135,8 +137,9 @@ class SwitchableModel:
         # transformers may run fused experts by one batched product over the parameter, which a module cannot stand in
         # for: such modules get a loop over experts that calls the projections.
         for module in filter(runs_experts_alone, experts):
-            module.forward = partial(experts_forward, module)
-            self._undo.append(partial(delattr, module, "forward"))
+            replaced = ExitStack()
+            replaced.enter_context(forwarding(module, partial(experts_forward, module)))
+            self._undo.append(replaced.close)
         return self
 
     def _replace_parameter(self, parent: nn.Module, name: str, module: nn.Module) -> None:

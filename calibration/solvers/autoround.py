@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from quant.calibration.blocks import Call, output_of
+from quant.calibration.module_hooks import take_hooks
 from quant.calibration.solvers.rotation import matrix_of
 from quant.calibration.statistics import round_activation
 from quant.formats.format import Format
@@ -305,6 +306,7 @@ def _in_place(block: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[No
     """While open, `modules` take the places of the block's modules of these names."""
     before = {name: block.get_submodule(name) for name in modules}
     for name, module in modules.items():
+        take_hooks(module, before[name])
         block.set_submodule(name, module)
     try:
         yield

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import block_names, calls_of_chain, find_chains, output_of, without_hidden
+from quant.calibration.module_hooks import forwarding
 from quant.calibration.placement import DeviceCopies, device_of, home_of_states, tensors_of
 from quant.calibration.prefetch import prefetched
 from quant.calibration.texts.rows import few_of
@@ -74,8 +75,7 @@ def blocks_first(
 
     with ExitStack() as stack:
         for name, block in blocks.items():
-            block.forward = partial(pass_on, name)
-            stack.callback(delattr, block, "forward")
+            stack.enter_context(forwarding(block, partial(pass_on, name)))
         yield
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import removing
+from quant.calibration.module_hooks import forwarding
 from quant.calibration.observers import Observer
 from quant.calibration.placement import device_of, placed
 from quant.calibration.ranks import gathered, own_batches
@@ -122,14 +123,13 @@ def watch_inputs(
         else:
             seen = partial(_one_expert, name, observe)
             watched.setdefault(owner, {})[last] = watch_experts(model, name, seen)
-    for module, path in experts.items():
-        module.forward = partial(experts_forward, module, observe=_expert_hook(path, names, observe))
     try:
-        with removing(handles):
+        with removing(handles), ExitStack() as stack:
+            for module, path in experts.items():
+                forward = partial(experts_forward, module, observe=_expert_hook(path, names, observe))
+                stack.enter_context(forwarding(module, forward))
             yield
     finally:
-        for module in experts:
-            del module.forward
         for module, parameters in watched.items():
             put_back(module, parameters)
 

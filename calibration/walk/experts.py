@@ -16,6 +16,7 @@ solver's name has such parts, experts get its rounding alone, and the plan says 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import nn
 
 from quant.calibration.blocks import Stop
 from quant.calibration.fast_matmul import fast_matmul
+from quant.calibration.module_hooks import forwarding
 from quant.calibration.ranks import gathered, rank_and_world
 from quant.calibration.solvers.gptq import Gptq
 from quant.calibration.solvers.group import all_solved, solve_group
@@ -76,6 +78,7 @@ class FusedExperts:
         self.inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.alone = runs_experts_alone(self.module)
         self.originals: dict[str, nn.Parameter] = {}
+        self.replaced = ExitStack()  # while the solved projections are in the block
         self.solved: list[tuple[LayerPlan, Solved | None]] = []
 
     @property
@@ -90,8 +93,8 @@ class FusedExperts:
             run: runs the block on this rank's calibration rows, each until `Stop`.
         """
         if self.alone:
-            self.module.forward = self._keep_inputs
-            run()
+            with forwarding(self.module, self._keep_inputs):
+                run()
         for member in self.members:
             projection = member.name.rpartition(".")[2]
             weight, stacking = self.module.get_parameter(projection), stacking_of(self.module, projection)
@@ -103,13 +106,12 @@ class FusedExperts:
             self.solved.append((member, solved))
         self.inputs.clear()
         if self.alone:
-            self.module.forward = partial(experts_forward, self.module)
+            self.replaced.enter_context(forwarding(self.module, partial(experts_forward, self.module)))
 
     def results(self) -> list[tuple[LayerPlan, Solved | None]]:
         """The solved projections. The original parameters are back in the module."""
         put_back(self.module, self.originals)
-        if self.originals and self.alone:
-            del self.module.forward
+        self.replaced.close()
         return self.solved
 
     def _keep_inputs(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.module_hooks import has_hooks, take_hooks
 from quant.calibration.ranks import number_of
 from quant.calibration.solvers.rotation import matrix_of
 from quant.calibration.walk.group import Group
@@ -52,8 +53,10 @@ class StandIn(nn.Module):
         super().__init__()
         self.original, self.dense, self.group = original, dense, group
         self.batch, self.parts = batch, parts
-        # One that is called several times in a pass would have to remember all of its outputs.
-        self.keeps = group.calls == 1
+        take_hooks(self, original)
+        # One that is called several times in a pass would have to remember all of its outputs, and a hook may change
+        # an output in place.
+        self.keeps = group.calls == 1 and not has_hooks(original)
         self.outputs: dict[int, torch.Tensor] = {}
 
     @property

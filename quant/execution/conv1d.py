@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.module_hooks import take_hooks
 from quant.calibration.prefetch import value_of
-from quant.recipes.layers import is_conv1d
+from quant.recipes.plain_layers import is_conv1d
 
 
 @contextmanager
@@ -40,6 +41,7 @@ def _linear(module: nn.Module) -> nn.Linear:
         linear = nn.Linear(*weight.shape)
     linear.weight, linear.bias = nn.Parameter(weight.t(), requires_grad=trained), module.bias  # type: ignore[assignment]
     linear.stands_for = (module,)  # type: ignore[assignment]  # in a tuple, or it would be a submodule
+    take_hooks(linear, module)
     return linear.train(module.training)
 
 

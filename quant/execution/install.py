@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from quant.calibration.module_hooks import take_hooks
 from quant.errors import UserError
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
@@ -30,7 +31,7 @@ def install_weight(
     input_scale: torch.Tensor | None,
     parts: RunTimeParts | None = None,
 ) -> None:
-    """Puts a quantized module in the place of the layer's weight. A bias stays as it is.
+    """Puts a quantized module in the place of the layer's weight. A bias stays as it is, and so do hooks.
 
     Raises:
         UserError: an embedding that does more than look up.
@@ -59,6 +60,8 @@ def install_weight(
         assert isinstance(linear.weight, torch.Tensor)
         bias = getattr(linear, "bias", None)
         new = QuantLinear(weight, bias, layer.activation, input_scale, dtype=linear.weight.dtype, **vars(parts))
+    if layer.kind != LayerKind.EXPERTS:
+        take_hooks(new, parent.get_submodule(last))
     # A module that is swapped into a model in training must be in training too.
     new.train(parent.training)
     setattr(parent, last, new)

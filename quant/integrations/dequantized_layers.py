@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from quant.calibration.module_hooks import take_hooks
 from quant.formats.stacking import Stacking
 from quant.kernels.linear.modules import QuantLinear
 
@@ -24,4 +25,5 @@ def dense_linear(module: QuantLinear) -> nn.Linear:
     linear.weight = nn.Parameter(module.weight, requires_grad=False)
     if module.bias is not None:
         linear.bias = module.bias
+    take_hooks(linear, module)
     return linear.train(module.training)

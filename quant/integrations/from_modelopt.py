@@ -46,7 +46,7 @@ from quant.kernels.linear.conv import weight_of_conv
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.expert_stacks import expert_matrices
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import is_conv1d
+from quant.recipes.plain_layers import is_conv1d
 from quant.recipes.plan import LayerPlan, Plan
 
 _TOOLKIT = "ModelOpt"

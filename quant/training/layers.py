@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.module_hooks import take_hooks
 from quant.errors import UserError
 from quant.execution.data import by_input
 from quant.kernels.linear.conv import QuantConv, conv_matrix, conv_parameter
@@ -114,8 +115,9 @@ def install_training_layers(
 
 
 def put_layer(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replaces a layer of a model."""
+    """Replaces a layer of a model, whose hooks the new one has."""
     parent, _, last = name.rpartition(".")
+    take_hooks(module, model.get_submodule(name))
     setattr(model.get_submodule(parent), last, module)
 
 
