@@ -1,0 +1,41 @@
+"""The random Hadamard transform of 16 consecutive tokens that precedes the rounding of dw's operands.
+
+    H = diag(signs) H₁₆ / 4        orthogonal, so (H dyᵀᵀ)ᵀ (H x) = dyᵀ x
+
+An outlier of one token is spread over 16, which an E2M1 grid with a largest value of 6 rounds far better. Both operands
+need the same signs. Transformer Engine has one vector of signs for all layers and ranks, never drawn again; the same
+vector serves here, so nothing has to be saved or kept equal among ranks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch.nn.functional import pad
+
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""Transformer Engine 2.20's `get_wgrad_sign_vector`."""
+
+
+@cache
+def hadamard_matrix(size: int, device: torch.device) -> torch.Tensor:
+    """`diag(signs) H / sqrt(size)`, float32 `[size, size]`."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:  # Sylvester's construction
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    signs = torch.tensor(SIGNS[:size], dtype=torch.float32)
+    return (signs[:, None] * matrix / size**0.5).to(device)
+
+
+def transform_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
+    """`x` `[rows, tokens]` with each `size` consecutive tokens transformed; a short last block counts zeros.
+
+    The result is rounded to BF16, as in Transformer Engine's kernels: the transform happens in registers between the
+    load of a BF16 tensor and the rounding to E2M1. Its width is a multiple of `size`, which changes no sum over tokens.
+    """
+    if not size:
+        return x
+    x = pad(x, (0, -x.shape[1] % size))
+    turned = x.bfloat16().float().unflatten(1, (-1, size)) @ hadamard_matrix(size, x.device)
+    return turned.flatten(1).bfloat16().float()

@@ -1,0 +1,161 @@
+"""`round_operand` rounds an operand of a matrix product to a recipe's format, and keeps it as values and factors.
+
+    operand ≈ values · factor        values = element · block scale,  [rows, columns]
+
+With NVFP4 and MX block scales the values are exact in BF16: E2M1 · E4M3 takes 6 significant bits, E4M3 · 2ᵏ takes 4. So
+a BF16 matrix product of the values, accumulated in FP32 and multiplied by both factors, gives the numbers of a Blackwell
+GPU on any device. The same holds for FP8 with a scale for each row or tensor, whose FP32 scales are the factors. FP8
+scales of blocks multiply partial sums; where they are powers of two they are exact in the values too.
+
+Each peer computes NVFP4's scales in its own order, and rounds differently where a quotient lies near a tie. With
+a = largest magnitude of the tensor, b = that of the block, g = a / 2688 (2688 = 6 · 448):
+
+    blockscale            s = E4M3(max(b / (6 g), 2⁻⁹))             x / (s g)
+    transformer_engine    e = 2688 / a,  s = E4M3(b · (e · ⅙))      x · (1 / (s · (1 / e)))      s may be 0
+    torchao               e = 2688 / a,  s = E4M3(max(b / 6 · e, 2⁻⁶))   as transformer_engine
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from quant.formats.format import Format
+from quant.formats.number import E4M3
+from quant.formats.rounding import decode_power_of_two, encode_power_of_two, round_to
+from quant.formats.scaling import SCALE_RULES, divided, nonzero
+from quant.training.low_precision.recipe import Arithmetic, TrainingRecipe
+from quant.training.low_precision.stochastic import round_stochastically
+
+_LARGEST_FLOAT = torch.finfo(torch.float32).max
+_NVFP4_RANGE = 2688.0  # 6 · 448: the largest element times the largest block scale
+_LEAST_NORMAL_E4M3 = 2.0**-6
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """A rounded operand of a matrix product.
+
+    Attributes:
+        elements: rounded elements before any scale, float32 `[rows, columns]`.
+        scale: decoded block scales, float32, as `Format.scale_shape` has them.
+        values: element · block scale, float32 `[rows, columns]`; the elements alone where `factor` holds the scales.
+        factor: FP32, a scalar or `[rows, 1]`: multiplies the product.
+        format: of the elements and scales.
+    """
+
+    elements: torch.Tensor
+    scale: torch.Tensor
+    values: torch.Tensor
+    factor: torch.Tensor
+    format: Format
+
+    @property
+    def transposed(self) -> Operand:
+        """The same values for the product that sums over the rows; square blocks and tensor scales allow that."""
+        return Operand(self.elements.t(), self.scale.t(), self.values.t(), self.factor, self.format)
+
+
+def round_operand(
+    x: torch.Tensor,
+    format: Format,
+    recipe: TrainingRecipe,
+    *,
+    stochastic: bool = False,
+    amax: torch.Tensor | None = None,
+) -> Operand:
+    """Rounds `x` along its columns.
+
+    Args:
+        x: `[rows, columns]`, any float dtype; the product sums over the columns.
+        format: of the operand.
+        recipe: decides on the order of operations and on powers of two.
+        stochastic: rounds up or down by chance, so that the mean is `x`.
+        amax: largest magnitude that the whole tensor is scaled by, float32 scalar, for formats with a tensor scale;
+            None measures it. Values beyond saturate.
+    """
+    rows, columns = x.shape
+    block_rows, block_columns = format.block_shape(x.shape)
+    x = x.float()
+    padded = pad(x, (0, -columns % block_columns, 0, -rows % block_rows))
+    blocks = padded.unflatten(1, (-1, block_columns)).unflatten(0, (-1, block_rows))  # [R, rows, C, columns]
+    block_amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    if format.global_scale:
+        whole = x.abs().amax() if amax is None else amax
+        scale, steps, second = _two_level(blocks, block_amax, whole, format, recipe)
+    else:
+        if amax is not None and format.per_tensor:
+            block_amax = amax.float().reshape(1, 1, 1, 1)
+        scale = _one_level(block_amax, format, recipe)
+        steps, second = blocks / scale, x.new_ones(())
+    steps = steps.clamp(-format.element.max, format.element.max)
+    elements = round_stochastically(steps, format.element) if stochastic else round_to(steps, format.element)
+    scaled_outside = format.per_row or format.per_tensor
+    values = elements if scaled_outside else elements * scale
+    factor = scale.reshape(-1, 1) if format.per_row else scale.reshape(()) if format.per_tensor else second
+    return Operand(
+        _unblocked(elements, rows, columns),
+        scale[:, 0, :, 0],
+        _unblocked(values, rows, columns),
+        factor,
+        format,
+    )
+
+
+def _unblocked(blocks: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    return blocks.flatten(2).flatten(0, 1)[:rows, :columns]
+
+
+def _one_level(amax: torch.Tensor, format: Format, recipe: TrainingRecipe) -> torch.Tensor:
+    """Block scales of a format without a second level, for largest magnitudes `amax`."""
+    scale = divided(amax, format.element.max)
+    if format.has_power_of_two_scales:
+        return decode_power_of_two(encode_power_of_two(scale))
+    if recipe.power_of_two_scales:
+        # The power of two at or above; log2 in float64, where those of powers of two are exact.
+        scale = torch.exp2(torch.ceil(torch.log2(scale.double()))).float()
+    return nonzero(scale)
+
+
+def _two_level(
+    blocks: torch.Tensor, amax: torch.Tensor, whole: torch.Tensor, format: Format, recipe: TrainingRecipe
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Block scales, the blocks divided by them, and the tensor's scale; see the module docstring."""
+    if recipe.arithmetic is Arithmetic.BLOCKSCALE or recipe.four_over_six:
+        rule = "four_over_six" if recipe.four_over_six else "max"
+        bound = 256.0 if recipe.four_over_six else E4M3.max
+        second = nonzero(divided(whole.float(), format.element.max * bound))
+        scale = SCALE_RULES[rule](blocks, format, second)
+        return scale, blocks / (scale * second), second
+    # Divisions of tensors: `2688 / whole` would be 2688 times a rounded reciprocal.
+    encode = torch.minimum(whole.new_full((), _NVFP4_RANGE) / whole, whole.new_full((), _LARGEST_FLOAT))
+    encode = torch.where(whole == 0, torch.ones_like(whole), encode).float()
+    second = torch.div(encode.new_ones(()), encode)
+    if recipe.arithmetic is Arithmetic.TRANSFORMER_ENGINE:
+        scale = (amax * (encode * torch.reciprocal(encode.new_full((), 6.0)))).clamp(max=E4M3.max)
+    else:
+        scale = ((amax / 6.0) * encode).clamp(_LEAST_NORMAL_E4M3, E4M3.max)
+    scale = round_to(scale, E4M3)
+    inverse = torch.div(encode.new_ones(()), scale * second)
+    return scale, blocks * torch.minimum(inverse, inverse.new_full((), _LARGEST_FLOAT)), second
+
+
+def multiply(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
+    """`a bᵀ`, `[rows of a, rows of b]`: exact products of the values, accumulated in FP32, times both factors.
+
+    On a GPU the values go through BF16 tensor cores, which hold them exactly; on a CPU through FP32.
+    """
+    left, right = a.values, b.values
+    if left.is_cuda and _are_exact_in_bf16(a.format) and _are_exact_in_bf16(b.format):
+        product = torch.mm(left.bfloat16(), right.bfloat16().t(), out_dtype=torch.float32)
+    else:
+        product = left @ right.t()
+    return (product * (a.factor * b.factor.t())).to(dtype)
+
+
+def _are_exact_in_bf16(format: Format) -> bool:
+    """Whether element · block scale has at most 8 significant bits; FP8 blocks of FP32 scales do not."""
+    outside = format.per_row or format.per_tensor
+    return outside or format.has_power_of_two_scales or format.global_scale
