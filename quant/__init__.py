@@ -66,6 +66,13 @@ _PUBLIC = {
     "quant.execution.solve": ("Quantized",),
     "quant.execution.solve_weights": ("apply_plan",),
     "quant.training.distill": ("DistillMixin", "distill"),
+    "quant.training.low_precision.convert": (
+        "LowPrecisionTraining",
+        "from_low_precision_training",
+        "to_low_precision_training",
+    ),
+    "quant.training.low_precision.deploy": ("convert_trained",),
+    "quant.training.low_precision.recipe": ("TrainingRecipe",),
     "quant.training.options": ("DistillOptions",),
     "quant.training.run": ("distill_checkpoint",),
     "quant.training.teacher_cache": ("cache_teacher",),

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 
 from quant.calibration.blocks import block_names
 from quant.errors import UserError, counted
-from quant.training.low_precision.linear import LowPrecision, LowPrecisionLinear
+from quant.plan.make import make_plan
+from quant.recipes.layer_kind import LayerKind
+from quant.recipes.plan import Plan, groups_of
+from quant.training.head import inner_model
+from quant.training.low_precision.linear import LowPrecisionLinear
+from quant.training.low_precision.nonfinite import GradientWatch
+from quant.training.low_precision.packed import stored_format
 from quant.training.low_precision.recipe import TrainingRecipe, get_training_recipe
+from quant.training.low_precision.state import LowPrecision
+from quant.training.modules import RoundedWeight
+
+BACKENDS = ("auto", "emulated")
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,21 +36,54 @@ class LowPrecisionTraining:
         note: how this machine runs the recipe, for the log.
         converted: names of the layers whose products are rounded.
         kept: layers that stay as they were, with the reason, by name.
+        model: that was converted.
     """
 
     recipe: TrainingRecipe
     backend: str
     note: str
     converted: tuple[str, ...]
-    kept: dict[str, str]
+    kept: Mapping[str, str]
     model: nn.Module
 
     def at(self, share: float) -> None:
         """Says how far training is, as a share of all steps; the recipe's schedule may end the forward's rounding."""
-        for name in self.converted:
-            layer = self.model.get_submodule(name)
-            assert isinstance(layer, LowPrecisionLinear)
-            layer.low_precision.rounds_forward = share < self.recipe.schedule.bf16_forward_from
+        for state in self._states().values():
+            state.rounds_forward = share < self.recipe.schedule.bf16_forward_from
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The histories of largest magnitudes, for a checkpoint: the model's own keys stay those of plain layers."""
+        return {
+            f"{name}.amax.{operand}": history.values.clone()
+            for name, state in self._states().items()
+            for operand, history in state.amax.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Goes on with the histories of a checkpoint.
+
+        Raises:
+            UserError: they are of other layers, or of a recipe with another length of history.
+        """
+        own = self.state_dict()
+        if differing := sorted(own.keys() ^ state.keys()):
+            raise UserError(
+                f"{differing[0]}: the histories and the model disagree on the layers that train in low precision "
+                f"({counted(len(differing), 'difference')}); convert the model as it was when they were saved"
+            )
+        for name, values in state.items():
+            if values.shape != own[name].shape:
+                raise UserError(
+                    f"{name}: the histories remember {len(values)} steps, and {self.recipe.name} {len(own[name])}: "
+                    "they are of another recipe; convert the model with that one"
+                )
+        for name, layer in self._states().items():
+            for operand, history in layer.amax.items():
+                history.values = state[f"{name}.amax.{operand}"].clone()
+
+    def _states(self) -> dict[str, LowPrecision]:
+        layers = low_precision_layers(self.model)
+        return {name: layers[name].low_precision for name in self.converted if name in layers}
 
     def __str__(self) -> str:
         """A line for the log, and one for each reason."""
@@ -58,6 +102,7 @@ def to_low_precision_training(
     backend: str = "auto",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    on_nonfinite: str = "stop",
 ) -> LowPrecisionTraining:
     """Has the linear layers of a model train in low precision; changes their class in place.
 
@@ -71,10 +116,15 @@ def to_low_precision_training(
             that has the format, on any device. "auto" takes the fastest that this machine has.
         include: globs; if given, only layers that match one are converted.
         exclude: globs of layers that stay as they are.
+        on_nonfinite: at an optimizer's step, gradients with NaN or infinity "stop" training with an error that names
+            the layer, or "skip" the step with a warning.
+
+    Returns:
+        Its text says which layers train in which format, and why others do not.
 
     Raises:
-        UserError: an unknown recipe or backend, a model on the meta device or converted already, or no layer that can
-            be converted; the message names the way out.
+        UserError: an unknown recipe, backend or action; a model on the meta device, quantized, prepared for QAT or
+            converted already; no layer that can be converted. The message names the way out.
     """
     try:
         recipe = get_training_recipe(recipe)
@@ -82,37 +132,44 @@ def to_low_precision_training(
         raise UserError(str(error)) from None
     if backend not in BACKENDS:
         raise UserError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))
+    model = inner_model(model)
     _check_model(model)
-    kept: dict[str, str] = {}
-    converted = []
-    ends = _blocks_at_the_ends(model, recipe)
-    head = _output_head(model)
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        reason = _reason_to_keep(name, module, recipe, include, exclude, ends, head)
-        if reason is not None:
-            kept[name] = reason
-            continue
-        module.__class__ = LowPrecisionLinear
-        module.low_precision = LowPrecision(recipe)  # type: ignore[assignment]
-        converted.append(name)
+    watch = GradientWatch(on_nonfinite)
+    kept = _reasons_to_keep(model, recipe, include, exclude)
+    linears: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    candidates = [name for name in linears if name not in kept]
+    plan = _plan(model, recipe, candidates) if candidates else Plan(())
+    planned = {layer.name: layer for layer in plan.layers}
+    kept |= {name: planned[name].reason for name in candidates if planned[name].weight is None}
+    converted = tuple(name for name in candidates if name not in kept)
     if not converted:
         first = next(iter(kept.items()), None)
         why = f"{first[0]}: {first[1]}" if first else f"{type(model).__name__} has no nn.Linear"
         raise UserError(f"no layer can train in {recipe.name}: {why}")
-    return LowPrecisionTraining(recipe, "emulated", _note(model), tuple(converted), kept, model)
+    for name in converted:
+        linears[name].__class__ = LowPrecisionLinear
+        linears[name].low_precision = LowPrecision(name, recipe, [linears[name]])
+    for group in groups_of(plan.quantized).values():
+        members = [linears[layer.name] for layer in group]
+        for member in members:
+            member.low_precision.group = members
+    watch.start(model)
+    return LowPrecisionTraining(recipe, "emulated", _note(model), converted, kept, model)
 
 
 def from_low_precision_training(model: nn.Module) -> None:
     """Gives the layers of a model in low-precision training their plain class again; weights stay as trained."""
-    for module in model.modules():
-        if type(module) is LowPrecisionLinear:
-            del module.low_precision
-            module.__class__ = nn.Linear
+    model = inner_model(model)
+    GradientWatch.end(model)
+    for module in low_precision_layers(model).values():
+        del module.low_precision
+        module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-BACKENDS = ("auto", "emulated")
+def low_precision_layers(model: nn.Module) -> dict[str, LowPrecisionLinear]:
+    """The layers of a model that train in low precision, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LowPrecisionLinear)}
 
 
 def _check_model(model: nn.Module) -> None:
@@ -122,39 +179,69 @@ def _check_model(model: nn.Module) -> None:
                 f"{name}: the model trains in {module.low_precision.recipe.name} already; call "
                 "quant.from_low_precision_training(model) first"
             )
+        if isinstance(module, RoundedWeight):
+            raise UserError(
+                f"{name}: the model is prepared for QAT, which rounds its weights itself; finish that with "
+                "quant.convert_qat(model), or start from the original model"
+            )
+        if hasattr(type(module), "quantized_weight"):
+            raise UserError(
+                f"{name}: the model is quantized already, and its codes do not train; start from the original model, "
+                "or put adapters on this one with quant.lora"
+            )
     meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if meta is not None:
         raise UserError(f"{meta} is on the meta device and has no values; load the weights first")
 
 
-def _reason_to_keep(
-    name: str,
-    module: nn.Linear,
-    recipe: TrainingRecipe,
-    include: Sequence[str],
-    exclude: Sequence[str],
-    ends: Sequence[str],
-    head: nn.Module | None,
-) -> str | None:
-    """Why a layer stays in 16 bit; None where it is converted."""
-    matches: Callable[[Sequence[str]], bool] = lambda globs: any(fnmatchcase(name, glob) for glob in globs)  # noqa: E731
-    size = next((size for size in module.weight.shape if size % recipe.multiple), None)
-    if type(module) is not nn.Linear:
-        return f"a {type(module).__name__} computes in a way of its own"
-    if matches(exclude) or (include and not matches(include)):
-        return "excluded" if matches(exclude) else "not included"
-    if module is head and not include:
-        return "the output head, whose gradients are the most sensitive; name it in include to convert it"
-    if any(name.startswith(f"{block}.") for block in ends):
-        return f"{recipe.name} keeps the first {recipe.first_layers} and last {recipe.last_layers} blocks"
-    if size is not None:
-        return f"{list(module.weight.shape)}: {recipe.name} needs sizes that are multiples of {recipe.multiple}"
-    return None
-
-
-def _output_head(model: nn.Module) -> nn.Module | None:
+def _reasons_to_keep(
+    model: nn.Module, recipe: TrainingRecipe, include: Sequence[str], exclude: Sequence[str]
+) -> dict[str, str]:
+    """Why linear layers stay in 16 bit, by name; the plan has reasons for others."""
     embeddings = getattr(model, "get_output_embeddings", None)
-    return embeddings() if callable(embeddings) else None
+    head = embeddings() if callable(embeddings) else None
+    ends = _blocks_at_the_ends(model, recipe)
+    reasons: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        reason = _reason_of_settings(name, include, exclude, lambda name: any(name.startswith(f"{b}.") for b in ends))
+        size = next((size for size in module.weight.shape if size % recipe.multiple), None)
+        if type(module) is not nn.Linear:
+            reason = f"a {type(module).__name__} computes in a way of its own"
+        elif reason == _AT_THE_ENDS:
+            reason = f"{recipe.name} keeps the first {recipe.first_layers} and last {recipe.last_layers} blocks"
+        elif reason is None and module is head and not include:
+            reason = "the output head, whose gradients are the most sensitive; name it in include to convert it"
+        elif reason is None and size is not None:
+            reason = f"{list(module.weight.shape)}: {recipe.name} needs sizes that are multiples of {recipe.multiple}"
+        if reason is not None:
+            reasons[name] = reason
+    return reasons
+
+
+_AT_THE_ENDS = "at the ends"
+
+
+def _reason_of_settings(
+    name: str, include: Sequence[str], exclude: Sequence[str], is_at_the_ends: Callable[[str], bool]
+) -> str | None:
+    """Why the caller or the recipe leaves a layer in 16 bit."""
+    if any(fnmatchcase(name, glob) for glob in exclude):
+        return "excluded"
+    if include and not any(fnmatchcase(name, glob) for glob in include):
+        return "not included"
+    return _AT_THE_ENDS if is_at_the_ends(name) else None
+
+
+def _plan(model: nn.Module, recipe: TrainingRecipe, layers: Sequence[str]) -> Plan:
+    """The plan by which these layers will be deployed: it finds those that a runtime merges, which share scales."""
+    try:
+        plan = make_plan(model, stored_format(recipe).name, include=layers, solver="rtn")
+    except ValueError as error:
+        raise UserError(f"no layer can train in {recipe.name}: {error}") from None
+    assert all(layer.kind in (LayerKind.LINEAR, LayerKind.HEAD) for layer in plan.quantized)
+    return plan
 
 
 def _blocks_at_the_ends(model: nn.Module, recipe: TrainingRecipe) -> list[str]:
@@ -166,6 +253,6 @@ def _blocks_at_the_ends(model: nn.Module, recipe: TrainingRecipe) -> list[str]:
 
 
 def _note(model: nn.Module) -> str:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device: Any = next((p.device for p in model.parameters()), torch.device("cpu"))
     multiplies = "BF16 products" if device.type == "cuda" else "FP32 products"
     return f"emulated by {multiplies} of rounded operands, which is slower than 16 bit"

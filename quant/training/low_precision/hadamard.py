@@ -25,7 +25,8 @@ def hadamard_matrix(size: int, device: torch.device) -> torch.Tensor:
     while len(matrix) < size:  # Sylvester's construction
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     signs = torch.tensor(SIGNS[:size], dtype=torch.float32)
-    return (signs[:, None] * matrix / size**0.5).to(device)
+    turned: torch.Tensor = signs[:, None] * matrix / size**0.5
+    return turned.to(device)
 
 
 def transform_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -38,4 +39,5 @@ def transform_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
         return x
     x = pad(x, (0, -x.shape[1] % size))
     turned = x.bfloat16().float().unflatten(1, (-1, size)) @ hadamard_matrix(size, x.device)
-    return turned.flatten(1).bfloat16().float()
+    rounded: torch.Tensor = turned.flatten(1).bfloat16().float()
+    return rounded

@@ -3,78 +3,25 @@
 It is put in place by changing the class of a module: parameters, buffers, hooks and attributes stay the same objects,
 so optimizers made before go on, tied weights stay tied, and a state dict has the keys of `nn.Linear`. Everything that
 training adds is in `low_precision`, a plain attribute.
+
+A layer in training mode rounds as the recipe says. A layer in eval mode computes as the deployed layer will, with the
+static input scale of the steps so far: the loss that a training loop evaluates is the loss of the packed model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
+from quant.kernels.linear.ops import autocast_dtype
 from quant.training.low_precision.hadamard import transform_tokens
 from quant.training.low_precision.operands import Operand, multiply, round_operand
+from quant.training.low_precision.packed import deployed_layer
 from quant.training.low_precision.recipe import TrainingRecipe
-
-INPUT_HISTORY = 1024
-"""Training steps whose largest input magnitude becomes the static input scale of the deployed layer."""
-
-
-class AmaxHistory:
-    """The largest magnitudes of a tensor in the last steps.
-
-    Args:
-        steps: how many steps are remembered.
-    """
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self._values: torch.Tensor | None = None  # float32 [steps], on the device of what is recorded
-        self._next = 0
-
-    def record(self, amax: torch.Tensor) -> None:
-        """Takes in the largest magnitude of a step."""
-        if self._values is None or self._values.device != amax.device:
-            self._values = torch.zeros(self.steps, device=amax.device)
-        self._values[self._next] = amax.float()
-        self._next = (self._next + 1) % self.steps
-
-    @property
-    def amax(self) -> torch.Tensor | None:
-        """The largest of the remembered magnitudes, float32 scalar; None before the first step."""
-        return None if self._values is None else self._values.amax()
-
-
-@dataclass(eq=False)
-class LowPrecision:
-    """What a layer in low-precision training has beside its parameters.
-
-    Attributes:
-        recipe: how products are rounded.
-        rounds_forward: whether the forward product is rounded; a recipe's schedule turns it off in the end.
-        amax: histories of x, w and dy, by those names, for recipes with delayed scaling; x is always recorded.
-    """
-
-    recipe: TrainingRecipe
-    rounds_forward: bool = True
-    amax: dict[str, AmaxHistory] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        steps = self.recipe.history or INPUT_HISTORY
-        self.amax = {name: AmaxHistory(steps) for name in ("x", "w", "dy")}
-
-    def delayed(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The largest magnitude of earlier steps, by which a recipe with a history scales; records this step's.
-
-        The first step has no earlier ones and scales by its own.
-        """
-        if not self.recipe.history:
-            return None
-        current = tensor.detach().abs().amax().float()
-        earlier = self.amax[name].amax
-        self.amax[name].record(current)
-        return current if earlier is None else earlier
+from quant.training.low_precision.state import LowPrecision
 
 
 class LowPrecisionLinear(nn.Linear):
@@ -83,56 +30,131 @@ class LowPrecisionLinear(nn.Linear):
     low_precision: LowPrecision
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), self.weight.to(dtype)
-        y = _RoundedProducts.apply(x, weight, self.low_precision)
-        return y if self.bias is None else y + self.bias.to(dtype)  # type: ignore[no-any-return]
+        """`[..., in]` to `[..., out]`, in the dtype of `x`, or autocast's."""
+        # The backward pass of delayed scaling changes a history, which no compiled graph can.
+        return _outside_graphs(self, x) if self.low_precision.recipe.history else _forward(self, x)
+
+
+def _forward(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
+    x = x.to(autocast_dtype(x.device.type) or x.dtype)
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    if not x.numel():
+        return functional.linear(x, layer.weight.to(x.dtype), bias)
+    if layer.training:
+        return _trained(layer, x, bias)
+    y: torch.Tensor = _deployed(layer, x)
+    if not torch.is_grad_enabled():
+        return y
+    return _ValueOf.apply(_trained(layer, x, bias), y)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _trained(layer: LowPrecisionLinear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product as the recipe rounds it, with gradients."""
+    state = layer.low_precision
+    if layer.training:
+        state.deployed, state.weight_dtype = None, layer.weight.dtype
+        of_x, of_w = state.scaled_by(x)
+    else:
+        of_x, of_w = None, state.weight_amax() if state.recipe.weight and state.recipe.weight.is_static else None
+    y: torch.Tensor = _RoundedProducts.apply(x, layer.weight, of_x, of_w, state)  # type: ignore[no-untyped-call]
+    return y if bias is None else y + bias
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outside_graphs(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
+    return _forward(layer, x)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.no_grad()
+def _deployed(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
+    """The product of the deployed layer, without gradients."""
+    return deployed_layer(layer, layer.low_precision, x)(x)  # type: ignore[no-any-return]
+
+
+class _ValueOf(torch.autograd.Function):
+    """The gradient of `y` with another value: a deployed layer's product is trained by the recipe's gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return dy, None
 
 
 class _RoundedProducts(torch.autograd.Function):
-    """The three products of a linear layer, each on rounded operands."""
+    """The three products of a linear layer, each on rounded operands.
+
+    The weight may be wider than the input: it is rounded to the format from its own dtype, never through a third one.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: LowPrecision) -> torch.Tensor:
-        ctx.layer, ctx.shape = layer, x.shape
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        of_x: torch.Tensor | None,
+        of_w: torch.Tensor | None,
+        state: LowPrecision,
+    ) -> torch.Tensor:
+        ctx.state, ctx.shape = state, x.shape
+        ctx.rows_amax, ctx.weight_amax = of_x, of_w
         rows = x.reshape(-1, x.shape[-1])
-        recipe = layer.recipe
-        ctx.scaled_by = layer.delayed("x", rows), layer.delayed("w", weight)
-        if not recipe.history and rows.numel():
-            layer.amax["x"].record(rows.abs().amax())
+        recipe = state.recipe
         ctx.save_for_backward(rows, weight)
-        if recipe.input is None or recipe.weight is None or not layer.rounds_forward:
-            return nn.functional.linear(x, weight)
-        a = round_operand(rows, recipe.input, recipe, amax=ctx.scaled_by[0])
-        b = round_operand(weight, recipe.weight, recipe, amax=ctx.scaled_by[1])
+        if recipe.input is None or recipe.weight is None or not state.rounds_forward:
+            return functional.linear(x, weight.to(x.dtype))
+        a = round_operand(rows, recipe.input, recipe, amax=of_x)
+        b = round_operand(weight, recipe.weight, recipe, amax=of_w)
         return multiply(a, b, x.dtype).reshape(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:  # type: ignore[override]
-        (rows, weight), layer = ctx.saved_tensors, ctx.layer
-        recipe: TrainingRecipe = layer.recipe
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (rows, weight), state = ctx.saved_tensors, ctx.state
         flat = dy.reshape(-1, dy.shape[-1])
-        amax = layer.delayed("dy", flat)
-        of_x, of_w = ctx.scaled_by
+        if not torch.compiler.is_compiling():
+            state.gradient_is_finite = flat.isfinite().all()
+        amax = state.gradient_scaled_by(flat)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            if recipe.gradient is None or not recipe.rounds_dx:
-                dx = flat @ weight
-            else:
-                a = round_operand(flat, recipe.gradient, recipe, stochastic=recipe.stochastic_gradients, amax=amax)
-                dx = multiply(a, _transposed_weight(weight, recipe, of_w), dy.dtype)
-            dx = dx.reshape(ctx.shape)
+            dx = _input_gradient(flat, weight, state.recipe, amax, ctx.weight_amax).reshape(ctx.shape)
         if ctx.needs_input_grad[1]:
-            if recipe.gradient is None or recipe.input is None or not recipe.rounds_dw:
-                dw = flat.t() @ rows
-            else:
-                columns = transform_tokens(flat.t(), recipe.hadamard)
-                a = round_operand(columns, recipe.gradient, recipe, stochastic=recipe.stochastic_gradients, amax=amax)
-                b = round_operand(transform_tokens(rows.t(), recipe.hadamard), recipe.input, recipe, amax=of_x)
-                dw = multiply(a, b, weight.dtype)
-        return dx, dw, None
+            # Without a history the transposed input has a scale of its own, after the Hadamard transform.
+            of_x = ctx.rows_amax if state.recipe.history else None
+            dw = _weight_gradient(flat, rows, state.recipe, amax, of_x).to(weight.dtype)
+        return dx, dw, None, None, None
+
+
+def _input_gradient(
+    dy: torch.Tensor,
+    weight: torch.Tensor,
+    recipe: TrainingRecipe,
+    amax: torch.Tensor | None,
+    weight_amax: torch.Tensor | None,
+) -> torch.Tensor:
+    """dx = dy w, `[tokens, in]`."""
+    if recipe.gradient is None or recipe.weight is None or not recipe.rounds_dx:
+        return dy @ weight.to(dy.dtype)
+    a = round_operand(dy, recipe.gradient, recipe, stochastic=recipe.stochastic_gradients, amax=amax)
+    return multiply(a, _transposed_weight(weight, recipe, weight_amax), dy.dtype)
+
+
+def _weight_gradient(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    recipe: TrainingRecipe,
+    amax: torch.Tensor | None,
+    input_amax: torch.Tensor | None,
+) -> torch.Tensor:
+    """dw = dyᵀ x, `[out, in]`, summed over the tokens."""
+    if recipe.gradient is None or recipe.input is None or not recipe.rounds_dw:
+        return dy.t() @ x
+    columns = transform_tokens(dy.t(), recipe.hadamard)
+    a = round_operand(columns, recipe.gradient, recipe, stochastic=recipe.stochastic_gradients, amax=amax)
+    b = round_operand(transform_tokens(x.t(), recipe.hadamard), recipe.input, recipe, amax=input_amax)
+    return multiply(a, b, torch.float32)
 
 
 def _transposed_weight(weight: torch.Tensor, recipe: TrainingRecipe, amax: torch.Tensor | None) -> Operand:
@@ -141,4 +163,4 @@ def _transposed_weight(weight: torch.Tensor, recipe: TrainingRecipe, amax: torch
     assert format is not None
     if format.per_tensor or format.has_square_blocks:
         return round_operand(weight, format, recipe, amax=amax).transposed
-    return round_operand(weight.t(), format, recipe)
+    return round_operand(weight.t(), format, recipe, amax=amax if format.global_scale else None)

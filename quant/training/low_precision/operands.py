@@ -3,16 +3,18 @@
     operand ≈ values · factor        values = element · block scale,  [rows, columns]
 
 With NVFP4 and MX block scales the values are exact in BF16: E2M1 · E4M3 takes 6 significant bits, E4M3 · 2ᵏ takes 4. So
-a BF16 matrix product of the values, accumulated in FP32 and multiplied by both factors, gives the numbers of a Blackwell
-GPU on any device. The same holds for FP8 with a scale for each row or tensor, whose FP32 scales are the factors. FP8
-scales of blocks multiply partial sums; where they are powers of two they are exact in the values too.
+a BF16 matrix product of the values, accumulated in FP32 and multiplied by both factors, gives the numbers of a
+Blackwell GPU on any device. The same holds for FP8 with a scale for each row or tensor, whose FP32 scales are the
+factors. FP8 scales of blocks multiply partial sums; where they are powers of two they are exact in the values too.
 
-Each peer computes NVFP4's scales in its own order, and rounds differently where a quotient lies near a tie. With
+Toolkits compute NVFP4's scales in orders of their own, and round differently where a quotient lies near a tie. With
 a = largest magnitude of the tensor, b = that of the block, g = a / 2688 (2688 = 6 · 448):
 
     blockscale            s = E4M3(max(b / (6 g), 2⁻⁹))             x / (s g)
     transformer_engine    e = 2688 / a,  s = E4M3(b · (e · ⅙))      x · (1 / (s · (1 / e)))      s may be 0
-    torchao               e = 2688 / a,  s = E4M3(max(b / 6 · e, 2⁻⁶))   as transformer_engine
+
+With FP32 scales Transformer Engine multiplies by 448 / b and stores the reciprocal of that; `blockscale` divides by
+b / 448. Where scales are powers of two, both give the same.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ from quant.training.low_precision.stochastic import round_stochastically
 
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 _NVFP4_RANGE = 2688.0  # 6 · 448: the largest element times the largest block scale
-_LEAST_NORMAL_E4M3 = 2.0**-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,8 @@ class Operand:
         values: element · block scale, float32 `[rows, columns]`; the elements alone where `factor` holds the scales.
         factor: FP32, a scalar or `[rows, 1]`: multiplies the product.
         format: of the elements and scales.
+        is_exact_in_bf16: whether BF16 holds the values. With FP32 scales of blocks it does not, unless these are powers
+            of two.
     """
 
     elements: torch.Tensor
@@ -51,11 +54,13 @@ class Operand:
     values: torch.Tensor
     factor: torch.Tensor
     format: Format
+    is_exact_in_bf16: bool
 
     @property
     def transposed(self) -> Operand:
         """The same values for the product that sums over the rows; square blocks and tensor scales allow that."""
-        return Operand(self.elements.t(), self.scale.t(), self.values.t(), self.factor, self.format)
+        elements, scale, values = self.elements.t(), self.scale.t(), self.values.t()
+        return Operand(elements, scale, values, self.factor, self.format, self.is_exact_in_bf16)
 
 
 def round_operand(
@@ -88,8 +93,8 @@ def round_operand(
     else:
         if amax is not None and format.per_tensor:
             block_amax = amax.float().reshape(1, 1, 1, 1)
-        scale = _one_level(block_amax, format, recipe)
-        steps, second = blocks / scale, x.new_ones(())
+        scale, steps = _one_level(blocks, block_amax, format, recipe)
+        second = x.new_ones(())
     steps = steps.clamp(-format.element.max, format.element.max)
     elements = round_stochastically(steps, format.element) if stochastic else round_to(steps, format.element)
     scaled_outside = format.per_row or format.per_tensor
@@ -101,6 +106,7 @@ def round_operand(
         _unblocked(values, rows, columns),
         factor,
         format,
+        scaled_outside or format.global_scale or format.has_power_of_two_scales or recipe.power_of_two_scales,
     )
 
 
@@ -108,15 +114,22 @@ def _unblocked(blocks: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return blocks.flatten(2).flatten(0, 1)[:rows, :columns]
 
 
-def _one_level(amax: torch.Tensor, format: Format, recipe: TrainingRecipe) -> torch.Tensor:
-    """Block scales of a format without a second level, for largest magnitudes `amax`."""
+def _one_level(
+    blocks: torch.Tensor, amax: torch.Tensor, format: Format, recipe: TrainingRecipe
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block scales of a format without a second level, for magnitudes `amax`, and the blocks divided by them."""
     scale = divided(amax, format.element.max)
     if format.has_power_of_two_scales:
-        return decode_power_of_two(encode_power_of_two(scale))
+        scale = decode_power_of_two(encode_power_of_two(scale))
+        return scale, blocks / scale
     if recipe.power_of_two_scales:
         # The power of two at or above; log2 in float64, where those of powers of two are exact.
         scale = torch.exp2(torch.ceil(torch.log2(scale.double()))).float()
-    return nonzero(scale)
+    elif recipe.arithmetic is Arithmetic.TRANSFORMER_ENGINE:
+        steps_per_unit = torch.where(amax == 0, 1.0, torch.div(amax.new_full((), format.element.max), amax))
+        return torch.div(amax.new_ones(()), steps_per_unit), blocks * steps_per_unit
+    scale = nonzero(scale)
+    return scale, blocks / scale
 
 
 def _two_level(
@@ -133,11 +146,7 @@ def _two_level(
     encode = torch.minimum(whole.new_full((), _NVFP4_RANGE) / whole, whole.new_full((), _LARGEST_FLOAT))
     encode = torch.where(whole == 0, torch.ones_like(whole), encode).float()
     second = torch.div(encode.new_ones(()), encode)
-    if recipe.arithmetic is Arithmetic.TRANSFORMER_ENGINE:
-        scale = (amax * (encode * torch.reciprocal(encode.new_full((), 6.0)))).clamp(max=E4M3.max)
-    else:
-        scale = ((amax / 6.0) * encode).clamp(_LEAST_NORMAL_E4M3, E4M3.max)
-    scale = round_to(scale, E4M3)
+    scale = round_to((amax * (encode * torch.reciprocal(encode.new_full((), 6.0)))).clamp(max=E4M3.max), E4M3)
     inverse = torch.div(encode.new_ones(()), scale * second)
     return scale, blocks * torch.minimum(inverse, inverse.new_full((), _LARGEST_FLOAT)), second
 
@@ -148,14 +157,8 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
     On a GPU the values go through BF16 tensor cores, which hold them exactly; on a CPU through FP32.
     """
     left, right = a.values, b.values
-    if left.is_cuda and _are_exact_in_bf16(a.format) and _are_exact_in_bf16(b.format):
+    if left.is_cuda and a.is_exact_in_bf16 and b.is_exact_in_bf16:
         product = torch.mm(left.bfloat16(), right.bfloat16().t(), out_dtype=torch.float32)
     else:
         product = left @ right.t()
     return (product * (a.factor * b.factor.t())).to(dtype)
-
-
-def _are_exact_in_bf16(format: Format) -> bool:
-    """Whether element · block scale has at most 8 significant bits; FP8 blocks of FP32 scales do not."""
-    outside = format.per_row or format.per_tensor
-    return outside or format.has_power_of_two_scales or format.global_scale

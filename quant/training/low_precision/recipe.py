@@ -36,13 +36,12 @@ FP8_E5M2 = Format("fp8_e5m2", E5M2, FP32, (0, 0))
 
 
 class Arithmetic(StrEnum):
-    """The order of operations by which NVFP4's block scales are computed; values differ in some 0.1 % of places."""
+    """The order of operations by which scales are computed; values differ in some 0.1 % of places."""
 
     BLOCKSCALE = "blockscale"
     """As `quant.formats` does, so that a plain `quantize` gives the same codes."""
     TRANSFORMER_ENGINE = "transformer_engine"
-    """As Transformer Engine's kernels do on a Blackwell GPU."""
-    TORCHAO = "torchao"
+    """As Transformer Engine's kernels do."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class TrainingRecipe:
         hadamard: tokens of a block of the random Hadamard transform in dw; 0 is none.
         stochastic_gradients: whether dy is rounded stochastically.
         four_over_six: NVFP4 blocks of x and w map their largest magnitude to 6 or to 4, by squared error.
-        arithmetic: the order of operations of NVFP4 block scales.
+        arithmetic: the order of operations of NVFP4 scales, and of FP32 scales that are no powers of two.
         fast_accumulation: products that may use the tensor cores' fast FP8 accumulation: the forward one.
         first_layers, last_layers: decoder blocks that stay in BF16.
         schedule: when the forward product leaves the format.
@@ -118,7 +117,9 @@ RECIPES: dict[str, TrainingRecipe] = {
         TrainingRecipe(
             "fp8_rowwise_wgrad_bf16", _ROW, _ROW, _ROW, weight_in_dx=_TENSOR, rounds_dw=False, power_of_two_scales=True
         ),
-        TrainingRecipe("fp8_block", _GROUP, _SQUARE, _GROUP, power_of_two_scales=True),
+        TrainingRecipe(
+            "fp8_block", _GROUP, _SQUARE, _GROUP, power_of_two_scales=True, arithmetic=Arithmetic.TRANSFORMER_ENGINE
+        ),
         TrainingRecipe("mxfp8", FORMATS["mxfp8"], FORMATS["mxfp8"], FORMATS["mxfp8"]),
         TrainingRecipe(
             "nvfp4", FORMATS["nvfp4"], NVFP4_SQUARE, FORMATS["nvfp4"], hadamard=16, stochastic_gradients=True,

@@ -1,0 +1,130 @@
+"""Each layer in low-precision training has a `LowPrecision`: its recipe, and the largest magnitudes of recent steps.
+
+The histories serve two purposes. Delayed scaling rounds a tensor by the largest magnitude of earlier steps, so that it
+need not be read twice. And a deployed layer with a static input scale takes that scale from the inputs of training,
+which makes calibration unnecessary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quant.kernels.training.weight_rounding import group_amax
+from quant.training.low_precision.recipe import TrainingRecipe
+
+INPUT_HISTORY = 1024
+"""Training steps whose largest input magnitude becomes the static input scale of the deployed layer."""
+
+
+class AmaxHistory:
+    """The largest magnitudes of a tensor in the last steps.
+
+    Args:
+        steps: how many steps are remembered.
+
+    Attributes:
+        values: float32 `[steps]`, newest first; -1 where no step has been recorded.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.values = torch.full((steps,), -1.0)
+
+    def record(self, amax: torch.Tensor) -> None:
+        """Takes in the largest magnitude of a step; NaN and infinity count as zero, or they would stay for good."""
+        amax = torch.nan_to_num(amax.detach().float(), 0.0, 0.0).reshape(1)
+        # A new tensor and no index that moves: torch.compile would record a graph for each value of a Python number.
+        self.values = torch.cat([amax, self.values.to(amax.device)[:-1]])
+
+    def largest(self, otherwise: torch.Tensor) -> torch.Tensor:
+        """The largest remembered magnitude, float32 scalar, or `otherwise` before the first step."""
+        amax = self.values.to(otherwise.device).amax()
+        return torch.where(amax < 0, otherwise.float(), amax)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step has been recorded."""
+        return bool(self.values[0] < 0)
+
+
+@dataclass(eq=False)
+class LowPrecision:
+    """Everything that a layer in low-precision training has in addition to its parameters.
+
+    Attributes:
+        name: of the layer in its model, for messages.
+        recipe: how products are rounded.
+        group: the layers that a runtime merges with this one, itself included: they share the scale of a whole weight.
+        rounds_forward: whether the forward product is rounded; a recipe's schedule turns it off in the end.
+        amax: histories of x, w and dy, by those names. Only those that the recipe or the deployed layer needs grow.
+        weight_dtype: dtype of the weight in the last forward pass. FSDP2 with `param_dtype=bfloat16` shows the layer a
+            rounded copy of the parameter, and the deployed codes must come from that copy.
+        gradient_is_finite: bool scalar, whether the last dy had only finite numbers; None where nobody looked.
+        deployed: the deployed layer for evaluation, with the tensors that it was made from; see `deployed_layer`.
+    """
+
+    name: str
+    recipe: TrainingRecipe
+    group: Sequence[Any] = ()  # LowPrecisionLinear
+    rounds_forward: bool = True
+    amax: dict[str, AmaxHistory] = field(default_factory=dict)
+    weight_dtype: torch.dtype | None = None
+    gradient_is_finite: torch.Tensor | None = None
+    deployed: Any = None
+
+    def __post_init__(self) -> None:
+        steps = self.recipe.history or INPUT_HISTORY
+        self.amax = {name: AmaxHistory(steps) for name in ("x", "w", "dy")}
+        self._scaled_by: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The deployed layer is made again when it is needed; its weight is not ours to copy or write.
+        return {**vars(self), "deployed": None, "gradient_is_finite": None}
+
+    def scaled_by(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The largest magnitudes that x `[..., in]` and the weight are scaled by in this forward pass.
+
+        None where a format has no scale of a whole tensor. The histories take in this step's magnitudes, except while
+        gradient checkpointing runs the forward pass again: that must round as the first run did.
+        """
+        recipe = self.recipe
+        if recipe.history and _is_in_backward():
+            return self._scaled_by
+        of_x = of_w = None
+        if recipe.input is not None and recipe.input.is_static:
+            current = x.detach().abs().amax().float()
+            of_x = self.amax["x"].largest(current) if recipe.history else current
+            if not _is_in_backward():
+                self.amax["x"].record(current)
+        if recipe.weight is not None and recipe.weight.is_static:
+            of_w = self.weight_amax()
+            if recipe.history:
+                current, of_w = of_w, self.amax["w"].largest(of_w)
+                self.amax["w"].record(current)
+        if recipe.history:
+            self._scaled_by = of_x, of_w
+        return of_x, of_w
+
+    def weight_amax(self) -> torch.Tensor:
+        """The largest magnitude of the weights of the group, float32 scalar."""
+        device = self.group[0].weight.device
+        return group_amax([each.weight.detach().to(device) for each in self.group])
+
+    def gradient_scaled_by(self, dy: torch.Tensor) -> torch.Tensor | None:
+        """The largest magnitude that a recipe with a history scales dy by; records this step's."""
+        if not self.recipe.history:
+            return None
+        current = dy.abs().amax().float()
+        earlier = self.amax["dy"].largest(current)
+        self.amax["dy"].record(current)
+        return earlier
+
+
+def _is_in_backward() -> bool:
+    """Whether autograd runs a backward pass, in which a forward pass is a repetition by gradient checkpointing."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,154 @@
+"""The packed model is the model that was trained: codes, scales, and the loss that training evaluated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+import quant
+from quant.errors import UserError
+from quant.export.onnx_graph.export import export_onnx
+from quant.training.low_precision.operands import round_operand
+from quant.training.low_precision.recipe import RECIPES, get_training_recipe
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256}
+
+
+def _trained(recipe: str, dtype: torch.dtype = torch.float32, steps: int = 3) -> tuple[Any, torch.Tensor]:
+    model = tiny_models.llama(**SIZES, gain=4.0, dtype=dtype)
+    quant.to_low_precision_training(model.train(), recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.randint(0, 64, (4, 16))
+    for _ in range(steps):
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, ids
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_evaluated_model_is_the_packed_and_the_saved_one(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model, ids = _trained(name, dtype)
+    weights = {n: m.weight.detach().clone() for n, m in model.named_modules() if hasattr(m, "low_precision")}
+    states = {n: m.low_precision for n, m in model.named_modules() if hasattr(m, "low_precision")}
+    amax = {n: None if not s.recipe.weight.is_static else s.weight_amax() for n, s in states.items()}
+    amax = {n: states[n].amax["w"].largest(a) if states[n].recipe.history else a for n, a in amax.items()}
+    trained = model.eval()(ids).logits
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, trained)
+    plan = quant.convert_trained(model)
+    assert len(plan.quantized) == len(weights) >= 10
+    assert {layer.reason for layer in plan.quantized} == {f"codes and scales of training in {name}"}
+    recipe = RECIPES[name]
+    for layer in plan.quantized:
+        packed = model.get_submodule(layer.name).quantized_weight
+        # The last forward product multiplied by these values.
+        operand = round_operand(weights[layer.name], recipe.weight, recipe, amax=amax[layer.name])
+        height, width = operand.format.block_shape(packed.shape)
+        scale = operand.scale.repeat_interleave(height, 0).repeat_interleave(width, 1)[: packed.shape[0]]
+        assert torch.equal(packed.element_values(), operand.elements)
+        second = operand.factor if operand.format.global_scale else torch.ones(())
+        assert torch.equal(packed.dequantize(), operand.elements * (scale * second))
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, trained)
+        quant.save(model, plan, tmp_path / "out")
+        assert torch.equal(quant.load(tmp_path / "out")(ids).logits, trained)
+
+
+def test_merged_layers_have_one_second_level_and_one_input_scale() -> None:
+    model, _ = _trained("nvfp4")
+    plan = quant.convert_trained(model)
+    groups: dict[str, list[Any]] = {}
+    for layer in plan.quantized:
+        groups.setdefault(layer.group or layer.name, []).append(model.get_submodule(layer.name))
+    assert sorted(len(members) for members in groups.values()) == [1, 1, 1, 1, 2, 2, 3, 3]
+    for members in groups.values():
+        for scale in ("global_scale", "input_scale"):
+            assert len({float(getattr(member, scale)) for member in members}) == 1
+
+
+def test_the_static_input_scale_is_that_of_the_largest_recorded_input() -> None:
+    net = nn.Sequential(nn.Linear(64, 32, bias=False))
+    quant.to_low_precision_training(net, "nvfp4")
+    for largest in (3.0, 11.0, 5.0):
+        x = torch.rand(8, 64)
+        x[0, 0] = largest
+        net(x)
+    net.eval()(100 * torch.rand(8, 64))  # evaluation records nothing
+    net.train()(torch.full((8, 64), torch.nan))  # and NaN is no magnitude
+    quant.convert_trained(net)
+    assert float(net[0].input_scale) == pytest.approx(11 / 2688, rel=1e-6)
+
+
+def test_weights_that_fsdp_shows_in_bf16_are_packed_from_bf16() -> None:
+    net = nn.Sequential(nn.Linear(64, 32, bias=False))
+    quant.to_low_precision_training(net, "fp8_rowwise")
+    layer, master = net[0], net[0].weight
+    layer.weight = nn.Parameter(master.detach().bfloat16())  # as FSDP2 does with param_dtype=bfloat16
+    net(torch.randn(4, 64))
+    layer.weight = master
+    recipe = RECIPES["fp8_rowwise"]
+    expected = round_operand(master.detach().bfloat16(), recipe.weight, recipe).elements
+    assert not torch.equal(round_operand(master.detach(), recipe.weight, recipe).elements, expected)
+    quant.convert_trained(net)
+    assert torch.equal(net[0].quantized_weight.element_values(), expected)
+
+
+def test_an_onnx_file_has_the_trained_codes(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx", reason="the extra onnx")
+    pytest.importorskip("onnxscript", reason="the extra onnx")
+    model, _ = _trained("nvfp4", torch.bfloat16)
+    plan = quant.convert_trained(model.eval())
+    file = export_onnx(model, tmp_path / "model.onnx", plan=plan)
+    arrays = {tensor.raw_data for tensor in onnx.load(file).graph.initializer}
+    for layer in plan.quantized:
+        codes = model.get_submodule(layer.name).quantized_weight.codes
+        assert codes.numpy().tobytes() in arrays, layer.name
+
+
+def _model_of_two_recipes() -> nn.Module:
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    quant.to_low_precision_training(net, "mxfp8")
+    net[1].low_precision.recipe = RECIPES["fp8_rowwise"]
+    return net
+
+
+def _model_with_nan() -> nn.Module:
+    net = nn.Sequential(nn.Linear(64, 64))
+    quant.to_low_precision_training(net, "mxfp8")
+    net[0].weight.data[0, 0] = torch.nan
+    return net
+
+
+def _model_without_steps() -> nn.Module:
+    net = nn.Sequential(nn.Linear(64, 64))
+    quant.to_low_precision_training(net, "nvfp4")
+    return net
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        (nn.Sequential(nn.Linear(64, 64)), "call quant.to_low_precision_training first"),
+        (_model_of_two_recipes, r"several recipes \(fp8_rowwise, mxfp8\)"),
+        (_model_with_nan, "^0: training made NaN"),
+        (_model_without_steps, "^0: no training step has recorded its input.* run a few steps"),
+    ],
+)
+def test_a_model_that_cannot_be_packed_is_refused_and_left_as_it_is(model: Any, line: str) -> None:
+    net = model() if not isinstance(model, nn.Module) else model
+    before = [type(module) for module in net.modules()]
+    with pytest.raises(UserError, match=line):
+        quant.convert_trained(net)
+    assert [type(module) for module in net.modules()] == before
+
+
+def test_an_unknown_recipe_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"known: fp8_delayed, .*nvfp4"):
+        get_training_recipe("nvfp5")

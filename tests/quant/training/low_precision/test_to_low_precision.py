@@ -1,0 +1,174 @@
+"""Which layers train in low precision, which do not and why; gradients that are not finite."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+import quant
+from quant.errors import UserError
+from quant.training.low_precision.recipe import RECIPES
+
+
+def test_the_report_says_which_layers_stay_and_why() -> None:
+    model = tiny_models.llama(num_hidden_layers=3, intermediate_size=72)
+    recipe = replace(RECIPES["nvfp4"], first_layers=1)
+    report = quant.to_low_precision_training(model, recipe, exclude=["*.2.self_attn.o_proj"])
+    assert "model.layers.1.self_attn.q_proj" in report.converted
+    reasons = {
+        "model.layers.0.self_attn.q_proj": "nvfp4 keeps the first 1 and last 0 blocks",
+        "model.layers.1.mlp.gate_proj": "[72, 64]: nvfp4 needs sizes that are multiples of 16",
+        "model.layers.2.self_attn.o_proj": "excluded",
+    }
+    for name, reason in reasons.items():
+        assert report.kept[name] == reason
+        assert f"{name} first: {reason}" in str(report) or name not in str(report)
+    assert report.kept["lm_head"].startswith("the output head")
+    assert set(report.converted).isdisjoint(report.kept)
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert linears == {*report.converted, *report.kept}
+
+
+def test_a_head_that_is_named_trains_too() -> None:
+    model = tiny_models.llama()
+    report = quant.to_low_precision_training(model, "mxfp8", include=["lm_head", "*.mlp.*"])
+    assert "lm_head" in report.converted
+    assert report.kept["model.layers.0.self_attn.q_proj"] == "not included"
+
+
+def test_a_fusion_group_trains_whole_or_not_at_all() -> None:
+    model = tiny_models.llama()
+    report = quant.to_low_precision_training(model, "nvfp4", exclude=["*.k_proj"])
+    assert "q_proj" not in " ".join(report.converted)
+    assert "k_proj" in report.kept["model.layers.0.self_attn.q_proj"]
+
+
+def _quantized() -> nn.Module:
+    model = tiny_models.llama()
+    quant.quantize(model, "fp8_channel")
+    return model
+
+
+def _in_qat() -> nn.Module:
+    model = tiny_models.llama()
+    quant.prepare_qat(model, "fp8_channel")
+    return model
+
+
+def _converted() -> nn.Module:
+    model = tiny_models.llama()
+    quant.to_low_precision_training(model, "mxfp8")
+    return model
+
+
+def _on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(64, 64))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "line"),
+    [
+        (_quantized, {}, "quantized already.*original model"),
+        (_in_qat, {}, "prepared for QAT.*convert_qat"),
+        (_converted, {}, "trains in mxfp8 already.*from_low_precision_training"),
+        (_on_meta, {}, "0.weight is on the meta device.*load the weights"),
+        (lambda: nn.Sequential(nn.Linear(24, 24)), {}, r"0: \[24, 24\]: fp8_rowwise needs sizes .* multiples of 16"),
+        (lambda: nn.Sequential(nn.ReLU()), {}, "Sequential has no nn.Linear"),
+        (tiny_models.llama, {"recipe": "fp7"}, "unknown training recipe 'fp7'; known: fp8_delayed"),
+        (tiny_models.llama, {"backend": "fast"}, "unknown backend 'fast'; known: auto"),
+        (tiny_models.llama, {"on_nonfinite": "hope"}, "on_nonfinite='hope': unknown; known: stop, skip"),
+        (tiny_models.llama, {"recipe": replace(RECIPES["nvfp4"], weight=None)}, "leaves an operand of y in 16 bit"),
+    ],
+)
+def test_bad_input_is_one_line_with_the_way_out(make: Any, options: dict[str, Any], line: str) -> None:
+    model = make()
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(UserError, match=line) as error:
+        quant.to_low_precision_training(model, **options)
+    assert "\n" not in str(error.value)
+    assert [type(module) for module in model.modules()] == before
+
+
+class Deep(nn.Module):
+    """Three layers; `broken` makes the gradient of the second one's output infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[1](self.layers[0](x))
+        if self.broken:
+            x.register_hook(lambda gradient: gradient * torch.inf)
+        return self.layers[2](x)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_gradient_that_is_not_finite_stops_and_names_the_layer(clips: bool) -> None:
+    model = Deep()
+    quant.to_low_precision_training(model, "mxfp8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.broken = True
+    model(torch.randn(8, 64)).square().sum().backward()
+    if clips:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(
+        UserError, match=r"^layers.1: its gradient holds NaN or infinity in mxfp8; no weight was changed"
+    ):
+        optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_skipped_step_changes_no_weight_and_the_next_one_does() -> None:
+    model = Deep()
+    quant.to_low_precision_training(model, "mxfp8", on_nonfinite="skip")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.broken = True
+    model(torch.randn(8, 64)).square().sum().backward()
+    with pytest.warns(UserWarning, match="layers.1: its gradient holds NaN or infinity in mxfp8; this step is skipped"):
+        optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    optimizer.zero_grad()
+    model.broken = False
+    model(torch.randn(8, 64)).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.layers[0].weight, before["layers.0.weight"])
+
+
+def test_optimizers_of_other_models_and_of_plain_models_are_left_alone() -> None:
+    model, other = Deep(), Deep()
+    quant.to_low_precision_training(model, "mxfp8")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other)]
+    other.broken = True
+    other(torch.randn(8, 64)).sum().backward()
+    optimizers[1].step()  # not watched
+    quant.from_low_precision_training(model)
+    model.broken = True
+    model(torch.randn(8, 64)).sum().backward()
+    optimizers[0].step()  # no longer watched
+
+
+def test_histories_go_through_a_checkpoint() -> None:
+    model, twin = Deep(), Deep()
+    report, again = (quant.to_low_precision_training(each, "fp8_delayed") for each in (model, twin))
+    twin.load_state_dict(model.state_dict())
+    for step in range(3):
+        model(torch.randn(8, 64) * (step + 1)).sum().backward()
+    again.load_state_dict(report.state_dict())
+    x = torch.randn(8, 64)
+    assert torch.equal(model(x), twin(x))
+    other = quant.to_low_precision_training(Deep(), "nvfp4", exclude=["layers.0"])
+    with pytest.raises(UserError, match="disagree on the layers"):
+        other.load_state_dict(report.state_dict())
+    shorter = quant.to_low_precision_training(Deep(), replace(RECIPES["fp8_delayed"], history=16))
+    with pytest.raises(UserError, match="remember 1024 steps, and fp8_delayed 16"):
+        shorter.load_state_dict(report.state_dict())
