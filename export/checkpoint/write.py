@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -234,15 +233,3 @@ def sha256_of(path: Path) -> str:
     """SHA-256 of a file, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_config(directory: Path, model: Any, plan: Plan, names: StoredNames) -> None:
-    """Writes config.json: the transformers config with the model's class and dtype, and the `quantization_config`."""
-    model.config.save_pretrained(directory)
-    path = directory / "config.json"
-    fields = json.loads(path.read_text())
-    # Both may be stale: a model built from a config has no architectures there, and .to(dtype) leaves the dtype.
-    fields["architectures"] = [type(model).__name__]
-    fields["dtype"] = str(next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch.")
-    fields["quantization_config"] = compressed_tensors.quantization_config(plan, names)
-    path.write_text(json.dumps(fields, indent=2, sort_keys=True, allow_nan=False) + "\n")

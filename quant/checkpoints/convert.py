@@ -90,14 +90,13 @@ def convert(
                 continue
             copy_along(source, temporary / source.name, directory)
         plan.save(temporary / PLAN_FILE)
-        # Other tools write the bare word Infinity, which is no JSON; transformers writes {"__float__": "Infinity"}.
-        text = (directory / "config.json").read_text(encoding="utf-8")
-        fields = json.loads(text, parse_constant=lambda word: {"__float__": word})
+        # The bare word Infinity, which is no JSON, stays where a config has it: its readers know it.
+        fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         fields["quantization_config"] = layout.quantization_config(plan, names)
         for file, contents in layout.own_files(plan, names).items():
             text = json.dumps(contents, indent=4, allow_nan=False)
             (temporary / file).write_text(text + "\n", encoding="utf-8")
-        text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(fields, indent=2, ensure_ascii=False)
         (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
         sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir()) if file.is_file()}
     return {"files": sizes, "rounded_scales": rounded}

@@ -25,6 +25,8 @@ from quant.export.checkpoint.names import stored_names
 from quant.export.checkpoint.read import layer_tensor_names, read_layer, read_parts
 from quant.export.checkpoint.write import SHARD_BYTES
 from quant.extras import require
+from quant.models.files import companion_files
+from quant.models.origin import source_directory
 from quant.models.quantized.quantization import IN_TRAINING
 from quant.recipes.plan import Plan
 
@@ -139,17 +141,25 @@ def save_pretrained(
     # Other files stay, such as the optimizer's state, so the directory cannot be replaced whole. Each file is: the new
     # ones are complete on the same file system before the first is renamed.
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as work:
-        destination = Destination(Path(work) / "checkpoint", shard_bytes=_shard_bytes(max_shard_size))
+        destination = Destination(
+            Path(work) / "checkpoint", shard_bytes=_shard_bytes(max_shard_size), source=source_directory(model)
+        )
         write_model(
             model, plan, destination, stored_names(model), state=state,
             finish=lambda _directory, _hashes, of_transformers: messages.extend(of_transformers),
         )  # fmt: skip
-        files = sorted(file.name for file in destination.directory.iterdir())
+        written = destination.directory
+        files = sorted(file.relative_to(written).as_posix() for file in written.rglob("*") if file.is_file())
         # A save in fewer shards would leave files of an earlier one, and loading would find tensors twice.
         for old in (file for pattern in _WEIGHTS for file in directory.glob(pattern) if file.name not in files):
             old.unlink()
+        source = destination.source
+        copied = set() if source is None else {file.relative_to(source) for file in companion_files(source)}
         for name in files:
-            (destination.directory / name).replace(directory / name)
+            # The tokenizer, say, may have been saved there already, and may be another one than the source's.
+            if Path(name) not in copied or not (directory / name).exists():
+                (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                (written / name).replace(directory / name)
     for message in messages:
         warnings.warn(message, stacklevel=2)
     if push_to_hub:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,18 +20,22 @@ from quant.checkpoints.trial_load import check_experts, check_read_back, trial_l
 from quant.errors import UserError
 from quant.export.checkpoint.compressed_tensors import check_plan, compress
 from quant.export.checkpoint.compressed_tensors_warnings import rotation_warnings, stopped_warnings
+from quant.export.checkpoint.config_file import write_config
 from quant.export.checkpoint.directory import new_directory
 from quant.export.checkpoint.names import StoredNames, stored_names
 from quant.export.checkpoint.write import (
     checkpoint_tensors,
     layer_weights,
     plan_of_model,
-    write_config,
     write_tensors,
 )
 from quant.formats.tensor import BlockScaledTensor
+from quant.models import huggingface
+from quant.models.files import copy_companions
+from quant.models.origin import source_directory
 from quant.recipes.plan import PLAN_FILE, Plan
 
+_HOW_READ = {"is_local", "local_files_only", "name_or_path", "transformers_version", "trust_remote_code"}
 Finish = Callable[[Path, dict[str, str], list[str]], None]
 """Called with the unfinished directory, the SHA-256 of each weight file, and warnings about transformers."""
 
@@ -44,12 +50,14 @@ class Destination:
         store: the finished steps of the run. The checkpoint is built in its directory, and the steps' tensors move
             into the checkpoint's files.
         shard_bytes: as for `write_tensors`.
+        source: directory of the original model, whose config and files the checkpoint gets; None where it is unknown.
     """
 
     directory: Path
     overwrite: bool = False
     store: Store = field(default_factory=Store)
     shard_bytes: int | None = None
+    source: Path | None = None
 
 
 def save(
@@ -60,17 +68,22 @@ def save(
     tokenizer: Any = None,
     overwrite: bool = False,
     allow_missing: bool = False,
+    source: str | Path | None = None,
     finish: Finish | None = None,
 ) -> dict[str, str]:
     """Writes a checkpoint that vLLM and transformers load as it is, with its `plan.json`.
+
+    Config, tokenizer, templates, code and other files of the original model go along as they are.
 
     Args:
         model: quantized by `plan`. Without a transformers config, config.json is left out.
         plan: was executed on the model; None for the plan that a model of transformers carries once it is quantized.
         directory: appears when everything in it is written, and not before.
-        tokenizer: saved with the model, if given.
+        tokenizer: saved with the model, if given, unless it is the one of `source`, whose files are copied.
         overwrite: replaces a checkpoint at `directory`.
         allow_missing: writes the checkpoint even if transformers would miss some of its tensors, or ignore some.
+        source: directory of the original model, or its name on the Hugging Face hub; None takes the one that
+            transformers loaded the model from.
         finish: adds files to the unfinished directory; called with it, the SHA-256 of each weight file, and warnings
             about layers that transformers does not load.
 
@@ -94,8 +107,9 @@ def save(
         if finish is not None:
             finish(temporary, hashes, messages)
 
+    destination = Destination(Path(directory), overwrite, source=source_directory(model, source))
     return write_model(
-        model, plan, Destination(Path(directory), overwrite), names, tokenizer=tokenizer,
+        model, plan, destination, names, tokenizer=tokenizer,
         allow_missing=allow_missing, finish=warn_and_finish,
     )  # fmt: skip
 
@@ -145,7 +159,7 @@ def write_model(
         messages = []
         of_transformers = hasattr(getattr(model, "config", None), "save_pretrained")
         if of_transformers:
-            write_config(temporary, model, plan, names)
+            write_config(temporary, model, plan, names, destination.source)
         # The trial needs names and shapes only, and so runs while the weights are written.
         with ThreadPoolExecutor(1, thread_name_prefix="trial") as thread:
             loading = None
@@ -156,13 +170,46 @@ def write_model(
             # After the trial, not during it: building a model on the meta device replaces functions of PyTorch.
             check_read_back(temporary, type(model))
             messages = loading.result()
-        if getattr(model, "generation_config", None) is not None and model.can_generate():  # type: ignore[operator]
-            model.generation_config.save_pretrained(temporary)  # type: ignore[union-attr, operator]
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
+        _write_companions(model, tokenizer, temporary, destination.source)
         if finish is not None:
             finish(temporary, hashes, messages)
     return hashes
+
+
+def _write_companions(model: Any, tokenizer: Any, directory: Path, source: Path | None) -> None:
+    """Writes the files beside weights and config: those of the source as they are, and the objects that differ."""
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and model.can_generate() and not _is_of_source(generation, source):
+        generation.save_pretrained(directory)
+    if tokenizer is not None and not _is_of_source(tokenizer, source):
+        tokenizer.save_pretrained(directory)
+    if source is not None:
+        copy_companions(source, directory)
+
+
+def _is_of_source(saved: Any, source: Path | None) -> bool:
+    """Whether a tokenizer or a generation config is the one in the directory of the source, unchanged."""
+    if source is None:
+        return False
+    with tempfile.TemporaryDirectory() as folder, huggingface.quiet():
+        try:
+            original = type(saved).from_pretrained(source, **huggingface.local_options())
+        except Exception:  # there is none, or one of another class; tokenizers raises anything
+            return False
+        contents = []
+        for number, each in enumerate((saved, original)):
+            each.save_pretrained(Path(folder) / str(number))
+            files = sorted((Path(folder) / str(number)).iterdir())
+            contents.append({file.name: _plain(file) for file in files})
+        return contents[0] == contents[1]
+
+
+def _plain(file: Path) -> Any:
+    """The content of a file, without the fields that say how it was read."""
+    if file.name not in ("tokenizer_config.json", "generation_config.json"):
+        return file.read_bytes()
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    return {name: value for name, value in fields.items() if name not in _HOW_READ}
 
 
 def save_state_dict(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,9 +17,15 @@ from quant.models.hub import snapshot, split_revision
 
 SUFFIXES = (".gguf", ".safetensors", ".pt", ".pth", ".bin", ".pt2")
 
-# Files that are read with a model and written again beside its result.
-_TEXTS = (".json", ".jinja", ".model", ".tiktoken", ".py")
-_NAMED_TEXTS = ("vocab.txt", "merges.txt", "additional_chat_templates")
+# Suffixes of files with weights: of other libraries and of trainers too.
+_WEIGHTS = {
+    *SUFFIXES, ".ckpt", ".h5", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot", ".safetensors", ".tflite",
+}  # fmt: skip
+# Files that say how weights are stored or quantized; a checkpoint has its own.
+_OF_WEIGHTS = {
+    "config.json", "hf_quant_config.json", "plan.json", "quant_config.json", "quantize_config.json", "receipt.json",
+    "recipe.yaml", "report.html", "report.json",
+}  # fmt: skip
 
 # Short names: package that holds the file, the file in it, and how to get the package.
 _ALIASES = {
@@ -111,18 +118,67 @@ def shard_names(weight_map: Mapping[str, str], index: Path) -> list[str]:
     return sorted(names)
 
 
+def companion_files(directory: Path) -> list[Path]:
+    """The files of a model beside its weights and its config: tokenizer, templates, code, licences, folders of parts.
+
+    Hidden files belong to the tools that made them. A folder with weights is another form of the model (`onnx/`) or
+    another model (`checkpoint-500/`) and is left out, unless modules.json of sentence-transformers lists it as a layer
+    or it holds an adapter: then its weights are among the files.
+    """
+    parts = _listed_modules(directory)
+    return sorted(_companions(directory, parts, top=True))
+
+
+def _companions(folder: Path, parts: Collection[str], *, top: bool) -> Iterator[Path]:
+    entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.name != "__pycache__"]
+    for entry in entries:
+        if entry.is_dir() and not entry.is_symlink():
+            belongs = (top and entry.name in parts) or (entry / "adapter_config.json").is_file()
+            if belongs:
+                yield from (file for file in entry.rglob("*") if file.is_file())
+            elif not any(_has_weights(file) for file in entry.rglob("*")):
+                yield from _companions(entry, parts, top=False)
+        elif entry.is_file() and not _has_weights(entry) and not (top and entry.name in _OF_WEIGHTS):
+            yield entry
+
+
+def _has_weights(file: Path) -> bool:
+    """Whether a file holds weights, or lists the files that do."""
+    return file.suffix.lower() in _WEIGHTS or file.name.endswith((".safetensors.index.json", ".bin.index.json"))
+
+
+def _listed_modules(directory: Path) -> set[str]:
+    """Folders of the layers that sentence-transformers puts behind a model: `1_Pooling`, `2_Dense`."""
+    try:
+        modules = json.loads((directory / "modules.json").read_bytes())
+        return {str(module["path"]) for module in modules if module.get("path")}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return set()  # no such file, or another program's
+
+
+def copy_companions(directory: Path, target: Path, *, without: Collection[str] = ()) -> None:
+    """Copies the companion files of the model in `directory` that are not in `target` yet, nor named in `without`.
+
+    Raises:
+        UserError: as `copy_along`.
+    """
+    for file in companion_files(directory):
+        name = file.relative_to(directory)
+        if name.as_posix() not in without and not (target / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            copy_along(file, target / name, directory)
+
+
 def check_links(directory: Path) -> None:
-    """Refuses configs, vocabularies and templates that are links out of the model's directory.
+    """Refuses configs, vocabularies, templates and other files that are links out of the model's directory.
 
     Their targets, such as a private file, would be written beside the result. Weights may be links.
 
     Raises:
         UserError: there is one; the message says the way out.
     """
-    folder = directory / "additional_chat_templates"
-    for file in (*directory.iterdir(), *(folder.iterdir() if folder.is_dir() else ())):
-        if file.suffix in _TEXTS or file.name in _NAMED_TEXTS or file.parent == folder:
-            _check_link(file, directory)
+    for file in (directory / "config.json", *companion_files(directory)):
+        _check_link(file, directory)
 
 
 def copy_along(source: Path, target: Path, directory: Path) -> None:

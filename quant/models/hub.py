@@ -49,6 +49,15 @@ def commit_of(path: Path | None) -> str | None:
     return path.name if path is not None and is_commit else None
 
 
+def cached_snapshot(name: str, commit: str | None) -> Path | None:
+    """The directory of a model that is in the hub's cache, at a commit; None where it is not there."""
+    if split_revision(name) is None:
+        return None
+    hub = require("huggingface_hub", "hf")
+    file = hub.try_to_load_from_cache(name, "config.json", revision=commit)
+    return Path(file).parent if isinstance(file, str) else None
+
+
 @cache
 def _snapshot(name: str, revision: str | None, trusted: bool) -> Path:
     patterns = [*_FILES, *(["*.py"] if trusted else [])]

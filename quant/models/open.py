@@ -33,6 +33,7 @@ from quant.errors import UserError
 from quant.models import gguf, huggingface, state_dict, torch_files
 from quant.models.files import SourceKind, find_model, with_revision
 from quant.models.hub import commit_of
+from quant.models.origin import origin_of
 from quant.models.watched_files import WatchedFiles
 from quant.recipes.layers import Layer, find_layers, layers_of_state_dict
 
@@ -65,6 +66,11 @@ class Source:
     def config(self) -> Any:
         """The model's transformers config, or None."""
         return getattr(self.model, "config", None)
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory with the model's config.json and other files, where it came from one."""
+        return self.path if self.path is not None and (self.path / "config.json").is_file() else None
 
     @property
     def revision(self) -> str | None:
@@ -203,9 +209,9 @@ def _open_module(model: nn.Module, dtype: torch.dtype | None) -> Source:
     name, main_dtype = type(model).__name__, _main_dtype(model.parameters())
     if dtype not in (None, main_dtype):
         raise UserError(f"{name} is in {main_dtype}; cast it with model.to({dtype}) before opening it")
-    directory = Path(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
-    home = directory if (directory / "config.json").is_file() else None
-    return Source(name=name, kind=SourceKind.MODULE, model=model, state_dict=None, path=home, dtype=main_dtype)
+    return Source(
+        name=name, kind=SourceKind.MODULE, model=model, state_dict=None, path=origin_of(model), dtype=main_dtype
+    )
 
 
 def _refuse_factory(model_factory: str | None, what: str) -> None:

@@ -11,15 +11,16 @@ import torch
 
 from quant.calibration.placement import describe
 from quant.calibration.ranks import leave, rank_and_world
-from quant.checkpoints.companion_files import add_companions
 from quant.checkpoints.pretrained import attach
 from quant.checkpoints.save import Destination, Finish, save_state_dict, write_model
+from quant.checkpoints.write_report import write_report
 from quant.errors import counted
 from quant.execution.layer_result import LayerResult, loss_warnings
 from quant.execution.sources import tokenizer_if_any
 from quant.export.checkpoint.compressed_tensors import runtime_warnings
 from quant.export.checkpoint.names import StoredNames, stored_names
 from quant.extras import versions
+from quant.models.origin import described_by
 from quant.plan.make import coverage_warnings, fusion_warnings
 from quant.recipes.plan import Plan
 from quant.report.report import Report, kv_cache_of, peak_rss
@@ -52,12 +53,14 @@ def _write_checkpoint(job: Job, solved: Solved, report: Report) -> None:
             source.state_dict, solved.tensors, solved.plan, request.out, overwrite=request.overwrite, finish=finish
         )
         return
+    # Of a model that is in a directory, the files of its tokenizer are copied.
+    directory = described_by(solved.quantized.model, source.directory)
     write_model(
         solved.quantized.model,
         solved.plan,
-        Destination(request.out, request.overwrite, job.session.store),
+        Destination(request.out, request.overwrite, job.session.store, source=directory),
         stored_names(job.model),
-        tokenizer=tokenizer_if_any(source),
+        tokenizer=tokenizer_if_any(source) if directory is None else None,
         allow_missing=request.allow_missing,
         finish=finish,
     )
@@ -70,7 +73,7 @@ def _finish(job: Job, plan: Plan, report: Report) -> Finish:
     def finish(directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
         report.seconds["write"] = time.perf_counter() - started
         report.warnings += messages
-        add_companions(job.source, report, plan, directory, hashes)
+        write_report(report, plan, directory, hashes)
         job.source.files.check()
 
     return finish

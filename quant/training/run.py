@@ -17,10 +17,10 @@ from torch import nn
 from quant.calibration.listener import SILENT, Listener, StageProgress
 from quant.calibration.placement import device_of, find_device
 from quant.calibration.session import Session
-from quant.checkpoints.companion_files import add_companions
 from quant.checkpoints.load import describe, is_checkpoint, no_checkpoint
 from quant.checkpoints.runnable import open_runnable
 from quant.checkpoints.save import save
+from quant.checkpoints.write_report import write_report
 from quant.evaluation.checks import check_evaluable
 from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.record import Evaluation
@@ -115,7 +115,7 @@ def distill_checkpoint(
 
         def finish(written: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
             report.warnings += messages
-            add_companions(source, report, plan, written, hashes)
+            write_report(report, plan, written, hashes)
 
         save(student, plan, out, tokenizer=tokenizer, overwrite=overwrite, finish=finish)
     return report

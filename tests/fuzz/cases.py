@@ -27,7 +27,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,8 @@ class Case:
         if outcome.code > 1 and self.is_healthy and self.target.kind != "torch" and "audit" not in self.argv:
             yield "refused"
         if not outcome.code:
-            yield from _strange(out, outcome.stdout if "--json" in self.argv else "")
+            copied = {file.read_bytes() for file in (self.folder / "model").rglob("*.json")}
+            yield from _strange(out, outcome.stdout if "--json" in self.argv else "", copied)
 
     def _names_the_input(self, line: str) -> bool:
         """Whether an error names a file or directory that it is about."""
@@ -131,8 +132,11 @@ class Case:
         )
 
 
-def _strange(out: Path, text: str) -> Iterator[str]:
-    """What is wrong with a result: numbers that are not finite, or no JSON."""
+def _strange(out: Path, text: str, copied: Collection[bytes]) -> Iterator[str]:
+    """What is wrong with a result: numbers that are not finite, or no JSON.
+
+    Files that are `copied` as they are, and numbers that config.json had in the source, are the model's own.
+    """
     texts = [text] if text else []
     files = sorted(out.rglob("*")) if out.is_dir() else [out] if out.exists() else []
     for file in files:
@@ -142,6 +146,10 @@ def _strange(out: Path, text: str) -> Iterator[str]:
                     if not _is_finite(name, opened.get_tensor(name)):
                         yield f"not finite: {name}"
                         return
+        elif file.suffix == ".json" and file.read_bytes() in copied:
+            continue
+        elif file.name == "config.json":
+            texts.append(re.sub(r"\b-?(Infinity|NaN)\b", "0", file.read_text(encoding="utf-8")))
         elif file.suffix == ".json" or file == out:
             texts.append(file.read_text(encoding="utf-8"))
     for each in texts:

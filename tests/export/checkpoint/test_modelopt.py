@@ -222,14 +222,13 @@ def test_an_fp8_kv_cache_is_named_as_in_the_golden_checkpoint(quantized: Callabl
 
 
 @ROUNDED
-def test_an_infinity_in_the_config_is_written_as_transformers_reads_it(tmp_path: Path) -> None:
-    """Older tools wrote the bare word, which is no JSON."""
+def test_an_infinity_in_the_config_stays_as_its_readers_know_it(tmp_path: Path) -> None:
+    """The bare word is no JSON; transformers 4 and servers read it, and not the table that transformers 5 writes."""
     source = shutil.copytree(GOLDENS / "modelopt" / "fp8", tmp_path / "source")
     config = {**fields(source), "time_step_limit": [0.0, math.inf]}
     (source / "config.json").write_text(json.dumps(config))
     convert(source, tmp_path / "out", "compressed-tensors")
-    text = (tmp_path / "out" / "config.json").read_text()
-    json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert fields(tmp_path / "out")["time_step_limit"] == [0.0, math.inf]
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").time_step_limit == [0.0, math.inf]
 
 

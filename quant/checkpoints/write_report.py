@@ -1,0 +1,27 @@
+"""`write_report` completes the directory of a checkpoint with its report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from quant.formats.atomic import write_atomically
+from quant.recipes.plan import Plan
+from quant.report.render import render_html
+from quant.report.report import Report, peak_rss
+
+
+def write_report(report: Report, plan: Plan, directory: Path, hashes: Mapping[str, str]) -> None:
+    """Writes the report of a checkpoint before it appears under its name.
+
+    Args:
+        report: completed with the sizes and `hashes` of the weight files, then written as JSON and HTML.
+        plan: that was executed.
+        directory: of the unfinished checkpoint.
+        hashes: SHA-256 of each weight file, by name.
+    """
+    report.files = dict(hashes)
+    report.bytes_after = sum((directory / name).stat().st_size for name in hashes)
+    report.peak_rss_bytes = peak_rss()
+    report.save(directory / "report.json")
+    write_atomically(directory / "report.html", render_html(report, plan))
