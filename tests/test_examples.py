@@ -22,6 +22,8 @@ pytest.importorskip("transformers", reason="the extra hf")
         ("qad", "accelerate", "out"),
         ("lora", "peft", "out"),
         ("trainer", "accelerate", "out/checkpoint-2"),
+        ("nvfp4_pretraining", "transformers", "out"),
+        ("low_precision_trainer", "accelerate", "out"),
         ("sft_trl", "trl", "out/merged"),
     ],
 )
