@@ -20,7 +20,6 @@ from quant.checkpoints.open import with_fused_experts
 from quant.checkpoints.save import Destination, write_model
 from quant.errors import UserError
 from quant.export.checkpoint.compressed_tensors import check_plan
-from quant.export.checkpoint.compressed_tensors_warnings import rotation_warnings
 from quant.export.checkpoint.names import stored_names
 from quant.export.checkpoint.read import layer_tensor_names, read_layer, read_parts
 from quant.export.checkpoint.write import SHARD_BYTES
@@ -137,7 +136,7 @@ def save_pretrained(
     check_plan(plan)
     directory = Path(save_directory)
     directory.mkdir(parents=True, exist_ok=True)
-    messages = rotation_warnings(plan)
+    messages: list[str] = []
     # Other files stay, such as the optimizer's state, so the directory cannot be replaced whole. Each file is: the new
     # ones are complete on the same file system before the first is renamed.
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as work:
@@ -146,7 +145,7 @@ def save_pretrained(
         )
         write_model(
             model, plan, destination, stored_names(model), state=state,
-            finish=lambda _directory, _hashes, of_transformers: messages.extend(of_transformers),
+            finish=lambda _directory, _hashes, warned: messages.extend(warned),
         )  # fmt: skip
         written = destination.directory
         files = sorted(file.relative_to(written).as_posix() for file in written.rglob("*") if file.is_file())

@@ -16,10 +16,10 @@ from torch import nn
 
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.session import Store
+from quant.checkpoints.checkpoint_warnings import checkpoint_warnings
 from quant.checkpoints.trial_load import check_experts, check_read_back, trial_load
 from quant.errors import UserError
 from quant.export.checkpoint.compressed_tensors import check_plan, compress
-from quant.export.checkpoint.compressed_tensors_warnings import rotation_warnings, stopped_warnings
 from quant.export.checkpoint.config_file import write_config
 from quant.export.checkpoint.directory import new_directory
 from quant.export.checkpoint.names import StoredNames, stored_names
@@ -37,7 +37,7 @@ from quant.recipes.plan import PLAN_FILE, Plan
 
 _HOW_READ = {"is_local", "local_files_only", "name_or_path", "transformers_version", "trust_remote_code"}
 Finish = Callable[[Path, dict[str, str], list[str]], None]
-"""Called with the unfinished directory, the SHA-256 of each weight file, and warnings about transformers."""
+"""Called with the unfinished directory, the SHA-256 of each weight file, and warnings about the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def save(
         allow_missing: writes the checkpoint even if transformers would miss some of its tensors, or ignore some.
         source: directory of the original model, or its name on the Hugging Face hub; None takes the one that
             transformers loaded the model from.
-        finish: adds files to the unfinished directory; called with it, the SHA-256 of each weight file, and warnings
-            about layers that transformers does not load.
+        finish: adds files to the unfinished directory; called with it, the SHA-256 of each weight file, and the
+            warnings of `checkpoint_warnings` and of loading it in transformers on trial. Each is a Python warning too.
 
     Returns:
         SHA-256 of each weight file, by name.
@@ -98,8 +98,6 @@ def save(
     plan = _own_plan(model) if plan is None else plan
     check_plan(plan)
     names = stored_names(model)
-    for message in [*rotation_warnings(plan), *stopped_warnings(plan, names)]:
-        warnings.warn(message, stacklevel=2)
 
     def warn_and_finish(temporary: Path, hashes: dict[str, str], messages: list[str]) -> None:
         for message in messages:
@@ -156,8 +154,9 @@ def write_model(
     log = store.moving(origins)
     with new_directory(directory, overwrite=overwrite, work=store.directory, resumable=store.shards) as temporary:
         plan.save(temporary / PLAN_FILE)
-        messages = []
         of_transformers = hasattr(getattr(model, "config", None), "save_pretrained")
+        dtype = stored_dtype(model) if of_transformers else torch.bfloat16
+        messages = checkpoint_warnings(plan, dtype, names)
         if of_transformers:
             write_config(temporary, model, plan, names, destination.source)
         # The trial needs names and shapes only, and so runs while the weights are written.
@@ -169,7 +168,7 @@ def write_model(
         if loading is not None:
             # After the trial, not during it: building a model on the meta device replaces functions of PyTorch.
             check_read_back(temporary, type(model))
-            messages = loading.result()
+            messages += loading.result()
         _write_companions(model, tokenizer, temporary, destination.source)
         if finish is not None:
             finish(temporary, hashes, messages)
@@ -245,5 +244,5 @@ def save_state_dict(
         hashes = write_tensors(temporary, out, masks=masks)
         plan.save(temporary / PLAN_FILE)
         if finish is not None:
-            finish(temporary, hashes, [])
+            finish(temporary, hashes, checkpoint_warnings(plan, torch.bfloat16, StoredNames()))
     return hashes

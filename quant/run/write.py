@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,9 @@ from quant.checkpoints.write_report import write_report
 from quant.errors import counted
 from quant.execution.layer_result import LayerResult, loss_warnings
 from quant.execution.sources import tokenizer_if_any
-from quant.export.checkpoint.compressed_tensors import runtime_warnings
-from quant.export.checkpoint.names import StoredNames, stored_names
+from quant.export.checkpoint.names import stored_names
 from quant.extras import versions
 from quant.models.origin import described_by
-from quant.plan.make import coverage_warnings, fusion_warnings
 from quant.recipes.plan import Plan
 from quant.report.report import Report, kv_cache_of, peak_rss
 from quant.run.job import Decision, Job, Outcome, Solved
@@ -33,6 +32,8 @@ def write(job: Job, decision: Decision, solved: Solved, measured: Measured) -> O
     if job.request.out is None:
         assert solved.quantized is not None
         attach(solved.quantized.model, solved.plan)
+        for message in _warnings(decision, solved.plan, solved.layers):
+            warnings.warn(message, stacklevel=4)  # the caller of `quant.quantize`
         return Outcome(solved.plan, quantized=solved.quantized)
     report = _report(job, decision, solved, measured)
     job.session.store.flush()
@@ -72,7 +73,7 @@ def _finish(job: Job, plan: Plan, report: Report) -> Finish:
 
     def finish(directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
         report.seconds["write"] = time.perf_counter() - started
-        report.warnings += messages
+        report.warnings[:0] = messages
         write_report(report, plan, directory, hashes)
         job.source.files.check()
 
@@ -99,7 +100,7 @@ def _report(job: Job, decision: Decision, solved: Solved, measured: Measured) ->
         peak_rss_bytes=peak_rss(),
         device=describe(job.session.device),
         files={},
-        warnings=_warnings(job, decision, plan, layers),
+        warnings=_warnings(decision, plan, layers),
         sensitivity=None if allocation is None else allocation.sensitivity,
         allocation=None if allocation is None else allocation.record,
         kv_cache=kv_cache_of(source.config, plan),
@@ -133,16 +134,9 @@ def _as_stored(results: Sequence[LayerResult], plan: Plan, tensors: Mapping[str,
     return [stored(result) for result in results]
 
 
-def _warnings(job: Job, decision: Decision, plan: Plan, layers: Sequence[LayerResult]) -> list[str]:
-    """Everything that a user should know before relying on the checkpoint."""
-    source = job.source
-    # transformers loads models that have a config; its trouble with other dtypes concerns no one else.
-    dtype = source.dtype if source.config is not None else torch.bfloat16
-    names = StoredNames() if source.model is None else stored_names(source.model)
+def _warnings(decision: Decision, plan: Plan, layers: Sequence[LayerResult]) -> list[str]:
+    """Sentences on how the run went; `write_model` adds those on the checkpoint itself."""
     return [
-        *runtime_warnings(plan, dtype, names),
-        *fusion_warnings(plan),
-        *coverage_warnings(plan),
         *loss_warnings(layers),
         *_guard_warnings(decision.plan, plan),
         *([] if decision.allocation is None else decision.allocation.record.warnings()),

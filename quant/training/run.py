@@ -114,7 +114,8 @@ def distill_checkpoint(
         report.command, report.seconds = command, {"train": sum(trained.seconds)}
 
         def finish(written: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
-            report.warnings += messages
+            # The report of the start may hold the same sentences, for the same plan.
+            report.warnings += [message for message in messages if message not in report.warnings]
             write_report(report, plan, written, hashes)
 
         save(student, plan, out, tokenizer=tokenizer, overwrite=overwrite, finish=finish)

@@ -1,0 +1,25 @@
+"""`checkpoint_warnings` decides what a user is told about a checkpoint, whichever door it is written through.
+
+The command `quantize` prints these sentences and puts them into its report; `quant.save` and a model's
+`save_pretrained` raise them as Python warnings. All three write through `write_model`, which asks here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quant.export.checkpoint.compressed_tensors_warnings import runtime_warnings
+from quant.export.checkpoint.names import StoredNames
+from quant.plan.make import coverage_warnings, fusion_warnings
+from quant.recipes.plan import Plan
+
+
+def checkpoint_warnings(plan: Plan, dtype: torch.dtype, names: StoredNames) -> list[str]:
+    """Sentences on features that other runtimes lack, on fusion groups, and on weights that stay in 16 bit.
+
+    Args:
+        plan: of the checkpoint, with the run-time parts that its layers have.
+        dtype: of the model; bfloat16 where transformers does not load it, for the others are trouble there alone.
+        names: of the model's tensors on disk.
+    """
+    return [*runtime_warnings(plan, dtype, names), *fusion_warnings(plan), *coverage_warnings(plan)]
