@@ -40,6 +40,11 @@ def write_config(directory: Path, model: Any, plan: Plan, names: StoredNames, so
         names: of its tensors on disk.
         source: directory of the original model, whose config is kept; None writes the form of transformers alone.
     """
+    # A class with Python files of its own knows the auto class that it stands for; the files go along.
+    if getattr(model, "_auto_class", None) is not None:
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, directory, config=model.config)
     model.config.save_pretrained(directory)
     path = directory / "config.json"
     fields = json.loads(path.read_text(encoding="utf-8"))

@@ -30,6 +30,7 @@ from quant.export.checkpoint.read import layer_tensor_names, read_layer, read_pa
 from quant.export.checkpoint.scan import Scan
 from quant.export.checkpoint.write import SECOND_LEVEL, layer_weights, write_tensors
 from quant.models.files import copy_along
+from quant.models.huggingface import remote_code
 from quant.plan.make import fusion_warnings
 from quant.recipes.plan import PLAN_FILE
 
@@ -46,7 +47,13 @@ _NOT_COPIED = (
 
 
 def convert(
-    directory: str | Path, out: str | Path, to: str, *, overwrite: bool = False, model: nn.Module | None = None
+    directory: str | Path,
+    out: str | Path,
+    to: str,
+    *,
+    overwrite: bool = False,
+    model: nn.Module | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Writes the checkpoint `directory` in the layout `to`: the same codes and scales, bit for bit, and its plan.
 
@@ -58,6 +65,7 @@ def convert(
         to: "modelopt" or "compressed-tensors".
         overwrite: replaces a checkpoint at `out`.
         model: the checkpoint's `outline`, of a caller that has it.
+        trust_remote_code: lets transformers run the Python files that config.json names in `auto_map`.
 
     Returns:
         `files`, sizes by name; `rounded_scales`, how many second-level scales float32 does not hold in this layout.
@@ -73,7 +81,8 @@ def convert(
     if to not in LAYOUTS:
         raise UserError(f"no layout {to!r}; known: {', '.join(LAYOUTS)}")
     check_apart(out, directory)
-    opened = Checkpoint(directory, model or outline(directory))
+    with remote_code(trust_remote_code):
+        opened = Checkpoint(directory, model or outline(directory))
     plan, names, dtype = opened.plan, opened.names, stored_dtype(opened.model)
     layout = LAYOUTS[to]
     layout.check_plan(plan)

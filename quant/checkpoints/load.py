@@ -25,6 +25,7 @@ from quant.export.checkpoint.names import StoredNames
 from quant.export.checkpoint.read import weight_files
 from quant.export.checkpoint.scan import Scan
 from quant.models.files import find_checkpoint
+from quant.models.huggingface import remote_code
 from quant.models.quantized.quantization import AFTER_TRAINING, IN_TRAINING
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.report.saved_report import saved_report
@@ -48,7 +49,11 @@ def can_run(path: str | Path) -> bool:
 
 
 def load(
-    directory: str | Path, model: nn.Module | None = None, *, device: torch.device | str | None = None
+    directory: str | Path,
+    model: nn.Module | None = None,
+    *,
+    device: torch.device | str | None = None,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """Reads a quantized checkpoint: one that `save` wrote, or any of compressed-tensors or ModelOpt in a known format.
 
@@ -61,12 +66,17 @@ def load(
         model: the unquantized module, for a checkpoint without config.json; it is changed in place.
         device: of the returned model, such as "cuda"; None is the CPU. On a Hopper GPU weights take the layout of its
             kernels, as after `.to("cuda")`; `state_dict` has the layout of the checkpoint.
+        trust_remote_code: lets transformers run the Python files that config.json names in `auto_map`.
 
     Raises:
         UserError: not a quantized checkpoint, a plan that does not agree with config.json, or tensors that are damaged
             or do not fit the model; the message names them.
     """
-    directory = find_checkpoint(directory)
+    with remote_code(trust_remote_code):
+        return _load(find_checkpoint(directory), model).to(device)
+
+
+def _load(directory: Path, model: nn.Module | None) -> nn.Module:
     if not is_checkpoint(directory):
         raise no_checkpoint(directory)
     # The headers are read first, so that a truncated file is found before the model is built. FP8 codes are most of a
@@ -76,7 +86,7 @@ def load(
     loaded = fill(opened, built=model is None)
     refuse(suspect_problems(loaded, scan, opened.tensors))
     attach(loaded, opened.plan)
-    return loaded.eval().to(device)
+    return loaded.eval()
 
 
 def no_checkpoint(directory: Path) -> UserError:

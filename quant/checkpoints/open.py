@@ -120,19 +120,29 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
     return model
 
 
-def outline(directory: Path) -> nn.Module:
-    """The model that config.json describes: parameters on the meta device, computed buffers real."""
+def outline(directory: Path, like: type[nn.Module] | None = None) -> nn.Module:
+    """The model that config.json describes: parameters on the meta device, computed buffers real.
+
+    Args:
+        directory: with config.json.
+        like: the class of the model where it is known, in the place of the one that config.json names. A class with
+            Python files of its own, which runs already, is then not run a second time from the directory.
+    """
     initialization = require("transformers.initialization", "hf")
     accelerate = require("accelerate", "hf")
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory}: no config.json; build the module and pass it: quant.load(directory, model)")
     with huggingface.quiet():
-        config = huggingface.read_config(directory)
+        if like is None:
+            config = huggingface.read_config(directory)
+        else:
+            with explained(directory / "config.json"):
+                config = like.config_class.from_pretrained(directory, local_files_only=True)  # type: ignore[union-attr]
         # Otherwise transformers would look for a quantizer, and build its own modules for the layers.
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         check_sizes(config, directory.glob("*.safetensors"), directory / "config.json")
-        cls = huggingface.model_class(config, str(directory))
+        cls: Any = like or huggingface.model_class(config, str(directory))
         empty = accelerate.init_empty_weights(include_buffers=False)
         with explained(directory / "config.json"), empty, initialization.no_init_weights():
             model: Any = cls._from_config(config, dtype=config.dtype)

@@ -153,8 +153,10 @@ def check_read_back(directory: Path, cls: Any) -> None:
     Raises:
         UserError: it cannot be read.
     """
+    # The Python files of a model that has its own would run from the directory only if the user trusted them again.
+    has_own_code = not cls.__module__.startswith("transformers.") and getattr(cls, "config_class", None) is not None
     try:
-        opened = Checkpoint(directory, outline(directory), meta=True)
+        opened = Checkpoint(directory, outline(directory, cls if has_own_code else None), meta=True)
         fill(opened, built=True)
     except ValueError as error:
         raise UserError(

@@ -29,6 +29,7 @@ from quant.export.checkpoint.scan import Scan
 from quant.export.checkpoint.write import sha256_of
 from quant.formats.json_files import read_json
 from quant.models.files import find_checkpoint
+from quant.models.huggingface import remote_code
 from quant.plan.check import check_plan_fits
 from quant.recipes.json_data import JsonData, typed
 from quant.recipes.layer_kind import LayerKind
@@ -68,18 +69,23 @@ class Verification(JsonData):
     skipped: dict[str, str]
 
 
-def verify(directory: str | Path, model: nn.Module | None = None) -> Verification:
+def verify(directory: str | Path, model: nn.Module | None = None, *, trust_remote_code: bool = False) -> Verification:
     """Checks a quantized checkpoint, of either layout.
 
     Args:
         directory: the checkpoint, or its name on the Hugging Face hub.
         model: the unquantized module, for a checkpoint without config.json; it is changed in place. Where neither is
             there, the files and the plan alone are checked.
+        trust_remote_code: lets transformers run the Python files that config.json names in `auto_map`.
 
     Raises:
         UserError: not a quantized checkpoint.
     """
-    directory = find_checkpoint(directory)
+    with remote_code(trust_remote_code):
+        return _verify(find_checkpoint(directory), model)
+
+
+def _verify(directory: Path, model: nn.Module | None) -> Verification:
     if not is_checkpoint(directory):
         raise no_checkpoint(directory)
     # The checks share the subject, so that the model is built and each tensor read once.

@@ -142,7 +142,9 @@ def export_command(
 def _check_options(kind: str) -> None:
     """Raises UserError for an option that was given and that this kind of export does not take."""
     context = click.get_current_context()
-    everywhere = {"directory", "kind", "out", "overwrite", "model_factory", "quiet", "as_json", "debug"}
+    everywhere = {
+        "directory", "kind", "out", "overwrite", "model_factory", "trust_remote_code", "quiet", "as_json", "debug",
+    }  # fmt: skip
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         is_taken = parameter.name in everywhere | KINDS[kind][1]

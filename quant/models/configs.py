@@ -156,6 +156,6 @@ def one_line(error: BaseException) -> str:
     if "trust_remote_code" in message:
         return (
             "it needs Python files of its directory (auto_map), which would run; if you trust whoever made them, pass "
-            "--trust-remote-code"
+            "--trust-remote-code, in Python trust_remote_code=True"
         )
     return message

@@ -250,15 +250,18 @@ def model_class(config: Any, where: str) -> Any:
         UserError: the installed transformers has no such class.
     """
     transformers = require("transformers", "hf")
+    if (reference := _class_of_directory(config)) is not None:
+        dynamic = require("transformers.dynamic_module_utils", "hf")
+        with explained(where):
+            cls = dynamic.get_class_from_dynamic_module(reference[1], where, local_files_only=True)
+        # As transformers does: the class then knows that its Python files are saved with a model of it.
+        cls.register_for_auto_class(reference[0])
+        return cls
     for name in config.architectures or ():
         with importing():  # transformers imports the file of a class when it is first named
             cls = getattr(transformers, name, None) if isinstance(name, str) else None
         if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
             return cls
-    for kind in ("AutoModelForCausalLM", "AutoModel") if TRUSTED.get() else ():
-        if (reference := (getattr(config, "auto_map", None) or {}).get(kind)) is not None:
-            dynamic = require("transformers.dynamic_module_utils", "hf")
-            return dynamic.get_class_from_dynamic_module(reference, where, local_files_only=True)
     if not config.architectures:
         for kind in ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_MAPPING"):
             if type(config) in (mapping := getattr(transformers, kind)):
@@ -270,10 +273,28 @@ def model_class(config: Any, where: str) -> Any:
     )
 
 
+def _class_of_directory(config: Any) -> tuple[str, str] | None:
+    """The class of the model in the directory's own Python files, and the auto class it stands for; None without.
+
+    It is the one that `architectures` names, or else the fullest: a causal language model before a bare `AutoModel`.
+    """
+    references = getattr(config, "auto_map", None)
+    # A config of transformers goes with a model of transformers, even where the directory has code for an older one.
+    if not TRUSTED.get() or not isinstance(references, dict) or type(config).__module__.startswith("transformers."):
+        return None
+    models = {kind: each for kind, each in references.items() if kind.startswith("AutoModel") and isinstance(each, str)}
+    named = [kind for kind, each in models.items() if each.rpartition(".")[2] in (config.architectures or ())]
+    kinds = [*named, *("AutoModelForCausalLM", "AutoModel"), *models]
+    return next(((kind, models[kind]) for kind in kinds if kind in models), None)
+
+
 @contextlib.contextmanager
 def remote_code(trusted: bool) -> Iterator[None]:
-    """Says whether transformers may run the Python files that a model's directory names in `auto_map`."""
-    before = TRUSTED.set(trusted)
+    """While open, transformers may run the Python files that a model's directory names in `auto_map`.
+
+    Without trust nothing changes: a call inside a trusted one is trusted.
+    """
+    before = TRUSTED.set(trusted or TRUSTED.get())
     try:
         yield
     finally:

@@ -51,6 +51,7 @@ class Source:
         dtype: that most of the weights have.
         files: that it is read from, as they were before.
         quantization: the format in which the files hold weights that were dequantized; None for others.
+        trusts_code: Python files of the model's directory may run, for its tokenizer and processor too.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Source:
     dtype: torch.dtype
     files: WatchedFiles = field(default_factory=lambda: WatchedFiles(None))
     quantization: str | None = None
+    trusts_code: bool = False
 
     @property
     def config(self) -> Any:
@@ -107,7 +109,8 @@ class Source:
         if self.path is not None and self.kind == SourceKind.GGUF:
             return gguf.load_tokenizer(self.path)
         if self.path is not None and self.kind in (SourceKind.HUGGINGFACE, SourceKind.MODULE):
-            return huggingface.load_tokenizer(self.path)
+            with huggingface.remote_code(self.trusts_code):
+                return huggingface.load_tokenizer(self.path)
         raise UserError(
             f"{self.path or self.name}: no tokenizer comes with it; pass token ids, or open the Hugging Face directory "
             "of the model"
@@ -120,7 +123,8 @@ class Source:
             UserError: there is none; the message says the way out.
         """
         if self.path is not None and self.path.is_dir():
-            return huggingface.load_processor(self.path)
+            with huggingface.remote_code(self.trusts_code):
+                return huggingface.load_processor(self.path)
         raise UserError(
             f"{self.path or self.name}: no processor comes with it; give prepared inputs as .safetensors, or open the "
             "Hugging Face directory of the model"
@@ -133,6 +137,7 @@ def open_model(
     revision: str | None = None,
     model_factory: str | None = None,
     unsafe_load: bool = False,
+    trust_remote_code: bool = False,
     dtype: torch.dtype | str = "auto",
     meta: bool = False,
     stream: bool = False,
@@ -145,6 +150,7 @@ def open_model(
         revision: branch, tag or commit of a model on the hub; the same as "Qwen/Qwen3-8B@REVISION".
         model_factory: "package.module:function", called without arguments to build the module of a bare state dict.
         unsafe_load: also opens whole pickled modules and exported programs, which runs whatever code they hold.
+        trust_remote_code: lets transformers run the Python files that the directory names in `auto_map`.
         dtype: of the weights; "auto" keeps the checkpoint's, and is bfloat16 for the blocks of a GGUF.
         stream: leaves experts that are stored one by one in their files until they are needed; the model runs, and
             `solve_plan` takes it for solvers that look at weights alone.
@@ -161,7 +167,8 @@ def open_model(
         _refuse_factory(model_factory, f"a module ({type(source).__name__})")
         return _open_module(source, given_dtype)
     name = str(source) if revision is None else with_revision(str(source), revision)
-    path = find_model(name)
+    with huggingface.remote_code(trust_remote_code):
+        path = find_model(name)
     files = WatchedFiles(path)
     kind = SourceKind.HUGGINGFACE if path.is_dir() else state_dict.sniff(path)
     if kind not in (SourceKind.SAFETENSORS, SourceKind.TORCH):
@@ -170,7 +177,8 @@ def open_model(
     tensors: Mapping[str, torch.Tensor] | None
     model, tensors, quantization = None, None, None
     if kind == SourceKind.HUGGINGFACE:
-        model, quantization = huggingface.load(path, given_dtype, meta, stream)
+        with huggingface.remote_code(trust_remote_code):
+            model, quantization = huggingface.load(path, given_dtype, meta, stream)
     else:
         model, tensors = _open_file(kind, path, given_dtype, unsafe_load, meta)
     if tensors is not None and model_factory is not None:
@@ -189,6 +197,7 @@ def open_model(
         dtype=main_dtype,
         files=files,
         quantization=None if quantization is None else str(quantization),
+        trusts_code=trust_remote_code,
     )
 
 
