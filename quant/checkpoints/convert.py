@@ -31,7 +31,7 @@ from quant.export.checkpoint.scan import Scan
 from quant.export.checkpoint.write import SECOND_LEVEL, layer_weights, write_tensors
 from quant.models.files import copy_along
 from quant.models.huggingface import remote_code
-from quant.plan.make import fusion_warnings
+from quant.plan.plan_warnings import fusion_warnings
 from quant.recipes.plan import PLAN_FILE
 
 # Not copied: config files are written anew, and a report has hashes and sizes of the old files.

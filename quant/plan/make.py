@@ -19,6 +19,7 @@ from torch import nn
 from quant.calibration.solvers.solver import get_solver
 from quant.errors import UserError, counted
 from quant.formats.format import parse_format
+from quant.plan.plan_warnings import BY_NAME, NOT_RUN, NOT_SEEN
 from quant.recipes.effort import solver_of
 from quant.recipes.fusion_groups import group_unseen, patterns, without_group
 from quant.recipes.layer_kind import LayerKind
@@ -27,12 +28,6 @@ from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe
 from quant.recipes.resolve import resolve
 from quant.recipes.shared_inputs import Watched, group_experts, watching
-
-NOT_RUN = "a bare state dict cannot be run"
-BY_NAME = "fusion_groups_by_name"
-"""Key of the provenance: fusion groups that come from names, for no run has called their layers; `*` is a number."""
-NOT_SEEN = "layers_not_called"
-"""Key of the provenance: layers that no run has called, and that are in no group though they might be merged."""
 
 
 def check_module(model: Any, taker: str) -> None:
@@ -235,55 +230,6 @@ def _fusion_record(layers: Sequence[Layer], plan: Plan, unknown: str | None) -> 
         **({NOT_SEEN: patterns(alone)} if alone else {}),
         **({"fusion_groups": f"unknown: {unknown}"} if alone and unknown else {}),
     }
-
-
-def fusion_warnings(plan: Plan) -> list[str]:
-    """A warning, in one sentence, where it is unknown whether a runtime fuses layers with static scales."""
-    static = [layer for layer in plan.quantized if layer.weight is not None and layer.weight.is_static]
-    unknown, unseen = plan.provenance.get("fusion_groups"), plan.provenance.get(NOT_SEEN)
-    if unseen is not None:
-        static = [layer for layer in static if layer.group is None and patterns([layer.name])[0] in unseen]
-    if not static or (unknown is None and unseen is None):
-        return []
-    why = f"fusion groups {unknown}" if unknown else "no run has called them, so their fusion groups are unknown"
-    return [
-        f"{counted(len(static), 'layer')}, {static[0].name} first: {why}. Each has a tensor scale of its own, and a "
-        "runtime that merges layers with one input (q/k/v, gate/up) expects them to share one"
-    ]
-
-
-def coverage_warnings(plan: Plan) -> list[str]:
-    """Warnings about 16 bit: more than half of all weights stay in it, or inputs do because no run measured them."""
-    return [*_kept_weights(plan), *_kept_inputs(plan)]
-
-
-def _kept_weights(plan: Plan) -> list[str]:
-    own = [layer for layer in plan.layers if layer.tied_to is None]
-    by_reason: dict[str, list[LayerPlan]] = {}
-    for layer in own:
-        if layer.weight is None:
-            by_reason.setdefault(layer.reason, []).append(layer)
-    counts = {reason: sum(layer.numel for layer in layers) for reason, layers in by_reason.items()}
-    total, left = sum(layer.numel for layer in own), sum(counts.values())
-    # Less than half in 16 bit is normal: embeddings and heads of small models.
-    if 2 * left <= total:
-        return []
-    most = sorted(by_reason.items(), key=lambda item: -counts[item[0]])[:3]
-    listed = "; ".join(
-        f"{counted(len(layers), 'layer')}, {layers[0].name} first, {counts[reason] / total:.0%}: {reason}"
-        for reason, layers in most
-    )
-    return [f"{left / total:.0%} of the weights stay in 16 bit ({listed})"]
-
-
-def _kept_inputs(plan: Plan) -> list[str]:
-    weight_only = [layer for layer in plan.quantized if layer.activation is None and layer.reason.endswith(NOT_RUN)]
-    if not weight_only:
-        return []
-    return [
-        f"the inputs of {counted(len(weight_only), 'layer')}, {weight_only[0].name} first, stay in 16 bit, and only "
-        f"weights are quantized: {NOT_RUN}; pass a model's directory or --model-factory to quantize inputs too"
-    ]
 
 
 def _run_on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> None:

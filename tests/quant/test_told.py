@@ -1,11 +1,12 @@
 """What a user has to know of a finished run: most weights left in 16 bit, and layers that became zero."""
 
+import pytest
 import tiny_models
 import torch
 
 import quant
 from quant.execution.layer_result import loss_warnings
-from quant.plan.make import coverage_warnings
+from quant.plan.plan_warnings import coverage_warnings
 
 
 def test_more_than_half_in_16_bit_is_told_with_the_reasons() -> None:
@@ -25,9 +26,11 @@ def test_a_fused_layer_that_becomes_zero_is_told() -> None:
     """NVFP4 gives fused layers one tensor scale; values 1e-8 of the largest are below its smallest block scale."""
     model = tiny_models.llama()
     model.model.layers[1].self_attn.k_proj.weight.data.mul_(1e-8)
-    done = quant.quantize(model, "nvfp4a16")
+    with pytest.warns(UserWarning) as raised:
+        done = quant.quantize(model, "nvfp4a16")
     assert not done.model.model.layers[1].self_attn.k_proj.dequantize().any()
     (line,) = loss_warnings(done.layers)
+    assert [str(each.message) for each in raised] == [line]
     assert line.startswith("1 layer lost most of the values") and "model.layers.1.self_attn.k_proj (100%)" in line
     assert loss_warnings(quant.quantize(tiny_models.llama(), "nvfp4a16").layers) == []
 

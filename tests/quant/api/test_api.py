@@ -25,7 +25,8 @@ from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.modules import QuantLinear
 from quant.models.open import open_model
 from quant.plan.check import check_plan_fits
-from quant.plan.make import fusion_warnings, make_plan
+from quant.plan.make import make_plan
+from quant.plan.plan_warnings import fusion_warnings
 from quant.recipes.layers import find_layers
 from quant.recipes.recipe import get_recipe
 from quant.training.qat import prepare_qat

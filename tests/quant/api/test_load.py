@@ -21,6 +21,8 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
     assert {name.rpartition(".")[0] for name in rooms} >= {"quant.formats", "quant.kernels.linear", "quant.recipes"}
     assert loaded - rooms == {
         "quant.checkpoints.open",
+        "quant.checkpoints.checkpoint_warnings",
+        "quant.plan.plan_warnings",
         "quant.checkpoints.load",
         "quant.checkpoints.pretrained",
         "quant.checkpoints.trial_load",

@@ -13,7 +13,8 @@ import quant
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
 from quant.execution.solve_weights import solve_state_dict
-from quant.plan.make import NOT_RUN, coverage_warnings, make_plan
+from quant.plan.make import make_plan
+from quant.plan.plan_warnings import NOT_RUN, coverage_warnings
 
 
 def test_a_layer_asked_for_says_first_why_it_is_not_quantized() -> None:
