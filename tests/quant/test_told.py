@@ -26,7 +26,7 @@ def test_a_fused_layer_that_becomes_zero_is_told() -> None:
     """NVFP4 gives fused layers one tensor scale; values 1e-8 of the largest are below its smallest block scale."""
     model = tiny_models.llama()
     model.model.layers[1].self_attn.k_proj.weight.data.mul_(1e-8)
-    with pytest.warns(UserWarning) as raised:
+    with pytest.warns(UserWarning, match="lost most of the values") as raised:
         done = quant.quantize(model, "nvfp4a16")
     assert not done.model.model.layers[1].self_attn.k_proj.dequantize().any()
     (line,) = loss_warnings(done.layers)
