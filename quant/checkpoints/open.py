@@ -137,7 +137,7 @@ def outline(directory: Path, like: type[nn.Module] | None = None) -> nn.Module:
             config = huggingface.read_config(directory)
         else:
             with explained(directory / "config.json"):
-                config = like.config_class.from_pretrained(directory, local_files_only=True)  # type: ignore[union-attr]
+                config = like.config_class.from_pretrained(directory, local_files_only=True)  # type: ignore[attr-defined]
         # Otherwise transformers would look for a quantizer, and build its own modules for the layers.
         if hasattr(config, "quantization_config"):
             del config.quantization_config
