@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,8 +96,9 @@ def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None 
     """Bytes of the key-value cache of `batch` sequences of `context` tokens.
 
     Layers with a sliding window hold at most the window's tokens; layers of linear attention, whose state does not
-    grow, hold none; latent attention (DeepSeek) holds one compressed vector a token for all heads. A model without
-    attention heads (Mamba, RWKV, xLSTM) has a state of fixed size, and no cache that grows.
+    grow, hold none, and so do layers that reuse the keys and values of another; latent attention (DeepSeek) holds one
+    compressed vector a token for all heads. The shape of keys may differ by layer (Gemma 4). A model without attention
+    heads (Mamba, RWKV, xLSTM) has a state of fixed size, and no cache that grows.
 
     Args:
         config: a transformers config, or None for a model without a cache.
@@ -106,24 +107,34 @@ def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None 
         format: of keys and values; None is 16 bit.
     """
     config = text_config(config)
-    layers = getattr(config, "num_hidden_layers", None)
-    if not layers or not _has_cache(config) or not getattr(config, "num_attention_heads", None):
+    if not getattr(config, "num_hidden_layers", None) or not _has_cache(config):
         return 0
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    window = getattr(config, "sliding_window", None)
-    heads, width = _cached(config)
     total = 0
-    for kind in kinds:
-        # transformers' names: linear_attention, mamba, conv (LFM2) have a state of fixed size, not a cache.
-        if "linear" in kind or "mamba" in kind or "conv" in kind:
+    for layer, kind in _cached_layers(config):
+        if not getattr(layer, "num_attention_heads", None):
             continue
+        window = getattr(layer, "sliding_window", None)
         tokens = batch * (min(context, window) if "sliding" in kind and window else context)
+        heads, width = _cached(layer)
         shape = (tokens * heads, width)
         # Keys and values; latent attention caches one vector for both.
-        total += sum(
-            format.nbytes(shape) if format else 2 * math.prod(shape) for _ in range(1 if _latent(config) else 2)
-        )
+        copies = 1 if _latent(layer) else 2
+        total += copies * (format.nbytes(shape) if format else 2 * math.prod(shape))
     return total
+
+
+def _cached_layers(config: Any) -> Iterator[tuple[Any, str]]:
+    """The config and the kind of attention of each layer with a cache that grows."""
+    layers = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    # Layers that reuse the keys and values of an earlier one (Gemma 3n, Gemma 4) cache none of their own.
+    sharing = getattr(config, "kv_sharing_modes", None) or [None] * layers
+    # Where layers differ (Gemma 4's head dimension), transformers 5.24 refuses to read the field of the whole config.
+    own = getattr(config, "per_layer_config", None)
+    for index, (kind, shared) in enumerate(zip(kinds, sharing, strict=True)):
+        # transformers' names: linear_attention, mamba, conv (LFM2) have a state of fixed size, not a cache.
+        if shared != "reuse" and not any(name in kind for name in ("linear", "mamba", "conv")):
+            yield (config if own is None else own[index]), kind
 
 
 def _has_cache(config: Any) -> bool:

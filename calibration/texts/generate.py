@@ -98,12 +98,17 @@ def _rows_at_once(model: nn.Module, seqlen: int, device: torch.device) -> int:
     layers, width = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     if device.type != "cuda" or not isinstance(layers, int) or not isinstance(width, int):
         return ROWS_AT_ONCE
-    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    heads, shared = (_of_all_layers(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and 0 < shared < heads:
         width = width * shared // heads
     row_bytes = 2 * layers * width * seqlen * next(model.parameters()).element_size()
     cache_bytes = torch.cuda.get_device_properties(device).total_memory // 8
     return min(max(cache_bytes // max(row_bytes, 1), ROWS_AT_ONCE), _MOST_AT_ONCE)
+
+
+def _of_all_layers(config: Any, name: str) -> Any:
+    """A field of a config; None where its layers differ in it (Gemma 4), for transformers raises an error then."""
+    return None if name in (getattr(config, "per_layer_attributes", None) or ()) else getattr(config, name, None)
 
 
 def _uniform(seed: int, row: int, seqlen: int) -> torch.Tensor:

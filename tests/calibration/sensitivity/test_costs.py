@@ -50,6 +50,27 @@ def test_cache_is_what_a_model_holds(heads: int) -> None:
     assert fp8 == held // 2 + 3 * 2 * 4  # one FP32 scale for the keys and one for the values of each layer
 
 
+@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize("name", ["Gemma3n", "Gemma4"])
+def test_cache_of_layers_that_differ(name: str, shared: int) -> None:
+    """Heads of 32 in full attention and of 16 elsewhere; the last layers reuse the keys and values of others."""
+    sizes = {
+        **tiny_models.DECODER, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 16, "pad_token_id": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 16, "num_kv_shared_layers": shared,
+    }  # fmt: skip
+    own = {"global_head_dim": 32} if name == "Gemma4" else {
+        "laurel_rank": 16, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4
+    }  # fmt: skip
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}TextConfig")(**sizes, **own)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16()
+    cache = cache_of(model(torch.zeros(2, 11, dtype=torch.long), use_cache=True))
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.keys is not None)
+    config.architectures = [type(model).__name__]
+    assert kv_cache_bytes(config, 11, 2) == held
+
+
 def test_cache_of_windows_latents_and_encoders() -> None:
     base = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
     decoder = {**base, "architectures": ["XForCausalLM"]}
