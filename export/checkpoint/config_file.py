@@ -21,6 +21,7 @@ import torch
 
 from quant.export.checkpoint import compressed_tensors
 from quant.export.checkpoint.names import StoredNames
+from quant.export.checkpoint.tied import clear_flag, untied_pairs
 from quant.formats.json_files import read_json
 from quant.recipes.json_data import typed
 from quant.recipes.plan import Plan
@@ -30,7 +31,14 @@ _FORM = {"_name_or_path", "architectures", "compression_config", "quantization_c
 _Path = tuple[str, ...]
 
 
-def write_config(directory: Path, model: Any, plan: Plan, names: StoredNames, source: Path | None = None) -> None:
+def write_config(
+    directory: Path,
+    model: Any,
+    plan: Plan,
+    names: StoredNames,
+    source: Path | None = None,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Writes config.json with the model's class and dtype, and the `quantization_config`.
 
     Args:
@@ -39,6 +47,7 @@ def write_config(directory: Path, model: Any, plan: Plan, names: StoredNames, so
         plan: that it is quantized by.
         names: of its tensors on disk.
         source: directory of the original model, whose config is kept; None writes the form of transformers alone.
+        state: the tensors that are not quantized, as for `checkpoint_tensors`.
     """
     # A class with Python files of its own knows the auto class that it stands for; the files go along.
     if getattr(model, "_auto_class", None) is not None:
@@ -55,6 +64,7 @@ def write_config(directory: Path, model: Any, plan: Plan, names: StoredNames, so
         fields["architectures"] = [type(model).__name__]
     dtype = str(next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch.")
     fields["torch_dtype" if "torch_dtype" in fields and "dtype" not in fields else "dtype"] = dtype
+    clear_flag(fields, model, untied_pairs(model, state).values())
     # In the place of the source's, where that was quantized.
     fields["quantization_config"] = compressed_tensors.quantization_config(plan, names)
     # JSON has no Infinity. A source that holds the bare word, as Mamba's does, gets it back: its readers know it.

@@ -17,6 +17,7 @@ from quant.export.checkpoint import compressed_tensors
 from quant.export.checkpoint.names import StoredNames, cut_experts, matrix_names
 from quant.export.checkpoint.read import EXACT, RUN_TIME_PARTS
 from quant.export.checkpoint.tensor_file import DeferredTensor, FileLog, write_tensor_file
+from quant.export.checkpoint.tied import FLAG, same_tensor, untied_pairs
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding
@@ -92,6 +93,8 @@ def _unquantized_tensors(
     """The tensors of a model outside its `quantized` modules, and the biases of these; tied tensors once."""
     own = tuple(f"{name}." for name in quantized)
     unquantized = model.state_dict() if state is None else state
+    # Where one tensor is untied, the flag that would tie the others too is cleared (`clear_flag`).
+    all_apart = any(getattr(config, FLAG, False) for config in untied_pairs(model, state).values())
     # transformers writes a tied tensor once, under the name of its source: {"lm_head.weight": "….embed_tokens.weight"}.
     tied_to = getattr(model, "all_tied_weights_keys", {})
     seen: set[tuple[object, ...]] = set()
@@ -99,7 +102,10 @@ def _unquantized_tensors(
         if name.startswith(own) and not name.endswith(".bias"):
             continue
         source = unquantized.get(tied_to.get(name, ""))
-        if source is not None and _are_tied(tensor, source, gathered=state is not None):
+        if source is not None and all_apart:
+            yield name, tensor
+            continue
+        if source is not None and same_tensor(tensor, source):
             continue
         # Other views of the same memory are tied too; empty and meta tensors have no address to tell.
         view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -107,11 +113,6 @@ def _unquantized_tensors(
             continue
         seen.add(view)
         yield name, tensor
-
-
-def _are_tied(tensor: torch.Tensor, source: torch.Tensor, *, gathered: bool) -> bool:
-    """Whether two tensors are one; those that were gathered from several ranks are copies."""
-    return source.data_ptr() == tensor.data_ptr() or (gathered and torch.equal(source, tensor))
 
 
 def _one_of(make: Callable[[], Mapping[str, torch.Tensor]], name: str) -> torch.Tensor:

@@ -20,6 +20,7 @@ from quant.checkpoints.open import (
     outline,
     refuse,
     suspect_problems,
+    untied_in,
 )
 from quant.errors import UserError
 from quant.export.checkpoint import modelopt
@@ -28,6 +29,7 @@ from quant.export.checkpoint.layout import Layout
 from quant.export.checkpoint.layouts import LAYOUTS
 from quant.export.checkpoint.read import layer_tensor_names, read_layer, read_parts, weight_files
 from quant.export.checkpoint.scan import Scan
+from quant.export.checkpoint.tied import clear_flag
 from quant.export.checkpoint.write import SECOND_LEVEL, layer_weights, write_tensors
 from quant.models.files import copy_along
 from quant.models.huggingface import remote_code
@@ -101,6 +103,7 @@ def convert(
         plan.save(temporary / PLAN_FILE)
         # The bare word Infinity, which is no JSON, stays where a config has it: its readers know it.
         fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        clear_flag(fields, opened.model, untied_in(opened, plan).values())
         fields["quantization_config"] = layout.quantization_config(plan, names)
         for file, contents in layout.own_files(plan, names).items():
             text = json.dumps(contents, indent=4, allow_nan=False)

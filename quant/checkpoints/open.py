@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.errors import UserError
+from quant.errors import UserError, listed
 from quant.execution.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
 from quant.export.checkpoint import modelopt
 from quant.export.checkpoint.check import plan_problems, scale_problem, value_problem
@@ -28,6 +29,7 @@ from quant.export.checkpoint.read import (
     read_parts,
 )
 from quant.export.checkpoint.scan import Scan
+from quant.export.checkpoint.tied import FLAG, clear_flag, untied_pairs
 from quant.extras import require
 from quant.models import huggingface
 from quant.models.configs import check_sizes, explained, read_fields, read_generation_config
@@ -193,6 +195,22 @@ def kv_scale_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
             yield f"{place(tensors, other)} is missing beside {name}; calibrate the KV cache again"
 
 
+def untied_in(opened: Checkpoint, plan: Plan) -> dict[str, Any]:
+    """`untied_pairs` of a checkpoint, from its files; a head that `plan` quantizes is never its embedding."""
+    codes = {layer.tensor_name: torch.empty(0) for layer in plan.quantized}
+    return untied_pairs(opened.model, ChainMap(codes, opened.tensors))  # type: ignore[arg-type]
+
+
+def flag_problems(opened: Checkpoint, plan: Plan) -> Iterator[str]:
+    """The output heads that config.json says are the embedding, and that have other values in the files."""
+    file, untied = opened.directory / "config.json", untied_in(opened, plan)
+    if untied and file.is_file() and clear_flag(read_fields(file), opened.model, untied.values()):
+        yield (
+            f"{file}: has {FLAG} true, and {listed(untied, 1)} is not the embedding: vLLM would take the embedding for "
+            "it; write false there"
+        )
+
+
 def suspect_problems(model: nn.Module, scan: Scan, tensors: TensorFiles) -> Iterator[str]:
     """The tensors that hold NaN or infinity.
 
@@ -250,6 +268,7 @@ def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Pa
     for name, tensor in tensors.items():
         if name in state and tensor.shape != state[name].shape:
             raise UserError(f"{directory}: {name} is {list(tensor.shape)}, and {list(state[name].shape)} in the model")
+    untied = _untie(model, tensors)
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=assign)
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         # transformers' tie_weights copies the source to the target. This checkpoint has the target only.
@@ -257,7 +276,7 @@ def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Pa
             owner, _, last = source.rpartition(".")
             setattr(model.get_submodule(owner), last, model.get_parameter(target))
     if callable(tie := getattr(model, "tie_weights", None)):
-        tie()
+        tie(**({"recompute_mapping": False} if untied else {}))
     # Not missing: buffers of quantized layers, which are installed already, and other names of tied parameters.
     quantized = {f"{name}." for name, module in model.named_modules() if hasattr(module, "quantized_weight")}
     held = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in tensors}
@@ -265,6 +284,24 @@ def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Pa
     if lost or unexpected:
         verb, names = ("lacks", lost) if lost else ("has, and the model has no use for,", unexpected)
         raise UserError(f"{directory}: the checkpoint {verb} {', '.join(names[:3])} ({len(names)} tensors)")
+
+
+def _untie(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Gives tensors of their own to the layers that config.json ties to others, and whose tensors in the files differ.
+
+    transformers does the same; servers take the embedding for the head (`flag_problems`).
+
+    Returns:
+        Whether there are such layers.
+    """
+    untied = untied_pairs(model, tensors)
+    for name in untied:
+        getattr(model, "all_tied_weights_keys", {}).pop(name, None)
+        if name in tensors:
+            owner, _, last = name.rpartition(".")
+            parameter = model.get_parameter(name)
+            setattr(model.get_submodule(owner), last, nn.Parameter(torch.empty_like(parameter), requires_grad=False))
+    return bool(untied)
 
 
 def with_fused_experts(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

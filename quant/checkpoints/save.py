@@ -158,7 +158,7 @@ def write_model(
         dtype = stored_dtype(model) if of_transformers else torch.bfloat16
         messages = checkpoint_warnings(plan, dtype, names)
         if of_transformers:
-            write_config(temporary, model, plan, names, destination.source)
+            write_config(temporary, model, plan, names, destination.source, state)
         # The trial needs names and shapes only, and so runs while the weights are written.
         with ThreadPoolExecutor(1, thread_name_prefix="trial") as thread:
             loading = None

@@ -21,7 +21,14 @@ import torch
 from torch import nn
 
 from quant.checkpoints.load import is_checkpoint, load, no_checkpoint, quantization_configs
-from quant.checkpoints.open import Checkpoint, dtype_problems, kv_scale_problems, outline, suspect_problems
+from quant.checkpoints.open import (
+    Checkpoint,
+    dtype_problems,
+    flag_problems,
+    kv_scale_problems,
+    outline,
+    suspect_problems,
+)
 from quant.evaluation.fingerprint import Fingerprint, fingerprint_problem
 from quant.export.checkpoint.check import plan_problems
 from quant.export.checkpoint.read import layer_tensor_names, read_layer, read_parts, weight_files
@@ -202,6 +209,7 @@ def _tensors(subject: _Subject, failed: bool) -> Iterator[str]:
     yield from kv_scale_problems(opened.tensors)
     unquantized = {name: opened.tensors[name] for name in opened.tensors if name not in owned}
     yield from dtype_problems(opened.model, unquantized, opened.tensors)
+    yield from flag_problems(opened, subject.plan)
     yield from suspect_problems(opened.model, scan, opened.tensors)
 
 

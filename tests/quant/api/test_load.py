@@ -51,6 +51,7 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
         "quant.export.checkpoint.names",
         "quant.export.checkpoint.patterns",
         "quant.export.checkpoint.tensor_file",
+        "quant.export.checkpoint.tied",
         "quant.extras",
         "quant.execution.install",
         "quant.models.configs",
