@@ -132,6 +132,7 @@ def inputs_of(data: Any, model: nn.Module) -> Inputs:
     if callable(data) and not isinstance(data, Iterable | nn.Module):
         return recorded(model, data)
     calls = _rows_of(data) if isinstance(data, Mapping) else [_arguments(item) for item in _items(data)]
+    calls = _without_empty(calls)
     if not calls:
         raise ValueError("the calibration data is empty")
     return cast_for(model, Inputs(_without_padding(calls, model)))
@@ -179,6 +180,9 @@ def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inpu
         handle.remove()
     if not calls:
         raise ValueError("forward_loop never called the model that it was given")
+    calls = _without_empty(calls)
+    if not calls:
+        raise ValueError("forward_loop called the model on nothing but empty tensors")
     return Inputs(_without_padding(calls, model))
 
 
@@ -214,6 +218,11 @@ def call_of(batch: torch.Tensor | Inputs) -> Call:
     slots: list[int | str] = [slot for slot, value in enumerate(args) if isinstance(value, torch.Tensor)]
     slots += [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
     return Call(args, dict(kwargs), slots[0])
+
+
+def _without_empty(calls: Sequence[Arguments]) -> list[Arguments]:
+    """The calls but those without a row, such as the last batch of a filtered data set: no statistic has such a row."""
+    return [call for call in calls if any(tensor.numel() for tensor in _tensors(call))]
 
 
 def _without_padding(calls: Sequence[Arguments], model: nn.Module) -> list[Arguments]:

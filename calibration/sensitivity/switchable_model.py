@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 from quant.calibration.blocks import block_names
 from quant.calibration.evaluating import prepared
-from quant.calibration.module_hooks import forwarding, take_hooks
 from quant.calibration.placement import free_memory
 from quant.calibration.sensitivity.candidate_weights import CandidateWeights
 from quant.calibration.sensitivity.candidates import KEPT, Candidate
@@ -42,6 +41,7 @@ from quant.calibration.statistics import static_input_scale
 from quant.calibration.walk.collect import collect_input_amax
 from quant.formats.tensor import round_activation
 from quant.kernels.linear.expert_modules import experts_forward, runs_experts_alone
+from quant.kernels.linear.module_hooks import forwarding, take_hooks
 from quant.recipes.expert_stacks import expert_matrices, stacking_of
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan

@@ -28,13 +28,13 @@ from torch import nn
 from torch.nn.functional import pad
 
 from quant.calibration.blocks import Call, output_of
-from quant.calibration.module_hooks import take_hooks
 from quant.calibration.solvers.rotation import matrix_of
 from quant.calibration.statistics import round_activation
 from quant.formats.format import Format
 from quant.formats.number import E4M3
 from quant.formats.rounding import decode, round_to
 from quant.formats.tensor import BlockScaledTensor, quantize_with_scale
+from quant.kernels.linear.module_hooks import take_hooks
 from quant.kernels.linear.modules import RunTimeParts
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import removing
-from quant.calibration.module_hooks import forwarding
 from quant.calibration.observers import Observer
 from quant.calibration.placement import device_of, placed
 from quant.calibration.ranks import gathered, own_batches
@@ -21,6 +20,7 @@ from quant.calibration.walk.not_finite import InputNotFiniteError, naming_the_cu
 from quant.formats.stacking import Stacking
 from quant.kernels.linear.expert_modules import experts_forward, runs_experts_alone
 from quant.kernels.linear.expert_stack import ExpertStack
+from quant.kernels.linear.module_hooks import forwarding
 from quant.recipes.expert_stacks import expert_matrices, stacking_of
 
 

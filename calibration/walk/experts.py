@@ -25,7 +25,6 @@ from torch import nn
 
 from quant.calibration.blocks import Stop
 from quant.calibration.fast_matmul import fast_matmul
-from quant.calibration.module_hooks import forwarding
 from quant.calibration.ranks import gathered, rank_and_world
 from quant.calibration.solvers.gptq import Gptq
 from quant.calibration.solvers.group import all_solved, solve_group
@@ -40,6 +39,7 @@ from quant.calibration.walk.shared_moments import Moments, at_a_time, pooled, st
 from quant.calibration.walk.stand_in import CurrentBatch
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.expert_modules import QuantExperts, experts_forward, runs_experts_alone
+from quant.kernels.linear.module_hooks import forwarding
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.expert_stacks import expert_matrices, stacking_of
 from quant.recipes.plan import LayerPlan

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.module_hooks import has_hooks, take_hooks
 from quant.calibration.ranks import number_of
 from quant.calibration.solvers.rotation import matrix_of
 from quant.calibration.walk.group import Group
+from quant.kernels.linear.module_hooks import has_hooks, take_hooks
 from quant.kernels.linear.modules import RunTimeParts
 
 

@@ -16,7 +16,7 @@ from quant.calibration.listener import Listener, Progress
 from quant.calibration.placement import Device
 from quant.errors import UserError
 from quant.execution.solve import Quantized
-from quant.plan.make import check_module
+from quant.models.callers_model import check_original, uncompiled, unwrapped
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
 from quant.run.budget import AllocationRequest
@@ -51,7 +51,8 @@ def quantize(
     """Quantizes `model` in place, in evaluation mode; each module has its own mode back afterwards.
 
     Args:
-        model: any module; a transformers model needs nothing else.
+        model: any module; a transformers model needs nothing else. Wrappers of torch.compile, DDP and DataParallel are
+            looked through: the result has the model inside. Adapters are to be merged before.
         recipe: a preset's name, a recipe, or a finished plan.
         data: calibration token ids, int64 `[rows, seqlen]`, for static activation scales and for solvers that look
             at inputs; for a model of anything else its inputs, such as images `[rows, 3, height, width]`, named tensors
@@ -86,7 +87,8 @@ def quantize(
     Raises:
         ValueError: bad recipe, plan, glob, weight or data; the message names it and the way out.
     """
-    check_module(model, "quantize")
+    model = unwrapped(model, "quantize")
+    check_original(model, "quantize")  # before a forward loop runs
     has_budget = bits is not None or max_kl is not None or formats is not None
     request = Request(
         model,
@@ -105,7 +107,8 @@ def quantize(
         tokenizer=tokenizer,
         device=device,
     )
-    quantized = start(request, Listener(progress)).quantized
+    with uncompiled(model):
+        quantized = start(request, Listener(progress)).quantized
     assert quantized is not None
     return quantized
 

@@ -31,6 +31,7 @@ from quant.export.checkpoint.write import (
 )
 from quant.formats.tensor import BlockScaledTensor
 from quant.models import huggingface
+from quant.models.callers_model import refuse_adapters, unwrapped
 from quant.models.files import copy_companions
 from quant.models.origin import source_directory
 from quant.recipes.plan import PLAN_FILE, Plan
@@ -95,6 +96,8 @@ def save(
             transformers would load other tensors than these.
         FileExistsError: `directory` is not empty and `overwrite` is False.
     """
+    model = unwrapped(model, "save")
+    refuse_adapters(model, "save", "merge them first with quant.merge_lora, or save them with model.save_pretrained")
     plan = _own_plan(model) if plan is None else plan
     check_plan(plan)
     names = stored_names(model)

@@ -50,6 +50,7 @@ from quant.evaluation.distances import embedding_sums, prediction_sums
 from quant.evaluation.interval import mean_interval
 from quant.evaluation.outputs import DISTANCE, ERROR, KL, PREDICTIONS, SQUARE, compare
 from quant.evaluation.record import Evaluation, OutputDistance
+from quant.models.callers_model import unwrapped
 from quant.recipes.layers import output_head
 
 T = TypeVar("T")
@@ -99,7 +100,8 @@ def evaluate(
             models of different vocabularies; NaN or infinity in the results, with the row named; an encoder without
             a baseline.
     """
-    models = [model] if baseline is None else [model, baseline]
+    model = unwrapped(model, "evaluate")
+    models = [model] if baseline is None else [model, unwrapped(baseline, "evaluate")]
     # A batch of images or other features: each row is a call of its own.
     if isinstance(rows, torch.Tensor) and rows.is_floating_point() and rows.dim() > 2:
         rows = Inputs([((row[None],), {}) for row in rows])

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.module_hooks import take_hooks
 from quant.calibration.prefetch import value_of
+from quant.kernels.linear.module_hooks import take_hooks
 from quant.recipes.plain_layers import is_conv1d
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quant.calibration.module_hooks import take_hooks
 from quant.formats.stacking import Stacking
+from quant.kernels.linear.module_hooks import take_hooks
 from quant.kernels.linear.modules import QuantLinear
 
 

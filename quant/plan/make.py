@@ -6,7 +6,6 @@ No weight is read: a model on the meta device will do, or the shapes in the head
 from __future__ import annotations
 
 import inspect
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from quant.calibration.solvers.solver import get_solver
 from quant.errors import UserError, counted
 from quant.formats.format import parse_format
 from quant.plan.plan_warnings import BY_NAME, NOT_RUN, NOT_SEEN
+from quant.models.callers_model import check_original, unwrapped
 from quant.recipes.effort import solver_of
 from quant.recipes.fusion_groups import group_unseen, patterns, without_group
 from quant.recipes.layer_kind import LayerKind
@@ -28,16 +28,6 @@ from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe
 from quant.recipes.resolve import resolve
 from quant.recipes.shared_inputs import Watched, group_experts, watching
-
-
-def check_module(model: Any, taker: str) -> None:
-    """Raises UserError where `model` is no module, but a path or an object that holds a module."""
-    if isinstance(model, nn.Module):
-        return
-    if isinstance(model, str | os.PathLike):
-        raise UserError(f"{model}: {taker} takes a module; open it with quant.open_model({str(model)!r}).model")
-    hint = "pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else "pass a torch.nn.Module"
-    raise UserError(f"{taker} takes a module, and this is a {type(model).__name__}: {hint}")
 
 
 def make_plan(
@@ -65,7 +55,8 @@ def make_plan(
             model that is a path.
     """
     if not isinstance(model, Mapping):
-        check_module(model, "make_plan")
+        model = unwrapped(model, "make_plan")
+        check_original(model, "make_plan")
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     # A string is a sequence of strings too, each a letter.
     include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))
@@ -96,8 +87,6 @@ def make_plan(
         record[ODD_INPUTS] = odd
     plan = replace(plan, provenance={**record, **_fusion_record(layers, plan, unknown)})
     if not plan.quantized:
-        if isinstance(model, nn.Module) and any(hasattr(type(each), "quantized_weight") for each in model.modules()):
-            raise UserError("the model is quantized already; start from the original one")
         raise UserError(
             f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers: {_why_none(plan, include)}"
         )

@@ -22,9 +22,10 @@ from quant.execution.data import solver_needs_data
 from quant.execution.sources import Rows, sources_of
 from quant.execution.store import is_finished
 from quant.export.checkpoint.directory import check_apart, check_destination
+from quant.models.callers_model import check_original, unwrapped
 from quant.models.files import find_model
 from quant.plan.check import Problem, read_plan
-from quant.plan.make import check_module, kv_cache_name
+from quant.plan.make import kv_cache_name
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe, get_recipe
 from quant.recipes.solver_names import DEFAULT_OBSERVER
@@ -139,7 +140,7 @@ class Request:
             UserError: the message names the option and the way out.
         """
         if self.is_in_memory:
-            check_module(self.model, "quantize")
+            check_original(unwrapped(self.model, "quantize"), "quantize")
             self._check_data()
         if self.goal is not None:
             self._check_budget()
@@ -152,7 +153,7 @@ class Request:
     def _check_data(self) -> None:
         if self.data is None or isinstance(self.data, Inputs):
             return
-        if not len(self.data) or not (self.data.is_floating_point() or self.data.dim() == 2):
+        if not self.data.numel() or not (self.data.is_floating_point() or self.data.dim() == 2):
             raise UserError(
                 f"data is {list(self.data.shape)}; expected token ids [rows, seqlen], or inputs of the model [rows, …]"
             )

@@ -27,6 +27,7 @@ from quant.errors import UserError
 from quant.export.checkpoint.check import value_problem
 from quant.formats.format import is_16bit
 from quant.kernels.hardware import has_triton
+from quant.models.callers_model import unwrapped
 from quant.recipes.layers import output_head
 from quant.runtime.attention import quantized_attention
 from quant.runtime.decoder import Decoder, decoder_refusal
@@ -105,6 +106,7 @@ def generate(
         UserError: an empty prompt, too many tokens for the model, a device that is not there, or NaN in the logits,
             with the tensor named that it comes from.
     """
+    model = unwrapped(model, "generate")
     target = find_device(device) or device_of(model)
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
     _check(model, ids, max_new_tokens)

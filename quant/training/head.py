@@ -26,6 +26,7 @@ from torch import nn
 from quant.calibration.attention_names import text_config
 from quant.calibration.blocks import output_of
 from quant.errors import UserError
+from quant.models.callers_model import inner_model
 from quant.recipes.layers import output_head
 from quant.training.kl import Head
 
@@ -111,17 +112,6 @@ def run_to_head(
             return seen[0][0], states(result), LogitHead(head, tail)
     result = call()
     return _logits(result, named), states(result), _same
-
-
-def inner_model(model: nn.Module) -> nn.Module:
-    """The model inside the wrappers of DDP, nn.DataParallel or torch.compile."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
 
 
 def _without_head(

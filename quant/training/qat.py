@@ -26,12 +26,12 @@ from quant.checkpoints.pretrained import attach, detach
 from quant.errors import UserError, counted
 from quant.execution.solve import solve_plan
 from quant.export.checkpoint.write import plan_of_model
+from quant.models.callers_model import check_original, inner_model, uncompiled, unwrapped
 from quant.plan.check import check_plan_fits
-from quant.plan.make import check_module, make_plan
+from quant.plan.make import make_plan
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
-from quant.training.head import inner_model
 from quant.training.layers import Packed, Start, install_training_layers, put_layer, weights_before_rounding
 from quant.training.modules import PLAN, SCALES, RoundedWeight
 
@@ -83,7 +83,7 @@ def prepare_qat(
             format, which has no gradient. Last of all, when the model is prepared: an optimizer of its parameters that
             holds some that it no longer has, lacks learned scales, or has state in the dtype that weights had.
     """
-    check_module(model, "prepare_qat")
+    model = unwrapped(model, "prepare_qat")
     if scales is not None and scales not in SCALES:
         raise UserError(f"scales={scales!r}: unknown; known: {', '.join(SCALES)}")
     if any(isinstance(module, RoundedWeight) for module in model.modules()):
@@ -95,6 +95,7 @@ def prepare_qat(
         plan = _plan_of_quantized(model, plan, solver, include, exclude)
         start = Start({}, {}, {} if original is None else weights_before_rounding(model, plan, original))
     else:
+        check_original(model, "prepare_qat")
         if original is not None:
             raise UserError("original= is for a model that is quantized already; this one is in 16 bit: leave it out")
         if data is not None and not isinstance(data, torch.Tensor | Inputs):
@@ -102,7 +103,8 @@ def prepare_qat(
         plan = _plan_of_original(model, plan, data, solver, include, exclude)
         start = Start.of_original(model, plan)
         session = Session.on(device, progress=progress)
-        plan = solve_plan(model, plan, data, session, rounded=start.rounded.__setitem__).plan
+        with uncompiled(model):
+            plan = solve_plan(model, plan, data, session, rounded=start.rounded.__setitem__).plan
     _check_plan(plan)
     try:
         install_training_layers(model, plan, start, scales, stored, dtype)

@@ -41,6 +41,7 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
         "quant.export.checkpoint.layout",
         "quant.export.checkpoint.layouts",
         "quant.export.checkpoint.modelopt_config",
+        "quant.models.callers_model",
         "quant.models.experts_forward",
         "quant.errors",
         "quant.export.checkpoint.write",

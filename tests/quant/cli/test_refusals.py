@@ -275,7 +275,7 @@ def test_one_glob_needs_no_list() -> None:
 
 def test_what_is_quantized_is_quantized_once_and_saved_with_its_plan(tmp_path: Path) -> None:
     result = quant.quantize(llama(), "fp8_channel")
-    with pytest.raises(UserError, match="quantized already; start from the original"):
+    with pytest.raises(UserError, match="quantized already, by Blockscale; start from the original"):
         quant.quantize(result.model, "mxfp8")
     with pytest.raises(ValueError, match=r"self_attn.q_proj: the plan has it in fp8_channel, and the model holds no"):
         quant.save(llama(), result.plan, tmp_path / "other")

@@ -1,0 +1,127 @@
+"""The module that a Python user passes: wrappers are looked through, and one that cannot be quantized is refused.
+
+A wrapper of torch.compile, DDP or `nn.DataParallel` changes the names of all weights, and those of adapters hide the
+layers that they belong to. A model that holds quantized layers already cannot be quantized by a new plan: it would not
+say how they were made, and nothing could be saved by it. All of this is seen before any work.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.errors import UserError, counted
+
+_TOOLKITS = {
+    "bitsandbytes": "bitsandbytes", "torchao": "torchao", "modelopt": "ModelOpt", "hqq": "HQQ", "eetq": "EETQ",
+    "compressed_tensors": "compressed-tensors", "awq": "AutoAWQ", "auto_gptq": "AutoGPTQ", "gptqmodel": "GPTQModel",
+    "quanto": "quanto", "auto_round": "AutoRound",
+}  # fmt: skip
+_PACKED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+
+
+def unwrapped(model: Any, taker: str) -> nn.Module:
+    """The module inside the wrappers of torch.compile, DDP and `nn.DataParallel`.
+
+    Raises:
+        UserError: `model` is no module, but a path or an object that holds a module; the message names `taker`.
+    """
+    if isinstance(model, nn.Module):
+        return inner_model(model)
+    if isinstance(model, str | os.PathLike):
+        raise UserError(f"{model}: {taker} takes a module; open it with quant.open_model({str(model)!r}).model")
+    hint = "pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else "pass a torch.nn.Module"
+    raise UserError(f"{taker} takes a module, and this is a {type(model).__name__}: {hint}")
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The model inside the wrappers of DDP, nn.DataParallel or torch.compile."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def check_original(model: nn.Module, taker: str) -> None:
+    """Raises UserError where a model is not in 16 or 32 bit throughout, or its layers are hidden from `taker`."""
+    refuse_adapters(model, taker, "merge them first (model = model.merge_and_unload()), or take them off (.unload())")
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "_orig_mod", None), nn.Module):
+            raise UserError(
+                f"{name}: torch.compile has wrapped it, which renames its weights: put its ._orig_mod there before "
+                f"{taker}, and compile afterwards, or in place with .compile()"
+            )
+        if (toolkit := _quantized_by(module)) is not None:
+            raise UserError(
+                f"{name or 'the model'}: {taker} takes the original model, and this layer is quantized already, by "
+                f"{toolkit}; start from the original one, with one plan for all layers"
+            )
+    sharded = next((name for name, p in model.named_parameters() if hasattr(p, "full_tensor")), None)
+    if sharded is not None or type(model).__name__ == "FullyShardedDataParallel":
+        raise UserError(
+            f"{sharded or 'the model'}: its weights are sharded (FSDP or tensor parallelism), and {taker} takes whole "
+            "ones: quantize first, or load the gathered state into an unsharded model"
+        )
+
+
+def refuse_adapters(model: nn.Module, taker: str, way_out: str) -> None:
+    """Raises UserError where PEFT has put adapters on layers of a model, or wraps it for a prompt."""
+    adapted = [name for name, module in model.named_modules() if isinstance(_base_of(module), nn.Module)]
+    if adapted:
+        raise UserError(
+            f"{adapted[0]}: has an adapter of PEFT, as {counted(len(adapted), 'layer')} of the model in all; {taker} "
+            f"would take them for weights of the model: {way_out}"
+        )
+    if any(cls.__module__.startswith("peft.") for cls in type(model).__mro__):
+        raise UserError(f"{taker} takes the model inside of a {type(model).__name__}: pass model.get_base_model()")
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """While open, modules that were compiled in place (`module.compile()`) run as they are written.
+
+    The compiled code would be made anew for each hook and each layer that is replaced.
+    """
+    calls = [(module, call) for module in model.modules() if (call := vars(module).get("_compiled_call_impl"))]
+    for module, _ in calls:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in calls:
+            module._compiled_call_impl = call
+
+
+def _base_of(module: nn.Module) -> Any:
+    return vars(module)["_modules"].get("base_layer")
+
+
+def _quantized_by(module: nn.Module) -> str | None:
+    """The toolkit that has quantized a module, its own submodules apart; None where it is in 16 or 32 bit."""
+    if hasattr(type(module), "quantized_weight"):
+        return "Blockscale"
+    if any(cls.__module__ == "quant.training.modules" for cls in type(module).__mro__):
+        return "quant.prepare_qat; pack it with quant.convert_qat(model)"
+    own = {**module._parameters, **module._buffers}
+    classes = [type(module), *(type(tensor) for tensor in own.values() if tensor is not None)]
+    for cls in classes:
+        package = cls.__module__.partition(".")[0]
+        if package in _TOOLKITS and any(tensor is not None for tensor in own.values()):
+            return _TOOLKITS[package]
+    if hasattr(module, "weight_quantizer") and hasattr(module, "input_quantizer"):
+        return _TOOLKITS["modelopt"]
+    if hasattr(module, "quantization_scheme"):
+        return _TOOLKITS["compressed_tensors"]
+    weight = own.get("weight")
+    is_packed = isinstance(weight, torch.Tensor) and weight.dim() > 1 and weight.dtype in (torch.int8, torch.uint8)
+    if is_packed or any(own.get(name) is not None for name in _PACKED):
+        return f"another toolkit (it is a {type(module).__name__})"
+    return None
