@@ -41,9 +41,9 @@ from quant.calibration.statistics import static_input_scale
 from quant.calibration.walk.collect import collect_input_amax
 from quant.formats.tensor import round_activation
 from quant.kernels.linear.expert_modules import experts_forward, runs_experts_alone
-from quant.kernels.linear.module_hooks import forwarding, take_hooks
 from quant.recipes.expert_stacks import expert_matrices, stacking_of
 from quant.recipes.layer_kind import LayerKind
+from quant.recipes.module_hooks import forwarding, take_hooks
 from quant.recipes.plan import LayerPlan
 
 # Bytes of a GPU that stay free for activations and logits; dense weights may take half of the memory above that.

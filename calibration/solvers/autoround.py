@@ -34,8 +34,8 @@ from quant.formats.format import Format
 from quant.formats.number import E4M3
 from quant.formats.rounding import decode, round_to
 from quant.formats.tensor import BlockScaledTensor, quantize_with_scale
-from quant.kernels.linear.module_hooks import take_hooks
 from quant.kernels.linear.modules import RunTimeParts
+from quant.recipes.module_hooks import take_hooks
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from quant.calibration.blocks import block_names, calls_of_chain, find_chains, o
 from quant.calibration.placement import DeviceCopies, device_of, home_of_states, tensors_of
 from quant.calibration.prefetch import prefetched
 from quant.calibration.texts.rows import few_of
-from quant.kernels.linear.module_hooks import forwarding
+from quant.recipes.module_hooks import forwarding
 
 
 @contextmanager

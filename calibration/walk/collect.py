@@ -20,8 +20,8 @@ from quant.calibration.walk.not_finite import InputNotFiniteError, naming_the_cu
 from quant.formats.stacking import Stacking
 from quant.kernels.linear.expert_modules import experts_forward, runs_experts_alone
 from quant.kernels.linear.expert_stack import ExpertStack
-from quant.kernels.linear.module_hooks import forwarding
 from quant.recipes.expert_stacks import expert_matrices, stacking_of
+from quant.recipes.module_hooks import forwarding
 
 
 def collect_input_amax(

@@ -39,9 +39,9 @@ from quant.calibration.walk.shared_moments import Moments, at_a_time, pooled, st
 from quant.calibration.walk.stand_in import CurrentBatch
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.expert_modules import QuantExperts, experts_forward, runs_experts_alone
-from quant.kernels.linear.module_hooks import forwarding
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.expert_stacks import expert_matrices, stacking_of
+from quant.recipes.module_hooks import forwarding
 from quant.recipes.plan import LayerPlan
 
 Run = Callable[[], Any]

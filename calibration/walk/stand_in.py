@@ -16,8 +16,8 @@ from torch import nn
 from quant.calibration.ranks import number_of
 from quant.calibration.solvers.rotation import matrix_of
 from quant.calibration.walk.group import Group
-from quant.kernels.linear.module_hooks import has_hooks, take_hooks
 from quant.kernels.linear.modules import RunTimeParts
+from quant.recipes.module_hooks import has_hooks, take_hooks
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from quant.calibration.listener import Listener, Progress
 from quant.calibration.placement import Device
 from quant.errors import UserError
 from quant.execution.solve import Quantized
-from quant.models.callers_model import check_original, uncompiled, unwrapped
+from quant.plan.callers_model import check_original, uncompiled, unwrapped
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
 from quant.run.budget import AllocationRequest

@@ -31,9 +31,9 @@ from quant.export.checkpoint.write import (
 )
 from quant.formats.tensor import BlockScaledTensor
 from quant.models import huggingface
-from quant.models.callers_model import refuse_adapters, unwrapped
 from quant.models.files import copy_companions
 from quant.models.origin import source_directory
+from quant.plan.callers_model import refuse_adapters, unwrapped
 from quant.recipes.plan import PLAN_FILE, Plan
 
 _HOW_READ = {"is_local", "local_files_only", "name_or_path", "transformers_version", "trust_remote_code"}

@@ -50,7 +50,7 @@ from quant.evaluation.distances import embedding_sums, prediction_sums
 from quant.evaluation.interval import mean_interval
 from quant.evaluation.outputs import DISTANCE, ERROR, KL, PREDICTIONS, SQUARE, compare
 from quant.evaluation.record import Evaluation, OutputDistance
-from quant.models.callers_model import unwrapped
+from quant.plan.callers_model import unwrapped
 from quant.recipes.layers import output_head
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from quant.calibration.prefetch import value_of
-from quant.kernels.linear.module_hooks import take_hooks
+from quant.recipes.module_hooks import take_hooks
 from quant.recipes.plain_layers import is_conv1d
 
 

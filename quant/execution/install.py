@@ -16,11 +16,11 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding, embedding_refusal
 from quant.kernels.linear.expert_modules import QuantExperts
-from quant.kernels.linear.module_hooks import take_hooks
 from quant.kernels.linear.modules import QuantLinear, RunTimeParts
 from quant.models.experts_forward import run_experts_alone
 from quant.recipes.expert_stacks import stacking_of
 from quant.recipes.layer_kind import LayerKind
+from quant.recipes.module_hooks import take_hooks
 from quant.recipes.plan import LayerPlan, Plan
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from quant.formats.stacking import Stacking
-from quant.kernels.linear.module_hooks import take_hooks
 from quant.kernels.linear.modules import QuantLinear
+from quant.recipes.module_hooks import take_hooks
 
 
 class DenseExperts(nn.Module):

@@ -18,8 +18,8 @@ from torch import nn
 from quant.calibration.solvers.solver import get_solver
 from quant.errors import UserError, counted
 from quant.formats.format import parse_format
+from quant.plan.callers_model import check_original, unwrapped
 from quant.plan.plan_warnings import BY_NAME, NOT_RUN, NOT_SEEN
-from quant.models.callers_model import check_original, unwrapped
 from quant.recipes.effort import solver_of
 from quant.recipes.fusion_groups import group_unseen, patterns, without_group
 from quant.recipes.layer_kind import LayerKind

@@ -22,8 +22,8 @@ from quant.execution.data import solver_needs_data
 from quant.execution.sources import Rows, sources_of
 from quant.execution.store import is_finished
 from quant.export.checkpoint.directory import check_apart, check_destination
-from quant.models.callers_model import check_original, unwrapped
 from quant.models.files import find_model
+from quant.plan.callers_model import check_original, unwrapped
 from quant.plan.check import Problem, read_plan
 from quant.plan.make import kv_cache_name
 from quant.recipes.plan import Plan

@@ -27,7 +27,7 @@ from quant.errors import UserError
 from quant.export.checkpoint.check import value_problem
 from quant.formats.format import is_16bit
 from quant.kernels.hardware import has_triton
-from quant.models.callers_model import unwrapped
+from quant.plan.callers_model import unwrapped
 from quant.recipes.layers import output_head
 from quant.runtime.attention import quantized_attention
 from quant.runtime.decoder import Decoder, decoder_refusal

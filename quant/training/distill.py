@@ -26,7 +26,7 @@ from torch import nn
 from quant.calibration.evaluating import evaluating
 from quant.calibration.placement import device_of
 from quant.errors import UserError
-from quant.models.callers_model import inner_model
+from quant.plan.callers_model import inner_model
 from quant.training.head import LogitHead, run_to_head
 from quant.training.kl import LogitTeacher, Teacher, chunked_kl
 from quant.training.modules import plan_in_training

@@ -26,7 +26,7 @@ from torch import nn
 from quant.calibration.attention_names import text_config
 from quant.calibration.blocks import output_of
 from quant.errors import UserError
-from quant.models.callers_model import inner_model
+from quant.plan.callers_model import inner_model
 from quant.recipes.layers import output_head
 from quant.training.kl import Head
 

@@ -18,8 +18,8 @@ from quant.execution.data import by_input
 from quant.kernels.linear.conv import QuantConv, conv_matrix, conv_parameter
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.expert_modules import QuantExperts
-from quant.kernels.linear.module_hooks import take_hooks
 from quant.kernels.linear.modules import QuantLinear, RunTimeParts
+from quant.recipes.module_hooks import take_hooks
 from quant.recipes.plan import LayerPlan, Plan
 from quant.training.fusion import Fusion
 from quant.training.initial_weights import before_rounding, starting_weight

@@ -26,7 +26,7 @@ from quant.checkpoints.pretrained import attach, detach
 from quant.errors import UserError, counted
 from quant.execution.solve import solve_plan
 from quant.export.checkpoint.write import plan_of_model
-from quant.models.callers_model import check_original, inner_model, uncompiled, unwrapped
+from quant.plan.callers_model import check_original, inner_model, uncompiled, unwrapped
 from quant.plan.check import check_plan_fits
 from quant.plan.make import make_plan
 from quant.recipes.layers import find_layers

@@ -12,10 +12,10 @@ from torch import nn
 
 from quant.calibration.blocks import block_names
 from quant.errors import UserError, counted
+from quant.plan.callers_model import inner_model
 from quant.plan.make import make_plan
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan, groups_of
-from quant.training.head import inner_model
 from quant.training.low_precision.linear import LowPrecisionLinear
 from quant.training.low_precision.nonfinite import GradientWatch
 from quant.training.low_precision.packed import stored_format

@@ -14,9 +14,9 @@ from quant.checkpoints.pretrained import attach
 from quant.errors import UserError
 from quant.execution.install import install_weight, mark_quantized
 from quant.export.checkpoint.write import plan_of_model
+from quant.plan.callers_model import inner_model
 from quant.plan.make import make_plan
 from quant.recipes.plan import Plan
-from quant.training.head import inner_model
 from quant.training.low_precision.convert import from_low_precision_training, low_precision_layers
 from quant.training.low_precision.linear import LowPrecisionLinear
 from quant.training.low_precision.packed import input_scale, packed_weight, stored_format
