@@ -43,8 +43,6 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
         "quant.export.checkpoint.modelopt_config",
         "quant.plan.callers_model",
         "quant.models.experts_forward",
-        "quant.export.checkpoint.config_file",
-        "quant.models.origin",
         "quant.errors",
         "quant.export.checkpoint.write",
         "quant.export.checkpoint.check",
