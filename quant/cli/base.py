@@ -1,10 +1,11 @@
 """All commands share this file: `Command`, which prints and fails in the same way for all, and common options.
 
 An expected error (`ValueError`, `OSError`, out of memory) is one line on standard error and exit code 2. Any other
-exception is a bug of ours; it ends in one line too, which says so, with exit code 70. `--debug` shows the traceback of
-either. A warning of this package is one line. Ctrl-C and SIGTERM end a command in the same way: unfinished
-output is removed, a line says whether --out was written and whether the same command goes on from there, and the exit
-code is 128 plus the signal's number. How the process itself behaves is in `quant/cli/process.py`.
+exception is a bug, of ours or of transformers; it ends in one line too, which says whose (`quant/cli/unexpected.py`),
+with exit code 70. `--debug` shows the traceback of either. A warning of this package is one line. Ctrl-C and SIGTERM
+end a command in the same way: unfinished output is removed, a line says whether --out was written and whether the same
+command goes on from there, and the exit code is 128 plus the signal's number.
+How the process itself behaves is in `quant/cli/process.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import click
 from quant.cli.process import Terminated, patient, terminable, warnings_in_one_line
 from quant.cli.ranks.launch import is_rank, launch, local_device
 from quant.cli.ranks.watch import Watch
+from quant.cli.unexpected import explained
 from quant.errors import UserError, printable
 from quant.kernels.processor import set_up_threads
 from quant.models.files import with_revision
@@ -168,9 +170,7 @@ class Command(click.Command):
                     f"out of memory: {message}; no output was written. It takes a machine with more, or fewer rows"
                 )
             elif unexpected:
-                frame = traceback.extract_tb(error.__traceback__)[-1]
-                where = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {message}"
-                message = f"this is a bug in Blockscale: run with --debug, and report what that prints ({where})"
+                message = explained(error, message)
             if watch is not None:
                 if debug and watch.rank:
                     traceback.print_exc()

@@ -1,0 +1,55 @@
+"""An exception that nobody expected names the code that it came from."""
+
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from quant.cli.base import Command
+
+transformers = pytest.importorskip("transformers")
+
+
+def line_of(raising: Callable[[], Any]) -> str:
+    """The line that a command prints where its work raises."""
+    result = CliRunner().invoke(Command("work", callback=raising))
+    assert result.exit_code == 70
+    return result.output.strip()
+
+
+def written_in(module: str, body: str) -> Callable[[], Any]:
+    """The function `fail` of a module that has another module's name, as a traceback shows it."""
+    made = types.ModuleType(module)
+    exec(compile(f"import torch\ndef fail():\n    {body}\n", "modeling_made.py", "exec"), made.__dict__)
+    return made.fail
+
+
+def test_transformers_own_code_is_named_with_its_version() -> None:
+    def run() -> None:
+        config = transformers.LlamaConfig(
+            vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
+        transformers.LlamaForCausalLM(config)(torch.zeros(1, 2))  # an embedding of fractions, which torch refuses
+
+    line = line_of(run)
+    assert line.startswith(f"error: transformers {transformers.__version__} fails in its own ")
+    assert re.search(r"\(RuntimeError at modeling_\w+\.py:\d+: .*embedding", line) and "Blockscale" not in line
+
+
+def test_the_python_files_of_a_model_are_named() -> None:
+    line = line_of(written_in("transformers_modules.org.modeling_made", "return torch.zeros(2) @ torch.zeros(3)"))
+    assert re.match(r"error: the model's own Python files fail in fail \(RuntimeError at modeling_made.py:3: ", line)
+
+
+def test_our_code_is_named_as_ours_where_transformers_calls_it() -> None:
+    hook = written_in("quant.run.made", "return torch.zeros(2) @ torch.zeros(3)")
+    caller = written_in("transformers.made", "return hook()")
+    caller.__globals__["hook"] = hook
+    line = line_of(caller)
+    assert line.startswith(
+        "error: this is a bug in Blockscale: run with --debug, and report what that prints (RuntimeError"
+    )
