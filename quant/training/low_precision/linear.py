@@ -56,7 +56,11 @@ def _trained(layer: LowPrecisionLinear, x: torch.Tensor, bias: torch.Tensor | No
         of_x, of_w = state.scaled_by(x)
     else:
         of_x, of_w = None, state.weight_amax() if state.recipe.weight and state.recipe.weight.is_static else None
-    y: torch.Tensor = _RoundedProducts.apply(x, layer.weight, of_x, of_w, state)  # type: ignore[no-untyped-call]
+    y: torch.Tensor
+    if state.products is not None and state.rounds_forward:
+        y = state.products(x, layer.weight, of_w)
+    else:
+        y = _RoundedProducts.apply(x, layer.weight, of_x, of_w, state)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
 
 

@@ -111,8 +111,10 @@ _TENSOR, _ROW, _GROUP, _SQUARE = (FORMATS[name] for name in ("fp8", "fp8_token",
 RECIPES: dict[str, TrainingRecipe] = {
     recipe.name: recipe
     for recipe in (
-        TrainingRecipe("fp8_delayed", _TENSOR, _TENSOR, FP8_E5M2, history=1024),
-        TrainingRecipe("fp8_tensorwise", _TENSOR, _TENSOR, FP8_E5M2),
+        TrainingRecipe(
+            "fp8_delayed", _TENSOR, _TENSOR, FP8_E5M2, history=1024, arithmetic=Arithmetic.TRANSFORMER_ENGINE
+        ),
+        TrainingRecipe("fp8_tensorwise", _TENSOR, _TENSOR, FP8_E5M2, arithmetic=Arithmetic.TRANSFORMER_ENGINE),
         TrainingRecipe("fp8_rowwise", _ROW, _ROW, _ROW, power_of_two_scales=True),
         TrainingRecipe(
             "fp8_rowwise_wgrad_bf16", _ROW, _ROW, _ROW, weight_in_dx=_TENSOR, rounds_dw=False, power_of_two_scales=True

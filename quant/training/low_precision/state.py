@@ -7,7 +7,7 @@ which makes calibration unnecessary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,7 @@ class LowPrecision:
         weight_dtype: dtype of the weight in the last forward pass. FSDP2 with `param_dtype=bfloat16` shows the layer a
             rounded copy of the parameter, and the deployed codes must come from that copy.
         gradient_is_finite: bool scalar, whether the last dy had only finite numbers; None where nobody looked.
+        products: of another backend in place of the emulated ones: x, weight and its largest magnitude to y.
         deployed: the deployed layer for evaluation, with the tensors that it was made from; see `deployed_layer`.
     """
 
@@ -73,6 +74,7 @@ class LowPrecision:
     amax: dict[str, AmaxHistory] = field(default_factory=dict)
     weight_dtype: torch.dtype | None = None
     gradient_is_finite: torch.Tensor | None = None
+    products: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None
     deployed: Any = None
 
     def __post_init__(self) -> None:

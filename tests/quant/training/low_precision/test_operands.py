@@ -80,6 +80,8 @@ def test_the_hadamard_transform_is_transformer_engines(name: str, goldens: dict[
 def test_one_scale_for_a_tensor_gives_the_peers_codes(peer: str, goldens: dict[str, torch.Tensor]) -> None:
     operand = round_operand(goldens["outliers.input"], FORMATS["fp8"], RECIPES["fp8_tensorwise"])
     assert torch.equal(_bytes(operand), goldens[f"outliers.{peer}.data"])
+    scale = goldens[f"outliers.{peer}.scale"].reshape(())
+    assert float(operand.factor) == float(1 / scale if peer.startswith("torchao") else scale)
 
 
 def test_the_hadamard_transform_cancels_in_a_product() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import quant
 from quant.errors import UserError
+from quant.training.low_precision.backends import TORCHAO, TorchaoProducts
 from quant.training.low_precision.recipe import RECIPES
 
 
@@ -172,3 +174,42 @@ def test_histories_go_through_a_checkpoint() -> None:
     shorter = quant.to_low_precision_training(Deep(), replace(RECIPES["fp8_delayed"], history=16))
     with pytest.raises(UserError, match="remember 1024 steps, and fp8_delayed 16"):
         shorter.load_state_dict(report.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "line"),
+    [
+        ("fp8_rowwise", "a cpu has no FP8 products; an H100 or newer has"),
+        ("nvfp4", r"no GPU before Blackwell \(compute capability 10.0\) has the products of nvfp4"),
+        ("fp8_block", "torchao has no recipe like it; it has fp8_tensorwise, fp8_rowwise, fp8_rowwise_wgrad_bf16"),
+    ],
+)
+def test_a_backend_that_does_not_run_here_says_which_machine_would(recipe: str, line: str) -> None:
+    report = quant.to_low_precision_training(
+        Deep() if recipe != "fp8_block" else nn.Sequential(nn.Linear(128, 128)), recipe
+    )
+    assert report.backend == "emulated"
+    assert re.search(line, report.note)
+    with pytest.raises(
+        UserError, match=f'backend "torchao" does not run {recipe} here: {line}; backend="emulated" does'
+    ):
+        quant.to_low_precision_training(Deep(), recipe, backend="torchao")
+
+
+@pytest.mark.parametrize("name", TORCHAO)
+def test_torchaos_products_are_the_emulated_ones(name: str) -> None:
+    pytest.importorskip("torchao", reason="the extra torchao")
+    net = nn.Sequential(nn.Linear(256, 128, bias=False))
+    quant.to_low_precision_training(net, name)
+    x, dy = torch.randn(64, 256, dtype=torch.bfloat16), torch.randn(64, 128, dtype=torch.bfloat16)
+    results = []
+    for products in (None, TorchaoProducts(name, emulate=True)):
+        net[0].low_precision.products = products
+        net.zero_grad()
+        inputs = x.clone().requires_grad_()
+        y = net(inputs)
+        y.backward(dy)
+        results.append((y.detach(), inputs.grad, net[0].weight.grad.bfloat16()))
+    for own, theirs in zip(*results, strict=True):
+        # Operands are equal; products are summed in another order, and rounded to BF16.
+        assert float((own.double() - theirs.double()).norm() / own.double().norm()) < 2.0**-10
