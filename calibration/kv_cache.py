@@ -17,19 +17,24 @@ itself), so a smaller scale would saturate and a larger one would waste codes.
 Scales are one a tensor, or one a KV head. A per-head scale of q is shared by the query heads of a KV head, because
 decode kernels stack these as the rows of one tile.
 
-Latent attention (MLA) caches a compressed vector, not k and v: its scales here are those of attention's operands.
+Latent attention (MLA) caches a compressed vector, not k and v (`latent_attention`). Of a cache alone, k and v both have
+the scale of that vector; where attention is quantized too, its operands are the expanded q, k and v.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from quant.calibration.attention_names import Watch, watching_attention
+from quant.calibration.blocks import removing
+from quant.calibration.latent_attention import latent_norms, rotary_key
 from quant.calibration.observers import Observer, get_observer
 from quant.calibration.placement import device_of, placed
 from quant.calibration.ranks import gathered, own_batches
@@ -45,12 +50,12 @@ class AttentionScales:
     """Scales of one attention module: float32, [] per tensor or [kv_heads] per head.
 
     Attributes:
-        k: scale of the cached keys in `kv_format`; None where the cache keeps 16 bit.
+        k: scale of the cached keys in `kv_format`, or of a latent vector; None where the cache keeps 16 bit.
         v: scale of the cached values, likewise.
         q: scale of the queries in `attention_format`; None where attention keeps 16 bit.
         p: scale of the probabilities, [], likewise.
-        amax: calibrated magnitudes of those of "q", "k" and "v" that were observed, from which
-            `attention_scale` gives the scale in any other format.
+        amax: calibrated magnitudes of those of "q", "k" and "v" that were observed, or of the "latent" vector, from
+            which `attention_scale` gives the scale in any other format.
         kv_format: of the cache, or None.
         attention_format: of attention's operands, or None.
     """
@@ -101,9 +106,16 @@ def collect_attention_scales(
     operands = {"q": attention_format, "k": kv_format or attention_format, "v": kv_format or attention_format}
     _check_formats(operands.values(), granularity)
     observers: dict[str, dict[str, list[Observer]]] = {}
-    watch = _watcher(model, operands, get_observer(observer), by_head=granularity == "head", observers=observers)
+    make = get_observer(observer)
+    watch = _watcher(model, operands, make, by_head=granularity == "head", observers=observers)
+    latent = None if attention_format is not None else kv_format
     home = device_of(model)
-    with torch.no_grad(), placed(model, session.device) as device, watching_attention(model, watch):
+    with (
+        torch.no_grad(),
+        placed(model, session.device) as device,
+        _watching_latents(model, latent, make, observers),
+        watching_attention(model, watch),
+    ):
         rows = rows.to(device)
         # Other observers count all rows on every rank, for histograms of several ranks cannot be put together.
         for index in own_batches(len(rows)) if observer == "absmax" else range(len(rows)):
@@ -146,6 +158,9 @@ def _watcher(
 
     def watch(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         name = names[module]
+        if "latent" in observers.get(name, {}):  # its norm has run before
+            observers[name]["latent"][0].update(rotary_key(module, k))
+            return
         heads = k.shape[1] if by_head else 1
         for operand, x in (("q", q), ("k", k), ("v", v)):
             format = operands[operand]
@@ -160,6 +175,26 @@ def _watcher(
                 head_observer.update(part)
 
     return watch
+
+
+@contextmanager
+def _watching_latents(
+    model: nn.Module,
+    format: Format | None,
+    make: Callable[..., Observer],
+    observers: dict[str, dict[str, list[Observer]]],
+) -> Iterator[None]:
+    """While open, observers see the vectors that latent attention caches; with no format nothing is watched."""
+
+    def hook(name: str, norm: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        of_module = observers.setdefault(name, {})
+        if "latent" not in of_module:
+            of_module["latent"] = [make(format, name=f"{name} latent vector")]
+        of_module["latent"][0].update(output)
+
+    norms = latent_norms(model) if format is not None else {}
+    with removing(norm.register_forward_hook(partial(hook, name)) for name, norm in norms.items()):
+        yield
 
 
 def _check_formats(formats: Any, granularity: str) -> None:
@@ -196,7 +231,7 @@ def _scales(
 ) -> AttentionScales:
     k = v = q = p = None
     if kv_format is not None:
-        k, v = attention_scale(amax["k"], kv_format), attention_scale(amax["v"], kv_format)
+        k, v = (attention_scale(_cached(amax, operand), kv_format) for operand in ("k", "v"))
     if attention_format is not None:
         q = attention_scale(amax["q"], attention_format)
         p = attention_scale(amax["q"].new_ones(()), attention_format)
@@ -217,10 +252,15 @@ def kv_scale_tensors(scales: Mapping[str, AttentionScales], dtype: torch.dtype) 
             format = module.kv_format or "16 bit"
             raise ValueError(f"{name}: checkpoints hold scales of a KV cache in fp8; this one is in {format}")
         for operand in ("k", "v"):
-            scale = attention_scale(module.amax[operand], FORMATS["fp8"])
+            scale = attention_scale(_cached(module.amax, operand), FORMATS["fp8"])
             scale = scale.view(-1, 1, 1) if scale.dim() else scale.view(1)
             tensors[f"{name}.{operand}_scale"] = _store(scale, dtype)
     return tensors
+
+
+def _cached(amax: Mapping[str, torch.Tensor], operand: str) -> torch.Tensor:
+    """The magnitude of the values that the cache holds for k or v; one vector stands for both in latent attention."""
+    return amax["latent"] if "latent" in amax else amax[operand]
 
 
 def _store(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

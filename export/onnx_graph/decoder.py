@@ -30,6 +30,7 @@ from torch import nn
 
 from quant.calibration.attention_names import implementations_kept, names_registered
 from quant.calibration.kv_cache import AttentionScales
+from quant.calibration.latent_attention import is_latent
 from quant.export.onnx_graph.attention import attend
 from quant.export.onnx_graph.limits import check_attention
 from quant.formats.format import FORMATS
@@ -263,5 +264,10 @@ def kv_scales_of(model: nn.Module) -> dict[str, tuple[float, float]]:
         if isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor):
             if k.numel() != 1 or v.numel() != 1:
                 raise ValueError(f"{name}: the KV cache has a scale a head; exported graphs have one a tensor")
+            if is_latent(module):
+                raise ValueError(
+                    f"{name}: its scales are of the latent vector, and exported graphs cache expanded keys and values; "
+                    "quantize the model without --kv-cache"
+                )
             scales[name] = (float(k), float(v))
     return scales

@@ -38,7 +38,7 @@ since a turn would have to be found on all tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from quant.calibration.attention_names import implementations_kept, names_registered, text_config
+from quant.calibration.latent_attention import is_latent, latents_changed, rotary_key, with_rotary_key
 from quant.errors import UserError
 from quant.extras import require
 from quant.formats.format import Format, is_16bit
@@ -133,7 +134,7 @@ def quantized_attention(
         name, passed = _RING, ring_format(attention, format)
         functions, masks = {name: partial(attend_in_ring, format=passed, group=group)}, {name: refuse_padding}
     # Our names are registered only while the context is open: a model saved later does not refer to them.
-    with implementations_kept(model), names_registered(functions, masks):
+    with implementations_kept(model), names_registered(functions, masks), _latents_rounded(model, format):
         try:
             model.set_attn_implementation(name)  # type: ignore[operator]
             if config._attn_implementation != name:
@@ -265,6 +266,10 @@ def _rounded(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, KVScales | None]:
     """q, k and v as a cache in the config's format would return them, and the scales of K and V in FP8."""
     format = kv_format(getattr(getattr(module, "config", None), "quant_kv_cache", None))
+    if format is not None and is_latent(module):
+        # The cache holds no expanded keys: `_latents_rounded` has rounded the vector that they come from.
+        k = with_rotary_key(module, k, _through_latent_cache(module, rotary_key(module, k), format))
+        format = None
     turned = turns(module, format, fp8)
     if turned:
         turn = turning(q, k, **options)
@@ -281,6 +286,19 @@ def _rounded(
     return q, k, v, (k_scale, v_scale)
 
 
+def _latents_rounded(model: nn.Module, format: Format | None) -> AbstractContextManager[None]:
+    """While open, latent attention expands keys and values from a vector as a cache in `format` returns it."""
+    if format is None:
+        return nullcontext()
+    return latents_changed(model, lambda module, x: _through_latent_cache(module, x[:, None], format)[:, 0])
+
+
+def _through_latent_cache(module: nn.Module, x: torch.Tensor, format: Format) -> torch.Tensor:
+    """A part of the cached vector, `[batch, 1, tokens, dim]`, as a cache in `format` returns it."""
+    k_scale, _ = scales_of(module, format, 1, turned=False)
+    return round_kv(x, format, first_scale(x, format) if k_scale is None else k_scale)
+
+
 def _dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: KVScales | None, fp8: bool, **options: Any
 ) -> torch.Tensor:
@@ -289,22 +307,23 @@ def _dense(
     `scales` belong to k and v that are values of E4M3 already: the same codes come out, so nothing is rounded twice.
     A GPU's quantizer takes 16 bit, so the operands of a float32 model are rounded as on a CPU.
     """
-    dim, dtype = q.shape[3], q.dtype
+    dtype, value_dim = q.dtype, v.shape[3]
     # 1/√dim of the head itself: the padded operands below have a larger dimension.
     if options["softmax_scale"] is None:
-        options["softmax_scale"] = dim**-0.5
+        options["softmax_scale"] = q.shape[3] ** -0.5
+    dim = max(q.shape[3], value_dim)  # keys of latent attention are wider than its values
     room = next((size for size in DIMS if size >= dim), None)
     if room is None:
         raise UserError(f"head dimension {dim}: quantized attention takes at most {DIMS[-1]} (--attention 16bit)")
     on_gpu = q.is_cuda and (fp8 or dtype is not torch.float32)
-    if on_gpu and room != dim:
-        # Zeros in added channels change no score, and their outputs are cut off.
-        q, k, v = (pad(x, (0, room - dim)) for x in (q, k, v))
+    # Zeros in added channels change no score, and their outputs are cut off.
+    width = room if on_gpu else dim
+    q, k, v = (x if x.shape[3] == width else pad(x, (0, width - x.shape[3])) for x in (q, k, v))
     out: torch.Tensor
     if on_gpu and fp8 and dtype is not torch.float32:
         qkv_scales = None if scales is None else _scales_of_heads(q, *scales)
         out = quantize_attention(q, k, v, scales=qkv_scales).attend(**options, dtype=dtype)
-        return out[..., :dim]
+        return out[..., :value_dim]
     if fp8 and scales is not None:
         qkv_scales = _scales_of_heads(q, *scales)
         q, k, v = (encode(x.float() / s[..., None, None], E4M3) for x, s in zip((q, k, v), qkv_scales, strict=True))
@@ -313,9 +332,9 @@ def _dense(
         (q, options["q_scale"]), (k, options["k_scale"]), (v, options["v_scale"]) = map(quantize_blocks, (q, k, v))
     if on_gpu:
         out = attention(q, k, v, **options, dtype=dtype)
-        return out[..., :dim]
+        return out[..., :value_dim]
     out, _ = reference(q, k, v, **options, dtype=dtype, round_p=fp8)
-    return out
+    return out[..., :value_dim]
 
 
 def _scales_of_heads(
