@@ -91,13 +91,8 @@ def solve_plan(
         check_unquantized(model, plan)
     settings = _settings(plan)
     if data is None and lacks_data(plan):
-
-        def write() -> tuple[torch.Tensor, list[Record]]:
-            rows, record = mixed_text(model, plan, tokenizer, session)
-            return rows, [{"source": "mix", **record}]
-
-        plan, data = with_data(plan, write)
-        by_block = _looks_at_data(plan)
+        data, record = mixed_text(model, plan, tokenizer, session)
+        plan = with_calibration(plan, [{"source": "mix", **record}])
     elif data is not None and not isinstance(data, torch.Tensor | Inputs):
         data = inputs_of(data, model)
     session = session.for_model(model)

@@ -19,7 +19,7 @@ from quant.export.checkpoint.compressed_tensors import check_plan
 from quant.export.checkpoint.names import stored_names
 from quant.plan.make import make_plan
 from quant.recipes.effort import solver_of
-from quant.recipes.recipe import KEEP
+from quant.recipes.recipe import KEEP, Recipe
 from quant.run.data import calibration_data, evaluation_data
 from quant.run.job import Decision, Job
 from quant.run.plan import example_run, plan_for, provenance
@@ -36,7 +36,8 @@ def decide(job: Job) -> Decision:
     if request.goal is not None:
         decision = _for_budget(job, request.goal)
     else:
-        decision = Decision(plan_for(request, source), request.data)
+        is_made_here = isinstance(request.chosen_recipe, Recipe)
+        decision = Decision(plan_for(request, source), request.data, may_lower_effort=is_made_here)
     if request.is_in_memory:
         return decision
     check_plan(decision.plan)
@@ -99,7 +100,7 @@ def _for_budget(job: Job, goal: Goal) -> Decision:
     # Ranks sum floating-point losses in the same order, so that this never differs but through a defect.
     check_same({"the plan that the budget chose": allocation.plan.digest()}, device=job.session.device)
     plan = allocation.plan if records is None else with_calibration(allocation.plan, records)
-    return Decision(plan, rows, _in_place(allocation) if request.is_in_memory else allocation)
+    return Decision(plan, rows, allocation=_in_place(allocation) if request.is_in_memory else allocation)
 
 
 def _provenance(job: Job) -> dict[str, Any] | None:

@@ -152,6 +152,14 @@ def test_the_expected_time_follows_the_work(monkeypatch: pytest.MonkeyPatch) -> 
     assert [in_words(s) for s in (0.2, 7.4, 34, 100, 3000, 9000)] == ["1 s", "7 s", "30 s", "2 min", "50 min", "2.5 h"]
 
 
+def test_the_effort_in_the_provenance_of_a_given_plan_is_not_executed() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    plan = quant.make_plan(model, "nvfp4a16", effort=2, run=lambda m: m(torch.zeros(1, 64)))
+    assert solvers(plan) == {"gptq"} and plan.provenance["effort"]["level"] == 2
+    with pytest.raises(quant.UserError, match="0: solver gptq looks at inputs"):  # a recipe would fall back to mse
+        quant.quantize(model, plan)
+
+
 def test_a_plan_that_is_edited_keeps_its_effort() -> None:
     plan = quant.make_plan(tiny_models.llama(), "nvfp4a16", effort=2)
     again = quant.Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
