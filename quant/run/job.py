@@ -60,7 +60,7 @@ class Decision:
     Attributes:
         plan: as it was decided, before a guard changed it.
         data: calibration data; None where none was read yet, or none is needed.
-        may_lower_effort: whether an effort of this run chose the solvers, so that one without data may take their place.
+        may_lower_effort: whether an effort of this run chose the solvers, so that one without data may replace them.
             A plan that the user names says everything, whatever its provenance tells of its making.
         allocation: the record of the choice where formats were chosen for a budget, and the quantized copy of the model
             that it measured, if any.

@@ -176,4 +176,4 @@ def test_a_loop_that_generates_is_refused_with_the_way_out() -> None:
 
 def test_a_budget_takes_one_tensor() -> None:
     with pytest.raises(UserError, match="one tensor"):
-        quant.quantize(llama(), data={"input_ids": ROWS}, bits=6)
+        quant.quantize(llama(), data={"input_ids": ROWS, "attention_mask": torch.ones_like(ROWS)}, bits=6)

@@ -20,14 +20,8 @@ from quant.kernels.attention_tiles import DecodeTiles
 from quant.kernels.hopper import sm90_decode_nvfp4
 from quant.kernels.kv_pages import KVPages
 from quant.kernels.layout import prepack
-from quant.kernels.portable import (
-    codes_gemm,
-    expert_rows,
-    fp8_attention_operands,
-    nvfp4_solvers,
-    paged_attention,
-    paged_kv_cache,
-)
+from quant.kernels.portable import codes_gemm, expert_rows, nvfp4_solvers
+from quant.kernels.portable.attention import fp8_attention_operands, paged_attention, paged_kv_cache
 from quant.kernels.portable.training import fake_rounding
 
 SHARED_LIMIT = 227 << 10
