@@ -47,12 +47,9 @@ def read_data(job: Job, decision: Decision) -> Decision:
     check_solvable(job.model, decision.plan)
     if not lacks_data(decision.plan):
         return decision
-    if job.request.calib:
+    if job.request.calib or not decision.may_lower_effort:
         data, records = _kept_data(job, decision.plan)
         return replace(decision, plan=with_calibration(decision.plan, records), data=data)
-    if not decision.may_lower_effort:
-        written, records = _kept_data(job, decision.plan)
-        return replace(decision, plan=with_calibration(decision.plan, records), data=written)
     plan, written = with_data(decision.plan, lambda: _kept_data(job, decision.plan))
     announce_effort(job.listener, plan)
     return replace(decision, plan=plan, data=written)
