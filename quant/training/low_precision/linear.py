@@ -141,7 +141,7 @@ def _input_gradient(
     """dx = dy w, `[tokens, in]`."""
     if recipe.gradient is None or recipe.weight is None or not recipe.rounds_dx:
         return dy @ weight.to(dy.dtype)
-    a = round_operand(dy, recipe.gradient, recipe, stochastic=recipe.stochastic_gradients, amax=amax)
+    a = round_operand(dy, recipe.gradient, recipe.of_gradients, stochastic=recipe.stochastic_gradients, amax=amax)
     return multiply(a, _transposed_weight(weight, recipe, weight_amax), dy.dtype)
 
 
@@ -156,7 +156,7 @@ def _weight_gradient(
     if recipe.gradient is None or recipe.input is None or not recipe.rounds_dw:
         return dy.t() @ x
     columns = transform_tokens(dy.t(), recipe.hadamard)
-    a = round_operand(columns, recipe.gradient, recipe, stochastic=recipe.stochastic_gradients, amax=amax)
+    a = round_operand(columns, recipe.gradient, recipe.of_gradients, stochastic=recipe.stochastic_gradients, amax=amax)
     b = round_operand(transform_tokens(x.t(), recipe.hadamard), recipe.input, recipe, amax=input_amax)
     return multiply(a, b, torch.float32)
 

@@ -25,7 +25,7 @@ that makes the mean exact: round-to-nearest has a bias that adds up over the ste
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from quant.formats.format import FORMATS, Format
@@ -99,6 +99,11 @@ class TrainingRecipe:
         """Sizes of a weight must be multiples of this: 16 is what FP8 and FP4 tensor cores load at once."""
         blocks = [size for f in (self.input, self.weight, self.gradient) if f is not None for size in f.block if size]
         return max([16, *(size for size in blocks if size < 128)])
+
+    @property
+    def of_gradients(self) -> TrainingRecipe:
+        """The recipe as it rounds dy: mapping a block to 4 would cost gradients range, and a bias with it."""
+        return replace(self, four_over_six=False) if self.four_over_six else self
 
     @property
     def weight_for_dx(self) -> Format | None:
