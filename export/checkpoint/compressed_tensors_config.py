@@ -95,6 +95,7 @@ def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[st
         assert layer.weight is not None
         pairs.setdefault((layer.weight, layer.activation), []).append(layer)
     formats = {_FORMAT_NAMES[weight.name] for weight, _ in pairs}
+    ignored = _targets([m for m in plan.layers if m.weight is None and m.kind not in _NEVER_LINEAR], names)
     groups = {}
     # "Linear" would leave embeddings in 16 bit.
     embeddings = [layer for layer in plan.quantized if layer.kind == LayerKind.EMBEDDING]
@@ -110,7 +111,7 @@ def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[st
         "config_groups": groups,
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "global_compression_ratio": None,
-        "ignore": _targets([m for m in plan.layers if m.weight is None and m.kind not in _NEVER_LINEAR], names),
+        "ignore": list(dict.fromkeys((*ignored, *names.carried_modules))),
         "kv_cache_scheme": _arguments(plan.kv_cache, dynamic=False, observer=None) if plan.kv_cache else None,
         "quant_method": COMPRESSED_TENSORS,
         "quantization_status": "compressed",

@@ -209,7 +209,7 @@ def _arguments(format: Format) -> dict[str, Any]:
 
 def _excluded(plan: Plan, names: StoredNames) -> list[str]:
     """Modules that stay in 16 bit. Experts are named by their module, as a prefix."""
-    excluded = set()
+    excluded = set(names.carried_modules)
     for layer in plan.layers:
         if layer.weight is not None or layer.kind == LayerKind.NORM:
             continue

@@ -50,6 +50,8 @@ class StoredNames:
             random numbers, so an empty tensor is stored under their names, at which it stops.
         unread: other such parameters. Servers know their names and would fail at an empty tensor.
         parameters: the model's parameters by their names on disk, as the rules of `back` need not invert `renamings`.
+        carried: tensors of the source that the model's class ignores, by their names on disk.
+        carried_modules: the modules in 16 bit that have such a matrix, and may be linear layers elsewhere.
     """
 
     renamings: tuple[Rename, ...] = ()
@@ -60,6 +62,8 @@ class StoredNames:
     stopped: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
     parameters: Mapping[str, str] = field(default_factory=dict)
+    carried: tuple[str, ...] = ()
+    carried_modules: tuple[str, ...] = ()
 
     def stored(self, name: str) -> str:
         """The name on disk of the tensor `name`, whatever the suffix of a quantized weight's part."""

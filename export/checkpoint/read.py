@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,8 @@ from quant.recipes.plan import LayerPlan
 
 EXACT = "blockscale.float64"
 """Key in the metadata of a file: scales that float32 does not hold, in hexadecimal."""
+CARRIED = "blockscale.carried"
+"""Key in the metadata of a file: names of the tensors that the source has and the model's class ignores."""
 RUN_TIME_PARTS = ("pre_scale", "lowrank_down", "lowrank_up")
 """Suffixes of the 16-bit tensors of a layer's run-time parts: the scale of its input, and its low-rank branch."""
 
@@ -42,15 +44,22 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         directory: with the files.
         rename: from a name on disk to the one that the tensor has here.
         meta: gives tensors on the meta device, read from the headers; single numbers, such as a scale, have values.
+        files: of the directory that are read; None for all.
+
+    Attributes:
+        carried: names of the tensors that the model's class ignores.
 
     Raises:
         FileNotFoundError: the directory has no safetensors file.
         ValueError: one of them is damaged; the message names it.
     """
 
-    def __init__(self, directory: Path, rename: Rename = str, *, meta: bool = False) -> None:
+    def __init__(
+        self, directory: Path, rename: Rename = str, *, meta: bool = False, files: Sequence[Path] | None = None
+    ) -> None:
         self._meta = meta
-        files = weight_files(directory)
+        self.carried: set[str] = set()
+        files = weight_files(directory) if files is None else files
         if not files:
             raise FileNotFoundError(f"{directory}: no .safetensors file")
         self._where: dict[str, tuple[Any, str, Path]] = {}
@@ -69,6 +78,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
                     raise ValueError(f"{file}: {stored} is in {other} too; remove the file that is not used")
                 self._where[name] = (handle, stored, file)
             self._exact |= _exact_scales(handle, file)
+            self.carried |= {rename(name) for name in _carried_names(handle, file)}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         handle, stored, _ = self._where[name]
@@ -118,6 +128,21 @@ class TensorFiles(Mapping[str, torch.Tensor]):
             return f"{self._directory}: {name}"
         _, stored, file = self._where[name]
         return f"{file}: {stored}"
+
+
+def carried_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in a checkpoint that its model's class ignores, by their names on disk."""
+    files = TensorFiles(directory, meta=True)
+    return {name: files.shape(name) for name in files if name in files.carried}
+
+
+def _carried_names(handle: Any, file: Path) -> list[str]:
+    """Names in the metadata of a file, which it holds."""
+    try:
+        names = typed(list[str], parse_json((handle.metadata() or {}).get(CARRIED, "[]")), "names")
+    except ValueError as error:
+        raise ValueError(f"{file}: damaged metadata {CARRIED} ({error}); write or download it again") from None
+    return [name for name in names if name in handle.keys()]  # noqa: SIM118
 
 
 def _exact_scales(handle: Any, file: Path) -> dict[str, float]:

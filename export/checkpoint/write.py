@@ -15,7 +15,7 @@ from torch import nn
 
 from quant.export.checkpoint import compressed_tensors
 from quant.export.checkpoint.names import StoredNames, cut_experts, matrix_names
-from quant.export.checkpoint.read import EXACT, RUN_TIME_PARTS
+from quant.export.checkpoint.read import CARRIED, EXACT, RUN_TIME_PARTS
 from quant.export.checkpoint.tensor_file import DeferredTensor, FileLog, write_tensor_file
 from quant.export.checkpoint.tied import FLAG, same_tensor, untied_pairs
 from quant.formats.tensor import BlockScaledTensor
@@ -174,14 +174,15 @@ def write_tensors(
     *,
     masks: Collection[str] | None = None,
     log: FileLog | None = None,
+    carried: Collection[str] = (),
 ) -> dict[str, str]:
     """Writes safetensors shards of at most `shard_bytes` and, if there are several, their index.
 
     By default shards have an eighth of all bytes, but one gigabyte at least and five at most.
 
     A second-level scale in float64 has no equal in float32, the only dtype that runtimes read. The nearest float32 goes
-    into the file, and the exact value into the file's metadata, for `TensorFiles`. `masks`, `log`: see
-    `write_tensor_file`.
+    into the file, and the exact value into the file's metadata, for `TensorFiles`. So do the names of tensors that
+    were `carried` over from the source. `masks`, `log`: see `write_tensor_file`.
 
     Returns:
         SHA-256 of each file, by file name.
@@ -220,6 +221,8 @@ def write_tensors(
         metadata = {"format": "pt"}
         if exact_in_shard := {key: value for key, value in exact.items() if key in shard}:
             metadata[EXACT] = json.dumps(exact_in_shard, allow_nan=False)
+        if carried_in_shard := [key for key in carried if key in shard]:
+            metadata[CARRIED] = json.dumps(carried_in_shard)
         try:
             return write_tensor_file(directory / name, shard, metadata, durable=True, masks=masks, log=log)
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from quant.export.checkpoint.layouts import LAYOUTS
 from quant.export.checkpoint.names import StoredNames, expert_names, stored_names
 from quant.export.checkpoint.read import (
     TensorFiles,
+    carried_shapes,
     layer_tensor_names,
     place,
     read_layer,
@@ -61,8 +63,12 @@ class Checkpoint:
 
     @cached_property
     def names(self) -> StoredNames:
-        """The names that the model's tensors have on disk."""
-        return stored_names(self.model)
+        """The names that the model's tensors have on disk, and those of tensors that its class ignores."""
+        shapes = carried_shapes(self.directory)
+        modules = [
+            n.removesuffix(".weight") for n, shape in shapes.items() if n.endswith(".weight") and len(shape) == 2
+        ]
+        return replace(stored_names(self.model), carried=tuple(shapes), carried_modules=tuple(modules))
 
     @cached_property
     def tensors(self) -> TensorFiles:
@@ -112,8 +118,10 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
     if plan.kv_cache is not None:
         refuse(kv_scale_problems(tensors))
         install_kv_scales(model, {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)})
-    unquantized = {name: tensors[name] for name in tensors if name not in owned}
+    unquantized = {name: tensors[name] for name in tensors if name not in owned and name not in tensors.carried}
     refuse(dtype_problems(model, unquantized, tensors))
+    if built:
+        unquantized = _as_in_transformers(model, unquantized)
     _assign(model, unquantized, opened.directory, assign=built)
     use_expert_modules(model, plan)
     mark_quantized(model)
@@ -261,6 +269,26 @@ def _is_wide_float(tensor: torch.Tensor) -> bool:
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
 
 
+def _as_in_transformers(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors in the dtype in which transformers runs them: that of the model's parameter, or float32 for some.
+
+    A checkpoint keeps the dtype of its source, such as float32 for a router's bias in a BF16 model.
+    """
+    state = model.state_dict(keep_vars=True)
+    cast = {}
+    for name, tensor in tensors.items():
+        parameter = state.get(name)
+        if parameter is None or not (parameter.dtype.is_floating_point and _is_wide_float(tensor)):
+            cast[name] = tensor
+            continue
+        wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        if parameter.dtype is torch.float16:
+            wide |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        keeps_float32 = any(re.search(pattern.replace("*", ".*"), name) for pattern in wide)
+        cast[name] = tensor.to(torch.float32 if keeps_float32 else parameter.dtype)
+    return cast
+
+
 def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path, *, assign: bool) -> None:
     """Loads the tensors that are not quantized; UserError if one has another shape, is missing or has no place."""
     tensors = with_fused_experts(model, tensors)
@@ -281,6 +309,9 @@ def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Pa
     quantized = {f"{name}." for name, module in model.named_modules() if hasattr(module, "quantized_weight")}
     held = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in tensors}
     lost = [n for n in missing if not n.startswith(tuple(quantized)) and id(attrgetter(n)(model)) not in held]
+    # A tool that keeps what transformers ignores, such as heads for multi-token prediction, is right to do so.
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unexpected = [name for name in unexpected if not any(re.search(pattern, name) for pattern in ignored)]
     if lost or unexpected:
         verb, names = ("lacks", lost) if lost else ("has, and the model has no use for,", unexpected)
         raise UserError(f"{directory}: the checkpoint {verb} {', '.join(names[:3])} ({len(names)} tensors)")

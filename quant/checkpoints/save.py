@@ -16,6 +16,7 @@ from torch import nn
 
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.session import Store
+from quant.checkpoints.carry_over import carried_note, carry_over
 from quant.checkpoints.checkpoint_warnings import checkpoint_warnings
 from quant.checkpoints.trial_load import check_experts, check_read_back, trial_load
 from quant.errors import UserError
@@ -151,6 +152,9 @@ def write_model(
     plan = plan_of_model(model, plan)
     origins: dict[str, str] = {}
     tensors = checkpoint_tensors(model, stored_dtype(model), names, state, origins)
+    own = dict(tensors)
+    if destination.source is not None:
+        tensors, names = carry_over(model, tensors, names, destination.source)
     # Buffers may be masks with -infinity; any other tensor with NaN or infinity stops the writing.
     masks = {names.stored(name) for name, _ in model.named_buffers()}
     directory, overwrite, store = destination.directory, destination.overwrite, destination.store
@@ -162,16 +166,19 @@ def write_model(
         messages = checkpoint_warnings(plan, dtype, names)
         if of_transformers:
             write_config(temporary, model, plan, names, destination.source, state)
-        # The trial needs names and shapes only, and so runs while the weights are written.
+        # The trial needs names and shapes only, and so runs while the weights are written. Tensors that were carried
+        # over are none of its business: transformers ignores them.
         with ThreadPoolExecutor(1, thread_name_prefix="trial") as thread:
             loading = None
             if of_transformers:
-                loading = thread.submit(trial_load, temporary, model, plan, tensors, allow_missing=allow_missing)
-            hashes = write_tensors(temporary, tensors, destination.shard_bytes, masks=masks, log=log)
+                loading = thread.submit(trial_load, temporary, model, plan, own, allow_missing=allow_missing)
+            hashes = write_tensors(
+                temporary, tensors, destination.shard_bytes, masks=masks, log=log, carried=names.carried
+            )
         if loading is not None:
             # After the trial, not during it: building a model on the meta device replaces functions of PyTorch.
             check_read_back(temporary, type(model))
-            messages += loading.result()
+            messages += [*loading.result(), *carried_note(model, names, destination.source)]
         _write_companions(model, tokenizer, temporary, destination.source)
         if finish is not None:
             finish(temporary, hashes, messages)

@@ -60,7 +60,7 @@ def load(
             does not know it.
     """
     quantization = quantization_of(path, _read_config_file(path))
-    shards = _find_shards(path)
+    shards = find_shards(path)
     if quantization is None:
         for shard in shards:
             _refuse_codes(shard)
@@ -177,7 +177,7 @@ def build(
             f"{path}: the checkpoint lacks {listed(missing, 3)}; is a shard missing, or the config another's?"
         )
     if unexpected:
-        warnings.warn(f"{path}: {cls.__name__} has no use for {listed(unexpected, 3)}; left out", stacklevel=2)
+        warnings.warn(f"{path}: {cls.__name__} has no use for {listed(unexpected, 3)}, which do not run", stacklevel=2)
     if tensors is not None:  # what transformers would have found in the directory
         read_generation_config(model, path)
         _name(model, path)
@@ -334,7 +334,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     return read_fields(file)
 
 
-def _find_shards(path: Path) -> list[Path]:
+def find_shards(path: Path) -> list[Path]:
     """The weight files, each there, none empty, and safetensors files complete."""
     for name in _WEIGHTS:
         index = path / f"{name}.index.json"

@@ -1,0 +1,183 @@
+"""Tensors of the source that the quantized model lacks, or holds in another dtype, go into its checkpoint unchanged.
+
+transformers drops tensors that a model's class has no use for, such as the multi-token-prediction heads of Qwen3-Next
+and DeepSeek-V3, which servers run. It also casts what it loads to the config's dtype: float32 biases of routers, or
+`A_log` of a state-space layer, in a BF16 model. A checkpoint has them as the source does:
+
+    not in the model                           carried under its name; its module is in the config's `ignore`
+    cast, and not changed since                the source's dtype and bytes
+    the whole model cast to another dtype      the model's dtype, for that was asked for
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quant.calibration.blocks import stored_dtype
+from quant.errors import listed
+from quant.export.checkpoint.names import StoredNames
+from quant.export.checkpoint.read import TensorFiles
+from quant.export.checkpoint.tensor_file import DeferredTensor
+from quant.models import huggingface
+from quant.models.configs import explained, read_fields
+from quant.models.quantized.quantization import quantization_of
+from quant.models.quantized.tensors import QuantizedTensors
+from quant.models.torch_files import load as load_pickle
+from quant.recipes.plan import PLAN_FILE
+
+Tensors = dict[str, torch.Tensor | DeferredTensor]
+CODES = ("weight_packed", "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale")
+"""Suffixes under which layouts store a quantized weight; one of them below a module says that it is quantized."""
+# transformers says of no model that it ignores these buffers, which it computes.
+_COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+
+
+def carry_over(model: Any, tensors: Tensors, names: StoredNames, source: Path) -> tuple[Tensors, StoredNames]:
+    """Completes the tensors of a checkpoint with those of its source.
+
+    Args:
+        model: of transformers, quantized.
+        tensors: of the checkpoint, by their names on disk.
+        names: of the model's tensors on disk.
+        source: directory of the original model.
+
+    Returns:
+        The tensors, and the names with those that were carried over.
+    """
+    original = source_tensors(source, stored_dtype(model))
+    carried = _unused(model, original, tensors, names)
+    completed = dict(tensors)
+    if _main_dtype(original) == stored_dtype(model):
+        completed = {name: _as_in_source(name, tensor, original) for name, tensor in tensors.items()}
+    modules = []
+    for name in carried:
+        completed[name] = _deferred(name, original)
+        if name.endswith(".weight") and len(completed[name].shape) == 2:
+            modules.append(name.removesuffix(".weight"))
+    return completed, replace(names, carried=tuple(carried), carried_modules=tuple(modules))
+
+
+def carried_note(model: Any, names: StoredNames, source: Path | None) -> list[str]:
+    """A sentence on the tensors that were carried over, if there are any and `source` is no checkpoint of ours."""
+    if not names.carried or source is None or (source / PLAN_FILE).is_file():
+        return []
+    return [
+        f"{type(model).__name__} of transformers does not run {listed(names.carried, 3)}; the checkpoint has "
+        f"{'this tensor' if len(names.carried) == 1 else 'these tensors'} as the source does, for servers that do"
+    ]
+
+
+def _deferred(name: str, original: Mapping[str, torch.Tensor]) -> torch.Tensor | DeferredTensor:
+    """A tensor of the source; one that is dequantized is so when it is written."""
+    if isinstance(original, QuantizedTensors) and name in original.packed:
+        return DeferredTensor(torch.Size(original.shape(name)), original.dtype, partial(original.__getitem__, name))
+    return original[name].contiguous()
+
+
+def source_tensors(source: Path, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+    """The tensors of a model's directory, read when asked for; of a quantized one, dequantized to `dtype`.
+
+    A checkpoint of ours is not dequantized.
+    """
+    shards = huggingface.find_shards(source)
+    if not (source / PLAN_FILE).is_file():
+        quantization = quantization_of(source, read_fields(source / "config.json"))
+        if quantization is not None and (packed := QuantizedTensors(shards, quantization, dtype)).packed:
+            return packed
+    if all(shard.suffix == ".safetensors" for shard in shards):
+        return TensorFiles(source, files=shards)
+    pickles: dict[str, torch.Tensor] = {}
+    for shard in shards:
+        _, state = load_pickle(shard, None, unsafe=False, meta=False)
+        pickles |= dict(state or {})
+    return pickles
+
+
+def is_quantized(name: str, written: Collection[str]) -> bool:
+    """Whether a checkpoint holds codes in the place of the tensor `name` of the source.
+
+    A stack of experts `….experts.gate_up_proj` may be stored matrix by matrix: `….experts.0.gate_proj.weight_packed`.
+    """
+    module, _, last = name.rpartition(".")
+    stems = [module if last == "weight" else name]
+    if module.endswith(".experts"):
+        stems += [f"{module}.0.{part}" for part in ("gate_proj", "up_proj", last)]
+    return any(f"{stem}.{suffix}" in written for stem in stems for suffix in CODES)
+
+
+def _unused(
+    model: Any, original: Mapping[str, torch.Tensor], written: Collection[str], names: StoredNames
+) -> list[str]:
+    """Names of the source's tensors that the model's class has no use for."""
+    if isinstance(original, TensorFiles) and original.carried:
+        return [name for name in original if name in original.carried and name not in written]
+    own = {names.stored(name) for name in model.state_dict(keep_vars=True)}
+    lacking = [
+        name
+        for name in original
+        if not (name in written or name in own or names.of_model(name) in own or is_quantized(name, written))
+    ]
+    ignored = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_COMPUTED)
+    carried = {name for name in lacking if any(re.search(pattern, name) for pattern in ignored)}
+    # The other ones may be in the model all the same: transformers renames and joins tensors as it loads them.
+    carried |= set(_unexpected(model, original, [name for name in lacking if name not in carried], names))
+    return [name for name in lacking if name in carried]
+
+
+def _unexpected(
+    model: Any, original: Mapping[str, torch.Tensor], asked: list[str], names: StoredNames
+) -> Collection[str]:
+    """Those of the tensors `asked` for that transformers finds no parameter for; nothing is read."""
+    if not asked:
+        return ()
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    outlines = {name: _deferred(name, original) for name in asked}
+    shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in outlines.items()}
+    with huggingface.quiet(), explained("transformers cannot tell the tensors that it ignores"):
+        _, info = type(model).from_pretrained(
+            None, config=config, state_dict=shapes, device_map="meta", dtype=config.dtype, output_loading_info=True
+        )
+    unexpected = set(info["unexpected_keys"])
+    if len(unexpected) == len(asked):  # under whichever names
+        return asked
+    return {name for name in asked if name in unexpected or names.of_model(name) in unexpected}
+
+
+def _main_dtype(original: Mapping[str, torch.Tensor]) -> torch.dtype | None:
+    """The floating-point dtype that most elements have, after dequantization."""
+    if isinstance(original, QuantizedTensors):
+        return original.dtype
+    elements: Counter[torch.dtype] = Counter()
+    for tensor in original.values():
+        if tensor.dtype.is_floating_point:
+            elements[tensor.dtype] += tensor.numel()
+    return elements.most_common(1)[0][0] if elements else None
+
+
+def _as_in_source(
+    name: str, tensor: torch.Tensor | DeferredTensor, original: Mapping[str, torch.Tensor]
+) -> torch.Tensor | DeferredTensor:
+    """The source's tensor, if `tensor` is that one cast to another floating-point dtype; else `tensor`."""
+    if isinstance(tensor, DeferredTensor) or name not in original or not _is_wide_float(tensor):
+        return tensor
+    if isinstance(original, QuantizedTensors) and name in original.packed:
+        return tensor
+    stored = original[name]
+    if stored.dtype == tensor.dtype or stored.shape != tensor.shape or not _is_wide_float(stored):
+        return tensor
+    return stored if torch.equal(stored.to(tensor.dtype), tensor.cpu()) else tensor
+
+
+def _is_wide_float(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
