@@ -1,7 +1,8 @@
-"""`write_gguf` writes a small model as a GGUF file, with the gguf package's own writer and blocks."""
+"""`write_gguf` writes a small model as a GGUF file, `write_vocabulary` a tokenizer, with the gguf package's writer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,19 @@ def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, 2, out // heads // 2, inside).transpose(1, 2).reshape(out, inside)
 
 
-def write_gguf(file: Path, model: nn.Module) -> dict[str, np.ndarray[Any, Any]]:
+def write_gguf(
+    file: Path,
+    model: nn.Module,
+    metadata: Callable[[Any], object] = lambda writer: None,
+    divisors: Mapping[str, np.ndarray[Any, Any]] | None = None,
+) -> dict[str, np.ndarray[Any, Any]]:
     """`model`, a Llama with tied embeddings, as a GGUF file: MLPs in Q4_1, embeddings in Q8_0, the rest in FP16.
+
+    Args:
+        file: to write.
+        model: of transformers.
+        metadata: called with the writer, adds to the metadata.
+        divisors: of the rotary frequencies, by the tensor's name.
 
     Returns what gguf itself says the quantized blocks stand for, by the names that transformers gives them.
     """
@@ -34,7 +46,7 @@ def write_gguf(file: Path, model: nn.Module) -> dict[str, np.ndarray[Any, Any]]:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(config.vocab_size)
     tokens = ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(config.vocab_size - 5)), "t0t1", "t2t3"]
@@ -62,8 +74,31 @@ def write_gguf(file: Path, model: nn.Module) -> dict[str, np.ndarray[Any, Any]]:
         if "mlp" in name or "embed" in name:
             dequantized[name] = gguf.quants.dequantize(blocks, kind)
         writer.add_tensor(names.get_name(name.removesuffix(".weight")) + ".weight", blocks, raw_dtype=kind)
+    metadata(writer)
+    for name, values in (divisors or {}).items():
+        writer.add_tensor(name, np.asarray(values, np.float32))
+    _write(writer)
+    return dequantized
+
+
+def write_vocabulary(file: Path, architecture: str, metadata: Callable[[Any], object]) -> None:
+    """A GGUF file without weights, of which only config and tokenizer can be read; `metadata` adds the vocabulary."""
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_name("Some Model")
+    writer.add_block_count(6)  # of Gemma 3 the sixth has full attention
+    writer.add_context_length(64)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(16)
+    writer.add_layer_norm_rms_eps(1e-6)
+    metadata(writer)
+    _write(writer)
+
+
+def _write(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return dequantized

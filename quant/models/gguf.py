@@ -23,6 +23,8 @@ from quant.errors import UserError
 from quant.extras import require
 from quant.models import huggingface
 from quant.models.configs import one_line
+from quant.models.gguf_metadata.rope import set_rope
+from quant.models.gguf_metadata.tokens import check_tokens
 from quant.models.huggingface import quiet
 from quant.models.shapes import gguf_reader
 
@@ -46,7 +48,7 @@ def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
     if hasattr(transformers, "GgufConfig"):  # transformers that can keep the blocks do so unless told otherwise
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with quiet(), shared_parsing():
-        config = _read_config(path)
+        config = read_config(path)
         cls = huggingface.model_class(config, str(path))
         if meta:
             options = {}
@@ -59,11 +61,19 @@ def load_tokenizer(path: Path) -> Any:
     """The tokenizer whose vocabulary a GGUF file holds.
 
     Raises:
-        UserError: the file has none that transformers can use.
+        UserError: the file has none that transformers can use, or this version of transformers reads it wrongly.
     """
-    require("gguf", "hf")
+    gguf, transformers = require("gguf", "hf"), require("transformers", "hf")
     with shared_parsing():
-        return huggingface.load_tokenizer(path.parent, gguf_file=path.name)
+        tokenizer = huggingface.load_tokenizer(path.parent, gguf_file=path.name)
+        try:
+            check_tokens(tokenizer, gguf.GGUFReader(path).fields)
+        except UserError as problem:
+            raise UserError(
+                f"{path}: transformers {transformers.__version__} reads its tokenizer wrongly: {problem}; install "
+                "another version of transformers, or open the Hugging Face directory of the model"
+            ) from None
+    return tokenizer
 
 
 @contextlib.contextmanager
@@ -98,17 +108,24 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, original)
 
 
-def _read_config(path: Path) -> Any:
+def read_config(path: Path) -> Any:
     """The transformers config that the file's metadata describe; the first parse, so damage shows here."""
     gguf, transformers = require("gguf", "hf"), require("transformers", "hf")
     try:
-        gguf.GGUFReader(path)
+        file = gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
         raise UserError(f"{path}: a truncated or damaged GGUF file ({one_line(error)}); download it again") from error
     try:
-        return transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, **huggingface.local_options())
+        config = transformers.AutoConfig.from_pretrained(
+            path.parent, gguf_file=path.name, **huggingface.local_options()
+        )
     except (ValueError, KeyError, IndexError, TypeError, NotImplementedError, OSError) as error:
         raise UserError(f"{path}: transformers cannot load this GGUF file: {one_line(error)}") from error
+    try:
+        set_rope(config, file)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return config
 
 
 def _clean(model: Any) -> None:
