@@ -153,7 +153,7 @@ def _of_divisors(divisors: np.ndarray[Any, Any], base: float, config: Any) -> di
     turns = base ** (-np.arange(len(divisors)) / len(divisors)) / (2 * math.pi)  # 1 / wavelength, in tokens
     factor = float(divisors.max())
     for low, high, context in _candidates(divisors, turns, factor):
-        scaling = {
+        scaling: dict[str, Any] = {
             "rope_type": "llama3", "factor": _rounded(factor), "low_freq_factor": low, "high_freq_factor": high,
             "original_max_position_embeddings": context,
         }  # fmt: skip
