@@ -20,6 +20,7 @@ def check_solvable(model: nn.Module, plan: Plan) -> None:
     check_solvers(plan)
     for layer in plan.quantized:
         weight = model.get_parameter(layer.tensor_name)
+        # A parameter that is read from its file later is on the meta device too, and carries its reader as `stored`.
         if weight.is_meta and not hasattr(weight, "stored"):
             raise UserError(
                 f"{layer.name}: its weight is on the meta device, where there are no values; load the model first. "

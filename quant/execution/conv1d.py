@@ -29,6 +29,7 @@ def as_linears(model: nn.Module) -> Iterator[None]:
         for path, module in list(model.named_modules()):
             if isinstance(module, nn.Linear) and hasattr(module, "stands_for"):
                 original: Any = module.stands_for[0]  # type: ignore[index]
+                # A solver may have replaced the weight by one in new memory, so the view of the start no longer holds.
                 original.weight.data, original.bias = module.weight.data.t(), module.bias
                 _put(model, path, original)
 
@@ -37,6 +38,7 @@ def _linear(module: nn.Module) -> nn.Linear:
     assert isinstance(module.weight, nn.Parameter)
     weight, trained = value_of(module.weight), module.weight.requires_grad
     module.weight = nn.Parameter(weight, requires_grad=trained)
+    # The constructor would fill a matrix with random numbers, which takes seconds for a large layer and is thrown away.
     with torch.device("meta"):
         linear = nn.Linear(*weight.shape)
     linear.weight, linear.bias = nn.Parameter(weight.t(), requires_grad=trained), module.bias  # type: ignore[assignment]

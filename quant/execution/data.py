@@ -47,7 +47,8 @@ def solver_needs_data(layer: LayerPlan) -> bool:
 
 
 def lacks_data(plan: Plan) -> str | None:
-    """What to tell a user who gave no calibration text for a plan that needs one; None where it needs none."""
+    """The error message for a plan that needs calibration text and has none; None where the plan needs no text."""
+    # The order is that of specificity: a solver or a static scale names a layer, guard and KV cache the whole plan.
     way_out = "pass calibration data: --calib SOURCE, or data= in Python"
     for layer in plan.quantized:
         if solver_needs_data(layer):
@@ -100,11 +101,14 @@ def mixed_text(
             return mixture_rows(Writer(model, why_not=why_not), tokenizer, session, **shape)
         with placed(model, session.device):
             rows, record = mixture_rows(Writer(model), tokenizer, session, **shape)
+            # The model has not run yet in this case, and samples that it cannot read would fail later inside a solver.
             if "no_own_text" in record:
                 run_probe(model, rows[:1, :2])
         return rows, record
 
     try:
+        # Sampling differs between GPUs in the last bits of the logits, so ranks that each wrote would calibrate on
+        # different text.
         return from_first(write)
     # An OutOfMemoryError is a RuntimeError, and no lack of text.
     except torch.OutOfMemoryError:
@@ -119,6 +123,7 @@ def _too_large(model: nn.Module, session: Session) -> str | None:
     if is_visited(model, device):
         return f"the model does not fit on {device}"
     size, free = sum(parameter.nbytes for parameter in model.parameters()), memory_left()
+    # Mapped files that do not stay in the page cache are read from disk again for every token, which takes hours.
     if (device is None or device.type == "cpu") and free is not None and 2 * size > free:
         return f"the model takes {megabytes(size)} of memory, and {megabytes(free)} are free"
     return None
@@ -170,10 +175,12 @@ def _measured_scales(
         observers = {layer.name: watch(layer.activation, name=layer.name) for layer in static if layer.activation}
     amax = collect_input_amax(model, [layer.name for layer in static], data, session, observers)
     scales = {}
+    # A runtime quantizes the shared input of a fusion group once, so its members need one scale: the largest amax.
     for members in by_input(static):
         shared = torch.stack([amax[member.name] for member in members]).amax()
         for member in members:
             assert member.activation is not None
+            # One warning for the group, not one for each member.
             warned = member.name if member is members[0] else None
             scale = static_input_scale(shared, member.activation, stored_dtype(model), warned)
             assert scale is not None

@@ -1,7 +1,7 @@
 """Finished layers are kept in a run's partial directory, their memory given to its files, and put back from there.
 
-A solved layer is its codes, its scales and what it does at run time. What else a solver changed in its block (norms
-that took up an input scale, biases) is kept too; what it left alone points to the model's files again.
+A solved layer is its codes, its scales and its run-time parts. Other tensors that a solver changed in the block (norms
+that took up an input scale, biases) are kept too; unchanged tensors point to the model's files again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def keep_layers(
         model: holds the layers.
         layers: as they were solved; those in 16 bit have a result alone.
         results: by name, of at least these layers.
-        changed: other tensors of the model that are not what its files hold.
+        changed: other tensors of the model whose values differ from its files.
         alone: this rank alone has solved them; by default all ranks have.
     """
     tensors = {f"model:{name}": tensor for name, tensor in (changed or {}).items()}
@@ -64,6 +64,7 @@ def keep_layers(
         for layer in layers
     ]
 
+    # The tensors are swapped for maps of the written file, so that finished layers live in the page cache.
     def give_back(mapped: Mapping[str, torch.Tensor]) -> None:
         for key, tensor in mapped.items():
             kind, _, name = key.partition(":")
@@ -102,6 +103,7 @@ def _install(found: Step, model: nn.Module, layers: list[LayerPlan], results: di
         results[layer.name] = LayerResult.from_dict(entry["result"])
         if layer.weight is None:
             continue
+        # The order is that of _BUFFERS, which the keys in the file repeat.
         codes, scale, second, input_scale, pre_scale, down, up = (
             found.tensors.get(f"{buffer}:{layer.name}") for buffer in _BUFFERS
         )
@@ -146,6 +148,9 @@ class BlockKeeper(BlockStore):
         if finished < len(chain):
             found = self.store.get("states")
             with self.store.reading():
+                # Layers are written after every block and hidden states less often: without states behind the last
+                # finished block, the walk starts again at the last block that has them, and solves the blocks between
+                # anew.
                 block = None if found is None else found.record["block"]
                 finished = chain.index(block) + 1 if block in chain[:finished] else 0
                 states = _states(found.tensors) if found is not None and finished else None
@@ -170,10 +175,13 @@ class BlockKeeper(BlockStore):
         if states is None:
             return states
         kinds = {"quantized": states.quantized}
+        # Without a solver that compares both, the two streams are one list, which is stored once.
         if states.original is not states.quantized:
             kinds["original"] = states.original
+        # Bytes over all ranks: each holds its own batches, and the first rank writes them all.
         nbytes = sum(gathered(sum(state.nbytes for kind in kinds.values() for state in kind)))
         device = states.few.device
+        # Clocks and free memory differ between ranks, and `_of_all_ranks` is collective: one rank decides for all.
         large, due, fit = from_first(lambda: (*self._is_due(nbytes), home_of_states(nbytes, device) == device))
         if large or due:
             tensors = _of_all_ranks(kinds, device if fit else torch.device("cpu"))
@@ -181,6 +189,7 @@ class BlockKeeper(BlockStore):
             self.kept_states = time.perf_counter()
         if not large:
             return states
+        # Drops the last references, so that the memory is free as soon as the writer is done.
         kinds.clear()
         self.store.flush()
         wait_for_all()
@@ -194,16 +203,18 @@ class BlockKeeper(BlockStore):
         return large, time.perf_counter() - self.kept_states > _SHARE * self.store.seconds_to_write(nbytes)
 
     def _changed(self, block: str) -> dict[str, torch.Tensor]:
-        """Tensors of the finished block that are not what they were; those that are get their first memory back."""
+        """Tensors of the finished block that a solver changed; unchanged ones point to their first memory again."""
         found = {}
         for name, tensor in _stored(self.model.get_submodule(block)).items():
             if name not in self.before:
                 continue
             value = self.before[name]
+            # Matrices were not copied: the same address means that no solver replaced them. Vectors always differ here.
             if tensor.data_ptr() == value.data_ptr():
                 continue
             if tensor.dtype != value.dtype or not torch.equal(tensor, value):
                 found[f"{block}.{name}".lstrip(".")] = tensor.detach()
+            # Equal values in new memory: the map of the model's file costs no memory, the copy does.
             elif value.dim() > 1:
                 tensor.data = value
         self.before = {}

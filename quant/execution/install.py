@@ -60,6 +60,7 @@ def install_weight(
         assert isinstance(linear.weight, torch.Tensor)
         bias = getattr(linear, "bias", None)
         new = QuantLinear(weight, bias, layer.activation, input_scale, dtype=linear.weight.dtype, **vars(parts))
+    # Experts were a parameter, which has no hooks.
     if layer.kind != LayerKind.EXPERTS:
         take_hooks(new, parent.get_submodule(last))
     # A module that is swapped into a model in training must be in training too.

@@ -26,7 +26,7 @@ _LOST = 0.5  # relative error; the coarsest format has about 0.15
 
 @dataclass(frozen=True)
 class LayerResult(JsonData):
-    """What became of one weight.
+    """Format, size and error of one weight after quantization.
 
     Attributes:
         name: as in the plan.
@@ -78,6 +78,7 @@ def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockSc
                 f"{plan_layer.name}: weights of up to {float(weight.abs().max()):.2g} are infinite in "
                 f"{quantized.format}; keep the layer in 16 bit with --exclude"
             )
+        # A weight of zeros is exact in every format.
         error = math.sqrt(noise / signal) if signal else 0.0
         snr = 10 * math.log10(signal / noise) if noise and signal else None
     planned = plan_layer.weight if quantized is None else quantized.format
@@ -116,5 +117,6 @@ def _energies(weight: torch.Tensor, quantized: BlockScaledTensor) -> tuple[float
         for rows, part in matrix.row_chunks(elements):
             w = weight[index][rows].to(part.codes.device).double().flatten()
             signal = signal + w.dot(w)
+            # sub_ changes w before dot reads it again, so both factors are the difference w − w_q.
             noise = noise + w.sub_(part.dequantize().flatten()).dot(w)
     return float(signal), float(noise)

@@ -85,7 +85,9 @@ def solve_plan(
     check_solvable(model, plan)
     by_block = _looks_at_data(plan)
     if by_block:
+        # Solvers with data sum their moments over ranks; weights alone are solved by each rank for itself.
         meet(session.device)
+    # Before checks and statistics: a parameter on the meta device has a reader, but no values to compute with.
     read_stored(model, _needed_throughout(model, plan))
     if session.rank == 0:  # an error there ends the other ranks; each of them would read all of the model
         check_unquantized(model, plan)
@@ -93,6 +95,7 @@ def solve_plan(
     if data is None and lacks_data(plan):
         data, record = mixed_text(model, plan, tokenizer, session)
         plan = with_calibration(plan, [{"source": "mix", **record}])
+    # Positional and keyword arguments become one list of calls, each bound to the forward signature.
     elif data is not None and not isinstance(data, torch.Tensor | Inputs):
         data = inputs_of(data, model)
     session = session.for_model(model)
@@ -107,7 +110,9 @@ def solve_plan(
             input_scales = input_scales_of(model, plan, data, session)
             seconds["calibrate"] = time.perf_counter() - started
             layers = solve_weights(model, plan, input_scales, session)
+        # Stages are disjoint: calibration that was timed by itself does not count twice.
         seconds["solve"] = time.perf_counter() - started - sum(seconds.values())
+        # Guards, rotations and low-rank branches changed layers: the plan is read back from the installed modules.
         plan = plan_of_model(model, plan)
         # Hidden states between blocks: no later step reads them.
         session.store.drop("states")
@@ -129,6 +134,7 @@ def _kv_scales(model: nn.Module, plan: Plan, data: Any, session: Session) -> dic
     if finished is not None:
         return {name: scale.clone() for name, scale in finished.tensors.items()}
     assert data is not None and plan.kv_cache is not None
+    # The listener has seen all layers by now; a second count of the same rows would look like a restart.
     silent = replace(session, progress=None)
     scales = collect_attention_scales(model, data, kv_format=plan.kv_cache, attention_format=None, session=silent)
     tensors = kv_scale_tensors(scales, stored_dtype(model))
@@ -160,6 +166,8 @@ def with_data(plan: Plan, find: Callable[[], tuple[T, list[Record]]]) -> tuple[P
         data, records = find()
     except UserError as error:
         lower = without_data(plan, str(error))
+        # Static scales need text at effort 1 too: the message then names a layer that the user cannot choose away by
+        # effort.
         if lower is not None and lacks_data(lower) and isinstance(error, NoTextError):
             raise NoTextError(lower, error.why) from error
         if lower is None or lacks_data(lower):

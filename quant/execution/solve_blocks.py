@@ -47,12 +47,14 @@ def solve_blocks(
     """
     walked = [layer for layer in plan.quantized if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS)]
     plan = plan.replace_layers(_without_data(layer) for layer in plan.quantized if layer not in walked)
+    # Heads, embeddings and convolutions stand outside of decoder blocks, where the walk holds no inputs of them.
     outside = replace(plan, layers=tuple(layer for layer in plan.layers if layer not in walked))
     measured = replace(plan, layers=tuple(layer for layer in plan.layers if layer.kind != LayerKind.LINEAR))
     # Before the walk, while every layer still gets its original inputs.
     input_scales = input_scales_of(model, measured, data, session)
     results: dict[str, LayerResult] = {}
     solved_layers: list[LayerPlan] = []
+    # Where the model lives when it is not being solved: a GPU holds one block, and solutions go back.
     home = device_of(model)
 
     def apply(layer: LayerPlan, solved: Solved | None, weight: torch.Tensor) -> None:
@@ -62,6 +64,7 @@ def solve_blocks(
         if solved is None:
             results[layer.name] = layer_result(layer, weight, None)
             return
+        # The error is that of the matrix which the codes approximate: rotated, and less its low-rank branch.
         before = _before_rounding(layer, weight, solved.parts)
         results[layer.name] = _result(layer, weight, before, solved)
         if rounded is not None:
@@ -71,6 +74,7 @@ def solve_blocks(
         install_weight(model, layer, solved.weight, solved.input_scale, solved.parts)
 
     if session.device is None or session.device.type == "cpu":
+        # A GPU reports its own lack of memory and the walk reacts; a CPU process would be killed without a message.
         _check_memory(model, walked, data, settings, session)
     keeper = BlockKeeper(session, model, results, solved_layers) if session.store.keeps else BlockStore()
     solve_sequentially(
@@ -93,10 +97,12 @@ def _check_memory(
         return
     dtype, scratch = settings.dtype_for(stored_dtype(model)), Scratch.of(session)
     for name in blocks:
+        # With the dot: "layers.1" is a prefix of "layers.10" too.
         inside = [layer for layer in layers if layer.name.startswith(f"{name}.")]
         block = model.get_submodule(name)
         needed = block_bytes(block, inside, data.shape[:2].numel(), dtype, scratch) if inside else 0
         if needed > usable:
+            # The tighter limit decides the advice: --memory of the user, or the container's cgroup.
             allowed = session.memory is None or usable == session.memory
             more = "more with --memory" if allowed else "more to this container"
             raise UserError(
@@ -125,6 +131,7 @@ def _result(layer: LayerPlan, weight: torch.Tensor, before: torch.Tensor, solved
     if not share:
         return result
     error = result.relative_error * share
+    # SNR of an amplitude ratio: −20 · log10(error), equal to 10 · log10 of the ratio of energies.
     return replace(result, relative_error=error, snr_db=-20 * math.log10(error))
 
 

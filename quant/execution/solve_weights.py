@@ -60,6 +60,7 @@ def solve_weights(
 ) -> list[LayerResult]:
     """`apply_plan` in a session, whose store keeps finished groups and may have some."""
     store, results, done = session.store, dict[str, LayerResult](), 0
+    # A fusion group is solved at once: its members share one tensor scale.
     groups = by_input(plan.quantized)
     own = _own_groups(groups, session)
 
@@ -67,6 +68,7 @@ def solve_weights(
         if _step(members) in store:
             return []
         weights = [(member, _parameter_of(model, member)) for member in members]
+        # Stacked experts in their files are gigabytes, so they are read expert by expert and not prefetched whole.
         return [w for member, w in weights if member.kind != LayerKind.EXPERTS or not hasattr(w, "stored")]
 
     with torch.no_grad():
@@ -76,6 +78,7 @@ def solve_weights(
                 results |= finished[1]
             else:
                 results |= _solve_group(model, members, weights, input_scales, session)
+                # Each rank has groups of its own, so each writes them: no rank waits for the first one's disk.
                 keep_layers(store, _step(members), model, members, results, alone=True)
             done += len(members)
             session.report("solve", done, sum(map(len, own)))
@@ -106,6 +109,7 @@ def _own_groups(groups: list[list[LayerPlan]], session: Session) -> list[list[La
         return groups
     names = from_first(lambda: {m[0].name for m in groups if session.store.get(_step(m)) is None})
     unfinished = [members for members in groups if members[0].name in names]
+    # Dealt by elements, since the time of a solver without data grows with them.
     owners = dealt([sum(member.numel for member in members) for members in unfinished])
     return [members for members, owner in zip(unfinished, owners, strict=True) if owner == session.rank]
 
@@ -153,11 +157,13 @@ def solve_state_dict(
         weight = _stored_weight(tensors, layer)
         if layer.weight is None:
             results[layer.name] = layer_result(layer, weight, None)
+        # The first member of a group solves all of it; later members find their results and only count.
         elif layer.name in own:
             members = own[layer.name]
             moved = {member.name: _stored_weight(tensors, member).to(session.device) for member in members}
             group = _solve(members, moved, session)
             results |= {m.name: layer_result(m, moved[m.name], group[m.name]) for m in members}
+            # Where the original tensor is, so that a state dict on the CPU does not collect its codes on the GPU.
             solved |= {name: each.to(weight.device) for name, each in group.items()}
         session.report("solve", done, len(plan.layers))
     return solved, [results[layer.name] for layer in plan.layers]
@@ -177,6 +183,7 @@ def _solve(
     assert first.weight is not None
     if not isinstance(whole := weights[first.name], torch.Tensor):
         format, solver = first.weight, get_solver(first.solver)
+        # A generator: one expert is dequantized, solved and stacked before the next is read.
         matrices = (
             solve_group({first.name: whole[index].to(session.device)}, {}, format, solver)[first.name]
             for index in range(len(whole))

@@ -83,6 +83,7 @@ def sources_of(names: Sequence[str]) -> tuple[str, ...]:
             first, _, name = name.partition("+")
             sources.append(first)
         sources.append(name)
+    # A source that is named twice counts once, or its rows would be in the data twice.
     return tuple(dict.fromkeys(sources))
 
 
@@ -118,10 +119,12 @@ def named_inputs(source: Source, rows: Rows) -> Inputs | None:
         return None
     by_source = {}
     for index, name in enumerate(names):
+        # One call at least, which tells whether the source holds inputs; the number of rows is checked by the caller.
         samples = max(rows.of_source(index), 1)
         by_source[name] = read_inputs(name, source.model, source.load_processor, samples=samples, seqlen=rows.seqlen)
     inputs = [each for each in by_source.values() if each is not None]
     if 0 < len(inputs) < len(by_source):
+        # The first source of each sort, for the message.
         of_inputs, of_text = (
             next(name for name, each in by_source.items() if (each is None) is is_text) for is_text in (False, True)
         )
@@ -179,9 +182,11 @@ def read_calibration(
                 replace(session, seed=part.seed), samples=part.samples, seqlen=part.seqlen,
                 own_only=name == SELF,
             )  # fmt: skip
+            # Rows are stacked in the end, so later sources follow the length of the written text.
             rows = replace(rows, seqlen=text.shape[1])
         else:
             text, record = _file_rows(source, name, part)
+        # The middle of the i-th of n equal intervals of [0, 1]: sorting by it spreads every source over the whole.
         placed_rows += [((i + 0.5) / len(text), row) for i, row in enumerate(text)]
         records.append({"source": name, **record})
     # Rows of all sources are interleaved evenly, each source in its own order.
@@ -285,5 +290,6 @@ def _announce_inputs(listener: Listener, verb: str, name: str, inputs: Inputs) -
 
 
 def _tokenizer_for(source: Source, text: str) -> Any:
+    # "FILE.safetensors:NAME" names one tensor of a file.
     is_ids = text.endswith(".safetensors") or ".safetensors:" in text
     return None if is_ids else source.load_tokenizer()

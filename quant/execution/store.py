@@ -1,23 +1,23 @@
-"""A run of `quantize` keeps what it has finished in a partial directory, so that the same command goes on behind it.
+"""A run of `quantize` keeps finished steps in a partial directory, so that the same command continues after them.
 
     .OUT.partial/
-      journal.jsonl     first line: what the run depends on; then one line for every finished step; each with a SHA-256
+      journal.jsonl     first line: the run's dependencies; then one line for every finished step; each with a SHA-256
       00007.safetensors the tensors of a step, written whole and named in the journal afterwards
       new/              the checkpoint, while its last files are written
       complete          stands here from the moment at which `new` is whole
 
 The tensors of the steps come into the checkpoint's files in the end. So that they do not lie on the disk twice, a
 step's file gives up its room, and keeps its header, as soon as the journal says that all of it is in those files, which
-have been brought to the disk before. From there on the same command goes on behind what the files hold.
+have been synchronized to the disk before. The same command then continues after the last tensor in the files.
 
 A step is in the journal with the SHA-256 of its file, so a process that is killed, a full disk or a power failure
 leaves steps that are either whole or not there. A run whose model, plan, data or versions differ from those of the
 first line is refused: nothing of it would fit.
 
-The ranks of one run share the directory. The first one writes what all of them have found together, and each one what
-it alone has found, in a journal of its own (`journal-2.jsonl`, `00007-2.safetensors`); all read all journals.
+The ranks of one run share the directory. The first rank writes the results that all ranks have, and each rank writes
+its own results in a journal of its own (`journal-2.jsonl`, `00007-2.safetensors`); all read all journals.
 
-Files are written by a thread while the next step is worked on. What was written is then mapped from the file, so that
+Files are written by a thread while the next step is worked on. Written tensors are then mapped from the file, so that
 the memory of finished steps belongs to the page cache and not to the process.
 """
 
@@ -70,13 +70,13 @@ class Partial(Store):
 
     Args:
         out: where the checkpoint will be.
-        depends: what the result depends on, by name, JSON-ready: the model's files, the plan, versions, options.
+        depends: the run's dependencies by name, JSON-ready: the model's files, the plan, versions, options.
         sources: the model's files, which must not change while the run reads them.
-        restart: deletes what an earlier run left.
+        restart: deletes the steps of an earlier run.
 
     Raises:
         OSError: another process works on it.
-        ValueError: an earlier run with other dependencies left it; the message names what changed.
+        ValueError: an earlier run with other dependencies left it; the message names the difference.
     """
 
     def __init__(
@@ -95,10 +95,13 @@ class Partial(Store):
         self._claim = ExitStack()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
         self._writing: list[Future[None]] = []
+        # A guess, 500 MB/s, until the first large step has been timed.
         self._bytes_per_second = 5e8
         self._hopeless = False
         try:
             if self.rank == 0:
+                # Through JSON and back, so that tuples are lists here as they are in the journal that they are compared
+                # with.
                 self._open(json.loads(json_text(depends)), restart)
             self.is_complete = from_first((self.path / COMPLETE).exists)
             """Whether the checkpoint was whole when the run began, and perhaps not yet under its name."""
@@ -111,11 +114,13 @@ class Partial(Store):
         except BaseException:
             self.close()
             raise
+        # Numbers go on after the largest, and never over the file of a step that a later line of the journal names.
         self._numbers = max((int(step["file"][:5]) for step in self._steps.values()), default=0)
         wait_for_all()
 
     def _open(self, depends: Mapping[str, Any], restart: bool) -> None:
         """Claims the place and makes the journals whole, if they are of the same run, or else begins one."""
+        # The claim is a lock of the operating system: a killed process leaves none behind.
         self._claim.enter_context(claimed(self.out))
         if restart:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -136,17 +141,21 @@ class Partial(Store):
             _append(self.path / _JOURNAL, {"depends": depends})
 
     def _take_in(self, journals: Iterable[Path]) -> None:
+        # "journal.jsonl" sorts after "journal-2.jsonl", so it comes first here; later journals win where both name a
+        # step.
         for journal in sorted(journals, reverse=True):
             self._steps |= {line["step"]: line for line in _lines(journal) if "step" in line}
 
     def refresh(self) -> None:
-        """Takes in what other ranks have written meanwhile, and hands what was waited for to who waits."""
+        """Reads the journals of other ranks and runs the callbacks of steps that have arrived."""
         before = set(self._steps)
         self._take_in(set(self.path.glob(_JOURNALS)) - {self._journal})
+        # Another live rank wrote them a moment ago: hashing gigabytes again would stall the run.
         self._verified |= {step["file"] for name, step in self._steps.items() if name not in before}
         waiting, self._awaited = self._awaited, []
         for step, then in waiting:
             if step in self._steps:
+                # The writer's file is complete by now, since its journal line follows it.
                 then(self._mapped(self._steps[step]["file"]))
             else:
                 self._awaited.append((step, then))
@@ -155,8 +164,9 @@ class Partial(Store):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Lets go of the directory. What is in it stays for the next run, if that can get further with it."""
+        """Closes the directory. Its steps stay for the next run, unless the same command would fail again."""
         if kind is not None:
+            # Steps in flight are finished work: they are written out even after an error.
             self._thread.shutdown(wait=True)
         self.close()
         if self.rank:
@@ -181,7 +191,7 @@ class Partial(Store):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """While open, whatever fails means that a step is none of this program's making, for each has its SHA-256."""
+        """While open, read errors are reported as corruption: each step's SHA-256 has matched before."""
         try:
             yield
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
@@ -203,6 +213,7 @@ class Partial(Store):
         if found["sha256"] is None:
             return Step({}, found["record"])
         if file.name not in self._verified:
+            # The room of a moved file was given up: its pages read as zeros, and the SHA-256 cannot match.
             moved = self.is_moving and file.name in self.moved_parts()
             if not file.is_file() or not (moved or sha256_of(file) == found["sha256"]):
                 del self._steps[step]
@@ -233,7 +244,7 @@ class Partial(Store):
             tensors: must not change any more.
             record: JSON-ready.
             then: called with the tensors, mapped from the file, when they are written.
-            alone: this rank alone has found them. What all ranks have is written by the first.
+            alone: this rank alone has them. Tensors that all ranks have are written by the first rank.
 
         Raises:
             ValueError: a file of the model changed meanwhile.
@@ -245,12 +256,15 @@ class Partial(Store):
                 self._awaited.append((step, then))
             self.refresh()
             return
+        # Bounds the memory of waiting tensors, and raises the error of an earlier write here.
         while len(self._writing) >= _IN_FLIGHT:
             self._writing.pop(0).result()
         self._numbers += 1
         file, before = self.path / f"{self._numbers:05d}{self._suffix}", self._steps.get(step)
         here = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         devices = {tensor.device for tensor in here.values() if tensor.is_cuda}
+        # The writer thread has a stream of its own: without the events it could copy a tensor before its kernel has
+        # run.
         computed = [torch.cuda.current_stream(device).record_event() for device in devices]
         entry = {"step": step, "file": file.name, "sha256": None, "record": record}
         self._steps[step] = entry
@@ -262,12 +276,15 @@ class Partial(Store):
             if here:
                 entry["sha256"] = _write(here, file)
                 self._verified.add(file.name)
+            # The file first and its line last: a crash in between leaves a file that no line names, and nothing broken.
             _append(self._journal, entry)
             if before is not None:
                 (self.path / before["file"]).unlink(missing_ok=True)
             nbytes = sum(tensor.nbytes for tensor in here.values())
+            # Small files time the file system's latency instead of its bandwidth.
             if nbytes > 1 << 24:
                 self._bytes_per_second = nbytes / (time.perf_counter() - started)
+            # Drops the originals before their maps take over, so that `_trim` finds their memory free.
             here.clear()
             if then is not None:
                 then(self._mapped(file.name))
@@ -276,7 +293,7 @@ class Partial(Store):
         self._writing.append(self._thread.submit(write))
 
     def expect(self, name: str, value: Any) -> None:
-        """Notes what the run depends on and what was not known when it began.
+        """Notes a dependency of the run that was not known when it began.
 
         Raises:
             ValueError: an earlier run noted something else.
@@ -306,7 +323,7 @@ class Partial(Store):
         return {name: (size, hashed.copy()) for name, (size, hashed) in self._shards.items()}
 
     def moving(self, made_of: Mapping[str, str]) -> Moving:
-        """The log that moves what is kept into the checkpoint's files; `made_of` as in `Moving`."""
+        """The log that moves kept tensors into the checkpoint's files; `made_of` as in `Moving`."""
         return Moving(self, made_of)
 
     def moved(self, shard: str, size: int, sha256: str, parts: Collection[str]) -> None:
@@ -318,13 +335,14 @@ class Partial(Store):
             sha256: of these bytes.
             parts: files of steps that nothing needs any more; they give up their room.
         """
+        # Order of a move: tensors synchronized to disk, then this line, then the room of the parts given up.
         self._note(shard, size, sha256, sorted({*self.moved_parts(), *parts}))
         sync(self._journal)
         for part in parts:
             _give_up_room(self.path / part)
 
     def give_up_room(self) -> None:
-        """Ends what a run that was stopped between a line of the journal and this had begun."""
+        """Frees files whose move is in the journal; a run that was stopped after that line has not done so."""
         for part in self.moved_parts() if self.is_moving else ():
             _give_up_room(self.path / part)
 
@@ -371,6 +389,7 @@ class Partial(Store):
             self._writing.pop(0).result()
         while self._awaited:
             self.refresh()
+            # Journals of other ranks may be on a network file system, which has no notification to wait for.
             time.sleep(0.05)
 
     def finish(self) -> None:
@@ -389,7 +408,7 @@ class Partial(Store):
 
 
 class Moving:
-    """Moves what a run has kept into the files of its checkpoint; a `FileLog` of them.
+    """Moves the tensors that a run has kept into the files of its checkpoint; a `FileLog` of them.
 
     Args:
         partial: the run's.
@@ -420,7 +439,7 @@ class Moving:
 
 
 def _append(journal: Path, line: Mapping[str, Any]) -> None:
-    """Adds a line, or nothing where the disk does not take it whole: what follows half a line could not be read."""
+    """Adds a line whole or not at all: lines after half a line could not be read."""
     text = json_text(line).encode()
     whole = b"%s %s\n" % (_digest(text), text)
     with journal.open("ab", buffering=0) as file:
@@ -434,7 +453,7 @@ def _append(journal: Path, line: Mapping[str, Any]) -> None:
 
 
 def _lines(journal: Path) -> list[dict[str, Any]]:
-    """The whole lines of a journal; what follows the last newline is still being written.
+    """The whole lines of a journal; an unfinished line after the last newline is still being written.
 
     Raises:
         ValueError: a line is not as it was written.
@@ -474,13 +493,13 @@ def _digest(line: bytes) -> bytes:
 
 
 def _trim() -> None:
-    """Gives freed memory back to the system. glibc keeps what lies between small blocks that are still in use."""
+    """Gives freed memory back to the system. glibc keeps free memory between small blocks that are still in use."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def partial_path(out: Path) -> Path:
-    """Where a run that writes to `out` keeps what it has finished."""
+    """The directory in which a run that writes to `out` keeps finished steps."""
     out = out.resolve()
     return out.parent / f".{out.name}.partial"
 
@@ -520,6 +539,7 @@ def _write(tensors: Mapping[str, torch.Tensor], file: Path) -> str:
             f"{file} cannot be written: {error}; what was finished before is kept: make room, and run the same "
             "command again"
         ) from error
+    # A rename within a directory is atomic, so a file under its final name is whole.
     unfinished.rename(file)
     return found
 
@@ -540,6 +560,7 @@ def _hash_of_start(file: Path, size: int) -> Any:
 def _give_up_room(file: Path) -> None:
     """Gives the pages of a file's tensors back to the disk, where the file system can; they read as zeros then."""
     with file.open("r+b") as opened, suppress(OSError, AttributeError):
+        # A safetensors file: 8 bytes with the length of the JSON header, the header, then the tensors.
         start = 8 + int.from_bytes(opened.read(8), "little")
         size = file.stat().st_size - start
         fallocate = ctypes.CDLL(None, use_errno=True).fallocate
