@@ -15,8 +15,15 @@ from quant.errors import UserError, counted
 from quant.plan.callers_model import inner_model
 from quant.plan.make import make_plan
 from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan, groups_of
 from quant.training.low_precision.backends import TorchaoProducts, choose_backend
+from quant.training.low_precision.experts import (
+    convert_experts,
+    experts_refusal,
+    restore_experts,
+    trained_layers,
+)
 from quant.training.low_precision.linear import LowPrecisionLinear
 from quant.training.low_precision.nonfinite import GradientWatch
 from quant.training.low_precision.packed import stored_format
@@ -81,12 +88,12 @@ class LowPrecisionTraining:
                 history.values = state[f"{name}.amax.{operand}"].clone()
 
     def _states(self) -> dict[str, LowPrecision]:
-        layers = low_precision_layers(self.model)
+        layers = trained_layers(self.model)
         return {name: layers[name].low_precision for name in self.converted if name in layers}
 
     def __str__(self) -> str:
         """A line for the log, and one for each reason."""
-        lines = [f"{counted(len(self.converted), 'linear layer')} in {self.recipe.name}: {self.note}"]
+        lines = [f"{counted(len(self.converted), 'layer')} in {self.recipe.name}: {self.note}"]
         reasons: dict[str, list[str]] = {}
         for name, reason in self.kept.items():
             reasons.setdefault(reason, []).append(name)
@@ -103,7 +110,7 @@ def to_low_precision_training(
     exclude: Sequence[str] = (),
     on_nonfinite: str = "stop",
 ) -> LowPrecisionTraining:
-    """Has the linear layers of a model train in low precision; changes their class in place.
+    """Has the linear layers and fused experts of a model train in low precision; changes the model in place.
 
     State-dict keys, parameters, hooks, tied weights and optimizers stay as they are. Call it before `torch.compile`,
     DDP or FSDP2 wrap the model.
@@ -138,7 +145,8 @@ def to_low_precision_training(
     watch = GradientWatch(on_nonfinite)
     kept = _reasons_to_keep(model, recipe, include, exclude)
     linears: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    candidates = [name for name in linears if name not in kept]
+    experts = _experts(model, recipe, (include, exclude), kept)
+    candidates = [name for name in (*linears, *experts) if name not in kept]
     plan = _plan(model, recipe, candidates) if candidates else Plan(())
     planned = {layer.name: layer for layer in plan.layers}
     kept |= {name: planned[name].reason for name in candidates if planned[name].weight is None}
@@ -147,14 +155,15 @@ def to_low_precision_training(
         first = next(iter(kept.items()), None)
         why = f"{first[0]}: {first[1]}" if first else f"{type(model).__name__} has no nn.Linear"
         raise UserError(f"no layer can train in {recipe.name}: {why}")
-    for name in converted:
+    for name in linears.keys() & set(converted):
         linears[name].__class__ = LowPrecisionLinear
         products = TorchaoProducts(recipe.name) if chosen.name == "torchao" else None
         linears[name].low_precision = LowPrecision(name, recipe, [linears[name]], products=products)
     for group in groups_of(plan.quantized).values():
-        members = [linears[layer.name] for layer in group]
+        members = [linears[layer.name] for layer in group if layer.name in linears]
         for member in members:
             member.low_precision.group = members
+    convert_experts(model, [name for name in experts if name in converted], recipe)
     watch.start(model)
     return LowPrecisionTraining(recipe, chosen.name, chosen.note, converted, kept, model)
 
@@ -163,23 +172,20 @@ def from_low_precision_training(model: nn.Module) -> None:
     """Gives the layers of a model in low-precision training their plain class again; weights stay as trained."""
     model = inner_model(model)
     GradientWatch.end(model)
-    for module in low_precision_layers(model).values():
-        del module.low_precision
-        module.__class__ = nn.Linear  # type: ignore[assignment]
-
-
-def low_precision_layers(model: nn.Module) -> dict[str, LowPrecisionLinear]:
-    """The layers of a model that train in low precision, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LowPrecisionLinear)}
+    for layer in trained_layers(model).values():
+        if isinstance(layer, LowPrecisionLinear):
+            del layer.low_precision
+            layer.__class__ = nn.Linear  # type: ignore[assignment]
+    restore_experts(model)
 
 
 def _check_model(model: nn.Module) -> None:
+    for name, layer in trained_layers(model).items():
+        raise UserError(
+            f"{name}: the model trains in {layer.low_precision.recipe.name} already; call "
+            "quant.from_low_precision_training(model) first"
+        )
     for name, module in model.named_modules():
-        if isinstance(module, LowPrecisionLinear):
-            raise UserError(
-                f"{name}: the model trains in {module.low_precision.recipe.name} already; call "
-                "quant.from_low_precision_training(model) first"
-            )
         if isinstance(module, RoundedWeight):
             raise UserError(
                 f"{name}: the model is prepared for QAT, which rounds its weights itself; finish that with "
@@ -235,13 +241,27 @@ def _reason_of_settings(
     return _AT_THE_ENDS if is_at_the_ends(name) else None
 
 
+def _experts(
+    model: nn.Module, recipe: TrainingRecipe, globs: tuple[Sequence[str], Sequence[str]], kept: dict[str, str]
+) -> list[str]:
+    """The names of the parameters of fused experts; reasons to keep some in 16 bit go into `kept`."""
+    ends = _blocks_at_the_ends(model, recipe)
+    names = [layer.name for layer in find_layers(model) if layer.kind == LayerKind.EXPERTS]
+    for name in names:
+        reason = _reason_of_settings(name, *globs, lambda name: any(name.startswith(f"{b}.") for b in ends))
+        if reason == _AT_THE_ENDS:
+            reason = f"{recipe.name} keeps the first {recipe.first_layers} and last {recipe.last_layers} blocks"
+        if (reason := reason or experts_refusal(model, name, recipe)) is not None:
+            kept[name] = reason
+    return names
+
+
 def _plan(model: nn.Module, recipe: TrainingRecipe, layers: Sequence[str]) -> Plan:
     """The plan by which these layers will be deployed: it finds those that a runtime merges, which share scales."""
     try:
         plan = make_plan(model, stored_format(recipe).name, include=layers, solver="rtn")
     except ValueError as error:
         raise UserError(f"no layer can train in {recipe.name}: {error}") from None
-    assert all(layer.kind in (LayerKind.LINEAR, LayerKind.HEAD) for layer in plan.quantized)
     return plan
 
 

@@ -5,6 +5,7 @@ No data is read: see `packed.py`. The packed model computes what the model in ev
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -12,12 +13,14 @@ from torch import nn
 
 from quant.checkpoints.pretrained import attach
 from quant.errors import UserError
-from quant.execution.install import install_weight, mark_quantized
+from quant.execution.install import install_weight, mark_quantized, use_expert_modules
 from quant.export.checkpoint.write import plan_of_model
+from quant.formats.tensor import BlockScaledTensor
 from quant.plan.callers_model import inner_model
 from quant.plan.make import make_plan
 from quant.recipes.plan import Plan
-from quant.training.low_precision.convert import from_low_precision_training, low_precision_layers
+from quant.training.low_precision.convert import from_low_precision_training
+from quant.training.low_precision.experts import LowPrecisionStack, trained_layers
 from quant.training.low_precision.linear import LowPrecisionLinear
 from quant.training.low_precision.packed import input_scale, packed_weight, stored_format
 
@@ -39,12 +42,12 @@ def convert_trained(model: nn.Module) -> Plan:
             adapters are on layers, or no step has recorded the inputs of a layer that needs a static scale.
     """
     model = inner_model(model)
-    layers = low_precision_layers(model)
+    layers = trained_layers(model)
     _check(layers)
     recipe = next(iter(layers.values())).low_precision.recipe
     preset = stored_format(recipe).name
     # Everything that can fail comes before the first change.
-    weights = {name: packed_weight(layer.weight, layer.low_precision) for name, layer in layers.items()}
+    weights = {name: _packed(layer) for name, layer in layers.items()}
     scales = {name: _input_scale(layer) for name, layer in layers.items()}
     from_low_precision_training(model)
     plan = make_plan(model, preset, include=list(layers), solver="rtn")
@@ -52,13 +55,14 @@ def convert_trained(model: nn.Module) -> Plan:
     plan = plan.replace_layers(replace(layer, reason=reason) for layer in plan.quantized)
     for layer in plan.quantized:
         install_weight(model, layer, weights[layer.name], scales[layer.name])
+    use_expert_modules(model, plan)
     mark_quantized(model)
     plan = plan_of_model(model, plan)
     attach(model, plan)
     return plan
 
 
-def _check(layers: dict[str, LowPrecisionLinear]) -> None:
+def _check(layers: Mapping[str, LowPrecisionLinear | LowPrecisionStack]) -> None:
     if not layers:
         raise UserError("no layer of the model trains in low precision: call quant.to_low_precision_training first")
     recipes = {layer.low_precision.recipe for layer in layers.values()}
@@ -79,6 +83,10 @@ def _check(layers: dict[str, LowPrecisionLinear]) -> None:
             )
 
 
-def _input_scale(layer: LowPrecisionLinear) -> torch.Tensor | None:
+def _packed(layer: LowPrecisionLinear | LowPrecisionStack) -> BlockScaledTensor:
+    return layer.packed() if isinstance(layer, LowPrecisionStack) else packed_weight(layer.weight, layer.low_precision)
+
+
+def _input_scale(layer: LowPrecisionLinear | LowPrecisionStack) -> torch.Tensor | None:
     scale = input_scale(layer.low_precision, layer.weight.dtype)
     return None if scale is None else scale.to(layer.weight.device)

@@ -45,7 +45,7 @@ def _forward(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
     y: torch.Tensor = _deployed(layer, x)
     if not torch.is_grad_enabled():
         return y
-    return _ValueOf.apply(_trained(layer, x, bias), y)  # type: ignore[no-any-return, no-untyped-call]
+    return ValueOf.apply(_trained(layer, x, bias), y)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _trained(layer: LowPrecisionLinear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -60,7 +60,7 @@ def _trained(layer: LowPrecisionLinear, x: torch.Tensor, bias: torch.Tensor | No
     if state.products is not None and state.rounds_forward:
         y = state.products(x, layer.weight, of_w)
     else:
-        y = _RoundedProducts.apply(x, layer.weight, of_x, of_w, state)  # type: ignore[no-untyped-call]
+        y = RoundedProducts.apply(x, layer.weight, of_x, of_w, state)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
 
 
@@ -76,7 +76,7 @@ def _deployed(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
     return deployed_layer(layer, layer.low_precision, x)(x)  # type: ignore[no-any-return]
 
 
-class _ValueOf(torch.autograd.Function):
+class ValueOf(torch.autograd.Function):
     """The gradient of `y` with another value: a deployed layer's product is trained by the recipe's gradients."""
 
     @staticmethod
@@ -88,7 +88,7 @@ class _ValueOf(torch.autograd.Function):
         return dy, None
 
 
-class _RoundedProducts(torch.autograd.Function):
+class RoundedProducts(torch.autograd.Function):
     """The three products of a linear layer, each on rounded operands.
 
     The weight may be wider than the input: it is rounded to the format from its own dtype, never through a third one.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from quant.errors import UserError
+from quant.training.low_precision.experts import LowPrecisionStack, trained_layers
 from quant.training.low_precision.linear import LowPrecisionLinear
 
 ACTIONS = ("stop", "skip")
@@ -66,10 +68,8 @@ class GradientWatch:
         identities = {id(parameter) for parameter in held}
         layers = {
             name: layer
-            for name, layer in model.named_modules()
-            if isinstance(layer, LowPrecisionLinear)
-            and id(layer.weight) in identities
-            and layer.weight.grad is not None
+            for name, layer in trained_layers(model).items()
+            if id(_parameter(layer)) in identities and _parameter(layer).grad is not None
         }
         name = _layer_without_finite_gradient(layers)
         if name is None:
@@ -85,12 +85,17 @@ class GradientWatch:
             parameter.grad = None
 
 
-def _layer_without_finite_gradient(layers: dict[str, LowPrecisionLinear]) -> str | None:
+def _parameter(layer: LowPrecisionLinear | LowPrecisionStack) -> nn.Parameter:
+    parameter: Any = layer.held if isinstance(layer, LowPrecisionStack) else layer.weight
+    return parameter  # type: ignore[no-any-return]
+
+
+def _layer_without_finite_gradient(layers: Mapping[str, LowPrecisionLinear | LowPrecisionStack]) -> str | None:
     """The layer at which NaN or infinity came into the gradients; None where all are finite."""
     if not layers:
         return None
     # The largest magnitude of a gradient is finite if and only if its numbers are. One read serves all layers.
-    norms = [_norm(layer.weight.grad) for layer in layers.values()]
+    norms = [_norm(_parameter(layer).grad) for layer in layers.values()]
     total = torch.stack([norm.to(norms[0].device) for norm in norms])
     if bool(total.isfinite().all()):
         return None

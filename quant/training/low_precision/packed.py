@@ -48,8 +48,13 @@ def deployed_input(recipe: TrainingRecipe) -> Format | None:
 
 
 @torch.no_grad()
-def packed_weight(weight: torch.Tensor, state: LowPrecision) -> BlockScaledTensor:
+def packed_weight(weight: torch.Tensor, state: LowPrecision, amax: torch.Tensor | None = None) -> BlockScaledTensor:
     """The codes and scales that the layer's forward product multiplies by.
+
+    Args:
+        weight: `[out, in]`.
+        state: of its layer.
+        amax: largest magnitude that the whole weight is scaled by; None takes the layer's.
 
     Raises:
         UserError: the weight holds NaN or infinity.
@@ -59,8 +64,7 @@ def packed_weight(weight: torch.Tensor, state: LowPrecision) -> BlockScaledTenso
     assert recipe.weight is not None
     if not bool(weight.isfinite().all()):
         raise UserError(f"{state.name}: training made NaN or infinity of its weight; lower the learning rate")
-    amax = None
-    if recipe.weight.is_static:
+    if recipe.weight.is_static and amax is None:
         amax = state.weight_amax()
         amax = state.amax["w"].largest(amax) if recipe.history else amax
     seen = weight.detach().to(state.weight_dtype or weight.dtype)

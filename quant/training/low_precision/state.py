@@ -93,13 +93,13 @@ class LowPrecision:
         gradient checkpointing runs the forward pass again: that must round as the first run did.
         """
         recipe = self.recipe
-        if recipe.history and _is_in_backward():
+        if recipe.history and is_in_backward():
             return self._scaled_by
         of_x = of_w = None
         if recipe.input is not None and recipe.input.is_static:
             current = x.detach().abs().amax().float()
             of_x = self.amax["x"].largest(current) if recipe.history else current
-            if not _is_in_backward():
+            if not is_in_backward():
                 self.amax["x"].record(current)
         if recipe.weight is not None and recipe.weight.is_static:
             of_w = self.weight_amax()
@@ -125,7 +125,7 @@ class LowPrecision:
         return earlier
 
 
-def _is_in_backward() -> bool:
+def is_in_backward() -> bool:
     """Whether autograd runs a backward pass, in which a forward pass is a repetition by gradient checkpointing."""
     if torch.compiler.is_compiling():
         return False

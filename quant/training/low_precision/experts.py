@@ -1,0 +1,229 @@
+"""Fused experts in low-precision training: parameters that stack the matrices of all experts of a block.
+
+transformers runs such a module through a registry of functions. Ours, `quant_low_precision`, multiplies by each
+expert's matrix with rounded operands. The parameters stay in the module, under their own names. A module in eval mode
+computes as the packed one will.
+
+Each expert's tokens are an operand of their own: blocks along the tokens, in dw, hold tokens of one expert. A short
+last block counts zeros. The static input scale of the deployed experts is that of the largest input of any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.expert_modules import QuantExperts, experts_forward, runs_experts_alone
+from quant.kernels.linear.expert_stack import ExpertStack
+from quant.kernels.linear.ops import autocast_dtype
+from quant.recipes.expert_stacks import stacking_of
+from quant.training.low_precision.linear import LowPrecisionLinear, RoundedProducts, ValueOf
+from quant.training.low_precision.packed import deployed_input, input_scale, packed_weight, stored_format
+from quant.training.low_precision.recipe import TrainingRecipe
+from quant.training.low_precision.state import LowPrecision, is_in_backward
+
+IMPLEMENTATION = "quant_low_precision"
+_STACKS = "low_precision_experts"  # attribute of an experts module: its stacks by the names of the parameters
+_BEFORE = "_experts_implementation_before_training"
+
+
+class LowPrecisionStack(ExpertStack):
+    """One projection of all experts: products with rounded operands of the matrices in the owner's parameter.
+
+    It is no submodule of the owner, whose state dict keeps the keys that it has.
+
+    Args:
+        name: of the layer in the model, for messages.
+        owner: the experts module.
+        parameter: its name in the owner.
+        recipe: how products are rounded.
+    """
+
+    def __init__(self, name: str, owner: nn.Module, parameter: str, recipe: TrainingRecipe) -> None:
+        super().__init__()
+        self.__dict__["owner"] = owner  # past nn.Module, which would take it for a submodule
+        self.parameter_name = parameter
+        stacking = stacking_of(owner, parameter)
+        assert stacking is not None
+        self.stacking = stacking
+        self.low_precision = LowPrecision(name, recipe, [self])
+        self._matrices: Any = None
+        self._weight_amax: torch.Tensor | None = None
+        self._largest_input: torch.Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_matrices": None, "_weight_amax": None, "_largest_input": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        register()  # in a process that has not converted a model itself
+
+    @property
+    def held(self) -> nn.Parameter:
+        """The parameter in the owner."""
+        owner: Any = self.owner
+        parameter: nn.Parameter = owner.get_parameter(self.parameter_name)
+        return parameter
+
+    @property
+    def _trains(self) -> bool:
+        owner: Any = self.owner
+        return bool(owner.training)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrices `[experts, out, in]`."""
+        return self.stacking.matrices(self.held)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """One forward pass: the experts are taken apart once, and the largest input of all is recorded at the end."""
+        state = self.low_precision
+        self._matrices, self._largest_input = self.weight.unbind(0), None
+        assert state.recipe.weight is not None
+        self._weight_amax = state.weight_amax() if state.recipe.weight.is_static else None
+        try:
+            yield
+            if self._trains and self._largest_input is not None and not is_in_backward():
+                state.amax["x"].record(self._largest_input)
+        finally:
+            self._matrices = self._weight_amax = self._largest_input = None
+
+    def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """`[tokens, in]` to `[tokens, out]` through expert `index`."""
+        state = self.low_precision
+        x = x.to(autocast_dtype(x.device.type) or x.dtype)
+        of_x = of_w = None
+        assert state.recipe.input is not None
+        if state.recipe.input.is_static and x.numel():
+            of_x = x.detach().abs().amax().float()
+            largest = self._largest_input
+            self._largest_input = of_x if largest is None else torch.maximum(largest, of_x)
+        if self._weight_amax is not None:
+            of_w = self._weight_amax[index]
+        if self._trains:
+            state.deployed, state.weight_dtype = None, self.held.dtype
+        y: torch.Tensor = RoundedProducts.apply(x, self._matrices[index], of_x, of_w, state)  # type: ignore[no-untyped-call]
+        return y
+
+    def dense(self, index: int) -> torch.Tensor:
+        """The matrix `[out, in]` of one expert, not rounded."""
+        return self.weight[index]
+
+    def packed(self) -> BlockScaledTensor:
+        """The codes and scales that products multiply by, `[experts, out, in]`."""
+        state = self.low_precision
+        assert state.recipe.weight is not None
+        amax = state.weight_amax() if state.recipe.weight.is_static else [None] * len(self)
+        each = [packed_weight(m, state, a) for m, a in zip(self.weight.detach(), amax, strict=True)]
+        second = None if each[0].global_scale is None else torch.stack([e.global_scale for e in each])  # type: ignore[misc]
+        codes, scale = torch.stack([e.codes for e in each]), torch.stack([e.scale for e in each])
+        return BlockScaledTensor(codes, scale, stored_format(state.recipe), tuple(self.weight.shape), second)
+
+    def deployed(self) -> QuantExperts | None:
+        """The experts as they will be deployed; None before a training step has recorded an input that they need."""
+        state, held = self.low_precision, self.held
+        history = state.amax["x"].values
+        key = id(held), held._version, held.device, id(history)
+        if state.deployed is not None and state.deployed[0] == key:
+            return state.deployed[1]  # type: ignore[no-any-return]
+        activation = deployed_input(state.recipe)
+        if activation is not None and activation.is_static and state.amax["x"].is_empty:
+            return None
+        scale = input_scale(state, held.dtype)
+        scale = None if scale is None else scale.to(held.device)
+        experts = QuantExperts(self.packed(), activation, scale, held.dtype, self.stacking)
+        state.deployed = key, experts, history  # held, so that no other tensor gets its id
+        return experts
+
+
+class _Projections:
+    """An experts module as `experts_forward` reads it, with other projections in the place of its parameters."""
+
+    def __init__(self, module: nn.Module, projections: dict[str, Any]) -> None:
+        self.module, self.projections = module, projections
+
+    def __getattr__(self, name: str) -> Any:
+        return self.projections[name] if name in self.projections else getattr(self.module, name)
+
+
+def low_precision_experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Forward of a transformers experts module, `[tokens, hidden]` to the same; without stacks it runs plainly."""
+    stacks: dict[str, LowPrecisionStack] = getattr(self, _STACKS, {})
+    inputs = hidden_states, top_k_index, top_k_weights
+    if not self.training and stacks:
+        with torch.no_grad():
+            deployed = {name: stack.deployed() for name, stack in stacks.items()}
+            if all(deployed.values()):
+                y = experts_forward(_Projections(self, deployed), *inputs)
+        if all(deployed.values()):
+            if not torch.is_grad_enabled():
+                return y
+            trained = experts_forward(_Projections(self, stacks), *inputs)
+            return ValueOf.apply(trained, y)  # type: ignore[no-any-return, no-untyped-call]
+    return experts_forward(_Projections(self, stacks), *inputs)
+
+
+def register() -> None:
+    """Makes our forward function known to transformers."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, low_precision_experts_forward)
+
+
+def experts_refusal(model: nn.Module, name: str, recipe: TrainingRecipe) -> str | None:
+    """Why the experts of a parameter stay in 16 bit; None where they can be converted."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    stacking = stacking_of(owner, name.rpartition(".")[2])
+    if stacking is None or not runs_experts_alone(owner) or not hasattr(model, "config"):
+        return f"experts of {type(owner).__name__}, which multiplies in a way of its own"
+    if recipe.history:
+        return f"experts: {recipe.name} would need a history for each of them"
+    size = next((size for size in stacking.weight_shape[1:] if size % recipe.multiple), None)
+    if size is not None:
+        return f"{list(stacking.weight_shape)}: {recipe.name} needs sizes that are multiples of {recipe.multiple}"
+    return None
+
+
+def convert_experts(model: Any, names: list[str], recipe: TrainingRecipe) -> None:
+    """Has the experts of these parameters train in low precision."""
+    if not names:
+        return
+    register()
+    for name in names:
+        path, _, parameter = name.rpartition(".")
+        owner = model.get_submodule(path)
+        stacks = vars(owner).setdefault(_STACKS, {})
+        stacks[parameter] = LowPrecisionStack(name, owner, parameter, recipe)
+        if owner.config._experts_implementation != IMPLEMENTATION:
+            setattr(owner.config, _BEFORE, owner.config._experts_implementation)
+            owner.config._experts_implementation = IMPLEMENTATION
+
+
+def restore_experts(model: nn.Module) -> None:
+    """Undoes `convert_experts`."""
+    for module in model.modules():
+        if _STACKS in vars(module):
+            del vars(module)[_STACKS]
+            config: Any = module.config
+            if hasattr(config, _BEFORE):
+                config._experts_implementation = getattr(config, _BEFORE)
+                delattr(config, _BEFORE)
+
+
+def trained_layers(model: nn.Module) -> dict[str, LowPrecisionLinear | LowPrecisionStack]:
+    """The linears and the experts of a model that train in low precision, by name."""
+    layers: dict[str, LowPrecisionLinear | LowPrecisionStack] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LowPrecisionLinear):
+            layers[name] = module
+        for parameter, stack in vars(module).get(_STACKS, {}).items():
+            layers[f"{name}.{parameter}"] = stack
+    return layers
