@@ -1,8 +1,8 @@
 """Tensors of the source that the quantized model lacks, or holds in another dtype, go into its checkpoint unchanged.
 
 transformers drops tensors that a model's class has no use for, such as the multi-token-prediction heads of Qwen3-Next
-and DeepSeek-V3, which servers run. It also casts what it loads to the config's dtype: float32 biases of routers, or
-`A_log` of a state-space layer, in a BF16 model. A checkpoint has them as the source does:
+and DeepSeek-V3, which servers run. It also casts tensors to the config's dtype as it loads them: float32 biases of
+routers, or `A_log` of a state-space layer, in a BF16 model. A checkpoint has them as the source does:
 
     not in the model                           carried under its name; its module is in the config's `ignore`
     cast, and not changed since                the source's dtype and bytes
@@ -56,11 +56,14 @@ def carry_over(model: Any, tensors: Tensors, names: StoredNames, source: Path) -
     original = source_tensors(source, stored_dtype(model))
     carried = _unused(model, original, tensors, names)
     completed = dict(tensors)
+    # A user who cast the whole model wants its dtype on disk; only casts that transformers made on loading are undone.
     if _main_dtype(original) == stored_dtype(model):
         completed = {name: _as_in_source(name, tensor, original) for name, tensor in tensors.items()}
     modules = []
     for name in carried:
         completed[name] = _deferred(name, original)
+        # A server may make a linear layer of such a matrix, and would look for its codes: the config's `ignore` names
+        # it.
         if name.endswith(".weight") and len(completed[name].shape) == 2:
             modules.append(name.removesuffix(".weight"))
     return completed, replace(names, carried=tuple(carried), carried_modules=tuple(modules))
@@ -90,6 +93,7 @@ def source_tensors(source: Path, dtype: torch.dtype) -> Mapping[str, torch.Tenso
     """
     shards = huggingface.find_shards(source)
     if not (source / PLAN_FILE).is_file():
+        # `quantization_of` raises for a checkpoint of this toolkit, so it is asked about other sources alone.
         quantization = quantization_of(source, read_fields(source / "config.json"))
         if quantization is not None and (packed := QuantizedTensors(shards, quantization, dtype)).packed:
             return packed
@@ -118,6 +122,8 @@ def _unused(
     model: Any, original: Mapping[str, torch.Tensor], written: Collection[str], names: StoredNames
 ) -> list[str]:
     """Names of the source's tensors that the model's class has no use for."""
+    # The metadata of a checkpoint of ours lists the tensors that it carried over, and transformers need not be asked
+    # again.
     if isinstance(original, TensorFiles) and original.carried:
         return [name for name in original if name in original.carried and name not in written]
     own = {names.stored(name) for name in model.state_dict(keep_vars=True)}
@@ -140,9 +146,11 @@ def _unexpected(
     if not asked:
         return ()
     config = copy.deepcopy(model.config)
+    # With this table transformers would build quantized modules, and all tensors would count as unexpected.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     outlines = {name: _deferred(name, original) for name in asked}
+    # Loading meta tensors into a meta model runs transformers' renaming and joining of tensors, and reads no data.
     shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in outlines.items()}
     with huggingface.quiet(), explained("transformers cannot tell the tensors that it ignores"):
         _, info = type(model).from_pretrained(
@@ -176,6 +184,7 @@ def _as_in_source(
     stored = original[name]
     if stored.dtype == tensor.dtype or stored.shape != tensor.shape or not _is_wide_float(stored):
         return tensor
+    # Values that were changed after loading, by a transform or by training, must not be undone by the source's.
     return stored if torch.equal(stored.to(tensor.dtype), tensor.cpu()) else tensor
 
 

@@ -1,4 +1,4 @@
-"""`checkpoint_warnings` decides what a user is told about a checkpoint, whichever door it is written through.
+"""`checkpoint_warnings` collects the warnings about a checkpoint, whichever function writes it.
 
 The command `quantize` prints these sentences and puts them into its report; `quant.save` and a model's
 `save_pretrained` raise them as Python warnings. All three write through `write_model`, which asks here.

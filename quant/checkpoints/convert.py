@@ -82,11 +82,13 @@ def convert(
     directory, out = Path(directory), Path(out)
     if to not in LAYOUTS:
         raise UserError(f"no layout {to!r}; known: {', '.join(LAYOUTS)}")
+    # The source stays mapped while `out` is written; a directory inside the other would be read and replaced at once.
     check_apart(out, directory)
     with remote_code(trust_remote_code):
         opened = Checkpoint(directory, model or outline(directory))
     plan, names, dtype = opened.plan, opened.names, stored_dtype(opened.model)
     layout = LAYOUTS[to]
+    # Before any tensor is read: a plan that the layout cannot express is refused at once, not after most shards.
     layout.check_plan(plan)
     tensors = dict(_converted(opened, dtype, layout))
     # A float64 scale is one that float32 does not hold (`write_tensors`).
@@ -131,6 +133,8 @@ def _converted(opened: Checkpoint, dtype: torch.dtype, layout: Layout) -> Iterat
     refuse(dtype_problems(opened.model, unquantized, tensors))
     refuse(suspect_problems(opened.model, Scan(weight_files(opened.directory)), tensors))
     for name in unquantized:
+        # Only scales of the KV cache differ between layouts in both name and form: ModelOpt has `k_proj.k_scale` and
+        # one number, compressed-tensors `k_scale` and one number or one for each head.
         if name.endswith(KV_SCALES):
             try:
                 stored = layout.stored_kv_scale(names.stored(name), tensors[name], dtype)

@@ -39,9 +39,11 @@ def is_checkpoint(path: str | Path) -> bool:
 def can_run(path: str | Path) -> bool:
     """Whether `load` knows the formats of a quantized checkpoint, as far as its config tells."""
     config = quantization_config(Path(path))
+    # A plan names formats of this toolkit alone, so a checkpoint with a plan can always run.
     if config is None or (Path(path) / PLAN_FILE).is_file():
         return is_checkpoint(path)
     try:
+        # Empty names do: formats and schemes are read here, and no module is matched with its entry.
         layout_of_config(config).read_config(config, StoredNames())
     except ValueError:
         return False
@@ -85,6 +87,7 @@ def _load(directory: Path, model: nn.Module | None) -> nn.Module:
     opened = Checkpoint(directory, model or outline(directory))
     loaded = fill(opened, built=model is None)
     refuse(suspect_problems(loaded, scan, opened.tensors))
+    # The model's `save_pretrained` writes codes from here on, and `quantization_plan` is its plan.
     attach(loaded, opened.plan)
     return loaded.eval()
 

@@ -74,6 +74,8 @@ class Checkpoint:
     def tensors(self) -> TensorFiles:
         """The tensors, read when asked for, under the names that the model's modules have."""
         kv_names = (layout.kv_name_of_module for layout in LAYOUTS.values())
+        # ModelOpt stores `self_attn.k_proj.k_scale` where modules hold `self_attn.k_scale`; these names are changed
+        # first.
         names = replace(self.names, back=(*kv_names, *self.names.back))
         return TensorFiles(self.directory, names.of_model, meta=self.meta)
 
@@ -86,6 +88,8 @@ class Checkpoint:
             plan = Plan.load(file)
             check_plan_fits(plan, layers)
             if (self.directory / "config.json").is_file():
+                # Servers read config.json, and this toolkit plan.json: a checkpoint in which the two differ would run
+                # in two ways.
                 for problem in plan_problems(plan, config, self.names, self.tensors):
                     raise UserError(
                         f"{file}: {problem}; both are written together, so restore the one that was changed, or "
@@ -126,6 +130,8 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
     use_expert_modules(model, plan)
     mark_quantized(model)
     for layer in plan.quantized:
+        # A search for NaN among FP8 codes reads every byte. The module searches when a forward has the codes in memory
+        # anyway, and names this file.
         model.get_submodule(layer.name).check_at_first_use(place(tensors, f"{layer.name}.weight"))  # type: ignore[operator]
     return model
 
@@ -252,6 +258,7 @@ def dtype_problems(
     state = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
         current = state.get(name)
+        # FP8 counts as integers: codes in the place of a 16-bit tensor have lost their scales.
         if current is not None and current.dtype.is_floating_point != _is_wide_float(tensor):
             yield (
                 f"{place(source, name)} is {str(tensor.dtype).removeprefix('torch.')}, and the model holds "
@@ -281,6 +288,8 @@ def _as_in_transformers(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict
         if parameter is None or not (parameter.dtype.is_floating_point and _is_wide_float(tensor)):
             cast[name] = tensor
             continue
+        # transformers keeps the modules of the strict list in float32 always, those of the other list in float16 models
+        # alone.
         wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
         if parameter.dtype is torch.float16:
             wide |= set(getattr(model, "_keep_in_fp32_modules", None) or ())

@@ -21,8 +21,10 @@ def open_runnable(
         UserError: it cannot be opened, or it is a bare state dict.
     """
     path = find_model(name)
+    # A checkpoint in codes that no kernel here runs, such as GPTQ's or AWQ's, is dequantized by `open_original`.
     if can_run(path):
         model = load(path, call_factory(model_factory) if model_factory else None)
+        # Codes are buffers. The first parameter, an embedding or a norm, has the dtype that the model runs in.
         dtype = next((p.dtype for p in model.parameters()), torch.float32)
         return Source(
             name=name, kind=SourceKind.HUGGINGFACE, model=model, state_dict=None, path=path, dtype=dtype

@@ -37,6 +37,7 @@ from quant.models.origin import source_directory
 from quant.plan.callers_model import refuse_adapters, unwrapped
 from quant.recipes.plan import PLAN_FILE, Plan
 
+# transformers writes these fields on each save. They depend on how an object was loaded, and not on its contents.
 _HOW_READ = {"is_local", "local_files_only", "name_or_path", "transformers_version", "trust_remote_code"}
 Finish = Callable[[Path, dict[str, str], list[str]], None]
 """Called with the unfinished directory, the SHA-256 of each weight file, and warnings about the checkpoint."""
@@ -149,6 +150,8 @@ def write_model(
     """
     if not allow_missing:
         check_experts(plan, names)
+    # Solvers may have given layers rotations, branches or factors of their inputs, which the caller's plan does not
+    # list.
     plan = plan_of_model(model, plan)
     origins: dict[str, str] = {}
     tensors = checkpoint_tensors(model, stored_dtype(model), names, state, origins)
@@ -192,6 +195,8 @@ def _write_companions(model: Any, tokenizer: Any, directory: Path, source: Path 
         generation.save_pretrained(directory)
     if tokenizer is not None and not _is_of_source(tokenizer, source):
         tokenizer.save_pretrained(directory)
+    # Last, because `copy_companions` skips files that are there: objects that the caller changed win over the source's
+    # files.
     if source is not None:
         copy_companions(source, directory)
 
@@ -205,6 +210,8 @@ def _is_of_source(saved: Any, source: Path | None) -> bool:
             original = type(saved).from_pretrained(source, **huggingface.local_options())
         except Exception:  # there is none, or one of another class; tokenizers raises anything
             return False
+        # transformers' objects have no equality, and a save adds defaults that the source's files lack. So both are
+        # saved, and the saved files compared.
         contents = []
         for number, each in enumerate((saved, original)):
             each.save_pretrained(Path(folder) / str(number))

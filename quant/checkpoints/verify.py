@@ -108,6 +108,7 @@ def _verify(directory: Path, model: nn.Module | None) -> Verification:
             skipped[name] = str(why)
         except (ValueError, OSError) as error:
             findings.append(Finding(name, " ".join(str(error).split())))
+    # A damaged tensor may show in several checks under the same words, and is reported once.
     return Verification(tuple(dict.fromkeys(findings)), tuple(checked), skipped)
 
 
@@ -158,6 +159,7 @@ class _Subject:
 
 def _report(document: Any) -> Mapping[str, Any]:
     """A report, as far as it is compared with."""
+    # A report that was edited by hand must give a finding and no TypeError; other fields are compared by `.get`.
     fields = typed(dict[str, Any], document, "report")
     return {**fields, "files": typed(dict[str, str], fields.get("files"), "files")}
 
@@ -247,6 +249,7 @@ def _forward(subject: _Subject, failed: bool) -> Iterator[str]:
     if failed:
         raise _NotCheckedError("the findings above come first")
     _ = subject.opened  # raises _NotCheckedError if the model cannot be built
+    # Loaded as a user would load it: the checks before read tensors, and filled no model.
     model = load(subject.directory, subject.given)
     held = subject.report.get("fingerprint") if (subject.directory / REPORT_FILE).is_file() else None
     expected = None if held is None else Fingerprint.from_dict(held)

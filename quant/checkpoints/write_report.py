@@ -21,7 +21,10 @@ def write_report(report: Report, plan: Plan, directory: Path, hashes: Mapping[st
         hashes: SHA-256 of each weight file, by name.
     """
     report.files = dict(hashes)
+    # Sizes on disk replace the plan's estimate; they include the headers of the files.
     report.bytes_after = sum((directory / name).stat().st_size for name in hashes)
     report.peak_rss_bytes = peak_rss()
+    # `verify` reads report.json (hashes, plan digest, fingerprint), and so does the next training run that starts here
+    # (`training.run_report`). report.html is for people alone.
     report.save(directory / "report.json")
     write_atomically(directory / "report.html", render_html(report, plan))

@@ -20,10 +20,12 @@ class DenseExperts(nn.Module):
 
 def dense_linear(module: QuantLinear) -> nn.Linear:
     """A linear layer with the weight that a quantized one multiplies by, in the model's dtype."""
+    # The constructor would fill a matrix with random numbers, only for the next lines to replace it.
     with torch.device("meta"):
         linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
     linear.weight = nn.Parameter(module.weight, requires_grad=False)
     if module.bias is not None:
         linear.bias = module.bias
+    # Forward hooks of users and of accelerate live on the module object, which is exchanged here.
     take_hooks(linear, module)
     return linear.train(module.training)

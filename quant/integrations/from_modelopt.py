@@ -85,7 +85,7 @@ class _Quantizers:
 
 
 def from_modelopt(model: nn.Module, *, run: Callable[[nn.Module], Any] | None = None) -> Plan:
-    """Makes of a model that ModelOpt simulates one that is quantized; changes it in place.
+    """Turns a model that ModelOpt simulates into a quantized one; changes it in place.
 
     Args:
         model: as `mtq.quantize` left it, calibrated, or `mtq.compress`. Its 16-bit weights go, layer by layer.
@@ -108,9 +108,12 @@ def from_modelopt(model: nn.Module, *, run: Callable[[nn.Module], Any] | None = 
     with _original(model) as stack:
         for name, quantizers in quantizers_of.items():
             if quantizers.packed is not None:
+                # mtq.compress leaves packed codes in the parameter; planning needs shape and dtype of the matrix.
                 of = quantizers.packed.metadata
                 stand_in(model, f"{name}.weight", of["shape"], of["dtype"], stack)
         plan = plan_takeover(model, formats, toolkit=_TOOLKIT, solver="modelopt", run=run)
+        # A fusion group of the plan states that its members share their scales. Where ModelOpt's do not, the group
+        # goes.
         plan = ungrouped(plan, lambda members: _differ([quantizers_of[member.name] for member in members], members[0]))
         amaxes = {layer.name: _amaxes(plan, layer, quantizers_of) for layer in plan.quantized}
         for layer in plan.quantized:
@@ -136,6 +139,7 @@ def _read(model: nn.Module) -> tuple[dict[str, _Quantizers], dict[str, dict[str,
     unsupported, dropped = [], []
     seen = False
     for name, module in model.named_modules():
+        # named_modules visits quantizers too. Only the modules that own them are of interest.
         if _members(module):
             continue
         quantizers = {child: _members(part) for child, part in module.named_children() if _members(part)}
@@ -161,6 +165,8 @@ def _read(model: nn.Module) -> tuple[dict[str, _Quantizers], dict[str, dict[str,
                 caches.setdefault(name, {})[child[0]] = members[0]
             elif role == "other":
                 unsupported.append(f"{name}.{child}".strip("."))
+            # An input quantizer whose weight quantizer is off, or missing: ModelOpt simulates it and exports nothing of
+            # it.
             elif not weights:
                 dropped.append(f"{name}.{child}".strip("."))
     if unsupported:
@@ -244,6 +250,8 @@ def _original(model: nn.Module) -> Iterator[ExitStack]:
         for module in model.modules():
             if not hasattr(type(module), "get_original_cls_by_level"):
                 continue
+            # ModelOpt gives a module a class that it derives from the original class. Its conversions may be stacked,
+            # and level 0 is the class before the first of them.
             theirs: Any = type(module)
             stack.callback(setattr, module, "__class__", theirs)
             module.__class__ = module.get_original_cls_by_level(0)  # type: ignore[operator]
@@ -261,6 +269,8 @@ def _unbind(module: Any, theirs: type[nn.Module], stack: ExitStack) -> None:
     accelerate keeps that which it wraps as `_old_forward`.
     """
     own = vars(module)
+    # The derived class inherits from the original one: a bound forward of either counts, and is bound anew from the
+    # original.
     functions = [vars(kind).get("forward") for kind in theirs.__mro__]
 
     def is_theirs(forward: Any) -> bool:
@@ -291,8 +301,8 @@ def _remove_quantizers(model: nn.Module) -> None:
 def _differ(members: list[_Quantizers], layer: LayerPlan) -> bool:
     """Whether fused layers keep scales of their own, as they do in ModelOpt's export.
 
-    That gives them one in NVFP4. In FP8 it leaves them as they are, and with a factor of the inputs they have no one
-    input here. Codes that are packed have their scales.
+    The export gives fused layers one second-level scale in NVFP4, and leaves each its own in FP8. Layers with a factor
+    of their inputs share no input here, and packed codes keep the scales that they were rounded under.
     """
     if any(member.pre_scale() is not None for member in members):
         return True
@@ -313,6 +323,7 @@ def _amaxes(
     plan: Plan, layer: LayerPlan, quantizers_of: Mapping[str, _Quantizers]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Largest magnitudes of the weight and of the input of a layer, or of those that are fused with it."""
+    # Runtimes merge q, k and v, or gate and up, under one second-level scale, so the largest member decides for all.
     members = [layer.name]
     if layer.group is not None and layer.kind == LayerKind.LINEAR:
         members = [member.name for member in plan.groups()[layer.group]]
@@ -330,6 +341,8 @@ def _largest(amaxes: list[torch.Tensor | None]) -> torch.Tensor | None:
 def _check_parts(layer: LayerPlan, quantizers: _Quantizers) -> None:
     name, format = layer.name, layer.weight
     assert format is not None
+    # Scales of rows or blocks would have to be `[experts, …]`, and one quantizer holds a set for the first two axes
+    # alone.
     if layer.kind == LayerKind.EXPERTS and len(quantizers.weight) == 1:
         searched = getattr(quantizers.weight[0], "_global_amax", None) is not None
         if searched or (format.scale.is_wide and not format.per_tensor):
@@ -354,6 +367,7 @@ def _solved(
     assert layer.weight is not None
     if layer.kind == LayerKind.EXPERTS:
         matrices = expert_matrices(model, layer.name)
+        # One quantizer for a whole stack `[experts, out, in]` holds one amax, under which each matrix is rounded.
         each = quantizers.weight if len(quantizers.weight) > 1 else quantizers.weight * len(matrices)
         solved = (
             weight_of(quantizer, matrix, layer.weight, tensor_amax(quantizer))

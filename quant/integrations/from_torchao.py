@@ -54,7 +54,7 @@ class _Read:
 def from_torchao(
     model: nn.Module, data: torch.Tensor | None = None, *, run: Callable[[nn.Module], Any] | None = None
 ) -> Plan:
-    """Makes of a model with weights of torchao one with quantized modules over the same codes; changes it in place.
+    """Replaces layers with weights of torchao by quantized modules over the same codes; changes the model in place.
 
     Args:
         model: as `quantize_` left it.
@@ -70,6 +70,7 @@ def from_torchao(
         UserError: no weight is of torchao; one is of a class or in a layout that cannot be taken over, or has zero
             points; `data` is missing. The model is then as it was.
     """
+    # A tied weight under all its names: each layer is replaced, and none is left with torchao's tensor.
     parameters = {name: tensor for name, tensor in model.named_parameters(remove_duplicate=False) if _is_theirs(tensor)}
     if not parameters:
         raise UserError("no weight of the model is quantized by torchao; call quantize_(model, config) first")
@@ -97,6 +98,7 @@ def from_torchao(
                 "static; pass calibration rows: quant.from_torchao(model, data)"
             )
         stack.pop_all()
+    # `pop` lets each read weight go once its module holds it: memory has no second copy of the whole model.
     plan = install_takeover(model, plan, lambda layer: _solved(weights.pop(layer.name)))
     if unscaled:
         scales = calibrate(model, plan, data)
@@ -158,6 +160,7 @@ def _float8(name: str, tensor: Any) -> _Read:
     kwargs = tensor.act_quant_kwargs
     if kwargs is None:
         return _Read(_weight(tensor.qdata, tensor.scale, format))
+    # torchao's bounds clamp inputs before they are rounded. No kernel here does so.
     clamps = (kwargs.hp_value_lb, kwargs.hp_value_ub)
     if kwargs.float8_dtype is not torch.float8_e4m3fn or clamps != (None, None):
         raise UserError(f"{name}: its inputs are in {kwargs.float8_dtype} or clamped; E4M3 without can be taken over")
@@ -209,6 +212,7 @@ def _nvfp4(name: str, tensor: Any) -> _Read:
     second = tensor.per_tensor_scale
     if second is None:
         second = torch.ones((), device=tensor.device)
+    # A scalar for a matrix, `[experts]` for a stack: torchao may hold one number for all experts.
     second = second.float().reshape(-1).expand(tensor.shape[:-2].numel()).reshape(tensor.shape[:-2])
     codes = _contiguous(name, tensor.qdata).view(torch.uint8)
     weight = BlockScaledTensor(codes, _block_scale(tensor, format), format, tuple(tensor.shape), second)

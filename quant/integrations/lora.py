@@ -69,7 +69,10 @@ def lora(config: Any, model: nn.Module) -> Any:
             f"init_lora_weights={how!r} subtracts the adapter from the weights, and quantized ones stay as they are; "
             "leave it True, or take 'gaussian', 'orthogonal' or 'eva'"
         )
+    # PEFT's experimental hook (`LoraConfig._register_custom_module`) for classes of layers that it does not know.
+    # Without it `get_peft_model` refuses a QuantLinear as an unsupported target.
     config._register_custom_module(LAYERS)
+    # PEFT resolves "all-linear" to classes of torch and of quantizers that it knows, and would pass ours over.
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         find_head: Any = getattr(model, "get_output_embeddings", None)
         head = None if find_head is None else find_head()
@@ -123,6 +126,8 @@ def merge_lora(
         raise UserError(f"the plan does not quantize {listed(sorted(unknown), 3)}; pass the plan of this model")
     # A shared scale is chosen for all members of its group, so one adapter has the whole group solved again.
     again = [layer for members in _together(plan) for layer in members if any(m.name in adapted for m in members)]
+    # PEFT merges into `base_layer.weight`, which only a dense layer has as a parameter: layers with adapters become
+    # dense before the merge. The others of their groups follow after it, when PEFT's wrappers are gone.
     with torch.no_grad():
         for module in adapted.values():
             module.make_dense()
@@ -132,9 +137,12 @@ def merge_lora(
     anew = {layer.name: _anew(layer, adapted) for layer in again}
     # Layers that are still quantized are none that a plan could speak of.
     layers = (anew.get(layer.name) or plan.by_name[layer.name] for layer in find_layers(merged))
+    # Without the KV cache: its scales are on the model already, and adapters do not justify measuring them again.
     part = replace(plan, layers=tuple(layers), kv_cache=None)
     done = solve_plan(merged, part, data, Session.on(device, progress=progress))
     old = plan.by_name
+    # Transforms were left out of this run alone (`_anew`): each layer keeps the solver and the orientation of the first
+    # plan.
     solved = (
         replace(layer, solver=old[layer.name].solver, transposed=old[layer.name].transposed)
         for layer in done.plan.quantized

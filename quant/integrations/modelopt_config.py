@@ -31,6 +31,8 @@ def modelopt_config(plan: Plan) -> dict[str, Any]:
     Raises:
         UserError: ModelOpt has no such format, or a layer has a rotation, a branch or a factor of its inputs.
     """
+    # ModelOpt applies the entries in order, and the last that matches wins: all quantizers off, then the plan's layers
+    # on.
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     done: set[str] = set()
     for layer in plan.quantized:
@@ -40,6 +42,7 @@ def modelopt_config(plan: Plan) -> dict[str, Any]:
         assert layer.weight is not None
         pattern, members = _pattern(plan, layer)
         done |= members
+        # Stacked experts are a parameter of their module; their quantizer is called `gate_up_proj_weight_quantizer`.
         before = f"{pattern}_" if layer.kind.is_named_by_parameter else f"{pattern}."
         entries.append({"quantizer_name": f"{before}weight_quantizer", "cfg": _weight(layer)})
         if layer.activation is not None:
@@ -83,6 +86,7 @@ def _weight(layer: LayerPlan) -> dict[str, Any]:
 
 def _input(name: str, format: Format) -> dict[str, Any]:
     if format.per_row:
+        # A block of None on the last axis is the whole row: a scale for each token, found at run time.
         return {"num_bits": _bits(format), "type": "dynamic", "block_sizes": {-1: None}}
     if format.scale.is_wide and not format.per_tensor:
         raise UserError(
@@ -97,6 +101,8 @@ def _attributes(name: str, format: Format) -> dict[str, Any]:
         return {"num_bits": _bits(format), "axis": None}
     rows, columns = format.block
     sizes: dict[Any, Any] = {-1: columns} if rows == 1 else {-1: columns, -2: rows}
+    # Coded scales (E4M3, E8M0) are found for each tensor that comes, "dynamic" in ModelOpt's terms; float32 ones by
+    # calibration.
     if not format.scale.is_wide:
         sizes |= {"type": "dynamic", "scale_bits": (format.scale.exponent, format.scale.mantissa)}
     return {"num_bits": _bits(format), "block_sizes": sizes}

@@ -90,6 +90,7 @@ def described(quantizer: Any) -> str:
 
 
 def _check_extras(quantizer: Any, name: str, what: str) -> None:
+    # A flag, a dict or a config object, by the release of ModelOpt.
     rotate = getattr(quantizer, "_rotate", False)
     rotates = rotate.get("enable", False) if isinstance(rotate, dict) else getattr(rotate, "enable", rotate)
     problems = {
@@ -124,6 +125,7 @@ def _has_scale(format: Format, quantizer: Any) -> bool:
 def _block(quantizer: Any, inputs: bool) -> tuple[int, int] | None:
     """(rows, columns) that share a scale, 0 for the whole axis, as formats say it; None for another division."""
     sizes = {axis: size for axis, size in (quantizer.block_sizes or {}).items() if isinstance(axis, int)}
+    # A block of None on the last axis is the whole row.
     if sizes == {-1: None}:
         return 1, 0
     if sizes:
@@ -171,6 +173,7 @@ def tensor_amax(quantizer: Any) -> torch.Tensor | None:
 
     Of inputs that calibration never saw (zero or NaN) it is the largest element, as ModelOpt's export has it.
     """
+    # With this setting ModelOpt calibrates nothing and takes FP8's largest value, which makes the scale 1.
     if getattr(quantizer, "_use_constant_amax", False):
         return torch.tensor(E4M3.max)
     amax = getattr(quantizer, "_global_amax", None)
@@ -181,6 +184,7 @@ def tensor_amax(quantizer: Any) -> torch.Tensor | None:
 def input_scale_of(amax: torch.Tensor, format: Format) -> torch.Tensor:
     """The static input scale, float32 scalar, as ModelOpt's export makes it of the largest magnitude."""
     amax = torch.where((amax == 0) | amax.isnan(), format.element.max, amax)
+    # NVFP4 divides by 6 · 448, so that the largest block scale of the input is E4M3's largest; FP8 divides by 448.
     return divided(amax, format.element.max * (E4M3.max if format.global_scale else 1.0))
 
 
@@ -200,6 +204,7 @@ def weight_of(quantizer: Any, weight: torch.Tensor, format: Format, amax: torch.
             return quantize_like_modelopt(weight, format, amax)
         return _with_block_amax(quantizer, weight, format, amax)
     largest = _amax(quantizer) if amax is None else amax
+    # MX scales follow from the blocks of the weight alone; without amax ModelOpt's export measures the weight itself.
     if format.scale is E8M0 or largest is None:
         return quantize_like_modelopt(weight, format, None)
     scale = nonzero(divided(largest, format.element.max)).reshape(format.scale_shape(weight.shape))

@@ -62,6 +62,7 @@ def stand_in(
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     held: dict[str, Any] = module._parameters
+    # A zero of stride 0 has the shape and dtype that planning reads, in the memory of one element.
     if plain is None:
         zero = torch.zeros((), dtype=dtype, device=held[last].device)
         plain = nn.Parameter(zero.expand(tuple(shape)), requires_grad=False)
@@ -83,7 +84,7 @@ def plan_takeover(
 
     Args:
         model: reads no weight of it, but for fusion groups where it does not run on the meta device.
-        taken: by layer.
+        formats: of the quantized layers, by name.
         toolkit: name and version, for reasons and provenance.
         solver: with which layers would be solved again.
         run: as in `quant.make_plan`.
@@ -124,6 +125,7 @@ def _without_kept(plan: Plan) -> Plan:
         quantized = [member for member in members if member.weight is not None]
         name = None
         if len(quantized) > 1 and len({member.formats for member in quantized}) == 1:
+            # A group's name lists its members, so a group that has lost some of them gets another name.
             is_whole = len(quantized) == len(members) or members[0].kind == LayerKind.EXPERTS
             name = members[0].group if is_whole else group_name([member.name for member in quantized])
         regrouped += [replace(member, group=name if member.weight is not None else None) for member in members]
@@ -145,6 +147,7 @@ def install_takeover(model: nn.Module, plan: Plan, solved: Callable[[LayerPlan],
     config: Any = getattr(model, "config", None)
     if getattr(config, "tie_word_embeddings", False) and any(layer.kind == LayerKind.HEAD for layer in plan.quantized):
         config.tie_word_embeddings = False  # the toolkit gave the head a weight of its own
+    # After all layers: transformers' code for experts looks at the modules that are there now.
     use_expert_modules(model, plan)
     mark_quantized(model)
     plan = plan_of_model(model, plan)

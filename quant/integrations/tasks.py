@@ -70,6 +70,7 @@ def evaluate_tasks(
     """
     lm_eval = require("lm_eval", "lm-eval")
     managers = require("lm_eval.tasks", "lm-eval")
+    # Imported late: this module subclasses lm-eval's HFLM, and can be read only where lm-eval is installed.
     from quant.integrations.lm_eval_model import BlockscaleLM
 
     names = tasks.split(",") if isinstance(tasks, str) else list(tasks)
@@ -90,9 +91,12 @@ def _scores(results: dict[str, Any]) -> Any:
     for task, values in results["results"].items():
         samples = results.get("n-samples", {}).get(task, {}).get("effective", 0)
         for key, value in values.items():
+            # Keys are "metric,filter", such as "acc,none" or "exact_match,strict-match"; "alias" has no comma and is no
+            # metric.
             metric, _, which = key.partition(",")
             if not which or metric.endswith("_stderr"):
                 continue
             error = values.get(f"{metric}_stderr,{which}")
+            # lm-eval writes "N/A" where it has no standard error; NaN, for a single sample, does not equal itself.
             has_error = isinstance(error, int | float) and error == error
             yield TaskScore(task, metric, which, float(value), float(error) if has_error else None, samples)

@@ -36,7 +36,7 @@ SAFETENSORS_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint8: "U8", torch.int8: "I8",
     torch.int32: "I32",
 }  # fmt: skip
-"""What safetensors call the dtypes that codes have."""
+"""Names in safetensors of the dtypes that codes have."""
 _SCALES = ("_scale_inv", "_scale", "_scales", "_blocks", "_scale_2", "_global_scale", "_zero_point", "_packed")
 _INTEGER_PARTS = ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_2", "SCB")
 _LAYOUTS = (

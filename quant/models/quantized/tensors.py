@@ -19,7 +19,7 @@ from quant.models.files import safetensors_file
 from quant.models.quantized.layouts import FIND, Packed
 from quant.models.quantized.quantization import Method, Quantization, refuse_packed
 
-# What stands beside a layer's weight for its inputs, its outputs and the KV cache.
+# Tensors of a quantized layer for its inputs, its outputs and the KV cache; the values of its weight do not need them.
 _RUN_TIME = (
     "input_scale", "input_scale_ub", "activation_scale", "input_global_scale", "input_zero_point", "output_scale",
     "q_scale", "k_scale", "v_scale", "prob_output_scale",
