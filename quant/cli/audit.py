@@ -45,10 +45,12 @@ def verify_command(ctx: click.Context, directory: str, model_factory: str | None
         for finding in result.findings:
             click.echo(printable(f"{finding.check}: {finding.what}"))
         if not quiet:
+            # Checks that were skipped for one reason share a line; on standard error, since they are no findings.
             for why in dict.fromkeys(result.skipped.values()):
                 names = ", ".join(name for name, reason in result.skipped.items() if reason == why)
                 click.echo(printable(f"{names}: not checked, {why}"), err=True)
             click.echo(f"{counted(len(result.findings), 'finding')} in {', '.join(result.checked)}", err=True)
+    # The same code as other expected errors, so that scripts need to know one.
     if result.findings:
         ctx.exit(2)
 
@@ -86,9 +88,11 @@ def audit_command(
     """
     plan = Plan.load(plan_file) if plan_file else None
     receipt = _read_receipt(receipt_path(engine))
+    # A receipt without a digest cannot contradict the plan.
     if plan is not None and receipt.get("plan") not in (None, plan.digest()):
         raise UserError(f"{engine} was built from another plan than {plan_file}: their digests differ")
     engine_record = receipt.get("engine", {})
+    # The layers in the exported graph: one that the graph left out, such as a tower, is not missing from the engine.
     exported = engine_record.get("layers") or None
     findings = audit(
         engine,
@@ -97,6 +101,7 @@ def audit_command(
         attention_nodes=engine_record.get("attention_nodes", ()),
         exported=exported,
     )
+    # A plan beside safetensors files is that of a checkpoint; a plan alone says nothing of codes.
     if checkpoint is None and plan_file is not None and any(plan_file.parent.glob("*.safetensors")):
         checkpoint = plan_file.parent
     if checkpoint is not None:

@@ -32,6 +32,7 @@ from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan, RunTimeFormats
 
 _BUG = 70  # what sysexits.h calls an internal software error
+# Key in click's context, with the package's name as click asks of extensions.
 _ARGUMENTS = "quant.arguments"
 _KEPT = "what is finished is kept, and the same command goes on behind it"
 QUIET = click.option("--quiet", is_flag=True, help="Print errors only.")
@@ -69,6 +70,7 @@ REVISION = click.option(
 
 
 def _trust(context: click.Context, _: click.Parameter, trusted: bool) -> None:
+    # Trust ends with the command's context, so that a later command in the same process asks anew.
     if trusted:
         from quant.models.huggingface import remote_code
 
@@ -95,6 +97,7 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def attention_options(model: Path | None, attention: str | None, kv_cache: str | None) -> RunTimeFormats:
     """--attention and --kv-cache; one that was not given is taken from the plan of the checkpoint `model`, if any."""
+    # Only a checkpoint of ours has a plan; a model of the hub attends in 16 bit unless an option says otherwise.
     file = Path(PLAN_FILE) if model is None else model / PLAN_FILE
     if model is not None and file.is_file() and None in (attention, kv_cache):
         planned = Plan.load(file).run_time
@@ -131,9 +134,12 @@ class Command(click.Command):
 
     def _invoke(self, ctx: click.Context) -> Any:
         debug = ctx.params.pop("debug")
+        # Not passed on: the commands take the name of the model with its revision in one.
         revision = ctx.params.pop("revision", None)
         out = ctx.params.get("out")
+        # Taken first, so that a signal at any later moment can be answered.
         before = _identity(out)
+        # Before anything imports torch, which reads OMP_NUM_THREADS once.
         _share_processor(quiet=bool(ctx.params.get("quiet")) or _is_silent_rank())
         watch = None
         try:
@@ -149,6 +155,7 @@ class Command(click.Command):
                 if watch is not None:
                     watch.ends()
                 return result
+        # SIGTERM arrives here too: `Terminated` is a KeyboardInterrupt.
         except KeyboardInterrupt as signalled:
             number = signal.SIGTERM if isinstance(signalled, Terminated) else signal.SIGINT
             if watch is not None:
@@ -158,12 +165,15 @@ class Command(click.Command):
             what = "" if out is None else f" {when} {out} was written"
             echo(f"error: stopped by {number.name}{what}{_goes_on(ctx.params)}", err=True)
             ctx.exit(128 + number)
+        # click prints these and sets the exit code itself.
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
             memory = _is_out_of_memory(error)
+            # Everything that users can cause is a ValueError or an OSError here; any other class is a bug of somebody.
             unexpected = not memory and not isinstance(error, ValueError | OSError)
             message = " ".join(str(error).split()) or type(error).__name__
+            # A rank that died breaks the collective calls of all others: their errors are consequences, not causes.
             follows = unexpected and _is_broken_connection(message)
             if memory:
                 message = (
@@ -172,6 +182,7 @@ class Command(click.Command):
             elif unexpected:
                 message = explained(error, message)
             if watch is not None:
+                # `fails` ends the process on every rank but the first, so the traceback has to come before.
                 if debug and watch.rank:
                     traceback.print_exc()
                 watch.fails(message, follows=follows)
@@ -183,6 +194,7 @@ class Command(click.Command):
 
 def _share_processor(*, quiet: bool) -> None:
     """Sets up the threads that torch will start. A process that has loaded torch already has decided on them."""
+    # In tests and notebooks torch is there already, and its pool of threads cannot be resized from outside.
     if "torch" not in sys.modules:
         warning = set_up_threads(os.environ)
         if warning is not None and not quiet:
@@ -191,6 +203,7 @@ def _share_processor(*, quiet: bool) -> None:
 
 def _at_revision(params: dict[str, Any], revision: str) -> None:
     """Adds --revision to the name of the command's model."""
+    # Commands call their first argument one or the other.
     argument = "model" if "model" in params else "directory"
     if params[argument] is None:
         raise UserError(f"--revision {revision} needs --model")
@@ -214,6 +227,7 @@ def _join_ranks(ctx: click.Context) -> Watch | None:
             return None
         assert ctx.info_name is not None
         ctx.exit(launch(ctx.info_name, ctx.meta[_ARGUMENTS], devices))
+    # Imports torch, which a launching process does not need.
     from quant.calibration.ranks import join
 
     join()
@@ -246,6 +260,7 @@ def _identity(out: Any) -> tuple[int, int] | None:
         status = Path(out).stat()
     except (OSError, TypeError):
         return None
+    # A directory that is renamed into place has another inode; a file that is rewritten, another time.
     return status.st_ino, status.st_mtime_ns
 
 

@@ -50,6 +50,7 @@ def bench_command(model: str | None, ceilings: bool, tokens: str, quiet: bool, a
     echo(record["gpu"])
     for name, entry in record.get("ceilings", {}).items():
         share = "" if entry["share"] is None else f", {entry['share']:.0%} of the data sheet"
+        # Bytes or operations a second, in units of 10¹².
         rate = entry["rate"] / 1e12
         echo(f"  {name}: {rate:.{0 if rate >= 100 else 2}f} {entry['unit']}{share}")
     for row in record.get("matmuls", ()):

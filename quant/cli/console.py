@@ -37,6 +37,7 @@ class _Console(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Renders, with control characters escaped."""
         for segment in super().render(renderable, options):
+            # Control segments are rich's own cursor movements; text may hold escape sequences of a hostile file name.
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
@@ -59,6 +60,7 @@ _STAGES = {
 
 def page() -> Console:
     """Standard output; a pipe or a file is as wide as needed, so that no line or cell is broken there."""
+    # Without markup: rich would read the brackets of a glob such as `*.[0-9]` as one of its tags.
     out = _Console(markup=False)
     return out if out.is_terminal else _Console(markup=False, width=_PIPE_WIDTH)
 
@@ -120,6 +122,7 @@ class Stages:
             amounts: how much work each is.
             unit: of the amounts.
         """
+        # Sums of the work, so that the work done after step i is entry i.
         self.steps[stage] = names, [0, *accumulate(amounts)], unit
         self(stage, 0, len(names))
 
@@ -127,6 +130,7 @@ class Stages:
         """Notes that `done` steps of `total` are finished."""
         if stage not in self.tasks:
             self.tasks[stage] = self.bars.add_task(_STAGES.get(stage, stage), total=total, facts="")
+        # Speed of one stage says nothing of the next.
         if stage != self.stage:
             self.stage = stage
             self.reports.clear()
@@ -136,6 +140,7 @@ class Stages:
             facts.append(names[done])
         if len(names) == total:
             self.reports.append((time.monotonic(), work[done]))
+            # Two reports stay, however old: a block may take longer than the window.
             while len(self.reports) > 2 and self.reports[-1][0] - self.reports[1][0] > _SECONDS_OF_SPEED:
                 self.reports.popleft()
             (before, less), (now, more) = self.reports[0], self.reports[-1]
@@ -181,6 +186,7 @@ def _printed_now_and_then(running: Stages) -> Iterator[None]:
     over = threading.Event()
 
     def print_lines() -> None:
+        # `wait` is true as soon as the stage is over, so the thread ends without a last delay.
         while not over.wait(_SECONDS_A_LINE):
             line = running.line()
             if line is not None:
@@ -201,6 +207,7 @@ def _memory() -> str:
     """The most memory that the process has taken so far, and its tensors on a GPU."""
     from quant.report.report import peak_rss
 
+    # Not imported for this line: some stages run before torch is loaded.
     torch = sys.modules.get("torch")
     parts = [f"{megabytes(peak)} of memory" for peak in [peak_rss()] if peak]
     if torch is not None and torch.cuda.is_initialized():
@@ -261,7 +268,9 @@ def print_plan(
     names = {m.name for m in shown}
     for reason, count in Counter(m.reason for m in layers if m.name not in names).items():
         out.print(f"{counted(count, 'layer')} kept in 16 bit: {reason}")
+    # Totals are over the layers shown, which --match may have narrowed.
     chosen = [m for m in layers if m.weight is not None]
+    # Two bytes for each weight in 16 bit; a tied weight is stored once.
     before = sum(2 * m.numel for m in layers if m.tied_to is None)
     out.print(
         f"{counted(len(layers), 'layer')}{'' if len(layers) == len(plan.layers) else f' of {len(plan.layers)}'}; "

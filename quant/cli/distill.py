@@ -51,12 +51,13 @@ from quant.training.options import DistillOptions
 def distill_command(
     directory: Path, teacher: str, out: Path, overwrite: bool, device: str, quiet: bool, as_json: bool, **options: Any
 ) -> None:
-    """Train the quantized checkpoint DIRECTORY on what its teacher says, under exactly its own rounding.
+    """Train the quantized checkpoint DIRECTORY on its teacher's outputs, under exactly its own rounding.
 
-    Training starts at the checkpoint's own loss. A teacher that the checkpoint was made from tells what its weights
-    were before they were rounded, and training gets further from there. The new checkpoint has the same layout, formats
-    and size, and a report with the figures of both.
+    Training starts at the checkpoint's own loss. If the teacher is the original of the checkpoint, its weights before
+    rounding are known, and training gets further from there. The new checkpoint has the same layout, formats and size,
+    and a report with the figures of both.
     """
+    # Before the imports: the system reads the files while Python imports torch and transformers.
     read_ahead(teacher, directory)
     with importing():
         skip_image_packages(teacher, directory)

@@ -59,6 +59,7 @@ def examine() -> dict[str, Any]:
         "driver": driver_version(),
         "gpus": examine_gpus(),
         "links": examine_links(),
+        # `find_spec` finds a package without importing it: TensorRT alone takes a second.
         "packages": {
             name: {"installed": find_spec(name) is not None, "extra": extra, "for": purpose}
             for name, (extra, purpose) in _EXTRAS.items()
@@ -71,6 +72,7 @@ def _nccl() -> str | None:
 
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return None
+    # The NCCL that this torch was built with, which may differ from the system's.
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
@@ -118,5 +120,6 @@ def _print_gpu(out: Console, gpu: dict[str, Any]) -> None:
 def _reading(name: str, value: float) -> str:
     """`power_watts` and 123.4 as "power 123 W"."""
     units = {"watts": "W", "celsius": "°C", "mhz": "MHz", "bytes": "GiB"}
+    # The keys of `--json` carry their unit, such as `power_watts`.
     what, _, unit = name.rpartition("_")
     return f"{what.replace('_', ' ')} {value / 2**30 if unit == 'bytes' else value:.0f} {units[unit]}"

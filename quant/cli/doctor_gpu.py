@@ -75,6 +75,7 @@ def _nvml() -> Iterator[Any]:
 
 def _handle(nvml: Any, index: int) -> Any:
     """NVML counts GPUs in its own order; PyTorch's are found by their UUID."""
+    # torch prints the UUID without the prefix "GPU-" that NVML expects.
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     return nvml.nvmlDeviceGetHandleByUUID((uuid if uuid.startswith("GPU-") else f"GPU-{uuid}").encode())
 
@@ -84,6 +85,7 @@ def _readings(nvml: Any, index: int) -> dict[str, float]:
     if nvml is None:
         return {}
     queries: dict[str, Callable[[Any], float]] = {
+        # NVML gives milliwatts.
         "power_watts": lambda h: nvml.nvmlDeviceGetPowerUsage(h) / 1000,
         "power_limit_watts": lambda h: nvml.nvmlDeviceGetEnforcedPowerLimit(h) / 1000,
         "temperature_celsius": lambda h: nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU),
@@ -104,6 +106,7 @@ def _readings(nvml: Any, index: int) -> dict[str, float]:
 def _link(nvml: Any, a: int, b: int) -> str:
     first, second = _handle(nvml, a), _handle(nvml, b)
     try:
+        # NVLink first: the topology below names only the PCIe path, which such pairs have too.
         if nvml.nvmlDeviceGetP2PStatus(first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK:
             return "NVLink"
         level = nvml.nvmlDeviceGetTopologyCommonAncestor(first, second)

@@ -98,6 +98,7 @@ def evaluate_command(
         )
     if tasks is None and (task_path, shots, limit) != (None, None, None):
         raise UserError("--task-path, --shots and --limit are for --tasks; leave them out")
+    # lm-eval measures one model at a time.
     if tasks is not None and baseline:
         raise UserError("--baseline is for --text and --data; run --tasks on each model")
     target = find_device(device)
@@ -119,13 +120,16 @@ def evaluate_command(
         return
     other = None
     if baseline:
+        # Both models are in memory together, since each row is run through both.
         _, other = open_runnable(baseline, model_factory=model_factory, unsafe_load=unsafe_load)
     asked = Rows(tuple(map(str, data or texts)), samples, seqlen)
     with hears.stages() as progress:
         rows = read_evaluation(source, asked, Session(target, progress=progress), writer=other, listener=hears)
+    # Ranks measure different rows of the same text, so all must have read the same one.
     hashes = {f"the text {name}": digest_of(each) for name, each in rows.items()}
     check_same(hashes, WatchedFiles(source.path).files, target)
     how = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
+    # Attention is patched on the module of the model alone; the baseline keeps its own.
     with how, bar("evaluate", quiet or as_json) as advance:
         result = evaluate_texts(module, rows, other, batch_size=batch_size, device=target, progress=advance)
     if as_json:
@@ -155,6 +159,7 @@ def _figures(result: Evaluation) -> dict[str, str]:
     """The figures on one text, by label."""
     from quant.report.summary import interval_text
 
+    # Labels are in the order of the table; a figure that one text lacks leaves its cell empty.
     figures = {} if result.perplexity is None else {"perplexity": f"{result.perplexity:.3f}"}
     interval = interval_text(result)
     if result.cosine is not None and result.error is not None:

@@ -103,10 +103,13 @@ def export_command(
     if not is_checkpoint(directory):
         raise no_checkpoint(directory)
     out = out or directory.parent / f"{directory.name}{KINDS[kind][0]}"
+    # Held until the command ends, so that two exports never write the same file.
     click.get_current_context().with_resource(claimed(out))
+    # Loading a model takes longer than everything that is checked here.
     check_request(kind, directory, out, options["overwrite"], options["target"], options["backend"])
     with status(f"loading {directory}", quiet):
         if kind in LAYOUT_NAMES:
+            # Layouts move stored bytes: shapes on the meta device are enough.
             model = outline(directory)
         else:
             model = load(directory, call_factory(model_factory) if model_factory else None)
@@ -131,6 +134,7 @@ def export_command(
             **options,
         )
         record = EXPORTERS[kind](job)
+    # Only a record with comparisons of layers is a receipt, which the report can show.
     if "layers" in record and (directory / "report.json").is_file():
         rewrite(directory, record)
     if as_json:
@@ -146,6 +150,7 @@ def _check_options(kind: str) -> None:
         "directory", "kind", "out", "overwrite", "model_factory", "trust_remote_code", "quiet", "as_json", "debug",
     }  # fmt: skip
     for parameter in context.command.params:
+        # Defaults do not count: every option has one.
         source = context.get_parameter_source(parameter.name or "")
         is_taken = parameter.name in everywhere | KINDS[kind][1]
         if source is click.core.ParameterSource.COMMANDLINE and not is_taken:
@@ -168,6 +173,7 @@ def _attention_scales(
     from quant.execution.sources import Rows, as_rows, read_calibration
     from quant.models.open import Source
 
+    # The dtype of what is not quantized, in which the model runs.
     dtype = next(model.parameters()).dtype
     source = Source(
         name=str(directory), kind=SourceKind.HUGGINGFACE, model=model, state_dict=None, path=directory, dtype=dtype
@@ -190,10 +196,12 @@ def _parse_inputs(texts: tuple[str, ...]) -> dict[str, GraphInput]:
 
     examples = {}
     for text in texts:
+        # Padded, so that a missing part reaches the message below and not an unpacking error.
         name, dtype, dims = [*text.split(":"), "", ""][:3]
         if dtype not in _DTYPES or not name or not dims:
             raise UserError(f"--input {text!r}: expected NAME:DTYPE:DIMS with DTYPE one of {', '.join(_DTYPES)}")
         sizes = tuple(int(dim) if dim.isdigit() else dim for dim in dims.split(","))
+        # Dynamic dimensions are traced at 2: torch.export specialises on sizes 0 and 1.
         example = torch.zeros(
             [dim if isinstance(dim, int) else 2 for dim in sizes], dtype=getattr(torch, _DTYPES[dtype])
         )

@@ -63,6 +63,7 @@ def generate_command(
     if not source.is_causal_lm:
         raise UserError(f"{model} ({type(module).__name__}) is no causal language model; it cannot continue text")
     how = attention_options(source.path, attention, kv_cache)
+    # JSON has the text whole; without it, pieces appear as they are decoded.
     with nullcontext() if as_json else _line(prompt) as on_text:
         written = generate(
             module, source.load_tokenizer(), prompt, max_new_tokens, device=device, dtype=dtype, on_text=on_text, **how
@@ -84,6 +85,7 @@ def _line(prompt: str) -> Iterator[Callable[[str], None]]:
 
     def show(piece: str) -> None:
         nonlocal begun
+        # The prompt waits for the first piece, so that an error before it leaves no half line.
         echo(piece if begun else prompt + piece, newline=False)
         begun = True
 

@@ -32,6 +32,7 @@ def _inspect(directory: Path, as_json: bool) -> None:
     if (directory / PLAN_FILE).is_file():
         plan, report = Plan.load(directory / PLAN_FILE), saved_report(directory)
     else:
+        # A checkpoint of another tool has no plan: one is read off its config and tensors, which takes torch.
         from quant.checkpoints.load import describe
 
         plan, report = describe(directory)
@@ -53,6 +54,7 @@ def report_command(directory: Path, receipt_file: Path | None, out: Path | None)
     from quant.report.render import rewrite
 
     if out is not None:
+        # The page may replace its own predecessor in the checkpoint, and nothing else there.
         check_apart(out, receipt_file, None if out.resolve() == directory.resolve() / "report.html" else directory)
     fields = None
     if receipt_file is not None:

@@ -45,6 +45,7 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names in the order of the table."""
+        # click would sort by name; the table is in the order of a user's work.
         return list(self.lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -53,6 +54,7 @@ class LazyGroup(click.Group):
             return None
         module, _, name = self.lazy[cmd_name][0].partition(":")
         command = getattr(importlib.import_module(module), name)
+        # The table repeats names, and this notices when the two disagree.
         assert isinstance(command, click.Command) and command.name == cmd_name
         return command
 

@@ -48,6 +48,7 @@ def show_command(plan_file: Path, globs: tuple[str, ...], sort: str, everything:
     if globs and not layers:
         raise ValueError(f"--match {', '.join(globs)}: no layer of {plan_file} matches")
     if sort != "model":
+        # Stable, so that layers without a score stay in model order at the end.
         layers.sort(key=lambda m: -(m.nbytes if sort == "bytes" else m.score or 0.0))
     if as_json:
         fields = [{**m.to_dict(), "bits": m.bits_per_weight, "bytes": m.nbytes} for m in layers]
@@ -97,6 +98,7 @@ def edit_command(
     if not settings and kv_cache is guard is observer is None:
         raise UserError("nothing to change: give --set 'GLOB=FORMAT', --kv-cache FORMAT, --guard or --observer")
     check_apart(out, plan_file)
+    # Before the test of existence, or another edit could write the file in between.
     click.get_current_context().with_resource(claimed(out))
     if out.exists() and not overwrite:
         raise UserError(f"{out}: exists already; pass --overwrite to replace it")
@@ -143,11 +145,13 @@ def validate_command(
     # A plan may be for a GPU, whose name says nothing of the runtime.
     target_name = target_name or (plan.target if plan.target in TARGETS else None)
     target = get_target(target_name) if target_name else None
+    # From the headers of safetensors files, in milliseconds; None where only the model's class knows its layers.
     layers = stored_layers(model, plan) if model and model_factory is None else None
     if model and layers is None:
         from quant.models.open import open_model
 
         layers = open_model(model, model_factory=model_factory, unsafe_load=unsafe_load, meta=True).layers
+    # An entry that could not be read is one problem, not a second one for being missing.
     unread = {problem.where for problem in problems}
     problems += [problem for problem in validate(plan, layers, target) if problem.where not in unread]
     if as_json:
@@ -219,6 +223,7 @@ def _print_problems(plan: Plan, problems: list[Problem], model: str | None, targ
             out.print("checked by itself alone; pass --model and --target to check it against them")
         return
     listed = table("where", "problem", "what to do", show_lines=True)
+    # Blocks repeat, and so do their problems: one row for each, with all places.
     alike: dict[tuple[str, str], list[str]] = {}
     for problem in problems:
         alike.setdefault((problem.what, problem.remedy), []).append(problem.where)

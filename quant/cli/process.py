@@ -37,6 +37,7 @@ def terminable() -> Iterator[None]:
     Python drops an exception that is raised in a destructor or in the callback of a weak reference. If that happens to
     `Terminated`, it is raised again at the end: a command that got the signal never ends as if it had not.
     """
+    # Python delivers signals to the main thread and refuses handlers from any other.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -45,6 +46,7 @@ def terminable() -> Iterator[None]:
     def stop(*_: Any) -> None:
         nonlocal stopped
         stopped = True
+        # A second signal during the clean-up would leave half-deleted directories.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Terminated
 
@@ -101,8 +103,10 @@ class PatientStream:
 @contextmanager
 def warnings_in_one_line(*, quiet: bool) -> Iterator[None]:
     """Prints warnings of this package without file and line, which tell users nothing; leaves others to Python."""
+    # The folder of the package: `filename` is the place that raised the warning, given its stacklevel.
     ours = str(Path(__file__).parents[1])
     with warnings.catch_warnings():
+        # pytest and notebooks replace this function; theirs is called for warnings of other packages.
         usual = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], filename: str, *line: Any, **options: Any) -> None:

@@ -76,6 +76,7 @@ def sensitivity_command(
     if out is not None:
         check_apart(out, find_model(model), *calib)
     hears = listener(quiet or as_json)
+    # The first rank writes the table for all.
     if out is not None and rank_and_world()[0] == 0:
         click.get_current_context().with_resource(claimed(out))
     target = find_device(device)
@@ -87,6 +88,7 @@ def sensitivity_command(
         session = Session(target, progress=progress, seed=seed)
         data, _ = read_calibration(source, Rows(calib, samples, seqlen, seed), session, listener=hears)
         rows = as_rows(module, data, "a sensitivity table")
+        # Scores are sums over rows that ranks share: different text would add up without an error.
         check_same({"the calibration text": tensor_hash(rows)}, WatchedFiles(source.path).files, target)
         if rows.is_floating_point():
             options["run"] = on_first(rows)

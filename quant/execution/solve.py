@@ -112,7 +112,7 @@ def solve_plan(
             layers = solve_weights(model, plan, input_scales, session)
         # Stages are disjoint: calibration that was timed by itself does not count twice.
         seconds["solve"] = time.perf_counter() - started - sum(seconds.values())
-        # Guards, rotations and low-rank branches changed layers: the plan is read back from the installed modules.
+        # Solvers have added run-time parts (input scale, rotation, branch), which count in the size of the plan.
         plan = plan_of_model(model, plan)
         # Hidden states between blocks: no later step reads them.
         session.store.drop("states")

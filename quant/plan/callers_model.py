@@ -42,6 +42,7 @@ def unwrapped(model: Any, taker: str) -> nn.Module:
 def inner_model(model: nn.Module) -> nn.Module:
     """The model inside the wrappers of DDP, nn.DataParallel or torch.compile."""
     while True:
+        # Wrappers nest: DDP around torch.compile and the other way round are both in use.
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
@@ -64,6 +65,7 @@ def check_original(model: nn.Module, taker: str) -> None:
                 f"{name or 'the model'}: {taker} takes the original model, and this layer is quantized already, by "
                 f"{toolkit}; start from the original one, with one plan for all layers"
             )
+    # DTensor of FSDP2 and tensor parallelism has `full_tensor`; FSDP1 flattens parameters and is known by its class.
     sharded = next((name for name, p in model.named_parameters() if hasattr(p, "full_tensor")), None)
     if sharded is not None or type(model).__name__ == "FullyShardedDataParallel":
         raise UserError(
@@ -90,6 +92,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
     The compiled code would be made anew for each hook and each layer that is replaced.
     """
+    # torch 2: Module.compile() stores the compiled call here, and __call__ prefers it over forward.
     calls = [(module, call) for module in model.modules() if (call := vars(module).get("_compiled_call_impl"))]
     for module, _ in calls:
         module._compiled_call_impl = None
@@ -106,21 +109,26 @@ def _base_of(module: nn.Module) -> Any:
 
 def _quantized_by(module: nn.Module) -> str | None:
     """The toolkit that has quantized a module, its own submodules apart; None where it is in 16 or 32 bit."""
+    # On the class: a property, which on the object would decode the weight to answer.
     if hasattr(type(module), "quantized_weight"):
         return "Blockscale"
     if any(cls.__module__ == "quant.training.modules" for cls in type(module).__mro__):
         return "quant.prepare_qat; pack it with quant.convert_qat(model)"
     own = {**module._parameters, **module._buffers}
     classes = [type(module), *(type(tensor) for tensor in own.values() if tensor is not None)]
+    # By the package of a module's or tensor's class, without importing it: bitsandbytes has both, torchao tensor
+    # subclasses alone.
     for cls in classes:
         package = cls.__module__.partition(".")[0]
         if package in _TOOLKITS and any(tensor is not None for tensor in own.values()):
             return _TOOLKITS[package]
+    # ModelOpt converts modules in place: it adds quantizers, and swaps the class for one that it makes at run time.
     if hasattr(module, "weight_quantizer") and hasattr(module, "input_quantizer"):
         return _TOOLKITS["modelopt"]
     if hasattr(module, "quantization_scheme"):
         return _TOOLKITS["compressed_tensors"]
     weight = own.get("weight")
+    # Matrices of bytes hold packed codes; a vector of integers, such as a table of positions, may be the model's own.
     is_packed = isinstance(weight, torch.Tensor) and weight.dim() > 1 and weight.dtype in (torch.int8, torch.uint8)
     if is_packed or any(own.get(name) is not None for name in _PACKED):
         return f"another toolkit (it is a {type(module).__name__})"

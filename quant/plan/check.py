@@ -31,7 +31,7 @@ class Problem(JsonData):
 
     Attributes:
         where: a layer, a fusion group, or "plan".
-        what: the problem in one sentence, with the limit.
+        what: one sentence on the problem, with the limit.
         remedy: the way out.
     """
 
@@ -64,6 +64,7 @@ def read_plan(path: str | Path) -> tuple[Plan, list[Problem]]:
             what = str(error).removeprefix(f"plan layer {name!r}: ")
             problems.append(Problem(str(name), what, "mend the entry, or make the plan again"))
     try:
+        # The fields of the plan apart from its layers, so that one bad layer does not hide a bad field.
         plan = Plan.from_dict({**fields, "layers": []})
     except ValueError as error:
         problems.append(Problem("plan", str(error)))
@@ -71,6 +72,7 @@ def read_plan(path: str | Path) -> tuple[Plan, list[Problem]]:
     names = [layer.name for layer in layers]
     for name in dict.fromkeys(n for n in names if names.count(n) > 1):
         problems.append(Problem(name, f"has {names.count(name)} entries", "keep one"))
+    # Duplicates would make lookups by name ambiguous; the last entry stays, and the problem names the others.
     return replace(plan, layers=tuple({layer.name: layer for layer in layers}.values())), problems
 
 
@@ -102,6 +104,7 @@ def refuse(plan: Plan, problems: Sequence[Problem], layers: Sequence[Layer]) -> 
         plan, problems: as `read_plan` gives them.
         layers: of the model.
     """
+    # A layer whose entry was unreadable is missing from the plan, which is no second problem.
     unread = {problem.where for problem in problems}
     all_problems = validate(plan, layers, TARGETS.get(plan.target or ""))
     _raise([*problems, *(problem for problem in all_problems if problem.where not in unread)])
@@ -126,6 +129,7 @@ def _raise(problems: Sequence[Problem]) -> None:
 
 def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
     have = {layer.name: layer for layer in layers}
+    # Tied weights in the other direction: the layer that owns a weight, and one that uses it too.
     sharers = {layer.tied_to: layer.name for layer in layers if layer.tied_to is not None}
     problems = []
     for planned in plan.layers:
@@ -134,6 +138,7 @@ def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
             problems.append(
                 Problem(planned.name, "is not in the model", "remove it, or name the model the plan is for")
             )
+        # The tests go from the coarsest mistake to the finest, and a layer gets one problem.
         elif layer.shape != planned.shape:
             what = f"is {list(layer.shape)} in the model and {list(planned.shape)} in the plan"
             problems.append(Problem(planned.name, what, "name the model the plan is for"))
@@ -208,6 +213,7 @@ def _check_groups(plan: Plan) -> list[Problem]:
 def _check_target(plan: Plan, target: Target) -> list[Problem]:
     problems: list[Problem] = []
     followed = _check_fused(plan, target, problems)
+    # Some runtimes accept a pair of formats only where the whole checkpoint has it (`Pair.mixes`).
     mixed = len({layer.formats for layer in plan.quantized}) > 1
     for layer in plan.quantized:
         remedy = "plan edit --set 'LAYER=FORMAT@INPUT', or another target"
@@ -234,10 +240,12 @@ def _check_fused(plan: Plan, target: Target, problems: list[Problem]) -> set[str
         # A runtime merges by name, whether or not the plan has a fusion group for these layers.
         if len({m.group for m in members}) == 1 and members[0].group is not None:
             continue  # one fusion group, which has been checked
+        # The spelling of fusion groups: PARENT.(q_proj|k_proj|v_proj).
         where = f"{parent}.({'|'.join(m.name.rpartition('.')[2] for m in members)})"
         if len({m.formats for m in members}) > 1:
             listed = ", ".join(f"{m.name}={m.formats}" for m in members)
             problems.append(Problem(where, f"{target.name} merges these, in one format: {listed}", "give them one"))
+        # E.g. NVFP4: two-level scales, whose tensor scale is one float32 for the whole merged matrix.
         elif len(members) > 1 and members[0].weight is not None and members[0].weight.is_static:
             what = f"{target.name} merges these, and {members[0].weight} then needs one tensor scale for all"
             problems.append(Problem(where, what, "give them the same `group` in the plan, so that they share it"))

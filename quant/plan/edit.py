@@ -48,6 +48,7 @@ def parse_setting(text: str) -> Setting:
     Raises:
         UserError: not of that form, or an unknown format or solver.
     """
+    # From the right: a glob may hold "=", a format and a solver may not.
     glob, equals, value = text.rpartition("=")
     if not equals or not glob or not value:
         raise UserError(f"--set {text!r}: expected GLOB=FORMAT[:SOLVER][@INPUT], such as '*.down_proj=fp8_channel'")
@@ -87,6 +88,7 @@ def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False)
             names = {layer.name for layer in matched}
             groups = {layer.group for layer in matched if layer.group is not None}
             matched = [m for m in plan.layers if m.name in names or m.group in groups]
+        # A later setting replaces an earlier one for the same layer, as rules of a recipe do.
         changes.update(dict.fromkeys((layer.name for layer in matched), setting))
     # A plan that quantizes no inputs is weight-only by intent, and an edit does not change that.
     inputs_too = any(layer.activation is not None for layer in plan.quantized)
@@ -121,6 +123,7 @@ def _matched(plan: Plan, setting: Setting) -> list[LayerPlan]:
         names = ", ".join(layer.name for layer in plan.layers[:3])
         raise UserError(f"--set {setting.text!r}: the glob matches no layer; this plan's are called {names}, …")
     matched = [layer for layer in named if layer.kind in QUANTIZABLE]
+    # `*` over a model with both is meant for its linear layers, unless convolutions are quantized already.
     if any(layer.kind != LayerKind.CONV for layer in matched):
         matched = [layer for layer in matched if layer.kind != LayerKind.CONV or layer.weight is not None]
     if not matched:
@@ -140,6 +143,7 @@ def _set(layer: LayerPlan, setting: Setting, inputs_too: bool) -> LayerPlan:
     activation = setting.activation
     # The input of an embedding is the number of a row: it has no format unless one is asked for, and refused.
     if not setting.input_given and setting.weight is not None and layer.kind != LayerKind.EMBEDDING:
+        # The same weight format again, for another solver: the input stays, even one that was set by hand.
         if setting.weight == layer.weight:
             activation = layer.activation
         elif layer.activation is not None or (layer.weight is None and inputs_too):
@@ -198,6 +202,7 @@ def _refuse_split_groups(plan: Plan, changes: Mapping[str, Setting]) -> None:
     split, left_out = [], []
     for name, members in plan.groups().items():
         decided = {(m.weight, m.activation, m.solver if m.weight else "") for m in members}
+        # A group that was split before, in a plan that was read, is the business of `check`, not of this edit.
         if len(decided) > 1 and any(m.name in changes for m in members):
             split.append(name)
             left_out += [m.name for m in members if m.name not in changes] or [m.name for m in members]

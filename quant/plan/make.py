@@ -71,6 +71,7 @@ def make_plan(
     record: dict[str, Any] = {}
     if recipe.solver is None:
         recipe, record = _with_solver_of(effort, recipe, layers, can_run=isinstance(model, nn.Module))
+    # Rules may name solvers of their own; an unknown one is refused before there is a plan.
     for name in {recipe.solver, *(rule.solver for rule in recipe.rules)} - {None}:
         get_solver(str(name))
     # The name of a layer becomes a tensor name in a checkpoint, and the path at which it is replaced.
@@ -78,6 +79,7 @@ def make_plan(
         raise UserError(f"the model is a single {type(model).__name__}: put it in a module, such as nn.Sequential")
     if lm_head is not None:
         recipe = recipe.with_rules(*_head_rules(layers, lm_head))
+        # An explicit head format is wanted even where --include names other layers.
         include = [*include, *(layer.name for layer in layers if include and layer.kind == LayerKind.HEAD)]
     plan = resolve(layers, recipe, only=include)
     for layer in plan.layers:
@@ -105,6 +107,7 @@ def _with_solver_of(
         can_run: whether the model is a module, and not a bare state dict.
     """
     level = effort if can_run else min(effort, 1)
+    # Fused experts as in transformers 5, or one module for each expert as before: `solver_of` treats both alike.
     experts = any(layer.kind == LayerKind.EXPERTS or ".experts." in layer.name for layer in layers)
     solver = solver_of(level, recipe.activation, experts=experts)
     record = {"level": level, "solver": solver, **({"asked": effort, "why": NOT_RUN} if level < effort else {})}
@@ -199,6 +202,7 @@ def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
                 raise UserError(f"the model failed on the given example input: {error}") from error
             why = f"{type(model).__name__} does not run on token ids; in Python, pass run="
             seen.add(watched)
+    # Experts that the router did not choose were never called, though their siblings were.
     layers = group_unseen(seen.of(layers), model)
     return layers, why if without_group(layers) else None
 
@@ -245,6 +249,7 @@ def _run_stand_in(model: nn.Module) -> None:
     """One forward pass over zeros in the shape of images, sounds or two texts, as the model's config describes them."""
     config: Any = model.config
     seeing = getattr(config, "vision_config", None) or config
+    # 32 pixels are two patches of ViT's 16, enough to see which layers share an input.
     size = getattr(seeing, "image_size", None) or 32
     sizes = {
         "pixel_values": (1, getattr(seeing, "num_channels", 3), *([size] * 2 if isinstance(size, int) else size)),

@@ -81,6 +81,7 @@ class AllocationRequest:
     def _check_sizes(self, spell: Spelling) -> None:
         """Refuses a context or batch that no budget uses."""
         for size, users in (("ctx", ("fit",)), ("batch", ("fit", "latency"))):
+            # The class attribute of a dataclass field is its default; a default that is given explicitly does no harm.
             is_given = getattr(self, size) != getattr(type(self), size)
             if is_given and all(getattr(self, user) is None for user in users):
                 named = " and ".join(map(spell, users))
@@ -96,6 +97,7 @@ class AllocationRequest:
 
     def _needs_budget(self, name: str, spell: Spelling) -> UserError:
         first, *middle, last = map(spell, _BUDGETS if spell is as_option else ("bits", "max_kl"))
+        # The parameters of `quant.quantize` are fewer than the options: a message names only those the user has.
         budgets = " or ".join((", ".join((first, *middle)), last))
         return UserError(f"{spell(name)} needs something to allocate for: {budgets}")
 

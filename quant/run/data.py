@@ -44,6 +44,7 @@ def read_data(job: Job, decision: Decision) -> Decision:
     """
     if decision.data is not None or job.source.model is None:
         return decision
+    # Before text is written, which takes minutes: a plan that cannot be solved is refused now.
     check_solvable(job.model, decision.plan)
     if not lacks_data(decision.plan):
         return decision
@@ -66,6 +67,7 @@ def _kept_data(job: Job, plan: Plan) -> tuple[Data, list[Record]]:
     if rows.is_written and on_processor:
         read_stored(job.model, stored_in(job.model))  # or each token would read every weight again
     data, records = calibration_data(job, lambda: plan)
+    # Ranks read their own files, and a resumed run may find the text changed: either would mix two calibrations.
     digest = digest_of(data)
     check_same({f"the calibration text {rows.label}": digest}, device=job.session.device)
     if rows.is_written:
@@ -111,6 +113,7 @@ def announce_time(job: Job, decision: Decision) -> None:
         or not any(solver_needs_data(layer) for layer in plan.quantized)
     ):
         return
+    # Writing is sequential, one token at a time, so it may take longer than solving.
     share = share_written(request.calib, has_tokenizer=tokenizer_if_any(source) is not None)
     samples, seqlen = request.calib_samples, within_context(source, request.seqlen)
     written = round(share * samples * seqlen)

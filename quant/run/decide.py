@@ -40,6 +40,7 @@ def decide(job: Job) -> Decision:
         decision = Decision(plan_for(request, source), request.data, may_lower_effort=is_made_here)
     if request.is_in_memory:
         return decision
+    # Before data is read: a format without a place in the layout would only fail when files are written.
     check_plan(decision.plan)
     if request.dry_run:
         return decision
@@ -74,12 +75,14 @@ def _for_budget(job: Job, goal: Goal) -> Decision:
     if goal.has_limit and request.eval_texts:
         texts = evaluation_data(replace(job, listener=SILENT))
         held_out = HeldOut.halves({name: as_rows(job.model, rows, "a limit") for name, rows in texts.items()})
+    # Everything that needs text comes after the checks of shapes above.
     with job.stages() as (staged, _):
         data, records = request.data, None
         if data is None:
             data, records = calibration_data(staged, lambda: make_plan(job.model, "fp8", run=request.run, **globs))
         rows = as_rows(job.model, data, "a budget")
         if goal.has_limit and held_out is None:
+            # A limit that is kept and verified on the solver's own rows would be kept by overfitting.
             rows, held_out = HeldOut.from_calibration(rows)
         allocation = allocate(
             job.model,

@@ -38,6 +38,7 @@ class _InMemory(Source):
 @contextmanager
 def destination(request: Request) -> Iterator[None]:
     """While open, no other run can write to the destination of a request, which is a place to write to."""
+    # One rank claims the path for all: the same claim by another rank would be refused as a second run.
     if request.out is None or request.dry_run or rank_and_world()[0]:
         request.check_destination()
         yield
@@ -52,6 +53,7 @@ def load(request: Request, listener: Listener) -> Job:
     if request.is_in_memory:
         session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)
         return Job(request, _in_memory(request), session, listener, {})
+    # A dry run touches no GPU: creating a CUDA context takes a second and 500 MB of its memory.
     session = Session(memory=request.memory_bytes, seed=request.seed)
     if not request.dry_run:
         session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)

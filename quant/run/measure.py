@@ -75,6 +75,7 @@ def measure(job: Job, solved: Solved, baseline: Baseline) -> Measured:
         measured = Measured(
             Evaluation.from_dict(stored.record["evaluation"]), None if logits is None else Fingerprint.from_dict(logits)
         )
+    # Moved tensors are in half-written files and read as zeros here, so a model of them cannot be run.
     elif store.is_moving:
         raise UserError(
             f"{store.directory}: the run was stopped while it wrote its files, and --eval was another; give the same, "
@@ -90,6 +91,7 @@ def measure(job: Job, solved: Solved, baseline: Baseline) -> Measured:
 
 def _measured(job: Job, model: nn.Module, solved: Solved, baseline: Baseline) -> Measured:
     report, device = reporter(job.session.progress, "evaluate"), job.session.device
+    # The KV cache and attention are rounded as at serving time, or their loss would be missing from the figures.
     with quantized_attention(model, **solved.plan.run_time):
         evaluation = evaluate_texts(model, baseline.texts, baseline.model, device=device, progress=report)
         if any(rows.is_floating_point() for rows in baseline.texts.values()):

@@ -49,6 +49,7 @@ def _recipe_plan(request: Request, source: Source, recipe: Recipe) -> Plan:
         run=example_run(request, source),
     )
     origin = provenance(request, source, recipe=recipe.name) or {}
+    # Records of the plan itself win over those of the request.
     plan = replace(plan, provenance={**origin, **plan.provenance})
     if source.model is None:
         # Nothing can run a bare state dict, so inputs cannot be measured and the plan says so.
@@ -68,6 +69,7 @@ def example_run(request: Request, source: Source) -> Callable[[nn.Module], Any] 
         return request.run
     if request.is_in_memory:
         data = request.data
+        # Token ids need no example: `make_plan` runs every model on two ids by itself.
         return on_first(data) if data is not None and data.is_floating_point() else None
     inputs = named_inputs(source, replace(request.calibration_rows, samples=1))
     return None if inputs is None else on_first(inputs)

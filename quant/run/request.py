@@ -212,11 +212,13 @@ class Request:
         check_apart(self.out, model, *texts, self.budget.sensitivity)
         if self.budget.sensitivity is not None:
             check_apart(self.budget.sensitivity, model, *texts)
+        # A finished run only has to rename its directory, and finds its own files in the way otherwise.
         if not is_finished(self.out) or self.restart:
             check_destination(self.out, overwrite=self.overwrite)
 
     def check_state_dict(self, plan: Plan) -> None:
         """Raises UserError where the request needs a model that runs; a bare state dict does not."""
+        # In the order of the command line, then of the plan: the message names the first.
         needs: Mapping[str, Any] = {
             "--eval": self.eval_texts or None,
             "--calib": self.calib or None,

@@ -34,6 +34,7 @@ def check_same(values: Mapping[str, str], files: Sequence[Path] = (), device: to
     if rank_and_world()[1] == 1:
         return
     own = {f"the file {file.name}": _spot_hash(file) for file in files}
+    # cuBLAS chooses kernels, and so the order of sums, by the GPU: equal inputs give other last bits on another one.
     own["the kind of device"] = kind_of(device)
     own |= {f"the version of {name}": version for name, version in versions().items()} | dict(values)
     everywhere = gathered((platform.node(), own))
@@ -58,6 +59,7 @@ def kind_of(device: torch.device | None) -> str:
 
 def _spot_hash(file: Path) -> str:
     size = file.stat().st_size
+    # The size first: it alone tells most pairs of files apart, and pieces do not cover it.
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as opened:
         if size <= _PIECES * _BYTES:
@@ -65,6 +67,7 @@ def _spot_hash(file: Path) -> str:
         else:
             digest.update(opened.read(_BYTES))  # the header, with the names and shapes
             for piece in range(1, _PIECES):
+                # Piece 63 ends with the last byte of the file.
                 opened.seek(piece * (size - 4096) // (_PIECES - 1))
                 digest.update(opened.read(4096))
     return digest.hexdigest()

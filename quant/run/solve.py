@@ -17,10 +17,12 @@ def solve(job: Job, decision: Decision, progress: StageProgress) -> Solved:
     if job.source.model is None:
         return _solve_state_dict(job, decision, progress)
     session = job.session
+    # Before solving, which replaces parameters one by one.
     bytes_before = sum(parameter.nbytes for parameter in job.model.parameters())
     quantized = None if decision.allocation is None else decision.allocation.quantized
     if quantized is None:
         progress.expect("solve", *solving_steps(job.model, decision.plan, decision.data))
+        # A ValueError here is the user's or a NaN: finished steps of this plan would fail again and are deleted.
         with session.store.solving():
             quantized = solve_plan(job.model, decision.plan, decision.data, session)
     job.seconds.update(quantized.seconds)

@@ -28,7 +28,9 @@ def solving_steps(
         tokens, weights = data.shape[:2].numel(), sum(layer.numel for layer in layers)
         amounts = [tokens * layer.numel / weights for layer in layers]
     else:
+        # Bytes of the first parameter's dtype, which nearly all weights share.
         width = next(model.parameters()).element_size()
         amounts = [layer.numel * width / 1e6 for layer in layers]
+    # Layers of one block are shown as its name, since the sequential walk finishes them together.
     names = [next((b for b in blocks if layer.name.startswith(f"{b}.")), layer.name) for layer in layers]
     return names, amounts, "tokens" if calibrated and data is not None else "MB"

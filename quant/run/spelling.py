@@ -7,6 +7,7 @@ from collections.abc import Callable
 Spelling = Callable[[str], str]
 """Spells the name of a field of a request."""
 
+# Fields whose option does not repeat their name; the command has --recipe FILE and --format NAME.
 _OPTIONS = {"recipe": "--format", "recipe_file": "--recipe", "plan_file": "--plan", "eval_texts": "--eval"}
 
 

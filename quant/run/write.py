@@ -36,6 +36,7 @@ def write(job: Job, decision: Decision, solved: Solved, measured: Measured) -> O
             warnings.warn(message, stacklevel=4)  # the caller of `quant.quantize`
         return Outcome(solved.plan, quantized=solved.quantized)
     report = _report(job, decision, solved, measured)
+    # Other ranks' steps must be on disk before this process leaves the group, after which nobody can be asked for them.
     job.session.store.flush()
     is_first = rank_and_world()[0] == 0
     leave()  # compressed-tensors, which the trial load imports, waits for all ranks of a process group
@@ -73,8 +74,10 @@ def _finish(job: Job, plan: Plan, report: Report) -> Finish:
 
     def finish(directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
         report.seconds["write"] = time.perf_counter() - started
+        # Warnings on the checkpoint come first: they may stop a server from loading it.
         report.warnings[:0] = messages
         write_report(report, plan, directory, hashes)
+        # Last of all: if a file of the model changed while it was read, the directory never gets its name.
         job.source.files.check()
 
     return finish
@@ -125,6 +128,7 @@ def _as_stored(results: Sequence[LayerResult], plan: Plan, tensors: Mapping[str,
 
     def stored(result: LayerResult) -> LayerResult:
         layer = plan.by_name[result.name]
+        # A tied layer has the dtype of the tensor that it shares.
         tensor = tensors.get(plan.by_name.get(layer.tied_to or "", layer).tensor_name)
         if result.format is not None or tensor is None:
             return result

@@ -54,6 +54,7 @@ def local_device(asked: str) -> str:
         raise UserError(
             f"{ranks} ranks on a machine where PyTorch sees {counted(gpus, 'GPU')}: pass {fewer}--device cpu"
         )
+    # Set as the current device too: NCCL and Triton work on the current one, and rank 3 would otherwise fill GPU 0.
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return f"cuda:{torch.cuda.current_device()}"
 
@@ -81,12 +82,14 @@ def launch(command: str, arguments: Sequence[str], count: int) -> int:
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": str(max(threads // count, 1)),
     }  # fmt: skip
+    # The same interpreter; a console script of another environment could be first on PATH.
     program = [sys.executable, "-m", "quant", command, *arguments]
     error_files = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115 -- closed below
     ranks: list[subprocess.Popen[bytes]] = []
     before = signal.getsignal(signal.SIGINT)
     try:
         for rank, errors in enumerate(error_files):
+            # Temporary files and not pipes: a full pipe that nobody reads would block its rank.
             out, err = (subprocess.DEVNULL, errors) if rank else (None, None)
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(subprocess.Popen(program, env=environment, stdout=out, stderr=err))
@@ -111,6 +114,7 @@ def _exit_code(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     """Waits for the first rank, or for one that fails while the first goes on; gives the exit code of shells."""
     deadline: float | None = None
     while ranks[0].poll() is None and (deadline is None or time.monotonic() < deadline):
+        # A nonzero code of any rank; the first one then has time to print the reason and end.
         if deadline is None and any(rank.poll() for rank in ranks):
             deadline = time.monotonic() + _FAREWELL
         time.sleep(0.02)
@@ -119,7 +123,9 @@ def _exit_code(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         rank, code = ended[0]
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         sys.stderr.write(f"error: rank {rank} {how}; run the same command again\n")
+    # The first rank's code counts if it failed, since `ended` is in the order of ranks.
     code = next((code for _, code in ended), 0)
+    # subprocess gives −N for signal N, shells 128 + N.
     return 128 - code if code < 0 else code
 
 

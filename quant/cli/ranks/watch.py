@@ -50,6 +50,7 @@ class Watch:
         local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
         host = "127.0.0.1" if local else os.environ["MASTER_ADDR"]
         server = socket.create_server(("127.0.0.1" if local else "", 0), backlog=world) if self.rank == 0 else None
+        # Port 0 lets the system choose a free one, which the others learn by the process group that exists already.
         port = from_first(lambda: server.getsockname()[1] if server else 0)
         if server is None:
             self.others[0] = _kept_alive(socket.create_connection((host, port), timeout=60))
@@ -59,6 +60,7 @@ class Watch:
                 server.settimeout(60)
                 while len(self.others) < world - 1:
                     other = _kept_alive(server.accept()[0])
+                    # Connections arrive in any order; each begins with the number of its rank.
                     self.others[_word(other)["rank"]] = other
         threading.Thread(target=self._watch, daemon=True, name="watch").start()
 
@@ -72,6 +74,7 @@ class Watch:
             while selector.get_map() and not self.over.is_set():
                 for key, _ in selector.select(0.1):
                     word = _word(self.others[key.data])
+                    # One word a connection: after it, a closed connection is always readable and would spin the loop.
                     selector.unregister(key.fileobj)
                     if not word.get("ends"):
                         heard[key.data] = word
