@@ -149,14 +149,17 @@ def allocate(
         model, space.groups, space.candidates, amax, scoring.solver, stored_dtype(model), scoring.solutions,
         device=session.device, dtype=settings.dtype,
     )  # fmt: skip
+    # From here on the model is on the session's device: the rows follow it once, instead of at each measurement.
     texts = texts.to(session.device or device_of(model))
     bench = Bench(
         switchable, space, divergence_of(model, rows), *texts, session, by_perplexity=goal.by_perplexity,
         expected=len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0) + effort.probes(texts.searched),
     )  # fmt: skip
     loop = Loop(problem, space, bench, goal, effort)
+    # Layers are switchable only inside; afterwards the model has its own modules again.
     with switchable.ready():
         best = loop.run()
+        # Measured for the report even where the budget has no room for them.
         uniform = bench.uniform(problem)
         curve = loop.curve()
         verified = bench.verified(best.choice)
@@ -216,6 +219,7 @@ def check_feasible(
     Raises:
         Infeasible, UserError: as `allocate`.
     """
+    # Neither rows nor scores: the knapsack of `space.problem()` has costs alone.
     options = Options(
         formats=formats, include=include, exclude=exclude, constraints=constraints, kv_cache=kv_cache, run=run
     )
@@ -242,6 +246,7 @@ def _divided(rows: torch.Tensor, held_out: HeldOut | None, effort: Effort) -> _T
     """
     scored, remaining = rows[: effort.score_rows], rows[effort.score_rows :]
     if held_out is None:
+        # Rows that scores were not taken on, so that the joint loss is not measured where the choice was fitted.
         check, remaining = remaining[: effort.check_rows], remaining[effort.check_rows :]
         held_out = HeldOut.without_verification(check if len(check) else scored)
     searched = remaining[: effort.search_rows] if len(remaining) else scored

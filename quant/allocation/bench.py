@@ -102,6 +102,7 @@ class Bench:
         """Mean divergence of a choice on the check rows; of several texts, on the worst."""
         key = key_of(choice)
         if key not in self.losses:
+            # The worst text counts, or an easy text could pay for a hard one.
             self.losses[key] = max(each.loss(self.space.named(choice)) for each in self.checked.values())
             self._tick()
         return self.losses[key]
@@ -205,9 +206,11 @@ class Bench:
         self._tick()
         sums /= self.divergence.count(self.scored)
         # Second order: δ_new − δ_now, taken as independent, has the sum of both squares.
+        # [G, 1]: the score of each group's present format.
         own = problem.scores[np.arange(len(choice)), choice][:, None]
         table = sums + problem.scores + own
         table[np.arange(len(choice)), choice] = 0.0
+        # Infinite gains keep the solver from formats that a group cannot take.
         return np.where(problem.allowed, table, np.inf)
 
     def uniform(self, problem: Problem) -> tuple[Uniform, ...]:

@@ -39,6 +39,7 @@ class Goal:
     max_ppl_increase: float | None = None
 
     def __post_init__(self) -> None:
+        # Two limits would need two searches: the smallest model for one may break the other.
         if self.max_kl is not None and self.max_ppl_increase is not None:
             raise UserError("give one limit on the loss: --max-kl or --max-ppl-increase")
         if not self.has_limit and self.bits is None and self.fit is None and self.latency is None:

@@ -66,6 +66,7 @@ class Loop:
         self.space.explain(self.goal, self.problem)
         self.corrected = {}
         best = self._within_loss() if self.goal.has_limit else self._within_budget()
+        # Gradients first, as one backward pass judges all changes; measured flips cost a forward pass each.
         best = self._search(self._correct(best))
         # A smaller loss at the same size leaves room for a smaller size.
         best = self._correct(best) if self.goal.has_limit else best
@@ -97,7 +98,9 @@ class Loop:
             least,
             math.inf,
         )  # the largest sum of scores that keeps the limit so far, the smallest that breaks it
+        # Less than the least predicted loss within the budgets is infeasible, and the search starts at feasible points.
         allowance = max(self._limit_as_loss(), least)
+        # Bounds the number of measurements; `_is_close` ends most searches earlier.
         for _ in range(10):
             choice = self._smallest_within(allowance, budgets)
             predicted = self.problem.total(SCORE, choice)
@@ -173,6 +176,7 @@ class Loop:
         before = self.last
         groups = self.problem.groups
         changed = [] if before is None else [g for g, a, b in zip(groups, before, choice, strict=True) if a != b]
+        # Readers know layers, not groups.
         layers = tuple(layer.name for group in changed for layer in self.space.groups[group])
         self.rounds.append(Round(self.space.bits(choice), predicted, measured, layers))
         self.last = choice
@@ -200,6 +204,7 @@ class Loop:
                 self._explain(present, choice, measured)
                 present, gains = MeasuredChoice(choice, measured), None
             else:
+                # Linear gains were extrapolated too far: the same gains hold for a shorter step.
                 changes //= 2
                 if changes == 0:
                     break
@@ -269,6 +274,7 @@ class Loop:
             if not self.goal.has_limit:
                 choice = solve(local, limits, near=near)
             else:
+                # Loss that the limit leaves to spend on smaller formats.
                 slack = max(self._limit_as_loss() - present.measured, 0.0)
                 if self.goal.max_kl is None:
                     slack = 0.0

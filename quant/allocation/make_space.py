@@ -36,6 +36,7 @@ def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
     candidates = parse_candidates(options.formats)
     runtimes = [get_target(name) for name in goal.target if name in TARGETS]
     plans = _plan_each(model, candidates, options)
+    # Layers, kinds and groups are the same in all plans; only formats differ.
     base = next(iter(plans.values()))
     # A layer is open to choice if at least one format can quantize it; others keep 16 bit and count as fixed.
     quantized = {layer.name for plan in plans.values() for layer in plan.quantized}
@@ -153,6 +154,7 @@ def _constrain(
         raise UserError(f"{option}: no layer that a format is chosen for matches {constraint.match!r}")
     named = candidates[constraint.format]
     for group in meant:
+        # "At least" compares bytes, which count scales: 4-bit formats differ by the size of their blocks.
         least = group_bytes(groups[group], named)
         remaining = [
             candidate

@@ -63,6 +63,7 @@ class RealSolver:
         quantized = self._quantized(estimated.choice)
         best = MeasuredChoice(estimated.choice, self._measured(quantized, estimated))
         for name, choice in loop.uniform_within_budgets().items():
+            # Measured before, by `Bench.uniform`.
             alone = loop.bench.losses[key_of(choice)]
             if np.array_equal(choice, estimated.choice) or alone > _CLOSE * estimated.measured:
                 continue
@@ -113,6 +114,7 @@ class RealSolver:
         plan = self.plan_of(choice)
         # The store of the run has the steps of another plan, so this one keeps none.
         session = Session(self.session.device, progress=self.session.progress)
+        # A copy each time: solving replaces modules, and the original is still the reference of every divergence.
         return solve_plan(copy.deepcopy(self.model), plan, self.rows, session)
 
     def _measured(self, quantized: Quantized, estimated: MeasuredChoice) -> float:

@@ -86,6 +86,7 @@ class Search:
     def _flips(self, choice: np.ndarray, present: float) -> np.ndarray:
         """Change of the loss by each change of one group, `[G, F]`; infinite where it was not measured."""
         table = np.full(self.problem.scores.shape, np.inf)
+        # The present format costs nothing to keep.
         table[np.arange(len(choice)), choice] = 0.0
         for group, format_ in self._shortlist(choice):
             table[group, format_] = self._loss(_changed(choice, [(group, format_)])) - present
@@ -95,6 +96,7 @@ class Search:
         """Flips to measure: all, or as many as half of the measurements allow, by score per unit of cost."""
         rows = np.arange(len(choice))
         flips = [(int(g), int(f)) for g, f in np.argwhere(self.problem.allowed) if choice[g] != f]
+        # The other half is for steps and swaps, which flips alone do not give.
         count = self.measurements // 2
         if len(flips) <= count:
             return flips
@@ -103,6 +105,7 @@ class Search:
         scores = self.problem.scores
         gain = scores - scores[rows, choice][:, None]
         extra = cost - np.asarray(cost)[rows, choice][:, None]
+        # Negative gains are less loss: the most negative rate comes first.
         rate = gain / np.where(extra == 0, 1e-12, np.abs(extra))
         # Both larger and smaller formats: a swap needs one of each.
         sides = [sorted((m for m in flips if up == (extra[m] > 0)), key=lambda m: rate[m]) for up in (True, False)]
@@ -134,6 +137,7 @@ class Search:
             table = self.problem.costs[name]
             extra = (table - table[rows, choice][:, None])[moves[:, 0], moves[:, 1]]
             fits &= self.problem.total(name, choice) + extra[:, None] + extra[None] <= limit
+        # Row-major order, as in promised[fits] below.
         pairs = np.argwhere(fits)
         for a, b in pairs[np.argsort(promised[fits], kind="stable")][:_SWAPS]:
             if self.measurements <= 0:

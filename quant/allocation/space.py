@@ -149,6 +149,7 @@ class Space:
             for layer in self.groups[group]:
                 new = candidate.applied(layer)
                 layers.append(replace(new, reason=reason, score=entry.scores[name], cost=new.nbytes))
+        # `base` has the fixed layers too, with the reasons of their kind.
         plan = self.base.replace_layers(layers)
         note = {
             "method": scores.method, "formats": list(scores.formats), "goal": _goal_fields(goal),

@@ -14,6 +14,7 @@ from quant.export.engine.audit import Finding
 from quant.export.engine.codes import held_codes
 from quant.recipes.layer_kind import LayerKind
 
+# Words of the audit's table: planned, found if it passed, found if it failed.
 WANTED, HELD, MISSING = "its codes", "its codes", "other weights"
 
 
@@ -44,6 +45,7 @@ def code_findings(
         is_exported = exported is None or layer.name in exported
         if layer.kind in (LayerKind.LINEAR, LayerKind.HEAD) and is_exported and layer.name not in not_found:
             weight, _ = read_layer(opened.tensors, layer)
+            # Bytes: numpy knows neither FP8 nor packed FP4.
             codes[layer.name] = weight.codes.view(torch.uint8).numpy()
             bits[layer.name] = weight.format.element.bits
     held = held_codes(engine, codes, bits)

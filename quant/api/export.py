@@ -78,6 +78,7 @@ class ExportJob:
         """--shapes without the ranges of a dimension that only the other of two files has."""
         if self.kind != "onnx" or not self.decode:
             return list(self.shapes)
+        # The graph with past keys takes one token a step, so it has no dimension `sequence`.
         foreign = "sequence=" if decode else "past="
         parts = ([part for part in text.split(",") if not part.strip().startswith(foreign)] for text in self.shapes)
         return [",".join(ranges) for ranges in parts]
@@ -99,9 +100,11 @@ def export_onnx_files(job: ExportJob) -> dict[str, Any]:
     with new_directory(job.out, overwrite=job.overwrite) as folder:
         for file in ("model.onnx", *(["decode.onnx"] if job.decode else [])):
             decode = file == "decode.onnx"
+            # model.onnx gives the cache that decode.onnx takes; alone, it needs none.
             cache = "in" if decode else "out" if job.decode else "none"
             export_onnx(job.model, folder / file, **job.onnx_options(decode), cache=cache)
             receipts[file] = _verified(job, folder / file)
+        # Both files hold the same layers: the receipt of model.onnx stands for both.
         receipt = next(iter(receipts.values()))
         if job.plan is not None:
             job.plan.save(folder / PLAN_FILE)

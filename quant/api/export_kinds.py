@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+# Options of everything that traces the module.
 _GRAPH = {"shapes", "inputs", "attention", "calib", "calib_samples", "seqlen"}
+# Options of everything that builds an engine of such a graph.
 _ENGINE = {*_GRAPH, "decode", "target", "backend", "allow_fallback"}
 KINDS: dict[str, tuple[str, set[str]]] = {
     "onnx": ("-onnx", {*_GRAPH, "decode"}),

@@ -87,11 +87,13 @@ def quantize(
     Raises:
         ValueError: bad recipe, plan, glob, weight or data; the message names it and the way out.
     """
+    # Names inside of DDP and torch.compile have prefixes, which would go into plan and checkpoint.
     model = unwrapped(model, "quantize")
     check_original(model, "quantize")  # before a forward loop runs
     has_budget = bits is not None or max_kl is not None or formats is not None
     request = Request(
         model,
+        # The default recipe was not asked for, so it does not contradict a budget; another one does, and is refused.
         recipe=None if has_budget and recipe == _RECIPE else recipe,
         data=_data_of(model, data, forward_loop),
         include=include,
@@ -107,8 +109,10 @@ def quantize(
         tokenizer=tokenizer,
         device=device,
     )
+    # Modules are replaced and hooked during the run; compiled code would be rebuilt at each of them.
     with uncompiled(model):
         quantized = start(request, Listener(progress)).quantized
+    # A run in memory always ends with a module; only runs of files end with a report.
     assert quantized is not None
     return quantized
 
@@ -121,4 +125,5 @@ def _data_of(
         if data is not None:
             raise UserError("data= and forward_loop= both give calibration inputs; pass one of them")
         return recorded(model, forward_loop)
+    # Tensors and `Inputs` are read as they are; anything else is an iterable of calls, which is read once and kept.
     return data if data is None or isinstance(data, torch.Tensor | Inputs) else inputs_of(data, model)

@@ -52,6 +52,7 @@ def run_probe(model: nn.Module, probe: torch.Tensor) -> torch.Tensor:
 
 def predicts_tokens(model: nn.Module, probe: torch.Tensor) -> bool:
     """Whether a model returns logits; a Hugging Face encoder without a head returns hidden states."""
+    # A module outside of transformers is taken to return logits.
     find_head = getattr(model, "get_output_embeddings", None)
     if not callable(find_head) or find_head() is not None:
         return True

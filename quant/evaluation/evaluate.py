@@ -62,6 +62,7 @@ def evaluate_texts(
     model: nn.Module, texts: Mapping[str, torch.Tensor | Inputs], *args: Any, **options: Any
 ) -> Evaluation:
     """Measures a model on each of several texts or kinds of inputs, by name; further arguments as in `evaluate`."""
+    # One evaluation holds the further ones, so that code for a single text needs no case for several.
     first, *further = (replace(evaluate(model, rows, *args, **options), text=name) for name, rows in texts.items())
     return replace(first, others=tuple(further))
 
@@ -133,6 +134,7 @@ def _evaluate_predictions(logits: Sequence[Logits], rows: torch.Tensor, size: in
     sums = torch.cat(
         _in_order((start, prediction_sums(logits, batch, start)) for start, batch in _batches(rows, size, report))
     )
+    # n tokens give n − 1 predictions.
     compared, tokens = len(logits) > 1, len(rows) * (rows.shape[1] - 1)
     nll, baseline_nll, kl, same = (sums.sum(dim=0) / tokens).tolist()
     return Evaluation(
@@ -156,6 +158,7 @@ def _evaluate_embeddings(models: Sequence[nn.Module], rows: torch.Tensor, size: 
     sums = torch.cat(
         _in_order((start, embedding_sums(models, batch, start)) for start, batch in _batches(rows, size, report))
     )
+    # One output without a name.
     return _of_embeddings({"": sums}, rows.numel(), "tokens")
 
 

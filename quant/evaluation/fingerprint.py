@@ -85,6 +85,7 @@ def _last_logits(model: nn.Module) -> torch.Tensor:
         logits = run_probe(model, ids)
     except ValueError as error:
         raise TypeError(str(error).removeprefix("it ")) from None
+    # A classifier gives one row of logits for the whole prompt.
     last = logits[0, -1].float().cpu() if logits.dim() == 3 else logits.float().cpu().flatten()
     if not bool(last.isfinite().all()):
         raise ValueError("a forward pass gives NaN or infinity")

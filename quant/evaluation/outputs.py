@@ -95,6 +95,7 @@ def _predictions(
     if targets is not None:
         logits, base = logits[:, :-1], None if base is None else base[:, :-1]
     flat = logits[counted] if counted is not None else logits.flatten(0, -2)
+    # The row of each position, in the shape of the positions.
     numbers = torch.arange(len(logits)).view(-1, *[1] * (logits.dim() - 2)).expand(logits.shape[:-1])
     row_of = numbers[counted.cpu()] if counted is not None else numbers.flatten()
     flat_base = None
@@ -119,6 +120,7 @@ def _predictions(
             sums[:, SAME] = (base_logp.argmax(dim=-1) == logp.argmax(dim=-1)).double()
             if target_ids is not None:
                 sums[:, BASE_NLL] = -base_logp.gather(1, target_ids[part])[:, 0]
+        # Positions of one slice may belong to several rows.
         row_sums.index_add_(0, row_of[part], sums)
     return _finite(row_sums, f"{call_name}: NaN or infinity in the logits")
 

@@ -35,6 +35,7 @@ def pareto(record: AllocationRecord) -> Section:
     ]
     uniform = sorted(record.uniform, key=lambda u: u.bits)
     points += [(f"U{i}", f"all in {u.name}", u.bits, None, u.kl, single) for i, u in enumerate(uniform)]
+    # Row ids are anchors in the page: the chart's points refer to rows of the table by them.
     points.append(("PX", "chosen", chosen.bits, chosen.kl_predicted, chosen.kl_measured, best))
     # The chosen loss is divided by a rival's, so rivals with a loss of zero are left out.
     fitting = [u for u in uniform if u.bits <= chosen.bits + 1e-9 and u.kl > 0]
@@ -137,6 +138,7 @@ def heat_map(table: Sensitivity, plan: Plan) -> Section | None:
     cells, rows = [], []
     for i, group in enumerate(table.groups):
         role, block = role_and_block(group.name)
+        # The plan may have been edited by hand since: it, and not the record, says which format was chosen.
         best = chosen_format(group, plan)
         scores = (number(group.scores.get(f)) for f in formats)
         rows.append((f"S{i}", (group.name, f"{group.numel:,}", *scores, best or "–")))
@@ -170,6 +172,7 @@ def waterfall(
     scores = [group.scores[f] for _, group, f in chosen]
     if not any(scores):
         return None
+    # n + 1 sums: bar k goes from sums[k] to sums[k + 1].
     n, sums = len(chosen), list(accumulate(scores, initial=0.0))
     steps: list[tuple[float, float, float, float, str, str]] = []
     rows, series = [], {}

@@ -43,10 +43,12 @@ def texts(evaluation: Evaluation) -> Section | None:
 
 def sizes(report: Report, plan: Plan) -> Section:
     """Bytes by format, before and after on one scale."""
+    # Fewest bits first, 16 bit last, in every chart.
     colours, order = format_colours(report), list(format_colours(report))
     groups: dict[tuple[str | None, str], list[LayerResult]] = {}
     for layer in report.layers:
         planned = plan.by_name.get(layer.name)
+        # A tied weight is in the files once, under the name of its owner.
         if planned is None or planned.tied_to is None:
             kind = "" if layer.format else f"{layer.bits:g} bit, {planned.kind if planned else 'other'}"
             groups.setdefault((layer.format, kind), []).append(layer)

@@ -16,6 +16,7 @@ def receipt(record: Receipt) -> list[Section]:
     """Deviations of each stage of an export from the model, layer by layer; then the audit of the engine."""
     names = [m.name for m in record.layers if not m.passed] + [entry.name for entry in record.audit if not entry.passed]
     more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    # Failures go first; a reader should not have to look for them in a table of hundreds of layers.
     text = f"These layers failed: {', '.join(dict.fromkeys(names[:6]))}{more}. " if names else ""
     ran = {key: name for key, name in _STAGES.items() if any(getattr(m, key) is not None for m in record.layers)}
     # Stages that were not run have no column.

@@ -36,6 +36,7 @@ def render_html(report: Report, plan: Plan) -> str:
         report: results.
         plan: the plan that was executed; layers that it lacks are shown with the facts in the report.
     """
+    # Imported here: commands that only read a report's JSON do not wait for it.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup, escape
 
@@ -44,6 +45,7 @@ def render_html(report: Report, plan: Plan) -> str:
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
+        # A misspelt field is an error in tests, and not an empty cell on the page.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -107,7 +109,7 @@ def _layers(report: Report, plan: Plan) -> list[dict[str, Any]]:
     groups: dict[tuple[str | None, str | None, str | None, float | None], list[tuple[str, LayerResult]]] = {}
     for i, layer in enumerate(report.layers):
         planned = plan.by_name.get(layer.name)
-        # What an allocator scored has a sentence of its own for every layer: those stand in the rows.
+        # A layer that an allocator scored has a reason of its own, which is shown in its row.
         reason = layer.reason if planned is None or planned.score is None else None
         bits = None if layer.format else layer.bits
         groups.setdefault((layer.format, layer.activation, reason, bits), []).append((f"L{i}", layer))
@@ -189,6 +191,7 @@ def rewrite(
         strangers = [layer.name for layer in report.receipt.layers if layer.name not in plan.by_name]
         if receipt.get("plan") not in (None, plan.digest()) or strangers:
             raise UserError(f"{source}: the receipt of another plan than {directory / PLAN_FILE}")
+        # Before the page, which is made of it and can be made again.
         write_atomically(directory / "report.json", json_text(report.to_dict(), indent=1, ensure_ascii=False) + "\n")
     page = out or directory / "report.html"
     write_atomically(page, render_html(report, plan))

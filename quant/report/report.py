@@ -226,6 +226,7 @@ def kv_cache_of(config: Any, plan: Plan) -> KVCache | None:
     Returns:
         None for a model without a cache.
     """
+    # The context of the budget, so that the page shows the memory that was budgeted.
     goal = plan.provenance.get("allocation", {}).get("goal", {})
     context, batch = goal.get("context", 4096), goal.get("batch", 1)
     nbytes = kv_cache_bytes(config, context, batch, plan.kv_cache)

@@ -73,6 +73,7 @@ def colours_of(names: Iterable[str]) -> dict[str, str]:
 
 def role_and_block(name: str) -> tuple[str, int | None]:
     """Role of a group in its block, and the block's number: the name with its first number replaced by a star."""
+    # The first number alone: `layers.3.experts.7` is expert 7 in each of the blocks.
     match = re.search(r"(?:^|(?<=\.))\d+(?=\.|$)", name)
     return (f"{name[: match.start()]}*{name[match.end() :]}", int(match.group())) if match else (name, None)
 

@@ -44,6 +44,7 @@ def summary(report: Report) -> list[tuple[str, str]]:
         formats.setdefault(layer.format or f"{layer.bits:g} bit", []).append(layer)
     for name, members in formats.items():
         snr = [layer.snr_db for layer in members if layer.snr_db is not None]
+        # The range and not the mean: one bad layer can spoil a model whose mean looks fine.
         error = f", SNR {min(snr):.1f} to {max(snr):.1f} dB" if snr else ""
         rows.append(
             (name, f"{counted(len(members), 'layer')}, {megabytes(sum(layer.nbytes for layer in members))}{error}")
