@@ -225,6 +225,7 @@ class _InTraining(QuantConfig):
         raise UserError(f"this directory is no quantized checkpoint: {AFTER_TRAINING}")
 
 
+# Registering a name twice raises ValueError in transformers 5, as a reload of this module would.
 if IN_TRAINING not in AUTO_QUANTIZATION_CONFIG_MAPPING:
     register_quantization_config(IN_TRAINING)(_InTraining)
     register_quantizer(IN_TRAINING)(Quantizer)

@@ -118,6 +118,7 @@ def check_sizes(config: Any, files: Iterable[Path], where: Path) -> None:
         nbytes += file.stat().st_size
         tensors += len(safetensors_file(file).keys()) if file.suffix == ".safetensors" else _USUAL[True]
     for name, value in wide.items():
+        # A block has at least one tensor, and no single dimension comes near twice the bytes of all weights.
         if value > (tensors if name in _BLOCKS else 2 * nbytes):
             raise UserError(f"{where}: {name} is {reprlib.repr(value)}, far beyond the weights that are there")
 

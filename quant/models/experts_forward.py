@@ -13,5 +13,7 @@ def run_experts_alone(model: nn.Module) -> None:
     if config is not None and hasattr(config, "_experts_implementation"):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+        # transformers looks the function up by the config's string at each forward pass. Registering it again replaces
+        # it by itself.
         ALL_EXPERTS_FUNCTIONS.register("quant", experts_forward)
         config._experts_implementation = "quant"

@@ -57,6 +57,7 @@ def _restore(model: GraphModule, path: str, calls: list[Node]) -> None:
     held = model.get_submodule(path)
     weight, bias = held.weight, getattr(held, "bias", None)
     assert isinstance(weight, nn.Parameter)
+    # The constructor would fill a matrix with random numbers, only for the next line to replace it.
     with torch.device("meta"):
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     linear.weight, linear.bias = weight, bias  # type: ignore[assignment]
@@ -65,10 +66,13 @@ def _restore(model: GraphModule, path: str, calls: list[Node]) -> None:
     for call in calls:
         with model.graph.inserting_before(call):
             new = model.graph.call_module(path, (call.args[0],))
+        # `meta` holds the call's fake tensor and stack trace, which later passes over the graph rely on.
         new.meta = call.meta
         call.replace_all_uses_with(new)
         read = [node for node in call.args[1:] if isinstance(node, Node)]
         model.graph.erase_node(call)
+        # A get_attr that nobody reads still names the 16-bit parameter, which goes when the module is quantized: `lint`
+        # and every forward pass would fail on it.
         for node in read:
             if not node.users:
                 model.graph.erase_node(node)

@@ -70,6 +70,7 @@ def find_model(name: str) -> Path:
                 return Path(folder) / file
         raise UserError(f"{name} is the file {file} of the package {package}, which is not installed: {remedy}")
     hub_name = split_revision(name)
+    # "models/net.pt" looks like org/name. With a suffix of weights it is a mistyped path and not asked for on the hub.
     if hub_name is not None and Path(hub_name[0]).suffix not in SUFFIXES:
         return snapshot(*hub_name)
     raise UserError(f"{name}: no such file or directory; known aliases: {', '.join(_ALIASES)}")
@@ -136,6 +137,8 @@ def _companions(folder: Path, parts: Collection[str], *, top: bool) -> Iterator[
             belongs = (top and entry.name in parts) or (entry / "adapter_config.json").is_file()
             if belongs:
                 yield from (file for file in entry.rglob("*") if file.is_file())
+            # A folder without weights (code, templates) is searched further. modules.json counts for the top folder
+            # alone.
             elif not any(_has_weights(file) for file in entry.rglob("*")):
                 yield from _companions(entry, parts, top=False)
         elif entry.is_file() and not _has_weights(entry) and not (top and entry.name in _OF_WEIGHTS):

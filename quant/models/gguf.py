@@ -50,6 +50,7 @@ def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
     with quiet(), shared_parsing():
         config = read_config(path)
         cls = huggingface.model_class(config, str(path))
+        # The options are for `from_pretrained`, and a model on the meta device is built from its config alone.
         if meta:
             options = {}
         model = huggingface.build(cls, config, dtype, meta, path.parent, **options)
@@ -88,11 +89,13 @@ def shared_parsing() -> Iterator[None]:
     read = cache(gguf_reader())
 
     def reader(path: str | os.PathLike[str], mode: str = "r") -> Any:
+        # One key for all spellings of a path: config, weights and tokenizer share the parsed file.
         return read(os.path.realpath(path), mode)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(gguf, "GGUFReader", reader))
         stack.enter_context(_replaced(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)))
+        # Releases of transformers without this module keep their progress bar.
         if find_spec(_LOADER):
             stack.enter_context(_replaced(require(_LOADER, "hf"), "tqdm", logging.tqdm))
         yield

@@ -45,6 +45,7 @@ def snapshot(name: str, revision: str | None = None) -> Path:
 
 def commit_of(path: Path | None) -> str | None:
     """The commit that a directory of the hub's cache holds; None for any other directory."""
+    # The hub's cache has models--org--name/snapshots/COMMIT/, with links to ../../blobs.
     is_commit = path is not None and path.parent.name == "snapshots" and _COMMIT.fullmatch(path.name)
     return path.name if path is not None and is_commit else None
 
@@ -61,9 +62,11 @@ def cached_snapshot(name: str, commit: str | None) -> Path | None:
 @cache
 def _snapshot(name: str, revision: str | None, trusted: bool) -> Path:
     patterns = [*_FILES, *(["*.py"] if trusted else [])]
+    # `trusted` is part of the cache's key: a later call that may run Python files downloads them.
     path = _download(name, revision, patterns)
     if any(path.glob("*.safetensors")):
         return path
+    # The folder is named after the commit, so that the pickles are of the same one even if the branch has moved.
     return _download(name, path.name, [*patterns, *_PICKLES])
 
 
@@ -74,6 +77,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
         hub = require("huggingface_hub", "hf")
         tqdm = require("huggingface_hub.utils", "hf")
         shown = not tqdm.are_progress_bars_disabled()
+        # Progress bars redraw their line, which fills a log file with thousands of them.
         if not sys.stderr.isatty():
             tqdm.disable_progress_bars()
         try:

@@ -68,7 +68,10 @@ def load(
         checked_fields(path / "generation_config.json")
     with quiet():
         config = read_config(path)
+        # Before the model is built: with a size out of range that would not end, even on the meta device.
         check_sizes(config, shards, path / "config.json")
+        # With the table in the config transformers would replace modules by quantized ones, and the weights come
+        # dequantized.
         _forget_quantization(config)
         cls = model_class(config, str(path))
         if quantization is not None:
@@ -109,6 +112,7 @@ def _open_streamed(
     cls: Any, config: Any, dtype: torch.dtype, path: Path, tensors: QuantizedTensors | None = None
 ) -> nn.Module | None:
     """The model with weights where they are stored; None where only transformers can read it."""
+    # Buffers such as rotary frequencies are computed and in no file, so they must not be on the meta device.
     with explained(path), require("accelerate", "hf").init_empty_weights(include_buffers=False):
         model: nn.Module = cls._from_config(config, dtype=dtype)
     read_generation_config(model, path)

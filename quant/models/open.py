@@ -169,8 +169,10 @@ def open_model(
     name = str(source) if revision is None else with_revision(str(source), revision)
     with huggingface.remote_code(trust_remote_code):
         path = find_model(name)
+    # Before anything is read: a file that changes while it is loaded must differ from its stamp.
     files = WatchedFiles(path)
     kind = SourceKind.HUGGINGFACE if path.is_dir() else state_dict.sniff(path)
+    # The other kinds bring their module. An option that cannot act is refused before the weights are read.
     if kind not in (SourceKind.SAFETENSORS, SourceKind.TORCH):
         _refuse_factory(model_factory, f"{path} ({kind})")
     model: nn.Module | None
@@ -216,6 +218,7 @@ def _open_file(
 
 def _open_module(model: nn.Module, dtype: torch.dtype | None) -> Source:
     name, main_dtype = type(model).__name__, _main_dtype(model.parameters())
+    # The module belongs to the caller, and casting it in place would change it everywhere else in the program.
     if dtype not in (None, main_dtype):
         raise UserError(f"{name} is in {main_dtype}; cast it with model.to({dtype}) before opening it")
     return Source(
@@ -233,6 +236,7 @@ def _parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
     if dtype == "auto":
         return None
     parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    # One byte is FP8: a storage format, in which weights without scales would be other numbers.
     if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point or parsed.itemsize == 1:
         raise UserError(f"unknown dtype {dtype!r}; known dtypes: auto, bfloat16, float16, float32, float64")
     return parsed

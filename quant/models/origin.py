@@ -16,10 +16,13 @@ def origin_of(model: Any) -> Path | None:
     """The directory with the config.json from which transformers loaded a model; None where there is none any more."""
     config = getattr(model, "config", None)
     name = getattr(config, "_name_or_path", None)
+    # transformers notes the name or path here. Configs of other libraries may use the attribute for anything, and a
+    # model of transformers cannot exist while the library is not loaded.
     if not isinstance(name, str) or not name or "transformers" not in sys.modules:
         return None
     if (Path(name) / "config.json").is_file():
         return Path(name)
+    # At the commit that was loaded: the branch may have moved since, and have other files.
     return cached_snapshot(name, getattr(config, "_commit_hash", None))
 
 

@@ -66,6 +66,8 @@ def sniff(path: Path) -> SourceKind:
         return _sniff_zip(path)
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):  # pickle protocols
         return SourceKind.TORCH
+    # A safetensors file begins with the length of its header (8 bytes, little-endian) and JSON. The suffix counts, too:
+    # a damaged header is then reported as one, and not as an unknown file type.
     if head[8:9] == b"{" or path.suffix == ".safetensors":
         return SourceKind.SAFETENSORS
     raise UserError(f"{path}: unknown file type (it starts with {head[:8]!r}); expected {_KNOWN}")
@@ -78,6 +80,7 @@ def _sniff_zip(path: Path) -> SourceKind:
             packed = next((each.filename for each in archive.infolist() if each.compress_type), None)
     except zipfile.BadZipFile:
         raise UserError(f"{path}: a truncated or damaged archive; copy or download it again") from None
+    # torch.save puts all members into one folder, which is named after the file.
     tails = {member.partition("/")[2] or member for member in members}
     if "archive_format" in tails or "serialized_exported_program.json" in members:
         return SourceKind.EXPORTED
@@ -137,6 +140,7 @@ def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: b
     shared: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared.setdefault(id(parameter), []).append(name)
+    # By each name all names of the same parameter: a file with one of them fills them all.
     ties = {name: names for names in shared.values() for name in names}
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     stored = {name: next((n for n in ties.get(name, [name]) if n in tensors), None) for name in expected}
@@ -148,6 +152,7 @@ def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: b
             raise UserError(f"{where}: {name} is {list(values[name].shape)}, and {factory} makes it {list(shape)}")
         if name in tensors and stored[name] != name and not meta and not torch.equal(tensors[name], values[name]):
             raise UserError(f"{where}: {factory} ties {name} to {stored[name]}, but the file's tensors differ")
+    # `assign` keeps the file's mapped memory and dtype. It makes a parameter of each name, so ties are made anew below.
     model.load_state_dict(values, assign=True)
     for first, *other_names in shared.values():
         for name in other_names:

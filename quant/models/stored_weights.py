@@ -162,6 +162,7 @@ def open_stored(model: nn.Module, files: Files) -> bool:
         path, _, last = name.rpartition(".")
         module = model.get_submodule(path)
         module.get_parameter(last).stored = stored  # type: ignore[attr-defined]
+        # Such a module indexes the weight by expert and reads one matrix at a time; hooks would read the whole stack.
         if len(stored.shape) > 2 and runs_experts_alone(module):
             stored.runs_alone = True
             run_experts_alone(model)
@@ -190,6 +191,7 @@ def _read(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     empty = module._parameters.get(name)
     values = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     if hasattr(empty, "stored") and not any(value.is_meta for value in values):
+        # `empty` rides on the parameter that replaces it, so that the hook after the forward pass can put it back.
         read = nn.Parameter(empty.stored.tensor(), requires_grad=False)  # type: ignore[union-attr]
         read.empty = empty  # type: ignore[attr-defined]
         module._parameters[name] = read

@@ -19,6 +19,8 @@ class WatchedFiles:
         self.files = [path] if path is not None else []
         if path is not None and path.is_dir():
             of_model = (file for file in path.iterdir() if file.name == "config.json" or file.suffix in _WEIGHTS)
+            # Config and weights alone: other files of the directory may change, and the weights are still those of one
+            # model.
             self.files = sorted(of_model)
         self._stamps = {file: _stamp(file) for file in self.files}
 
@@ -47,6 +49,9 @@ class WatchedFiles:
 def _header(file: Path) -> str:
     with file.open("rb") as opened:
         if file.suffix == ".safetensors":
+            # The header lists the names, shapes and offsets of all tensors, so other models differ in it; hashing the
+            # weights would read gigabytes. 100 MB is the format's own limit, and stops a damaged length from reading
+            # the whole file.
             head = opened.read(8)
             head += opened.read(min(int.from_bytes(head, "little"), 100_000_000))
         else:

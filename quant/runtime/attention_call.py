@@ -29,6 +29,8 @@ class AttentionCall(NamedTuple):
     @classmethod
     def of(cls, module: nn.Module, keywords: Mapping[str, Any]) -> AttentionCall:
         """The options among all keywords of a call, which differ from model to model."""
+        # The fields bear transformers' keywords as names. Models pass more keywords, such as `position_ids`, that
+        # change no result here.
         options = [keywords.get(name) for name in cls._fields[1:]]
         is_causal = keywords.get("is_causal")
         return cls(bool(getattr(module, "is_causal", True) if is_causal is None else is_causal), *options)

@@ -112,6 +112,7 @@ def generate(
     _check(model, ids, max_new_tokens)
     if dtype is not None:
         _cast(model, dtype)
+    # After the cast, so that a float32 model never takes its full size on the GPU.
     model.eval().to(target)
     kernels = _multiplies(target)
     ids = ids.to(target)
@@ -122,6 +123,8 @@ def generate(
         reason = "its attention is in FP8 over a KV cache in 16 bit"
         if is_16bit(attention) or cache is not None:
             reason = _decode(model, ids, max_new_tokens, stream.add, cache)
+            # The decoder may have written the prompt into its cache before it refused: transformers starts with an
+            # empty one.
             cache = cache if not reason else _cache(model, kv_cache)
         if reason:
             options = {"max_new_tokens": max_new_tokens, "pad_token_id": _pad_token(model, tokenizer)}
@@ -146,6 +149,8 @@ def _generate_by_transformers(model: nn.Module, ids: torch.Tensor, stream: TextS
     """Greedy decoding by the model's own `generate`, whatever its generation config says of sampling."""
     model.generate(  # type: ignore[operator]
         ids,
+        # A mask of ones, and None for the options of sampling, or transformers warns: of a missing mask, and of options
+        # from the generation config that greedy decoding ignores.
         attention_mask=torch.ones_like(ids),
         do_sample=False,
         num_beams=1,

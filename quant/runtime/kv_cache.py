@@ -40,8 +40,12 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         page_size: tokens of a page.
     """
 
+    # Layers with a window keep all keys, too, and attention leaves out those beyond it: no page is used again for newer
+    # tokens.
     is_sliding = False
     is_croppable = True
+    # Pages need heads, dimension and device of the first keys, which transformers cannot name before the first forward
+    # pass.
     supports_early_init = False
 
     def __init__(self, config: Any, module: nn.Module, format: Format, page_size: int) -> None:
@@ -96,6 +100,8 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._pages is None:
             self.lazy_initialization(key_states, value_states)
         assert self._pages is not None
+        # `update` sets the flag and `write` clears it. If it is still set, attention got keys without our mark: the
+        # modeling code made new tensors of them on the way.
         if self._waiting:
             raise UserError(
                 f"{type(self._module).__name__} changes keys between cache and attention, which then did not see the "
@@ -262,6 +268,7 @@ def _attention_modules(model: nn.Module) -> list[nn.Module]:
     attention: dict[int, nn.Module] = {}
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
+        # Some models set `layer_idx` on decoder layers and other mixers as well; only attention has `is_causal`.
         if isinstance(index, int) and hasattr(module, "is_causal"):
             attention[index] = module
     layers = range(text.num_hidden_layers)

@@ -21,6 +21,8 @@ from quant.runtime.attention_call import AttentionCall
 def ring_format(attention: str, format: Format | None) -> Format | None:
     """The format in which keys and values go around a ring."""
     kv_cache = "16bit" if format is None else format.name
+    # FP8 attention multiplies codes, so they travel as codes. Attention in 16 bit dequantizes NVFP4 where it arrives,
+    # which is under a third of the bytes.
     if attention == "fp8" and kv_cache in ("16bit", "fp8"):
         return FORMATS["fp8"]
     if attention == "16bit" and kv_cache in ("16bit", "nvfp4"):
@@ -81,4 +83,6 @@ def attend_in_ring(
     # The ranks compare shapes once a forward pass, in the first layer; the others have the same ones.
     is_first = getattr(module, "layer_idx", 0) == 0
     out = ring_attention(q, k, v, format=format, softmax_scale=call.scaling, group=group, check=is_first)
+    # transformers expects `[batch, tokens, heads, dim]`, and None in the place of attention weights, which a ring never
+    # has as a whole.
     return out.transpose(1, 2).contiguous(), None

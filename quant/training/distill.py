@@ -76,6 +76,8 @@ def distill(
         teacher = CachedTeacher.open(teacher)
     wants_hidden = hidden > 0
     _check_student(inner_model(student), wants_hidden)
+    # Without logits: those of a whole batch, `[rows · seqlen, vocabulary]` in float32, may take more memory than the
+    # model. `chunked_kl` applies the head to a slice at a time.
     before, states, head = run_to_head(student, inputs, wants_hidden)
     lesson: Teacher
     if isinstance(teacher, CachedTeacher):
@@ -86,6 +88,7 @@ def distill(
         theirs: list[torch.Tensor] = []
     else:
         lesson, theirs = _run_teacher(teacher, inputs, wants_hidden)
+    # autograd does not see the head inside `chunked_kl`, which finds the gradients of these parameters itself.
     learned = head.parameters() if isinstance(head, LogitHead) else ()
     if before.shape[:-1] != ids.shape:
         raise UserError(
@@ -133,6 +136,7 @@ class DistillMixin:
         # The loss is a mean: a Trainer is to divide it by the number of batches whose gradients are added up.
         self.model_accepts_loss_kwargs = False
         if isinstance(self.teacher, nn.Module):
+            # A Trainer moves its own model alone.
             device = self.args.device  # type: ignore[attr-defined]
             self.teacher.requires_grad_(False).to(device)
 
@@ -190,6 +194,7 @@ def _check_padding(inputs: Mapping[str, Any]) -> None:
 def _counted(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     """Which positions count, bool `[rows, seqlen]`; None for all."""
     mask = inputs.get("attention_mask")
+    # A mask of four dimensions says which positions see which, and not which of them are padding.
     if mask is not None and mask.dim() != 2:
         mask = None
     labels = inputs.get("labels")

@@ -101,6 +101,7 @@ def install_training_layers(
             weight = nn.Parameter(values.contiguous())
         else:
             weight = original
+            # The Parameter stays the same object: an optimizer that was made before holds it, and goes on training it.
             if weight.dtype != values.dtype:
                 weight.grad = None  # of the dtype that it had
             weight.data = values
@@ -110,6 +111,7 @@ def install_training_layers(
         _share([installed[member.name] for member in members])
     for layer in plan.quantized:
         _check_start(layer, model.get_submodule(layer.name), installed[layer.name])
+    # All checks come first: where a layer is refused, none has been replaced.
     for name, module in installed.items():
         put_layer(model, name, module)
 
@@ -126,6 +128,7 @@ def _initial_values(layer: LayerPlan, packed: Any, start: Start, scales: str, dt
     original = start.weights.get(layer.name)
     values = None if original is None else _matrix(layer, packed, original.detach())
     if scales != "recomputed" or original is not None:  # from a guess other scales might be measured
+        # `pop`, because these are float32 copies: a whole model of them need not last until the last layer is made.
         values = start.rounded.pop(layer.name, values)
     with torch.no_grad():
         if scales == "recomputed" and values is not None:

@@ -57,6 +57,7 @@ def prepare_lesson(name: str, options: DistillOptions, session: Session, listene
         return Lesson(cached, cached.rows, "its cache", None)
     with listener.step(f"loading {name}"):
         source, model = open_runnable(name)
+        # Frozen and in evaluation mode for good: dropout in a teacher would make another teacher of every step.
         model.requires_grad_(False).eval().to(session.device)
     # Data is read while the teacher is in memory: it writes the text of "mix" and "self".
     data, tokenizer = ", ".join(options.data) or "mix", tokenizer_if_any(source)

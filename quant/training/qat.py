@@ -88,7 +88,10 @@ def prepare_qat(
         raise UserError(f"scales={scales!r}: unknown; known: {', '.join(SCALES)}")
     if any(isinstance(module, RoundedWeight) for module in model.modules()):
         raise UserError("the model is prepared for QAT already; train it, or pack it with quant.convert_qat(model)")
+    # Before weights become float32: `convert_qat` packs for a checkpoint in this dtype, to which float scales are
+    # rounded.
     stored = stored_dtype(model)
+    # For `_check_optimizers`. Each value holds its parameter, because the id of a freed object may be given out again.
     before = {id(parameter): (parameter, parameter.dtype) for parameter in model.parameters()}
     was_quantized = any(isinstance(module, Packed) for module in model.modules())
     if was_quantized:
@@ -114,6 +117,7 @@ def prepare_qat(
         attach(model, plan)
         model.quantization_plan = plan  # type: ignore[assignment]
         raise UserError(f"{error}. The model is quantized by now: call prepare_qat(model, scales=…) again") from None
+    # A model in training saves float32 weights, and not codes; a Trainer refuses models that are marked as quantized.
     detach(model)
     setattr(model, PLAN, plan)
     _check_optimizers(model, before, was_quantized=was_quantized)
@@ -141,11 +145,13 @@ def convert_qat(model: nn.Module) -> Plan:
     if plan is None or not layers:
         raise UserError("the model is not prepared for QAT: call quant.prepare_qat(model, plan) and train it first")
     for name, module in layers:
+        # PEFT keeps the layer that it wraps under this name. Packing that layer would lose the adapter.
         if name.rpartition(".")[2] == "base_layer":
             raise UserError(
                 f"{name}: an adapter is on this layer; merge it first, and convert what that returns: "
                 "quant.convert_qat(model.merge_and_unload())"
             )
+        # Only a DTensor has this method; FSDP2 shards parameters as DTensors.
         if hasattr(module.weight, "full_tensor"):
             raise UserError(
                 f"{name}: its weight is sharded (FSDP); gather the state with torch.distributed.checkpoint.state_dict."

@@ -79,6 +79,7 @@ def distill_checkpoint(
             too short, or `out` is in the way; nothing has been written.
     """
     directory, teacher, out = Path(directory), str(teacher), Path(out)
+    # Everything that can be refused without a model is checked first: loading and training take minutes to hours.
     check_apart(out, directory, teacher, *options.data, *options.eval_texts)
     check_destination(out, overwrite=overwrite)
     if options.cache_teacher is not None:
@@ -98,10 +99,13 @@ def distill_checkpoint(
         tokenizer = tokenizer_if_any(source)
         check_tokenizers(teacher, directory, lesson.tokenizer, tokenizer)
         texts = read_texts(source, Rows(tuple(map(str, options.eval_texts)), options.eval_samples, options.seqlen))
+        # A text that the model cannot be measured on is refused now, and not when the training is over.
         for text in texts.values():
             check_evaluable(student, text)
         with listener.stages() as progress:
             before = _measure(student, plan, texts, lesson.model, session)
+            # Each measurement is of a packed model, once as it was opened and once as it will be written: training sees
+            # rounded weights, and neither attention nor a KV cache in the plan's formats.
             plan, rate, trained = _train(student, plan, lesson, options, progress)
             after = _measure(student, plan, texts, lesson.model, session)
         record = Distillation(
@@ -144,6 +148,8 @@ def _train(
     Returns:
         The plan of the trained model, the peak learning rate, and the losses and seconds of the steps.
     """
+    # Noted before `prepare_qat` makes float32 of weights: the written checkpoint has the dtypes of the one it started
+    # from.
     dtypes = StoredDtypes(student)
     plan = prepare_qat(student, plan, scales=options.scales, original=lesson.model)
     if device_of(student).type == "cpu":

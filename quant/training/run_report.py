@@ -56,6 +56,7 @@ def report_of(
         distillation=record,
     )
     if evaluation is not None:
+        # `quant verify` runs the written checkpoint on the same tokens and compares with this fingerprint.
         assert isinstance(source.model, nn.Module)
         with quantized_attention(source.model, **plan.run_time):
             report = replace(report, fingerprint=fingerprint(source.model))
@@ -64,6 +65,7 @@ def report_of(
 
 def losses_by_tenth(losses: list[float]) -> tuple[float, ...]:
     """The mean loss of each tenth of the steps."""
+    # Rounded up, so that there are at most ten parts; runs of fewer than ten steps have one for each step.
     size = -(-len(losses) // 10)
     return tuple(fmean(losses[i : i + size]) for i in range(0, len(losses), size))
 

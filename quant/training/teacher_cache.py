@@ -29,6 +29,7 @@ from quant.errors import UserError
 from quant.formats.atomic import claimed
 from quant.training.kl import TopTeacher
 
+# In the metadata of the file, by which `is_cached_teacher` tells it from any other safetensors file.
 _KIND = "blockscale teacher"
 
 
@@ -79,6 +80,7 @@ def cache_teacher(
     with claimed(path):
         temporary = path.with_name(f".{path.name}.partial")
         save_file(tensors, temporary, metadata)
+        # A rename on one file system is atomic: whoever opens `path` sees the old file or the whole new one.
         temporary.replace(path)
 
 
@@ -170,4 +172,5 @@ def is_cached_teacher(path: str | Path) -> bool:
 
 
 def _digest(rows: torch.Tensor) -> str:
+    # int32 in any case: rows come as int64 from the caller and as int32 from the file, and must have one digest.
     return hashlib.sha256(rows.cpu().int().contiguous().numpy().tobytes()).hexdigest()

@@ -48,6 +48,8 @@ class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
+        # Any key of the inputs: a checkpoint with NVFP4 inputs also runs with inputs in 16 bit, which only adds
+        # precision.
         return weight_key == kNvfp4Static
 
     @staticmethod
@@ -64,6 +66,7 @@ class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
+        # Under expert parallelism tokens are routed to experts whose weights another GPU holds.
         return not moe_parallel_config.use_ep
 
     @staticmethod
@@ -176,6 +179,7 @@ def install() -> None:
             activation_key,
             formats.BatchedExperts if batched else formats.Standard,
         )
+        # The emulation backend passes parameters on as they were loaded; the others reorder them for their own kernels.
         if config.moe_backend == "auto" and able:
             return nvfp4.NvFp4MoeBackend.EMULATION, BlockscaleNvFp4Experts
         logger.warning_once("Blockscale: fused experts in nvfp4 stay with vLLM: %s", reason or "--moe-backend is given")

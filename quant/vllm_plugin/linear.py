@@ -95,6 +95,7 @@ class BlockscaleNvFp4LinearKernel(_OverMarlin, MarlinNvFp4LinearKernel):
 def weight_only_nvfp4(config: NvFp4LinearLayerConfig) -> MarlinNvFp4LinearKernel:
     """The kernel for ModelOpt's NVFP4 without activation scales: Marlin where the user asked for another backend."""
     vllm_config = get_current_vllm_config_or_none()
+    # modelopt.py constructs MarlinNvFp4LinearKernel without asking a list, so the user's choice is looked up here.
     is_auto = vllm_config is None or vllm_config.kernel_config.linear_backend == "auto"
     return (BlockscaleNvFp4LinearKernel if is_auto else MarlinNvFp4LinearKernel)(config)
 
@@ -159,6 +160,7 @@ class BlockscaleFp8LinearKernel(FP8ScaledMMLinearKernel):
         blocks = layer.weight_block_size is not None
         codes = layer.weight.data if blocks else layer.weight.data.t()
         scale = layer.weight_scale_inv.data if blocks else layer.weight_scale.data
+        # `del` frees the name for `hold`, which stores scales as `weight_scale` in every format.
         if blocks:
             del layer.weight_scale_inv
         install_weight(layer, weights.arranged(weights.fp8_weight(codes, scale, blocks=blocks))[0])

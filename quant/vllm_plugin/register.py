@@ -45,6 +45,7 @@ def plugin_refusal() -> str:
     import vllm
     from vllm.platforms import current_platform
 
+    # The lists that `install` changes are private to vLLM, and may change with any minor release.
     release = ".".join(vllm.__version__.split(".")[:2])
     if release not in TRIED:
         return f"vLLM {vllm.__version__} was never tried with this blockscale, only {', '.join(TRIED)}"
@@ -77,6 +78,7 @@ def install() -> str:
     for by_platform, ours in places:
         classes = by_platform[PlatformEnum.CUDA]
         if ours not in classes:
+            # vLLM asks the classes in the order of the list, and takes the first that can run a layer.
             classes.insert(0, ours)
     # Nobody has measured our INT4 beside Machete, which vLLM prefers to Marlin on Hopper.
     classes = lists._POSSIBLE_KERNELS[PlatformEnum.CUDA]
@@ -89,6 +91,8 @@ def install() -> str:
     attention.install()
     if os.environ.get("BLOCKSCALE_VLLM") != "layers":
         overlap.install()
+    # vLLM hashes the values of this table into the key of its compile cache: graphs with our ops have a key of their
+    # own.
     envs.environment_variables["BLOCKSCALE"] = lambda: f"kernels of blockscale {__version__}"
     return (
         "linear layers in NVFP4, MXFP4, MXFP8, INT4 and weight-only FP8, experts in NVFP4 and NVFP4 KV caches may take "

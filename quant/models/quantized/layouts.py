@@ -45,6 +45,8 @@ Found = tuple[str, Packed]
 def _find_scaled(name: str, tensors: QuantizedTensors, quantization: Quantization) -> Found | None:
     """`X` with `X_scale` or `X_scale_inv`, or `X_packed`; `X` may be stacked experts."""
     original = name.removesuffix("_packed")
+    # DeepSeek's `weight_scale_inv` is no reciprocal in spite of its name: codes are multiplied by it, as by
+    # `weight_scale`.
     scale = next((f"{original}{s}" for s in ("_scale_inv", "_scale") if tensors.on_disk(f"{original}{s}")), None)
     if scale is None or tensors.stored_dtype(name) not in CODES:
         return None
@@ -70,6 +72,8 @@ def _find_scaled(name: str, tensors: QuantizedTensors, quantization: Quantizatio
         size = _group_size(shape[1], scales[-1], groups)
         decode: Any = partial(_pack_quantized, shape=shape, group_size=size)
         return original, Packed(shape, parts, decode)
+    # ModelOpt packs INT4 along the outputs: a byte holds a code of each of two rows, so there are half as many rows of
+    # bytes as rows of scales. All others pack along the inputs.
     if tensors.stored_dtype(name) == "U8" and len(scales) == 2 and scales[0] == 2 * shape[0]:  # ModelOpt's INT4
         shape = (scales[0], shape[1])
     elif tensors.stored_dtype(name) == "U8":
@@ -101,6 +105,8 @@ def _find_mxfp4(name: str, tensors: QuantizedTensors, quantization: Quantization
     if name == original or not tensors.on_disk(f"{original}_scales"):
         return None
     experts, out, groups, octets = tensors.stored_shape(name)
+    # 16 bytes are a block of 32 codes, so the inputs are 2 · groups · octets. gpt-oss has the original as `[experts,
+    # in, out]`, and the blocks as `[experts, out, in]`.
     parts = {"blocks": name, "scales": f"{original}_scales"}
     return original, Packed((experts, 2 * groups * octets, out), parts, unpacking.mxfp4_experts)
 

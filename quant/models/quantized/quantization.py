@@ -130,6 +130,7 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Quantization | Non
     Raises:
         UserError: it is quantized in a way that nothing here decodes, or by this toolkit.
     """
+    # Multimodal models may have the table in the config of a part, such as `text_config`.
     sections = (config, *(part for part in config.values() if isinstance(part, dict)))
     keys = ("quantization_config", "compression_config")
     fields = next((section[key] for section in sections for key in keys if isinstance(section.get(key), dict)), None)
@@ -142,6 +143,7 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Quantization | Non
         _check_types(fields)
     except ValueError as error:
         raise UserError(f"{path}: its quantization_config says {error}; download the model again") from None
+    # Exports of ModelOpt may name a `quant_algo` and no `quant_method`.
     method = str(fields.get("quant_method") or Method.MODELOPT).lower()
     if (path / PLAN_FILE).is_file():
         raise UserError(f"{path}: already quantized by this toolkit, as its {PLAN_FILE} says; {WAY_OUT}")
@@ -190,6 +192,8 @@ def _why_not(quantization: Quantization) -> str | None:
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense" or layout not in ("", *_LAYOUTS):
         return f"in the compressed-tensors layout {layout}, which cannot be read here; {WAY_OUT}"
     if config.get("transform_config"):
+        # An original in 16 bit has no place for the transform of the inputs, and without it the weights are of another
+        # model.
         return f"and its weights are rotated or scaled (transform_config), for which their inputs must be; {WAY_OUT}"
     return None
 
@@ -214,6 +218,8 @@ def refuse_packed(
     names = dtypes if names is None else names
     advice = f"give the model's directory with its config.json, or {WAY_OUT}"
     for name in dtypes:
+        # A name alone proves little: models have parameters called `…_scale` and `…_blocks` that are not quantized. A
+        # suffix counts where the tensor that it belongs to is in the file too.
         suffix = next((s for s in _SCALES if name.endswith(s) and name.removesuffix(s) in names), None)
         blocks = name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in names
         if suffix or blocks or name.endswith("_scale_inv") or name.rpartition(".")[2] in _INTEGER_PARTS:

@@ -60,6 +60,7 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
         shape = self.packed[name].shape
         if len(shape) == 2:
             return self.matrix(name)
+        # Matrix by matrix: decoding goes through float32, of which one expert's and not the whole stack's is in memory.
         out = torch.empty(shape, dtype=self.dtype)
         for index in range(shape[0]):
             out[index] = self.matrix(name, index)
