@@ -23,7 +23,7 @@ from quant.kernels.linear.expert_stack import ExpertStack
 from quant.kernels.linear.ops import autocast_dtype
 from quant.recipes.expert_stacks import stacking_of
 from quant.training.low_precision.linear import LowPrecisionLinear, RoundedProducts, ValueOf
-from quant.training.low_precision.packed import deployed_input, input_scale, packed_weight, stored_format
+from quant.training.low_precision.packed import deployed_input, fingerprint, input_scale, packed_weight, stored_format
 from quant.training.low_precision.recipe import TrainingRecipe
 from quant.training.low_precision.state import LowPrecision, is_in_backward
 
@@ -129,7 +129,7 @@ class LowPrecisionStack(ExpertStack):
         """The experts as they will be deployed; None before a training step has recorded an input that they need."""
         state, held = self.low_precision, self.held
         history = state.amax["x"].values
-        key = id(held), held._version, held.device, id(history)
+        key = fingerprint(self.weight, state), id(history)
         if state.deployed is not None and state.deployed[0] == key:
             return state.deployed[1]  # type: ignore[no-any-return]
         activation = deployed_input(state.recipe)

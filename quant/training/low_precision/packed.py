@@ -106,13 +106,13 @@ def input_scale(state: LowPrecision, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def deployed_layer(layer: Any, state: LowPrecision, x: torch.Tensor) -> nn.Module:
-    """The layer as it will be deployed, made again after each training step.
+    """The layer as it will be deployed, made again where its weight or the recorded inputs have changed.
 
     Before the first step there is no static input scale. The input `x` then gives its own.
     """
-    weights = [each.weight for each in state.group]
     histories = [each.low_precision.amax["x"].values for each in state.group]
-    key = [*((id(weight), weight._version, weight.device) for weight in weights), *map(id, histories)]
+    bias = None if layer.bias is None else (layer.bias.data_ptr(), layer.bias.dtype)
+    key = (fingerprint(layer.weight, state), bias, *map(id, histories))
     if state.deployed is not None and state.deployed[0] == key:
         return state.deployed[1]  # type: ignore[no-any-return]
     activation = deployed_input(state.recipe)
@@ -128,3 +128,16 @@ def deployed_layer(layer: Any, state: LowPrecision, x: torch.Tensor) -> nn.Modul
         # The histories are held, so that no other tensor gets the id by which the next call compares them.
         state.deployed = key, packed, histories
     return packed
+
+
+def fingerprint(weight: torch.Tensor, state: LowPrecision) -> tuple[object, ...]:
+    """Facts that tell a weight from what it was before.
+
+    The version counter misses changes through `.data`, by which averaged weights are often put in and taken out, and
+    those of FSDP2, which gathers other values into the same memory. So the norm and a sample of values count too.
+    """
+    flat = weight.detach().flatten()
+    facts = [torch.linalg.vector_norm(flat, dtype=torch.float32).reshape(1), flat[:: max(len(flat) // 256, 1)].float()]
+    if state.recipe.weight is not None and state.recipe.weight.is_static:  # shared with other layers
+        facts.append(state.weight_amax().flatten())
+    return weight._version, weight.device, weight.dtype, *torch.cat(facts).tolist()

@@ -86,6 +86,24 @@ def test_the_static_input_scale_is_that_of_the_largest_recorded_input() -> None:
     assert float(net[0].input_scale) == pytest.approx(11 / 2688, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_evaluation_sees_weights_that_are_changed_past_autograd(name: str) -> None:
+    model, ids = _trained(name)
+    first = model.eval()(ids).logits
+    before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    for parameter in model.parameters():  # as averaged weights are put in for an evaluation
+        parameter.data.mul_(1.125)
+    assert not torch.equal(model(ids).logits, first)
+    for key, parameter in model.named_parameters():
+        parameter.data.copy_(before[key])
+    assert torch.equal(model(ids).logits, first)
+    model.model.layers[0].self_attn.k_proj.weight.data[0, 0] = 9.0  # one value, and a scale that q_proj shares
+    changed = model(ids).logits
+    assert not torch.equal(changed, first)
+    quant.convert_trained(model)
+    assert torch.equal(model(ids).logits, changed)
+
+
 def test_weights_that_fsdp_shows_in_bf16_are_packed_from_bf16() -> None:
     net = nn.Sequential(nn.Linear(64, 32, bias=False))
     quant.to_low_precision_training(net, "fp8_rowwise")
