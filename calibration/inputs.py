@@ -76,6 +76,7 @@ class Inputs:
 
     def dim(self) -> int:
         """As of a tensor of images, whose rows are whole inputs."""
+        # Code that tells token ids [rows, seqlen] from other inputs asks for two dimensions.
         return 4
 
     def to(self, device: Any) -> Inputs:
@@ -112,6 +113,7 @@ class Inputs:
         """The calls as one: their tensors joined along the first dimension."""
         if len(self.calls) == 1:
             return self.calls[0]
+        # Nested arguments, such as a list of image sizes, are joined leaf by leaf; calls of one outline have one tree.
         flat, spec = zip(*(tree_flatten(call) for call in self.calls), strict=True)
         by_place = zip(*flat, strict=True)
         joined = [torch.cat(parts) if isinstance(parts[0], torch.Tensor) else parts[0] for parts in by_place]
@@ -131,6 +133,7 @@ def inputs_of(data: Any, model: nn.Module) -> Inputs:
     """
     if callable(data) and not isinstance(data, Iterable | nn.Module):
         return recorded(model, data)
+    # A mapping is one data set by name; in an iterable, each mapping is one call.
     calls = _rows_of(data) if isinstance(data, Mapping) else [_arguments(item) for item in _items(data)]
     calls = _without_empty(calls)
     if not calls:
@@ -172,6 +175,7 @@ def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inpu
             )
         calls.append((args, kwargs))
 
+    # A pre-hook sees the arguments as the loop gives them, before the model moves or changes any.
     handle = model.register_forward_pre_hook(record, with_kwargs=True)
     try:
         with evaluating(model), torch.no_grad():
@@ -215,6 +219,7 @@ def call_of(batch: torch.Tensor | Inputs) -> Call:
     if not isinstance(batch, Inputs):
         return Call((batch,), {}, 0)
     args, kwargs = batch.arguments()
+    # Positional arguments are named by their index, keyword arguments by their name.
     slots: list[int | str] = [slot for slot, value in enumerate(args) if isinstance(value, torch.Tensor)]
     slots += [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
     return Call(args, dict(kwargs), slots[0])
@@ -288,6 +293,6 @@ def _move(call: Arguments, device: Any) -> Arguments:
 
 
 def _outline(call: Arguments) -> Any:
-    """What two calls share that can be joined: the same arguments, and tensors of the same shapes and dtypes."""
+    """A key that is equal for calls that can be joined: their arguments, and the shapes and dtypes of their tensors."""
     values, spec = tree_flatten(call)
     return spec, [(v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in values]

@@ -103,6 +103,7 @@ def collect_attention_scales(
             granularity; NaN or infinity (module, operand and batch are named); no attention module was seen.
     """
     session = session or Session()
+    # k and v are rounded once, on their way into the cache: its format decides their range.
     operands = {"q": attention_format, "k": kv_format or attention_format, "v": kv_format or attention_format}
     _check_formats(operands.values(), granularity)
     observers: dict[str, dict[str, list[Observer]]] = {}
@@ -124,6 +125,7 @@ def collect_attention_scales(
     ranges = {
         name: {o: _amax(w, granularity).cpu() for o, w in watchers.items()} for name, watchers in observers.items()
     }
+    # A maximum is the same in any order, so it alone may be shared among ranks.
     if observer == "absmax":
         ranges = _largest(ranges)
     if not ranges:
@@ -154,6 +156,7 @@ def _watcher(
         by_head: one observer for each KV head, or one for all.
         observers: filled, by module and operand.
     """
+    # Attention functions are handed the module and not its name.
     names = {module: name for name, module in model.named_modules()}
 
     def watch(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -234,6 +237,7 @@ def _scales(
         k, v = (attention_scale(_cached(amax, operand), kv_format) for operand in ("k", "v"))
     if attention_format is not None:
         q = attention_scale(amax["q"], attention_format)
+        # Probabilities are at most 1; see the module docstring.
         p = attention_scale(amax["q"].new_ones(()), attention_format)
     return AttentionScales(k, v, q, p, amax, kv_format, attention_format)
 
@@ -253,6 +257,7 @@ def kv_scale_tensors(scales: Mapping[str, AttentionScales], dtype: torch.dtype) 
             raise ValueError(f"{name}: checkpoints hold scales of a KV cache in fp8; this one is in {format}")
         for operand in ("k", "v"):
             scale = attention_scale(_cached(module.amax, operand), FORMATS["fp8"])
+            # [1], or [kv_heads, 1, 1], as compressed-tensors registers these parameters.
             scale = scale.view(-1, 1, 1) if scale.dim() else scale.view(1)
             tensors[f"{name}.{operand}_scale"] = _store(scale, dtype)
     return tensors
@@ -266,4 +271,5 @@ def _cached(amax: Mapping[str, torch.Tensor], operand: str) -> torch.Tensor:
 def _store(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`scale` rounded to `dtype`, never to zero: FP16 ends at 2^-24."""
     info = torch.finfo(dtype)
+    # tiny · eps is the smallest subnormal number of the dtype.
     return scale.clamp(min=info.tiny * info.eps).to(dtype)

@@ -143,7 +143,7 @@ class Store:
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """What the steps of one run share.
+    """Device, memory, listener, store and seed that the steps of one run share.
 
     Attributes:
         device: where blocks are worked on, with its index; None is where the model is.
@@ -192,6 +192,7 @@ class Session:
 
     def for_model(self, model: nn.Module) -> Session:
         """The same session; its device is None where the model is there already, and so need not be copied."""
+        # `device=None` lets every step take the model's own tensors instead of copies.
         return self if elsewhere(model, self.device) else replace(self, device=None)
 
     def usable_memory(self) -> int | None:

@@ -59,10 +59,12 @@ class LayerStats:
 
 def diagonal_blocks(matrix: torch.Tensor, width: int) -> torch.Tensor:
     """Diagonal blocks of a square matrix, `[blocks, width, width]`; a short last one is completed by an identity."""
+    # Padding up to the next multiple; an identity there stays invertible and couples with nothing.
     short = -len(matrix) % width
     if short:
         matrix = torch.block_diag(matrix, torch.eye(short, dtype=matrix.dtype, device=matrix.device))
     count = len(matrix) // width
+    # Block (i, i) for each i: `diagonal` puts i last, and the permutation puts it first.
     return matrix.reshape(count, width, count, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
@@ -143,6 +145,7 @@ class MomentSum:
     def add_means(self, x: torch.Tensor, drift: torch.Tensor | None = None, noise: torch.Tensor | None = None) -> None:
         """Adds one batch to the sums of inputs, drifts and noise alone."""
         self.tokens += len(x)
+        # float32 throughout: a sum of 100,000 tokens in BF16 stops growing at 256 times the size of a summand.
         self.first = add_up(self.first, x.sum(0, dtype=torch.float32))
         self.shift = add_up(self.shift, None if drift is None else drift.sum(0, dtype=torch.float32))
         self.noise = add_up(self.noise, noise)
@@ -186,6 +189,7 @@ def rows_of(x: torch.Tensor) -> int:
 
 
 def _block_products(x: torch.Tensor, width: int) -> torch.Tensor:
+    # [tokens, in] -> [blocks, tokens, width]: one batched product for all diagonal blocks.
     x = pad(x, (0, -x.shape[1] % width)).unflatten(1, (-1, width)).transpose(0, 1)
     with default_matmul():
         return x.mT @ x
@@ -197,6 +201,7 @@ def _add_symmetric(total: torch.Tensor, x: torch.Tensor, width: int = 512) -> No
         return add_second_moment(total, x)
     columns = range(0, x.shape[1], width)
     for start in columns:
+        # Rows start … start + width of xᵀ x from the diagonal on; the part below is its mirror image.
         strip = x[:, start : start + width].t() @ x[:, start:]
         total[start : start + width, start:] += strip
         if start + width < x.shape[1]:
@@ -221,6 +226,8 @@ def static_input_scale(
             stacklevel=2,
         )
     if activation.global_scale:
+        # Checkpoints of compressed-tensors store the reciprocal: two divisions give the scale that is read back from
+        # it.
         return 1 / (1 / global_scale_of(amax, activation, "max"))
     if not activation.per_tensor:
         return None

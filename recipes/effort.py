@@ -36,8 +36,11 @@ def solver_of(effort: int, activation: str, *, experts: bool = False) -> str:
         return ("rtn", "mse")[effort]
     scaling = "" if experts else "awq:merge+"
     if effort == 2:
+        # Scaling moves magnitude from inputs to weights, which pays where inputs have the coarser grid; 8-bit inputs
+        # lose little.
         four_bits = not is_16bit(activation) and FORMATS[activation].element.bits == 4
         return f"{scaling if four_bits else ''}gptq"
     # Rotations spread outliers of inputs, which small blocks of 4-bit inputs keep apart: there scaling is better.
     first = "rotation:merge+" if is_16bit(activation) else scaling
+    # AutoRound learns the rounding of a whole block after it was solved (Cheng et al. 2023, arXiv 2309.05516).
     return f"{first}gptq" if experts else f"{first}gptq+autoround"

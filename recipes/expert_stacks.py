@@ -27,8 +27,10 @@ def stacking_of(module: nn.Module, name: str) -> Stacking | None:
     parameter: Any = getattr(module, name)
     shape = tuple(parameter.shape)
     count = getattr(module, "moe_num_experts", None)
+    # DBRX: [experts · ffn, hidden] in two dimensions. `v1` is its name for the up projection.
     if len(shape) == 2 and name in ("w1", "v1", "w2") and count and shape[0] == count * module.ffn_hidden_size:
         return Stacking(shape, count, transposed=name == "w2")
+    # JetMoE: only the sizes that the module repeats tell its experts from any other three-dimensional parameter.
     if name == "weight" and len(shape) == 3:
         sizes = tuple(getattr(module, size, None) for size in ("num_experts", "output_size", "input_size"))
         return Stacking(shape, shape[0]) if shape == sizes else None
@@ -38,6 +40,7 @@ def stacking_of(module: nn.Module, name: str) -> Stacking | None:
         tuple(getattr(module, part).shape) if hasattr(module, part) else () for part in ("gate_up_proj", "down_proj")
     ]
     transposed = are_transposed(*pair) if all(pair) else bool(getattr(module, "is_transposed", False))
+    # GPT-OSS has the rows of gate and up alternate; elsewhere all of gate come before all of up.
     interleaved = name == "gate_up_proj" and not getattr(module, "is_concatenated", True)
     return Stacking(shape, shape[0], transposed, interleaved)
 
@@ -65,4 +68,5 @@ def expert_matrices(model: nn.Module, name: str, held: Any = None) -> Any:
 
 def are_transposed(fused: Sequence[int], down: Sequence[int]) -> bool:
     """Whether `gate_up_proj` and `down_proj` of these shapes are `[experts, in, out]`."""
+    # gate_up [experts, a, b] and down [experts, c, d]: transposed where a = d (hidden) and b = 2 c (twice the width).
     return len(fused) == len(down) == 3 and tuple(fused[1:]) == (down[2], 2 * down[1])

@@ -50,6 +50,7 @@ def group_unseen(layers: Sequence[Layer], model: nn.Module | None = None) -> lis
     unseen = {layer.name: layer for layer in layers if _is_unseen(layer) and layer.group is None}
     groups = _by_sibling(layers, unseen)
     siblings = {_numberless(layer.name) for layer in layers if layer.input_dims is not None}
+    # A sibling that was called and has no group is evidence too: its name is not merged here.
     unknown = [layer for name, layer in unseen.items() if _numberless(name) not in siblings]
     named = _by_name(unknown, model)
     groups |= named
@@ -104,6 +105,7 @@ def _by_sibling(layers: Sequence[Layer], unseen: dict[str, Layer]) -> dict[str, 
         twin, names = twin_group
         own = [_moved(each, twin, name) for each in names]
         new_members = [each for each in dict.fromkeys(own) if each in unseen and each not in groups]
+        # One input has one width: members of different `in` cannot read the same tensor.
         if len(new_members) > 1 and name in new_members and len({unseen[each].shape[-1] for each in new_members}) == 1:
             groups |= dict.fromkeys(new_members, group_name(new_members))
     return groups
@@ -155,4 +157,5 @@ def _one_input(names: tuple[str, str, str], parent: str, module: nn.Module | Non
     if {"key", "value"} <= required:
         return ()
     across = _ACROSS.search(f"{parent}.{kind}") is not None or not required.isdisjoint(_SECOND_INPUTS)
+    # Across two inputs, k and v read the second one, so they may be merged without q.
     return names[1:] if across else names

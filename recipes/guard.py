@@ -49,4 +49,5 @@ class Guard:
 
     def formats_for(self, layer: LayerPlan) -> tuple[Format | None, ...]:
         """The list for one layer, its present format first where it is not in it."""
+        # A layer may have been given a format further along the list, from which it is promoted.
         return self.formats if layer.weight in self.formats else (layer.weight, *self.formats)

@@ -93,6 +93,7 @@ def typed(kind: Any, value: Any, where: str) -> Any:
             return kind.from_dict(value)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
+    # JSON has one kind of number, so 1 is a float too; in Python True is an int, which no file means by a number.
     if not isinstance(value, int | float if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{where}: expected {_NAMES[kind]}, not {reprlib.repr(value)}")
     if isinstance(value, int) and abs(value) >= _LARGEST:

@@ -105,6 +105,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
             path = name if is_own else f"{name}.{parameter_name}".lstrip(".")
             if module is head or (kind == LayerKind.LINEAR and _is_head(name)):
                 kind = LayerKind.HEAD
+            # The first path in model order owns a shared parameter.
             tied_to = owner.setdefault(id(parameter), path)
             transposed = parameter_name == "weight" and _is_transposed(module)
             shared = _SHARED if is_own and occurrences[id(module)] > 1 else None
@@ -196,6 +197,7 @@ def _obstacle(module: nn.Module, kind: LayerKind, tried: dict[Any, bool]) -> str
         return hook_obstacle(module) if patched_forward(module) is None else PATCHED
     if kind not in (LayerKind.LINEAR, LayerKind.HEAD) or not (isinstance(module, nn.Linear) or is_conv1d(module)):
         return None
+    # torch's class for out_proj of nn.MultiheadAttention, whose weight goes to F.multi_head_attention_forward.
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return _UNCALLED
     return linear_obstacle(module, tried)
@@ -217,6 +219,7 @@ def _shape(module: nn.Module, name: str, parameter: torch.Tensor, transposed: bo
         return tuple(parameter.shape)
     inputs, outputs, *kernel = parameter.shape
     groups = getattr(module, "groups", 1)
+    # ConvTranspose stores [in, out / groups, kernel...], Conv1D [in, out] without groups.
     return (outputs * groups, inputs // groups, *kernel)
 
 
@@ -244,6 +247,7 @@ def _kind_by_name(stem: str, shape: Sequence[int]) -> LayerKind:
     if len(shape) == 1:
         return LayerKind.NORM
     last = stem.rpartition(".")[2]
+    # GPT-2's names: wte for tokens, wpe for positions.
     if ("embed" in last and last not in _HEADS) or last in ("wte", "wpe"):
         return LayerKind.EMBEDDING
     if len(shape) == 2 and (_is_head(stem) or last == "output"):

@@ -32,6 +32,7 @@ def take_hooks(new: Any, old: nn.Module) -> None:
             setattr(new, name, getattr(old, name))
     hook: Any = vars(old).get("_hf_hook")
     wrapper = vars(old).get("forward")
+    # Without accelerate the forward is the class's own, and the hooks above are all.
     if hook is None or not isinstance(wrapper, functools.partial):
         return
     # accelerate binds a function of the module, and reads hook and forward from the module's attributes. Its own

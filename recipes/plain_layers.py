@@ -73,6 +73,7 @@ def conv_obstacle(conv: nn.Module) -> str | None:
 
     kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     plain = next((kind for kind in kinds if isinstance(conv, kind)), None)
+    # Functions of the class are compared by identity: a subclass that inherits all three is plain.
     own = [getattr(type(conv), name, None) for name in ("forward", "_conv_forward", "__call__")]
     if plain is None or own != [getattr(plain, name, None) for name in ("forward", "_conv_forward", "__call__")]:
         return NOT_PLAIN_CONV
@@ -88,7 +89,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def _alike(linear: nn.Module, patch: Any) -> Any:
-    """What modules share that compute alike for equal weights: class, shapes and attributes; None for no such key."""
+    """A key for modules that compute alike for equal weights: class, shapes and attributes; None for no such key."""
     function = getattr(patch, "__func__", None)
     if linear._modules or (patch is not None and function is None):
         return None
@@ -132,6 +133,7 @@ def _multiplies_in(linear: nn.Module, dtype: torch.dtype, shape: Sequence[int]) 
         expected, out = torch.nn.functional.linear(x, weight, bias), twin(x)
     if not isinstance(out, torch.Tensor) or out.shape != expected.shape:
         return False
+    # Sums in another order differ by a few units in the last place; a forgotten factor or clip by far more.
     near = max(1e-5, 2 * torch.finfo(dtype).eps)
     difference = (out.double() - expected.double()).flatten(0, -2).norm(dim=-1)
     return bool((difference <= near * expected.double().flatten(0, -2).norm(dim=-1)).all())
@@ -145,6 +147,7 @@ def _with_values(linear: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, dict
     memo: dict[int, Any] = {}
     state: dict[str, torch.Tensor] = {}
     for name, parameter in linear.named_parameters(remove_duplicate=False):
+        # Keeps outputs near 1, so that BF16 and FP16 neither overflow nor vanish.
         scale = parameter.shape[-1] ** -0.5
         state[name] = memo[id(parameter)] = nn.Parameter(_values(parameter.shape, dtype, scale), requires_grad=False)
     for buffer in linear.buffers():
@@ -165,6 +168,7 @@ def _values(shape: Sequence[int], dtype: torch.dtype, scale: float) -> torch.Ten
     """Values that look random and take no time: one short row of them, repeated at a period that is a prime."""
     import torch
 
+    # A prime period never divides a row's length, so no two rows are alike.
     period, count = 65_537, torch.Size(shape).numel()
     numbers = torch.arange(min(period, count), dtype=torch.float64)
     base = torch.remainder(torch.sin(numbers + 1) * 43758.5453, 2) - 1  # in [-1, 1)

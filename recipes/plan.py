@@ -284,6 +284,7 @@ class Plan:
         fields = {key: typed(_PLAN_FIELDS[key], value, key) for key, value in fields.items()}
         for key, value in fields.get("provenance", {}).items():
             typed(_PROVENANCE.get(key, Any), value, f"provenance {key}")
+        # Plans hold names, and everything that a format is comes from the table of formats.
         formats = {k: get_format(fields[k]) if fields.get(k) else None for k in ("kv_cache", "attention")}
         layers = tuple(LayerPlan.from_dict(layer) for layer in fields["layers"])
         plan = cls(**{**fields, **formats, "layers": layers})

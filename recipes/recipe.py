@@ -111,6 +111,7 @@ class Recipe:
             if any(line.count(".") > _DOTS for line in text.splitlines()):
                 raise ValueError("nested too deeply")  # a.a.a… = 1; tomllib takes memory with the square of the dots
             fields = tomllib.loads(text)
+            # Nesting that tomllib survives may still exceed the recursion limit of code that walks the fields.
             check_depth(fields)
         except (ValueError, RecursionError) as error:
             why = "nested too deeply" if isinstance(error, RecursionError) else error

@@ -234,6 +234,7 @@ def _conv_obstacle(weight: Format, activation: Format | None) -> str | None:
 
 def _keep_shared(layers: list[LayerPlan]) -> list[LayerPlan]:
     """A weight that another layer shares stays in 16 bit: the two could not be stored once and read twice."""
+    # `tied_to` names the owner; here the owner looks up a sharer.
     sharers = {layer.tied_to: layer.name for layer in layers if layer.tied_to is not None}
     return [
         dataclasses.replace(layer, weight=None, activation=None, reason=f"its weight is also that of {sharer}")
@@ -247,6 +248,7 @@ def _without_routers(layers: list[LayerPlan]) -> list[LayerPlan]:
     """Takes routers out of their fusion groups: they share the input of experts, but no runtime merges them."""
     renamed = {}
     for name, members in groups_of(layers).items():
+        # Routers are known by their reason: their kind is that of any linear layer.
         left = [member.name for member in members if member.weight is not None or member.reason != ROUTER]
         if len(left) < len(members):
             renamed[name] = {member: group_name(left) if len(left) > 1 else None for member in left}

@@ -36,6 +36,8 @@ class Watched:
 
     def add(self, other: Watched) -> None:
         """Adds the results of another pass, for modules none of whose layers an earlier pass has called."""
+        # By module and not by layer: a stand-in input may take another branch of a module that real tokens went
+        # through.
         seen_modules = {parent_of(name) for name in self.input_dims}
         new = {name for name in other.input_dims if parent_of(name) not in seen_modules}
         old = {group for name, group in other.groups.items() if name not in new}

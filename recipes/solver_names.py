@@ -66,6 +66,7 @@ def parse_solver(
         ValueError: an unknown part, a part out of order, or a number that a part does not take; the message lists the
             known ones.
     """
+    # Place of each part in a name; parts of one place may follow each other, but for two roundings.
     order = {**dict.fromkeys(transforms, 0), "rotation": 1, "lowrank": 2, **dict.fromkeys(roundings, 3), "autoround": 4}
     merging = {*transforms, "rotation"}
     numbers: dict[str, int] = {}
@@ -89,6 +90,7 @@ def parse_solver(
         elif number and (key not in STEPS or not number.isdecimal() or int(number) < 1):
             raise ValueError(f"solver {name!r}: {part!r}; only {', '.join(STEPS)} take a number, a whole one from 1")
         numbers[key] = 0 if key in merged else int(number or STEPS.get(key, 0))
+    # The parts with numbers work from data already; scalings alone (awq) keep the cheap search of scales.
     implied = "gptq" if numbers.keys() & STEPS.keys() else "mse"
     return SolverSpec(
         name,

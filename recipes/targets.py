@@ -90,6 +90,7 @@ class Target:
 
     def why_not(self, layer: LayerPlan) -> str | None:
         """Why the runtime is known to stop at a layer's formats, or to take them for others; None if it is not."""
+        # A pair is more specific than its weight format, so it is looked up first.
         reasons = {**self.refused, **self.misread}
         return reasons.get(_name(layer.weight, layer.activation)) or reasons.get(str(layer.weight))
 
@@ -122,6 +123,7 @@ class Target:
         if layer.kind not in pair.kinds:
             kinds = " and ".join(pair.kinds)
             clauses.append(f"{self.name} runs {pair} for {kinds} layers, not for kind '{layer.kind}'")
+        # Only the parts that the layer really has.
         beyond = layer.parts.to_dict().keys() - set(self.parts)
         return clauses + [
             f"{self.name} has nothing to run {what} with" for part, what in _PARTS.items() if part in beyond

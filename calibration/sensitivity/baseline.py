@@ -84,6 +84,7 @@ class Baseline:
             return self._mean(sum(self._measured(i) for i in range(len(self.batches))))
         total = 0.0
         changed = [g for g in self.block_index if choice.get(g) != self.choice.get(g)]
+        # Everything before the first changed block is exactly as in the cached run.
         first = min((self.block_index[g] for g in changed), default=0)
         for i in range(len(self.batches)):
             with self.switchable.caching(self.caches[i]), self._skipped(first, self.outputs[i]):

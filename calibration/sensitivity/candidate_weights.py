@@ -120,6 +120,7 @@ class CandidateWeights:
             return None
         down, up = (part.to(x) for part in solution.branches[layer.plan.name])
         error = x - rounded
+        # x and x_q come in the model's units here; A and B were fitted to the input divided by s.
         error = error if solution.divisor is None else error / solution.divisor.to(error)
         return error @ down.t() @ up.t()
 

@@ -147,6 +147,7 @@ def pareto(problem: Problem, resource: str, points: int = 25) -> list[np.ndarray
     # (1 + 1e-12): the last limit is the sum of the least lossy choice itself, up to rounding.
     for limit in low + (high - low) * np.linspace(0, 1, points) ** 2:
         choice = solve(problem, {resource: float(limit) * (1 + 1e-12)})
+        # Neighbouring limits often have the same best choice.
         choices.setdefault(tuple(choice), choice)
     return list(choices.values())
 

@@ -94,6 +94,7 @@ def score_groups(
         return table
     candidates = {c.name: c for choices in allowed.values() for c in choices if c.name != KEPT.name}
     divergence, stored = divergence_of(model, rows), stored_dtype(model)
+    # Static input scales come from these ranges, and every score depends on them.
     amax = measure_amax(model, groups, candidates, rows, session) if amax is None else amax
     switchable = SwitchableModel(
         model, groups, candidates, amax, scoring.solver, stored, scoring.solutions, device=session.device,

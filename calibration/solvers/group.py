@@ -50,6 +50,7 @@ def solve_group(
         solved_as = replace(format, scale=_STORED_NUMBER[stored])
     members = weights
     one_scale = format.per_tensor and not isinstance(solver, Peer)
+    # Rows are independent unless a scale spans them: a tile of 128 rows could straddle two members.
     as_one = len(weights) > 1 and (one_scale or (stack and format.block[0] == 1))
     if as_one:
         weights = {"|".join(members): torch.cat(list(members.values()))}
@@ -75,6 +76,7 @@ def _split(tall: BlockScaledTensor, members: Mapping[str, torch.Tensor]) -> dict
     parts, start = {}, 0
     for name, weight in members.items():
         part = tall.rows(start, start + len(weight))
+        # Clones, since views would keep the whole tall matrix alive for as long as one member lives.
         parts[name] = replace(part, codes=part.codes.clone(), scale=part.scale.clone())
         start += len(weight)
     return parts
@@ -99,6 +101,7 @@ def all_solved(
     everywhere = []
     for index, tensors in in_order(entries, device):
         shapes, format = outlines[index]
+        # Codes, scale and global scale in turn, as `_tensors` lists them.
         parts = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
         everywhere.append(
             {

@@ -29,7 +29,7 @@ from quant.formats.tensor import BlockScaledTensor, checked_amax, choose_scale, 
 
 @dataclass(frozen=True)
 class Peer:
-    """What another toolkit writes for the same weight, byte for byte."""
+    """A solver that gives the codes and scales of another toolkit for the same weight, byte for byte."""
 
     quantize: Callable[[Tensor, Format, Tensor | None], BlockScaledTensor]
     rule: str = "max"

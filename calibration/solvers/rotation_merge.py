@@ -75,6 +75,7 @@ def merge_rotations(
         readers = {name for names in residual.readers.values() for name in names}
     except ValueError as error:
         why = f"the residual stream stays as it is, for {error}; and nothing in its block can take it"
+    # After the residual rotation, whose weights the blocks have by now.
     calls = capture(model, blocks, lambda: model(rows)) if blocks else {}
     for name in layers:
         owner = next((b for b in blocks if name.startswith(f"{b}.")), None)
@@ -91,6 +92,7 @@ def merge_rotations(
 def _merge_in_block(model: nn.Module, owner: str, call: Call, name: str) -> int:
     """Tries the linear layers before `name`, nearest first, in float64; gives the block size, 0 for none."""
     reader = name.removeprefix(f"{owner}.")
+    # In float64 a change by the rotation is told from rounding: 1e-6 against several percent.
     block = in_float64(model.get_submodule(owner))
     call = call.to(dtype=torch.float64)
     order = modules_in_order(block, call)
@@ -128,6 +130,7 @@ def merge_residual_rotation(model: nn.Module, run: Callable[[nn.Module], Any]) -
             )
         block = rotation_block(residual.width)
         before = output_of(run(model)).clone()
+        # Norms too, whose weights become 1.
         touched = [*residual.writers, *residual.readers, *(n for names in residual.readers.values() for n in names)]
         with _restored_on_error(model, touched):
             for norm, readers in residual.readers.items():
@@ -152,6 +155,7 @@ def find_residual(model: nn.Module, run: Callable[[nn.Module], Any]) -> Residual
     readers: dict[str, tuple[str, ...]] = {}
     writers: dict[str, None] = {}
     for norm in norms:
+        # The layers that read the norm's output, directly or through a view.
         behind = [
             name
             for name, x in trace.inputs.items()
@@ -183,6 +187,7 @@ class _Trace(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
             operands = [a for a in args if isinstance(a, torch.Tensor) and a.numel() > 1]
+            # In-place functions return their operand, which would be its own origin and make the search endless.
             if not any(a is out for a in operands):
                 self.alive.append((out, operands))
                 self.made[id(out)] = (getattr(func, "__name__", ""), operands)
@@ -256,6 +261,7 @@ def _take_gain(module: nn.Module, name: str) -> torch.Tensor:
         # Gemma's norms multiply by 1 + weight.
         gain = weight.double() + offset
         if float((y - plain * gain).norm()) <= near * float(y.norm()):
+            # The module then multiplies by exactly 1, whichever way it counts.
             weight.fill_(1 - offset)
             return gain
     raise ValueError(f"{name}: not an RMS norm (it has a mean or a bias), so its input cannot be rotated")
@@ -265,12 +271,15 @@ def _rotate(module: nn.Module, block: int, *, inputs: bool, gain: torch.Tensor |
     """Rotates a module's inputs, or its outputs, in float64; `gain` multiplies its input channels before."""
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
+    # W diag(gain): the gain of the norm belongs to the channels of its readers' input.
     wide = weight.double() if gain is None else weight.double() * gain
+    # y R for y = x Wᵀ is x (Rᵀ W)ᵀ: rows of W are rotated. An embedding's rows are y already, so its columns are.
     along_rows = not inputs and not isinstance(module, nn.Embedding)
     turned = hadamard_transform(wide.mT, block).mT if along_rows else hadamard_transform(wide, block)
     weight.copy_(turned)
     bias = getattr(module, "bias", None)
     if isinstance(bias, nn.Parameter) and not inputs:
+        # A bias is added to the output, so it is rotated with it; rotating inputs leaves it alone.
         bias.copy_(hadamard_transform(bias.double(), block))
 
 
@@ -319,5 +328,6 @@ def merge_head_rotation(block: nn.Module, call: Call, producer: str, reader: str
                     _check_unchanged(before, after, f"rotating {producer} and {reader}")
                 return size
             except ValueError:
+                # Heads narrower than the block mix with their neighbours; half the block may fit in one.
                 size //= 2
     return 0

@@ -121,6 +121,7 @@ def get_pipeline(name: str) -> Pipeline:
     rounding = SOLVERS[spec.rounding]
     transforms = [TRANSFORMS[key] for key in spec.transforms]
     # See `Awq.inputs_alone`.
+    # GPTQ makes up for the weights' error itself, so the search of input scales judges the inputs' error alone.
     alone = isinstance(rounding, Gptq)
     transforms = [replace(t, inputs_alone=alone, rank=spec.rank) if isinstance(t, Awq) else t for t in transforms]
     reconstruction = Reconstruction(steps=spec.autoround) if spec.autoround else None
@@ -131,6 +132,7 @@ def supports(solver: Solver, format: Format) -> bool:
     """Whether a rounding solver can give weights in `format`."""
     rows, columns = format.block
     if isinstance(solver, LocalHessian):
+        # Its sums are over blocks [1, k] of one row; tiles of several rows and whole rows have none.
         return rows == 1 and columns > 0
     # Rules that are defined for one kind of scale: NVFP4's 4/6 choice, and the MX specification's exponents.
     needed = {"four_over_six": E4M3, "ocp": E8M0, "even": E8M0}.get(solver.rule)
@@ -155,6 +157,7 @@ def with_supported_solver(layer: LayerPlan) -> LayerPlan:
     pipeline = get_pipeline(layer.solver)
     if layer.weight is None or supports(pipeline.rounding, layer.weight):
         return layer
+    # The parts before the rounding stay; `mse` supports every format.
     name = layer.solver.replace(pipeline.spec.rounding, "mse")
     reason = f"{layer.reason}; solver {name}, because {pipeline.spec.rounding} does not support {layer.weight}"
     return replace(layer, solver=name, reason=reason)

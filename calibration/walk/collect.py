@@ -56,6 +56,7 @@ def collect_input_amax(
     row_index = 0
 
     def observe(name: str, x: torch.Tensor) -> None:
+        # NaN passes through amax, so one test of the maximum covers all values.
         largest = x.detach().abs().amax().float()
         if not bool(torch.isfinite(largest)):
             raise InputNotFiniteError(name, f"on calibration row {row_index}")
@@ -116,6 +117,7 @@ def watch_inputs(
     for name in names:
         parent, _, last = name.rpartition(".")
         owner = model.get_submodule(parent)
+        # A parameter under this name is a projection of fused experts.
         if isinstance(getattr(owner, last), nn.Module):
             handles.append(owner.get_submodule(last).register_forward_pre_hook(_linear_hook(name, observe)))
         elif runs_experts_alone(owner):
@@ -197,6 +199,7 @@ def _expert_hook(
     path: str, names: Collection[str], observe: Callable[[str, torch.Tensor], None]
 ) -> Callable[[str, int, torch.Tensor], None]:
     def hook(projection: str, expert: int, x: torch.Tensor) -> None:
+        # The other projection of the module may be in 16 bit.
         if f"{path}.{projection}" in names:
             observe(f"{path}.{projection}", x)
 

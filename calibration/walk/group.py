@@ -163,6 +163,7 @@ class Group:
             return
         # A rotation mixes channels, so the maxima of the unrotated ones say nothing about it.
         if observer == "absmax" and not self.parts.hadamard:
+            # Channel maxima scale with their channel, so no second pass over the inputs is needed.
             amax = (self.amax if self.divisor is None else self.amax / self.divisor).amax()
         else:
             range_observer = get_observer(observer)(self.activation, name=self.members[0].name)

@@ -49,7 +49,7 @@ def promote(layer: LayerPlan, error: float, limit: float, ladder: Sequence[Forma
         ladder: formats in the order in which they are tried; None stands for 16 bit.
 
     Returns:
-        The entry, its reason extended by the error, the limit and what was done. At the end of the list the format
+        The entry, its reason extended by the error, the limit and the new format. At the end of the list the format
         stays and the reason says so.
 
     Raises:
@@ -64,6 +64,7 @@ def promote(layer: LayerPlan, error: float, limit: float, ladder: Sequence[Forma
     position = ladder.index(layer.weight) + 1
     if position == len(ladder):
         return _explain(layer, f"{finding}, but it is the last format in its list")
+    # Score and cost were those of the format before, so they are dropped with it.
     following = ladder[position]
     activation = layer.activation
     if following is None:

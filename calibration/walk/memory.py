@@ -1,7 +1,7 @@
 """`block_bytes` estimates the memory that solving one block takes on a CPU.
 
-The memory of a GPU is not estimated, because its allocator and kernels decide what they keep. Where a GPU has no room
-for a block, `naming_the_block` says which block it was.
+The memory of a GPU is not estimated, because its allocator and kernels decide how much they keep. Where a GPU has no
+room for a block, `naming_the_block` says which block it was.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def block_bytes(
     one_expert = max((layer.numel // layer.shape[0] for layer in experts), default=0)
     together = max((_together(layer) for layer in experts), default=0)
     scales = any(get_pipeline(layer.solver).transforms for layer in linear)
+    # The phases follow each other and free their memory, so the largest counts.
     phases = (
         8 * weights if scales else 0,  # a copy in float64, in which `scaling` looks for what absorbs a scale
         4 * _SQUARES * _widest(linear),
@@ -77,7 +78,7 @@ def _together(layer: LayerPlan) -> int:
 
 
 class BlockTooLargeError(ValueError):
-    """A device had no room for a block; the message names it, what the device holds, and the way out."""
+    """A device had no room for a block; the message names it, the contents of the device, and the way out."""
 
 
 @contextmanager

@@ -115,6 +115,7 @@ class ModelWalk:
     def begin(self, chain: Chain) -> tuple[States, Sequence[str]]:
         """The hidden states in front of the first block that is not finished, and the blocks from there on."""
         states, home = chain.take_states(self.session, self.dtype)
+        # Without saved states no block is skipped, unless the whole chain is finished.
         finished, saved = self.store.resume(chain.names)
         if saved is not None:
             states = saved.moved(lambda state: state.to(home))
@@ -169,6 +170,7 @@ class ModelWalk:
         """
         inside = {layer.name for chain in chains for name in chain for layer in self._layers_of(name)}
         members = [layer for layer in self.layers if layer.name not in inside]
+        # The empty name stands for the model itself, as the block of these layers.
         if not members or self.store.resume([""])[0]:
             return None
         self.store.begin("")

@@ -71,6 +71,7 @@ class StandIn(nn.Module):
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """The output without its bias."""
+        # The low-rank branch below reads the input unrounded, as kernels do at run time.
         out = nn.functional.linear(self.group.round_input(x), self.dense)
         branch = self.parts.branch(self.parts.input(x)) if self.parts.lowrank else None
         return out if branch is None else out + branch

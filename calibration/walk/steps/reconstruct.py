@@ -29,9 +29,11 @@ def reconstruct(block: Block, outputs: Sequence[torch.Tensor]) -> None:
     Raises:
         ValueError: the block holds fused experts, or its output is not finite.
     """
+    # One setting for the block, whose layers are learned together.
     settings = next((g.pipeline.reconstruction for g in block.groups if g.pipeline.reconstruction), None)
     if settings is None:
         return
+    # Remembered outputs have no gradient, and would be those of the weights before.
     block.remembered.forget()
     if block.experts:
         raise ValueError(
@@ -76,6 +78,7 @@ def _on_first_rank(
         (number_of(index), call.to(cpu), output.to(cpu))
         for index, (call, output) in enumerate(zip(calls, outputs, strict=True))
     ]
+    # Ranks exchange Python objects through the CPU, whatever their devices.
     everywhere = at_first(own)
     learned: list[Reconstructed] = []
 
