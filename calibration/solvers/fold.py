@@ -85,7 +85,8 @@ def apply_fold(module: nn.Module, scale: torch.Tensor, style: str, stored: torch
             by = torch.where((old != 0) & (became != 0), old / became, torch.ones_like(old))
             weight.copy_(torch.where(by == 1, weight, new))
         else:
-            weight.copy_((old / by[:, None]).to(weight.dtype))
+            # A new tensor: whoever holds the old one, to restore it after an error, still has the original values.
+            weight.data = (old / by[:, None]).to(weight.dtype)
         bias = getattr(module, "bias", None)
         if isinstance(bias, torch.Tensor):
             bias.copy_((bias.double() / by).to(bias.dtype))

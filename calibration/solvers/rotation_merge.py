@@ -276,7 +276,8 @@ def _rotate(module: nn.Module, block: int, *, inputs: bool, gain: torch.Tensor |
     # y R for y = x Wᵀ is x (Rᵀ W)ᵀ: rows of W are rotated. An embedding's rows are y already, so its columns are.
     along_rows = not inputs and not isinstance(module, nn.Embedding)
     turned = hadamard_transform(wide.mT, block).mT if along_rows else hadamard_transform(wide, block)
-    weight.copy_(turned)
+    # A new tensor: whoever holds the old one, to restore it after an error, still has the original values.
+    weight.data = turned.to(weight.dtype).contiguous()
     bias = getattr(module, "bias", None)
     if isinstance(bias, nn.Parameter) and not inputs:
         # A bias is added to the output, so it is rotated with it; rotating inputs leaves it alone.

@@ -16,6 +16,7 @@ from quant.calibration.listener import Listener, Progress
 from quant.calibration.placement import Device
 from quant.errors import UserError
 from quant.execution.solve import Quantized
+from quant.execution.undo import restored_on_error
 from quant.plan.callers_model import check_original, uncompiled, unwrapped
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
@@ -49,6 +50,9 @@ def quantize(
     progress: Progress | None = None,
 ) -> Quantized:
     """Quantizes `model` in place, in evaluation mode; each module has its own mode back afterwards.
+
+    After any exception, Ctrl-C included, the model is as it was: its original weights stay in memory until the end,
+    next to the quantized ones. The command `quantize` reads them from files, and frees each block when it is solved.
 
     Args:
         model: any module; a transformers model needs nothing else. Wrappers of torch.compile, DDP and DataParallel are
@@ -110,7 +114,7 @@ def quantize(
         device=device,
     )
     # Modules are replaced and hooked during the run; compiled code would be rebuilt at each of them.
-    with uncompiled(model):
+    with restored_on_error(model), uncompiled(model):
         quantized = start(request, Listener(progress)).quantized
     # A run in memory always ends with a module; only runs of files end with a report.
     assert quantized is not None

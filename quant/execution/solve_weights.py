@@ -25,6 +25,7 @@ from quant.execution.data import by_input
 from quant.execution.finished_layers import keep_layers, put_back
 from quant.execution.install import install_weight, use_expert_modules
 from quant.execution.layer_result import LayerResult, layer_result
+from quant.execution.undo import restored_on_error
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import weight_of_conv
 from quant.recipes.expert_stacks import expert_matrices
@@ -43,7 +44,7 @@ def apply_plan(
     """Quantizes the planned weights and puts `QuantLinear` and `QuantExperts` in their place.
 
     Args:
-        model: changed in place.
+        model: changed in place; after an exception it is as it was, see `quant.execution.undo`.
         plan: as `make_plan` gives it, perhaps edited.
         input_scales: as `calibrate` gives them.
         device: where weights are rounded, a fusion group at a time; by default where the model is.
@@ -52,7 +53,8 @@ def apply_plan(
     Returns:
         One result per layer of the plan, kept layers included, in plan order.
     """
-    return solve_weights(model, plan, input_scales or {}, Session.on(device, progress=progress))
+    with restored_on_error(model):
+        return solve_weights(model, plan, input_scales or {}, Session.on(device, progress=progress))
 
 
 def solve_weights(

@@ -25,6 +25,7 @@ from quant.calibration.session import Session
 from quant.checkpoints.pretrained import attach, detach
 from quant.errors import UserError, counted
 from quant.execution.solve import solve_plan
+from quant.execution.undo import restored_on_error
 from quant.export.checkpoint.write import plan_of_model
 from quant.plan.callers_model import check_original, inner_model, uncompiled, unwrapped
 from quant.plan.check import check_plan_fits
@@ -106,7 +107,7 @@ def prepare_qat(
         plan = _plan_of_original(model, plan, data, solver, include, exclude)
         start = Start.of_original(model, plan)
         session = Session.on(device, progress=progress)
-        with uncompiled(model):
+        with restored_on_error(model), uncompiled(model):
             plan = solve_plan(model, plan, data, session, rounded=start.rounded.__setitem__).plan
     _check_plan(plan)
     try:
