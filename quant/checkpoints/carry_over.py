@@ -42,7 +42,7 @@ _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 def carry_over(model: Any, tensors: Tensors, names: StoredNames, source: Path) -> tuple[Tensors, StoredNames]:
-    """Completes the tensors of a checkpoint with those of its source.
+    """Completes the tensors of a checkpoint by tensors of its source.
 
     Args:
         model: of transformers, quantized.
@@ -142,7 +142,7 @@ def _unused(
 def _unexpected(
     model: Any, original: Mapping[str, torch.Tensor], asked: list[str], names: StoredNames
 ) -> Collection[str]:
-    """Those of the tensors `asked` for that transformers finds no parameter for; nothing is read."""
+    """The tensors among `asked` that transformers finds no parameter for; no data is read."""
     if not asked:
         return ()
     config = copy.deepcopy(model.config)

@@ -19,7 +19,8 @@ def checkpoint_warnings(plan: Plan, dtype: torch.dtype, names: StoredNames) -> l
 
     Args:
         plan: of the checkpoint, with the run-time parts that its layers have.
-        dtype: of the model; bfloat16 where transformers does not load it, for the others are trouble there alone.
+        dtype: of the model; bfloat16 where transformers does not load it, because only transformers has trouble with
+            other dtypes.
         names: of the model's tensors on disk.
     """
     return [*runtime_warnings(plan, dtype, names), *fusion_warnings(plan), *coverage_warnings(plan)]

@@ -4,10 +4,10 @@
     plan = quant.from_modelopt(model)          QuantLinear, with the codes that ModelOpt's export would write
     quant.save(model, plan, "out")             and every other exporter
 
-Codes and scales are those of `export_hf_checkpoint`, byte for byte. As there, layers that a runtime fuses share one
-largest magnitude in NVFP4, and one of their inputs. ModelOpt's own simulation differs from its export where it divides
-by other intermediate results, which moves the few weights that lie between two codes; and in fused layers, where it
-simulates each with its own.
+Codes and scales equal the output of `export_hf_checkpoint`, byte for byte. As in that export, layers that a runtime
+fuses share the largest magnitude of their weights in NVFP4, and that of their inputs. ModelOpt's own simulation differs
+from its export in two points: it divides by other intermediate results, which moves the few weights that lie between
+two codes, and it simulates each of the fused layers with its own largest magnitude.
 
 The run-time parts of AWQ, SmoothQuant and SVDQuant are kept: a scale of the inputs, a branch in 16 bit. ModelOpt's
 export averages the scales of fused layers, moves them into norms and quantizes again; here each layer keeps its own.

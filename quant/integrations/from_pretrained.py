@@ -75,7 +75,7 @@ class QuantConfig(CompressedTensorsConfig):  # type: ignore[misc]
     def __init__(self, recipe: str | Recipe | Plan | None = None, data: Any = None, **options: Any) -> None:
         self.quant_method = METHOD
         self.recipe, self.data, self.options = recipe, data, options
-        # What transformers reads of the class that this one is taken for.
+        # transformers reads these attributes of a CompressedTensorsConfig, for which it takes this class.
         self.quantization_config = None
         self.dequantize = self.use_optimized_inference = False
 

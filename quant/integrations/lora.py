@@ -6,8 +6,8 @@
     merged = quant.merge_lora(model, rows)         # quantized again by the plan's solvers
     quant.save(merged.model, merged.plan, DIR)
 
-PEFT asks the custom modules of a `LoraConfig` for the adapter of a layer that it does not know; `lora` enters ours. The
-base stays as it is packed: only its input gets a gradient, and the adapters are trained in 16 or 32 bit beside it.
+PEFT looks up the adapter class of an unknown layer among the custom modules of a `LoraConfig`, where `lora` registers
+ours. The base stays packed: a gradient passes through it to its input, and the adapters train in 16 or 32 bit.
 
 Merging changes the weight by less than a step of its format in most places, so rounding again could lose much of the
 training. `merge_lora` therefore dequantizes the layers, has PEFT merge (DoRA and rsLoRA too), solves them by the plan's

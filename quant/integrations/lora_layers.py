@@ -103,7 +103,8 @@ class _Adapted(torch.autograd.Function):
             y: torch.Tensor = base(x)
         y.view(-1, y.shape[-1]).addmm_(low, narrow_up.t(), alpha=s)
         ctx.save_for_backward(rows)
-        # Kept beside the saved tensors, so in-place changes are looked for here: autograd does so for saved ones only.
+        # Held by `ctx` and not saved: autograd checks saved tensors alone for in-place changes, so `backward` compares
+        # the versions of these.
         ctx.held, ctx.parameters = (low, narrow_down, narrow_up, down._version, up._version), (down, up)
         return y
 

@@ -6,7 +6,7 @@ A `TensorQuantizer` has its format in fields, and the results of calibration in 
     block_sizes   {-1: 16, "scale_bits": (4, 3), "type": "dynamic"}; None where `axis` says which elements share a scale
     axis          None: the whole tensor; 0: each row; all axes but the last one of an input: each token
     _amax         largest magnitudes of the tensor, its rows or its blocks
-    _global_amax  that of the tensor, where `_amax` holds blocks that a search chose (MSE, four-over-six, local Hessian)
+    _global_amax  of the tensor, where `_amax` has those of blocks after a search (MSE, four-over-six, local Hessian)
 
 Everything is read by name: nothing here imports ModelOpt, and states that were recorded elsewhere do as well.
 """
@@ -76,7 +76,7 @@ def format_of(quantizer: Any, name: str, *, inputs: bool = False) -> Format:
             "NVFP4, FP8, MXFP8, MXFP4, INT8 or INT4 in groups of 128, or leave it out with an entry "
             f"{{'quantizer_name': '{name}*', 'enable': False}} of quant_cfg"
         )
-    # Of two formats that differ in name alone, that of inputs comes last.
+    # Where two formats differ in name alone, the one for inputs comes last in FORMATS.
     format = fitting[-1 if inputs else 0]
     if inputs:
         _check_inputs(quantizer, format, name)

@@ -66,7 +66,7 @@ def stand_in(
     if plain is None:
         zero = torch.zeros((), dtype=dtype, device=held[last].device)
         plain = nn.Parameter(zero.expand(tuple(shape)), requires_grad=False)
-    # Another dict: that of a weight that ModelOpt has compressed packs what is put into it.
+    # A new dict: ModelOpt's own dict around a compressed weight packs every parameter that is put into it.
     stack.callback(setattr, module, "_parameters", held)
     module._parameters = {**held, last: plain}
     return plain

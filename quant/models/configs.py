@@ -27,7 +27,8 @@ _TOKENS = {"bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_
 _BLOCKS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth")
 _SIZE = re.compile(r"(size|dims?|heads?|layers?|experts?|embd|embed|inner|channels?|blocks?|width|depth|rank|groups?)$")
 _USUAL = {True: 1000, False: 1 << 20}  # of blocks, and of other sizes: no reason to look into the files
-# What a processor may make of one image or sound: a hundred times what any that we know asks for would take minutes.
+# Upper limits of a processor's sizes, far above those of any model that we know. Beyond them the preparation of one
+# image or sound takes minutes, or all memory.
 _OF_PROCESSORS = {
     "n_fft": 1 << 16, "fft_length": 1 << 16, "hop_length": 1 << 16, "win_length": 1 << 16, "feature_size": 1 << 14,
     "num_mel_bins": 1 << 14, "chunk_length": 3600, "sampling_rate": 1 << 20, "n_samples": 1 << 26,

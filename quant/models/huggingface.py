@@ -158,7 +158,7 @@ def build(
         dtype: of the weights.
         meta: builds on the meta device.
         path: directory of the checkpoint, which errors name.
-        tensors: dequantizes those of a quantized checkpoint; by default transformers reads the directory.
+        tensors: of a quantized checkpoint, dequantized as they are read; by default transformers reads the directory.
         options: go to `from_pretrained`.
     """
     if meta:

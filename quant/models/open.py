@@ -168,6 +168,7 @@ def open_model(
         return _open_module(source, given_dtype)
     name = str(source) if revision is None else with_revision(str(source), revision)
     with huggingface.remote_code(trust_remote_code):
+        # The flag counts here already: a snapshot of the hub gets Python files only where they may run.
         path = find_model(name)
     # Before anything is read: a file that changes while it is loaded must differ from its stamp.
     files = WatchedFiles(path)

@@ -79,7 +79,7 @@ def _of_gguf(path: Path, plan: Plan) -> Shapes | None:
 def gguf_reader() -> type[Any]:
     """`gguf.GGUFReader` over a plain array: the same mapped bytes, without the cost of `np.memmap`'s slices.
 
-    It makes about 300,000 slices of a vocabulary of 49,152 tokens, and those of `np.memmap` take three times as long.
+    It makes about 300,000 slices of a vocabulary of 49,152 tokens, and slicing `np.memmap` takes three times as long.
     """
     import numpy as np  # takes 0.1 s, and most commands on plans read no GGUF file
     from gguf import GGUFReader

@@ -3,7 +3,7 @@
 There are two kinds. transformers joins the matrices of all experts to one parameter `[experts, out, in]` where a
 checkpoint stores them one by one. And the weights of a checkpoint that is released quantized have to be dequantized.
 In memory as a whole, such a model would take its full size. Here these parameters stay on the meta device and have an
-attribute `stored`. Their module reads them for a forward pass and drops them behind, or, where `experts_forward` can
+attribute `stored`. Their module reads them for a forward pass and drops them after it, or, where `experts_forward` can
 run it, reads one expert after the other. A solver that looks at weights alone reads one weight, or one expert, at a
 time. Everything else of the model is mapped from the files.
 """
@@ -126,7 +126,7 @@ def open_stored(model: nn.Module, files: Files) -> bool:
     mapped: dict[str, torch.Tensor] = {}
     left: dict[str, StoredWeight] = {}
     used = set()
-    # What transformers loads in float32, found in names as it finds it.
+    # Patterns of the modules that transformers keeps in float32, searched for in names as it does.
     wide = [re.compile(p.replace("*", ".*")) for p in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     for name, tensor in expected.items():
         matrices = expert_names(name, len(tensor)) if tensor.dim() == 3 and name not in files else []

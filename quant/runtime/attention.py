@@ -112,8 +112,8 @@ def quantized_attention(
         attention: one of `ATTENTIONS`; None is "16bit".
         kv_cache: one of `KV_CACHES`; None is "16bit".
         group: processes that each run the model on their share of a text, as `quant.kernels.attention.ring.shard`
-            cuts the ids and positions, causally and without padding. FP8 attention passes E4M3 keys and values on,
-            attention in 16 bit those of an NVFP4 cache or of 16 bit. None is no group.
+            cuts the ids and positions, causally and without padding. FP8 attention passes keys and values on in E4M3,
+            attention in 16 bit in NVFP4 or 16 bit. None is no group.
 
     Raises:
         UserError: an unknown name, a model whose attention cannot be replaced, or an option that no group computes.
@@ -235,7 +235,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls, with q `[batch, heads, new, dim]` and k, v `[batch, kv_heads, …, dim]`.
 
-    Of the keywords, those of `AttentionCall` are read.
+    Of the keywords it reads the fields of `AttentionCall`.
 
     A k with `quant_layer` holds new keys alone: its layer of a `QuantizedKVCache` has the others.
     """

@@ -1,9 +1,9 @@
 """`Decoder` writes one token of a Llama-like model in few launches, and those as one CUDA graph.
 
-transformers runs a model module by module: some thirty launches a layer, each from Python, which takes a GPU longer to
-be told than to do. Here a layer is ten launches: the matmuls, of which q, k and v are one and gate and up are one, and
-the steps of `quant.kernels.portable.decoder_step` between them. They read and write tensors that stay where they are,
-so a token is the replay of a graph.
+transformers runs a model module by module: some thirty launches a layer, each from Python, and launching takes longer
+than the GPU needs to compute. Here a layer is ten launches: the matmuls, of which q, k and v are one and gate and up
+are one, and the steps of `quant.kernels.portable.decoder_step` between them. They read and write tensors at fixed
+addresses, so a token is the replay of a graph.
 
 The prompt runs through transformers, whose keys and values are then put into pages; the pages of a `QuantizedKVCache`
 are written on where they are. The first token is computed both ways: a model whose logits differ is left to
@@ -28,16 +28,16 @@ from quant.kernels.linear.modules import QuantLinear
 from quant.runtime.rotation import Turn
 
 FAMILIES = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3"))
-"""Classes of transformers whose layers are what `Decoder` computes."""
+"""Classes of transformers whose layers `Decoder` can compute."""
 _LINEARS = (".q_proj", ".k_proj", ".v_proj", ".o_proj", ".gate_proj", ".up_proj", ".down_proj")
 _GATES = {"silu": False, "gelu_pytorch_tanh": True}
 _PAGE = 64
-# Tokens behind a stop, of which there are at most this many, are thrown away.
+# Tokens after the end of a text, at most this many, are thrown away.
 _LOOK = 16  # tokens between two looks at what was written; looking waits for the GPU
 _ROPES = ("default", "linear", "llama3", "yarn")  # an angle depends on its position alone
 # Relative errors of logits, see `Decoder.agrees`.
 _CLOSE, _CLOSE_ROUNDED = 0.1, 0.5
-# What a generation config may say without changing which tokens are the likeliest.
+# Fields of a generation config that do not change which token is the likeliest.
 _HARMLESS = frozenset({
     "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "do_sample",
     "temperature", "top_p", "top_k", "min_p", "typical_p", "max_length", "max_new_tokens", "use_cache", "num_beams",
@@ -170,11 +170,11 @@ class Decoder:
     def run(self, start: int, end: int, stops: Sequence[int], *, steps_done: int = 0) -> Iterator[list[int]]:
         """The tokens at positions `start` to `end`, or up to one of `stops`, some at a time.
 
-        Positions behind a stop may be written, too.
+        Positions after the end of the text may be written, too.
 
         Args:
             start: position of the token that `begin` got.
-            end: behind the last position.
+            end: one past the last position.
             stops: tokens that end a text.
             steps_done: steps that were made since `begin`.
         """
@@ -215,8 +215,8 @@ class _Quantized:
 class _Layer:
     """A decoder layer, ten launches a token; twelve where the outputs of attention and MLP are normed, too.
 
-    `pages` hold the keys and values. Over a quantized cache they hold those of the newest token alone, which another
-    launch, behind the products that turn them, writes to the pages of the cache.
+    `pages` hold the keys and values. With a quantized cache they hold the newest token's alone: further launches turn
+    them and write them to the pages of the cache.
     """
 
     quantized: _Quantized | None = None

@@ -180,7 +180,7 @@ def _decode(
     is_quantized = cache is not None
     seen = model(ids, use_cache=True, logits_to_keep=1, **cache_argument(model, cache))
     cache = cache_of(seen)
-    # The prompt's own logits choose the first token; the decoder starts behind it.
+    # The prompt's own logits choose the first token; the decoder computes from the second one on.
     first = int(_check_logits(model, ids, seen.logits[:, -1]).argmax())
     stops = _ends(model)
     if max_new_tokens == 1 or first in stops:

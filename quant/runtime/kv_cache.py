@@ -185,7 +185,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Drops all pages, and the turn of the keys."""
         self._pages, self._sequences, self.length, self._turn = None, [], 0, None
         self.is_initialized = self._waiting = False
 

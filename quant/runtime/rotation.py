@@ -45,7 +45,7 @@ SAMPLED = 2048
 _QUERIES = 512
 """Queries, at most, whose attention weighs keys."""
 _ITERATIONS = 28
-"""Enough for eigenvalues in a ratio of 1e9; those of SmolLM2's heads are in one of 2e3 to 1e8."""
+"""Enough for eigenvalues in a ratio of 1e9; the ratios of SmolLM2's heads are 2e3 to 1e8."""
 _FLOOR = 2.0**-20
 """Least second moment of a channel, as a share of the mean: a channel of zeros is neither lost nor blown up."""
 

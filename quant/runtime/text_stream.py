@@ -22,7 +22,7 @@ class TextStream:
 
     Args:
         tokenizer: of transformers.
-        tell: takes each piece; None is for nobody to listen.
+        tell: called with each piece; None for no listener.
     """
 
     def __init__(self, tokenizer: Any, tell: Callable[[str], object] | None) -> None:

@@ -200,7 +200,7 @@ def _counted(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     labels = inputs.get("labels")
     if labels is None:
         return None if mask is None else mask.bool()
-    # The label of the token behind; what comes behind the last one is not known.
+    # Position i predicts token i + 1, so the label of the next token decides. After the last one none is known.
     counted = torch.zeros_like(labels, dtype=torch.bool)
     counted[:, :-1] = labels[:, 1:] != -100
     return counted if mask is None else counted & mask.bool()

@@ -38,7 +38,7 @@ _SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 # The factor of a slice's gradients times its positions. Of a sum of (q − p) · hidden it leaves a mean, times 4096 at
 # most, and (q − p) of 1 / vocabulary comes to about the smallest normal number of FP16 in the slices of a GPU.
 _SLICE_SUM = 1 << 12
-# What 1 less a sum of float32 probabilities may be where nothing is left.
+# Rounding error of 1 − Σ p in float32: a smaller remainder counts as no probability at all.
 _NOTHING = 1e-6
 
 Head = Callable[[torch.Tensor], torch.Tensor]

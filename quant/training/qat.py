@@ -128,8 +128,8 @@ def prepare_qat(
 def convert_qat(model: nn.Module) -> Plan:
     """Packs a model that `prepare_qat` prepared; changes it in place.
 
-    Its outputs are those of the trained model, bit for bit where both run the reference arithmetic. It saves, exports
-    and runs as any quantized model does.
+    The packed model's outputs equal the trained model's, bit for bit where both run the reference arithmetic. It saves,
+    exports and runs as any quantized model does.
 
     Args:
         model: as `prepare_qat` left it, after training. Wrappers (DDP, torch.compile) are looked through.

@@ -14,8 +14,8 @@ memory; they are refused.
 
 A layer that shares the cache of an earlier one (Gemma 3n) reads keys and values there, under that layer's scales.
 
-The second-level scales come from the checkpoint's `k_scale` and `v_scale`, which are those of an FP8 cache: amax / 448,
-where NVFP4 wants amax / 2688. Without them it is 1 / 6, with which keys and values may be as large as 448.
+The second-level scales come from the checkpoint's `k_scale` and `v_scale`. These are made for an FP8 cache, amax / 448,
+and NVFP4 needs amax / 2688. Without them the scale is 1 / 6, with which keys and values may be as large as 448.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Builder(AttentionMetadataBuilder[Batch]):
         chunks = []
         if tokens < common.num_actual_tokens:
             at, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
-            # Lengths on the host; reading those of the GPU would wait for it.
+            # Lengths on the host: reading them from the GPU would wait for it.
             assert lengths is not None
             rows = range(decodes, common.num_reqs)
             chunks = [(row, at[row], at[row + 1], int(lengths[row])) for row in rows if at[row + 1] > at[row]]

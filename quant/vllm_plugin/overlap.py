@@ -57,6 +57,7 @@ def _half(both: torch.Tensor) -> torch.Tensor:
     return both.new_empty(both.shape[0], both.shape[1] // 2)
 
 
+# As custom ops, so that torch.compile takes each for one node of known shapes and does not trace into Triton.
 register(
     "quant::add_rmsnorm",
     "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",

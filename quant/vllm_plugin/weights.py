@@ -1,8 +1,8 @@
 """The parameters that vLLM has loaded for a layer become a `BlockScaledTensor`, and the layer's again for our kernels.
 
 vLLM merges sibling layers (q, k and v; gate and up) into one matrix and gives a kernel the parameters of the
-checkpoint under names of its own. By then global scales are no longer reciprocals: both checkpoint layouts, that of
-compressed-tensors and that of ModelOpt, arrive alike.
+checkpoint under names of its own. By then global scales are no longer reciprocals: checkpoints in the layouts of
+compressed-tensors and of ModelOpt arrive alike.
 
     nvfp4   weight u8 [out, in / 2], weight_scale e4m3 [out, in / 16], weight_global_scale f32 scalar
     mxfp4   weight u8 [out, in / 2], weight_scale u8 [out, in / 32]

@@ -2,7 +2,7 @@
 
 transformers builds such a tokenizer from parts, by rules that change from version to version. One that starts no text
 with its first token, or that has the vocabulary of another model, raises no error: calibration and evaluation then run
-on garbage. The file itself says what is right:
+on garbage. The file itself has the right values:
 
     tokenizer.ggml.tokens, .token_type         the token of each id, and which of them are control tokens
     tokenizer.ggml.merges                      pairs of a byte-pair encoding, the first to be merged first

@@ -209,7 +209,7 @@ def refuse_packed(
     Args:
         file: holds them.
         dtypes: of the tensors to look at, as safetensors call them.
-        names: all tensors of the file; by default those of `dtypes`.
+        names: of all tensors in the file; by default the keys of `dtypes`.
         why: the second half of the message.
 
     Raises:
