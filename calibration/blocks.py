@@ -241,7 +241,7 @@ def _first_hidden(calls: dict[str, Call], chain: Sequence[str]) -> dict[str, Cal
 
 
 def without_hidden(calls: Mapping[str, Call]) -> dict[str, Call]:
-    """The calls of blocks with nothing in the place of their hidden states."""
+    """The calls of blocks without their hidden states."""
     empty = torch.empty(0)
     return {name: call.with_hidden(empty) for name, call in calls.items()}
 

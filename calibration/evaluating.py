@@ -76,7 +76,7 @@ def prepared(
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Has a model evaluate, and gives each of its modules its own mode back.
 
-    A module that has replaced another one meanwhile takes the mode of that one; a new one, that of its parent.
+    A module that has replaced another one meanwhile takes over its mode; a new module takes the mode of its parent.
     """
     modes = {name: module.training for name, module in model.named_modules(remove_duplicate=False)}
     # Weak, since layers that are replaced meanwhile must be freed; one that a caller still holds gets its mode back.

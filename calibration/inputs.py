@@ -1,4 +1,4 @@
-"""`Inputs` are calibration inputs of any kind: the arguments of a model, call by call, in the place of token rows.
+"""`Inputs` are calibration inputs of any kind: the arguments of a model, call by call, instead of token rows.
 
 A row of tokens is one positional tensor. A speech model takes sounds and the tokens written so far, CLIP images and
 texts, an encoder-decoder two texts. Here each row is one call with arguments of its own:
@@ -75,7 +75,7 @@ class Inputs:
         return sum(tensor.numel() for tensor in self.tensors())
 
     def dim(self) -> int:
-        """As of a tensor of images, whose rows are whole inputs."""
+        """Four dimensions, as a tensor of images has; each row is a whole input."""
         # Code that tells token ids [rows, seqlen] from other inputs asks for two dimensions.
         return 4
 
@@ -84,7 +84,7 @@ class Inputs:
         return Inputs([_move(call, device) for call in self.calls])
 
     def split(self, rows: int) -> list[Inputs]:
-        """Batches of at most `rows` consecutive calls whose arguments can be joined: those of one shape."""
+        """Batches of at most `rows` consecutive calls whose arguments can be joined, since they have one shape."""
         batches: list[list[Arguments]] = []
         for call in self.calls:
             last = batches[-1] if batches else []

@@ -54,7 +54,7 @@ class AttentionScales:
         v: scale of the cached values, likewise.
         q: scale of the queries in `attention_format`; None where attention keeps 16 bit.
         p: scale of the probabilities, [], likewise.
-        amax: calibrated magnitudes of those of "q", "k" and "v" that were observed, or of the "latent" vector, from
+        amax: calibrated magnitudes of the observed operands among "q", "k" and "v", or of the "latent" vector, from
             which `attention_scale` gives the scale in any other format.
         kv_format: of the cache, or None.
         attention_format: of attention's operands, or None.

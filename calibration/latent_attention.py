@@ -1,4 +1,4 @@
-"""Latent attention (MLA) caches one vector a token for all heads, in the place of keys and values.
+"""Latent attention (MLA) caches one vector a token for all heads, instead of keys and values.
 
     hidden ── kv_a_proj_with_mqa ─┬─ latent [kv_lora_rank] ─ kv_a_layernorm ──┬─▶ cache   expanded to keys and values
                                   └─ rotary key [qk_rope_head_dim] ─ RoPE ────┘           when they are read

@@ -50,7 +50,7 @@ class _Counts:
 
 
 class Listener:
-    """Hears of messages and stages; this one shows nothing but hands counts to a callback.
+    """Hears of messages and stages; this one only passes counts to a callback.
 
     Args:
         progress: called as `progress(stage, done, total)`, if given.

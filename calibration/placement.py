@@ -172,7 +172,7 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
 
 
 class DeviceCopies:
-    """Copies on a device in the place of the tensors of some modules, until the originals are restored.
+    """Copies on a device that replace the tensors of some modules, until the originals are restored.
 
     Args:
         modules: their submodules are not counted in.

@@ -118,7 +118,7 @@ def prefetched(
     *,
     whole: bool = True,
 ) -> Iterator[tuple[Step, list[torch.Tensor]]]:
-    """Gives each step with its tensors on `device`, while those of the next one are copied.
+    """Gives each step with its tensors on `device`, while the tensors of the next step are copied.
 
     `whole` is as of `Prefetcher`.
     """

@@ -193,7 +193,7 @@ def in_order(
 
     Args:
         own: this rank's; entries of one number stay in the order in which they are given.
-        device: where those of others are put, and where own ones are.
+        device: of this rank's tensors, to which the tensors of other ranks are copied.
     """
     rank, world = rank_and_world()
     if world == 1:

@@ -111,7 +111,7 @@ class Store:
         """Waits until everything is written, also by other ranks where this one uses their results."""
 
     def seconds_to_write(self, nbytes: int) -> float:
-        """Seconds that so many bytes took to write when it was last measured."""
+        """Seconds that `nbytes` take to write at the speed that was last measured."""
         return 0.0
 
     def refresh(self) -> None:

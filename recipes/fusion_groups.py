@@ -9,8 +9,8 @@ Serving runtimes merge these layers all the same, so their second-level scales m
 
 Solvers that need data take the statistics of a group from its first member, so a group by name must not hold layers
 with different inputs. In attention across two inputs q stays apart, and where q, k and v are given one by one there is
-no group. Names cannot tell that DETR adds positions to the inputs of q and k, or that SegFormer shortens those of k and
-v: both run on a stand-in image, which shows it.
+no group. Names cannot tell that DETR adds positions to the inputs of q and k, or that SegFormer shortens the inputs of
+k and v: both run on a stand-in image, which shows it.
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ def _by_sibling(layers: Sequence[Layer], unseen: dict[str, Layer]) -> dict[str, 
 
 
 def _twin_keys(name: str) -> list[tuple[str, ...]]:
-    """Two keys of a name: without the number of its block, but with those of experts, and without any number."""
+    """Two keys of a name: without the number of its block but with the numbers of experts, and without any number."""
     pattern = _numberless(name)
     return [(pattern, *_NUMBER.findall(name)[1:]), (pattern, "any")]
 
 
 def _moved(member: str, twin: str, name: str) -> str:
-    """A name of `twin`'s group with the numbers of `name` where it has those of `twin`."""
+    """A name of `twin`'s group, with the numbers of `twin` replaced by the numbers of `name`."""
     numbers = iter(zip(_NUMBER.findall(twin), _NUMBER.findall(name), strict=True))
 
     def new(number: re.Match[str]) -> str:

@@ -23,7 +23,7 @@ class LayerKind(StrEnum):
 
     @property
     def is_named_by_parameter(self) -> bool:
-        """Whether a layer is named by the path of its parameter, and not by that of the module that owns `weight`."""
+        """Whether a layer is named by the path of its parameter, and not by the path of the owner of `weight`."""
         return self in (LayerKind.EXPERTS, LayerKind.PARAMETER)
 
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, ...]:

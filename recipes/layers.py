@@ -212,7 +212,7 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def _shape(module: nn.Module, name: str, parameter: torch.Tensor, transposed: bool) -> tuple[int, ...]:
-    """Shape of a weight with output channels before those of the input, whichever the parameter has first."""
+    """Shape of a weight with output channels before input channels, in whichever order the parameter is stored."""
     if (stacking := stacking_of(module, name)) is not None:
         return stacking.weight_shape
     if not transposed or hasattr(module, "stands_for"):

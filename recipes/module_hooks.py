@@ -1,7 +1,7 @@
-"""A module that takes the place of another one takes its hooks: steering, recording, devices, adapters.
+"""A module that replaces another one takes over its hooks: steering, recording, devices, adapters.
 
-The dictionaries of hooks are shared, not copied: a handle that the caller holds removes its hook from whichever module
-is in the place by then, and the hooks keep their order.
+The dictionaries of hooks are shared, not copied: a handle that the caller holds removes its hook from the module that
+has replaced the original by then, and the hooks keep their order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def take_hooks(new: Any, old: nn.Module) -> None:
-    """Gives `new` the hooks of `old`, those of torch and the one that accelerate wraps around a forward."""
+    """Gives `new` the hooks of `old`: torch's, and the one that accelerate wraps around a forward."""
     for name in _HOOKS:
         if getattr(old, name, None):
             setattr(new, name, getattr(old, name))
@@ -43,7 +43,7 @@ def take_hooks(new: Any, old: nn.Module) -> None:
 
 @contextmanager
 def forwarding(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """While open, `module` runs `forward`; then it has its forward again, that of its class or one of its own."""
+    """While open, `module` runs `forward`; then it has its forward again, from its class or set on the instance."""
     before = vars(module).get("forward")
     module.forward = forward
     try:

@@ -46,7 +46,7 @@ class Parts:
     Attributes:
         pre_scale: whether the input is scaled, by a vector that no neighbour could take up.
         hadamard: block of the Hadamard rotation that the input goes through; 0 for none.
-        rank: of the 16-bit branch beside the quantized weight; 0 for none.
+        rank: of the 16-bit branch next to the quantized weight; 0 for none.
     """
 
     pre_scale: bool = False

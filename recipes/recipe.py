@@ -142,7 +142,7 @@ def get_recipe(name: str) -> Recipe:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """The end of a message that says which name was meant: one that goes on behind `name`, or the nearest one."""
+    """The end of a message that suggests a name: one that begins with `name`, or else the nearest one."""
     longer = [each for each in choices if name and each.startswith(name)]
     near = longer or difflib.get_close_matches(name, list(choices), 1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -98,7 +98,7 @@ def resolve(
 def _house_rules(layers: Sequence[Layer], only: Sequence[str]) -> dict[str, str]:
     """Reasons for layers that their names keep in 16 bit, by layer name.
 
-    A tower is small beside the language model, or it is the model: in CLIP its neighbour is an encoder of texts.
+    A tower is small compared with the language model, or it is the model: CLIP pairs it with an encoder of texts.
     `--include` with a glob for a tower's layers alone asks for it.
     """
     is_pair = any(_TEXT_ENCODER in layer.name for layer in layers)

@@ -36,7 +36,7 @@ class Pair:
         merged_rows: where matrices are merged into one, `out` of each but the last must be a multiple of this.
         rows: `out` of every matrix must be a multiple of this.
         mixes: whether other layers may have other formats.
-        source: the place in the runtime's source that accepts it; empty for the target's own.
+        source: file or function of the runtime that accepts it; empty for the target's own.
     """
 
     weight: str
@@ -65,7 +65,7 @@ class Target:
         name: key in `TARGETS`.
         description: one line.
         pairs: of formats that it accepts.
-        kv_cache: formats of the KV cache by name, beside 16 bit.
+        kv_cache: formats of the KV cache by name, besides 16 bit.
         fused: names of sibling layers that it merges into one matmul, whose formats must agree.
         parts: run-time parts that it can execute, of "pre_scale", "hadamard", "rank".
         source: where the table comes from.

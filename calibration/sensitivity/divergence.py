@@ -170,7 +170,7 @@ class NextToken(Logits):
         return f"row {first_row + row}, token {token}"
 
     def _difference(self, hidden: torch.Tensor, base: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """Logits of the model minus those of the base; 0 for tokens that the base rules out."""
+        """Logits of the model minus the base's logits; 0 for tokens that the base rules out."""
         # d = (h' − h) Wᵀ; a bias of the head would cancel, and a soft cap is not linear.
         if self.split and self.cap is None and type(self.head) is nn.Linear:
             if self.narrow is None:

@@ -47,7 +47,7 @@ class BlockLayer:
         quantized: codes and scales to start from.
         activation: format of the input, or None.
         input_scale: static scale of that format, where it has one.
-        parts: the operations of the layer at run time beside its matmul.
+        parts: the operations of the layer at run time besides its matmul.
     """
 
     weight: torch.Tensor

@@ -1,6 +1,6 @@
 """AWQ and SmoothQuant scale input channels before rounding.
 
-W x = (W diag(s)) (x / s) for any positive s. Large s on a channel makes its weights large beside their block, so
+W x = (W diag(s)) (x / s) for any positive s. Large s on a channel makes its weights large within their block, so
 their rounding errors grow less than the channel's inputs shrink; and it takes outliers out of the activations. Both
 methods take s from the channel's typical magnitude, s = mean|x|^p / max|w|^q:
 
@@ -32,9 +32,9 @@ class Awq:
     """Activation-aware scaling: the power of the channel magnitudes that leaves the smallest output error.
 
     Attributes:
-        inputs_alone: where inputs are rounded too, only their rounding counts and that of weights does not. So it is
+        inputs_alone: where inputs are rounded too, only their rounding counts and the weights' does not. So it is
             before GPTQ, which makes up for most of the weights' error; chosen on held-out rows of SmolLM2-135M.
-        rows: at most so many output rows take part in the search.
+        rows: largest number of output rows that take part in the search.
         rank: of the 16-bit branch that will be taken off the scaled weight; 0 for none. The branch takes the inputs
             that matter most out of the rounding, and the residual that is left for Q wants a higher power.
     """

@@ -10,7 +10,7 @@ Three things are done beyond that paper.
 **Order.** The columns that come first have the most others left to make up for their error, so the loud ones go first,
 where scales are coarser than E4M3's.
 A block that shares a scale stays whole: blocks are taken by falling power of their inputs, and so are the columns
-within one. Codes and scales are put back in their places, and nothing is stored of the order.
+within one. Codes and scales are put back in the original order, so the order need not be stored.
 
 **Scales.** When the loop reaches a block that shares a scale, its weights have moved, so the scale is chosen now.
 For each candidate scale the block is rounded with feedback inside it, and the smallest Σ e_j² wins. That is the

@@ -1,4 +1,4 @@
-"""`lowrank_branch` finds a low-rank branch in 16 bit beside the quantized weight: W ≈ Q + B A, as in SVDQuant.
+"""`lowrank_branch` finds a low-rank branch in 16 bit next to the quantized weight: W ≈ Q + B A, as in SVDQuant.
 
 The branch sees the input unrounded, so neither weight nor activation rounding touches it; the residual that is left
 for Q is smaller and flatter.

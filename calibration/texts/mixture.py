@@ -75,7 +75,7 @@ def mixture_rows(
     """Rows of calibration text as the module docstring describes them, and how they came about.
 
     Args:
-        writer: of own text. Without it, or where its model cannot write, the samples take the place of own text.
+        writer: of own text. Without it, or where its model cannot write, samples replace own text.
         tokenizer: a Hugging Face tokenizer; without one all text is the model's own.
         session: its seed chooses the pieces and the model's draws: the same rows for the same seed, model and machine.
             Its listener hears of the stage "generate".

@@ -93,7 +93,7 @@ class Block:
         """Runs the block on some calls.
 
         Returns:
-            The hidden states behind it, each where the one before it is kept.
+            The hidden states after the block, each on the device of the state before it.
         """
         outputs = []
         with fast_matmul():

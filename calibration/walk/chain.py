@@ -1,7 +1,7 @@
 """A `Chain` is a run of consecutive blocks, with their calls and the hidden states between them.
 
 Between two blocks of a chain nothing but the hidden state changes. So the calls of all blocks are captured once, and
-the walk hands each block the hidden states that the one before it gave.
+each block gets the hidden states that the block before it gave.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class BlockStore:
         """Is called before a block is worked on."""
 
     def end(self, block: str, states: States | None) -> States | None:
-        """Is called when a block is finished, with the hidden states behind it; None for the last of a chain.
+        """Is called when a block is finished, with the hidden states after it; None for the last of a chain.
 
         Returns:
             The same hidden states, perhaps mapped from a file.

@@ -109,7 +109,7 @@ def watch_inputs(
 
     A linear is watched by a hook. The projections of fused experts are parameters, not modules. Where the library
     can be told how to run them, the module's forward is replaced by `experts_forward`, which sees every expert's input;
-    elsewhere a `WatchedExperts` stands in the place of each parameter.
+    elsewhere a `WatchedExperts` replaces each parameter.
     """
     experts: dict[nn.Module, str] = {}
     watched: dict[nn.Module, dict[str, nn.Parameter]] = {}
@@ -166,7 +166,7 @@ class WatchedExperts(ExpertStack):
 
 
 def watch_experts(model: nn.Module, name: str, observe: Callable[[int, torch.Tensor], None]) -> nn.Parameter:
-    """Puts a `WatchedExperts` in the place of a parameter of `model`, which is returned."""
+    """Replaces a parameter of `model` by a `WatchedExperts`, and returns the parameter."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     stacking = stacking_of(module, last)

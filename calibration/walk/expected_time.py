@@ -45,7 +45,7 @@ _A_STEP, _BESIDE = 0.0001, 8
 
 @dataclass(frozen=True)
 class ExpectedTime:
-    """Seconds that a plan will take, beside opening the model and writing the checkpoint.
+    """Seconds that a plan will take, without opening the model and writing the checkpoint.
 
     Attributes:
         writing: of calibration text that the model writes.

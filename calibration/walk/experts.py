@@ -2,7 +2,7 @@
 
 A projection is one parameter for all experts. A router sends each expert different tokens, so each has a second
 moment of its own. One pass over the block keeps the inputs of the experts module; an expert's inputs are computed
-from them when it is its turn, with its quantized projections before in place. So beside the codes, which `Scratch` may
+from them when it is its turn, with its quantized projections before in place. So besides the codes, which `Scratch` may
 take, a few second moments and one expert are in memory, whatever the number of experts, which may be in their files
 until then. Where only the modeling code knows the inputs of experts, the block runs once for each projection
 with `WatchedExperts`.

@@ -29,7 +29,7 @@ class Solved:
 
     Attributes:
         weight: codes and scales of `[out, in]`, or of `[experts, out, in]`.
-        parts: the operations of the layer at run time beside its matmul; `weight` is rotated already.
+        parts: the operations of the layer at run time besides its matmul; `weight` is rotated already.
         input_scale: static scale of the activation format, float32 scalar, where it has one.
         tokens: how many calibration tokens reached the layer; 0 where its siblings' pooled statistics were used.
         notes: sentences for the report.

@@ -1,7 +1,7 @@
 """`ModelWalk` opens the blocks of a model one after the other, and closes them when they are solved.
 
 An open block has copies of its weights on the session's device, and the calls of all calibration rows with the hidden
-states that the block before it gave. Closing it puts the original tensors back, hands the solutions to the caller, and
+states that the block before it gave. Closing it restores the original tensors, passes the solutions to the caller, and
 tells the store.
 """
 
@@ -143,12 +143,12 @@ class ModelWalk:
         return self._block(module, on_device, self._layers_of(name), calls, f"{name}.")
 
     def close_block(self, name: str, block: Block, outputs: States | None) -> States | None:
-        """Puts the original tensors back into the model, and hands the solved layers to `apply`.
+        """Restores the original tensors of the model, and passes the solved layers to `apply`.
 
         Args:
             name: of the block.
             block: its layers are solved.
-            outputs: the hidden states behind it; None behind the last of a chain.
+            outputs: the hidden states after it; None after the last block of a chain.
 
         Returns:
             The same hidden states, perhaps mapped from a file.

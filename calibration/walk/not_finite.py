@@ -1,6 +1,6 @@
 """`naming_the_culprit` says where an input that is not finite comes from: a weight before the layer, or the data.
 
-NaN spreads: one in a projection is in every input behind it. The layer that is first seen to get it is therefore
+NaN spreads: one in a projection reaches every later input. The layer that is first seen to get it is therefore
 innocent, and so is the calibration row, unless every weight of the model is finite.
 """
 

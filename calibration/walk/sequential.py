@@ -70,10 +70,10 @@ def solve_sequentially(
         apply: puts a solved layer in place of the original; called when its block is finished, with the original
             still in the model. Gets None for a layer that the guard keeps in 16 bit. Both the solution and the weight
             that was solved, the third argument, are where blocks are worked on.
-        session: its device is where blocks are worked on, one at a time; its listener is told of every layer.
+        session: its device is where blocks are worked on, one at a time; its listener is called for every layer.
         settings: how the walk is done.
         input_scales: static scales of the inputs of fused experts, by name.
-        store: is told of every block, and may have finished ones.
+        store: receives every finished block, and may have blocks of an earlier run.
 
     Raises:
         ValueError: a token id outside the vocabulary; an input that holds NaN or infinity (the weight that does is

@@ -44,7 +44,7 @@ class StandIn(nn.Module):
         dense: its quantized weight, `[out, in]`, in 16 or 32 bit.
         group: how its input is treated.
         batch: which batch runs.
-        parts: the operations of the layer at run time beside its matmul.
+        parts: the operations of the layer at run time besides its matmul.
     """
 
     def __init__(

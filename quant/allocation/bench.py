@@ -74,7 +74,7 @@ class Bench:
         references: outputs of the original model on the scored rows, for gains.
         losses: measured losses, by choice.
         nlls: measured negative log-likelihoods by text, by choice; the empty choice is the original model.
-        nlls_before: those of the original model on the rows that verify, by text.
+        nlls_before: negative log-likelihoods of the original model on the rows that verify, by text.
         probed: number of measurements of the local search.
     """
 

@@ -64,7 +64,7 @@ def quantize(
             a DataLoader: each a tensor, a tuple of positional or a dict of keyword arguments; or a `forward_loop`.
             None takes 32 rows of 512 tokens where the plan needs any: text that a causal language model writes itself,
             and the samples that come with this package where there is a `tokenizer`.
-        forward_loop: in the place of `data`: `forward_loop(model)` calls the model on calibration inputs, without a KV
+        forward_loop: instead of `data`: `forward_loop(model)` calls the model on calibration inputs, without a KV
             cache.
         include: globs; if given, only layers that match one are quantized.
         exclude: globs of layers that stay in 16 bit.

@@ -265,7 +265,7 @@ def _identity(out: Any) -> tuple[int, int] | None:
 
 
 def _goes_on(params: Mapping[str, Any]) -> str:
-    """The end of a stopped command's message, where its next run goes on behind the finished steps; else empty."""
+    """The end of a stopped command's message, if its next run can continue after the finished steps; else empty."""
     partial, out = (
         sys.modules.get("quant.execution.store"),
         params.get("out"),

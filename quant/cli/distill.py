@@ -1,4 +1,4 @@
-"""The command `quant distill` trains a quantized checkpoint towards its original, and writes it anew."""
+"""The command `quant distill` trains a quantized checkpoint towards its original, and writes a new one."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def generate_command(
 
 @contextmanager
 def _line(prompt: str) -> Iterator[Callable[[str], None]]:
-    """Prints `prompt` and the pieces behind it as they come; the line ends however the writing does."""
+    """Prints `prompt` and each new piece of text as it arrives; the line is ended even after an error."""
     begun = False
 
     def show(piece: str) -> None:

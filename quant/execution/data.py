@@ -118,7 +118,7 @@ def mixed_text(
 
 
 def _too_large(model: nn.Module, session: Session) -> str | None:
-    """The reason why `model` should not write text on a device where it would be read anew for each token."""
+    """The reason why `model` should not write text on a device where its weights would be read again for each token."""
     device = session.device
     if is_visited(model, device):
         return f"the model does not fit on {device}"

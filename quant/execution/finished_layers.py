@@ -1,4 +1,4 @@
-"""Finished layers are kept in a run's partial directory, their memory given to its files, and put back from there.
+"""Finished layers are kept in files of a run's partial directory, mapped from there, and installed by the next run.
 
 A solved layer is its codes, its scales and its run-time parts. Other tensors that a solver changed in the block (norms
 that took up an input scale, biases) are kept too; unchanged tensors point to the model's files again.
@@ -116,15 +116,15 @@ def _install(found: Step, model: nn.Module, layers: list[LayerPlan], results: di
 class BlockKeeper(BlockStore):
     """Keeps the blocks of the sequential walk, and now and then the hidden states behind one.
 
-    A walk goes on behind the last block whose hidden states were kept. They are kept after each block where that costs
-    little, and less often where there are many calibration rows. Where they would take much of the memory, they are
-    always kept, and the walk goes on with maps of the file.
+    A resumed walk continues after the last block whose hidden states were kept. They are kept after each block if
+    writing them costs little, and less often with many calibration rows. If they would take much of the memory, they
+    are always kept, and the walk continues with maps of the file.
 
     Args:
         session: of the run, whose store keeps the blocks.
         model: is walked through.
-        results: by name; those of finished blocks are added.
-        noted: layers as they were solved; those of finished blocks are added.
+        results: by name; the results of finished blocks are added.
+        noted: layers as they were solved; the layers of finished blocks are added.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class BlockKeeper(BlockStore):
         return states if found is None else _states(found.tensors)
 
     def _is_due(self, nbytes: int) -> tuple[bool, bool]:
-        """Whether hidden states of so many bytes take much of the memory, and whether it is time to write them."""
+        """Whether hidden states of `nbytes` take much of the memory, and whether it is time to write them."""
         large = self.memory is not None and nbytes > self.memory * _STATES_SHARE
         return large, time.perf_counter() - self.kept_states > _SHARE * self.store.seconds_to_write(nbytes)
 
@@ -222,7 +222,7 @@ class BlockKeeper(BlockStore):
 
 
 def _stored(block: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a block, but for those of quantized weights."""
+    """Parameters and buffers of a block, without the buffers of quantized weights."""
     quantized = tuple(f"{name}." for name, module in block.named_modules() if hasattr(module, "quantized_weight"))
     tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
     return {name: t for name, t in tensors.items() if not name.startswith(quantized) or name.endswith(".bias")}
@@ -231,7 +231,7 @@ def _stored(block: nn.Module) -> dict[str, torch.Tensor]:
 def _of_all_ranks(kinds: Mapping[str, Sequence[torch.Tensor]], device: torch.device) -> dict[str, torch.Tensor]:
     """The hidden states of all batches by name, on the first rank; nothing on the others.
 
-    Those of several ranks meet on `device`; those of one rank stay where they are.
+    States of several ranks are collected on `device`; with one rank they stay where they are.
     """
     rank, world = rank_and_world()
     found = {}

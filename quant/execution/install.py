@@ -1,4 +1,4 @@
-"""This file puts quantized weights into a model: modules in the place of the original ones, and scales as buffers.
+"""This file puts quantized weights into a model: modules that replace the original ones, and scales as buffers.
 
 Loading a checkpoint and quantizing a model both end here. Nothing is imported that decides or measures.
 """
@@ -31,7 +31,7 @@ def install_weight(
     input_scale: torch.Tensor | None,
     parts: RunTimeParts | None = None,
 ) -> None:
-    """Puts a quantized module in the place of the layer's weight. A bias stays as it is, and so do hooks.
+    """Replaces the layer's weight by a quantized module. A bias stays as it is, and so do hooks.
 
     Raises:
         UserError: an embedding that does more than look up.

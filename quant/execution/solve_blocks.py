@@ -120,7 +120,7 @@ def _before_rounding(layer: LayerPlan, weight: torch.Tensor, parts: RunTimeParts
 
 
 def _result(layer: LayerPlan, weight: torch.Tensor, before: torch.Tensor, solved: Solved) -> LayerResult:
-    """The result of a layer that may be rotated and have a branch: its error is that of both together."""
+    """The result of a layer that may be rotated and have a branch: its error counts both together."""
     if layer.kind == LayerKind.EXPERTS:
         return layer_result(layer, weight, solved.weight)
     result = layer_result(replace(layer, parts=Parts.of(solved.parts)), before, solved.weight)

@@ -237,7 +237,7 @@ def read_evaluation(
     Args:
         source: the model.
         rows: sources, and the size of each.
-        writer: the model that writes missing text of decoders; by default that of `source`.
+        writer: the model that writes missing text of decoders; by default the model of `source`.
         session: where it writes.
         listener: hears of the files that inputs were made from.
     """

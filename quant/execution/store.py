@@ -11,8 +11,8 @@ step's file gives up its room, and keeps its header, as soon as the journal says
 have been synchronized to the disk before. The same command then continues after the last tensor in the files.
 
 A step is in the journal with the SHA-256 of its file, so a process that is killed, a full disk or a power failure
-leaves steps that are either whole or not there. A run whose model, plan, data or versions differ from those of the
-first line is refused: nothing of it would fit.
+leaves steps that are either whole or not there. A run whose model, plan, data or versions differ from the first
+line is refused: its steps would not fit together.
 
 The ranks of one run share the directory. The first rank writes the results that all ranks have, and each rank writes
 its own results in a journal of its own (`journal-2.jsonl`, `00007-2.safetensors`); all read all journals.
@@ -119,7 +119,7 @@ class Partial(Store):
         wait_for_all()
 
     def _open(self, depends: Mapping[str, Any], restart: bool) -> None:
-        """Claims the place and makes the journals whole, if they are of the same run, or else begins one."""
+        """Claims the directory, and completes the journals of the same run or begins a new one."""
         # The claim is a lock of the operating system: a killed process leaves none behind.
         self._claim.enter_context(claimed(self.out))
         if restart:
@@ -380,7 +380,7 @@ class Partial(Store):
         return tensors
 
     def seconds_to_write(self, nbytes: int) -> float:
-        """Seconds that so many bytes took to write when it was last measured."""
+        """Seconds that `nbytes` take to write at the speed that was last measured."""
         return nbytes / self._bytes_per_second
 
     def flush(self) -> None:

@@ -1,8 +1,8 @@
 """The module that a Python user passes: wrappers are looked through, and one that cannot be quantized is refused.
 
-A wrapper of torch.compile, DDP or `nn.DataParallel` changes the names of all weights, and those of adapters hide the
-layers that they belong to. A model that holds quantized layers already cannot be quantized by a new plan: it would not
-say how they were made, and nothing could be saved by it. All of this is seen before any work.
+A wrapper of torch.compile, DDP or `nn.DataParallel` changes the names of all weights, and wrappers of adapters hide
+the layers that they belong to. A model that holds quantized layers already cannot be quantized by a new plan: the plan
+would not say how they were made, and no checkpoint could be saved by it. All of this is checked before any work.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def refuse_adapters(model: nn.Module, taker: str, way_out: str) -> None:
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """While open, modules that were compiled in place (`module.compile()`) run as they are written.
 
-    The compiled code would be made anew for each hook and each layer that is replaced.
+    The code would be compiled again for each hook and each layer that is replaced.
     """
     # torch 2: Module.compile() stores the compiled call here, and __call__ prefers it over forward.
     calls = [(module, call) for module in model.modules() if (call := vars(module).get("_compiled_call_impl"))]

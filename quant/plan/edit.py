@@ -167,7 +167,7 @@ def _set(layer: LayerPlan, setting: Setting, inputs_too: bool) -> LayerPlan:
 
 @cache
 def input_of(weight: Format) -> Format | None:
-    """The input format that belongs to a weight format: that of the preset with both; None where there is none."""
+    """The input format that belongs to a weight format, as a preset combines them; None where no preset does."""
     for recipe in presets().values():
         if recipe.weight == weight.name and (activation := parse_format(recipe.activation)):
             return activation

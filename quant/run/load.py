@@ -77,7 +77,7 @@ def load(request: Request, listener: Listener) -> Job:
 def _create_context(device: torch.device | None) -> None:
     """Has the driver create a GPU's context, which takes about a second, while transformers is imported.
 
-    PyTorch lets go of the interpreter's lock meanwhile.
+    PyTorch releases the interpreter's lock meanwhile.
     """
     if device is not None and device.type == "cuda":
         Thread(target=torch.empty, args=(1,), kwargs={"device": device}, name="context", daemon=True).start()

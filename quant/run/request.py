@@ -1,7 +1,7 @@
 """A `Request` holds everything that is asked of a run, by the command `quantize` or by `quant.quantize`.
 
 `check` refuses options that contradict each other before anything slow starts. A message spells an option as the user
-wrote it: `--lm-head` or `lm_head=`. Refusals that depend on the model are `check_state_dict` and those of the plan.
+wrote it: `--lm-head` or `lm_head=`. Refusals that depend on the model are in `check_state_dict` and `quant.plan.check`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run keeps finished steps beside its destination, so that the same command goes on behind them after a stop."""
+"""A run keeps finished steps next to its destination, so that the same command continues after them."""
 
 from __future__ import annotations
 

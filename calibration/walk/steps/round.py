@@ -210,7 +210,7 @@ def _tokens_of(group: Group, stats: LayerStats | None) -> int:
 def _statistics_for(
     block: Block, group: Group, stats: LayerStats | None, siblings: LayerStats | None
 ) -> LayerStats | None:
-    """The statistics that a group is solved on: its own, or those of its siblings; a note for the plan says which."""
+    """The statistics that a group is solved on: its own, or its siblings'; a note for the plan says which."""
     if block.settings.guard is None:
         group.inputs.clear()
         group.batch_numbers.clear()
@@ -284,7 +284,7 @@ def _pair(tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.T
 
 
 def _put_in_place(block: Block, group: Group, stats: LayerStats | None, rounded: _Rounded, tokens: int) -> None:
-    """Puts stand-ins in the place of a group's layers."""
+    """Replaces a group's layers by stand-ins."""
     for member, name in zip(group.members, group.names, strict=True):
         original = block.module.get_submodule(name)
         weight = rounded.weights[member.name]
