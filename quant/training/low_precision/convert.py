@@ -191,6 +191,11 @@ def _check_model(model: nn.Module) -> None:
                 f"{name}: the model is prepared for QAT, which rounds its weights itself; finish that with "
                 "quant.convert_qat(model), or start from the original model"
             )
+        if hasattr(module, "base_layer"):
+            raise UserError(
+                f"{name}: an adapter is on this layer; convert the model first and put adapters on it then; "
+                "their products stay in 16 bit"
+            )
         if hasattr(type(module), "quantized_weight"):
             raise UserError(
                 f"{name}: the model is quantized already, and its codes do not train; start from the original model, "
@@ -210,7 +215,7 @@ def _reasons_to_keep(
     ends = _blocks_at_the_ends(model, recipe)
     reasons: dict[str, str] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear) and type(module).__name__ != "Conv1D":  # GPT-2's transposed linear
             continue
         reason = _reason_of_settings(name, include, exclude, lambda name: any(name.startswith(f"{b}.") for b in ends))
         size = next((size for size in module.weight.shape if size % recipe.multiple), None)

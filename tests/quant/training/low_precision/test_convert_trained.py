@@ -86,6 +86,30 @@ def test_the_static_input_scale_is_that_of_the_largest_recorded_input() -> None:
     assert float(net[0].input_scale) == pytest.approx(11 / 2688, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["fp8_rowwise", "nvfp4"])
+def test_adapters_train_on_a_converted_model_and_are_merged_before_packing(name: str) -> None:
+    peft = pytest.importorskip("peft", reason="the extra training")
+    model = tiny_models.llama(**SIZES, gain=3.0)
+    quant.to_low_precision_training(model, name)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj"]))
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    ids = torch.randint(0, 64, (4, 16))
+    losses = []
+    for _ in range(4):
+        loss = adapted.train()(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    with pytest.raises(UserError, match=r"an adapter is on this layer; merge it first"):
+        quant.convert_trained(adapted)
+    merged = adapted.merge_and_unload().eval()
+    evaluated = merged(ids).logits
+    quant.convert_trained(merged)
+    assert torch.equal(merged(ids).logits, evaluated)
+
+
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_evaluation_sees_weights_that_are_changed_past_autograd(name: str) -> None:
     model, ids = _trained(name)

@@ -68,6 +68,11 @@ def _converted() -> nn.Module:
     return model
 
 
+def _with_adapters() -> nn.Module:
+    peft = pytest.importorskip("peft", reason="the extra training")
+    return peft.get_peft_model(tiny_models.llama(), peft.LoraConfig(target_modules=["q_proj"]))
+
+
 def _on_meta() -> nn.Module:
     with torch.device("meta"):
         return nn.Sequential(nn.Linear(64, 64))
@@ -82,6 +87,8 @@ def _on_meta() -> nn.Module:
         (_on_meta, {}, "0.weight is on the meta device.*load the weights"),
         (lambda: nn.Sequential(nn.Linear(24, 24)), {}, r"0: \[24, 24\]: fp8_rowwise needs sizes .* multiples of 16"),
         (lambda: nn.Sequential(nn.ReLU()), {}, "Sequential has no nn.Linear"),
+        (tiny_models.gpt2, {}, "transformer.h.0.attn.c_attn: a Conv1D computes in a way of its own"),
+        (_with_adapters, {}, "q_proj: an adapter is on this layer; convert the model first"),
         (tiny_models.llama, {"recipe": "fp7"}, "unknown training recipe 'fp7'; known: fp8_delayed"),
         (tiny_models.llama, {"backend": "fast"}, "unknown backend 'fast'; known: auto"),
         (tiny_models.llama, {"on_nonfinite": "hope"}, "on_nonfinite='hope': unknown; known: stop, skip"),
