@@ -226,8 +226,7 @@ def static_input_scale(
             stacklevel=2,
         )
     if activation.global_scale:
-        # Checkpoints of compressed-tensors store the reciprocal: two divisions give the scale that is read back from
-        # it.
+        # Checkpoints hold the reciprocal: two divisions give the scale that a loader computes from it.
         return 1 / (1 / global_scale_of(amax, activation, "max"))
     if not activation.per_tensor:
         return None

@@ -85,7 +85,7 @@ def solve_plan(
     check_solvable(model, plan)
     by_block = _looks_at_data(plan)
     if by_block:
-        # Solvers with data sum their moments over ranks; weights alone are solved by each rank for itself.
+        # Solvers with data sum their moments over ranks; for weights alone, ranks share groups by the store's files.
         meet(session.device)
     # Before checks and statistics: a parameter on the meta device has a reader, but no values to compute with.
     read_stored(model, _needed_throughout(model, plan))

@@ -53,7 +53,7 @@ def load(request: Request, listener: Listener) -> Job:
     if request.is_in_memory:
         session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)
         return Job(request, _in_memory(request), session, listener, {})
-    # A dry run touches no GPU: creating a CUDA context takes a second and 500 MB of its memory.
+    # A dry run touches no GPU: a CUDA context takes about a second, and some hundred MB of GPU memory.
     session = Session(memory=request.memory_bytes, seed=request.seed)
     if not request.dry_run:
         session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)
