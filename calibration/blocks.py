@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -49,14 +50,24 @@ class Call:
 
     def with_hidden(self, hidden: torch.Tensor) -> Call:
         """The same call on another hidden state."""
-        if isinstance(self.slot, int):
-            return replace(self, args=(*self.args[: self.slot], hidden, *self.args[self.slot + 1 :]))
-        return replace(self, kwargs={**self.kwargs, self.slot: hidden})
+        return self.with_arguments({self.slot: hidden})
+
+    def with_arguments(self, values: Mapping[int | str, Any]) -> Call:
+        """The same call with other arguments at some positions or under some keywords."""
+        args = tuple(values.get(slot, value) for slot, value in enumerate(self.args))
+        return replace(self, args=args, kwargs={name: values.get(name, value) for name, value in self.kwargs.items()})
 
     def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Call:
-        """The same call elsewhere; `dtype` applies to floating-point tensors."""
+        """The same call elsewhere; `dtype` applies to floating-point tensors.
+
+        Tensors in a `UserDict`, which the block may add to, move in place; with a `dtype` they are copied into another.
+        """
 
         def move(value: Any) -> Any:
+            if isinstance(value, UserDict):
+                mapping = value if dtype is None else copy.copy(value)
+                mapping.update({name: tree_map(move, tensors) for name, tensors in value.items()})
+                return mapping
             if not isinstance(value, torch.Tensor):
                 return value
             return value.to(device, dtype if value.is_floating_point() else None)
@@ -183,7 +194,7 @@ def capture(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> d
 
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls[name] = _without_cache(Call(args, dict(kwargs), _hidden_slot(args, kwargs)))
+            calls[name] = _as_called(Call(args, dict(kwargs), _hidden_slot(args, kwargs)))
             # The last block need not run: its arguments are all that is asked for.
             if len(calls) == len(names):
                 raise Stop
@@ -196,13 +207,21 @@ def capture(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> d
     return calls
 
 
-def _without_cache(call: Call) -> Call:
-    """The call without a key-value cache, in which one pass would find the keys of the passes before it."""
+def _as_called(call: Call) -> Call:
+    """The call as it is before the block runs.
 
-    def drop(value: Any) -> Any:
+    A key-value cache is left out, for in it one pass would find the keys of the passes before it. Mappings that blocks
+    add to are copied.
+    """
+
+    def at_the_time(value: Any) -> Any:
+        if isinstance(value, UserDict) or type(value) is dict:
+            return copy.copy(value)
         return None if is_cache(value) else value
 
-    return replace(call, args=tuple(map(drop, call.args)), kwargs={k: drop(v) for k, v in call.kwargs.items()})
+    return replace(
+        call, args=tuple(map(at_the_time, call.args)), kwargs={k: at_the_time(v) for k, v in call.kwargs.items()}
+    )
 
 
 def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
@@ -258,4 +277,6 @@ def _equal_but_hidden(a: Call, b: Call) -> bool:
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
+    if isinstance(a, UserDict) and isinstance(b, UserDict):
+        return not a and not b  # filled ones hold tensors of their own batch
     return a is b or (not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and bool(a == b))

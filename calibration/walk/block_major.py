@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import block_names, calls_of_chain, find_chains, output_of, without_hidden
+from quant.calibration.handed_on import handed_on
 from quant.calibration.placement import DeviceCopies, device_of, home_of_states, tensors_of
 from quant.calibration.prefetch import prefetched
 from quant.calibration.texts.rows import few_of
@@ -54,13 +55,14 @@ def blocks_first(
     home = home_of_states(sum(hidden.nbytes for hidden in first), device)
     states = [hidden.to(home) for hidden in first]
     slots = {name: call.slot for name, call in calls[0].items()}
+    own = [handed_on(by_block, device, None) for by_block in calls]
     calls = [without_hidden(by_block) for by_block in calls]
     del first
     results: dict[str, Any] = {}
     for name, copies in steps:
         borrowed = DeviceCopies(list(blocks[name].modules()), copies, device, dtype)
         for index, by_block in enumerate(calls):
-            call = by_block[name].with_hidden(states[index]).to(device)
+            call = by_block[name].with_arguments(own[index]).with_hidden(states[index]).to(device)
             results[name] = blocks[name](*call.args, **call.kwargs)
             states[index] = output_of(results[name]).to(home)
         # Only what a block returns beside the hidden state is kept, such as attention weights.

@@ -1,7 +1,8 @@
 """A `Chain` is a run of consecutive blocks, with their calls and the hidden states between them.
 
-Between two blocks of a chain nothing but the hidden state changes. So the calls of all blocks are captured once, and
-each block gets the hidden states that the block before it gave.
+Between two blocks of a chain nothing but the hidden state changes, and the mappings in which some models hand keys and
+values on (`handed_on`). So the calls of all blocks are captured once, and each block gets the hidden states that the
+block before it gave.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import Call, calls_of_chain, without_hidden
+from quant.calibration.handed_on import HandedOn, copied, handed_on
 from quant.calibration.placement import home_of_states
 from quant.calibration.session import Session
 
@@ -75,6 +77,8 @@ class Chain:
     Attributes:
         few_calls: of the blocks on a few tokens, by name.
         calls: the same for each batch, without their hidden states after `take_states`.
+        original, quantized: the mappings that blocks hand on, one set a batch, beside the hidden states of that name.
+        few: the same on a few tokens.
     """
 
     def __init__(
@@ -83,6 +87,9 @@ class Chain:
         self.names = names
         self.few_calls = calls_of_chain(model, names, [run_few])[0]
         self.calls = calls_of_chain(model, names, runs)
+        self.original: list[HandedOn] = []
+        self.quantized: list[HandedOn] = []
+        self.few: HandedOn = {}
 
     def take_states(self, session: Session, dtype: torch.dtype) -> tuple[States, torch.device | None]:
         """The hidden states in front of the first block, in `dtype`, and the device where there is room for them.
@@ -92,6 +99,8 @@ class Chain:
         first = [by_block[self.names[0]].hidden for by_block in self.calls]
         home = home_of_states(sum(hidden.numel() for hidden in first) * dtype.itemsize, session.device)
         states = [hidden.to(home, dtype) for hidden in first]
+        self.original = [handed_on(by_block, session.device, dtype) for by_block in self.calls]
+        self.few = handed_on(self.few_calls, session.device, dtype)
         self.calls = [without_hidden(by_block) for by_block in self.calls]
         return States(states, states, self.few_calls[self.names[0]].hidden), home
 
@@ -100,8 +109,18 @@ class Chain:
     ) -> tuple[list[Call], list[Call], Call]:
         """The calls of a block on the states in front of it: quantized, original, and on a few tokens."""
         device = session.device
-        moved = [by_block[name].to(device, dtype) for by_block in self.calls]
-        quantized = [call.with_hidden(state) for call, state in zip(moved, states.quantized, strict=True)]
-        original = [call.with_hidden(state) for call, state in zip(moved, states.original, strict=True)]
-        few = self.few_calls[name].to(device, dtype).with_hidden(states.few.to(device, dtype))
-        return quantized, original, few
+        if states.original is states.quantized:
+            # The walk has followed one of the two so far.
+            self.quantized = [copied(mappings) for mappings in self.original]
+        captured = [by_block[name].with_arguments(own) for by_block, own in zip(self.calls, self.original, strict=True)]
+        moved = [call.to(device, dtype) for call in captured]
+        quantized = [
+            call.with_arguments(own).with_hidden(state)
+            for call, own, state in zip(moved, self.quantized, states.quantized, strict=True)
+        ]
+        original = [
+            call.with_arguments(own).with_hidden(state)
+            for call, own, state in zip(moved, self.original, states.original, strict=True)
+        ]
+        few = self.few_calls[name].to(device, dtype).with_arguments(self.few)
+        return quantized, original, few.with_hidden(states.few.to(device, dtype))

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import block_names, find_chains, stored_dtype
+from quant.calibration.handed_on import is_filled
 from quant.calibration.inputs import call_of
 from quant.calibration.placement import DeviceCopies, fits, placed, tensors_of
 from quant.calibration.prefetch import value_of
@@ -161,6 +162,10 @@ class ModelWalk:
             self.apply(layer, solved, weight)
             self.done += 1
             self.session.report("solve", self.done, len(self.layers))
+        if is_filled(block.calls.few):
+            # The store has room for hidden states alone: a walk that is resumed begins before these blocks.
+            self.store.end(name, None)
+            return outputs
         return self.store.end(name, outputs)
 
     def open_outside(self, chains: Sequence[Sequence[str]]) -> Block | None:

@@ -1,0 +1,58 @@
+"""Blocks may hand tensors on beside the hidden state, in a mapping among their arguments: one fills it, others read it.
+
+The last blocks of Gemma 3n and Gemma 4 attend to keys and values of an earlier one (`shared_kv_states`):
+
+    block 0 ──hidden──▶ block 1 ──hidden──▶ block 2 ──hidden──▶ …
+                          └──── keys, values ────▶┘
+
+A walk that calls block after block, each on all batches, must therefore give each batch a mapping of its own. Original
+and quantized hidden states need two: a quantized block attends to the keys of the quantized block before it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from quant.calibration.blocks import Call
+
+Slot = int | str
+HandedOn = Mapping[Slot, "UserDict[Any, Any]"]
+"""The mappings among the arguments of a block, by their index or keyword."""
+
+
+def handed_on(calls: Mapping[str, Call], device: torch.device | None, dtype: torch.dtype | None) -> HandedOn:
+    """The mappings that the blocks of one pass hand on, as they are before the first block; on `device`, in `dtype`.
+
+    Args:
+        calls: of the blocks, in order of execution.
+        device, dtype: as for `Call.to`.
+    """
+    first, *later = calls.values()
+    mappings: dict[Slot, UserDict[Any, Any]] = {i: value for i, value in enumerate(first.args) if _is_mapping(value)}
+    for name, value in first.kwargs.items():
+        # A plain dict holds arguments as a rule; one that was empty at first and is not any more was filled by a block.
+        if _is_mapping(value):
+            mappings[name] = value
+        elif type(value) is dict and not value and any(call.kwargs.get(name) for call in later):
+            mappings[name] = UserDict()
+    moved = Call(tuple(mappings.values()), {}, 0).to(device, dtype)
+    return {slot: copy.copy(mapping) for slot, mapping in zip(mappings, moved.args, strict=True)}
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, UserDict)
+
+
+def copied(mappings: HandedOn) -> HandedOn:
+    """The same tensors in mappings of their own."""
+    return {slot: copy.copy(mapping) for slot, mapping in mappings.items()}
+
+
+def is_filled(call: Call) -> bool:
+    """Whether a mapping among the arguments of a block holds something."""
+    return any(_is_mapping(value) and value for value in (*call.args, *call.kwargs.values()))
