@@ -41,6 +41,11 @@ from quant.models.state_dict import open_safetensors
 from quant.models.stored_weights import open_stored
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_FULL_MODELS = (
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+)  # fmt: skip
+"""Classes of transformers with every part of a model; each by its config."""
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -181,11 +186,29 @@ def build(
             f"{path}: the checkpoint lacks {listed(missing, 3)}; is a shard missing, or the config another's?"
         )
     if unexpected:
+        _refuse_guessed_class(cls, config, path, unexpected)
         warnings.warn(f"{path}: {cls.__name__} has no use for {listed(unexpected, 3)}, which do not run", stacklevel=2)
     if tensors is not None:  # what transformers would have found in the directory
         read_generation_config(model, path)
         _name(model, path)
     return model  # type: ignore[no-any-return]
+
+
+def _refuse_guessed_class(cls: Any, config: Any, path: Path, unexpected: list[str]) -> None:
+    """Refuses a class that was guessed from the config and that leaves tensors of the files out.
+
+    Of a Whisper that names no class, transformers has a decoder alone; of a LLaVA, a model without its head.
+    """
+    if config.architectures or _class_of_directory(config) is not None:
+        return
+    transformers = require("transformers", "hf")
+    names = {getattr(transformers, kind).get(type(config), cls).__name__ for kind in _FULL_MODELS} - {cls.__name__}
+    hint = f', such as "architectures": ["{sorted(names)[0]}"]' if names else ""
+    raise UserError(
+        f"{path / 'config.json'}: names no class in `architectures`, and {cls.__name__}, which it would be, has no use "
+        f"for {listed(unexpected, 2)}; write the model's class there{hint}, or build the module in Python and pass it "
+        "to quant.quantize"
+    )
 
 
 def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
