@@ -35,6 +35,7 @@ from quant.models.configs import (
 )
 from quant.models.files import check_links, safetensors_file, shard_names
 from quant.models.hub import TRUSTED
+from quant.models.known_faults import mend_forward
 from quant.models.quantized.quantization import Quantization, quantization_of, refuse_packed
 from quant.models.quantized.tensors import QuantizedTensors, Renamed
 from quant.models.state_dict import open_safetensors
@@ -125,7 +126,7 @@ def _open_streamed(
         _name(model, path)
     of_model = stored_names(model).of_model
     files = TensorFiles(path, of_model) if tensors is None else Renamed(tensors, of_model)
-    return model.eval() if open_stored(model, files) else None
+    return mend_forward(model).eval() if open_stored(model, files) else None
 
 
 def _name(model: Any, path: Path) -> None:
@@ -191,7 +192,7 @@ def build(
     if tensors is not None:  # what transformers would have found in the directory
         read_generation_config(model, path)
         _name(model, path)
-    return model  # type: ignore[no-any-return]
+    return mend_forward(model)
 
 
 def _refuse_guessed_class(cls: Any, config: Any, path: Path, unexpected: list[str]) -> None:
