@@ -56,6 +56,7 @@ def choose_backend(asked: str, recipe: TrainingRecipe, device: torch.device) -> 
     emulated = f"emulated by {products} of rounded operands, which is slower than 16 bit"
     if asked == "emulated":
         return Backend("emulated", emulated)
+    # The reason is told even where nobody asked for torchao: it says which machine would be faster.
     refusal = _torchao_refusal(recipe, device)
     if asked == "torchao" and refusal is not None:
         raise UserError(f'backend "torchao" does not run {recipe.name} here: {refusal}; backend="emulated" does')
@@ -74,6 +75,7 @@ def choose_backend(asked: str, recipe: TrainingRecipe, device: torch.device) -> 
 
 def _torchao_refusal(recipe: TrainingRecipe, device: torch.device) -> str | None:
     """Why torchao does not run a recipe on a device; None where it does."""
+    # A changed recipe keeps the name; torchao knows its own three only.
     if recipe.name not in TORCHAO or recipe != RECIPES.get(recipe.name):
         if recipe.name in ("mxfp8", "nvfp4"):
             return f"no GPU before Blackwell (compute capability 10.0) has the products of {recipe.name}"
@@ -109,6 +111,7 @@ class TorchaoProducts:
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
         operand: Any = weight.t()
+        # torchao would scale each weight by its own largest magnitude, and merged layers share one.
         if self.is_tensorwise and weight_amax is not None:
             operand = _with_scale_of(operand, weight_amax, self.settings)
         y: torch.Tensor = matmul_with_hp_or_float8_args.apply(x, operand, self.settings, self.config)

@@ -41,7 +41,7 @@ class LowPrecisionTraining:
         backend: that computes the products: "emulated" or "torchao".
         note: how this machine runs the recipe, for the log.
         converted: names of the layers whose products are rounded.
-        kept: layers that stay as they were, with the reason, by name.
+        in_16bit: layers that stay as they were, with the reason, by name.
         model: that was converted.
     """
 
@@ -49,7 +49,7 @@ class LowPrecisionTraining:
     backend: str
     note: str
     converted: tuple[str, ...]
-    kept: Mapping[str, str]
+    in_16bit: Mapping[str, str]
     model: nn.Module
 
     def at(self, share: float) -> None:
@@ -71,6 +71,7 @@ class LowPrecisionTraining:
         Raises:
             UserError: they are of other layers, or of a recipe with another length of history.
         """
+        # A history of another length is that of another recipe; plain weights alone would not show it.
         own = self.state_dict()
         if differing := sorted(own.keys() ^ state.keys()):
             raise UserError(
@@ -95,7 +96,7 @@ class LowPrecisionTraining:
         """A line for the log, and one for each reason."""
         lines = [f"{counted(len(self.converted), 'layer')} in {self.recipe.name}: {self.note}"]
         reasons: dict[str, list[str]] = {}
-        for name, reason in self.kept.items():
+        for name, reason in self.in_16bit.items():
             reasons.setdefault(reason, []).append(name)
         lines += [f"in 16 bit: {counted(len(n), 'layer')}, {n[0]} first: {why}" for why, n in reasons.items()]
         return "\n".join(lines)
@@ -143,29 +144,33 @@ def to_low_precision_training(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     chosen = choose_backend(backend, recipe, device)
     watch = GradientWatch(on_nonfinite)
-    kept = _reasons_to_keep(model, recipe, include, exclude)
+    reasons = _reasons_to_keep(model, recipe, include, exclude)
     linears: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    experts = _experts(model, recipe, (include, exclude), kept)
-    candidates = [name for name in (*linears, *experts) if name not in kept]
+    experts = _experts(model, recipe, (include, exclude), reasons)
+    # Planned as it will be deployed: a layer that no runtime would take, or whose merged sibling stays in 16 bit, would
+    # be trained in a format in vain.
+    candidates = [name for name in (*linears, *experts) if name not in reasons]
     plan = _plan(model, recipe, candidates) if candidates else Plan(())
     planned = {layer.name: layer for layer in plan.layers}
-    kept |= {name: planned[name].reason for name in candidates if planned[name].weight is None}
-    converted = tuple(name for name in candidates if name not in kept)
+    reasons |= {name: planned[name].reason for name in candidates if planned[name].weight is None}
+    converted = tuple(name for name in candidates if name not in reasons)
     if not converted:
-        first = next(iter(kept.items()), None)
+        first = next(iter(reasons.items()), None)
         why = f"{first[0]}: {first[1]}" if first else f"{type(model).__name__} has no nn.Linear"
         raise UserError(f"no layer can train in {recipe.name}: {why}")
     for name in linears.keys() & set(converted):
+        # A new module would lose hooks and attributes, and break the ties of whoever holds the old one.
         linears[name].__class__ = LowPrecisionLinear
         products = TorchaoProducts(recipe.name) if chosen.name == "torchao" else None
         linears[name].low_precision = LowPrecision(name, recipe, [linears[name]], products=products)
+    # Runtimes multiply merged weights under one second-level scale, so training scales them by their common amax.
     for group in groups_of(plan.quantized).values():
         members = [linears[layer.name] for layer in group if layer.name in linears]
         for member in members:
             member.low_precision.group = members
     convert_experts(model, [name for name in experts if name in converted], recipe)
     watch.start(model)
-    return LowPrecisionTraining(recipe, chosen.name, chosen.note, converted, kept, model)
+    return LowPrecisionTraining(recipe, chosen.name, chosen.note, converted, reasons, model)
 
 
 def from_low_precision_training(model: nn.Module) -> None:
@@ -210,6 +215,7 @@ def _reasons_to_keep(
     model: nn.Module, recipe: TrainingRecipe, include: Sequence[str], exclude: Sequence[str]
 ) -> dict[str, str]:
     """Why linear layers stay in 16 bit, by name; the plan has reasons for others."""
+    # transformers knows the head by its purpose, whatever the name.
     embeddings = getattr(model, "get_output_embeddings", None)
     head = embeddings() if callable(embeddings) else None
     ends = _blocks_at_the_ends(model, recipe)
@@ -218,11 +224,13 @@ def _reasons_to_keep(
         if not isinstance(module, nn.Linear) and type(module).__name__ != "Conv1D":  # GPT-2's transposed linear
             continue
         reason = _reason_of_settings(name, include, exclude, lambda name: any(name.startswith(f"{b}.") for b in ends))
+        # Tensor cores load 16 bytes at a time along either axis, and blocks must not be cut in any of the products.
         size = next((size for size in module.weight.shape if size % recipe.multiple), None)
         if type(module) is not nn.Linear:
             reason = f"a {type(module).__name__} computes in a way of its own"
         elif reason == _AT_THE_ENDS:
             reason = f"{recipe.name} keeps the first {recipe.first_layers} and last {recipe.last_layers} blocks"
+        # `include` lifts the rule for the head: whoever names layers means them.
         elif reason is None and module is head and not include:
             reason = "the output head, whose gradients are the most sensitive; name it in include to convert it"
         elif reason is None and size is not None:
@@ -247,9 +255,9 @@ def _reason_of_settings(
 
 
 def _experts(
-    model: nn.Module, recipe: TrainingRecipe, globs: tuple[Sequence[str], Sequence[str]], kept: dict[str, str]
+    model: nn.Module, recipe: TrainingRecipe, globs: tuple[Sequence[str], Sequence[str]], reasons: dict[str, str]
 ) -> list[str]:
-    """The names of the parameters of fused experts; reasons to keep some in 16 bit go into `kept`."""
+    """The names of the parameters of fused experts; reasons to keep some in 16 bit go into `reasons`."""
     ends = _blocks_at_the_ends(model, recipe)
     names = [layer.name for layer in find_layers(model) if layer.kind == LayerKind.EXPERTS]
     for name in names:
@@ -257,7 +265,7 @@ def _experts(
         if reason == _AT_THE_ENDS:
             reason = f"{recipe.name} keeps the first {recipe.first_layers} and last {recipe.last_layers} blocks"
         if (reason := reason or experts_refusal(model, name, recipe)) is not None:
-            kept[name] = reason
+            reasons[name] = reason
     return names
 
 

@@ -49,7 +49,9 @@ def convert_trained(model: nn.Module) -> Plan:
     # Everything that can fail comes before the first change.
     weights = {name: _packed(layer) for name, layer in layers.items()}
     scales = {name: _input_scale(layer) for name, layer in layers.items()}
+    # Planning runs the model on a stand-in input, for which plain layers will do.
     from_low_precision_training(model)
+    # The same plan as at conversion, when the layers were chosen and grouped by it.
     plan = make_plan(model, preset, include=list(layers), solver="rtn")
     reason = f"codes and scales of training in {recipe.name}"
     plan = plan.replace_layers(replace(layer, reason=reason) for layer in plan.quantized)

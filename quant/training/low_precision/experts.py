@@ -57,6 +57,7 @@ class LowPrecisionStack(ExpertStack):
         self._largest_input: torch.Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
+        # Views and results of one pass are no part of a copy.
         return {**vars(self), "_matrices": None, "_weight_amax": None, "_largest_input": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -84,11 +85,13 @@ class LowPrecisionStack(ExpertStack):
     def opened(self) -> Iterator[None]:
         """One forward pass: the experts are taken apart once, and the largest input of all is recorded at the end."""
         state = self.low_precision
+        # Indexing the parameter for each expert would make a gradient of its whole size for each of them.
         self._matrices, self._largest_input = self.weight.unbind(0), None
         assert state.recipe.weight is not None
         self._weight_amax = state.weight_amax() if state.recipe.weight.is_static else None
         try:
             yield
+            # Checkpointing runs the forward pass again inside the backward pass: that is no step of its own.
             if self._trains and self._largest_input is not None and not is_in_backward():
                 state.amax["x"].record(self._largest_input)
         finally:
@@ -100,6 +103,7 @@ class LowPrecisionStack(ExpertStack):
         x = x.to(autocast_dtype(x.device.type) or x.dtype)
         of_x = of_w = None
         assert state.recipe.input is not None
+        # The largest of one expert's tokens scales them; the largest of all experts is recorded for deployment.
         if state.recipe.input.is_static and x.numel():
             of_x = x.detach().abs().amax().float()
             largest = self._largest_input
@@ -119,6 +123,7 @@ class LowPrecisionStack(ExpertStack):
         """The codes and scales that products multiply by, `[experts, out, in]`."""
         state = self.low_precision
         assert state.recipe.weight is not None
+        # Each expert has a second-level scale of its own, as runtimes load them.
         amax = state.weight_amax() if state.recipe.weight.is_static else [None] * len(self)
         each = [packed_weight(m, state, a) for m, a in zip(self.weight.detach(), amax, strict=True)]
         second = None if each[0].global_scale is None else torch.stack([e.global_scale for e in each])  # type: ignore[misc]
@@ -159,6 +164,7 @@ def low_precision_experts_forward(
     stacks: dict[str, LowPrecisionStack] = getattr(self, _STACKS, {})
     inputs = hidden_states, top_k_index, top_k_weights
     if not self.training and stacks:
+        # The value is that of the packed experts, on a GPU from their grouped kernel; the gradient is the recipe's.
         with torch.no_grad():
             deployed = {name: stack.deployed() for name, stack in stacks.items()}
             if all(deployed.values()):
@@ -202,6 +208,7 @@ def convert_experts(model: Any, names: list[str], recipe: TrainingRecipe) -> Non
         owner = model.get_submodule(path)
         stacks = vars(owner).setdefault(_STACKS, {})
         stacks[parameter] = LowPrecisionStack(name, owner, parameter, recipe)
+        # The choice is in the config, which all experts modules of the model share.
         if owner.config._experts_implementation != IMPLEMENTATION:
             setattr(owner.config, _BEFORE, owner.config._experts_implementation)
             owner.config._experts_implementation = IMPLEMENTATION

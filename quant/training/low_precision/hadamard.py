@@ -37,6 +37,7 @@ def transform_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
     """
     if not size:
         return x
+    # Both operands get the same zeros, which add nothing to a sum over tokens.
     x = pad(x, (0, -x.shape[1] % size))
     turned = x.bfloat16().float().unflatten(1, (-1, size)) @ hadamard_matrix(size, x.device)
     rounded: torch.Tensor = turned.flatten(1).bfloat16().float()

@@ -38,6 +38,7 @@ class LowPrecisionLinear(nn.Linear):
 def _forward(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
     x = x.to(autocast_dtype(x.device.type) or x.dtype)
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    # No tokens, as an expert may have in a step: there is no largest magnitude to scale by.
     if not x.numel():
         return functional.linear(x, layer.weight.to(x.dtype), bias)
     if layer.training:
@@ -57,6 +58,7 @@ def _trained(layer: LowPrecisionLinear, x: torch.Tensor, bias: torch.Tensor | No
     else:
         of_x, of_w = None, state.weight_amax() if state.recipe.weight and state.recipe.weight.is_static else None
     y: torch.Tensor
+    # A schedule that ends the forward's rounding is ours alone; other backends round all products or none.
     if state.products is not None and state.rounds_forward:
         y = state.products(x, layer.weight, of_w)
     else:
@@ -107,6 +109,7 @@ class RoundedProducts(torch.autograd.Function):
         ctx.rows_amax, ctx.weight_amax = of_x, of_w
         rows = x.reshape(-1, x.shape[-1])
         recipe = state.recipe
+        # The operands themselves, and not their codes: dw rounds x along the tokens, dx rounds w along the outputs.
         ctx.save_for_backward(rows, weight)
         if recipe.input is None or recipe.weight is None or not state.rounds_forward:
             return functional.linear(x, weight.to(x.dtype))
@@ -118,6 +121,7 @@ class RoundedProducts(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (rows, weight), state = ctx.saved_tensors, ctx.state
         flat = dy.reshape(-1, dy.shape[-1])
+        # Not read here, where it would stop the GPU at each layer: an optimizer's step reads all layers' together.
         if not torch.compiler.is_compiling():
             state.gradient_is_finite = flat.isfinite().all()
         amax = state.gradient_scaled_by(flat)
@@ -155,6 +159,7 @@ def _weight_gradient(
     """dw = dyᵀ x, `[out, in]`, summed over the tokens."""
     if recipe.gradient is None or recipe.input is None or not recipe.rounds_dw:
         return dy.t() @ x
+    # Both operands are transformed before they are rounded, so that H cancels in their product.
     columns = transform_tokens(dy.t(), recipe.hadamard)
     a = round_operand(columns, recipe.gradient, recipe.of_gradients, stochastic=recipe.stochastic_gradients, amax=amax)
     b = round_operand(transform_tokens(x.t(), recipe.hadamard), recipe.input, recipe, amax=input_amax)

@@ -47,6 +47,7 @@ class GradientWatch:
     def start(self, model: nn.Module) -> None:
         """Looks at the gradients of `model` before every step of any optimizer that trains it."""
         self._watches[model] = self
+        # One hook for all models and optimizers: nothing leads from a parameter to the optimizers that hold it.
         if GradientWatch._hook is None:
             GradientWatch._hook = register_optimizer_step_pre_hook(_before_step)
 
@@ -100,6 +101,7 @@ def _layer_without_finite_gradient(layers: Mapping[str, LowPrecisionLinear | Low
     if bool(total.isfinite().all()):
         return None
     names = [name for name, norm in zip(layers, norms, strict=True) if not bool(norm.isfinite())]
+    # Layers of a compiled graph leave no flag; then the gradients have to do.
     origins = [
         name for name in names
         if (flag := layers[name].low_precision.gradient_is_finite) is not None and not bool(flag)

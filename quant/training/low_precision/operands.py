@@ -84,6 +84,7 @@ def round_operand(
     rows, columns = x.shape
     block_rows, block_columns = format.block_shape(x.shape)
     x = x.float()
+    # Zeros of a short last block change neither its largest magnitude nor a sum.
     padded = pad(x, (0, -columns % block_columns, 0, -rows % block_rows))
     blocks = padded.unflatten(1, (-1, block_columns)).unflatten(0, (-1, block_rows))  # [R, rows, C, columns]
     block_amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
@@ -95,8 +96,10 @@ def round_operand(
             block_amax = amax.float().reshape(1, 1, 1, 1)
         scale, steps = _one_level(blocks, block_amax, format, recipe)
         second = x.new_ones(())
+    # Scales that are rounded to E4M3 may be too small for the largest of their block, which then saturates.
     steps = steps.clamp(-format.element.max, format.element.max)
     elements = round_stochastically(steps, format.element) if stochastic else round_to(steps, format.element)
+    # One scale for all that a product sums over can wait until after the sum.
     scaled_outside = format.per_row or format.per_tensor
     values = elements if scaled_outside else elements * scale
     factor = scale.reshape(-1, 1) if format.per_row else scale.reshape(()) if format.per_tensor else second
@@ -126,6 +129,7 @@ def _one_level(
         # The power of two at or above; log2 in float64, where those of powers of two are exact.
         scale = torch.exp2(torch.ceil(torch.log2(scale.double()))).float()
     elif recipe.arithmetic is Arithmetic.TRANSFORMER_ENGINE:
+        # Multiplying by a rounded 448 / b and dividing by a rounded b / 448 differ where a quotient is near a tie.
         steps_per_unit = torch.where(amax == 0, 1.0, torch.div(amax.new_full((), format.element.max), amax))
         return torch.div(amax.new_ones(()), steps_per_unit), blocks * steps_per_unit
     scale = nonzero(scale)

@@ -67,11 +67,13 @@ def packed_weight(weight: torch.Tensor, state: LowPrecision, amax: torch.Tensor 
     if recipe.weight.is_static and amax is None:
         amax = state.weight_amax()
         amax = state.amax["w"].largest(amax) if recipe.history else amax
+    # FSDP2 may have shown the layer a BF16 copy: those are the values that were rounded in training.
     seen = weight.detach().to(state.weight_dtype or weight.dtype)
     return _packed(round_operand(seen, recipe.weight, recipe, amax=amax), stored, tuple(weight.shape))
 
 
 def _packed(operand: Operand, format: Format, shape: tuple[int, ...]) -> BlockScaledTensor:
+    # `elements` are on the grid already: encoding rounds nothing.
     codes = encode(operand.elements.contiguous(), format.element)
     codes = pack(codes, format.element.bits) if format.element.bits in (4, 6) else codes
     height = operand.format.block[0]
@@ -95,6 +97,7 @@ def input_scale(state: LowPrecision, dtype: torch.dtype) -> torch.Tensor | None:
     activation = deployed_input(state.recipe)
     if activation is None or not activation.is_static:
         return None
+    # Merged layers read one input, but one of them may have been skipped in the last steps.
     histories = [each.low_precision.amax["x"] for each in state.group]
     recorded = [history.values.amax() for history in histories if not history.is_empty]
     if not recorded:
@@ -111,6 +114,7 @@ def deployed_layer(layer: Any, state: LowPrecision, x: torch.Tensor) -> nn.Modul
     Before the first step there is no static input scale. The input `x` then gives its own.
     """
     histories = [each.low_precision.amax["x"].values for each in state.group]
+    # The deployed layer shares the bias's memory, so that only another tensor in its place matters.
     bias = None if layer.bias is None else (layer.bias.data_ptr(), layer.bias.dtype)
     key = (fingerprint(layer.weight, state), bias, *map(id, histories))
     if state.deployed is not None and state.deployed[0] == key:

@@ -97,6 +97,7 @@ class TrainingRecipe:
     @property
     def multiple(self) -> int:
         """Sizes of a weight must be multiples of this: 16 is what FP8 and FP4 tensor cores load at once."""
+        # A short last block of 128 is allowed, shorter blocks must be whole.
         blocks = [size for f in (self.input, self.weight, self.gradient) if f is not None for size in f.block if size]
         return max([16, *(size for size in blocks if size < 128)])
 
@@ -111,6 +112,7 @@ class TrainingRecipe:
         return self.weight_in_dx or self.weight
 
 
+# E5M2 has the range that gradients under one scale need, E4M3 the precision; shorter blocks need no range.
 _TENSOR, _ROW, _GROUP, _SQUARE = (FORMATS[name] for name in ("fp8", "fp8_token", "fp8_group", "fp8_block"))
 
 RECIPES: dict[str, TrainingRecipe] = {
@@ -127,6 +129,7 @@ RECIPES: dict[str, TrainingRecipe] = {
         TrainingRecipe(
             "fp8_block", _GROUP, _SQUARE, _GROUP, power_of_two_scales=True, arithmetic=Arithmetic.TRANSFORMER_ENGINE
         ),
+        # x, w and dy are rounded twice each: along the sum of either product that they are in.
         TrainingRecipe("mxfp8", FORMATS["mxfp8"], FORMATS["mxfp8"], FORMATS["mxfp8"]),
         TrainingRecipe(
             "nvfp4", FORMATS["nvfp4"], NVFP4_SQUARE, FORMATS["nvfp4"], hadamard=16, stochastic_gradients=True,

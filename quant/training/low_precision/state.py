@@ -93,10 +93,12 @@ class LowPrecision:
         gradient checkpointing runs the forward pass again: that must round as the first run did.
         """
         recipe = self.recipe
+        # The histories have moved on since the first run, whose scales must come out again.
         if recipe.history and is_in_backward():
             return self._scaled_by
         of_x = of_w = None
         if recipe.input is not None and recipe.input.is_static:
+            # Measured once for the scale and for the history.
             current = x.detach().abs().amax().float()
             of_x = self.amax["x"].largest(current) if recipe.history else current
             if not is_in_backward():

@@ -28,6 +28,7 @@ def round_stochastically(steps: torch.Tensor, number: Number, draws: torch.Tenso
     magnitude = steps.abs()
     exponent = torch.frexp(magnitude).exponent - 1  # floor(log2 |u|)
     gap = torch.ldexp(torch.ones_like(steps), exponent - number.mantissa).clamp(min=number.min_subnormal)
+    # floor(v + u) is v rounded up with probability v − floor(v), in units of the gap.
     draws = _draws(steps) if draws is None else draws
     return (torch.floor(magnitude / gap + draws) * gap).clamp(max=number.max).copysign(steps)
 

@@ -95,11 +95,11 @@ def test_the_input_scale_of_experts_is_that_of_the_largest_input_of_any() -> Non
 
 def test_experts_that_cannot_train_say_why() -> None:
     report = quant.to_low_precision_training(tiny_models.qwen3_moe(), "fp8_delayed")
-    assert report.kept["model.layers.0.mlp.experts.down_proj"] == (
+    assert report.in_16bit["model.layers.0.mlp.experts.down_proj"] == (
         "experts: fp8_delayed would need a history for each of them"
     )
     report = quant.to_low_precision_training(tiny_models.qwen3_moe(), "nvfp4", exclude=["*.experts.*"])
-    assert report.kept["model.layers.0.mlp.experts.down_proj"] == "excluded"
+    assert report.in_16bit["model.layers.0.mlp.experts.down_proj"] == "excluded"
 
 
 def test_a_gradient_of_experts_that_is_not_finite_is_named() -> None:

@@ -28,26 +28,26 @@ def test_the_report_says_which_layers_stay_and_why() -> None:
         "model.layers.2.self_attn.o_proj": "excluded",
     }
     for name, reason in reasons.items():
-        assert report.kept[name] == reason
+        assert report.in_16bit[name] == reason
         assert f"{name} first: {reason}" in str(report) or name not in str(report)
-    assert report.kept["lm_head"].startswith("the output head")
-    assert set(report.converted).isdisjoint(report.kept)
+    assert report.in_16bit["lm_head"].startswith("the output head")
+    assert set(report.converted).isdisjoint(report.in_16bit)
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    assert linears == {*report.converted, *report.kept}
+    assert linears == {*report.converted, *report.in_16bit}
 
 
 def test_a_head_that_is_named_trains_too() -> None:
     model = tiny_models.llama()
     report = quant.to_low_precision_training(model, "mxfp8", include=["lm_head", "*.mlp.*"])
     assert "lm_head" in report.converted
-    assert report.kept["model.layers.0.self_attn.q_proj"] == "not included"
+    assert report.in_16bit["model.layers.0.self_attn.q_proj"] == "not included"
 
 
 def test_a_fusion_group_trains_whole_or_not_at_all() -> None:
     model = tiny_models.llama()
     report = quant.to_low_precision_training(model, "nvfp4", exclude=["*.k_proj"])
     assert "q_proj" not in " ".join(report.converted)
-    assert "k_proj" in report.kept["model.layers.0.self_attn.q_proj"]
+    assert "k_proj" in report.in_16bit["model.layers.0.self_attn.q_proj"]
 
 
 def _quantized() -> nn.Module:
