@@ -48,6 +48,10 @@ _TOP_HEADS = {"cls", "head", "fc", "proj_out", "embed_out", "lm_loss", "logits_p
 
 ROUTER = "router: a rounding error sends tokens to the wrong expert"
 _PACKED = "packed projections of nn.MultiheadAttention, which multiplies by them itself"
+_COMPUTED = (
+    "its module computes its weight from this parameter (a parametrization, a norm of weights, pruning): to "
+    "quantize it, make the weight permanent before, with remove_parametrizations, remove_weight_norm or prune.remove"
+)
 _TRANSPOSED = "experts are stored [experts, in, out], which takes the model's directory to quantize"
 _SHARED = "the model holds this module in several places, and would keep it in the others"
 _UNCALLED = "nn.MultiheadAttention multiplies by it without calling the layer"
@@ -116,11 +120,24 @@ def find_layers(model: nn.Module) -> list[Layer]:
                     _shape(module, parameter_name, parameter, transposed),
                     tied_to=None if tied_to == path else tied_to,
                     obstacle=_obstacle(module, kind, tried) or shared,
-                    kept=ROUTER if name in routers else _PACKED if parameter_name == "in_proj_weight" else None,
+                    kept=ROUTER if name in routers else _kept_parameter(path, parameter_name),
                     transposed=transposed,
                 )
             )
     return layers
+
+
+def _kept_parameter(path: str, name: str) -> str | None:
+    """Why a parameter is no weight of a linear layer although a linear layer multiplies by it; None otherwise.
+
+    Args:
+        path: of the parameter in the model.
+        name: within its module.
+    """
+    if name == "in_proj_weight":
+        return _PACKED
+    # torch's parametrizations put the parameter into a submodule; the older functions rename it.
+    return _COMPUTED if ".parametrizations." in f".{path}" or name in ("weight_orig", "weight_g", "weight_v") else None
 
 
 def _places(model: nn.Module) -> Counter[int]:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import cache_argument, cache_of
+from quant.calibration.evaluating import evaluating
 from quant.calibration.placement import Device, device_of, find_device
 from quant.errors import UserError
 from quant.export.checkpoint.check import value_problem
@@ -113,13 +114,14 @@ def generate(
     if dtype is not None:
         _cast(model, dtype)
     # After the cast, so that a float32 model never takes its full size on the GPU.
-    model.eval().to(target)
+    model.to(target)
     kernels = _multiplies(target)
     ids = ids.to(target)
     cache = _cache(model, kv_cache)
     stream = TextStream(tokenizer, on_text)
     started = time.perf_counter()
-    with torch.no_grad(), _wide_logits(model), quantized_attention(model, attention=attention, kv_cache=kv_cache):
+    formats = quantized_attention(model, attention=attention, kv_cache=kv_cache)
+    with torch.no_grad(), evaluating(model), _wide_logits(model), formats:
         reason = "its attention is in FP8 over a KV cache in 16 bit"
         if is_16bit(attention) or cache is not None:
             reason = _decode(model, ids, max_new_tokens, stream.add, cache)

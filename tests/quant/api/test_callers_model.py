@@ -7,10 +7,13 @@ import pytest
 import tiny_models
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from quant.api.quantize import quantize
 from quant.kernels.linear.modules import QuantLinear
+from quant.plan.make import make_plan
 from quant.recipes.layers import find_layers
+from quant.runtime.generate import generate
 from quant.training.qat import convert_qat, prepare_qat
 
 ROWS = torch.randn(8, 4, 64, generator=torch.Generator().manual_seed(0))
@@ -256,3 +259,33 @@ def test_hooks_of_accelerate_that_move_tensors_stay_and_others_keep_the_layer_in
     assert model.b._hf_hook.input_device == torch.device("cpu")  # the hook ran
     hooks.remove_hook_from_module(model.b)
     assert off(model(ROWS), expected) < 0.03
+
+
+def test_a_weight_that_is_computed_stays_in_16_bit_with_the_way_out() -> None:
+    model = Net(nn.Linear(64, 64)).eval()
+    nn.utils.parametrizations.weight_norm(model.b)
+    prune.l1_unstructured(model.c, "weight", 0.5)
+    expected = model(ROWS)
+    result = quantize(model, "int8_static", ROWS, solver="gptq")
+    assert off(result.model(ROWS), expected) < 0.03
+    for name in ("b.parametrizations.weight.original0", "b.parametrizations.weight.original1", "c.weight_orig"):
+        assert "make the weight permanent before" in result.plan.by_name[name].reason
+    nn.utils.parametrize.remove_parametrizations(model.b, "weight")
+    assert make_plan(Net(model.b), "int8").by_name["b"].weight is not None
+
+
+def test_generating_gives_the_modes_back() -> None:
+    class Tokenizer:
+        eos_token_id = pad_token_id = None
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [3, 4, 5]}
+
+        def decode(self, ids: list[int], **options: object) -> str:
+            return " ".join(map(str, ids))
+
+    model = tiny_models.llama().train()
+    model.model.layers[0].eval()
+    before = modes(model)
+    generate(model, Tokenizer(), "text", 3, device="cpu")
+    assert modes(model) == before
