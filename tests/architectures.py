@@ -529,29 +529,29 @@ def table(found: Sequence[Cell]) -> str:
         "with `quant.load` and with transformers. Then it converted the checkpoint to ModelOpt's layout and loaded "
         "that without its plan. It wrote this page.",
         "",
-        "- **equal**: every weight is the original one as its format rounds it, and both loaders give the same logits, "
-        "as said below. With ModelOpt's layout: `quant.load` reads every tensor bit-equal, and the files keep "
-        "the rules of ModelOpt's own.",
-        "- **warned**: transformers stops or gives other logits, and `quantize` says so.",
+        "- **equal**: every weight is the original one as its format rounds it, and both loaders give the same logits "
+        "(to the precision described below). In ModelOpt's layout, `quant.load` reads every tensor bit-equal, and the "
+        "files follow the rules of ModelOpt's own files.",
+        "- **warned**: transformers stops or gives other logits, and `quantize` warns of it.",
         "- **refused**: `quantize` or `quant convert` stops with the reason before it writes anything.",
         "",
-        "In every cell but those refused, each weight that `quant.load` read is the original one as its format rounds "
-        "it. With inputs in 16 bit, transformers' own code with these weights gives the logits of `quant.load`.",
+        "In every cell that was not refused, each weight that `quant.load` read is the original one as its format "
+        "rounds it. With inputs in 16 bit, transformers' own code with these weights gives the logits of `quant.load`.",
         "",
         *(f"- {layout}: {_counted(counts[layout])}" for layout in LAYOUTS),
         "",
         *(_measured(format, [c for c in found if c.format == format]) for format in FORMATS),
         "",
-        "Where logits are not bit-equal, the last places differ. compressed-tensors divides scales by the stored "
+        "Where logits are not bit-equal, their last digits differ. compressed-tensors divides scales by the stored "
         "reciprocal of the global scale, and `quant.load` multiplies by its inverse, so a weight half-way between "
         "two BF16 numbers may become the other one: 288 of the 4,096 weights of a layer of DETR. In float32, sums "
-        "depend on how a library cuts a product.",
+        "depend on how a library splits a product.",
         "",
         "Experts are written one by one (`experts.3.gate_proj`), as servers read them, whether the model stacks "
         "them `[experts, out, in]`, transposed (Llama 4, gpt-oss, Aria) or in two dimensions (DBRX). transformers "
-        "loads them so for the models whose own files have them so, and for Llama 4. Where it has no place for "
-        "quantized experts, an empty tensor under the name of the stack makes it stop, for it would run with random "
-        "numbers; where that would stop servers too, `quantize` refuses before any work, and `--allow-missing` "
+        "loads them in this form for models whose own files have it, and for Llama 4. For other models it cannot hold "
+        "quantized experts. Then an empty tensor under the name of the stack makes it stop, because it would run with "
+        "random numbers. If that would stop servers too, `quantize` refuses before any work, and `--allow-missing` "
         "writes the checkpoint.",
         "",
         f"| architecture | {' | '.join(titles)} |",
