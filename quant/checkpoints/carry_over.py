@@ -54,10 +54,10 @@ def carry_over(model: Any, tensors: Tensors, names: StoredNames, source: Path) -
         The tensors, and the names with those that were carried over.
     """
     original = source_tensors(source, stored_dtype(model))
-    carried = _unused(model, original, tensors, names)
+    carried = unused_tensors(model, original, tensors, names)
     completed = dict(tensors)
     # A user who cast the whole model wants its dtype on disk; only casts that transformers made on loading are undone.
-    if _main_dtype(original) == stored_dtype(model):
+    if main_dtype(original) == stored_dtype(model):
         completed = {name: _as_in_source(name, tensor, original) for name, tensor in tensors.items()}
     modules = []
     for name in carried:
@@ -118,7 +118,7 @@ def is_quantized(name: str, written: Collection[str]) -> bool:
     return any(f"{stem}.{suffix}" in written for stem in stems for suffix in CODES)
 
 
-def _unused(
+def unused_tensors(
     model: Any, original: Mapping[str, torch.Tensor], written: Collection[str], names: StoredNames
 ) -> list[str]:
     """Names of the source's tensors that the model's class has no use for."""
@@ -162,7 +162,7 @@ def _unexpected(
     return {name for name in asked if name in unexpected or names.of_model(name) in unexpected}
 
 
-def _main_dtype(original: Mapping[str, torch.Tensor]) -> torch.dtype | None:
+def main_dtype(original: Mapping[str, torch.Tensor]) -> torch.dtype | None:
     """The floating-point dtype that most elements have, after dequantization."""
     if isinstance(original, QuantizedTensors):
         return original.dtype

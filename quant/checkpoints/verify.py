@@ -5,6 +5,7 @@
     tensors     presence, dtypes, shapes, scales, NaN          against the plan
     groups      tensor scales of layers that runtimes merge    against each other
     forward     logits of a few tokens are finite              against the fingerprint in report.json, if it holds one
+    source      tensors, config and files outside the plan     against the original model, if it is named
 
 `load` makes the checks that cost little and stops at the first finding; `verify` reports all findings.
 """
@@ -29,6 +30,7 @@ from quant.checkpoints.open import (
     outline,
     suspect_problems,
 )
+from quant.checkpoints.source import compare_with_source
 from quant.evaluation.fingerprint import Fingerprint, fingerprint_problem
 from quant.export.checkpoint.check import plan_problems
 from quant.export.checkpoint.read import layer_tensor_names, read_layer, read_parts, weight_files
@@ -69,30 +71,40 @@ class Verification(JsonData):
         findings: everything that is wrong.
         checked: names of the checks that were made.
         skipped: by name of each other check, why it could not be made.
+        explained: differences from the source that are right, with their reasons.
     """
 
     findings: tuple[Finding, ...]
     checked: tuple[str, ...]
     skipped: dict[str, str]
+    explained: tuple[str, ...] = ()
 
 
-def verify(directory: str | Path, model: nn.Module | None = None, *, trust_remote_code: bool = False) -> Verification:
+def verify(
+    directory: str | Path,
+    model: nn.Module | None = None,
+    *,
+    source: str | Path | None = None,
+    trust_remote_code: bool = False,
+) -> Verification:
     """Checks a quantized checkpoint, of either layout.
 
     Args:
         directory: the checkpoint, or its name on the Hugging Face hub.
         model: the unquantized module, for a checkpoint without config.json; it is changed in place. Where neither is
             there, the files and the plan alone are checked.
+        source: the directory of the original model, or its name on the Hugging Face hub: whatever of it the plan does
+            not touch must be in the checkpoint as it is.
         trust_remote_code: lets transformers run the Python files that config.json names in `auto_map`.
 
     Raises:
-        UserError: not a quantized checkpoint.
+        UserError: not a quantized checkpoint, or `source` is no directory of a model.
     """
     with remote_code(trust_remote_code):
-        return _verify(find_checkpoint(directory), model)
+        return _verify(find_checkpoint(directory), model, source)
 
 
-def _verify(directory: Path, model: nn.Module | None) -> Verification:
+def _verify(directory: Path, model: nn.Module | None, source: str | Path | None) -> Verification:
     if not is_checkpoint(directory):
         raise no_checkpoint(directory)
     # The checks share the subject, so that the model is built and each tensor read once.
@@ -108,8 +120,14 @@ def _verify(directory: Path, model: nn.Module | None) -> Verification:
             skipped[name] = str(why)
         except (ValueError, OSError) as error:
             findings.append(Finding(name, " ".join(str(error).split())))
+    explained: list[str] = []
+    if source is not None:
+        differences = compare_with_source(directory, source)
+        findings += [Finding("source", str(each)) for each in differences if each.reason is None]
+        explained = [str(each) for each in differences if each.reason is not None]
+        checked.append("source")
     # A damaged tensor may show in several checks under the same words, and is reported once.
-    return Verification(tuple(dict.fromkeys(findings)), tuple(checked), skipped)
+    return Verification(tuple(dict.fromkeys(findings)), tuple(checked), skipped, tuple(explained))
 
 
 class _NotCheckedError(Exception):

@@ -24,27 +24,37 @@ from quant.recipes.plan import Plan
     metavar="PACKAGE.MODULE:FUNCTION",
     help="Function that builds the module of a checkpoint without config.json.",
 )
+@click.option(
+    "--source",
+    metavar="MODEL",
+    help="Original model: its tensors, config and files outside the plan must be in the checkpoint as they are.",
+)
 @TRUST
 @REVISION
 @QUIET
 @JSON
 @click.pass_context
-def verify_command(ctx: click.Context, directory: str, model_factory: str | None, quiet: bool, as_json: bool) -> None:
+def verify_command(
+    ctx: click.Context, directory: str, model_factory: str | None, source: str | None, quiet: bool, as_json: bool
+) -> None:
     """Check a quantized checkpoint: hashes, plan, tensors, shared scales, and a forward pass.
 
-    Each finding is one line. If there is any, the command ends with exit code 2.
+    Each finding is one line. If there is any, the command ends with exit code 2. With --source, the checkpoint of any
+    tool is held against its original model; differences that are right are told with their reason.
     """
     from quant.checkpoints.verify import verify
     from quant.models.state_dict import call_factory
 
     with status(f"verifying {directory}", quiet or as_json):
-        result = verify(directory, call_factory(model_factory) if model_factory else None)
+        result = verify(directory, call_factory(model_factory) if model_factory else None, source=source)
     if as_json:
         print_json({"passed": not result.findings, **result.to_dict()})
     else:
         for finding in result.findings:
             click.echo(printable(f"{finding.check}: {finding.what}"))
         if not quiet:
+            for line in result.explained:
+                click.echo(printable(f"not as in the source: {line}"), err=True)
             # Checks that were skipped for one reason share a line; on standard error, since they are no findings.
             for why in dict.fromkeys(result.skipped.values()):
                 names = ", ".join(name for name, reason in result.skipped.items() if reason == why)

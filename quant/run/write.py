@@ -14,12 +14,14 @@ from quant.calibration.placement import describe
 from quant.calibration.ranks import leave, rank_and_world
 from quant.checkpoints.pretrained import attach
 from quant.checkpoints.save import Destination, Finish, save_state_dict, write_model
+from quant.checkpoints.source import compare_with_source
 from quant.checkpoints.write_report import write_report
-from quant.errors import counted
+from quant.errors import UserError, counted, listed
 from quant.execution.layer_result import LayerResult, loss_warnings
 from quant.execution.sources import tokenizer_if_any
 from quant.export.checkpoint.names import stored_names
 from quant.extras import versions
+from quant.models.files import SourceKind
 from quant.models.origin import described_by
 from quant.recipes.plan import Plan
 from quant.report.report import Report, kv_cache_of, peak_rss
@@ -73,6 +75,7 @@ def _finish(job: Job, plan: Plan, report: Report) -> Finish:
     started = time.perf_counter()
 
     def finish(directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
+        report.warnings += _differences(job, directory)
         report.seconds["write"] = time.perf_counter() - started
         # Warnings on the checkpoint come first: they may stop a server from loading it.
         report.warnings[:0] = messages
@@ -81,6 +84,31 @@ def _finish(job: Job, plan: Plan, report: Report) -> Finish:
         job.source.files.check()
 
     return finish
+
+
+def _differences(job: Job, directory: Path) -> list[str]:
+    """How a checkpoint deviates from the directory that it was made from, outside the quantized weights.
+
+    Raises:
+        UserError: there is a deviation that no step of the run explains; the message names it.
+    """
+    source = job.source
+    # A module in memory may have been trained since it was loaded.
+    if source.kind != SourceKind.HUGGINGFACE or source.directory is None:
+        return []
+    if described_by(job.model, source.directory) is None:
+        return []
+    differences = compare_with_source(directory, source.directory, job.model)
+    faults = [str(each) for each in differences if each.reason is None]
+    if faults:
+        raise UserError(
+            f"{source.directory}: the checkpoint would not be this model outside its quantized weights: "
+            f"{listed(faults, 3)}; nothing was written: this is a fault of ours, so please report it"
+        )
+    by_reason: dict[str, list[str]] = {}
+    for each in differences:
+        by_reason.setdefault(each.reason or "", []).append(f"{each.name} {each.problem}")
+    return [f"not as in the source: {listed(names, 1)}: {reason}" for reason, names in by_reason.items()]
 
 
 def _report(job: Job, decision: Decision, solved: Solved, measured: Measured) -> Report:

@@ -1,0 +1,110 @@
+"""`quant verify --source` names everything in which a checkpoint differs from its source outside the plan."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from samples import BASE, GOLDENS
+
+from quant.checkpoints.source import compare_with_source
+from quant.checkpoints.verify import verify
+from quant.cli.audit import verify_command
+from quant.cli.quantize import quantize_command
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+
+def quantized(model: Path, out: Path, *options: object) -> Path:
+    arguments = (model, "--format", "fp8_channel", *options, "--out", out)
+    result = CliRunner().invoke(quantize_command, list(map(str, arguments)))
+    assert result.exit_code == 0, result.output
+    return out
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    tiny_models.llama(num_hidden_layers=1, dtype=torch.bfloat16).save_pretrained(folder / "model")
+    (folder / "model" / "LICENSE").write_text("free")
+    return folder / "model", quantized(folder / "model", folder / "out")
+
+
+def edit_tensors(directory: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def edit_config(directory: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    fields = json.loads((directory / "config.json").read_text())
+    edit(fields)
+    (directory / "config.json").write_text(json.dumps(fields))
+
+
+NORM = "model.layers.0.input_layernorm.weight"
+FAULTS: dict[str, Callable[[Path], Any]] = {
+    f"{NORM} is float32, and bfloat16 in the source":
+        lambda out: edit_tensors(out, lambda t: t.update({NORM: t[NORM].float()})),
+    f"{NORM} has other values than in the source": lambda out: edit_tensors(out, lambda t: t[NORM].add_(1)),
+    f"{NORM} is missing": lambda out: edit_tensors(out, lambda t: t.pop(NORM)),
+    "rms_norm_eps is 0.5 in config.json, and 1e-06 in the source":
+        lambda out: edit_config(out, lambda c: c.update(rms_norm_eps=0.5)),
+    "head_dim is missing from config.json": lambda out: edit_config(out, lambda c: c.pop("head_dim")),
+    "LICENSE is missing": lambda out: (out / "LICENSE").unlink(),
+    "LICENSE is not the file of the source": lambda out: (out / "LICENSE").write_text("paid"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_difference_is_named(pair: tuple[Path, Path], tmp_path: Path, fault: str) -> None:
+    model, whole = pair
+    assert compare_with_source(whole, model) == []
+    out = shutil.copytree(whole, tmp_path / "out")
+    FAULTS[fault](out)
+    assert [(str(each), each.reason) for each in compare_with_source(out, model)] == [(fault, None)]
+
+
+def test_the_command_ends_with_2_for_a_fault_and_tells_reasons(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    model, whole = pair
+    result = CliRunner().invoke(verify_command, [str(whole), "--source", str(model)])
+    assert result.exit_code == 0 and "source" in result.stderr, result.output
+    out = shutil.copytree(whole, tmp_path / "out")
+    (out / "LICENSE").unlink()
+    result = CliRunner().invoke(verify_command, [str(out), "--source", str(model)])
+    assert result.exit_code == 2 and "source: LICENSE is missing" in result.stdout
+
+
+@pytest.mark.parametrize("solver", ["gptq", "awq+gptq", "rotation:merge+rtn", "awq:merge+rtn"])
+def test_tensors_that_a_solver_changes_are_explained(tmp_path: Path, solver: str) -> None:
+    """The run itself stops at a difference that nothing explains; here it ends, and the report has the reasons."""
+    model = tmp_path / "model"
+    tiny_models.llama(num_hidden_layers=1, dtype=torch.bfloat16, attention_bias=True).save_pretrained(model)
+    text = tmp_path / "ids.safetensors"
+    save_file({"input_ids": torch.randint(3, 60, (4, 32))}, text)
+    out = quantized(model, tmp_path / "out", "--solver", solver, "--calib", text, "--calib-samples", 4, "--seqlen", 32)
+    differences = compare_with_source(out, model)
+    assert differences and all(each.reason and solver in each.reason for each in differences)
+    tensors, written = load_file(model / "model.safetensors"), load_file(out / "model.safetensors")
+    changed = {
+        n for n, t in tensors.items() if n in written and written[n].dtype == t.dtype and not t.equal(written[n])
+    }
+    assert {each.name for each in differences} == changed
+    assert any(
+        "not as in the source" in warning for warning in json.loads((out / "report.json").read_text())["warnings"]
+    )
+    assert verify(out, source=model).findings == ()
+
+
+@pytest.mark.parametrize("layout", ["compressed_tensors/NVFP4", "modelopt/fp8"])
+def test_checkpoints_of_other_tools(layout: str) -> None:
+    differences = compare_with_source(GOLDENS / layout, BASE)
+    assert not [each for each in differences if each.part == "tensors" and each.reason is None]
