@@ -533,7 +533,7 @@ def table(found: Sequence[Cell]) -> str:
         "(to the precision described below). In ModelOpt's layout, `quant.load` reads every tensor bit-equal, and the "
         "files follow the rules of ModelOpt's own files.",
         "- **warned**: transformers stops or gives other logits, and `quantize` warns of it.",
-        "- **refused**: `quantize` or `quant convert` stops with the reason before it writes anything.",
+        "- **refused**: `quantize` or `quant.convert` stops with the reason before it writes anything.",
         "",
         "In every cell that was not refused, each weight that `quant.load` read is the original one as its format "
         "rounds it. With inputs in 16 bit, transformers' own code with these weights gives the logits of `quant.load`.",
