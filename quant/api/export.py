@@ -14,6 +14,7 @@ before everything is written and compared.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,7 @@ from quant.export.engine.build import BuildOptions, export_engine
 from quant.export.engine.targets import choose_backend, resolve_target
 from quant.export.onnx_graph.decoder import GraphInput, is_decoder, model_inputs
 from quant.export.onnx_graph.export import dimension_ranges, export_onnx
+from quant.export.onnx_graph.runtimes import onnxruntime_problem
 from quant.export.onnx_graph.verify import check_file, verify, worst_layer
 from quant.export.packages.aoti import export_aoti
 from quant.export.packages.torch_tensorrt import lower
@@ -97,6 +99,9 @@ class ExportJob:
 def export_onnx_files(job: ExportJob) -> dict[str, Any]:
     """`--to onnx` writes a directory with the files, the plan and the receipt."""
     receipts = {}
+    problem = onnxruntime_problem(job.model)
+    if problem is not None:
+        warnings.warn(problem, stacklevel=2)
     with new_directory(job.out, overwrite=job.overwrite) as folder:
         for file in ("model.onnx", *(["decode.onnx"] if job.decode else [])):
             decode = file == "decode.onnx"
@@ -110,7 +115,7 @@ def export_onnx_files(job: ExportJob) -> dict[str, Any]:
             job.plan.save(folder / PLAN_FILE)
         write_atomically(folder / RECEIPT_FILE, json_text(receipt, indent=1) + "\n")
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    return {"out": str(job.out), "files": files, **receipt}
+    return {"out": str(job.out), "files": files, "warnings": [problem] if problem else [], **receipt}
 
 
 def export_tensorrt(job: ExportJob) -> dict[str, Any]:

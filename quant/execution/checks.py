@@ -28,6 +28,26 @@ def check_solvable(model: nn.Module, plan: Plan) -> None:
             )
 
 
+def check_in_memory(model: nn.Module) -> None:
+    """Raises UserError for the first tensor of a model, planned or not, that has no values where the model is.
+
+    accelerate leaves offloaded tensors on the meta device and has a hook fetch them in each forward. Norms, embeddings
+    and heads are read and changed beside the layers, block by block, where no hook runs.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta and not hasattr(tensor, "stored"):
+            owner, _, last = name.rpartition(".")
+            module = model.get_submodule(owner)
+            is_offloaded = any(hasattr(each, "_hf_hook") for each in (module, *module.children(), model))
+            way_out = "load the model first. quant.make_plan plans without"
+            if is_offloaded:
+                way_out = (
+                    "it is offloaded: load the model without offloading (no disk in its device_map), or give its "
+                    "directory to the command `quantize`"
+                )
+            raise UserError(f"{owner}: its {last} is on the meta device, where there are no values; {way_out}")
+
+
 def check_unquantized(model: nn.Module, plan: Plan) -> None:
     """Raises UserError where a tensor that stays as it is holds NaN or infinity; solvers check the others."""
     read_later = {layer.tensor_name for layer in plan.quantized}

@@ -16,6 +16,7 @@ from quant.calibration.ranks import rank_and_world
 from quant.calibration.session import Session
 from quant.errors import UserError
 from quant.execution.announcements import announce_device, announce_source
+from quant.execution.checks import check_in_memory
 from quant.extras import importing
 from quant.formats.atomic import claimed
 from quant.models.open import Source, open_model
@@ -85,6 +86,8 @@ def _create_context(device: torch.device | None) -> None:
 
 def _in_memory(request: Request) -> _InMemory:
     source = open_model(request.model)
+    if source.model is not None:
+        check_in_memory(source.model)
     return _InMemory(
         name=source.name, kind=source.kind, model=source.model, state_dict=None, path=source.path, dtype=source.dtype,
         tokenizer=request.tokenizer,

@@ -1,0 +1,44 @@
+"""What is said of onnxruntime is what onnxruntime does with the file."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import quant
+from quant.formats.format import parse_format
+
+pytest.importorskip("onnxscript", reason="needs the extra onnx")
+runtime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+
+from quant.export.onnx_graph.decoder import GraphInput  # noqa: E402 -- needs onnx
+from quant.export.onnx_graph.export import export_onnx  # noqa: E402 -- as above
+from quant.export.onnx_graph.runtimes import onnxruntime_problem  # noqa: E402 -- as above
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("weight", "inputs"),
+    [("16bit", "16bit"), ("int4", "16bit"), ("fp8_channel", "fp8_token"), ("int8", "16bit"), ("nvfp4", "16bit")],
+)
+def test_a_file_that_onnxruntime_does_not_load_is_told(
+    weight: str, inputs: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(128, 128), nn.ReLU()).to(dtype)
+    x = torch.randn(2, 4, 128, dtype=dtype)
+    if weight != "16bit":
+        plan = quant.make_plan(model, "fp8_channel", run=lambda module: module(x))
+        formats = {"weight": parse_format(weight), "activation": parse_format(inputs)}
+        quant.quantize(model, plan.replace_layers([replace(layer, **formats) for layer in plan.layers]), x)
+    problem = onnxruntime_problem(model)
+    export_onnx(model, tmp_path / "m.onnx", inputs={"x": GraphInput(x[0], ("batch", 128))})
+    try:
+        runtime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+        loads = True
+    except Exception:  # onnxruntime has a class for each of its status codes, and no base of them
+        loads = False
+    assert loads == (problem is None), problem
+    if problem is not None:
+        assert "--to tensorrt" in problem
