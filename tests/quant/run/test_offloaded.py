@@ -47,5 +47,5 @@ def test_a_map_that_holds_all_in_memory_is_right(tmp_path: Path) -> None:
 def test_a_model_that_was_never_loaded_is_refused() -> None:
     with torch.device("meta"):
         model = tiny_models.llama(seed=None)
-    with pytest.raises(UserError, match="on the meta device.*load the model first"):
+    with pytest.raises(UserError, match=r"on the meta device.*load the model first"):
         quant.quantize(model, "nvfp4a16")
