@@ -17,8 +17,20 @@ itself), so a smaller scale would saturate and a larger one would waste codes.
 Scales are one a tensor, or one a KV head. A per-head scale of q is shared by the query heads of a KV head, because
 decode kernels stack these as the rows of one tile.
 
-Latent attention (MLA) caches a compressed vector, not k and v (`latent_attention`). Of a cache alone, k and v both have
-the scale of that vector; where attention is quantized too, its operands are the expanded q, k and v.
+Latent attention (MLA) caches one vector a token for all heads, instead of keys and values.
+
+    hidden ── kv_a_proj_with_mqa ─┬─ latent [kv_lora_rank] ─ kv_a_layernorm ──┬─▶ cache   expanded to keys and values
+                                  └─ rotary key [qk_rope_head_dim] ─ RoPE ────┘           when they are read
+
+A server scales the whole row by one `k_scale` before it rounds it to FP8 (vLLM's `concat_and_cache_mla`). So the scale
+that a checkpoint needs is that of the normed latent vector and of the rotary key, and no scale of expanded keys: for
+random weights of DeepSeek-V3 these are ten times smaller, and two thirds of the latent values would saturate.
+
+Every latent attention of transformers names its norm `kv_a_layernorm` and puts the rotary key at the end of each
+head's key.
+
+Of a cache alone, k and v both have the scale of that row; where attention is quantized too, its operands are the
+expanded q, k and v.
 """
 
 from __future__ import annotations
@@ -34,7 +46,6 @@ from torch import nn
 
 from quant.calibration.attention_names import Watch, watching_attention
 from quant.calibration.blocks import removing
-from quant.calibration.latent_attention import latent_norms, rotary_key
 from quant.calibration.observers import Observer, get_observer
 from quant.calibration.placement import device_of, placed
 from quant.calibration.ranks import gathered, own_batches
@@ -43,6 +54,7 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import global_scale_of, scale_of
 
 GRANULARITIES = ("tensor", "head")
+_EXPANDED = ("minicpm3",)  # vLLM caches their expanded keys and values
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,3 +285,43 @@ def _store(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     info = torch.finfo(dtype)
     # tiny · eps is the smallest subnormal number of the dtype.
     return scale.clamp(min=info.tiny * info.eps).to(dtype)
+
+
+def is_latent(module: nn.Module) -> bool:
+    """Whether an attention module caches a latent vector."""
+    config: Any = getattr(module, "config", None)
+    names = ("kv_a_layernorm", "qk_nope_head_dim", "qk_rope_head_dim")
+    return all(hasattr(module, name) for name in names) and getattr(config, "model_type", None) not in _EXPANDED
+
+
+def latent_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """The norms whose outputs are cached, by the name of their attention module."""
+    return {name: module.kv_a_layernorm for name, module in model.named_modules() if is_latent(module)}
+
+
+def rotary_key(module: nn.Module, key: torch.Tensor) -> torch.Tensor:
+    """The part of expanded keys `[batch, heads, tokens, dim]` that all heads share: `[batch, 1, tokens, rope]`."""
+    return key[:, :1, :, module.qk_nope_head_dim :]
+
+
+@contextmanager
+def latents_changed(model: nn.Module, change: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """While open, latent attentions expand their keys and values from `change(attention, latent)`.
+
+    Args:
+        model: with latent attentions, or without any.
+        change: takes an attention module and a latent vector `[batch, tokens, rank]`.
+    """
+
+    def hook(attention: nn.Module, norm: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return change(attention, output)
+
+    norms = latent_norms(model)
+    with removing(norm.register_forward_hook(partial(hook, model.get_submodule(name))) for name, norm in norms.items()):
+        yield
+
+
+def with_rotary_key(module: nn.Module, key: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    """Expanded keys with another rotary part, `[batch, 1, tokens, rope]`."""
+    nope = key[..., : module.qk_nope_head_dim]
+    return torch.cat([nope, rotary.expand(-1, key.shape[1], -1, -1)], dim=-1)

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import block_names, calls_of_chain, find_chains, output_of, without_hidden
-from quant.calibration.handed_on import handed_on
 from quant.calibration.placement import DeviceCopies, device_of, home_of_states, tensors_of
 from quant.calibration.prefetch import prefetched
 from quant.calibration.texts.rows import few_of
+from quant.calibration.walk.handed_on import handed_on
 from quant.recipes.module_hooks import forwarding
 
 

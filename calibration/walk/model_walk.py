@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import block_names, find_chains, stored_dtype
-from quant.calibration.handed_on import is_filled
 from quant.calibration.inputs import call_of
 from quant.calibration.placement import DeviceCopies, fits, placed, tensors_of
 from quant.calibration.prefetch import value_of
@@ -30,6 +29,7 @@ from quant.calibration.walk.block import Block, BlockCalls
 from quant.calibration.walk.chain import BlockStore, Chain, States
 from quant.calibration.walk.experts import FusedExperts
 from quant.calibration.walk.group import Settings, Solved, gather
+from quant.calibration.walk.handed_on import is_filled
 from quant.calibration.walk.scratch import Scratch
 from quant.calibration.walk.stand_in import weight_of
 from quant.recipes.expert_stacks import expert_matrices

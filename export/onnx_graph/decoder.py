@@ -29,8 +29,7 @@ import torch
 from torch import nn
 
 from quant.calibration.attention_names import implementations_kept, names_registered
-from quant.calibration.kv_cache import AttentionScales
-from quant.calibration.latent_attention import is_latent
+from quant.calibration.kv_cache import AttentionScales, is_latent
 from quant.export.onnx_graph.attention import attend
 from quant.export.onnx_graph.limits import check_attention
 from quant.formats.format import FORMATS

@@ -35,7 +35,6 @@ from quant.export.checkpoint.tied import FLAG, clear_flag, untied_pairs
 from quant.extras import require
 from quant.models import huggingface
 from quant.models.configs import check_sizes, explained, read_fields, read_generation_config
-from quant.models.known_faults import mend_forward
 from quant.plan.check import check_plan_fits
 from quant.recipes.expert_stacks import stacking_of
 from quant.recipes.layer_kind import LayerKind
@@ -170,7 +169,7 @@ def outline(directory: Path, like: type[nn.Module] | None = None) -> nn.Module:
         with explained(directory / "config.json"):
             model.init_weights()
         read_generation_config(model, directory)
-    return mend_forward(model)
+    return huggingface.mend_forward(model)
 
 
 def config_in(file: Path, key: str) -> dict[str, Any] | None:

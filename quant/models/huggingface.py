@@ -35,7 +35,6 @@ from quant.models.configs import (
 )
 from quant.models.files import check_links, safetensors_file, shard_names
 from quant.models.hub import TRUSTED
-from quant.models.known_faults import mend_forward
 from quant.models.quantized.quantization import Quantization, quantization_of, refuse_packed
 from quant.models.quantized.tensors import QuantizedTensors, Renamed
 from quant.models.state_dict import open_safetensors
@@ -393,3 +392,23 @@ def _first_dtype(shard: Path) -> torch.dtype:
             if tensor.dtype.is_floating_point:
                 return tensor.dtype
     return torch.float32
+
+
+def mend_forward(model: nn.Module) -> nn.Module:
+    """Lets the forward pass of a model end that transformers cannot run; gives the model.
+
+    Llama 4 with images (`Llama4ForConditionalGeneration`, transformers 5.24): its forward reads `image_outputs` from
+    the output of its language model, which has no such field, and ends in an AttributeError.
+    """
+    language_model: Any = getattr(model, "language_model", None)
+    if type(model).__name__ == "Llama4ForConditionalGeneration" and language_model is not None:
+        hooks = language_model._forward_hooks
+        if _without_image_outputs not in hooks.values():
+            language_model.register_forward_hook(_without_image_outputs)
+    return model
+
+
+def _without_image_outputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    # A model output, unless a tuple was asked for.
+    if hasattr(output, "keys") and not hasattr(output, "image_outputs"):
+        output.image_outputs = None

@@ -33,7 +33,6 @@ from quant.errors import UserError
 from quant.models import gguf, huggingface, state_dict, torch_files
 from quant.models.files import SourceKind, find_model, with_revision
 from quant.models.hub import commit_of
-from quant.models.known_faults import mend_forward
 from quant.models.origin import origin_of
 from quant.models.watched_files import WatchedFiles
 from quant.recipes.layers import Layer, find_layers, layers_of_state_dict
@@ -223,7 +222,7 @@ def _open_module(model: nn.Module, dtype: torch.dtype | None) -> Source:
     # The module belongs to the caller, and casting it in place would change it everywhere else in the program.
     if dtype not in (None, main_dtype):
         raise UserError(f"{name} is in {main_dtype}; cast it with model.to({dtype}) before opening it")
-    mend_forward(model)
+    huggingface.mend_forward(model)
     return Source(
         name=name, kind=SourceKind.MODULE, model=model, state_dict=None, path=origin_of(model), dtype=main_dtype
     )

@@ -48,7 +48,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from quant.calibration.attention_names import implementations_kept, names_registered, text_config
-from quant.calibration.latent_attention import is_latent, latents_changed, rotary_key, with_rotary_key
+from quant.calibration.kv_cache import is_latent, latents_changed, rotary_key, with_rotary_key
 from quant.errors import UserError
 from quant.extras import require
 from quant.formats.format import Format, is_16bit

@@ -62,7 +62,6 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
         "quant.models.configs",
         "quant.models.files",
         "quant.models.hub",
-        "quant.models.known_faults",
         "quant.models.origin",
         "quant.models.huggingface",
         "quant.models.quantized.layouts",

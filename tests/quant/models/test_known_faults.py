@@ -10,7 +10,7 @@ import tiny_models
 import torch
 
 import quant
-from quant.models.known_faults import mend_forward
+from quant.models.huggingface import mend_forward
 
 transformers = pytest.importorskip("transformers")
 
