@@ -56,9 +56,13 @@ def source(name: str, dtype: torch.dtype, directory: Path) -> Any:
 
 
 def holds(fields: Any, source: Any) -> bool:
-    """Whether every key of the source is there with its value; a class may add keys of its own to its parts."""
+    """Whether every key of the source is there with its value; a class may add keys of its own to its parts.
+
+    `tie_word_embeddings` becomes false where the head differs from the embedding.
+    """
     if isinstance(source, dict) and isinstance(fields, dict):
-        return all(key in fields and holds(fields[key], value) for key, value in source.items())
+        differs = {"tie_word_embeddings"} & {key for key, value in source.items() if value is True}
+        return all(key in fields and (key in differs or holds(fields[key], value)) for key, value in source.items())
     return bool(fields == source)
 
 
