@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from quant.export.checkpoint.compressed_tensors_config import agrees as agrees
-from quant.export.checkpoint.compressed_tensors_config import check_plan as check_plan
-from quant.export.checkpoint.compressed_tensors_config import quantization_config as quantization_config
-from quant.export.checkpoint.compressed_tensors_config import read_config as read_config
-from quant.export.checkpoint.compressed_tensors_config import read_rotations as read_rotations
-from quant.export.checkpoint.compressed_tensors_warnings import runtime_warnings as runtime_warnings
+from quant.export.checkpoint.configs.compressed_tensors_config import agrees as agrees
+from quant.export.checkpoint.configs.compressed_tensors_config import check_plan as check_plan
+from quant.export.checkpoint.configs.compressed_tensors_config import quantization_config as quantization_config
+from quant.export.checkpoint.configs.compressed_tensors_config import read_config as read_config
+from quant.export.checkpoint.configs.compressed_tensors_config import read_rotations as read_rotations
+from quant.export.checkpoint.configs.compressed_tensors_warnings import runtime_warnings as runtime_warnings
 from quant.export.checkpoint.layout import ExpectedTensor
 from quant.export.checkpoint.names import StoredNames
 from quant.formats.format import Format, packed_width

@@ -22,15 +22,15 @@ from collections.abc import Mapping
 
 import torch
 
+from quant.export.checkpoint.configs.modelopt_config import CONFIG_FILE as CONFIG_FILE
+from quant.export.checkpoint.configs.modelopt_config import agrees as agrees
+from quant.export.checkpoint.configs.modelopt_config import check_plan as check_plan
+from quant.export.checkpoint.configs.modelopt_config import own_files as own_files
+from quant.export.checkpoint.configs.modelopt_config import quantization_config as quantization_config
+from quant.export.checkpoint.configs.modelopt_config import read_config as read_config
+from quant.export.checkpoint.configs.modelopt_config import read_rotations as read_rotations
+from quant.export.checkpoint.configs.modelopt_config import runtime_warnings as runtime_warnings
 from quant.export.checkpoint.layout import ExpectedTensor
-from quant.export.checkpoint.modelopt_config import CONFIG_FILE as CONFIG_FILE
-from quant.export.checkpoint.modelopt_config import agrees as agrees
-from quant.export.checkpoint.modelopt_config import check_plan as check_plan
-from quant.export.checkpoint.modelopt_config import own_files as own_files
-from quant.export.checkpoint.modelopt_config import quantization_config as quantization_config
-from quant.export.checkpoint.modelopt_config import read_config as read_config
-from quant.export.checkpoint.modelopt_config import read_rotations as read_rotations
-from quant.export.checkpoint.modelopt_config import runtime_warnings as runtime_warnings
 from quant.formats.format import Format, packed_width
 from quant.formats.number import INT4
 from quant.formats.packing import pack, unpack

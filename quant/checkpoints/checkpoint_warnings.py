@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from quant.export.checkpoint.compressed_tensors_warnings import runtime_warnings
+from quant.export.checkpoint.configs.compressed_tensors_warnings import runtime_warnings
 from quant.export.checkpoint.names import StoredNames
 from quant.plan.plan_warnings import coverage_warnings, fusion_warnings
 from quant.recipes.plan import Plan

@@ -18,7 +18,7 @@ from quant.errors import UserError, listed
 from quant.execution.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
 from quant.export.checkpoint import modelopt
 from quant.export.checkpoint.check import plan_problems, scale_problem, value_problem
-from quant.export.checkpoint.config_plan import plan_of_checkpoint
+from quant.export.checkpoint.configs.config_plan import plan_of_checkpoint
 from quant.export.checkpoint.layout import MODELOPT
 from quant.export.checkpoint.layouts import LAYOUTS
 from quant.export.checkpoint.names import StoredNames, expert_names, stored_names

@@ -21,7 +21,7 @@ from quant.checkpoints.checkpoint_warnings import checkpoint_warnings
 from quant.checkpoints.trial_load import check_experts, check_read_back, trial_load
 from quant.errors import UserError
 from quant.export.checkpoint.compressed_tensors import check_plan, compress
-from quant.export.checkpoint.config_file import write_config
+from quant.export.checkpoint.configs.config_file import write_config
 from quant.export.checkpoint.directory import new_directory
 from quant.export.checkpoint.names import StoredNames, stored_names
 from quant.export.checkpoint.write import (

@@ -19,7 +19,7 @@ from torch import nn
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.solver import get_solver
 from quant.export.checkpoint.compressed_tensors import compress, quantization_config
-from quant.export.checkpoint.config_plan import plan_of_checkpoint
+from quant.export.checkpoint.configs.config_plan import plan_of_checkpoint
 from quant.export.checkpoint.directory import check_destination, new_directory
 from quant.export.checkpoint.names import StoredNames
 from quant.export.checkpoint.read import TensorFiles, join_rows, layer_tensor_names, read_layer

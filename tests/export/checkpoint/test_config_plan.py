@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quant.export.checkpoint.compressed_tensors import compress, quantization_config
-from quant.export.checkpoint.config_plan import plan_of_checkpoint
+from quant.export.checkpoint.configs.config_plan import plan_of_checkpoint
 from quant.export.checkpoint.layout import LAYOUT_NAMES
 from quant.export.checkpoint.layouts import LAYOUTS
 from quant.formats.format import FORMATS
