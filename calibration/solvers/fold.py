@@ -86,7 +86,7 @@ def apply_fold(module: nn.Module, scale: torch.Tensor, style: str, stored: torch
             weight.copy_(torch.where(by == 1, weight, new))
         else:
             # A new tensor: whoever holds the old one, to restore it after an error, still has the original values.
-            weight.data = (old / by[:, None]).to(weight.dtype)
+            weight.data = torch.empty_like(weight).copy_(old / by[:, None])
         bias = getattr(module, "bias", None)
         if isinstance(bias, torch.Tensor):
             bias.copy_((bias.double() / by).to(bias.dtype))

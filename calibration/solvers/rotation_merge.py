@@ -277,7 +277,8 @@ def _rotate(module: nn.Module, block: int, *, inputs: bool, gain: torch.Tensor |
     along_rows = not inputs and not isinstance(module, nn.Embedding)
     turned = hadamard_transform(wide.mT, block).mT if along_rows else hadamard_transform(wide, block)
     # A new tensor: whoever holds the old one, to restore it after an error, still has the original values.
-    weight.data = turned.to(weight.dtype).contiguous()
+    # Its strides stay those of the old one, for products round differently over another layout.
+    weight.data = torch.empty_like(weight).copy_(turned)
     bias = getattr(module, "bias", None)
     if isinstance(bias, nn.Parameter) and not inputs:
         # A bias is added to the output, so it is rotated with it; rotating inputs leaves it alone.
