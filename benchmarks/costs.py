@@ -208,8 +208,8 @@ def table(h100: Path, cpu: Path, tokens: int) -> list[dict[str, object]]:
                     "model, in BF16": f"{model.name}, {model.nbytes / 1e9:,.0f} GB",
                     "solver": f"`{solver}`",
                     "one H100": duration(gpu_seconds),
-                    "its memory": "" if solver == "rtn" else f"{block / 1e9:.0f} GB",
-                    "memory beside it": f"{gpu_host / 1e9:.1f} GB",
+                    "GPU memory": "" if solver == "rtn" else f"{block / 1e9:.0f} GB",
+                    "host memory": f"{gpu_host / 1e9:.1f} GB",
                     "two CPU cores": duration(seconds),
                     "memory": f"{memory / 1e9:.1f} GB" if solver == "rtn" else f"{block / 1e9:.0f} GB",
                 }

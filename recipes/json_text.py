@@ -21,6 +21,19 @@ def json_text(value: Any, **options: Any) -> str:
     return json.dumps(finite(value), allow_nan=False, **options)
 
 
+def text_as_in_source(value: Any, **options: Any) -> str:
+    """`value` as JSON in which NaN and Infinity stay bare words, for files of a model that held them so.
+
+    JSON has no such words, but Mamba-2's released config.json has `"time_step_limit": [0.0, Infinity]`, and its readers
+    know it. Only documents that were read from a model's own files are written by this.
+
+    Args:
+        value: as it was read.
+        options: of `json.dumps`.
+    """
+    return json.dumps(value, allow_nan=True, **options)
+
+
 def finite(value: Any, instead: str | None = None) -> Any:
     """A copy of `value` with `instead` for every float that is NaN or infinite, and lists for tuples."""
     if isinstance(value, Mapping):

@@ -222,7 +222,7 @@ def write_tensors(
         if exact_in_shard := {key: value for key, value in exact.items() if key in shard}:
             metadata[EXACT] = json.dumps(exact_in_shard, allow_nan=False)
         if carried_in_shard := [key for key in carried if key in shard]:
-            metadata[CARRIED] = json.dumps(carried_in_shard)
+            metadata[CARRIED] = json.dumps(carried_in_shard, allow_nan=False)
         try:
             return write_tensor_file(directory / name, shard, metadata, durable=True, masks=masks, log=log)
         except OSError as error:

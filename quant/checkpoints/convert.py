@@ -34,6 +34,7 @@ from quant.export.checkpoint.write import SECOND_LEVEL, layer_weights, write_ten
 from quant.models.files import copy_along
 from quant.models.huggingface import remote_code
 from quant.plan.plan_warnings import fusion_warnings
+from quant.recipes.json_text import text_as_in_source
 from quant.recipes.plan import PLAN_FILE
 
 # Not copied: config files are written anew, and a report has hashes and sizes of the old files.
@@ -110,7 +111,7 @@ def convert(
         for file, contents in layout.own_files(plan, names).items():
             text = json.dumps(contents, indent=4, allow_nan=False)
             (temporary / file).write_text(text + "\n", encoding="utf-8")
-        text = json.dumps(fields, indent=2, ensure_ascii=False)
+        text = text_as_in_source(fields, indent=2, ensure_ascii=False)
         (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
         sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir()) if file.is_file()}
     return {"files": sizes, "rounded_scales": rounded}

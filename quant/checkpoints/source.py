@@ -11,7 +11,6 @@ folded its input scale into a norm); one without a reason is a fault of whoever 
 from __future__ import annotations
 
 import filecmp
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from quant.models.configs import read_fields
 from quant.models.files import companion_files, find_model
 from quant.models.quantized.tensors import QuantizedTensors
 from quant.recipes.json_data import JsonData
+from quant.recipes.json_text import text_as_in_source
 from quant.recipes.plan import PLAN_FILE, LayerPlan, Plan
 from quant.recipes.solver_names import parse_solver
 
@@ -228,7 +228,7 @@ def _config_differences(pair: _Pair) -> Iterator[Difference]:
         new = next((field for k in (key, other) if (field := _at(written, k)) is not _MISSING), _MISSING)
         if new is _MISSING:
             yield Difference(Part.CONFIG, ".".join(key), "is missing from config.json")
-        elif json.dumps(new, sort_keys=True) != json.dumps(value, sort_keys=True):
+        elif text_as_in_source(new, sort_keys=True) != text_as_in_source(value, sort_keys=True):
             reason = "the head is stored apart, and differs" if key[-1] == "tie_word_embeddings" else None
             problem = f"is {new!r} in config.json, and {value!r} in the source"
             yield Difference(Part.CONFIG, ".".join(key), problem, reason)

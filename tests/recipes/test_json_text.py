@@ -60,7 +60,17 @@ def bare_writers(source: str) -> list[int]:
 def test_nothing_is_written_that_no_reader_takes() -> None:
     files = {f.resolve() for folder in FOLDERS for f in (ROOT / folder).rglob("*.py")}
     assert len(files) > 150
-    assert [f"{f.relative_to(ROOT)}:{line}" for f in sorted(files) for line in bare_writers(f.read_text())] == []
+    # One writer keeps the bare words of a model's own files; nothing else does.
+    home = ROOT / "recipes" / "json_text.py"
+    lines = home.read_text().splitlines()
+    assert [
+        f"{f.relative_to(ROOT)}:{line}"
+        for f in sorted(files - {home.resolve()})
+        for line in bare_writers(f.read_text())
+    ] == []
+    assert [lines[line - 1].strip() for line in bare_writers(home.read_text())] == [
+        "return json.dumps(value, allow_nan=True, **options)"
+    ]
 
 
 @pytest.mark.parametrize("call", ["json.dumps(x)", "json.dump(x, f, indent=1)", "json.dumps(x, allow_nan=True)"])

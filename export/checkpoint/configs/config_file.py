@@ -24,6 +24,7 @@ from quant.export.checkpoint.names import StoredNames
 from quant.export.checkpoint.tied import clear_flag, untied_pairs
 from quant.formats.json_files import read_json
 from quant.recipes.json_data import typed
+from quant.recipes.json_text import text_as_in_source
 from quant.recipes.plan import Plan
 
 # Fields about the form of a config; of its quantization there is a new one.
@@ -67,8 +68,10 @@ def write_config(
     clear_flag(fields, model, untied_pairs(model, state).values())
     # In the place of the source's, where that was quantized.
     fields["quantization_config"] = compressed_tensors.quantization_config(plan, names)
-    # JSON has no Infinity. A source that holds the bare word, as Mamba's does, gets it back: its readers know it.
-    text = json.dumps(fields, indent=2, sort_keys=source is None, ensure_ascii=False, allow_nan=source is not None)
+    if source is None:
+        text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    else:
+        text = text_as_in_source(fields, indent=2, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 
 

@@ -63,6 +63,7 @@ def test_what_quantize_writes_is_sound(saved: Path) -> None:
         "findings": [],
         "checked": ["files", "plan", "tensors", "fusion groups", "forward pass"],
         "skipped": {},
+        "explained": [],
     }
 
 
