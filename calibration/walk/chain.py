@@ -109,8 +109,9 @@ class Chain:
     ) -> tuple[list[Call], list[Call], Call]:
         """The calls of a block on the states in front of it: quantized, original, and on a few tokens."""
         device = session.device
-        if states.original is states.quantized:
-            # The walk has followed one of the two so far.
+        if states.original is states.quantized or not self.quantized:
+            # The walk has followed one of the two so far, or resumes with states that an earlier run kept. States are
+            # kept in front of the first block that hands mappings on alone, so nothing is in these yet.
             self.quantized = [copied(mappings) for mappings in self.original]
         captured = [by_block[name].with_arguments(own) for by_block, own in zip(self.calls, self.original, strict=True)]
         moved = [call.to(device, dtype) for call in captured]

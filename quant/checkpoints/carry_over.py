@@ -168,7 +168,7 @@ def main_dtype(original: Mapping[str, torch.Tensor]) -> torch.dtype | None:
         return original.dtype
     elements: Counter[torch.dtype] = Counter()
     for tensor in original.values():
-        if tensor.dtype.is_floating_point:
+        if _is_wide_float(tensor):  # FP8 holds the codes or scales of a checkpoint that is quantized already
             elements[tensor.dtype] += tensor.numel()
     return elements.most_common(1)[0][0] if elements else None
 

@@ -122,7 +122,7 @@ def distill_checkpoint(
             report.warnings += [message for message in messages if message not in report.warnings]
             write_report(report, plan, written, hashes)
 
-        save(student, plan, out, tokenizer=tokenizer, overwrite=overwrite, finish=finish)
+        save(student, plan, out, tokenizer=tokenizer, overwrite=overwrite, finish=finish, source=directory)
     return report
 
 
