@@ -65,3 +65,8 @@ def _exceeds(x: torch.Tensor, positive: int | None, negative: int | None) -> boo
 def _bits(x: torch.Tensor) -> np.ndarray:
     """The bits of `x` as signed integers, flat, sharing its memory where it is contiguous."""
     return x.detach().contiguous().view(_SIGNED[x.dtype.itemsize][1]).flatten().numpy()
+
+
+def is_wide_float(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds floating-point values of 16 bit or more; FP8 tensors are codes or scales."""
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1

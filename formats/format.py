@@ -74,11 +74,6 @@ class Format:
         return self.element is E2M1 and self.scale is E4M3 and self.block == (1, 16) and self.global_scale
 
     @property
-    def is_mx(self) -> bool:
-        """Whether block scales are powers of two, as in the OCP Microscaling formats."""
-        return self.scale is E8M0
-
-    @property
     def is_fp8(self) -> bool:
         """Whether elements are E4M3 with scales in FP32, whichever block shares one: no MX format."""
         return self.element is E4M3 and self.scale is FP32

@@ -82,7 +82,7 @@ def round_like_modelopt(
         return replace(ours, codes=codes if format.element.bits == 8 else pack(codes.view(torch.uint8) & 0x0F, 4))
     if format.per_tensor:
         return _requantize(ours, _quotient(weight, ours).to(weight.dtype))
-    if format.element is E2M1 and format.is_mx:
+    if format.element is E2M1 and format.has_power_of_two_scales:
         quotient = _quotient(values, ours)
         # One step toward zero turns every tie and nothing else: block scales are powers of two, quotients exact.
         towards = torch.nextafter(quotient, torch.zeros_like(quotient))
@@ -95,7 +95,7 @@ def quantize_like_compressed_tensors(weight: Tensor, format: Format, amax: Tenso
     if format.scale.is_wide:
         ours = quantize(weight, format)
         return _requantize(ours, _quotient(weight, ours).to(weight.dtype))
-    if format.is_mx:
+    if format.has_power_of_two_scales:
         return quantize(weight, format, rule="even")
     assert amax is not None
     # 1 where the quotient is beyond the dtype, as for a weight of zeros.

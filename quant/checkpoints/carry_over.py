@@ -27,6 +27,7 @@ from quant.errors import listed
 from quant.export.checkpoint.names import StoredNames
 from quant.export.checkpoint.read import TensorFiles
 from quant.export.checkpoint.tensor_file import DeferredTensor
+from quant.formats.finite import is_wide_float
 from quant.models import huggingface
 from quant.models.configs import explained, read_fields
 from quant.models.quantized.quantization import quantization_of
@@ -168,7 +169,7 @@ def main_dtype(original: Mapping[str, torch.Tensor]) -> torch.dtype | None:
         return original.dtype
     elements: Counter[torch.dtype] = Counter()
     for tensor in original.values():
-        if _is_wide_float(tensor):  # FP8 holds the codes or scales of a checkpoint that is quantized already
+        if is_wide_float(tensor):  # FP8 holds the codes or scales of a checkpoint that is quantized already
             elements[tensor.dtype] += tensor.numel()
     return elements.most_common(1)[0][0] if elements else None
 
@@ -177,16 +178,12 @@ def _as_in_source(
     name: str, tensor: torch.Tensor | DeferredTensor, original: Mapping[str, torch.Tensor]
 ) -> torch.Tensor | DeferredTensor:
     """The source's tensor, if `tensor` is that one cast to another floating-point dtype; else `tensor`."""
-    if isinstance(tensor, DeferredTensor) or name not in original or not _is_wide_float(tensor):
+    if isinstance(tensor, DeferredTensor) or name not in original or not is_wide_float(tensor):
         return tensor
     if isinstance(original, QuantizedTensors) and name in original.packed:
         return tensor
     stored = original[name]
-    if stored.dtype == tensor.dtype or stored.shape != tensor.shape or not _is_wide_float(stored):
+    if stored.dtype == tensor.dtype or stored.shape != tensor.shape or not is_wide_float(stored):
         return tensor
     # Values that were changed after loading, by a transform or by training, must not be undone by the source's.
     return stored if torch.equal(stored.to(tensor.dtype), tensor.cpu()) else tensor
-
-
-def _is_wide_float(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1

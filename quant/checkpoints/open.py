@@ -33,6 +33,7 @@ from quant.export.checkpoint.read import (
 from quant.export.checkpoint.scan import Scan
 from quant.export.checkpoint.tied import FLAG, clear_flag, untied_pairs
 from quant.extras import require
+from quant.formats.finite import is_wide_float
 from quant.models import huggingface
 from quant.models.configs import check_sizes, explained, read_fields, read_generation_config
 from quant.plan.check import check_plan_fits
@@ -259,7 +260,7 @@ def dtype_problems(
     for name, tensor in tensors.items():
         current = state.get(name)
         # FP8 counts as integers: codes in the place of a 16-bit tensor have lost their scales.
-        if current is not None and current.dtype.is_floating_point != _is_wide_float(tensor):
+        if current is not None and current.dtype.is_floating_point != is_wide_float(tensor):
             yield (
                 f"{place(source, name)} is {str(tensor.dtype).removeprefix('torch.')}, and the model holds "
                 f"{str(current.dtype).removeprefix('torch.')}; quantize the model again, or download it again"
@@ -272,10 +273,6 @@ def refuse(problems: Iterable[str]) -> None:
         raise UserError(problem)
 
 
-def _is_wide_float(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
-
-
 def _as_in_transformers(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors in the dtype in which transformers runs them: that of the model's parameter, or float32 for some.
 
@@ -285,7 +282,7 @@ def _as_in_transformers(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict
     cast = {}
     for name, tensor in tensors.items():
         parameter = state.get(name)
-        if parameter is None or not (parameter.dtype.is_floating_point and _is_wide_float(tensor)):
+        if parameter is None or not (parameter.dtype.is_floating_point and is_wide_float(tensor)):
             cast[name] = tensor
             continue
         # transformers keeps the modules of the strict list in float32 always, those of the other list in float16 models

@@ -146,7 +146,7 @@ def test_a_format_of_a_copied_model_is_the_same_object(format: Format) -> None:
         ("has_square_blocks", "fp8_block"),
         ("is_static", "nvfp4 fp8 int8_tensor"),
         ("is_nvfp4", "nvfp4"),
-        ("is_mx", "mxfp4 mxfp6 mxfp6_e3m2 mxfp8 mxfp8_e5m2"),
+        ("has_power_of_two_scales", "mxfp4 mxfp6 mxfp6_e3m2 mxfp8 mxfp8_e5m2"),
         ("is_fp8", "fp8 fp8_channel fp8_block fp8_token fp8_group"),
     ],
 )
