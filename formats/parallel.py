@@ -20,18 +20,18 @@ import torch
 _ROWS = 64
 
 
-def in_parts(work: Callable[[int, int], object], size: int, parts: float, device: torch.device) -> None:
+def in_parts(work: Callable[[int, int], object], x: torch.Tensor, size: int, parts: float) -> None:
     """Calls `work(start, stop)` for consecutive parts of `range(size)`.
 
     The parts are the same for any number of threads, and so is every bit of the result.
 
     Args:
         work: fills its own rows of a result.
+        x: a tensor of the work. On any device but the CPU, all rows are one part.
         size: rows.
         parts: as many as are worth a thread of their own; they share the threads that PyTorch may use.
-        device: of the tensors. On any but the CPU, all rows are one part.
     """
-    if device.type != "cpu":
+    if x.device.type != "cpu":
         work(0, size)
         return
     run_parts(work, bounds_of(size, parts))

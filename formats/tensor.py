@@ -164,7 +164,7 @@ def choose_scale(
             scale[index] = SCALE_RULES[rule](amax[index].view(1, 1, 1, 1), format, second)[:, 0, :, 0]
             continue
         choose = partial(_choose_rows, weight[index], format, SCALE_RULES[rule], second, scale[index])
-        in_parts(choose, scale.shape[-2], rows * columns / _PART_ELEMENTS, weight.device)
+        in_parts(choose, weight, scale.shape[-2], rows * columns / _PART_ELEMENTS)
     if format.scale.is_wide and weight.dtype in (torch.float16, torch.bfloat16):
         # FP16 ends at 2^-24: without the floor, the scale of a very small weight would be stored as zero.
         info = torch.finfo(weight.dtype)
@@ -203,7 +203,7 @@ def quantize_with_scale(
     codes = torch.empty(format.codes_shape(weight.shape), dtype=dtype, device=weight.device)
     for index in np.ndindex(*weight.shape[:-2]):
         encode_part = partial(_encode_rows, weight[index], format, block_columns, step[index], codes[index])
-        in_parts(encode_part, rows, rows * columns / _PART_ELEMENTS, weight.device)
+        in_parts(encode_part, weight, rows, rows * columns / _PART_ELEMENTS)
     return BlockScaledTensor(codes, _store_scale(scale, format), format, tuple(weight.shape), global_scale)
 
 
@@ -236,7 +236,7 @@ def round_with_scale(
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for index in np.ndindex(*weight.shape[:-2]):
         round_part = partial(_round_rows, weight[index], format, block_columns, step[index], out[index])
-        in_parts(round_part, rows, rows * columns / _PART_ELEMENTS, weight.device)
+        in_parts(round_part, weight, rows, rows * columns / _PART_ELEMENTS)
     return out
 
 

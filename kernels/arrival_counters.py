@@ -39,27 +39,28 @@ def arrival_counters(x: torch.Tensor, count: int) -> torch.Tensor:
     key = (device, stream, capture > 0)
     held = _buffers.get(key)
     if held is None or held[0] != capture or held[1].numel() < count:
-        held = _buffers[key] = capture, _zeros(x.device, count, captured=capture > 0)
+        held = _buffers[key] = capture, _zeros(x, count, captured=capture > 0)
     return held[1]
 
 
-def reserve(device: torch.device) -> None:
-    """Makes the table of buffers of a GPU, if it has none."""
-    if device.index is not None and device.index not in _free:
-        table = torch.zeros(_ROWS, _LENGTH, dtype=torch.int32, device=device)
-        torch.cuda.synchronize(device)  # other streams read it without waiting
-        _free[device.index] = list(table)
+def reserve(x: torch.Tensor) -> None:
+    """Makes the table of buffers of the GPU that `x` is on, if it has none; nothing on other devices."""
+    device = x.get_device()
+    if x.is_cuda and device not in _free:
+        table = torch.zeros(_ROWS, _LENGTH, dtype=torch.int32, device=x.device)
+        torch.cuda.synchronize(x.device)  # other streams read it without waiting
+        _free[device] = list(table)
 
 
-def _zeros(device: torch.device, count: int, *, captured: bool) -> torch.Tensor:
-    if device.type == "cuda" and not captured:
-        reserve(device)
+def _zeros(x: torch.Tensor, count: int, *, captured: bool) -> torch.Tensor:
+    if not captured:
+        reserve(x)
     # Rows of the table are never given back: a stream keeps its buffer as long as the process runs.
-    free = _free.get(device.index or 0)
-    if device.type == "cuda" and free and count <= _LENGTH:
+    free = _free.get(x.get_device())
+    if free and count <= _LENGTH:
         return free.pop()
     # In the memory of a graph that is captured, these are zeroed once a replay.
-    return torch.zeros(max(count, _LENGTH), dtype=torch.int32, device=device)
+    return torch.zeros(max(count, _LENGTH), dtype=torch.int32, device=x.device)
 
 
 def _capture_number(stream: int) -> int:

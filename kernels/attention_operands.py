@@ -229,7 +229,7 @@ def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.
     """
     blocks = scale_blocks(v.shape[2], None if cu_seqlens is None else len(cu_seqlens) - 1)
     padded = torch.zeros(*v.shape[:2], blocks * SCALE_BLOCK, v.shape[3], dtype=v.dtype, device=v.device)
-    padded[:, :, _padded_rows(v.shape[2], cu_seqlens, v.device)] = v
+    padded[:, :, _padded_rows(v, v.shape[2], cu_seqlens)] = v
     laid_out: torch.Tensor = padded.unflatten(2, (-1, 2, 4, 2)).transpose(3, 4).flatten(2, 5).mT.contiguous()
     return laid_out
 
@@ -237,13 +237,13 @@ def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.
 def restore_v(v: torch.Tensor, tokens: int, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
     """The inverse of `lay_out_v`."""
     rows: torch.Tensor = v.mT.unflatten(2, (-1, 4, 2, 2)).transpose(3, 4).flatten(2, 5)
-    return rows[:, :, _padded_rows(tokens, cu_seqlens, v.device)]
+    return rows[:, :, _padded_rows(v, tokens, cu_seqlens)]
 
 
-def _padded_rows(tokens: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """The place of each token among whole blocks."""
+def _padded_rows(v: torch.Tensor, tokens: int, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """The place of each of the tokens of `v` among whole blocks."""
     # Blocks of 128 keys never hold two sequences, so each packed sequence starts at a block of its own.
-    row = torch.arange(tokens, device=device)
+    row = torch.arange(tokens, device=v.device)
     if cu_seqlens is None:
         return row
     sequence = sequence_of_rows(cu_seqlens, row)

@@ -14,10 +14,12 @@ import torch
 
 _ALIGNMENT = 16  # bytes, of which Triton compiles kernels that know
 _MOST = 64
+# A PyTorch without CUDA, as under Triton's interpreter, has no such function.
+_current_device = getattr(torch._C, "_cuda_getDevice", int)
 
 
 class CachedLaunch:
-    """`kernel[grid](*arguments, **constants)`, again and again on one device.
+    """`kernel[grid](*arguments, **constants)`, again and again.
 
     Descriptors must be of the same kind at each call.
 
@@ -44,7 +46,8 @@ class CachedLaunch:
                 parts.append(argument.dtype)
             elif argument is None or type(argument) is int:
                 parts.append(argument)
-        key = (addresses % _ALIGNMENT, *parts)
+        # A compiled kernel is loaded into one GPU.
+        key = (addresses % _ALIGNMENT, _current_device(), *parts)
         launch = self._launches.get(key)
         if launch is not None:
             launch(*arguments, *self._after)

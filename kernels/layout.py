@@ -57,9 +57,9 @@ _SPAN = 29
 _BASE = 105
 
 
-def prefers_prepacked(device: torch.device) -> bool:
-    """Whether the kernels for `device` are fastest with weights in this layout: those for Hopper."""
-    return device.type == "cuda" and has_triton() and current(device.index or 0).has_wgmma
+def prefers_prepacked(codes: torch.Tensor) -> bool:
+    """Whether the kernels for the GPU of `codes` are fastest with weights in this layout: those for Hopper."""
+    return codes.is_cuda and has_triton() and current(codes.device.index or 0).has_wgmma
 
 
 def is_prepacked(weight: BlockScaledTensor) -> bool:

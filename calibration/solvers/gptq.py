@@ -145,7 +145,7 @@ def gptq(
             _descend(target[:, rows], values[:, rows], row_scales, factor, width, window)
 
     # Where scales lie within rows, `weight` is one of the parts of `solve_by_rows` already.
-    in_parts(solve_rows, len(weight), 1 if block_rows == 1 else search_threads(*weight.shape), weight.device)
+    in_parts(solve_rows, weight, len(weight), 1 if block_rows == 1 else search_threads(*weight.shape))
     if order is not None:
         values = torch.empty_like(values).index_copy_(0, order, values)
         # A block's inputs stay together, so the first of them tells which block it is.

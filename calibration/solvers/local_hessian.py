@@ -80,5 +80,5 @@ def local_hessian(weight: Tensor, moments: Tensor, format: Format, global_scale:
             upper = uppers[index, : len(block), : len(block)]
             block[:], _, scales[index, rows] = search_block(block, upper, format, second, _SHORTLIST)
 
-    in_parts(search_rows, len(weight), 1, weight.device)
+    in_parts(search_rows, weight, len(weight), 1)
     return quantize_with_scale(target.t().contiguous(), format, scales.t().contiguous(), global_scale)

@@ -35,6 +35,7 @@ from torch import nn
 
 from quant.calibration.blocks import cache_argument, cache_of
 from quant.calibration.evaluating import evaluating
+from quant.calibration.placement import device_of
 from quant.calibration.session import Session
 
 _ALONE = Session()
@@ -80,7 +81,7 @@ def generate_rows(
     start, allowed = first_token(model, tokenizer), _drawable(model, tokenizer)
     rows = torch.empty(samples, seqlen, dtype=torch.int64)
     with torch.inference_mode(), evaluating(model), _plain_attention(model):
-        at_once = _rows_at_once(model, seqlen, allowed.device)
+        at_once = _rows_at_once(model, seqlen)
         for first in range(0, samples, at_once):
             part = rows[first : first + at_once]
             numbers = range(first, first + len(part))
@@ -92,10 +93,11 @@ def generate_rows(
     return rows
 
 
-def _rows_at_once(model: nn.Module, seqlen: int, device: torch.device) -> int:
+def _rows_at_once(model: nn.Module, seqlen: int) -> int:
     """How many rows grow together: as many as the memory for their cache allows, if the config tells its size."""
     config: Any = getattr(model, "config", None)
     layers, width = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
+    device = device_of(model)
     if device.type != "cuda" or not isinstance(layers, int) or not isinstance(width, int):
         return ROWS_AT_ONCE
     heads, shared = (_of_all_layers(config, name) for name in ("num_attention_heads", "num_key_value_heads"))

@@ -159,13 +159,13 @@ def dequantize_prepacked(weight: BlockScaledTensor, dtype: torch.dtype = torch.b
     """`[out, in]` of a prepacked weight in `dtype`, each value rounded once."""
     N, K = weight.shape
     out = torch.empty(N, K, dtype=dtype, device=weight.codes.device)
-    _dequantizer(N, K, out.device)(weight.codes, weight.scale, weight.global_scale, out, K)
+    _dequantizer(N, K)(weight.codes, weight.scale, weight.global_scale, out, K)
     return out
 
 
 @lru_cache(maxsize=256)
-def _dequantizer(N: int, K: int, device: torch.device) -> CachedLaunch:
-    """The launch of `sm90_nvfp4_dequantize` for weights of a shape, on a device."""
+def _dequantizer(N: int, K: int) -> CachedLaunch:
+    """The launch of `sm90_nvfp4_dequantize` for weights of a shape."""
     tiles = _tiles_of(K)
     return CachedLaunch(sm90_nvfp4_dequantize, (K // 64 // tiles, N // 64), {"tiles": tiles, "num_warps": 4})
 

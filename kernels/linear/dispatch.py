@@ -113,7 +113,7 @@ def _prepare_product(
     if activation is not None:
         if gpu.has_wgmma and fp8_gemm.takes_prefill(weight, activation, len(x), x.dtype):
             return partial(fp8_gemm.prefill_linear, activation=activation)
-        if native_gemm.multiplies_natively(weight, activation, len(x), x.device):
+        if native_gemm.multiplies_natively(x, weight, activation):
             return native_gemm.multiply_codes
     return _prepare_gemm(x, weight, bias, input_scale, activation)
 

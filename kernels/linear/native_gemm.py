@@ -25,27 +25,28 @@ _verdicts: dict[tuple[str, str, int], bool] = {}
 """By format of the weight, format of the activation and GPU: whether a first product was right."""
 
 
-def multiplies_natively(weight: BlockScaledTensor, activation: Format, tokens: int, device: torch.device) -> bool:
+def multiplies_natively(x: torch.Tensor, weight: BlockScaledTensor, activation: Format) -> bool:
     """Whether tensor cores of this GPU take both sides as they are stored, and got a first product right."""
     from quant.kernels.portable import block_scaled_gemm, casts
 
     format, columns = weight.format, weight.shape[1]
     if is_prepacked(weight) or not format.block[1] or columns % format.block[1]:
         return False
-    gpu = hardware.current(device.index or 0)
+    index = x.device.index or 0
+    gpu = hardware.current(index)
     if format.has_square_blocks:
         # FP8 squares of 128 × 128 meet groups of 128 inputs, so every product of blocks has one factor.
         # With few tokens reading W takes all the time, and 16-bit products are no slower.
-        is_able = gpu.has_fp8 and activation is _GROUPS and tokens > matmul_tiles.FEW
+        is_able = gpu.has_fp8 and activation is _GROUPS and len(x) > matmul_tiles.FEW
     else:
         is_able = gpu.has_block_scales and activation is format and format.name in block_scaled_gemm.SCALED_FORMATS
     if not is_able or columns > casts.MAX_COLUMNS:
         return False
-    case = (format.name, activation.name, device.index or 0)
+    case = (format.name, activation.name, index)
     if case not in _verdicts:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return False  # a check waits for its result, which a capture cannot
-        _verdicts[case] = _multiplies_right(format, activation, device.index or 0)
+        _verdicts[case] = _multiplies_right(format, activation, index)
     return _verdicts[case]
 
 

@@ -185,23 +185,22 @@ def register(
     if autograd is not None:
         short = name.removeprefix("quant::")
         _LIBRARY.impl(short, autograd, "Autograd", with_keyset=True)
-        for device in ("cpu", "cuda") if in_autocast else ():
-            _LIBRARY.impl(
-                short, _in_autocast(getattr(torch.ops.quant, short).default, device), f"Autocast{device.upper()}"
-            )
+        for kind in ("cpu", "cuda") if in_autocast else ():
+            _LIBRARY.impl(short, _in_autocast(getattr(torch.ops.quant, short).default, kind), f"Autocast{kind.upper()}")
 
 
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype in which autocast computes on a kind of device, such as "cuda"; None where it is off."""
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype in which autocast computes on the kind of device that `x` is on; None where it is off."""
     # `torch.amp.is_autocast_available`, which knows every kind, breaks the graphs of torch.compile before torch 2.13.
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
-    return torch.get_autocast_dtype(device)
+    return torch.get_autocast_dtype(kind)
 
 
-def without_autocast(device: str) -> Any:
-    """A context in which ops take their arguments as they are, as autocast's own do; `torch.autocast` takes longer."""
-    keys = _AUTOCAST_KEYS.get(device)
+def without_autocast(x: torch.Tensor) -> Any:
+    """While open, ops on the device of `x` take their arguments as they are; `torch.autocast` takes longer."""
+    keys = _AUTOCAST_KEYS.get(x.device.type)
     return nullcontext() if keys is None else torch._C._ExcludeDispatchKeyGuard(keys)
 
 
@@ -212,16 +211,17 @@ _AUTOCAST_KEYS = {
 }
 
 
-def _in_autocast(op: Any, device: str) -> Any:
+def _in_autocast(op: Any, kind: str) -> Any:
+    """`op` as autocast calls it on a kind of device: its first argument and its bias are cast."""
     positions = [i for i, argument in enumerate(op._schema.arguments) if i == 0 or argument.name == "bias"]
 
     def cast(*args: Any) -> torch.Tensor:
-        arguments, dtype = list(args), torch.get_autocast_dtype(device)
+        arguments, dtype = list(args), torch.get_autocast_dtype(kind)
         for position in positions:
             tensor = arguments[position]
             if tensor is not None and tensor.dtype is not torch.float64:
                 arguments[position] = tensor.to(dtype)
-        with without_autocast(device):
+        with without_autocast(arguments[0]):
             return op(*arguments)  # type: ignore[no-any-return]
 
     return cast

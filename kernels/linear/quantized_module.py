@@ -56,8 +56,7 @@ class QuantizedModule(nn.Module):
         for name in sorted(buffers, key=lambda name: buffers[name] is None):
             self.register_buffer(name, buffers[name])
         # Buffers for arrival counts must exist before a CUDA graph is captured, which is long after this.
-        if weight.codes.is_cuda:
-            reserve(weight.codes.device)
+        reserve(weight.codes)
         # Device and dtype of the codes, and dtype of the input, that the layout was last decided for.
         self._arranged: tuple[torch.device, torch.dtype, torch.dtype] | None = None
         self._stays_stored = False
@@ -114,14 +113,13 @@ class QuantizedModule(nn.Module):
         codes = self.codes
         if type(codes) is not torch.Tensor or codes.is_meta or is_traced():
             return
-        computed = autocast_dtype(codes.device.type) or dtype
+        computed = autocast_dtype(codes) or dtype
         # Weights made in inference mode would be of no use to a later backward pass.
         with _arranging, torch.inference_mode(False):
             if not (codes.is_cuda and torch.cuda.is_current_stream_capturing()):
-                if codes.is_cuda:
-                    reserve(codes.device)
+                reserve(codes)
                 weight = self.stored_weight
-                on_hopper = prefers_prepacked(codes.device)
+                on_hopper = prefers_prepacked(codes)
                 suits = self.has_kernel_layout and on_hopper
                 suits &= computed is torch.bfloat16 or takes_any_dtype(weight.format)
                 if is_prepacked(weight) and not suits:

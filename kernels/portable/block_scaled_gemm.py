@@ -120,7 +120,7 @@ def block_scaled_gemm(
         raise ValueError(f"block-scaled matmul by {list(weight.shape)}: offsets go with a weight of three axes")
     experts = 1
     if offsets is not None:
-        grouped_gemm.check_experts(x.codes.device, weight, offsets)
+        grouped_gemm.check_experts(x.codes, weight, offsets)
         experts = weight.shape[0]
     y = torch.empty(tokens, rows, dtype=dtype, device=x.codes.device)
     if tokens:

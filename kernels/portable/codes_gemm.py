@@ -287,7 +287,7 @@ def dequantize_codes(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Ten
     (N, K), codes, scale = weight.shape, weight.codes, weight.scale
     out = torch.empty(N, K, dtype=dtype, device=codes.device)
     has_global = weight.global_scale is not None
-    launch = _dequantizer(N, K, weight.format.name, has_global, codes.device)
+    launch = _dequantizer(N, K, weight.format.name, has_global)
     # A pointer that the kernel never reads, where there is no global scale.
     second = weight.global_scale if has_global else scale
     launch(codes, scale, second, out, N, K, codes.stride(0), scale.stride(0), codes.shape[1])
@@ -295,8 +295,8 @@ def dequantize_codes(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Ten
 
 
 @lru_cache(maxsize=256)
-def _dequantizer(N: int, K: int, format: str, has_global: bool, device: torch.device) -> CachedLaunch:
-    """The launch of `dequantize_codes_kernel` for weights like these, on a device."""
+def _dequantizer(N: int, K: int, format: str, has_global: bool) -> CachedLaunch:
+    """The launch of `dequantize_codes_kernel` for weights like these."""
     form, block_n = FORMATS[format], 16
     block_k = 256 if form.block[1] < 128 else 128
     constants = {**layout(form), "has_global": has_global, "block_n": block_n, "block_k": block_k, "num_warps": 4}

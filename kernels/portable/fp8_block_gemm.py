@@ -82,10 +82,9 @@ def fp8_block_gemm(
     """
     if x.format is not FORMATS["fp8_group"] or weight.format is not FORMATS["fp8_block"]:
         raise ValueError(f"FP8 block matmul of {x.format} by {weight.format}: expected fp8_group by fp8_block")
-    tokens, columns = x.shape
-    if columns != weight.shape[1]:
+    if x.shape[1] != weight.shape[1]:
         raise ValueError(f"FP8 block matmul of x {list(x.shape)} by {list(weight.shape)}: the widths differ")
-    if cublas_takes(tokens, weight.shape, dtype, x.codes.device):
+    if cublas_takes(x.codes, weight.shape, dtype):
         return by_cublas(x, weight, bias)
     return by_triton(x, weight, bias, dtype)
 
@@ -120,32 +119,33 @@ def by_cublas(x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tenso
     return y if bias is None else y + bias
 
 
-def cublas_takes(tokens: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether cuBLASLt multiplies by a weight of `shape` on this GPU, and got a first product right."""
+def cublas_takes(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether cuBLASLt multiplies `x` by a weight of `shape` on this GPU, and got a first product right."""
     rows, columns = shape
-    if not tokens or rows % 128 or columns % 512 or dtype is not torch.bfloat16 or device.type != "cuda":
+    if not x.shape[0] or rows % 128 or columns % 512 or dtype is not torch.bfloat16 or not x.is_cuda:
         return False
     version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
-    index = device.index or 0
+    index = x.device.index or 0
     if version < (12, 9) or not current(index).has_wgmma:
         return False
     if index not in _checked:
         if torch.cuda.is_current_stream_capturing():
             return False  # a check waits for its result, which a capture cannot
-        _checked[index] = _cublas_is_right(device)
+        _checked[index] = _cublas_is_right(index)
     return _checked[index]
 
 
 _checked: dict[int, bool] = {}
 
 
-def _cublas_is_right(device: torch.device) -> bool:
-    """Compares two products of random matrices with sizes of blocks of their own; says so where they differ."""
+def _cublas_is_right(index: int) -> bool:
+    """Compares two products of random matrices on GPU `index`, with blocks of many sizes; says where they differ."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(size, 1024, generator=generator) for size in (130, 384))
     sizes = torch.randn(3, 1, 8, 1, generator=generator).mul(2).exp()
     w = (w.view(3, 128, 8, 128) * sizes).view(384, 1024)
-    rows, weight = quantize(x, FORMATS["fp8_group"]).to(device), quantize(w, FORMATS["fp8_block"]).to(device)
+    gpu = f"cuda:{index}"
+    rows, weight = quantize(x, FORMATS["fp8_group"]).to(gpu), quantize(w, FORMATS["fp8_block"]).to(gpu)
     try:
         y = by_cublas(rows, weight, None).double()
     except RuntimeError as error:

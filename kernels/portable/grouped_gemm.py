@@ -216,11 +216,11 @@ def check(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> 
     task, shape = _task(weight), weight.shape
     if len(shape) != 3 or x.dim() != 2 or x.shape[1] != shape[2]:
         raise ValueError(f"{task}: x is {list(x.shape)}, expected [tokens, {shape[-1]}] and a weight of three axes")
-    check_experts(x.device, weight, offsets)
+    check_experts(x, weight, offsets)
 
 
-def check_experts(device: torch.device, weight: BlockScaledTensor, offsets: torch.Tensor) -> None:
-    """`check`, for rows on `device` that were looked at before."""
+def check_experts(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> None:
+    """`check`, for rows `x` whose shape was looked at before."""
     task, shape, format = _task(weight), weight.shape, weight.format
     codes = (format.codes_shape(shape), format.element.torch_dtype or torch.uint8)
     scale_shape = format.scale_shape(shape)
@@ -242,8 +242,8 @@ def check_experts(device: torch.device, weight: BlockScaledTensor, offsets: torc
             continue
         if tuple(tensor.shape) != tuple(size) or tensor.dtype != dtype:
             raise ValueError(f"{task}: {name} is {list(tensor.shape)} {tensor.dtype}, expected {list(size)} {dtype}")
-        if tensor.device != device:
-            raise ValueError(f"{task}: {name} is on {tensor.device}, x on {device}")
+        if tensor.device != x.device:
+            raise ValueError(f"{task}: {name} is on {tensor.device}, x on {x.device}")
         if not tensor.is_contiguous():
             raise ValueError(f"{task}: {name} is not contiguous (strides {tensor.stride()}); call .contiguous() once")
 

@@ -81,7 +81,6 @@ def evaluate_command(
     Models of images, sounds and two texts take --data; encoders are compared by cosine and relative error. The
     baseline always attends in 16 bit.
     """
-    from quant.calibration.placement import find_device
     from quant.calibration.session import Session
     from quant.checkpoints.runnable import open_runnable
     from quant.evaluation.evaluate import evaluate_texts
@@ -101,17 +100,16 @@ def evaluate_command(
     # lm-eval measures one model at a time.
     if tasks is not None and baseline:
         raise UserError("--baseline is for --text and --data; run --tasks on each model")
-    target = find_device(device)
-    hears = listener(quiet or as_json)
-    announce_device(hears, target)
+    hears, session = listener(quiet or as_json), Session.on(device)
+    announce_device(hears, session)
     source, module = open_runnable(model, model_factory=model_factory, unsafe_load=unsafe_load)
     announce_source(hears, source)
     if tasks is not None:
         how = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
         with how:
             scores = evaluate_tasks(
-                module.to(target), tasks, source.load_tokenizer(), task_path=task_path, shots=shots, limit=limit,
-                batch_size=batch_size,
+                module.to(session.device), tasks, source.load_tokenizer(), task_path=task_path, shots=shots,
+                limit=limit, batch_size=batch_size,
             )  # fmt: skip
         if as_json:
             print_json([dataclasses.asdict(score) for score in scores])
@@ -124,14 +122,16 @@ def evaluate_command(
         _, other = open_runnable(baseline, model_factory=model_factory, unsafe_load=unsafe_load)
     asked = Rows(tuple(map(str, data or texts)), samples, seqlen)
     with hears.stages() as progress:
-        rows = read_evaluation(source, asked, Session(target, progress=progress), writer=other, listener=hears)
+        rows = read_evaluation(
+            source, asked, dataclasses.replace(session, progress=progress), writer=other, listener=hears
+        )
     # Ranks measure different rows of the same text, so all must have read the same one.
     hashes = {f"the text {name}": digest_of(each) for name, each in rows.items()}
-    check_same(hashes, WatchedFiles(source.path).files, target)
+    check_same(hashes, session, WatchedFiles(source.path).files)
     how = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
     # Attention is patched on the module of the model alone; the baseline keeps its own.
     with how, bar("evaluate", quiet or as_json) as advance:
-        result = evaluate_texts(module, rows, other, batch_size=batch_size, device=target, progress=advance)
+        result = evaluate_texts(module, rows, other, batch_size=batch_size, device=session.device, progress=advance)
     if as_json:
         print_json(result.to_dict())
     elif not quiet:

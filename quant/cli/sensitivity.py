@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,6 @@ def sensitivity_command(
     """
     from quant.allocation.allocate import score
     from quant.calibration.inputs import on_first
-    from quant.calibration.placement import find_device
     from quant.calibration.ranks import rank_and_world
     from quant.calibration.session import Session
     from quant.checkpoints.runnable import open_original
@@ -79,20 +79,22 @@ def sensitivity_command(
     # The first rank writes the table for all.
     if out is not None and rank_and_world()[0] == 0:
         click.get_current_context().with_resource(claimed(out))
-    target = find_device(device)
-    announce_device(hears, target)
+    session = Session.on(device, seed=seed)
+    announce_device(hears, session)
     with hears.step(f"loading {model}"):
         source, module = open_original(model, model_factory=model_factory, unsafe_load=unsafe_load)
     announce_source(hears, source)
     with hears.stages() as progress:
-        session = Session(target, progress=progress, seed=seed)
+        session = replace(session, progress=progress)
         data, _ = read_calibration(source, Rows(calib, samples, seqlen, seed), session, listener=hears)
         rows = as_rows(module, data, "a sensitivity table")
         # Scores are sums over rows that ranks share: different text would add up without an error.
-        check_same({"the calibration text": tensor_hash(rows)}, WatchedFiles(source.path).files, target)
+        check_same({"the calibration text": tensor_hash(rows)}, session, WatchedFiles(source.path).files)
         if rows.is_floating_point():
             options["run"] = on_first(rows)
-        sensitivity = score(module, rows[:samples], seed=seed, path=out, device=target, progress=progress, **options)
+        sensitivity = score(
+            module, rows[:samples], seed=seed, path=out, device=session.device, progress=progress, **options
+        )
     if as_json:
         print_json(sensitivity.to_dict())
     elif not quiet:

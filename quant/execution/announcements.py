@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-
 from quant.calibration.listener import Listener
 from quant.calibration.placement import describe
+from quant.calibration.session import Session
 from quant.models.open import Source
 from quant.recipes.plan import Plan
 
 
-def announce_device(listener: Listener, device: torch.device | None) -> None:
+def announce_device(listener: Listener, session: Session) -> None:
     """Says that a run computes on a GPU, if it does."""
-    if device is not None and device.type != "cpu":
-        listener.message(f"on {describe(device)}")
+    if session.device is not None and session.device.type != "cpu":
+        listener.message(f"on {describe(session.device)}")
 
 
 def announce_source(listener: Listener, source: Source) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.placement import device_of
 from quant.calibration.walk.experts import stacked
 from quant.errors import UserError, counted, listed
 from quant.execution.install import install_kv_scales
@@ -101,7 +102,7 @@ def from_modelopt(model: nn.Module, *, run: Callable[[nn.Module], Any] | None = 
     """
     quantizers_of, caches = _read(model)
     formats = {name: _formats(name, quantizers) for name, quantizers in quantizers_of.items()}
-    kv_cache, kv_scales = _kv_cache(caches, next(model.parameters()).device)
+    kv_cache, kv_scales = _kv_cache(caches)
     for name, quantizers in quantizers_of.items():
         if quantizers.packed is not None:
             check_compressed(quantizers.weight[0], formats[name].weight, name)
@@ -124,7 +125,8 @@ def from_modelopt(model: nn.Module, *, run: Callable[[nn.Module], Any] | None = 
         stack.pop_all()  # every check has passed: nothing of ModelOpt's comes back
     _remove_quantizers(model)
     plan = replace(plan, kv_cache=kv_cache)
-    install_kv_scales(model, kv_scales)
+    home = device_of(model)
+    install_kv_scales(model, {name: scale.to(home) for name, scale in kv_scales.items()})
 
     def solved(layer: LayerPlan) -> Solved:
         return _solved(model, layer, quantizers_of[layer.name], *amaxes[layer.name])
@@ -220,10 +222,8 @@ def _formats(name: str, quantizers: _Quantizers) -> LayerFormats:
     return LayerFormats(format, activation, f"as {_TOOLKIT} quantized it")
 
 
-def _kv_cache(
-    caches: Mapping[str, Mapping[str, Any]], device: torch.device
-) -> tuple[Format | None, dict[str, torch.Tensor]]:
-    """Format of the KV cache, and its scales by name, on `device`."""
+def _kv_cache(caches: Mapping[str, Mapping[str, Any]]) -> tuple[Format | None, dict[str, torch.Tensor]]:
+    """Format of the KV cache, and its scales by name."""
     scales, formats = {}, set()
     for name, pair in caches.items():
         # `pair` has the quantizers of k and v.
@@ -232,7 +232,7 @@ def _kv_cache(
         for operand, quantizer in pair.items():
             formats.add(format_of(quantizer, f"{name}, {operand} of the KV cache", inputs=True).name)
             if (amax := tensor_amax(quantizer)) is not None:
-                scales[f"{name}.{operand}_scale"] = (amax / _KV_MAX).view(1).to(device)
+                scales[f"{name}.{operand}_scale"] = (amax / _KV_MAX).view(1)
     if not formats:
         return None, {}
     if len(formats) > 1 or not formats <= {"fp8", "nvfp4"}:

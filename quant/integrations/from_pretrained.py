@@ -159,8 +159,8 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         # A static scale of inputs has one name in the files and in our modules, but not always one shape.
         yield WeightConverter([r"\.weight_scale$", r"\.input_scale$"], [".codes"], reads)
 
-    def layer_tensors(self, name: str, device: torch.device) -> dict[str, torch.Tensor]:
-        """The buffers of a quantized module by their full names, on `device`."""
+    def layer_tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """The buffers of a quantized module by their full names."""
         assert self._checkpoint is not None
         layer: LayerPlan = self._checkpoint.plan.by_name[name]
         weight, input_scale = read_layer(self._checkpoint.tensors, layer)
@@ -170,7 +170,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
             "codes": weight.codes, "scale": weight.scale, "global_scale": weight.global_scale,
             "input_scale": input_scale, "pre_scale": parts.pre_scale, "lowrank_down": down, "lowrank_up": up,
         }  # fmt: skip
-        return {f"{name}.{part}": tensor.to(device) for part, tensor in tensors.items() if tensor is not None}
+        return {f"{name}.{part}": tensor for part, tensor in tensors.items() if tensor is not None}
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         if self._checkpoint is None:
@@ -214,7 +214,8 @@ class _ReadLayer(ConversionOps):  # type: ignore[misc]
     def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, **kwargs: Any) -> dict[str, torch.Tensor]:
         source = next(iter(input_dict.values()))
         device = (source[0] if isinstance(source, list) else source).device
-        return self.hf_quantizer.layer_tensors(full_layer_name.removesuffix(".codes"), device)
+        tensors = self.hf_quantizer.layer_tensors(full_layer_name.removesuffix(".codes"))
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 class _InTraining(QuantConfig):

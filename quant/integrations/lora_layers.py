@@ -34,7 +34,7 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As PEFT's. Where it can, the product that makes an adapter's output also adds it to the layer's."""
-        names, dtype = [name for name in self.active_adapters if name in self.lora_A], autocast_dtype(x.device.type)
+        names, dtype = [name for name in self.active_adapters if name in self.lora_A], autocast_dtype(x)
         plain = not (args or kwargs or self.disable_adapters or self.merged)
         if not (plain and all(self._is_plain(x, name, dtype) for name in names)):
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
@@ -99,7 +99,7 @@ class _Adapted(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         low = rows @ narrow_down.t()
         # Below autograd the quantized layer records no node of its own: this function is the node of both.
-        with without_autocast(x.device.type), torch._C._AutoDispatchBelowAutograd():
+        with without_autocast(x), torch._C._AutoDispatchBelowAutograd():
             y: torch.Tensor = base(x)
         y.view(-1, y.shape[-1]).addmm_(low, narrow_up.t(), alpha=s)
         ctx.save_for_backward(rows)

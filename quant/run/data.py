@@ -69,7 +69,7 @@ def _kept_data(job: Job, plan: Plan) -> tuple[Data, list[Record]]:
     data, records = calibration_data(job, lambda: plan)
     # Ranks read their own files, and a resumed run may find the text changed: either would mix two calibrations.
     digest = digest_of(data)
-    check_same({f"the calibration text {rows.label}": digest}, device=job.session.device)
+    check_same({f"the calibration text {rows.label}": digest}, job.session)
     if rows.is_written:
         assert isinstance(data, torch.Tensor)
         store.put(step, {"rows": data}, records)

@@ -101,7 +101,7 @@ def _for_budget(job: Job, goal: Goal) -> Decision:
         )
     job.seconds.update(score=allocation.sensitivity.seconds, allocate=allocation.record.seconds)
     # Ranks sum floating-point losses in the same order, so that this never differs but through a defect.
-    check_same({"the plan that the budget chose": allocation.plan.digest()}, device=job.session.device)
+    check_same({"the plan that the budget chose": allocation.plan.digest()}, job.session)
     plan = allocation.plan if records is None else with_calibration(allocation.plan, records)
     return Decision(plan, rows, allocation=_in_place(allocation) if request.is_in_memory else allocation)
 

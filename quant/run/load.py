@@ -58,8 +58,8 @@ def load(request: Request, listener: Listener) -> Job:
     session = Session(memory=request.memory_bytes, seed=request.seed)
     if not request.dry_run:
         session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)
-        announce_device(listener, session.device)
-        _create_context(session.device)
+        announce_device(listener, session)
+        _create_context(session)
     torch.manual_seed(request.seed)  # a caller's module leaves the caller's random numbers alone
     started = time.perf_counter()
     with listener.step(f"loading {request.model}"), importing():  # transformers, most of the time
@@ -75,13 +75,13 @@ def load(request: Request, listener: Listener) -> Job:
     return Job(request, source, session, listener, {"load": time.perf_counter() - started})
 
 
-def _create_context(device: torch.device | None) -> None:
+def _create_context(session: Session) -> None:
     """Has the driver create a GPU's context, which takes about a second, while transformers is imported.
 
     PyTorch releases the interpreter's lock meanwhile.
     """
-    if device is not None and device.type == "cuda":
-        Thread(target=torch.empty, args=(1,), kwargs={"device": device}, name="context", daemon=True).start()
+    if session.device is not None and session.device.type == "cuda":
+        Thread(target=torch.empty, args=(1,), kwargs={"device": session.device}, name="context", daemon=True).start()
 
 
 def _in_memory(request: Request) -> _InMemory:

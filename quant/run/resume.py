@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
-
+from quant.calibration.session import Session
 from quant.execution.store import Partial
 from quant.extras import versions
 from quant.recipes.plan import Plan
@@ -26,21 +25,20 @@ def resumable(job: Job, plan: Plan) -> Iterator[Job]:
     if request.out is None or source.model is None:
         yield job
         return
-    device = job.session.device
-    check_same({"the plan": plan.digest()}, source.files.files, device)
+    check_same({"the plan": plan.digest()}, job.session, source.files.files)
     depends = {
         "the model's file": source.files.fingerprints(),
         "the plan": {"guard": plan.guard, "observer": plan.observer, "digest": plan.digest()},
         "the version of": versions(),
         "the seed": request.seed,
         # Sums on a CPU and on a GPU round differently; a finished layer of the other would not fit its neighbours.
-        "the kind of device": _device_type(device),
+        "the kind of device": _device_type(job.session),
     }
     with Partial(request.out, depends, source.files, restart=request.restart) as store:
         if not store.is_complete:
-            store.expect("device", kind_of(device))  # each kind of GPU rounds sums in its own way
+            store.expect("device", kind_of(job.session))  # each kind of GPU rounds sums in its own way
         yield replace(job, session=replace(job.session, store=store))
 
 
-def _device_type(device: torch.device | None) -> str:
-    return "cpu" if device is None else device.type
+def _device_type(session: Session) -> str:
+    return "cpu" if session.device is None else session.device.type

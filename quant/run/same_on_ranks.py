@@ -14,19 +14,20 @@ from pathlib import Path
 import torch
 
 from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
+from quant.calibration.session import Session
 from quant.errors import UserError
 from quant.extras import versions
 
 _PIECES, _BYTES = 64, 1 << 20
 
 
-def check_same(values: Mapping[str, str], files: Sequence[Path] = (), device: torch.device | None = None) -> None:
+def check_same(values: Mapping[str, str], session: Session, files: Sequence[Path] = ()) -> None:
     """Checks that all ranks have the same things.
 
     Args:
         values: hashes or names that the result depends on, by the words of the error message.
+        session: of this rank; GPUs of different kinds would round differently.
         files: of the model.
-        device: of this rank; GPUs of different kinds would round differently.
 
     Raises:
         UserError: they differ; the first rank and thing that do are named.
@@ -35,7 +36,7 @@ def check_same(values: Mapping[str, str], files: Sequence[Path] = (), device: to
         return
     own = {f"the file {file.name}": _spot_hash(file) for file in files}
     # cuBLAS chooses kernels, and so the order of sums, by the GPU: equal inputs give other last bits on another one.
-    own["the kind of device"] = kind_of(device)
+    own["the kind of device"] = kind_of(session)
     own |= {f"the version of {name}": version for name, version in versions().items()} | dict(values)
     everywhere = gathered((platform.node(), own))
     first = everywhere[0][1]
@@ -52,8 +53,9 @@ def check_same(values: Mapping[str, str], files: Sequence[Path] = (), device: to
                 )
 
 
-def kind_of(device: torch.device | None) -> str:
-    """The kind of a device."""
+def kind_of(session: Session) -> str:
+    """The kind of device that a session computes on."""
+    device = session.device
     return torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else "cpu"
 
 

@@ -31,20 +31,17 @@ class Passes:
     """Computes a loss and its gradients, batch after batch.
 
     Args:
-        loss: of a batch on `device`, a scalar.
+        loss: of a batch on the device of the parameters, a scalar; on a GPU it runs in BF16 by autocast.
         learned: parameters, whose gradients each call writes anew.
-        device: where they are; on a GPU `loss` runs in BF16 by autocast.
         record: whether passes may be recorded.
 
     Attributes:
         replays: whether the last call was a replay.
     """
 
-    def __init__(
-        self, loss: Loss, learned: Sequence[nn.Parameter], device: torch.device, *, record: bool = True
-    ) -> None:
-        self._loss, self._learned, self._device = loss, learned, device
-        self._may_record = record and device.type == "cuda" and all(p.device == device for p in learned)
+    def __init__(self, loss: Loss, learned: Sequence[nn.Parameter], *, record: bool = True) -> None:
+        self._loss, self._learned, self._device = loss, learned, learned[0].device
+        self._may_record = record and all(p.is_cuda and p.device == self._device for p in learned)
         self._seconds: list[float] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batch = self._found = torch.empty(0)

@@ -72,7 +72,7 @@ class Fusion:
             return Common()
         # In-place changes raise a tensor's version, so a key is the values of the input and of all members' weights.
         weights = (each.weight._version for each in self.members)
-        key = (x._version, torch.is_grad_enabled(), autocast_dtype(x.device.type), _top_hooks(True), *weights)
+        key = (x._version, torch.is_grad_enabled(), autocast_dtype(x), _top_hooks(True), *weights)
         shared = self._pass
         if shared is None or shared.x is not x or shared.key != key or id(member) in shared.served:
             shared = self._start(Common(x, key))

@@ -91,7 +91,7 @@ def train(
     decay = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm, (1 + math.cos(math.pi * max(step + 1 - warm, 0) / steps)) / 2)
     )
-    passes = Passes(loss, learned, device, record=record)
+    passes = Passes(loss, learned, record=record)
     losses, seconds = [], []
     for step, ids in zip(range(1, steps + 1), _batches(rows, batch, schedule.seed), strict=False):
         started = time.perf_counter()

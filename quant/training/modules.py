@@ -379,4 +379,4 @@ def _nearest_scale(
 
 def _computed_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype in which `quant::linear` multiplies `x`: autocast's where it is on."""
-    return x.dtype if x.dtype is torch.float64 else autocast_dtype(x.device.type) or x.dtype
+    return x.dtype if x.dtype is torch.float64 else autocast_dtype(x) or x.dtype

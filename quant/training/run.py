@@ -87,7 +87,7 @@ def distill_checkpoint(
     with claimed(out):
         session = Session(find_device(device) or torch.device("cpu"), seed=options.seed)
         torch.manual_seed(session.seed)
-        announce_device(listener, session.device)
+        announce_device(listener, session)
         checkpoint = find_checkpoint(directory)
         if not is_checkpoint(checkpoint):
             raise no_checkpoint(checkpoint)

@@ -64,10 +64,8 @@ def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
     A format that kernels read in the order of the checkpoint stays as it is for no reason. The buffers in which
     kernels count arrivals are made here too, for they must exist before a CUDA graph is captured.
     """
-    device = weight.codes.device
     # What is allocated during a capture belongs to that graph alone.
-    if device.type == "cuda":
-        reserve(device)
+    reserve(weight.codes)
     if weight.format.element is not E2M1:
         return weight, ""
     reason = prepack_refusal(weight)

@@ -17,7 +17,7 @@ from quant.formats.format import FORMATS
 from quant.formats.parallel import in_parts
 from quant.formats.scaling import global_scale_of
 
-CPU = torch.device("cpu")
+ON_CPU = torch.empty(0)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_parts_cover_all_rows_once(size: int, parts: float, wanted: list[int]) -
             found.append((start, stop))
             counts.add(torch.get_num_threads())
 
-        in_parts(work, size, parts, CPU)
+        in_parts(work, ON_CPU, size, parts)
         assert [row for start, stop in sorted(found) for row in range(start, stop)] == list(range(size))
         assert [stop - start for start, stop in sorted(found)] == wanted
         assert counts <= {1} and torch.get_num_threads() == available
@@ -51,7 +51,7 @@ def test_parts_cover_all_rows_once(size: int, parts: float, wanted: list[int]) -
 def test_parts_run_side_by_side() -> None:
     """Each waits for the two others, which none could do that runs after them."""
     meeting = threading.Barrier(3, timeout=20)
-    in_parts(lambda start, stop: meeting.wait(), 192, 3, CPU)
+    in_parts(lambda start, stop: meeting.wait(), ON_CPU, 192, 3)
 
 
 @pytest.mark.parametrize("row", [0, 999])
@@ -61,7 +61,7 @@ def test_an_error_in_any_part_is_raised_and_the_threads_are_given_back(row: int)
             raise ValueError(f"row {row}")
 
     with pytest.raises(ValueError, match=f"row {row}"):
-        in_parts(work, 1000, 3, CPU)
+        in_parts(work, ON_CPU, 1000, 3)
     assert torch.get_num_threads() == 3
 
 
@@ -70,7 +70,7 @@ def test_parts_are_in_the_modes_of_their_caller() -> None:
     for grad in (torch.no_grad, torch.enable_grad, torch.inference_mode):
         with grad():
             before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-            in_parts(lambda *_: modes.add((torch.is_grad_enabled(), torch.is_inference_mode_enabled())), 999, 3, CPU)
+            in_parts(lambda *_: modes.add((torch.is_grad_enabled(), torch.is_inference_mode_enabled())), ON_CPU, 999, 3)
         assert modes == {before}
         modes.clear()
 

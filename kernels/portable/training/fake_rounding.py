@@ -237,7 +237,7 @@ def round_weight(
     steps = weight if scale is None else scale.contiguous()
     has_global = global_scale is not None
     constants = {"kind": format.scale.name, "measured": scale is None}
-    launch = _launch(round_kernel, N, K, format.name, has_global, weight.device, **constants)
+    launch = _launch(round_kernel, N, K, format.name, has_global, **constants)
     launch(weight, steps, global_scale if has_global else weight, out, N, K, weight.stride(0), steps.stride(0))
     return out
 
@@ -279,15 +279,15 @@ def input_gradient(
     """
     gradient, x, rounded, (N, K) = _rows(gradient), _rows(x), _rows(rounded), x.shape
     out = torch.empty(N, K, dtype=gradient.dtype, device=x.device)
-    launch = _input_launch(N, K, format.name, scale is not None, x.device)
+    launch = _input_launch(N, K, format.name, scale is not None)
     second_level = x if scale is None else scale
     launch(gradient, x, rounded, second_level, out, N, K, gradient.stride(0), x.stride(0), rounded.stride(0))
     return out
 
 
 @lru_cache(maxsize=1024)
-def _input_launch(N: int, K: int, format: str, has_scale: bool, device: torch.device) -> CachedLaunch:
-    """The launch of `input_kernel` for inputs of a shape and format, on a device."""
+def _input_launch(N: int, K: int, format: str, has_scale: bool) -> CachedLaunch:
+    """The launch of `input_kernel` for inputs of a shape and format."""
     form = FORMATS[format]
     constants = {
         "least": form.element.max * form.scale.min_subnormal, "most": form.element.max * form.scale.max,
@@ -301,13 +301,13 @@ def within(gradient: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, largest
     gradient = gradient.contiguous()
     out = torch.empty_like(gradient)
     if x.numel():
-        _within(x.numel(), largest, x.device)(gradient, x, scale, out, x.numel())
+        _within(x.numel(), largest)(gradient, x, scale, out, x.numel())
     return out
 
 
 @lru_cache(maxsize=1024)
-def _within(count: int, largest: float, device: torch.device) -> CachedLaunch:
-    """The launch of `within_kernel` on a device."""
+def _within(count: int, largest: float) -> CachedLaunch:
+    """The launch of `within_kernel` for a number of elements."""
     return CachedLaunch(within_kernel, (triton.cdiv(count, _RUN),), {"largest": largest, "block": _RUN, "num_warps": 8})
 
 
@@ -323,7 +323,7 @@ def _backward(
     """`out`, contiguous, which `kernel` fills from the gradient `[N, K]` of the rounded weight."""
     gradient, weight, scale, (N, K) = _rows(gradient), _rows(weight), scale.contiguous(), weight.shape
     has_global = global_scale is not None
-    launch = _launch(kernel, N, K, format.name, has_global, weight.device)
+    launch = _launch(kernel, N, K, format.name, has_global)
     launch(
         gradient, weight, scale, global_scale if has_global else weight, out, N, K, gradient.stride(0),
         weight.stride(0), scale.stride(0),
@@ -332,10 +332,8 @@ def _backward(
 
 
 @lru_cache(maxsize=1024)
-def _launch(
-    kernel: Any, N: int, K: int, format: str, has_global: bool, device: torch.device, **constants: Any
-) -> CachedLaunch:
-    """The launch of one of these kernels for weights of a shape and format, on a device."""
+def _launch(kernel: Any, N: int, K: int, format: str, has_global: bool, **constants: Any) -> CachedLaunch:
+    """The launch of one of these kernels for weights of a shape and format."""
     form = FORMATS[format]
     numbers = {} if kernel is mask_kernel else _number(form)
     return CachedLaunch(kernel, _grid(N, K), constants | numbers | _common(form, has_global))

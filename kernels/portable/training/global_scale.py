@@ -46,18 +46,18 @@ def global_scale(weights: Sequence[torch.Tensor], format: Format) -> torch.Tenso
     largest = torch.zeros((), dtype=torch.int32, device=device)
     out = torch.empty((), dtype=torch.float32, device=device)
     for weight in weights:
-        _amax(weight.numel(), device)(weight.contiguous(), largest, weight.numel())
-    _global_scale(format.name, device)(largest, out)
+        _amax(weight.numel())(weight.contiguous(), largest, weight.numel())
+    _global_scale(format.name)(largest, out)
     return out
 
 
 @lru_cache(maxsize=1024)
-def _amax(count: int, device: torch.device) -> CachedLaunch:
-    """The launch of `amax_kernel` on a device."""
+def _amax(count: int) -> CachedLaunch:
+    """The launch of `amax_kernel` for a number of elements."""
     return CachedLaunch(amax_kernel, (triton.cdiv(count, _RUN),), {"block": _RUN, "num_warps": 8})
 
 
 @lru_cache(maxsize=64)
-def _global_scale(format: str, device: torch.device) -> CachedLaunch:
-    """The launch of `global_scale_kernel` on a device."""
+def _global_scale(format: str) -> CachedLaunch:
+    """The launch of `global_scale_kernel` for a format."""
     return CachedLaunch(global_scale_kernel, (1,), {"unit": FORMATS[format].element.max * E4M3.max, "num_warps": 1})

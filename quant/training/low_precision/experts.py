@@ -100,7 +100,7 @@ class LowPrecisionStack(ExpertStack):
     def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """`[tokens, in]` to `[tokens, out]` through expert `index`."""
         state = self.low_precision
-        x = x.to(autocast_dtype(x.device.type) or x.dtype)
+        x = x.to(autocast_dtype(x) or x.dtype)
         of_x = of_w = None
         assert state.recipe.input is not None
         # The largest of one expert's tokens scales them; the largest of all experts is recorded for deployment.

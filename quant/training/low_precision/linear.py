@@ -36,7 +36,7 @@ class LowPrecisionLinear(nn.Linear):
 
 
 def _forward(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
-    x = x.to(autocast_dtype(x.device.type) or x.dtype)
+    x = x.to(autocast_dtype(x) or x.dtype)
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
     # No tokens, as an expert may have in a step: there is no largest magnitude to scale by.
     if not x.numel():

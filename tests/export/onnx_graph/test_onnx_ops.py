@@ -265,7 +265,7 @@ def test_weights_in_a_kernels_layout_are_written_as_stored(tmp_path: Path, monke
     """A model that ran on a Hopper GPU has them; this CPU is taken for one."""
     module, x = nn.Sequential(layer("nvfp4", None, torch.bfloat16)), torch.randn(2, ROWS, IN).bfloat16()
     before = exported(module, x, tmp_path / "before.onnx").read_bytes()
-    monkeypatch.setattr(quantized_module, "prefers_prepacked", lambda device: True)
+    monkeypatch.setattr(quantized_module, "prefers_prepacked", lambda codes: True)
     module(x)
     assert module[0].codes.dtype is torch.int32
     assert exported(module, x, tmp_path / "after.onnx").read_bytes() == before

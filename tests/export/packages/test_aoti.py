@@ -236,7 +236,7 @@ def test_gpu_package_with_fp8_matmul_and_attention(package: Callable[..., Path],
 
 def test_weights_in_a_kernels_layout_are_restored_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that ran on a Hopper GPU has them; this CPU is taken for one."""
-    monkeypatch.setattr(quantized_module, "prefers_prepacked", lambda device: True)
+    monkeypatch.setattr(quantized_module, "prefers_prepacked", lambda codes: True)
     model, x = Gated("nvfp4", None, False), torch.randn(2, 3, 64, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = model(x)

@@ -37,7 +37,7 @@ OUT, IN = 128, 192
 def hopper(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """`hopper.here` says whether this machine's CPU is taken for a Hopper GPU."""
     where = SimpleNamespace(here=True)
-    monkeypatch.setattr(quantized_module, "prefers_prepacked", lambda device: where.here and device.type == "cpu")
+    monkeypatch.setattr(quantized_module, "prefers_prepacked", lambda codes: where.here and codes.device.type == "cpu")
     return where
 
 

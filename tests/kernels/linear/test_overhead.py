@@ -30,7 +30,7 @@ def _h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This CPU is taken for an H100, whose launches do nothing."""
     monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
     monkeypatch.setattr("quant.kernels.hopper.sm90_codes_gemm_many.current", lambda index=0: TARGETS["h100"])
-    monkeypatch.setattr(quantized_module, "prefers_prepacked", lambda device: True)
+    monkeypatch.setattr(quantized_module, "prefers_prepacked", lambda codes: True)
     monkeypatch.setattr(dispatch, "_products", {})
     monkeypatch.setattr(JITFunction, "run", lambda *args, **options: None)
     with torch.library._scoped_library("quant", "IMPL") as library:

@@ -316,7 +316,7 @@ def test_what_changed_is_named_and_refused(text: str, tmp_path: Path, monkeypatc
     refused("the plan observer was absmax, and is mse now; .* --restart", observer="mse")
     refused("the seed was 0, and is 7 now", seed=7)
     with monkeypatch.context() as patched:
-        patched.setattr("quant.run.resume._device_type", lambda device: "cuda")
+        patched.setattr("quant.run.resume._device_type", lambda session: "cuda")
         refused("the kind of device was cpu, and is cuda now")
     refused("another calibration text; .* --restart", text=str(rows))
     with monkeypatch.context() as patched:

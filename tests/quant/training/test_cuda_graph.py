@@ -41,7 +41,7 @@ def loss_of(model: nn.Module, change: Any = None) -> Any:
 def test_on_a_cpu_passes_are_those_of_autograd() -> None:
     model = Layers()
     learned = list(model.parameters())
-    passes = Passes(loss_of(model), learned, torch.device("cpu"))
+    passes = Passes(loss_of(model), learned)
     for batch in ROWS.split(4):
         found = passes(batch)
         expected = loss_of(model)(batch)
