@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import reprlib
 from collections.abc import Mapping
+from enum import StrEnum
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
@@ -21,7 +22,7 @@ _LARGEST = 2**63  # of whole numbers, which other programs keep in 64 bits
 
 
 class JsonData:
-    """Base of dataclasses whose fields are numbers, strings, mappings, tuples and lists, or such dataclasses."""
+    """Base of dataclasses of numbers, strings, `StrEnum`, mappings, tuples, lists, and other such dataclasses."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields."""
@@ -93,6 +94,10 @@ def typed(kind: Any, value: Any, where: str) -> Any:
             return kind.from_dict(value)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
+    if issubclass(kind, StrEnum):
+        if value not in list(kind):
+            raise ValueError(f"{where}: expected one of {', '.join(kind)}, not {reprlib.repr(value)}")
+        return kind(value)
     # JSON has one kind of number, so 1 is a float too; in Python True is an int, which no file means by a number.
     if not isinstance(value, int | float if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{where}: expected {_NAMES[kind]}, not {reprlib.repr(value)}")

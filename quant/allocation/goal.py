@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 
-from quant.allocation.record import Budget
+from quant.allocation.record import Budget, BudgetKind
 from quant.calibration.sensitivity.candidates import KEPT
 from quant.calibration.sensitivity.costs import Timing, get_timing
 from quant.errors import UserError
@@ -87,10 +88,23 @@ class Goal:
         """The limit on the loss if there is one, else the first budget, for the record."""
         # A limit on the loss comes first: with one, budgets are side conditions.
         named = (
-            ("kl", self.max_kl), ("perplexity", self.max_ppl_increase), ("bits", self.bits), ("bytes", self.fit),
-            ("seconds", self.latency),
+            (BudgetKind.KL, self.max_kl), (BudgetKind.PERPLEXITY, self.max_ppl_increase), (BudgetKind.BITS, self.bits),
+            (BudgetKind.BYTES, self.fit), (BudgetKind.SECONDS, self.latency),
         )  # fmt: skip
         return next(Budget(kind, value) for kind, value in named if value is not None)
+
+
+class ConstraintKind(StrEnum):
+    """How a constraint relates a group's format to the format that it names."""
+
+    PIN = "pin"  # this one and no other
+    FORBID = "forbid"  # any but this one
+    AT_LEAST = "at_least"  # no fewer bits than this one
+
+    @property
+    def option(self) -> str:
+        """The option of `quantize` that makes such constraints."""
+        return f"--{self.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
@@ -98,20 +112,23 @@ class Constraint:
     """A restriction on the formats of the groups that a glob matches.
 
     Attributes:
-        kind: `pin` (this format and no other), `forbid` (not this one) or `at_least` (no fewer bits than this one).
+        kind: or its value, such as "pin".
         match: glob over layer names; it holds for a group if it matches any of its members.
         format: a candidate's name, or `keep`.
     """
 
-    kind: str
+    kind: ConstraintKind
     match: str
     format: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", ConstraintKind(self.kind))
+
     @classmethod
-    def parse(cls, kind: str, text: str) -> Constraint:
+    def parse(cls, kind: ConstraintKind, text: str) -> Constraint:
         """From `GLOB=FORMAT`."""
         # From the right: a glob may hold "=", a format may not.
         match, separator, format_ = text.rpartition("=")
         if not separator or not match or not format_:
-            raise UserError(f"--{kind.replace('_', '-')} {text!r}: write it as GLOB=FORMAT, such as '*.down_proj=fp8'")
+            raise UserError(f"{kind.option} {text!r}: write it as GLOB=FORMAT, such as '*.down_proj=fp8'")
         return cls(kind, match, KEPT.name if is_16bit(format_) else format_)

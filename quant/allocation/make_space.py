@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from quant.allocation.goal import Constraint, Goal
+from quant.allocation.goal import Constraint, ConstraintKind, Goal
 from quant.allocation.options import Options
 from quant.allocation.space import Space
 from quant.calibration.sensitivity.candidates import Candidate, parse_candidates
@@ -146,7 +146,7 @@ def _constrain(
     candidates: Mapping[str, Candidate],
 ) -> None:
     """Removes the formats from `allowed` that a constraint rules out."""
-    option = f"--{constraint.kind.replace('_', '-')} {constraint.match}={constraint.format}"
+    option = f"{constraint.kind.option} {constraint.match}={constraint.format}"
     if constraint.format not in candidates:
         raise UserError(f"{option}: {constraint.format!r} is none of the formats {', '.join(candidates)}")
     meant = [g for g, members in groups.items() if any(fnmatchcase(m.name, constraint.match) for m in members)]
@@ -160,9 +160,9 @@ def _constrain(
             candidate
             for candidate in allowed[group]
             if {
-                "pin": candidate.name == named.name,
-                "forbid": candidate.name != named.name,
-                "at_least": group_bytes(groups[group], candidate) >= least,
+                ConstraintKind.PIN: candidate.name == named.name,
+                ConstraintKind.FORBID: candidate.name != named.name,
+                ConstraintKind.AT_LEAST: group_bytes(groups[group], candidate) >= least,
             }[constraint.kind]
         ]
         if not remaining:

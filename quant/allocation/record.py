@@ -11,21 +11,27 @@ codes, block scales, global scales and pads count, and embeddings, norms and out
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from quant.errors import counted
 from quant.recipes.json_data import JsonData
 
 
+class BudgetKind(StrEnum):
+    """The quantity that a budget limits, and the unit of its value."""
+
+    BITS = "bits"  # per weight
+    BYTES = "bytes"  # of weights and KV cache, from --fit
+    SECONDS = "seconds"  # of a decoding step, from --latency
+    KL = "kl"  # nats, from --max-kl
+    PERPLEXITY = "perplexity"  # relative increase, from --max-ppl-increase
+
+
 @dataclass(frozen=True)
 class Budget(JsonData):
-    """The limit that the user set.
+    """The limit that the user set."""
 
-    Attributes:
-        kind: `bits`, `bytes` (from --fit), `seconds` (from --latency), `kl` or `perplexity`.
-        value: bits per weight, bytes of weights, seconds, nats, or the relative increase of perplexity.
-    """
-
-    kind: str
+    kind: BudgetKind
     value: float
 
 
@@ -139,7 +145,7 @@ class AllocationRecord(JsonData):
         if worst is None or worst.loss <= self.budget.value:
             return []
         # Limits on perplexity are relative and shown in percent, those on KL in nats.
-        percent = self.budget.kind == "perplexity"
+        percent = self.budget.kind == BudgetKind.PERPLEXITY
         loss, limit = (f"{100 * x:.3g}%" if percent else f"{x:.4g}" for x in (worst.loss, self.budget.value))
         statement, option = ("perplexity rises by", "--max-ppl-increase") if percent else ("the loss is", "--max-kl")
         return [

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 
-from quant.allocation.record import AllocationRecord, Budget
+from quant.allocation.record import AllocationRecord, Budget, BudgetKind
 from quant.calibration.sensitivity.candidates import Candidate, parse_candidates
 from quant.calibration.sensitivity.table import GroupScores, Sensitivity
 from quant.errors import megabytes
@@ -59,7 +59,7 @@ def pareto(record: AllocationRecord) -> Section:
         "labels": sorted([*((u.bits, u.kl, u.name) for u in uniform), (chosen.bits, chosen.kl_measured, "chosen")]),
         "curve": [(p.bits, p.kl_predicted) for p in record.curve if p.kl_predicted > 0],
         # A line across the chart; budgets in bytes and seconds have no axis here.
-        "limit": {"bits": {"x": budget.value}, "kl": {"y": budget.value}}.get(budget.kind),
+        "limit": {BudgetKind.BITS: {"x": budget.value}, BudgetKind.KL: {"y": budget.value}}.get(budget.kind),
     }
     rows = [(row, (name, f"{bits:.3f}", number(p), number(m))) for row, name, bits, p, m, _ in points]
     return Section("Size against loss", text, None, chart, ("allocation", "bits", "predicted", "measured"), rows)
@@ -67,14 +67,13 @@ def pareto(record: AllocationRecord) -> Section:
 
 def budget_text(budget: Budget) -> str:
     """The budget in words: '4.8 bits', 'KL ≤ 0.05'."""
-    texts = {
-        "bits": f"{budget.value:g} bits",
-        "bytes": megabytes(budget.value),
-        "seconds": f"{1000 * budget.value:g} ms",
-        "kl": f"KL ≤ {budget.value:g}",
-        "perplexity": f"perplexity +{budget.value:.1%}",
-    }
-    return texts.get(budget.kind, f"{budget.kind} {budget.value:g}")
+    return {
+        BudgetKind.BITS: f"{budget.value:g} bits",
+        BudgetKind.BYTES: megabytes(budget.value),
+        BudgetKind.SECONDS: f"{1000 * budget.value:g} ms",
+        BudgetKind.KL: f"KL ≤ {budget.value:g}",
+        BudgetKind.PERPLEXITY: f"perplexity +{budget.value:.1%}",
+    }[budget.kind]
 
 
 def rounds(record: AllocationRecord) -> Section | None:
@@ -89,7 +88,7 @@ def rounds(record: AllocationRecord) -> Section | None:
         change = f"{turn.measured - turns[i - 1].measured:+.3g}" if i else "–"
         changed = f"{len(turn.changed)}: {_by_parent(turn.changed)}" if turn.changed else "–"
         rows.append((f"R{i}", (f"round {i + 1}{', chosen' if i == chosen_round else ''}", *cells, change, changed)))
-    limit = {"y": record.budget.value} if record.budget.kind == "kl" else None
+    limit = {"y": record.budget.value} if record.budget.kind == BudgetKind.KL else None
     series = {"predicted": "c0", "measured": "c1", "measured, and chosen": "c3"}
     names = ["measured, and chosen" if i == chosen_round else "measured" for i in range(len(turns))]
     chart = {

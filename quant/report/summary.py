@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quant.allocation.record import AllocationRecord, Verified
+from quant.allocation.record import AllocationRecord, BudgetKind, Verified
 from quant.errors import counted, megabytes
 from quant.evaluation.record import Evaluation
 from quant.execution.layer_result import LayerResult
@@ -127,16 +127,16 @@ def interval_text(evaluation: Evaluation, digits: int = 4) -> str:
 def _kept_budget(record: AllocationRecord) -> str:
     """The part of a budget of memory or time that the choice uses."""
     chosen, budget = record.chosen, record.budget
-    if budget.kind == "seconds" and chosen.seconds is not None:
+    if budget.kind == BudgetKind.SECONDS and chosen.seconds is not None:
         return f"; {1e3 * chosen.seconds:.4g} of {1e3 * budget.value:g} ms a decode step ({chosen.timing})"
-    if budget.kind == "bytes" and chosen.memory is not None:
+    if budget.kind == BudgetKind.BYTES and chosen.memory is not None:
         return f"; {megabytes(chosen.memory)} of {megabytes(budget.value)}, KV cache included"
     return ""
 
 
 def verified_text(record: AllocationRecord, verified: Verified) -> str:
     """The loss of the chosen allocation on the rows of a text that verify it, in the unit of its limit."""
-    percent = record.budget.kind == "perplexity"
+    percent = record.budget.kind == BudgetKind.PERPLEXITY
 
     def text(value: float) -> str:
         return f"{100 * value:+.2f}%" if percent else f"{value:.4f}"

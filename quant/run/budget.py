@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.allocation.bench import Effort
-from quant.allocation.goal import Constraint, Goal
+from quant.allocation.goal import Constraint, ConstraintKind, Goal
 from quant.allocation.options import FORMATS
 from quant.calibration.sensitivity.costs import parse_quantity
 from quant.errors import UserError
@@ -65,11 +65,7 @@ class AllocationRequest:
 
     def options(self) -> dict[str, Any]:
         """The arguments of `allocate` that are given here."""
-        constraints = [
-            Constraint.parse(kind, text)
-            for kind, texts in (("pin", self.pin), ("forbid", self.forbid), ("at_least", self.at_least))
-            for text in texts
-        ]
+        constraints = [Constraint.parse(kind, text) for kind in ConstraintKind for text in getattr(self, kind)]
         return {
             "formats": self.formats or FORMATS,
             "method": self.method or "fisher",

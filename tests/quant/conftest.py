@@ -10,7 +10,7 @@ import pytest
 import torch
 from samples import BASE
 
-from quant.allocation.record import AllocationRecord, Budget, Chosen, CurvePoint, Round, Uniform
+from quant.allocation.record import AllocationRecord, Budget, BudgetKind, Chosen, CurvePoint, Round, Uniform
 from quant.calibration.sensitivity.table import UNITS, GroupScores, Sensitivity
 from quant.evaluation.record import Evaluation
 from quant.execution.layer_result import LayerResult, layer_result
@@ -88,7 +88,7 @@ def _report(plan: Plan, table: Sensitivity) -> Report:
         for i in range(9)
     )
     record = AllocationRecord(
-        Budget("bits", 6.0),
+        Budget(BudgetKind.BITS, 6.0),
         Chosen(bits, predicted, 1.12 * predicted, sum(layer.nbytes for layer in linear)),
         curve,
         (Uniform("nvfp4", 4.5, 3 * predicted), Uniform("fp8", 8.0, 0.25 * predicted)),

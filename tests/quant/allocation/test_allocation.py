@@ -19,9 +19,9 @@ from torch import nn
 
 from quant.allocation.allocate import Allocation, allocate
 from quant.allocation.bench import Bench, Effort
-from quant.allocation.goal import Constraint, Goal
+from quant.allocation.goal import Constraint, ConstraintKind, Goal
 from quant.allocation.held_out import HeldOut
-from quant.allocation.record import AllocationRecord, Budget, Verified
+from quant.allocation.record import AllocationRecord, Budget, BudgetKind, Verified
 from quant.api.quantize import quantize
 from quant.calibration.sensitivity import divergence
 from quant.calibration.sensitivity.costs import kv_cache_bytes
@@ -190,7 +190,7 @@ def test_a_limit_that_does_not_hold_on_other_rows_is_told() -> None:
     (warning,) = record.warnings()
     assert re.match(r"--max-kl 0\.02 holds on .* and not on .*: the loss is 0\.03 on 4 rows of a\.txt; give a", warning)
     assert replace(record, verified=record.verified[1:]).warnings() == []
-    percent = replace(record, budget=Budget("perplexity", 0.01))
+    percent = replace(record, budget=Budget(BudgetKind.PERPLEXITY, 0.01))
     assert "--max-ppl-increase 1% holds" in percent.warnings()[0] and "rises by 3%" in percent.warnings()[0]
     with pytest.raises(UserError, match=r"^a\.txt: 1 row to evaluate on; a limit"):
         HeldOut.halves({"a.txt": _rows(1)})
@@ -314,9 +314,9 @@ def test_records_survive_json() -> None:
 
 def test_constraints() -> None:
     constraints = [
-        Constraint.parse("pin", "*.down_proj=nvfp4"),
-        Constraint.parse("at_least", "*.q_proj=fp8"),
-        Constraint.parse("forbid", "*.o_proj=nvfp4"),
+        Constraint.parse(ConstraintKind.PIN, "*.down_proj=nvfp4"),
+        Constraint.parse(ConstraintKind.AT_LEAST, "*.q_proj=fp8"),
+        Constraint.parse(ConstraintKind.FORBID, "*.o_proj=nvfp4"),
     ]
     plan = _allocate(Goal(bits=7.0), constraints=constraints, exclude=["*.layers.0.mlp.*"]).plan
     for layer in plan.layers:
@@ -448,9 +448,9 @@ def test_bad_requests() -> None:
     with pytest.raises(ValueError, match=r"'nvfp4\+lowrank:8' and 'nvfp4@nvfp4\+lowrank:8' are the same"):
         _allocate(Goal(bits=6.0), formats="nvfp4+lowrank:8,nvfp4@nvfp4+lowrank:8")
     with pytest.raises(UserError, match="'mxfp8' is none of the formats nvfp4, fp8, keep"):
-        _allocate(Goal(bits=6.0), constraints=[Constraint("pin", "*", "mxfp8")])
+        _allocate(Goal(bits=6.0), constraints=[Constraint(ConstraintKind.PIN, "*", "mxfp8")])
     with pytest.raises(UserError, match="no layer that a format is chosen for matches"):
-        _allocate(Goal(bits=6.0), constraints=[Constraint("pin", "*.nothing", "fp8")])
+        _allocate(Goal(bits=6.0), constraints=[Constraint(ConstraintKind.PIN, "*.nothing", "fp8")])
 
 
 @pytest.fixture

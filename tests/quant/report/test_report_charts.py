@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quant.allocation.record import Budget
+from quant.allocation.record import Budget, BudgetKind
 from quant.calibration.sensitivity.table import GroupScores, Sensitivity
 from quant.formats.format import get_format
 from quant.recipes.layer_kind import LayerKind
@@ -58,8 +58,8 @@ def test_the_pareto_curve_is_what_the_records_say(rich_report: Rich) -> None:
     ratio = record.chosen.kl_measured / record.uniform[0].kl
     assert f"nvfp4, measures {record.uniform[0].kl:.4g}; the chosen allocation has {ratio:.2f} of that" in section.text
     assert chart(section)["limit"] == {"x": 6.0}
-    assert chart(allocation_charts.pareto(replace(record, budget=Budget("kl", 0.1))))["limit"] == {"y": 0.1}
-    assert chart(allocation_charts.pareto(replace(record, budget=Budget("bytes", 1e9))))["limit"] is None
+    assert chart(allocation_charts.pareto(replace(record, budget=Budget(BudgetKind.KL, 0.1))))["limit"] == {"y": 0.1}
+    assert chart(allocation_charts.pareto(replace(record, budget=Budget(BudgetKind.BYTES, 1e9))))["limit"] is None
     assert "No single format is as small." in allocation_charts.pareto(replace(record, uniform=record.uniform[1:])).text
 
 
