@@ -22,6 +22,7 @@ import inspect
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,12 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.packing import unpack
 from quant.formats.rounding import decode_power_of_two
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
-from quant.kernels.attention.forward import fp8_attention
-from quant.kernels.attention_reference import fp8_attention_reference
+from quant.kernels.attention.forward import fp8_attention, run_fp8_attention
 from quant.kernels.hardware import has_fp8_tensor_cores
 from quant.kernels.linear.conv import CONV, QuantConv, conv_matrix, conv_parameter
 from quant.kernels.linear.fp8_gemm import fp8_linear, round_to_e4m3, takes_fp8
 from quant.kernels.linear.modules import QuantLinear
-from quant.kernels.linear.ops import LINEAR
+from quant.kernels.linear.ops import LINEAR, LinearCall
 from quant.kernels.linear.quantized_module import restore_layout
 
 _ATTENTION = "quant::fp8_attention"
@@ -89,7 +89,7 @@ def export_aoti(
     program = lowered(model.to(device), examples, dims=dims, ranges=ranges, attention_scales=attention_scales)
     with (
         temporary_directory(path) as folder,
-        _replaced_ops({_ATTENTION: _attention}),
+        _replaced_ops({_ATTENTION: partial(run_fp8_attention, in_graph=True)}),
     ):
         try:
             package = torch._inductor.aoti_compile_and_package(
@@ -222,24 +222,14 @@ def _share_input_scales(program: torch.export.ExportedProgram) -> None:
     program.graph_module.recompile()
 
 
-def _linear(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    weight_format: str,
-    activation: str,
-) -> torch.Tensor:
-    shape = (codes.shape[0], x.shape[-1])
-    weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], shape, global_scale)
-    rounding = FORMATS[activation] if activation else None
-    if rounding and takes_fp8(weight.format, rounding, shape, x.dtype) and has_fp8_tensor_cores(x.device):
-        return fp8_linear(x, weight, bias, input_scale, rounding)
+def _linear(*arguments: Any) -> torch.Tensor:
+    call = LinearCall(*arguments)
+    x, weight, rounding = call.x, call.weight, call.rounding
+    if rounding and takes_fp8(weight.format, rounding, weight.shape, x.dtype) and has_fp8_tensor_cores(x.device):
+        return fp8_linear(x, weight, call.bias, call.input_scale, rounding)
     if rounding is not None:
-        x = fake_quantize(x, rounding, **{"global_scale" if rounding.global_scale else "scale": input_scale})
-    return torch.nn.functional.linear(x, dequantize_in_graph(weight, x.dtype), bias)
+        x = fake_quantize(x, rounding, **{"global_scale" if rounding.global_scale else "scale": call.input_scale})
+    return torch.nn.functional.linear(x, dequantize_in_graph(weight, x.dtype), call.bias)
 
 
 def _conv(*arguments: Any) -> torch.Tensor:
@@ -291,26 +281,6 @@ def _warm_tables() -> None:
     """Fills the tables that `formats` caches; filled in a trace, they would become part of the graph."""
     for format in FORMATS.values():
         fake_quantize(torch.ones(1, 128), format)
-
-
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scales: torch.Tensor,
-    causal: bool,
-    softmax_scale: float,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    if not has_fp8_tensor_cores(q.device):
-        return fp8_attention_reference(
-            q, k, v, scales, causal=causal, softmax_scale=softmax_scale, dtype=dtype, whole=True
-        )
-    from quant.kernels.portable.attention.dense_attention import attend_fp8
-
-    out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    attend_fp8(q.contiguous(), k.contiguous(), v.contiguous(), scales, out, causal, softmax_scale, in_graph=True)
-    return out
 
 
 class _Named(nn.Module):

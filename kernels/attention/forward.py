@@ -228,7 +228,7 @@ def _fake_attention(q: torch.Tensor, *arguments: object) -> tuple[torch.Tensor, 
     return q.new_empty(q.shape, dtype=dtype), q.new_empty(lse_shape, dtype=torch.float32)
 
 
-def _fp8_attention(
+def run_fp8_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -236,14 +236,19 @@ def _fp8_attention(
     causal: bool,
     softmax_scale: float,
     dtype: torch.dtype,
+    *,
+    in_graph: bool = False,
 ) -> torch.Tensor:
-    """Body of `quant::fp8_attention`."""
+    """The body of `quant::fp8_attention`; `in_graph` makes it one that a compiler can trace."""
     if not has_fp8_tensor_cores(q.device):
-        return fp8_attention_reference(q, k, v, scales, causal=causal, softmax_scale=softmax_scale, dtype=dtype)
+        return fp8_attention_reference(
+            q, k, v, scales, causal=causal, softmax_scale=softmax_scale, dtype=dtype, whole=in_graph
+        )
     from quant.kernels.portable.attention.dense_attention import attend_fp8
 
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    attend_fp8(q.contiguous(), k.contiguous(), v.contiguous(), scales, out, causal, softmax_scale)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    attend_fp8(q, k, v, scales, out, causal, softmax_scale, in_graph=in_graph)
     return out
 
 
@@ -251,7 +256,7 @@ torch.library.define(
     "quant::fp8_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor scales, bool causal, float softmax_scale, ScalarType dtype) -> Tensor",
 )
-torch.library.impl("quant::fp8_attention", "default", _fp8_attention)
+torch.library.impl("quant::fp8_attention", "default", run_fp8_attention)
 torch.library.register_fake("quant::fp8_attention", lambda q, *arguments: q.new_empty(q.shape, dtype=arguments[-1]))
 torch.library.define(
     "quant::attention",

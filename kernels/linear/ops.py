@@ -14,7 +14,7 @@ bias has a gradient, codes and scales have none. The backward pass needs no copy
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -27,6 +27,30 @@ from quant.kernels.linear.oracle import row_slices
 
 LINEAR = "quant::linear"
 _GRADIENT = "quant::linear_input_gradient"
+
+
+class LinearCall(NamedTuple):
+    """The arguments of `quant::linear`. `linear_on_gpu` spells them out, since making a tuple takes time."""
+
+    x: torch.Tensor
+    codes: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    input_scale: torch.Tensor | None
+    weight_format: str
+    activation: str
+
+    @property
+    def weight(self) -> BlockScaledTensor:
+        """`[out, in]`."""
+        shape = (self.codes.shape[0], self.x.shape[-1])
+        return BlockScaledTensor(self.codes, self.scale, FORMATS[self.weight_format], shape, self.global_scale)
+
+    @property
+    def rounding(self) -> Format | None:
+        """The format that `x` is rounded to first."""
+        return FORMATS[self.activation] if self.activation else None
 
 
 def quantized_linear(
@@ -86,19 +110,10 @@ def input_gradient(gradient: torch.Tensor, weight: BlockScaledTensor) -> torch.T
     return total.to(gradient.dtype).view(*gradient.shape[:-1], weight.shape[1])
 
 
-def _reference(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    weight_format: str,
-    activation: str,
-) -> torch.Tensor:
+def _reference(*arguments: Any) -> torch.Tensor:
     """The op `quant::linear` on a device without kernels."""
-    weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (codes.shape[0], x.shape[-1]), global_scale)
-    return oracle.reference_linear(x, weight, bias, input_scale, FORMATS[activation] if activation else None)
+    call = LinearCall(*arguments)
+    return oracle.reference_linear(call.x, call.weight, call.bias, call.input_scale, call.rounding)
 
 
 def _gradient(
