@@ -26,6 +26,8 @@ EXACT = "blockscale.float64"
 """Key in the metadata of a file: scales that float32 does not hold, in hexadecimal."""
 CARRIED = "blockscale.carried"
 """Key in the metadata of a file: names of the tensors that the source has and the model's class ignores."""
+HEADS = "blockscale.prediction_heads"
+"""Key in the metadata of the first file: shapes of the quantized layers of prediction heads, by their names."""
 RUN_TIME_PARTS = ("pre_scale", "lowrank_down", "lowrank_up")
 """Suffixes of the 16-bit tensors of a layer's run-time parts: the scale of its input, and its low-rank branch."""
 
@@ -66,11 +68,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         self._exact: dict[str, float] = {}
         self._directory = directory
         for file in files:
-            try:
-                handle = safe_open(file, framework="pt")
-            except (SafetensorError, RuntimeError) as error:
-                # torch raises RuntimeError where it cannot map an empty file.
-                raise ValueError(f"{file}: truncated or damaged ({error}); write or download it again") from error
+            handle = _opened(file)
             for stored in handle.keys():  # noqa: SIM118
                 name = rename(stored)
                 if name in self._where:
@@ -134,6 +132,33 @@ def carried_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors in a checkpoint that its model's class ignores, by their names on disk."""
     files = TensorFiles(directory, meta=True)
     return {name: files.shape(name) for name in files if name in files.carried}
+
+
+def head_shapes(directory: Path) -> dict[str, tuple[int, int]]:
+    """The shapes `[out, in]` of a checkpoint's quantized layers that the model's class ignores, by their names.
+
+    Raises:
+        ValueError: damaged metadata; the message names the file.
+    """
+    shapes: dict[str, tuple[int, int]] = {}
+    for file in weight_files(directory):
+        text = (_opened(file).metadata() or {}).get(HEADS, "{}")
+        try:
+            fields = typed(dict[str, list[int]], parse_json(text), "shapes")
+            if any(size < 1 for shape in fields.values() for size in shape):
+                raise ValueError("sizes are whole numbers from 1")
+            shapes |= {name: (rows, columns) for name, (rows, columns) in fields.items()}
+        except ValueError as error:
+            raise ValueError(f"{file}: damaged metadata {HEADS} ({error}); write or download it again") from None
+    return shapes
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, RuntimeError) as error:
+        # torch raises RuntimeError where it cannot map an empty file.
+        raise ValueError(f"{file}: truncated or damaged ({error}); write or download it again") from error
 
 
 def _carried_names(handle: Any, file: Path) -> list[str]:

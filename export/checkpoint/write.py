@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from torch import nn
 
 from quant.export.checkpoint import compressed_tensors
 from quant.export.checkpoint.names import StoredNames, cut_experts, matrix_names
-from quant.export.checkpoint.read import CARRIED, EXACT, RUN_TIME_PARTS
+from quant.export.checkpoint.read import CARRIED, EXACT, HEADS, RUN_TIME_PARTS
 from quant.export.checkpoint.tensor_file import DeferredTensor, FileLog, write_tensor_file
 from quant.export.checkpoint.tied import FLAG, same_tensor, untied_pairs
 from quant.formats.tensor import BlockScaledTensor
@@ -175,6 +175,7 @@ def write_tensors(
     masks: Collection[str] | None = None,
     log: FileLog | None = None,
     carried: Collection[str] = (),
+    heads: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, str]:
     """Writes safetensors shards of at most `shard_bytes` and, if there are several, their index.
 
@@ -182,7 +183,8 @@ def write_tensors(
 
     A second-level scale in float64 has no equal in float32, the only dtype that runtimes read. The nearest float32 goes
     into the file, and the exact value into the file's metadata, for `TensorFiles`. So do the names of tensors that
-    were `carried` over from the source. `masks`, `log`: see `write_tensor_file`.
+    were `carried` over from the source, and the shapes of the quantized layers of prediction `heads`, for
+    `head_shapes`. `masks`, `log`: see `write_tensor_file`.
 
     Returns:
         SHA-256 of each file, by file name.
@@ -223,6 +225,8 @@ def write_tensors(
             metadata[EXACT] = json.dumps(exact_in_shard, allow_nan=False)
         if carried_in_shard := [key for key in carried if key in shard]:
             metadata[CARRIED] = json.dumps(carried_in_shard, allow_nan=False)
+        if heads and name == names[0]:
+            metadata[HEADS] = json.dumps({layer: list(shape) for layer, shape in heads.items()}, allow_nan=False)
         try:
             return write_tensor_file(directory / name, shard, metadata, durable=True, masks=masks, log=log)
         except OSError as error:

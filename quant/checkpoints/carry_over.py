@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 
 from quant.calibration.blocks import stored_dtype
 from quant.errors import listed
-from quant.export.checkpoint.names import StoredNames
+from quant.export.checkpoint.names import EXPERT_PARTS, StoredNames
 from quant.export.checkpoint.read import TensorFiles
 from quant.export.checkpoint.tensor_file import DeferredTensor
 from quant.formats.finite import is_wide_float
@@ -38,6 +38,7 @@ from quant.recipes.plan import PLAN_FILE
 Tensors = dict[str, torch.Tensor | DeferredTensor]
 CODES = ("weight_packed", "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale")
 """Suffixes under which layouts store a quantized weight; one of them below a module says that it is quantized."""
+_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(\w+)\.weight")
 # transformers says of no model that it ignores these buffers, which it computes.
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
@@ -120,17 +121,25 @@ def is_quantized(name: str, written: Collection[str]) -> bool:
 
 
 def unused_tensors(
-    model: Any, original: Mapping[str, torch.Tensor], written: Collection[str], names: StoredNames
+    model: Any,
+    original: Mapping[str, torch.Tensor],
+    written: Collection[str],
+    names: StoredNames,
+    asked: Iterable[str] | None = None,
 ) -> list[str]:
-    """Names of the source's tensors that the model's class has no use for."""
+    """Names of the source's tensors that the model's class has no use for, and that are not written.
+
+    Of all of them, or of those that are `asked` about.
+    """
+    asked = original if asked is None else asked
     # The metadata of a checkpoint of ours lists the tensors that it carried over, and transformers need not be asked
     # again.
     if isinstance(original, TensorFiles) and original.carried:
-        return [name for name in original if name in original.carried and name not in written]
+        return [name for name in asked if name in original.carried and name not in written]
     own = {names.stored(name) for name in model.state_dict(keep_vars=True)}
     lacking = [
         name
-        for name in original
+        for name in asked
         if not (name in written or name in own or names.of_model(name) in own or is_quantized(name, written))
     ]
     ignored = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_COMPUTED)
@@ -160,7 +169,19 @@ def _unexpected(
     unexpected = set(info["unexpected_keys"])
     if len(unexpected) == len(asked):  # under whichever names
         return asked
-    return {name for name in asked if name in unexpected or names.of_model(name) in unexpected}
+    return {name for name in asked if unexpected.intersection((name, *_in_model(names.of_model(name))))}
+
+
+def _in_model(name: str) -> list[str]:
+    """The names that a tensor may have once transformers has joined the matrices of experts: its own, or a stack's.
+
+    `….experts.3.up_proj.weight` is a part of `….experts.gate_up_proj`.
+    """
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return [name]
+    stacks = [last for last, parts in EXPERT_PARTS.items() if match[2] in parts]
+    return [name, *(f"{match[1]}.{last}" for last in (*stacks, match[2]))]
 
 
 def main_dtype(original: Mapping[str, torch.Tensor]) -> torch.dtype | None:

@@ -97,7 +97,7 @@ def convert(
     for message in [*fusion_warnings(plan), *layout.runtime_warnings(plan, dtype, names, tensors)]:
         warnings.warn(message, stacklevel=2)
     with new_directory(out, overwrite=overwrite) as temporary:
-        write_tensors(temporary, tensors, carried=names.carried)
+        write_tensors(temporary, tensors, carried=names.carried, heads=opened.heads)
         for source in directory.iterdir():
             # Tokenizer, processor, remote code and licence go along.
             if source.name.startswith(".") or source.suffix == ".safetensors" or source.name in _NOT_COPIED:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.blocks import stored_dtype
 from quant.errors import UserError, listed
 from quant.execution.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
 from quant.export.checkpoint import modelopt
@@ -25,6 +26,7 @@ from quant.export.checkpoint.names import StoredNames, expert_names, stored_name
 from quant.export.checkpoint.read import (
     TensorFiles,
     carried_shapes,
+    head_shapes,
     layer_tensor_names,
     place,
     read_layer,
@@ -37,6 +39,7 @@ from quant.formats.finite import is_wide_float
 from quant.models import huggingface
 from quant.models.configs import check_sizes, explained, read_fields, read_generation_config
 from quant.plan.check import check_plan_fits
+from quant.plan.prediction_heads import attach_head_layer, head_layers
 from quant.recipes.expert_stacks import stacking_of
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import find_layers
@@ -61,6 +64,19 @@ class Checkpoint:
     directory: Path
     model: nn.Module
     meta: bool = False
+
+    def __post_init__(self) -> None:
+        # Layers of prediction heads, which the model's class lacks, become modules like those that `quantize` made.
+        missing = self.heads.keys() - head_layers(self.model)
+        for name in (name for name in self.heads if name in missing):
+            attach_head_layer(
+                self.model, name, torch.empty(self.heads[name], dtype=stored_dtype(self.model), device="meta")
+            )
+
+    @cached_property
+    def heads(self) -> dict[str, tuple[int, int]]:
+        """The shapes of the quantized layers of prediction heads, by name."""
+        return head_shapes(self.directory)
 
     @cached_property
     def names(self) -> StoredNames:

@@ -35,6 +35,7 @@ from quant.models import huggingface
 from quant.models.files import copy_companions
 from quant.models.origin import source_directory
 from quant.plan.callers_model import refuse_adapters, unwrapped
+from quant.plan.prediction_heads import head_layers
 from quant.recipes.plan import PLAN_FILE, Plan
 
 # transformers writes these fields on each save. They depend on how an object was loaded, and not on its contents.
@@ -155,7 +156,9 @@ def write_model(
     plan = plan_of_model(model, plan)
     origins: dict[str, str] = {}
     tensors = checkpoint_tensors(model, stored_dtype(model), names, state, origins)
-    own = dict(tensors)
+    of_heads = head_layers(model)
+    heads = {layer.name: layer.shape for layer in plan.layers if layer.name in of_heads}
+    own = {name: t for name, t in tensors.items() if name.rpartition(".")[0] not in heads}
     if destination.source is not None:
         tensors, names = carry_over(model, tensors, names, destination.source)
     # Buffers may be masks with -infinity; any other tensor with NaN or infinity stops the writing.
@@ -170,13 +173,13 @@ def write_model(
         if of_transformers:
             write_config(temporary, model, plan, names, destination.source, state)
         # The trial needs names and shapes only, and so runs while the weights are written. Tensors that were carried
-        # over are none of its business: transformers ignores them.
+        # over and those of prediction heads are none of its business: transformers ignores them.
         with ThreadPoolExecutor(1, thread_name_prefix="trial") as thread:
             loading = None
             if of_transformers:
                 loading = thread.submit(trial_load, temporary, model, plan, own, allow_missing=allow_missing)
             hashes = write_tensors(
-                temporary, tensors, destination.shard_bytes, masks=masks, log=log, carried=names.carried
+                temporary, tensors, destination.shard_bytes, masks=masks, log=log, carried=names.carried, heads=heads
             )
         if loading is not None:
             # After the trial, not during it: building a model on the meta device replaces functions of PyTorch.

@@ -149,15 +149,15 @@ def calibrate(
 
 
 def input_scales_of(
-    model: nn.Module, plan: Plan, data: torch.Tensor | None, session: Session
+    model: nn.Module, plan: Plan, data: torch.Tensor | None, session: Session, step: str = "input scales"
 ) -> dict[str, torch.Tensor]:
-    """`calibrate` in a session, whose store keeps the scales, so that they are measured once."""
-    finished = session.store.get("input scales")
+    """`calibrate` in a session, whose store keeps the scales under the name `step`, so that they are measured once."""
+    finished = session.store.get(step)
     if finished is not None:
         return {name: scale.clone() for name, scale in finished.tensors.items()}
     scales = _measured_scales(model, plan, data, session)
     if scales:
-        session.store.put("input scales", scales, None)
+        session.store.put(step, scales, None)
     return scales
 
 

@@ -37,9 +37,12 @@ from quant.execution.install import install_kv_scales, mark_quantized
 from quant.execution.layer_result import LayerResult
 from quant.execution.solve_blocks import Rounded, solve_blocks
 from quant.execution.solve_weights import solve_weights
+from quant.export.checkpoint.names import stored_names
 from quant.export.checkpoint.write import plan_of_model
 from quant.models.stored_weights import read_stored, stored_in
+from quant.plan.head_plan import scale_donors, split_heads
 from quant.plan.make import without_data
+from quant.plan.prediction_heads import head_layers
 from quant.recipes.guard import Guard
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan
@@ -102,7 +105,10 @@ def solve_plan(
     started = time.perf_counter()
     seconds: dict[str, float] = {}
     # Dropout would be noise in the statistics, and BatchNorm would move with every calibration row.
+    plan, heads = split_heads(plan, head_layers(model))
     with evaluating(model), understood(model), as_linears(model):
+        # Before the walk: the inputs of heads are like those of the original blocks.
+        heads, scales_of_heads = _with_scales(model, plan, heads, data, session)
         if by_block:
             assert data is not None
             plan, layers = solve_blocks(model, plan, data, settings, session, rounded)
@@ -110,6 +116,9 @@ def solve_plan(
             input_scales = input_scales_of(model, plan, data, session)
             seconds["calibrate"] = time.perf_counter() - started
             layers = solve_weights(model, plan, input_scales, session)
+        if heads.layers:
+            layers += solve_weights(model, heads, scales_of_heads, replace(session, progress=None))
+            plan = replace(plan, layers=(*plan.layers, *heads.layers))
         # Stages are disjoint: calibration that was timed by itself does not count twice.
         seconds["solve"] = time.perf_counter() - started - sum(seconds.values())
         # Solvers have added run-time parts (input scale, rotation, branch), which count in the size of the plan.
@@ -120,6 +129,18 @@ def solve_plan(
             install_kv_scales(model, _kv_scales(model, plan, data, session))
         mark_quantized(model)
     return Quantized(model, plan, layers, seconds)
+
+
+def _with_scales(
+    model: nn.Module, plan: Plan, heads: Plan, data: Any, session: Session
+) -> tuple[Plan, dict[str, torch.Tensor]]:
+    """The plan of the prediction heads, and their static input scales by layer, measured on layers of the model."""
+    heads, donors = scale_donors(plan, heads, stored_names(model))
+    if not donors:
+        return heads, {}
+    measured = replace(plan, layers=tuple({donor.name: donor for donor in donors.values()}.values()))
+    scales = input_scales_of(model, measured, data, session, "input scales of prediction heads")
+    return heads, {name: scales[donor.name] for name, donor in donors.items()}
 
 
 def _looks_at_data(plan: Plan) -> bool:

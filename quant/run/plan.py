@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
+from quant.calibration.blocks import stored_dtype
 from quant.calibration.inputs import on_first
+from quant.checkpoints.head_weights import head_weights
+from quant.errors import UserError, listed
 from quant.execution.data import lacks_data
 from quant.execution.sources import named_inputs
+from quant.export.checkpoint.names import stored_names
 from quant.extras import versions
 from quant.models.open import Source
 from quant.plan.check import refuse
 from quant.plan.edit import set_guard_and_observer
+from quant.plan.head_plan import plan_heads
 from quant.plan.make import make_plan
+from quant.plan.prediction_heads import attach_head_layer
 from quant.recipes import effort
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
 from quant.run.request import PlanFile, Request
@@ -31,6 +40,7 @@ def plan_for(request: Request, source: Source) -> Plan:
 
 def _given_plan(request: Request, source: Source, file: PlanFile) -> Plan:
     plan, problems = file
+    _attach_planned(source, plan)
     if request.is_in_memory:
         return plan  # solving checks that it fits
     refuse(plan, problems, source.layers)
@@ -38,16 +48,18 @@ def _given_plan(request: Request, source: Source, file: PlanFile) -> Plan:
 
 
 def _recipe_plan(request: Request, source: Source, recipe: Recipe) -> Plan:
+    include, heads = _split_globs(request, source)
     plan = make_plan(
         source.shapes if source.model is None else source.model,
         recipe,
-        include=request.include,
+        include=include,
         exclude=request.exclude,
         solver=request.solver,
         effort=effort.DEFAULT if request.effort is None else request.effort,
         lm_head=request.lm_head,
         run=example_run(request, source),
     )
+    plan = _with_heads(plan, source, heads)
     origin = provenance(request, source, recipe=recipe.name) or {}
     # Records of the plan itself win over those of the request.
     plan = replace(plan, provenance={**origin, **plan.provenance})
@@ -61,6 +73,59 @@ def _recipe_plan(request: Request, source: Source, recipe: Recipe) -> Plan:
     if not request.is_in_memory and lacks_data(plan):
         plan = replace(plan, provenance={**plan.provenance, "calibration": request.calibration_rows.label})
     return plan
+
+
+def _split_globs(request: Request, source: Source) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """The globs of --include that match layers of the model, and the matrices of prediction heads that others match.
+
+    A glob for heads alone adds them, and leaves the choice among the model's own layers as it is.
+    """
+    include = [request.include] if isinstance(request.include, str) else list(request.include)
+    if source.model is None or source.directory is None or not include:
+        return include, {}
+    names = [layer.name for layer in source.layers]
+    for_heads = [glob for glob in include if not any(fnmatchcase(name, glob) for name in names)]
+    if not for_heads:
+        return include, {}
+    heads = head_weights(
+        source.model, source.directory, lambda name: any(fnmatchcase(name, glob) for glob in for_heads)
+    )
+    # A glob that matches nothing at all goes on to `make_plan`, which refuses it.
+    used = [glob for glob in for_heads if any(fnmatchcase(name, glob) for name in heads)]
+    return [glob for glob in include if glob not in used], heads
+
+
+def _with_heads(plan: Plan, source: Source, weights: Mapping[str, torch.Tensor]) -> Plan:
+    """`plan` with the layers of prediction heads, which get modules in the model."""
+    if not weights:
+        return plan
+    assert source.model is not None
+    layers = plan_heads(plan, weights, stored_names(source.model))
+    if not layers:
+        raise UserError(
+            f"{listed(weights, 3)}: the last block of {type(source.model).__name__} has no quantized layer in the same "
+            "place and of the same shape, so a prediction head's layers stay in 16 bit; leave that --include out"
+        )
+    for layer in layers:
+        attach_head_layer(source.model, layer.name, _as_model(source.model, weights[layer.name]))
+    return replace(plan, layers=(*plan.layers, *layers))
+
+
+def _attach_planned(source: Source, plan: Plan) -> None:
+    """Modules for the layers of prediction heads that a plan quantizes."""
+    if source.model is None or source.directory is None:
+        return
+    names = {layer.name for layer in source.layers}
+    planned = {layer.name for layer in plan.quantized if layer.kind == LayerKind.LINEAR} - names
+    if planned:
+        for name, weight in head_weights(source.model, source.directory, planned.__contains__).items():
+            attach_head_layer(source.model, name, _as_model(source.model, weight))
+
+
+def _as_model(model: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    """A weight on the device of the model: a dry run's is on meta."""
+    parameter = next(model.parameters())
+    return weight.to(parameter.device, stored_dtype(model))
 
 
 def example_run(request: Request, source: Source) -> Callable[[nn.Module], Any] | None:

@@ -23,6 +23,7 @@ from quant.export.checkpoint.names import stored_names
 from quant.extras import versions
 from quant.models.files import SourceKind
 from quant.models.origin import described_by
+from quant.plan.prediction_heads import head_layers
 from quant.recipes.plan import Plan
 from quant.report.report import Report, kv_cache_of, peak_rss
 from quant.run.job import Decision, Job, Outcome, Solved
@@ -34,7 +35,7 @@ def write(job: Job, decision: Decision, solved: Solved, measured: Measured) -> O
     if job.request.out is None:
         assert solved.quantized is not None
         attach(solved.quantized.model, solved.plan)
-        for message in _warnings(decision, solved.plan, solved.layers):
+        for message in _warnings(decision, solved):
             warnings.warn(message, stacklevel=4)  # the caller of `quant.quantize`
         return Outcome(solved.plan, quantized=solved.quantized)
     report = _report(job, decision, solved, measured)
@@ -131,7 +132,7 @@ def _report(job: Job, decision: Decision, solved: Solved, measured: Measured) ->
         peak_rss_bytes=peak_rss(),
         device=describe(job.session.device),
         files={},
-        warnings=_warnings(decision, plan, layers),
+        warnings=_warnings(decision, solved),
         sensitivity=None if allocation is None else allocation.sensitivity,
         allocation=None if allocation is None else allocation.record,
         kv_cache=kv_cache_of(source.config, plan),
@@ -166,12 +167,29 @@ def _as_stored(results: Sequence[LayerResult], plan: Plan, tensors: Mapping[str,
     return [stored(result) for result in results]
 
 
-def _warnings(decision: Decision, plan: Plan, layers: Sequence[LayerResult]) -> list[str]:
+def _warnings(decision: Decision, solved: Solved) -> list[str]:
     """Sentences on how the run went; `write_model` adds those on the checkpoint itself."""
     return [
-        *loss_warnings(layers),
-        *_guard_warnings(decision.plan, plan),
+        *loss_warnings(solved.layers),
+        *_guard_warnings(decision.plan, solved.plan),
+        *_head_warnings(solved),
         *([] if decision.allocation is None else decision.allocation.record.warnings()),
+    ]
+
+
+def _head_warnings(solved: Solved) -> list[str]:
+    """One sentence on the quantized layers of prediction heads, if there are any."""
+    names = set() if solved.quantized is None else head_layers(solved.quantized.model)
+    heads = [layer for layer in solved.plan.quantized if layer.name in names]
+    if not heads:
+        return []
+    scales = (
+        " and have input scales measured on the model's last block" if any(h.has_static_scale for h in heads) else ""
+    )
+    return [
+        f"{counted(len(heads), 'layer')} of prediction heads, {heads[0].name} first, were solved with "
+        f"{listed(sorted({layer.solver for layer in heads}))}, without data{scales}, for transformers does not run "
+        "them: compare how many of a server's draft tokens are accepted"
     ]
 
 
