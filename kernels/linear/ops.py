@@ -156,6 +156,13 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward pass, in which a forward pass is a repetition by gradient checkpointing."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1
+
+
 def runs_eagerly(x: torch.Tensor) -> bool:
     """Whether x is on a GPU and nothing records its ops: calling a body then saves 100 to 200 µs of dispatch."""
     return x.is_cuda and type(x) in (torch.Tensor, torch.nn.Parameter) and has_triton() and not is_traced()

@@ -26,7 +26,7 @@ from quant.export.checkpoint.read import weight_files
 from quant.export.checkpoint.scan import Scan
 from quant.models.files import find_checkpoint
 from quant.models.huggingface import remote_code
-from quant.models.quantized.quantization import AFTER_TRAINING, IN_TRAINING
+from quant.models.quantized.quantization import AFTER_TRAINING, is_in_training
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.report.saved_report import saved_report
 
@@ -104,7 +104,7 @@ def no_checkpoint(directory: Path) -> UserError:
             f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config); make one with `quantize "
             "MODEL --format nvfp4 --out DIR`"
         )
-    if config.get("quant_method") == IN_TRAINING:
+    if is_in_training(config):
         return UserError(f"{directory}: {AFTER_TRAINING}")
     return UserError(
         f"{directory}: quantized by {config.get('quant_method')}; only {' and '.join(LAYOUTS)} run as they are, and "

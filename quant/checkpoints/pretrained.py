@@ -68,7 +68,7 @@ def detach(model: nn.Module) -> None:
 
 def _save_in_training(model: Any, *args: Any, **options: Any) -> None:
     """Saves as transformers does, by the model's own names; the config says that the weights are in training."""
-    model.config.quantization_config = {"quant_method": IN_TRAINING}
+    model.config.quantization_config = dict(IN_TRAINING)
     try:
         type(model).save_pretrained(model, *args, **{"save_original_format": False, **options})
     finally:

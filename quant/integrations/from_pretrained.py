@@ -39,7 +39,6 @@ from quant.execution.install import install_kv_scales, install_weight, mark_quan
 from quant.export.checkpoint.names import EXPERT_PARTS
 from quant.export.checkpoint.read import RUN_TIME_PARTS, read_layer, read_parts, weight_files
 from quant.export.checkpoint.scan import Scan
-from quant.models.quantized.quantization import AFTER_TRAINING, IN_TRAINING
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import Recipe
@@ -218,18 +217,7 @@ class _ReadLayer(ConversionOps):  # type: ignore[misc]
         return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-class _InTraining(QuantConfig):
-    """The config of a model that was saved in training, which is no checkpoint to load."""
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        raise UserError(f"this directory is no quantized checkpoint: {AFTER_TRAINING}")
-
-
 # Registering a name twice raises ValueError in transformers 5, as a reload of this module would.
-if IN_TRAINING not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-    register_quantization_config(IN_TRAINING)(_InTraining)
-    register_quantizer(IN_TRAINING)(Quantizer)
 for _name in (METHOD, MODELOPT):
     if _name not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         register_quantization_config(_name)(QuantConfig)

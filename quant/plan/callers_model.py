@@ -22,6 +22,9 @@ _TOOLKITS = {
     "compressed_tensors": "compressed-tensors", "awq": "AutoAWQ", "auto_gptq": "AutoGPTQ", "gptqmodel": "GPTQModel",
     "quanto": "quanto", "auto_round": "AutoRound",
 }  # fmt: skip
+ADAPTERS_AFTER = (
+    "merge them first (model = model.merge_and_unload()), or take them off (.unload()) and put new ones on afterwards"
+)
 _PACKED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
 
 
@@ -53,7 +56,7 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 def check_original(model: nn.Module, taker: str) -> None:
     """Raises UserError where a model is not in 16 or 32 bit throughout, or its layers are hidden from `taker`."""
-    refuse_adapters(model, taker, "merge them first (model = model.merge_and_unload()), or take them off (.unload())")
+    refuse_adapters(model, taker, ADAPTERS_AFTER)
     for name, module in model.named_modules():
         if isinstance(getattr(module, "_orig_mod", None), nn.Module):
             raise UserError(
@@ -112,7 +115,7 @@ def _quantized_by(module: nn.Module) -> str | None:
     # On the class: a property, which on the object would decode the weight to answer.
     if hasattr(type(module), "quantized_weight"):
         return "Blockscale"
-    if any(cls.__module__ == "quant.training.modules" for cls in type(module).__mro__):
+    if any(cls.__module__ == "quant.training.rounded_weight" for cls in type(module).__mro__):
         return "quant.prepare_qat; pack it with quant.convert_qat(model)"
     own = {**module._parameters, **module._buffers}
     classes = [type(module), *(type(tensor) for tensor in own.values() if tensor is not None)]

@@ -23,7 +23,8 @@ import torch
 from quant.kernels.linear.ops import autocast_dtype, is_traced
 
 if TYPE_CHECKING:
-    from quant.training.modules import QATLinear, RoundedWeight
+    from quant.training.modules import QATLinear
+    from quant.training.rounded_weight import RoundedWeight
 
 # Of PyTorch 2.8 and later, and private: without it no layer knows in which part it runs, and nothing is shared.
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -38,12 +39,15 @@ class Common:
         scales: block scales, or None where rounding measures them, and the second level.
         seen: the input after scaling and rotation at run time, as a low-rank branch takes it.
         rounded: `seen` rounded to the input format, as it multiplies the weights.
+        members: the layers that take these results; none where a layer computes its own.
     """
 
-    __slots__ = ("key", "rounded", "scales", "seen", "served", "x")
+    __slots__ = ("key", "members", "rounded", "scales", "seen", "served", "x")
 
-    def __init__(self, x: torch.Tensor | None = None, key: tuple[Any, ...] = ()) -> None:
-        self.x, self.key = x, key
+    def __init__(
+        self, x: torch.Tensor | None = None, key: tuple[Any, ...] = (), members: Sequence[RoundedWeight] = ()
+    ) -> None:
+        self.x, self.key, self.members = x, key, members
         self.served: set[int] = set()
         self.scales: Scales | None = None
         self.seen: torch.Tensor | None = None
@@ -71,11 +75,11 @@ class Fusion:
         if not self.is_alike or getattr(member, "_is_replica", False):  # replicas run at the same time
             return Common()
         # In-place changes raise a tensor's version, so a key is the values of the input and of all members' weights.
-        weights = (each.weight._version for each in self.members)
+        weights = (each.version for each in self.members)
         key = (x._version, torch.is_grad_enabled(), autocast_dtype(x), _top_hooks(True), *weights)
         shared = self._pass
         if shared is None or shared.x is not x or shared.key != key or id(member) in shared.served:
-            shared = self._start(Common(x, key))
+            shared = self._start(Common(x, key, self.members))
         shared.served.add(id(member))
         if len(shared.served) == len(self.members):
             self._pass = None  # nothing is kept beyond the pass

@@ -23,7 +23,8 @@ from quant.recipes.module_hooks import take_hooks
 from quant.recipes.plan import LayerPlan, Plan
 from quant.training.fusion import Fusion
 from quant.training.initial_weights import before_rounding, starting_weight
-from quant.training.modules import QATConv, QATEmbedding, QATExperts, QATLinear, RoundedWeight
+from quant.training.modules import QATConv, QATEmbedding, QATExperts, QATLinear
+from quant.training.rounded_weight import RoundedWeight
 
 Packed = QuantLinear | QuantConv | QuantExperts | QuantEmbedding
 """The quantized layers."""
@@ -181,7 +182,7 @@ def _share(members: Sequence[RoundedWeight]) -> None:
         member.fusion = fusion
         if member is not members[0] and member.weight_format.per_tensor:
             # One parameter in one place: safetensors write no tensor under two names.
-            member.block_step = None
+            member.range_shift = member.start_step = None
 
 
 def _check_start(layer: LayerPlan, packed: Any, module: RoundedWeight) -> None:

@@ -11,6 +11,7 @@ The start is exact: before the first step, the model's outputs are the quantized
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,14 +28,15 @@ from quant.errors import UserError, counted
 from quant.execution.solve import solve_plan
 from quant.execution.undo import restored_on_error
 from quant.export.checkpoint.write import plan_of_model
-from quant.plan.callers_model import check_original, inner_model, uncompiled, unwrapped
+from quant.plan.callers_model import ADAPTERS_AFTER, check_original, inner_model, refuse_adapters, uncompiled, unwrapped
 from quant.plan.check import check_plan_fits
 from quant.plan.make import make_plan
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
+from quant.training.input_range import MANY
 from quant.training.layers import Packed, Start, install_training_layers, put_layer, weights_before_rounding
-from quant.training.modules import PLAN, SCALES, RoundedWeight
+from quant.training.rounded_weight import PLAN, SCALES, RoundedWeight
 
 
 def prepare_qat(
@@ -46,6 +48,7 @@ def prepare_qat(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     scales: str | None = None,
+    track_inputs: int = 0,
     dtype: torch.dtype | None = torch.float32,
     device: Device = None,
     progress: Progress | None = None,
@@ -70,6 +73,9 @@ def prepare_qat(
         include, exclude: as in `quant.quantize`, with a recipe.
         scales: "recomputed" measures block scales from the weights at each forward, "frozen" keeps those of the start,
             "learned" trains them (LSQ). None recomputes those that `rtn` chose for a 16-bit model, and freezes others.
+        track_inputs: forward passes of training in which static input scales grow with the inputs; afterwards, and by
+            default, they stay as calibrated. Each process follows its own inputs; DDP sends rank 0's scales to all, and
+            a state gathered from FSDP2 has rank 0's.
         dtype: of the rounded weights in training; None keeps the model's, as biases, norms and all others do. In BF16
             most updates are smaller than half a unit in the last place, and lost.
         original: the model in 16 bit that a quantized `model` was made from, which is left as it is. Layers that it
@@ -87,6 +93,8 @@ def prepare_qat(
     model = unwrapped(model, "prepare_qat")
     if scales is not None and scales not in SCALES:
         raise UserError(f"scales={scales!r}: unknown; known: {', '.join(SCALES)}")
+    if isinstance(track_inputs, bool) or not isinstance(track_inputs, int) or track_inputs < 0:
+        raise UserError(f"track_inputs={track_inputs!r}: give a number of forward passes, such as 100, or 0 for none")
     if any(isinstance(module, RoundedWeight) for module in model.modules()):
         raise UserError("the model is prepared for QAT already; train it, or pack it with quant.convert_qat(model)")
     # Before weights become float32: `convert_qat` packs for a checkpoint in this dtype, to which float scales are
@@ -96,6 +104,7 @@ def prepare_qat(
     before = {id(parameter): (parameter, parameter.dtype) for parameter in model.parameters()}
     was_quantized = any(isinstance(module, Packed) for module in model.modules())
     if was_quantized:
+        refuse_adapters(model, "prepare_qat", ADAPTERS_AFTER)
         plan = _plan_of_quantized(model, plan, solver, include, exclude)
         start = Start({}, {}, {} if original is None else weights_before_rounding(model, plan, original))
     else:
@@ -121,6 +130,9 @@ def prepare_qat(
     # A model in training saves float32 weights, and not codes; a Trainer refuses models that are marked as quantized.
     detach(model)
     setattr(model, PLAN, plan)
+    for module in model.modules():
+        if isinstance(module, RoundedWeight):
+            module.inputs.follows = track_inputs
     _check_optimizers(model, before, was_quantized=was_quantized)
     return plan
 
@@ -162,6 +174,7 @@ def convert_qat(model: nn.Module) -> Plan:
         for key, parameter in module.named_parameters(recurse=False):
             if not bool(parameter.isfinite().all()):
                 raise UserError(f"{name}: training made NaN or infinity of its {key}; lower the learning rate")
+    _warn_of_clipped_inputs(layers)
     # All of them before any is installed: scales that are shared depend on the others' weights.
     packed = {name: module.packed() for name, module in layers}  # type: ignore[operator]
     for name, new in packed.items():
@@ -233,9 +246,30 @@ def _check_trainable(plan: Plan, model: nn.Module) -> None:
             raise UserError(f"{layer.name}: its weight is on the meta device; load the model before preparing it")
         if not weight.requires_grad:
             raise UserError(
-                f"{layer.name}: its weight is frozen (requires_grad is False), and QAT trains weights; unfreeze it "
-                "with model.requires_grad_(True), or leave the layer out with exclude="
+                f"{layer.name}: its weight is frozen (requires_grad is False), and QAT trains weights; freeze layers "
+                "after prepare_qat, from model.requires_grad_(True), or leave this one out with exclude="
             )
+
+
+def _warn_of_clipped_inputs(layers: Sequence[tuple[str, RoundedWeight]]) -> None:
+    """Warns of layers whose inputs left the range of their static input scale while they trained."""
+    clipped = sorted(((module.inputs.share, name) for name, module in layers), reverse=True)
+    many = [name for share, name in clipped if share > MANY]
+    if many:
+        share, name = clipped[0]
+        others = f" ({counted(len(many) - 1, 'other layer')} above {MANY:.1%} too)" if len(many) > 1 else ""
+        warnings.warn(
+            f"{name}: {share:.1%} of its inputs in training were beyond the range of its static input scale, and were "
+            f"clipped{others}; prepare_qat(track_inputs=100) has the scales follow the first 100 passes",
+            stacklevel=3,
+        )
+    followers = [module.inputs for _, module in layers if module.inputs.follows and module.input_scale is not None]
+    if followers and not any(inputs.passes for inputs in followers):
+        warnings.warn(
+            f"track_inputs={followers[0].follows}: no static input scale has followed an input, because the model was "
+            "not trained in this process, or compiled; compile it after the first passes",
+            stacklevel=3,
+        )
 
 
 def _check_plan(plan: Plan) -> None:
@@ -258,8 +292,8 @@ def _check_optimizers(
 ) -> None:
     """Raises UserError where an optimizer of the parameters that the model had before would not train it right."""
     own = {id(parameter) for parameter in model.parameters()}
-    learned = {id(m.weight): id(m.block_step) for m in model.modules()
-               if isinstance(m, RoundedWeight) and m.block_step is not None}  # fmt: skip
+    learned = {id(m.weight): id(m.range_shift) for m in model.modules()
+               if isinstance(m, RoundedWeight) and m.range_shift is not None}  # fmt: skip
     # Nothing leads from a parameter to its optimizers, so the garbage collector's list of all objects is searched.
     for each in gc.get_objects():
         if not issubclass(type(each), torch.optim.Optimizer):  # isinstance would ask objects that only pretend a class

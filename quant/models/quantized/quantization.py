@@ -111,13 +111,24 @@ class Quantization:
         return [(int(rows), int(columns)) for rows, columns in blocks]
 
 
-IN_TRAINING = "blockscale-qat"
-"""The `quant_method` of a directory that a model in training was saved to."""
 AFTER_TRAINING = (
     "it holds the weights of a model in training, and no quantized ones: prepare the original model as it was then, "
     "load these weights into it (a Trainer resumes from them; safetensors.torch.load_model reads a file of them), and "
     "pack it with quant.convert_qat"
 )
+_IN_TRAINING = "blockscale-qat: "
+IN_TRAINING = {"quant_method": "fp8", "activation_scheme": _IN_TRAINING + AFTER_TRAINING}
+"""The `quantization_config` of a directory that a model in training was saved to.
+
+transformers ignores a `quant_method` that it does not know and loads the weights as a model in 16 bit, although they
+may be rotated or scaled. It knows this method, as vLLM does. Both refuse the unknown activation scheme with a message
+that shows it, and it says what to do.
+"""
+
+
+def is_in_training(fields: Mapping[str, Any]) -> bool:
+    """Whether a `quantization_config` is that of a model in training."""
+    return str(fields.get("activation_scheme")).startswith(_IN_TRAINING)
 
 
 def quantization_of(path: Path, config: Mapping[str, Any]) -> Quantization | None:
@@ -178,7 +189,7 @@ def _why_not(quantization: Quantization) -> str | None:
             f"by bitsandbytes, whose codes only that package decodes; {WAY_OUT}, or load this one with transformers, "
             "then model.dequantize() and model.save_pretrained(DIR), and pass DIR"
         )
-    if method == IN_TRAINING:
+    if is_in_training(config):
         return f"by a recipe that is still in training; {AFTER_TRAINING}"
     if method not in list(Method):
         return f"by {method}, which cannot be read here; {WAY_OUT}, or one in {', '.join(Method)}"

@@ -20,12 +20,12 @@ from torch import nn
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.expert_modules import QuantExperts, experts_forward, runs_experts_alone
 from quant.kernels.linear.expert_stack import ExpertStack
-from quant.kernels.linear.ops import autocast_dtype
+from quant.kernels.linear.ops import autocast_dtype, is_in_backward
 from quant.recipes.expert_stacks import stacking_of
 from quant.training.low_precision.linear import LowPrecisionLinear, RoundedProducts, ValueOf
 from quant.training.low_precision.packed import deployed_input, fingerprint, input_scale, packed_weight, stored_format
 from quant.training.low_precision.recipe import TrainingRecipe
-from quant.training.low_precision.state import LowPrecision, is_in_backward
+from quant.training.low_precision.state import LowPrecision
 
 IMPLEMENTATION = "quant_low_precision"
 _STACKS = "low_precision_experts"  # attribute of an experts module: its stacks by the names of the parameters

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from quant.kernels.linear.ops import is_in_backward
 from quant.kernels.training.weight_rounding import group_amax
 from quant.training.low_precision.recipe import TrainingRecipe
 
@@ -125,10 +126,3 @@ class LowPrecision:
         earlier = self.amax["dy"].largest(current)
         self.amax["dy"].record(current)
         return earlier
-
-
-def is_in_backward() -> bool:
-    """Whether autograd runs a backward pass, in which a forward pass is a repetition by gradient checkpointing."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._current_graph_task_id() != -1

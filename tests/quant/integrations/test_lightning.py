@@ -72,6 +72,69 @@ def test_a_fit_is_a_loop_between_preparing_and_converting(tmp_path: Path) -> Non
             assert torch.equal(model(ROWS).logits, expected)
 
 
+def monitored(folder: Path) -> tuple[Any, Any]:
+    """A trainer whose first epoch is the best: the rate rises until the model diverges. Its callback of checkpoints."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    best = ModelCheckpoint(folder, monitor="val", filename="{epoch}", save_top_k=1)
+    return best, {
+        "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "max_epochs": 3,
+    }  # fmt: skip
+
+
+def diverging(model: Any) -> Any:
+    class Diverging(type(module(model))):  # type: ignore[misc]
+        def validation_step(self, batch: torch.Tensor) -> None:
+            self.log("val", self.model(batch, labels=batch).loss)
+
+        def test_step(self, batch: torch.Tensor) -> None:
+            self.log("test", self.model(batch, labels=batch).loss)
+
+        def configure_optimizers(self) -> Any:
+            adam = torch.optim.Adam(self.parameters(), 1e-3)
+            return [adam], [torch.optim.lr_scheduler.LambdaLR(adam, lambda epoch: 1.0 if epoch < 1 else 500.0)]
+
+    return Diverging()
+
+
+def test_the_best_weights_are_saved_and_the_best_checkpoint_is_tested(tmp_path: Path) -> None:
+    def data() -> Any:
+        return torch.utils.data.DataLoader(ROWS, batch_size=2)  # type: ignore[arg-type]
+
+    best, options = monitored(tmp_path / "ckpt")
+    callback = quant.QATCallback("nvfp4", ROWS, solver="rtn", out=tmp_path / "out")
+    tuned = diverging(llama())
+    trainer = lightning.Trainer(callbacks=[callback, best], **options)
+    trainer.fit(tuned, data(), data())
+    score = float(best.best_model_score)
+    saved = quant.load(tmp_path / "out")
+    with torch.no_grad():
+        losses = [saved(rows, labels=rows).loss for rows in ROWS.split(2)]
+        logits = saved(ROWS).logits
+    assert float(sum(losses)) / 2 == pytest.approx(score, rel=1e-5)
+    assert trainer.callback_metrics["val"] > score + 0.1  # of the last epoch
+    assert torch.equal(tuned.model(ROWS).logits, logits)
+
+    best_of = trainer.test(tuned, data(), ckpt_path="best", verbose=False, weights_only=False)
+    assert best_of[0]["test"] == pytest.approx(score, rel=1e-5)
+    as_packed = trainer.test(tuned, data(), verbose=False)  # without a checkpoint, the packed model itself
+    assert as_packed[0]["test"] == pytest.approx(score, rel=1e-5)
+    assert type(tuned.model.lm_head).__name__ == "Linear" and "codes" in str(tuned.model.state_dict().keys())
+
+    # A process of its own has the original model, and prepares it when it loads the checkpoint.
+    fresh = diverging(llama())
+    again = lightning.Trainer(callbacks=[quant.QATCallback("nvfp4", ROWS, solver="rtn")], **options)
+    alone = again.test(fresh, data(), ckpt_path=best.best_model_path, verbose=False, weights_only=False)
+    assert alone[0]["test"] == pytest.approx(score, rel=1e-5)
+    assert torch.equal(fresh.model(ROWS).logits, logits)
+
+    # Another fit goes on from the weights that were packed.
+    more = lightning.Trainer(callbacks=[callback], **{**options, "max_epochs": 1})
+    more.fit(tuned, data())
+    assert not torch.equal(tuned.model(ROWS).logits, logits)
+
+
 def test_another_name_of_the_model_is_asked_for() -> None:
     with pytest.raises(quant.UserError, match=r"Tuned has no module called 'net'; name the attribute"):
         quant.QATCallback("nvfp4", module="net").setup(None, module(llama()), "fit")

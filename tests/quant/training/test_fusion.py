@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.modules import QuantLinear
-from quant.training import fusion, modules
+from quant.training import fusion, modules, rounded_weight
 from quant.training.fusion import Fusion
 from quant.training.modules import QATLinear
 
@@ -53,14 +53,14 @@ def alone(members: list[QATLinear], x: torch.Tensor) -> list[torch.Tensor]:
 def rounded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was rounded and measured, in order."""
     calls: list[str] = []
-    for name in ("round_input", "measured_global_scale"):
-        plain = getattr(modules, name)
+    for owner, name in ((modules, "round_input"), (rounded_weight, "measured_global_scale")):
+        plain = getattr(owner, name)
 
         def counted(*args: Any, _plain: Any = plain, _name: str = name) -> Any:
             calls.append(_name)
             return _plain(*args)
 
-        monkeypatch.setattr(modules, name, counted)
+        monkeypatch.setattr(owner, name, counted)
     return calls
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import quant
+from quant.training.rounded_weight import RoundedWeight
 
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
 RATE = 0.05
@@ -91,3 +92,66 @@ def test_two_processes_train_as_one_does(device: str, tmp_path: Path) -> None:
     quant.convert_qat(packed)
     with torch.no_grad():
         assert torch.equal(packed(ROWS).logits, expected)
+
+
+def apart(rank: int, folder: str) -> None:
+    """One of two processes under FSDP2: BF16 copies of weights, and each linear sharded by itself."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh, own = dist.device_mesh.init_device_mesh("cpu", (2,)), ROWS[2 * rank : 2 * rank + 2]
+    states: dict[str, Any] = {}
+    for name, recipe, dtype in (("narrow", "nvfp4a16", torch.bfloat16), ("each", "fp8", None)):
+        model = learning(recipe)
+        policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
+        linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        for module in (*(linears if name == "each" else model.model.layers), model):
+            fully_shard(module, mesh=mesh, **policy)
+        optimizer = torch.optim.SGD(model.parameters(), RATE)
+        model(own, labels=own).loss.backward()
+        optimizer.step()
+        # FSDP2 shows a layer whole, and cast, in its forward pass alone.
+        packed: dict[str, torch.Tensor] = {}
+        for path, module in model.named_modules():
+            if isinstance(module, RoundedWeight):
+                module.register_forward_pre_hook(
+                    lambda layer, _, path=path, packed=packed: packed.update({path: layer.packed_weight().dequantize()})
+                )
+        with torch.no_grad():
+            states[f"{name} logits"] = model(ROWS).logits
+        states[f"{name} packed"] = packed
+        states[name] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if rank == 0:
+        torch.save(states, f"{folder}/trained")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def learning(recipe: str) -> Any:
+    model = tiny_models.llama(gain=2.0, num_hidden_layers=1).requires_grad_(True)
+    quant.prepare_qat(model, recipe, ROWS, solver="mse", scales="learned")
+    return model
+
+
+@pytest.mark.slow
+def test_under_fsdp_the_copies_that_train_are_packed_and_each_linear_may_be_sharded_alone(tmp_path: Path) -> None:
+    mp.spawn(apart, (str(tmp_path),), nprocs=2)
+    trained = torch.load(tmp_path / "trained", weights_only=True)
+    for name, recipe in (("narrow", "nvfp4a16"), ("each", "fp8")):
+        model = learning(recipe)
+        model.load_state_dict(trained[name])
+        quant.convert_qat(model)
+        for path, values in trained[f"{name} packed"].items():
+            assert torch.equal(model.get_submodule(path).dequantize(), values), path
+
+    single = learning("fp8")
+    optimizer = torch.optim.SGD(single.parameters(), RATE)
+    before = {name: parameter.detach().clone() for name, parameter in single.named_parameters()}
+    single(ROWS, labels=ROWS).loss.backward()
+    optimizer.step()
+    for name, parameter in single.named_parameters():
+        moved = parameter.detach() - before[name]
+        assert float((trained["each"][name] - parameter.detach()).norm()) < 1e-4 * float(moved.norm()), name
+    torch.testing.assert_close(single(ROWS).logits.detach(), trained["each logits"], rtol=1e-4, atol=1e-4)

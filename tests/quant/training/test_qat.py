@@ -24,7 +24,8 @@ from quant.kernels.hadamard import hadamard_transform
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.modules import QuantLinear
 from quant.kernels.training.input_rounding import round_input
-from quant.training.modules import SCALES, QATExperts, QATLinear, RoundedWeight
+from quant.training.modules import QATExperts, QATLinear
+from quant.training.rounded_weight import SCALES, RoundedWeight
 
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
 EDGES = torch.tensor([2.0, 4.0])  # of whose cells one half is narrower
@@ -139,10 +140,13 @@ def reference(module: QATLinear, x: torch.Tensor, dy: torch.Tensor) -> list[torc
     weight = module.weight.detach().double().requires_grad_()
     w = rounded + inside * (weight - weight.detach())
     wanted = [x64, weight]
-    if module.block_step is not None:
-        learned = module.block_step.detach().double().requires_grad_()
+    if module.range_shift is not None:
+        # The step is start · exp(shift / range), with the range of an average block.
+        learned = module.range_shift.detach().double().requires_grad_()
+        start = module.start_step.double()
         rows, columns = format.block_shape(rounded.shape)
-        each = learned.repeat_interleave(rows, 0)[: len(w)].repeat_interleave(columns, 1)[:, : w.shape[1]]
+        each = start * (learned / (format.element.max * start.mean())).exp()
+        each = each.repeat_interleave(rows, 0)[: len(w)].repeat_interleave(columns, 1)[:, : w.shape[1]]
         w = w + slope.detach() * (each - each.detach())
         wanted.append(learned)
     seen = x64 if module.pre_scale is None else x64 * module.pre_scale.double()
@@ -204,7 +208,7 @@ def test_gradients_are_those_of_an_explicit_straight_through_graph(
     torch.compiler.reset()
     run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
     run(x).backward(dy)
-    found = [x.grad, module.weight.grad, *([] if module.block_step is None else [module.block_step.grad])]
+    found = [x.grad, module.weight.grad, *([] if module.range_shift is None else [module.range_shift.grad])]
     for gradient, exact in zip([*found, module.bias.grad], reference(module, x, dy), strict=True):
         assert gradient is not None and gradient.dtype is torch.float32
         assert float((gradient.double() - exact).norm() / exact.norm()) < 1e-6
@@ -336,7 +340,7 @@ def test_fused_layers_train_one_scale_of_their_tensors() -> None:
     """Its gradient is the sum of what each layer has for it; it is one parameter under one name."""
     model = small()
     plan = quant.prepare_qat(model, "fp8", ROWS, scales="learned")
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name.endswith("block_step")]
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name.endswith("range_shift")]
     assert len(names) == len(plan.groups()) + 2  # o_proj and down_proj are alone
     module: Any = model.model.layers[0].mlp
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
@@ -344,19 +348,51 @@ def test_fused_layers_train_one_scale_of_their_tensors() -> None:
     for layer in (module.gate_proj, module.up_proj):
         model.zero_grad()
         layer(x).square().sum().backward()
-        parts.append(module.gate_proj.block_step.grad.clone())
+        parts.append(module.gate_proj.range_shift.grad.clone())
     assert all(part.any() for part in parts)
     model.zero_grad()
     (module.gate_proj(x).square().sum() + module.up_proj(x).square().sum()).backward()
-    torch.testing.assert_close(module.gate_proj.block_step.grad, parts[0] + parts[1])
+    torch.testing.assert_close(module.gate_proj.range_shift.grad, parts[0] + parts[1])
     with torch.no_grad():
-        module.gate_proj.block_step.mul_(1.5)
+        module.gate_proj.range_shift.mul_(1.5)
     twin = small()
     quant.prepare_qat(twin, "fp8", ROWS, scales="learned")
     twin.load_state_dict(model.state_dict())
     assert torch.equal(logits(twin), logits(model))
     quant.convert_qat(twin)
     assert torch.equal(logits(twin), logits(model))
+
+
+@pytest.mark.parametrize("scales", SCALES)
+def test_copies_in_bf16_that_were_trained_are_packed(scales: str) -> None:
+    """FSDP2 with a param_dtype shows a layer such copies; here functional_call does. A state carries their dtype."""
+    model, twin = (small() for _ in range(2))
+    for each in (model, twin):
+        quant.prepare_qat(each, "nvfp4a16", ROWS, solver="mse" if scales != "recomputed" else "rtn", scales=scales)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    narrow = {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
+    seen: dict[str, torch.Tensor] = {}
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda layer, _, name=name: seen.update({name: layer.packed_weight().dequantize()})
+        )
+        for name, layer in layers_of(model).items()
+    ]
+    torch.func.functional_call(model, narrow, (ROWS,))
+    for hook in hooks:
+        hook.remove()
+    masters = {name: layer.packed_weight().dequantize() for name, layer in layers_of(twin).items()}
+    twin.load_state_dict(model.state_dict())
+    for each in (model, twin):
+        with torch.no_grad():
+            evaluated = each(ROWS).logits
+        quant.convert_qat(each)
+        for name, values in seen.items():
+            assert torch.equal(each.get_submodule(name).dequantize(), values), name
+        assert torch.equal(logits(each), evaluated)
+    assert any(not torch.equal(values, masters[name]) for name, values in seen.items())
 
 
 def test_experts_and_embeddings_train(tmp_path: Path) -> None:
@@ -510,8 +546,8 @@ def test_offloaded_layers_are_refused() -> None:
 def test_what_is_not_finite_is_not_packed() -> None:
     model = small()
     quant.prepare_qat(model, "nvfp4a16", scales="learned")
-    model.model.layers[0].mlp.up_proj.block_step.data[0, 0] = torch.nan
-    with pytest.raises(quant.UserError, match=r"up_proj: training made NaN or infinity of its block_step"):
+    model.model.layers[0].mlp.up_proj.range_shift.data[0, 0] = torch.nan
+    with pytest.raises(quant.UserError, match=r"up_proj: training made NaN or infinity of its range_shift"):
         quant.convert_qat(model)
 
 
@@ -520,7 +556,7 @@ def test_refusals() -> None:
         quant.convert_qat(small())
     model = small()
     model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
-    with pytest.raises(quant.UserError, match=r"q_proj: its weight is frozen .* or leave the layer out with exclude="):
+    with pytest.raises(quant.UserError, match=r"q_proj: its weight is frozen .* freeze layers after prepare_qat"):
         quant.prepare_qat(model, "nvfp4", ROWS)
     with torch.device("meta"):
         outline = small(gain=None)
