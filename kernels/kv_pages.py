@@ -40,7 +40,7 @@ CANDIDATES = (-2, 5)
 
 @dataclass(frozen=True, eq=False)
 class KVPages:
-    """The pages of one layer. Plain data; every tensor is contiguous.
+    """The pages of one layer. Plain data. A page's part of a tensor is contiguous; pages may lie further apart.
 
     Attributes:
         k, v: codes `[pages, kv_heads, page_size, ·]`: E4M3 or 16 bit `[…, dim]`, E2M1 in uint8 `[…, dim / 2]`.

@@ -4,28 +4,29 @@ vLLM plans such a cache (head_dim / 2 + head_dim / 16 bytes for a key or a value
 alone. Ours reads and writes the pages with the kernels of `quant.kernels.attention.decode`.
 
     decoding, one token a sequence    paged attention straight over the codes; CUDA graphs capture it
+    a few tokens (speculation)        the same, one launch for the sequences with equally many tokens
     first chunk of a prompt           FlashAttention over keys and values in 16 bit, which are then in the cache too
     later chunks, cached prefixes     the earlier keys and values dequantized, FlashAttention over them and the new ones
 
-A block of vLLM's cache is a page. The cache of a layer is one buffer, of which keys, values and their block scales take
-a part each; page i is the i-th of every part, so prefix caching, which shares pages by number, works as ever. KV
-connectors, offloading and models that keep the states of Mamba layers in the same buffers read a block as one piece of
-memory; they are refused.
+A block of vLLM's cache is a page, in the layout of `kv_blocks.py`. KV connectors cut blocks by heads or tokens, which
+that layout does not allow; they are refused before weights are loaded.
 
 A layer that shares the cache of an earlier one (Gemma 3n) reads keys and values there, under that layer's scales.
 
-The second-level scales come from the checkpoint's `k_scale` and `v_scale`. These are made for an FP8 cache, amax / 448,
-and NVFP4 needs amax / 2688. Without them the scale is 1 / 6, with which keys and values may be as large as 448.
+The second-level scales come from the checkpoint's `k_scale` and `v_scale`, one a tensor or one a KV head. These are
+made for an FP8 cache, amax / 448, and NVFP4 needs amax / 2688. Without them the scale is 1 / 6, with which keys and
+values may be as large as 448.
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
@@ -39,37 +40,20 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from quant.formats.format import FORMATS
 from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import decode_tiles_for
-from quant.kernels.kv_pages import PAGE_SIZES, KVPages, token_bytes
+from quant.kernels.kv_pages import PAGE_SIZES, KVPages
+from quant.vllm_plugin import releases, self_test
+from quant.vllm_plugin.kv_blocks import cell_bytes, pages_of
 
 logger = init_logger("vllm.blockscale")
-NVFP4 = FORMATS["nvfp4"]
-
-
-def pages_of(
-    cache: torch.Tensor, kv_heads: int, page_size: int, dim: int, scales: tuple[torch.Tensor, torch.Tensor]
-) -> KVPages:
-    """The pages in a layer's buffer, `[blocks, …]` uint8 and contiguous, under scales of keys and of values."""
-    if not cache.is_contiguous():
-        raise ValueError(
-            f"NVFP4 KV cache: vLLM gave a buffer {list(cache.shape)} with strides {cache.stride()}, as for models that "
-            "mix kinds of cache; our attention takes contiguous ones, so leave out --kv-cache-dtype nvfp4"
-        )
-    count, lead = len(cache), (len(cache), kv_heads, page_size)
-    codes, blocks = count * kv_heads * page_size * dim // 2, count * kv_heads * page_size * dim // 16
-    # [codes of K | codes of V | block scales of K | block scales of V], each for all blocks of vLLM's cache
-    k, v, k_blocks, v_blocks = cache.view(-1).split([codes, codes, blocks, blocks])
-    return KVPages(
-        k.view(*lead, -1), v.view(*lead, -1), NVFP4, dim, *scales,
-        k_blocks.view(torch.float8_e4m3fn).view(*lead, -1), v_blocks.view(torch.float8_e4m3fn).view(*lead, -1),
-    )  # fmt: skip
+FEW = 16
+"""Most new tokens of a sequence that paged attention takes; speculative decoding verifies no more at once."""
 
 
 @dataclass
 class Batch(AttentionMetadata):
-    """The sequences of one step: decoding sequences first, then chunks of prompts.
+    """The sequences of one step: decoding sequences first, then those with several new tokens.
 
     Attributes:
         slots: slot of each token, `[tokens]`; negative for padding.
@@ -78,7 +62,9 @@ class Batch(AttentionMetadata):
         tokens: how many there are without padding.
         decodes: sequences with one new token, which come first.
         longest: an upper bound of `lengths`.
-        chunks: (sequence, first token, token after the last, length) of each chunk, on the host.
+        verified: by new tokens of a sequence, the sequences that have so many behind earlier ones: int64 `[sequences]`,
+            and their tokens, int64 `[sequences, new]`.
+        chunks: (sequence, first token, token after the last, length) of each chunk of a prompt, on the host.
         starts: int32 `[chunks + 1]`: the first token of each chunk, counted from the first chunk's.
         ends: int32 `[chunks, 2, 2]`: 0 and the new tokens of each chunk, and 0 and all tokens of its sequence.
     """
@@ -89,6 +75,7 @@ class Batch(AttentionMetadata):
     tokens: int
     decodes: int
     longest: int
+    verified: list[tuple[torch.Tensor, torch.Tensor]]
     chunks: list[tuple[int, int, int, int]]
     starts: torch.Tensor
     ends: torch.Tensor
@@ -100,8 +87,6 @@ class Builder(AttentionMetadataBuilder[Batch]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        if reason := cache_refusal(vllm_config):
-            raise ValueError(f"NVFP4 KV cache: {reason}; leave out --kv-cache-dtype nvfp4")
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=False)
 
@@ -112,29 +97,51 @@ class Builder(AttentionMetadataBuilder[Batch]):
         decodes, _, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         # A captured graph pads the batch with sequences of no token.
         decodes = min(decodes, common.num_actual_tokens)  # without sequences that only pad a batch
-        chunks = []
+        verified, chunks = {}, []
         if tokens < common.num_actual_tokens:
             at, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
-            # Lengths on the host: reading them from the GPU would wait for it.
+            # Lengths on the host: reading them from the GPU would wait for it. They are exact for prompts; for a
+            # sequence whose drafts are verified they count drafts that may have been refused.
             assert lengths is not None
-            rows = range(decodes, common.num_reqs)
-            chunks = [(row, at[row], at[row + 1], int(lengths[row])) for row in rows if at[row + 1] > at[row]]
+            for row in range(decodes, common.num_reqs):
+                first, last, length = at[row], at[row + 1], int(lengths[row])
+                if 0 < last - first <= FEW and length > last - first:
+                    verified.setdefault(last - first, []).append((row, first))
+                elif last > first:
+                    chunks.append((row, first, last, length))
+        device = common.query_start_loc.device
         return Batch(
             common.slot_mapping, common.block_table_tensor, common.seq_lens, common.num_actual_tokens, decodes,
-            common.max_seq_len, chunks, common.query_start_loc[decodes:] - tokens if chunks else common.query_start_loc,
-            chunk_ends(chunks, common.query_start_loc.device),
+            common.max_seq_len, [rows_and_tokens(new, rows, device) for new, rows in verified.items()], chunks,
+            chunk_starts(chunks, device), chunk_ends(chunks, device),
         )  # fmt: skip
 
 
 def cache_refusal(config: Any) -> str:
-    """The reason why blocks of the cache have to be whole pieces of memory, as ours are not; empty if they need not."""
-    if getattr(config.model_config, "is_hybrid", False):
-        return "the model keeps states of Mamba layers in the buffers of its KV cache"
-    if getattr(config, "kv_transfer_config", None) is not None:
-        return "a KV connector (kv_transfer_config) moves blocks of the cache"
-    if getattr(config.cache_config, "kv_offloading_size", None):
-        return "blocks of the cache are offloaded (kv_offloading_size)"
+    """The reason why a cache in NVFP4 cannot serve under these settings; empty if it can."""
+    if getattr(config, "kv_transfer_config", None) is not None or getattr(
+        config.cache_config, "kv_offloading_size", None
+    ):
+        return "a KV connector (kv_transfer_config or kv_offloading_size) moves parts of blocks, whose order it assumes"
+    parallel = getattr(config, "parallel_config", None)
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name} is {getattr(parallel, name)}, which spreads a sequence over GPUs"
     return ""
+
+
+def rows_and_tokens(new: int, rows: list[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """An entry of `Batch.verified` for sequences with `new` tokens, each with its first token."""
+    index = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+    return index[:, 0], index[:, 1:] + torch.arange(new, device=device)
+
+
+def chunk_starts(chunks: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
+    """`Batch.starts` of some chunks."""
+    starts = [0]
+    for _, first, last, _ in chunks:
+        starts.append(starts[-1] + last - first)
+    return torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True)
 
 
 def chunk_ends(chunks: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
@@ -148,8 +155,6 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
 
     supports_quant_query_input = False
     supports_dcp = False
-    _at: ClassVar[WeakValueDictionary[int, BlockscaleNvFp4Attention]] = WeakValueDictionary()
-    """A layer for each buffer's address: groups of layers, as full and sliding attention, may take blocks of one."""
 
     def __init__(
         self,
@@ -171,6 +176,13 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
             raise NotImplementedError(
                 "an NVFP4 KV cache has no attention with ALiBi slopes: leave out --kv-cache-dtype"
             )
+        # Here and not in the builder, which vLLM makes after it has loaded the weights.
+        config = get_current_vllm_config_or_none()
+        reason = "" if config is None else cache_refusal(config)
+        if not reason and torch.cuda.is_available():
+            reason = self_test.attention_failure(torch.device("cuda", torch.cuda.current_device()))
+        if reason:
+            raise ValueError(f"NVFP4 KV cache: {reason}; leave out --kv-cache-dtype {kv_cache_dtype}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -184,38 +196,37 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         self.options = AttentionOptions(
             causal=True, window=sliding_window, softcap=logits_soft_cap or None, softmax_scale=scale
         )
-        self._pages: dict[tuple[int, int], KVPages] = {}
+        self._scales: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._pages: dict[tuple[int, int, int], KVPages] = {}
+
+    def scales(self, layer: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Second-level scales of keys and of values, float32 `[kv_heads]`.
+
+        They are made in the first forward pass, by which vLLM measures its memory. Made while a CUDA graph is
+        captured, they would exist only once that graph was replayed.
+        """
+        if self._scales is None:
+            # From the FP8 scale amax / 448 to NVFP4's amax / 2688.
+            k, v = (
+                (scale.to(device).float() / 6).reshape(-1).expand(self.num_kv_heads).contiguous()
+                for scale in (layer._k_scale, layer._v_scale)
+            )
+            self._scales = k, v
+        return self._scales
 
     def pages(self, layer: Any, cache: torch.Tensor) -> KVPages:
-        """The pages in the buffer that vLLM has bound to the layer.
-
-        Raises:
-            ValueError: layers of other shapes keep their blocks in the same buffer.
-        """
-        key = (cache.data_ptr(), len(cache))
+        """The pages in the buffer that vLLM has bound to the layer."""
+        key = (cache.data_ptr(), len(cache), cache.stride(0))
         if key not in self._pages:
-            self._pages = {key: self._make_pages(layer, cache)}
+            if self.shares_with is None:
+                scales = self.scales(layer, cache.device)
+                pages = pages_of(cache, self.num_kv_heads, cache.shape[2], self.head_size, scales)
+            else:
+                target = get_forward_context().no_compile_layers[self.shares_with]
+                pages = target.impl.pages(target, cache)
+            self._pages = {key: pages}
             logger.info_once("Blockscale: attention reads and writes an NVFP4 KV cache with our kernels")
         return self._pages[key]
-
-    def _make_pages(self, layer: Any, cache: torch.Tensor) -> KVPages:
-        if self.shares_with is not None:
-            target = get_forward_context().no_compile_layers[self.shares_with]
-            return target.impl.pages(target, cache)  # type: ignore[no-any-return]
-        self.shape = cache.shape
-        # vLLM may bind layers of different groups to one buffer.
-        other = self._at.setdefault(cache.data_ptr(), self)
-        if other.shape != cache.shape:
-            raise ValueError(
-                f"NVFP4 KV cache: layers with caches {list(other.shape)} and {list(cache.shape)} have one buffer, and "
-                "would divide it in different ways; leave out --kv-cache-dtype nvfp4"
-            )
-        # Of the FP8 scale amax / 448 to NVFP4's amax / 2688.
-        k, v = (
-            (scale.to(cache.device).float() / 6).reshape(-1).expand(self.num_kv_heads).contiguous()
-            for scale in (layer._k_scale, layer._v_scale)
-        )
-        return pages_of(cache, self.num_kv_heads, cache.shape[2], self.head_size, (k, v))
 
     def forward(
         self,
@@ -230,36 +241,49 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`[tokens, heads, dim]`, into `output`; query alike, key and value `[tokens, kv_heads, dim]`."""
-        from quant.kernels.portable.attention.paged_attention import attend_pages
         from quant.kernels.portable.attention.paged_kv_cache import write_kv_slots
 
         assert output is not None
         out = output.view(-1, self.num_heads, self.head_size)
         if attn_metadata is None:
+            self.scales(layer, output.device)
             return output.fill_(0)
         batch, pages = attn_metadata, self.pages(layer, kv_cache)
         query, key, value = query[: batch.tokens], key[: batch.tokens], value[: batch.tokens]
         if self.shares_with is None:
             write_kv_slots(pages, batch.slots[: batch.tokens], key, value)
         if batch.decodes:
-            # [decodes, heads, 1, dim]: one new token a sequence.
-            q = query[: batch.decodes, :, None]
-            sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-            rows = self.num_heads // self.num_kv_heads
-            tiles = decode_tiles_for(pages, rows, batch.decodes * self.num_kv_heads, batch.longest, sms)
             table, lengths = batch.table[: batch.decodes], batch.lengths[: batch.decodes]
-            out[: batch.decodes].copy_(attend_pages(q, pages, table, lengths, self.options, tiles)[:, :, 0])
+            # [decodes, heads, 1, dim]: one new token a sequence.
+            out[: batch.decodes].copy_(
+                self._attend(query[: batch.decodes, :, None], pages, table, lengths, batch)[:, :, 0]
+            )
+        for rows, tokens in batch.verified:
+            y = self._attend(query[tokens].transpose(1, 2), pages, batch.table[rows], batch.lengths[rows], batch)
+            out[tokens] = y.transpose(1, 2)
         if batch.chunks:
             self._attend_to_chunks(batch, pages, query, key, value, out)
         return output
+
+    def _attend(
+        self, q: torch.Tensor, pages: KVPages, table: torch.Tensor, lengths: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        """Paged attention of q `[sequences, heads, new, dim]`, each sequence's last tokens."""
+        from quant.kernels.portable.attention.paged_attention import attend_pages
+
+        sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+        rows = q.shape[2] * (self.num_heads // self.num_kv_heads)
+        tiles = decode_tiles_for(pages, rows, len(q) * self.num_kv_heads, batch.longest, sms)
+        return attend_pages(q, pages, table, lengths, self.options, tiles)
 
     def _attend_to_chunks(
         self, batch: Batch, pages: KVPages, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> None:
         start, stop = batch.chunks[0][1], batch.chunks[-1][2]
         longest = max(last - first for _, first, last, _ in batch.chunks)
+        is_run = sum(last - first for _, first, last, _ in batch.chunks) == stop - start
         # Prompts from their start need no cache: FlashAttention reads the keys and values of this step in 16 bit.
-        if self.shares_with is None and all(last - first == length for _, first, last, length in batch.chunks):
+        if self.shares_with is None and is_run and all(last - first == n for _, first, last, n in batch.chunks):
             out[start:stop] = self.flash(
                 q[start:stop], k[start:stop], v[start:stop], cu_seqlens_q=batch.starts, cu_seqlens_k=batch.starts,
                 max_seqlen_q=longest, max_seqlen_k=longest,
@@ -269,8 +293,10 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
             if self.shares_with is not None:  # the layer's own keys and values are nobody's
                 both = values_of(pages, batch.table[row], length, q.dtype)
             else:
-                earlier = values_of(pages, batch.table[row], length - (last - first), q.dtype)
-                both = [torch.cat([x, new[first:last]]) for x, new in zip(earlier, (k, v), strict=True)]
+                both = [k[first:last], v[first:last]]
+                if earlier := length - (last - first):
+                    cached = values_of(pages, batch.table[row], earlier, q.dtype)
+                    both = [torch.cat(pair) for pair in zip(cached, both, strict=True)]
             out[first:last] = self.flash(
                 q[first:last], *both, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=last - first,
                 max_seqlen_k=length,
@@ -300,14 +326,15 @@ class BlockscaleNvFp4AttentionBackend(AttentionBackend):
     """Registered as vLLM's backend "CUSTOM"."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["nvfp4"]
+    # vLLM's 4over6 chooses between two scales of a block; our rounding tries both, and six more, under either name.
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["nvfp4", "nvfp4_4over6"]
 
     @staticmethod
     def get_name() -> str:
         return "CUSTOM"
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return list(PAGE_SIZES)
 
     @staticmethod
@@ -322,7 +349,20 @@ class BlockscaleNvFp4AttentionBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "nvfp4"
     ) -> tuple[int, ...]:
-        return num_blocks, num_kv_heads, block_size, 2 * token_bytes(NVFP4, head_size)
+        # vLLM 0.28 and older ask for this shape, later ones for the spec and the layouts below.
+        return num_blocks, num_kv_heads, block_size, cell_bytes(head_size)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        return releases.spec_with_cell_bytes(spec, cell_bytes(spec.head_size))
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        return releases.contiguous_block_layouts()
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # the builder reads the number of new tokens on the host
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -330,29 +370,42 @@ class BlockscaleNvFp4AttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
-        return bool(kv_cache_dtype == "nvfp4")
+        return kv_cache_dtype in cls.supported_kv_cache_dtypes
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
 
 
-def install() -> None:
-    """Registers the backend and puts it first in vLLM's order for NVFP4 caches, once however often it is called."""
+def install() -> str:
+    """Registers the backend and puts it first in vLLM's order for NVFP4 caches, once however often it is called.
+
+    Raises:
+        AttributeError, ImportError, TypeError: this vLLM lacks a name or an argument; nothing was changed.
+    """
     from vllm.platforms import cuda
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     theirs = cuda._get_backend_priorities
     if getattr(theirs, "is_blockscale", False):
-        return
+        return "NVFP4 KV caches"
+    signature = inspect.signature(theirs)
+    classes = BlockscaleNvFp4AttentionBackend, BlockscaleNvFp4Attention, Builder
+    problems = [problem for cls in classes for problem in releases.signature_problems(cls)]
+    if "kv_cache_dtype" not in signature.parameters:
+        problems.append("_get_backend_priorities takes no kv_cache_dtype")
+    if problems:
+        raise TypeError(problems[0])
     path = f"{__name__}.{BlockscaleNvFp4AttentionBackend.__qualname__}"
     register_backend(AttentionBackendEnum.CUSTOM, path)
 
-    def priorities(
-        use_mla: bool, device_capability: Any, num_heads: int | None = None, kv_cache_dtype: Any = None, *arguments: Any
-    ) -> list[Any]:
-        backends = theirs(use_mla, device_capability, num_heads, kv_cache_dtype, *arguments)
-        return [AttentionBackendEnum.CUSTOM, *backends] if kv_cache_dtype == "nvfp4" and not use_mla else backends
+    # Later releases added arguments, which are handed on.
+    def priorities(use_mla: bool, capability: Any, *arguments: Any, **named: Any) -> list[Any]:
+        backends = theirs(use_mla, capability, *arguments, **named)
+        dtype = signature.bind(use_mla, capability, *arguments, **named).arguments.get("kv_cache_dtype")
+        ours = dtype in BlockscaleNvFp4AttentionBackend.supported_kv_cache_dtypes and not use_mla
+        return [AttentionBackendEnum.CUSTOM, *backends] if ours else backends
 
     priorities.is_blockscale = True  # type: ignore[attr-defined]
     cuda._get_backend_priorities = priorities
+    return "NVFP4 KV caches"

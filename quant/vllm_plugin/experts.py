@@ -9,6 +9,7 @@ the wrapper names is vLLM's "emulation", which hands the loaded parameters on un
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
 from quant.kernels.linear.experts import grouped_linear
-from quant.vllm_plugin import weights
+from quant.vllm_plugin import releases, self_test, weights
 
 logger = init_logger("vllm.blockscale")
 
@@ -81,8 +82,10 @@ class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
         sizes = moe_config.hidden_dim, moe_config.intermediate_size_per_partition
         if moe_config.in_dtype is not torch.bfloat16:
             return False, f"inputs in {moe_config.in_dtype}"
-        if moe_config.has_bias or moe_config.swiglu_limit is not None:
-            return False, "experts with a bias or a limit of their activation"
+        if moe_config.has_bias:
+            return False, "experts with a bias"
+        if moe_config.swiglu_limit is not None and not releases.limits_activations():
+            return False, "experts with a limit of their activation"
         if any(size % 64 for size in sizes):
             return False, f"hidden and intermediate sizes of {sizes}, which are no multiples of 64"
         return mk.FusedMoEExpertsModular.is_supported_config(
@@ -155,18 +158,27 @@ class _Sum(mk.TopKWeightAndReduce):
         return output
 
 
-def install() -> None:
-    """Wraps the function that chooses a backend, wherever vLLM has bound it, once however often it is called."""
-    from vllm.model_executor.layers.quantization import modelopt
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-        compressed_tensors_moe_w4a4_nvfp4 as compressed,
-    )
+def self_test_failure() -> str:
+    """Why experts cannot take our kernels on this GPU, empty if they can."""
+    if not torch.cuda.is_available():
+        return ""
+    return self_test.experts_failure("nvfp4", torch.device("cuda", torch.cuda.current_device()))
 
-    # Each module has imported the function by name, so it is replaced in all of them.
+
+def install() -> str:
+    """Wraps the function that chooses a backend, wherever vLLM has bound it, once however often it is called.
+
+    Raises:
+        AttributeError, TypeError: this vLLM lacks a name or calls a method with other arguments; nothing was changed.
+    """
     chosen_by_vllm = nvfp4.select_nvfp4_moe_backend
     if getattr(chosen_by_vllm, "is_blockscale", False):
-        return
+        return "experts in NVFP4"
+    if problems := releases.signature_problems(BlockscaleNvFp4Experts):
+        raise TypeError(problems[0])
+    emulation = nvfp4.NvFp4MoeBackend.EMULATION
 
+    @wraps(chosen_by_vllm)
     def select(
         config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
     ) -> tuple[nvfp4.NvFp4MoeBackend, type[mk.FusedMoEExperts]]:
@@ -179,12 +191,16 @@ def install() -> None:
             activation_key,
             formats.BatchedExperts if batched else formats.Standard,
         )
+        if config.moe_backend != "auto":
+            able, reason = False, "--moe-backend is given"
+        if able and (reason := self_test_failure()):
+            able = False
         # The emulation backend passes parameters on as they were loaded; the others reorder them for their own kernels.
-        if config.moe_backend == "auto" and able:
-            return nvfp4.NvFp4MoeBackend.EMULATION, BlockscaleNvFp4Experts
-        logger.warning_once("Blockscale: fused experts in nvfp4 stay with vLLM: %s", reason or "--moe-backend is given")
+        if able:
+            return emulation, BlockscaleNvFp4Experts
+        logger.warning_once("Blockscale: fused experts in nvfp4 stay with vLLM: %s", reason)
         return chosen_by_vllm(config, weight_key, activation_key)
 
     select.is_blockscale = True  # type: ignore[attr-defined]
-    for module in (nvfp4, modelopt, compressed):
-        module.select_nvfp4_moe_backend = select
+    releases.rebind("select_nvfp4_moe_backend", select, nvfp4)
+    return "experts in NVFP4"

@@ -1,10 +1,12 @@
 """These are the classes that vLLM chooses linear kernels from, over our custom op `quant::linear`.
 
 vLLM asks a class whether it can run a layer, lets it change the loaded parameters once
-(`process_weights_after_loading`), and then calls `apply_weights` with each input. The classes of NVFP4, MXFP4 and
-MXFP8 extend vLLM's Marlin class of the same format: a layer that our kernels do not take (inputs in float16, a matrix
-that is no multiple of 64 × 64, scales that have no place in the layout) stays with Marlin, and the log says which
-limit it broke. Layers in INT4 and FP8 are refused by `can_implement` instead, and vLLM asks the next class.
+(`process_weights_after_loading`), and then calls `apply_weights` with each input. Every class refuses where the user
+named a backend and where its kernel fails its self-test (`self_test.py`), and vLLM asks the next class.
+
+The classes of NVFP4, MXFP4 and MXFP8 extend vLLM's Marlin class of the same format: a layer that our kernels do not
+take (inputs in float16, a matrix that is no multiple of 64 × 64, scales that have no place in the layout) stays with
+Marlin, and the log says which limit it broke. Layers in INT4 and FP8 are refused by `can_implement` instead.
 
 The weight is put into the layout of Hopper's kernels once and keeps vLLM's names. Inputs stay in 16 bit. A call is one
 node for torch.compile, and a CUDA graph can capture it: the op neither waits for the GPU nor keeps state.
@@ -12,10 +14,11 @@ node for torch.compile, and a CUDA graph can capture it: the op neither waits fo
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from functools import wraps
+from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.kernels.linear import (
     FP8ScaledMMLinearKernel,
@@ -31,12 +34,27 @@ from vllm.model_executor.parameter import permute_param_layout_
 from vllm.scalar_type import scalar_types
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.vllm_plugin import weights
+from quant.vllm_plugin import releases, self_test, weights
 
 logger = init_logger("vllm.blockscale")
 Layer = Any
 """A layer of vLLM: a module with parameters and facts as attributes, which its class does not declare."""
 _formats_installed: set[str] = set()
+
+
+def refusal(format: str, quantization: str, class_name: str) -> str:
+    """Why a class of ours takes no layer in `format`; `quantization` is vLLM's name for such layers. Empty if it does.
+
+    A failed self-test is told once in the log; what the user chose, the user knows.
+    """
+    if not releases.is_free_to_choose(quantization, class_name):
+        return "gives way to the backend that was chosen"
+    if not torch.cuda.is_available():
+        return ""
+    reason = self_test.product_failure(format, torch.device("cuda", torch.cuda.current_device()))
+    if reason:
+        logger.warning_once("Blockscale: linear layers in %s stay with vLLM: %s", format, reason)
+    return reason
 
 
 def has_our_layers() -> bool:
@@ -47,17 +65,36 @@ def has_our_layers() -> bool:
     return bool(_formats_installed)
 
 
+def _norm_failure(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    if reason := self_test.norm_failure(device):
+        logger.warning_once("Blockscale: norms stay with vLLM: %s", reason)
+    return reason
+
+
 def install_weight(layer: Layer, weight: BlockScaledTensor, codes: str = "weight") -> None:
     """Makes `weight` the parameters of `layer`, its codes under the name `codes`."""
     weights.hold(layer, weight, codes)
     # With tensor parallelism vLLM fuses the norm into the all-reduce; our norm would undo that.
-    if getattr(layer, "tp_size", 1) == 1:
+    if getattr(layer, "tp_size", 1) == 1 and not _norm_failure(weight.codes.device):
         _formats_installed.add(weight.format.name)
     logger.info_once("Blockscale: linear layers in %s take our kernels", weight.format.name)
 
 
 class _OverMarlin:
     """The part that the classes with Marlin as the next base share."""
+
+    format: ClassVar[str]
+    quantization: ClassVar[str]
+    """vLLM's name for the layers that its list of this format is asked for."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        supported, reason = super().is_supported(compute_capability)  # type: ignore[misc]
+        if supported:
+            reason = refusal(cls.format, cls.quantization, cls.__name__) or None
+        return reason is None, reason
 
     def weight_of(self, layer: Layer) -> BlockScaledTensor:
         """The weight in the parameters that vLLM has loaded."""
@@ -88,20 +125,27 @@ class _OverMarlin:
 class BlockscaleNvFp4LinearKernel(_OverMarlin, MarlinNvFp4LinearKernel):
     """NVFP4 weights with inputs in 16 bit."""
 
+    format, quantization = "nvfp4", "nvfp4_w4a4"
+
     def weight_of(self, layer: Layer) -> BlockScaledTensor:
         return weights.nvfp4_weight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
 
 
+def takes_weight_only_nvfp4() -> bool:
+    """Whether NVFP4 layers without scales for inputs take our kernel: vLLM asks no list for them."""
+    cls = BlockscaleNvFp4LinearKernel
+    return MarlinNvFp4LinearKernel.is_supported()[0] and not refusal("nvfp4", "nvfp4_w4a16", cls.__name__)
+
+
 def weight_only_nvfp4(config: NvFp4LinearLayerConfig) -> MarlinNvFp4LinearKernel:
-    """The kernel for ModelOpt's NVFP4 without activation scales: Marlin where the user asked for another backend."""
-    vllm_config = get_current_vllm_config_or_none()
-    # modelopt.py constructs MarlinNvFp4LinearKernel without asking a list, so the user's choice is looked up here.
-    is_auto = vllm_config is None or vllm_config.kernel_config.linear_backend == "auto"
-    return (BlockscaleNvFp4LinearKernel if is_auto else MarlinNvFp4LinearKernel)(config)
+    """The kernel of such a layer, where vLLM constructs Marlin's class by itself."""
+    return (BlockscaleNvFp4LinearKernel if takes_weight_only_nvfp4() else MarlinNvFp4LinearKernel)(config)
 
 
 class BlockscaleMxFp4LinearKernel(_OverMarlin, MarlinMxFp4LinearKernel):
     """MXFP4 weights with inputs in 16 bit."""
+
+    format, quantization = "mxfp4", "mxfp4"
 
     def weight_of(self, layer: Layer) -> BlockScaledTensor:
         return weights.mxfp4_weight(layer.weight.data, layer.weight_scale.data)
@@ -109,6 +153,8 @@ class BlockscaleMxFp4LinearKernel(_OverMarlin, MarlinMxFp4LinearKernel):
 
 class BlockscaleMxfp8LinearKernel(_OverMarlin, MarlinMxfp8LinearKernel):
     """MXFP8 weights with inputs in 16 bit."""
+
+    format, quantization = "mxfp8", "mxfp8"
 
     def weight_of(self, layer: Layer) -> BlockScaledTensor:
         return weights.mxfp8_weight(layer.weight.data, layer.weight_scale.data)
@@ -126,11 +172,13 @@ class BlockscaleInt4LinearKernel(MPLinearKernel):
         columns = c.partition_weight_shape[0]
         if reason := weights.dtype_refusal(c.act_type):
             return False, reason
-        if c.weight_type != scalar_types.uint4b8 or c.group_size != 128 or c.zero_points or c.has_g_idx:
+        has_order = getattr(c, "has_g_idx", False)  # later releases have dropped layers with one
+        if c.weight_type != scalar_types.uint4b8 or c.group_size != 128 or c.zero_points or has_order:
             return False, "our kernel takes symmetric INT4 in groups of 128, with no order of its own"
         if columns % 128:
             return False, f"in_features = {columns} is no multiple of 128"
-        return True, None
+        reason = refusal("int4", "mixed_precision", cls.__name__)
+        return not reason, reason or None
 
     def process_weights_after_loading(self, layer: Layer) -> None:
         # vLLM may hold the weight transposed; ours is [out, in / 8], eight codes of `in` in a word.
@@ -152,7 +200,9 @@ class BlockscaleFp8LinearKernel(FP8ScaledMMLinearKernel):
 
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        blocks = c.weight_quant_key.scale.group_shape.row > 1
         reason = weights.dtype_refusal(c.input_dtype)
+        reason = reason or refusal("fp8_block" if blocks else "fp8_channel", "w8a16_fp8", cls.__name__)
         return not reason, reason or None
 
     def process_weights_after_loading(self, layer: Layer) -> None:
@@ -170,3 +220,48 @@ class BlockscaleFp8LinearKernel(FP8ScaledMMLinearKernel):
 
     def apply_scaled_mm(self, **operands: Any) -> torch.Tensor:
         raise NotImplementedError("inputs stay in 16 bit, so vLLM has no product in FP8 to ask for")
+
+
+def install() -> str:
+    """Puts our classes into vLLM's lists, once however often it is called; returns the formats that they take.
+
+    Raises:
+        AttributeError, ImportError, KeyError, TypeError: this vLLM lacks a list or a name; nothing was changed.
+    """
+    from vllm.model_executor.kernels import linear as lists
+    from vllm.model_executor.layers.quantization import modelopt
+    from vllm.platforms import PlatformEnum
+
+    # After Machete, which vLLM prefers to Marlin on Hopper: our INT4 kernel was never measured against it.
+    places = (
+        (lists._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA], BlockscaleNvFp4LinearKernel, None),
+        (lists._POSSIBLE_MXFP4_KERNELS[PlatformEnum.CUDA], BlockscaleMxFp4LinearKernel, None),
+        (lists._POSSIBLE_MXFP8_KERNELS[PlatformEnum.CUDA], BlockscaleMxfp8LinearKernel, None),
+        (lists._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CUDA], BlockscaleFp8LinearKernel, None),
+        (lists._POSSIBLE_KERNELS[PlatformEnum.CUDA], BlockscaleInt4LinearKernel, lists.MarlinLinearKernel),
+    )
+    theirs = lists.init_nvfp4_linear_kernel
+    signature = inspect.signature(theirs)
+    problems = [problem for _, ours, _ in places for problem in releases.signature_problems(ours)]
+    if "use_a16" not in signature.parameters:
+        problems.append("init_nvfp4_linear_kernel takes no use_a16")
+    if problems:
+        raise TypeError(problems[0])
+
+    for classes, ours, before in places:
+        if ours not in classes:
+            # vLLM asks the classes in the order of the list, and takes the first that can run a layer.
+            classes.insert(0 if before is None else classes.index(before), ours)
+    if not getattr(theirs, "is_blockscale", False):
+
+        @wraps(theirs)
+        def init_nvfp4_linear_kernel(*arguments: Any, **named: Any) -> Any:
+            if signature.bind(*arguments, **named).arguments.get("use_a16") and takes_weight_only_nvfp4():
+                return BlockscaleNvFp4LinearKernel(NvFp4LinearLayerConfig())
+            return theirs(*arguments, **named)
+
+        init_nvfp4_linear_kernel.is_blockscale = True  # type: ignore[attr-defined]
+        releases.rebind("init_nvfp4_linear_kernel", init_nvfp4_linear_kernel, lists)
+    if hasattr(modelopt, "MarlinNvFp4LinearKernel"):
+        modelopt.MarlinNvFp4LinearKernel = weight_only_nvfp4
+    return "linear layers in NVFP4, MXFP4, MXFP8, INT4 and weight-only FP8"

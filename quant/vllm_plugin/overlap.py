@@ -20,7 +20,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 from quant.kernels.linear.ops import register
-from quant.vllm_plugin import linear
+from quant.vllm_plugin import linear, releases
 
 MOST_COLUMNS = 32768
 
@@ -94,8 +94,18 @@ class BlockscaleSiluAndMul(SiluAndMul):
         return torch.ops.quant.swiglu(x) if takes_rows(x) else super().forward(x)
 
 
-def install() -> None:
-    """Replaces the two classes wherever vLLM makes one, unless another plug-in has replaced them."""
+def install() -> str:
+    """Replaces the two classes wherever vLLM makes one, unless another plug-in has replaced them.
+
+    Raises:
+        TypeError: this vLLM calls them with other arguments; nothing was changed.
+    """
+    if problems := [
+        *releases.signature_problems(BlockscaleRMSNorm),
+        *releases.signature_problems(BlockscaleSiluAndMul),
+    ]:
+        raise TypeError(problems[0])
     # `setdefault`: another plug-in that came first keeps its class.
     op_registry_oot.setdefault("RMSNorm", BlockscaleRMSNorm)
     op_registry_oot.setdefault("SiluAndMul", BlockscaleSiluAndMul)
+    return "norms and SwiGLU between them"

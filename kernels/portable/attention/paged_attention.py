@@ -111,7 +111,7 @@ def _pages(table, start, length, page: tl.constexpr, block_n: tl.constexpr):
 
 @triton.jit(do_not_specialize=["table_stride", "kv_heads", "new", "splits", "window"])
 def paged_attention_kernel(
-    q, k, v, k_scale, v_scale, k_blocks, v_blocks, table, lengths, out, lse,
+    q, k, v, k_scale, v_scale, k_blocks, v_blocks, table, lengths, out, lse, code_page, block_page,
     q_batch, q_head, q_new, table_stride, kv_heads, new, splits, softmax_scale, softcap, window,
     kind: tl.constexpr, per_token: tl.constexpr, capped: tl.constexpr, windowed: tl.constexpr, asm: tl.constexpr,
     dim: tl.constexpr, width: tl.constexpr, group: tl.constexpr, page: tl.constexpr,
@@ -122,7 +122,8 @@ def paged_attention_kernel(
         first key ─▶ │ begin … end of split 0 │ of split 1 │ … │ ◀─ last key that the tile's last query sees
 
     Splits are whole tiles of `block_n` keys. A tile of `block_m` queries is `group` heads of each new token, in turns.
-    `width` is the units of a token's row, as a power of two; `out` is FP32 where `splits` > 1.
+    `width` is the units of a token's row, as a power of two; `out` is FP32 where `splits` > 1. From a page to the next
+    are `code_page` units of K or V, and `block_page` block scales.
     """
     if overlap:
         start_next()
@@ -161,8 +162,8 @@ def paged_attention_kernel(
         ahead: tl.constexpr = 4
         for start in range(begin, tl.minimum(end, begin + ahead * block_n), block_n):
             read = tl.minimum(start + tl.arange(0, block_n), length - 1)
-            first_line = (_pages(table, start, length, page, block_n).to(tl.int64) * kv_heads + kv_head) * page
-            lines = (first_line + read % page)[:, None] * units
+            ahead_pages = _pages(table, start, length, page, block_n).to(tl.int64)
+            lines = (ahead_pages * code_page + (kv_head * page + read % page) * units)[:, None]
             piece_of_line = tl.minimum(tl.arange(0, (width + 63) // 64) * 64, units - 1)[None, :]
             _fetch_to_l2(k + lines + piece_of_line)
             _fetch_to_l2(v + lines + piece_of_line)
@@ -198,10 +199,12 @@ def paged_attention_kernel(
         token = start + tl.arange(0, block_n)
         # Tokens beyond the end read the last one: no load needs a mask, and nothing unwritten is read.
         read = tl.minimum(token, length - 1)
-        line = (pages.to(tl.int64) * kv_heads + kv_head) * page + read % page
+        this_page = pages.to(tl.int64)
+        row_of_page = kv_head * page + read % page
+        codes_at = this_page * code_page + row_of_page * units
         pages = _pages(table, start + block_n, length, page, block_n)
-        k_at = k + line[:, None] * units + unit[None, :]
-        v_at = v + line[None, :] * units + unit[:, None]
+        k_at = k + codes_at[:, None] + unit[None, :]
+        v_at = v + codes_at[None, :] + unit[:, None]
         if padded:
             k_unit = tl.load(k_at, mask=(unit < units)[None, :], other=0)
             v_unit = tl.load(v_at, mask=(unit < units)[:, None], other=0)
@@ -215,7 +218,8 @@ def paged_attention_kernel(
             scores = tl.dot(k1, q1, tl.dot(k0, q0))
         else:
             block = tl.arange(0, width // 4)
-            ks = tl.load(k_blocks + line[:, None] * (dim // 16) + block[None, :],
+            blocks_at = this_page * block_page + row_of_page * (dim // 16)
+            ks = tl.load(k_blocks + blocks_at[:, None] + block[None, :],
                          mask=(block < dim // 16)[None, :], other=0.0)  # fmt: skip
             ks = tl.broadcast_to(ks.to(tl.float16)[:, :, None], (block_n, width // 4, 4)).reshape(block_n, width)
             k0, k1, k2, k3 = _quad(k_unit, ks, asm)
@@ -223,6 +227,7 @@ def paged_attention_kernel(
             scores = tl.dot(k3, q3, tl.dot(k2, q2, scores))
         scores *= log2_scale
         if per_token:
+            line = this_page * kv_heads * page + row_of_page
             scores *= tl.load(k_scale + line)[:, None]
         if capped:
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0)) * 1.4426950408889634
@@ -258,7 +263,7 @@ def paged_attention_kernel(
             o0 = tl.dot(v0, p, o0)
             o1 = tl.dot(v1, p, o1)
         else:
-            vb = tl.load(v_blocks + line[None, :] * (dim // 16) + block[:, None],
+            vb = tl.load(v_blocks + blocks_at[None, :] + block[:, None],
                          mask=(block < dim // 16)[:, None], other=0.0)  # fmt: skip
             vb = tl.broadcast_to(vb.to(tl.float16)[:, None, :], (width // 4, 4, block_n)).reshape(width, block_n)
             v0, v1, v2, v3 = _quad(v_unit, vb, asm)
@@ -345,7 +350,7 @@ def attend_pages(
     scales = [x if x is not None else lengths for x in (pages.k_scale, pages.v_scale)]
     blocks = [x if x is not None else k for x in (pages.k_blocks, pages.v_blocks)]
     paged_attention_kernel[splits * pages.kv_heads * triton.cdiv(new * group, tiles.block_m), batch](
-        q, k, v, *scales, *blocks, table, lengths, parts, lses,
+        q, k, v, *scales, *blocks, table, lengths, parts, lses, k.stride(0), blocks[0].stride(0),
         q.stride(0), q.stride(1), q.stride(2), table.stride(0), pages.kv_heads, new, splits,
         options.scale_of(dim), options.softcap or 0.0, options.window or 0, kind=pages.kind, per_token=pages.per_token,
         capped=options.softcap is not None, windowed=options.window is not None, asm=asm,

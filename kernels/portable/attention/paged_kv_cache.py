@@ -46,14 +46,14 @@ def _best_scale(value, stored, scale):
 
 @triton.jit
 def _write(
-    x, codes, scale, blocks, line, inside, kv_head,
+    x, codes, scale, blocks, codes_at, blocks_at, line, inside, kv_head,
     kind: tl.constexpr, per_token: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, tokens: tl.constexpr,
 ):  # fmt: skip
-    """`x` [tokens, width] to rows `line` of the pages."""
+    """`x` [tokens, width] to the rows of the pages that begin at `codes_at` and `blocks_at`; `line` counts rows."""
     column = tl.arange(0, width)
     if kind == "16bit":
         mask = inside[:, None] & (column < dim)[None, :]
-        tl.store(codes + line[:, None] * dim + column[None, :], x.to(codes.dtype.element_ty), mask=mask)
+        tl.store(codes + codes_at[:, None] + column[None, :], x.to(codes.dtype.element_ty), mask=mask)
     elif kind == "fp8":
         if per_token:
             step = nonzero(tl.div_rn(amax_of(x, 1), 448.0))
@@ -64,7 +64,7 @@ def _write(
         steps = tl.div_rn(finite_or_nan(x), step)
         steps = tl.clamp(steps, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
         mask = inside[:, None] & (column < dim)[None, :]
-        tl.store(codes + line[:, None] * dim + column[None, :], steps, mask=mask)
+        tl.store(codes + codes_at[:, None] + column[None, :], steps, mask=mask)
     else:
         value = x.reshape(tokens, width // 16, 16)
         global_scale = tl.load(scale + kv_head)
@@ -73,18 +73,18 @@ def _write(
         step = stored.to(tl.float32) * global_scale
         block = tl.arange(0, width // 16)
         mask = inside[:, None] & (block < dim // 16)[None, :]
-        tl.store(blocks + line[:, None] * (dim // 16) + block[None, :], stored, mask=mask)
+        tl.store(blocks + blocks_at[:, None] + block[None, :], stored, mask=mask)
         steps = tl.div_rn(value, tl.broadcast_to(step[:, :, None], (tokens, width // 16, 16)))
         # Two codes a byte, the even column in the low bits.
         low, high = tl.split(encode_e2m1(steps).reshape(tokens, width // 2, 2))
         byte = tl.arange(0, width // 2)
         mask = inside[:, None] & (byte < dim // 2)[None, :]
-        tl.store(codes + line[:, None] * (dim // 2) + byte[None, :], (low | high << 4).to(tl.uint8), mask=mask)
+        tl.store(codes + codes_at[:, None] + byte[None, :], (low | high << 4).to(tl.uint8), mask=mask)
 
 
 @triton.jit(do_not_specialize=["table_stride", "kv_heads", "new"])
 def kv_pages_write_kernel(
-    k, v, k_codes, v_codes, k_scale, v_scale, k_blocks, v_blocks, table, first,
+    k, v, k_codes, v_codes, k_scale, v_scale, k_blocks, v_blocks, table, first, code_page, block_page,
     k_batch, k_head, k_token, v_batch, v_head, v_token, table_stride, kv_heads, new,
     kind: tl.constexpr, per_token: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, page: tl.constexpr,
     tokens: tl.constexpr,
@@ -98,13 +98,22 @@ def kv_pages_write_kernel(
     # Row of the pages: [page of the position, KV head, place in the page].
     position = tl.load(first + batch) + token
     index = tl.load(table + batch * table_stride + position // page, mask=inside, other=0).to(tl.int64)
-    line = (index * kv_heads + kv_head) * page + position % page
+    row = kv_head * page + position % page
+    line = index * kv_heads * page + row
+    codes_at = index * code_page + row * (dim // 2 if kind == "nvfp4" else dim)
+    blocks_at = index * block_page + row * (dim // 16)
     mask = inside[:, None] & (column < dim)[None, :]
     at = token.to(tl.int64)[:, None]
     x = tl.load(k + batch * k_batch + kv_head * k_head + at * k_token + column[None, :], mask=mask, other=0.0)
-    _write(x.to(tl.float32), k_codes, k_scale, k_blocks, line, inside, kv_head, kind, per_token, dim, width, tokens)
+    _write(
+        x.to(tl.float32), k_codes, k_scale, k_blocks, codes_at, blocks_at, line, inside, kv_head, kind, per_token, dim,
+        width, tokens,
+    )  # fmt: skip
     x = tl.load(v + batch * v_batch + kv_head * v_head + at * v_token + column[None, :], mask=mask, other=0.0)
-    _write(x.to(tl.float32), v_codes, v_scale, v_blocks, line, inside, kv_head, kind, per_token, dim, width, tokens)
+    _write(
+        x.to(tl.float32), v_codes, v_scale, v_blocks, codes_at, blocks_at, line, inside, kv_head, kind, per_token, dim,
+        width, tokens,
+    )  # fmt: skip
 
 
 def write_kv(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -116,7 +125,7 @@ def write_kv(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.
     # A tile of at most 2,048 values: 16 a thread of four warps.
     tokens = min(2048 // triton.next_power_of_2(dim), triton.next_power_of_2(new))
     kv_pages_write_kernel[triton.cdiv(new, tokens), kv_heads, batch](
-        k, v, pages.k, pages.v, *scales, *blocks, table, first,
+        k, v, pages.k, pages.v, *scales, *blocks, table, first, pages.k.stride(0), blocks[0].stride(0),
         *k.stride()[:3], *v.stride()[:3], table.stride(0), kv_heads, new,
         kind=pages.kind, per_token=pages.per_token, dim=dim, width=triton.next_power_of_2(dim), page=pages.page_size,
         tokens=tokens, num_warps=4 if tokens * dim > 1024 else 1,
@@ -125,8 +134,9 @@ def write_kv(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.
 
 @triton.jit(do_not_specialize=["kv_heads", "count"])
 def kv_slots_write_kernel(
-    k, v, k_codes, v_codes, k_scale, v_scale, k_blocks, v_blocks, slots, k_token, k_head, v_token, v_head, kv_heads,
-    count, kind: tl.constexpr, per_token: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, page: tl.constexpr,
+    k, v, k_codes, v_codes, k_scale, v_scale, k_blocks, v_blocks, slots, code_page, block_page,
+    k_token, k_head, v_token, v_head, kv_heads, count,
+    kind: tl.constexpr, per_token: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, page: tl.constexpr,
     tokens: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. A token whose slot is negative is written nowhere."""
@@ -135,12 +145,21 @@ def kv_slots_write_kernel(
     column = tl.arange(0, width)
     slot = tl.load(slots + token, mask=token < count, other=-1).to(tl.int64)
     inside = slot >= 0
-    line = (slot // page * kv_heads + kv_head) * page + slot % page
+    row = kv_head * page + slot % page
+    line = slot // page * kv_heads * page + row
+    codes_at = slot // page * code_page + row * (dim // 2 if kind == "nvfp4" else dim)
+    blocks_at = slot // page * block_page + row * (dim // 16)
     mask = inside[:, None] & (column < dim)[None, :]
     x = tl.load(k + token[:, None] * k_token + kv_head * k_head + column[None, :], mask=mask, other=0.0)
-    _write(x.to(tl.float32), k_codes, k_scale, k_blocks, line, inside, kv_head, kind, per_token, dim, width, tokens)
+    _write(
+        x.to(tl.float32), k_codes, k_scale, k_blocks, codes_at, blocks_at, line, inside, kv_head, kind, per_token, dim,
+        width, tokens,
+    )  # fmt: skip
     x = tl.load(v + token[:, None] * v_token + kv_head * v_head + column[None, :], mask=mask, other=0.0)
-    _write(x.to(tl.float32), v_codes, v_scale, v_blocks, line, inside, kv_head, kind, per_token, dim, width, tokens)
+    _write(
+        x.to(tl.float32), v_codes, v_scale, v_blocks, codes_at, blocks_at, line, inside, kv_head, kind, per_token, dim,
+        width, tokens,
+    )  # fmt: skip
 
 
 def write_kv_slots(pages: KVPages, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -154,7 +173,8 @@ def write_kv_slots(pages: KVPages, slots: torch.Tensor, k: torch.Tensor, v: torc
     tokens = 1 if count <= 128 else max(256 // width, 1)
     if count:
         kv_slots_write_kernel[triton.cdiv(count, tokens), kv_heads](
-            k, v, pages.k, pages.v, *scales, *blocks, slots, *k.stride()[:2], *v.stride()[:2], kv_heads, count,
+            k, v, pages.k, pages.v, *scales, *blocks, slots, pages.k.stride(0), blocks[0].stride(0),
+            *k.stride()[:2], *v.stride()[:2], kv_heads, count,
             kind=pages.kind, per_token=pages.per_token, dim=dim, width=width, page=pages.page_size, tokens=tokens,
             num_warps=1,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="pip install vllm==0.26.0; its Python files are enough")
+pytest.importorskip("vllm", reason="make vllm-test unpacks the Python files of vLLM's releases")
 pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
 
 from interpreter import interpreted
@@ -19,14 +19,17 @@ from interpreter import interpreted
 from quant.kernels.attention.decode import paged_reference
 from quant.kernels.kv_pages import round_kv
 from quant.vllm_plugin.attention import (
-    NVFP4,
+    FEW,
     Batch,
     BlockscaleNvFp4Attention,
     BlockscaleNvFp4AttentionBackend,
     Builder,
     cache_refusal,
     chunk_ends,
+    chunk_starts,
+    rows_and_tokens,
 )
+from quant.vllm_plugin.kv_blocks import NVFP4, pages_of
 
 HEADS, KV_HEADS, DIM, PAGE, BLOCKS = 4, 2, 64, 16, 12
 
@@ -56,6 +59,7 @@ class Layer:
         self.impl = BlockscaleNvFp4Attention.__new__(BlockscaleNvFp4Attention)
         self.impl.num_heads, self.impl.num_kv_heads, self.impl.head_size = HEADS, KV_HEADS, DIM
         self.impl.shares_with, self.impl._pages, self.impl.flash, self.impl.options = shares_with, {}, flash, None
+        self.impl._scales = None
         self._k_scale, self._v_scale = map(torch.tensor, scales)
         self.cache = cache
 
@@ -71,14 +75,17 @@ class Layer:
         return out.view(-1, HEADS, DIM)
 
 
-def buffer(blocks: int = BLOCKS, page: int = PAGE) -> torch.Tensor:
+def buffer(blocks: int = BLOCKS, page: int = PAGE, apart: int = 0) -> torch.Tensor:
+    """A layer's cache of random bytes, its blocks so many bytes apart."""
     shape = BlockscaleNvFp4AttentionBackend.get_kv_cache_shape(blocks, page, KV_HEADS, DIM)
-    return torch.randint(0, 255, shape, dtype=torch.uint8)
+    block = shape[1] * shape[2] * shape[3]
+    raw = torch.randint(0, 255, (blocks * (block + apart),), dtype=torch.uint8)
+    return raw.as_strided(shape, (block + apart, shape[2] * shape[3], shape[3], 1))
 
 
-@pytest.fixture
-def attention() -> Layer:
-    return Layer(buffer())
+@pytest.fixture(params=[0, 256], ids=["dense", "apart"])
+def attention(request: pytest.FixtureRequest) -> Layer:
+    return Layer(buffer(apart=request.param))
 
 
 def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,8 +99,43 @@ def test_a_page_takes_the_bytes_that_vllm_plans() -> None:
         block_size=PAGE, num_kv_heads=KV_HEADS, head_size=DIM, dtype=torch.uint8,
         kv_quant_mode=get_kv_quant_mode("nvfp4"),
     )  # fmt: skip
+    spec = BlockscaleNvFp4AttentionBackend.customize_spec(spec)
     shape = BlockscaleNvFp4AttentionBackend.get_kv_cache_shape(BLOCKS, PAGE, KV_HEADS, DIM, "nvfp4")
     assert torch.Size(shape).numel() == BLOCKS * spec.page_size_bytes
+
+
+def test_views_of_vllms_layouts_are_pages() -> None:
+    """Since 0.29 vLLM cuts views out of one allocation; several layers lie between a block and the next."""
+    interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+    if not hasattr(interface, "create_kv_cache_views"):
+        pytest.skip("this release shapes a buffer for each layer")
+    from inspect import signature
+
+    backend = BlockscaleNvFp4AttentionBackend
+    spec = backend.customize_spec(
+        interface.FullAttentionSpec(
+            block_size=PAGE, num_kv_heads=KV_HEADS, head_size=DIM, dtype=torch.uint8,
+            kv_quant_mode=interface.get_kv_quant_mode("nvfp4"),
+        )
+    )  # fmt: skip
+    layouts = backend.supported_kv_cache_layouts()
+    assert [layout.name for layout in layouts] == ["LBHNC", "BLHNC"]
+    scale = torch.ones(KV_HEADS)
+    for layout in layouts:
+        raw = torch.zeros(3 * BLOCKS * spec.page_size_bytes, dtype=torch.int8)
+        strides = interface.compute_layout_strides(spec, BLOCKS, 3, layout)
+        fields = signature(interface.KVCacheTensor).parameters
+        known = {"size": len(raw), "offset": 0, "layer_stride": strides[0], "block_stride": strides[1]}
+        tensor = interface.KVCacheTensor(
+            layers=["a", "b", "c"], **{name: value for name, value in known.items() if name in fields}
+        )
+        views = interface.create_kv_cache_views(raw, spec, BLOCKS, layout, tensor)
+        for number, view in enumerate(views):
+            pages = pages_of(view, KV_HEADS, PAGE, DIM, (scale, scale))
+            for part in (pages.k, pages.v, pages.k_blocks, pages.v_blocks):
+                part.view(torch.uint8).fill_(number + 1)
+        assert [int(view.view(torch.uint8).min()) for view in views] == [1, 2, 3]
+        assert [int(view.view(torch.uint8).max()) for view in views] == [1, 2, 3]
 
 
 def test_prompts_chunks_and_decoding_see_what_the_cache_holds(attention: Any) -> None:
@@ -105,7 +147,7 @@ def test_prompts_chunks_and_decoding_see_what_the_cache_holds(attention: Any) ->
         """One step: so many new tokens of each sequence, decoding ones first; compared with attention in float32."""
         order = sorted(counts, key=lambda s: counts[s])
         q, k, v = tokens(sum(counts.values()) + padding)
-        slots, chunks, at, decodes, lengths = [], [], 0, 0, []
+        slots, verified, chunks, at, decodes, lengths = [], [], [], 0, 0, []
         before = {s: sum(len(part[0]) for part in history[s]) for s in order}
         for row, s in enumerate(order):
             length = before[s] + counts[s]
@@ -114,13 +156,14 @@ def test_prompts_chunks_and_decoding_see_what_the_cache_holds(attention: Any) ->
             lengths.append(length)
             if counts[s] == 1:
                 decodes += 1
+            elif 0 < before[s] and counts[s] <= FEW:
+                verified.append(rows_and_tokens(counts[s], [(row, at)], table.device))
             else:
                 chunks.append((row, at, at + counts[s], length))
             at += counts[s]
-        starts = torch.tensor([0, *[stop - chunks[0][1] for _, _, stop, _ in chunks]] if chunks else [0])
         batch = Batch(
             torch.tensor(slots + [-1] * padding), table[order], torch.tensor(lengths, dtype=torch.int32), at, decodes,
-            max(lengths), chunks, starts.int(), chunk_ends(chunks, starts.device),
+            max(lengths), verified, chunks, chunk_starts(chunks, table.device), chunk_ends(chunks, table.device),
         )  # fmt: skip
         y = attention(batch, q, k, v)
         first_only = chunks and all(length == stop - first for _, first, stop, length in chunks)
@@ -128,7 +171,7 @@ def test_prompts_chunks_and_decoding_see_what_the_cache_holds(attention: Any) ->
         for s in order:
             new = slice(at, at + counts[s])
             history[s].append((k[new], v[new]))
-            is_decode = counts[s] == 1
+            is_decode = counts[s] == 1 or (0 < before[s] and counts[s] <= FEW)
             parts = [list(pair) for pair in history[s]]
             for index, pair in enumerate(parts):
                 if is_decode or index < len(parts) - 1:
@@ -144,28 +187,32 @@ def test_prompts_chunks_and_decoding_see_what_the_cache_holds(attention: Any) ->
             at += counts[s]
 
     run({0: 5, 1: 17})  # first chunks only
-    run({0: 1, 1: 12, 2: 20})  # decoding, a later chunk over a cached prefix, and a first chunk
+    run({0: 1, 1: 12, 2: 17})  # decoding, a few tokens at once, and a first chunk
     run({0: 1, 1: 1, 2: 1}, padding=3)  # decoding in a padded batch
-    run({0: 30, 1: 1})
+    run({0: 30, 1: 1})  # a later chunk over a cached prefix
+    run({1: 2, 2: 3})
 
 
 def test_a_batch_is_read_from_vllms_metadata() -> None:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    starts = torch.tensor([0, 1, 2, 7, 16], dtype=torch.int32)
-    lengths = torch.tensor([9, 30, 5, 40], dtype=torch.int32)
+    # Two that decode, the first chunk of a prompt, a later one, and two whose drafts are verified.
+    starts = torch.tensor([0, 1, 2, 7, 27, 30, 33], dtype=torch.int32)
+    lengths = torch.tensor([9, 30, 5, 40, 12, 14], dtype=torch.int32)
     common = CommonAttentionMetadata(
-        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=4, num_actual_tokens=16,
-        max_query_len=9, max_seq_len=40, block_table_tensor=torch.zeros(4, 3, dtype=torch.int32),
-        slot_mapping=torch.arange(16), seq_lens_cpu_upper_bound=lengths,
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=6, num_actual_tokens=33,
+        max_query_len=20, max_seq_len=40, block_table_tensor=torch.zeros(6, 3, dtype=torch.int32),
+        slot_mapping=torch.arange(33), seq_lens_cpu_upper_bound=lengths + torch.tensor([0, 0, 0, 0, 2, 2]),
     )  # fmt: skip
     builder = Builder.__new__(Builder)
     builder.reorder_batch_threshold = 1
     batch = builder.build(0, common)
-    assert (batch.decodes, batch.tokens, batch.longest) == (2, 16, 40)
-    assert batch.chunks == [(2, 2, 7, 5), (3, 7, 16, 40)]
-    assert batch.starts.tolist() == [0, 5, 14]
-    assert batch.ends.tolist() == [[[0, 5], [0, 5]], [[0, 9], [0, 40]]]
+    assert (batch.decodes, batch.tokens, batch.longest) == (2, 33, 40)
+    assert batch.chunks == [(2, 2, 7, 5), (3, 7, 27, 40)]
+    assert batch.starts.tolist() == [0, 5, 25]
+    assert batch.ends.tolist() == [[[0, 5], [0, 5]], [[0, 20], [0, 40]]]
+    [(rows, tokens)] = batch.verified
+    assert rows.tolist() == [4, 5] and tokens.tolist() == [[27, 28, 29], [30, 31, 32]]
 
 
 def test_nvfp4_caches_choose_it_and_others_do_not() -> None:
@@ -197,10 +244,11 @@ def test_a_layer_that_shares_a_cache_sees_the_keys_of_the_layer_that_writes_it()
         stop = at + count
         slots = torch.tensor([int(table[0, p // PAGE]) * PAGE + p % PAGE for p in range(at, stop)])
         chunks = [] if count == 1 else [(0, 0, count, stop)]
-        starts = torch.tensor([0, count] if chunks else [0], dtype=torch.int32)
-        lengths = torch.tensor([stop], dtype=torch.int32)
+        lengths, cpu = torch.tensor([stop], dtype=torch.int32), table.device
         decodes = 1 if count == 1 else 0
-        batch = Batch(slots, table, lengths, count, decodes, stop, chunks, starts, chunk_ends(chunks, starts.device))
+        batch = Batch(
+            slots, table, lengths, count, decodes, stop, [], chunks, chunk_starts(chunks, cpu), chunk_ends(chunks, cpu)
+        )
         q, k, v = tokens(count)
         owner(batch, q, k, v)
         held = cache.clone()
@@ -216,33 +264,48 @@ def test_a_layer_that_shares_a_cache_sees_the_keys_of_the_layer_that_writes_it()
         at = stop
 
 
-def test_layers_of_other_shapes_do_not_share_a_buffer() -> None:
+def test_layers_of_other_shapes_share_an_allocation() -> None:
+    """As full and sliding attention may: a block belongs to one of them, and none writes beyond its block."""
     raw = buffer(8, 32)
-    first, second = Layer(raw), Layer(raw.view(-1).view(buffer(16, 16).shape))
-    first.impl.pages(first, first.cache)
-    twin = Layer(raw)
-    twin.impl.pages(twin, twin.cache)
-    with pytest.raises(ValueError, match=r"have one buffer, and would divide it .* leave out --kv-cache-dtype nvfp4"):
-        second.impl.pages(second, second.cache)
+    wide, narrow = Layer(raw), Layer(raw.view(-1).view(buffer(16, 16).shape))
+    wide_pages, narrow_pages = wide.impl.pages(wide, wide.cache), narrow.impl.pages(narrow, narrow.cache)
+    raw.zero_()
+    narrow_pages.k[6:8], narrow_pages.v[6:8] = 255, 255
+    narrow_pages.k_blocks.view(torch.uint8)[6:8], narrow_pages.v_blocks.view(torch.uint8)[6:8] = 255, 255
+    held = wide_pages.k.view(torch.uint8).flatten(1).amax(1)
+    assert held.tolist() == [0, 0, 0, 255, 0, 0, 0, 0]
+
+
+def test_a_block_that_is_not_one_piece_is_refused() -> None:
+    tokens_first = buffer().transpose(1, 2).contiguous().transpose(1, 2)
+    layer = Layer(tokens_first)
+    with pytest.raises(ValueError, match=r"where blocks of \[2, 16, 72\] contiguous bytes were expected; leave out"):
+        layer.impl.pages(layer, layer.cache)
 
 
 @pytest.mark.parametrize(
-    ("model", "cache", "connector", "reason"),
+    ("cache", "connector", "parallel", "reason"),
     [
-        ({"is_hybrid": True}, {}, None, "states of Mamba layers"),
-        ({"is_hybrid": False}, {}, object(), "kv_transfer_config"),
-        ({"is_hybrid": False}, {"kv_offloading_size": 4.0}, None, "kv_offloading_size"),
+        ({}, object(), {}, "kv_transfer_config"),
+        ({"kv_offloading_size": 4.0}, None, {}, "kv_offloading_size"),
+        ({}, None, {"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
+        ({}, None, {}, ""),
     ],
 )
-def test_what_takes_a_block_for_one_piece_of_memory_is_refused(
-    model: dict[str, Any], cache: dict[str, Any], connector: object, reason: str
+def test_settings_that_a_cache_in_nvfp4_cannot_serve_are_refused_before_weights_are_loaded(
+    cache: dict[str, Any], connector: object, parallel: dict[str, int], reason: str
 ) -> None:
     config = SimpleNamespace(
-        model_config=SimpleNamespace(**model), cache_config=SimpleNamespace(**cache), kv_transfer_config=connector
+        cache_config=SimpleNamespace(**cache), kv_transfer_config=connector, parallel_config=SimpleNamespace(**parallel)
     )
-    with pytest.raises(ValueError, match=reason):
-        Builder(None, [], config, torch.device("cpu"))
-    plain = SimpleNamespace(
-        model_config=SimpleNamespace(is_hybrid=False), cache_config=SimpleNamespace(), kv_transfer_config=None
-    )
-    assert cache_refusal(plain) == ""
+    assert reason in cache_refusal(config) and bool(reason) == bool(cache_refusal(config))
+    with (
+        patch("quant.vllm_plugin.attention.get_current_vllm_config_or_none", lambda: config),
+        patch("vllm.v1.attention.backends.fa_utils.get_flash_attn_version", lambda **named: 3),
+        patch("vllm.v1.attention.backends.fa_utils.flash_attn_varlen_func", flash, create=True),
+    ):
+        if not reason:
+            BlockscaleNvFp4Attention(HEADS, DIM, 1.0, KV_HEADS)
+            return
+        with pytest.raises(ValueError, match=rf"^NVFP4 KV cache: .*{reason}.*; leave out --kv-cache-dtype nvfp4$"):
+            BlockscaleNvFp4Attention(HEADS, DIM, 1.0, KV_HEADS)

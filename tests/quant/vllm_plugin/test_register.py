@@ -19,12 +19,12 @@ from quant.formats.tensor import quantize
 from quant.vllm_plugin import register
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0", capability: Any = (9, 0)) -> None:
+def stand_in(monkeypatch: pytest.MonkeyPatch, capability: Any = (9, 0)) -> None:
     """A vLLM that has a version and a platform and nothing else: whatever else is asked for fails."""
     platform = SimpleNamespace(
         is_cuda=lambda: capability is not None, device_name="cpu", get_device_capability=lambda: capability
     )
-    for name, fields in {"vllm": {"__version__": version}, "vllm.platforms": {"current_platform": platform}}.items():
+    for name, fields in {"vllm": {"__version__": "0.26.0"}, "vllm.platforms": {"current_platform": platform}}.items():
         module = ModuleType(name)
         vars(module).update(fields)
         monkeypatch.setitem(sys.modules, name, module)
@@ -33,7 +33,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0", capabilit
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"version": "0.27.1"}, "vLLM 0.27.1 was never tried with this blockscale, only 0.26"),
         ({"capability": (10, 0)}, "compute capability (10, 0)"),
         ({"capability": None}, "this platform is cpu"),
     ],
@@ -52,7 +51,7 @@ def test_without_triton_vllm_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
     assert "Triton is not installed" in register.plugin_refusal()
 
 
-def test_hopper_with_a_known_version_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
     monkeypatch.setattr(register, "has_triton", lambda: True)
     assert register.plugin_refusal() == ""
@@ -79,7 +78,7 @@ def test_the_entry_point_of_the_package_is_this_function() -> None:
 
 @pytest.fixture
 def vllm() -> Any:
-    pytest.importorskip("vllm", reason="pip install vllm==0.26.0; its Python files are enough")
+    pytest.importorskip("vllm", reason="make vllm-test unpacks the Python files of vLLM's releases")
     from quant.vllm_plugin import experts, linear
 
     return SimpleNamespace(linear=linear, experts=experts)
@@ -119,11 +118,11 @@ def test_our_classes_come_first_however_often_they_are_installed(vllm: Any, monk
     from vllm.platforms import PlatformEnum
 
     monkeypatch.setenv("BLOCKSCALE_VLLM", "layers")
-    register.install()
+    assert register.install()[1] == {}
     assert "RMSNorm" not in op_registry_oot
     monkeypatch.delenv("BLOCKSCALE_VLLM")
     first = nvfp4.select_nvfp4_moe_backend
-    register.install()
+    assert register.install()[1] == {}
     assert op_registry_oot["RMSNorm"].__name__ == "BlockscaleRMSNorm"
     assert op_registry_oot["SiluAndMul"].__name__ == "BlockscaleSiluAndMul"
     assert nvfp4.select_nvfp4_moe_backend is first
@@ -133,7 +132,6 @@ def test_our_classes_come_first_however_often_they_are_installed(vllm: Any, monk
     names = [cls.__name__ for cls in lists._POSSIBLE_KERNELS[PlatformEnum.CUDA]]
     order = [names.index(f"{name}LinearKernel") for name in ("Machete", "BlockscaleInt4", "Marlin")]
     assert order == sorted(order) and names.count("BlockscaleInt4LinearKernel") == 1
-    assert lists.MarlinNvFp4LinearKernel is vllm.linear.BlockscaleNvFp4LinearKernel
     # The list that --linear-backend marlin goes by still has Marlin.
     assert "MarlinNvFp4LinearKernel" in {cls.__name__ for cls in lists._LINEAR_BACKEND_KERNEL_MAP["marlin"]}
 
@@ -284,7 +282,7 @@ def test_norms_and_swiglu_between_our_layers_equal_vllms(vllm: Any, monkeypatch:
     normed = (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)).bfloat16() * norm.weight
     calls: list[str] = []
     monkeypatch.setattr(vllm.linear, "_formats_installed", {"nvfp4"})
-    monkeypatch.setattr(overlap, "takes", lambda rows: calls.append("asked") or rows.is_contiguous())
+    monkeypatch.setattr(overlap, "takes_rows", lambda rows: calls.append("asked") or rows.is_contiguous())
     with interpreted(), torch.no_grad():
         y, hidden = norm(x, residual)
         assert torch.equal(hidden, x + residual)

@@ -1,0 +1,99 @@
+"""The differences between releases of vLLM, 0.26 to 0.33, as far as the plug-in meets them.
+
+No version is compared: a release is known by the names, arguments and fields that it has.
+
+    part of vLLM                                  since   how it is told
+    choice of NVFP4 without input scales          all     `init_nvfp4_linear_kernel(use_a16=True)`, which asks no list
+    the same in ModelOpt's layout                 < 0.27  modelopt.py constructs the Marlin class itself
+    `--linear-backend` per format                 0.30    `_get_linear_backend` takes `quantization`
+    `--linear-backend` that names no class        0.28    every class is asked then, ours too: they refuse by themselves
+    experts with a limited activation             0.28    `activation()` reads the limit from `activation_config`
+    bytes of a page of the KV cache               0.28    the backend says them in `customize_spec`
+    views `[blocks, heads, tokens, bytes]`        0.29    the backend names layouts; before, it shaped the buffer itself
+    `has_g_idx` of INT4 layers                    < 0.33  a field of the layer's config
+
+`signature_problems` compares our classes with vLLM's own before they are offered: a method that lost or gained an
+argument keeps vLLM's kernels for that part, with one line in the log.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+
+def rebind(name: str, ours: Callable[..., Any], owner: Any) -> None:
+    """Replaces vLLM's function `name` by ours, in the module that defines it and in those that imported it by name."""
+    theirs = getattr(owner, name)
+    for module_name, module in list(sys.modules.items()):
+        # `vars`, because `getattr` would import what a lazy module has not loaded.
+        if module_name.startswith("vllm.") and vars(module).get(name) is theirs:
+            setattr(module, name, ours)
+    setattr(owner, name, ours)
+
+
+def user_linear_backend(quantization: str) -> str:
+    """The user's `--linear-backend` for layers of a kind ("nvfp4_w4a16", "mxfp4", …); "auto" leaves it to vLLM."""
+    from vllm.model_executor.kernels import linear
+
+    chosen = linear._get_linear_backend
+    if "quantization" in inspect.signature(chosen).parameters:
+        return str(chosen(quantization=quantization))
+    return str(chosen())
+
+
+def is_free_to_choose(quantization: str, class_name: str) -> bool:
+    """Whether the user left the kernel of such layers to vLLM, with ours among the candidates."""
+    from vllm import envs
+
+    if envs.VLLM_BATCH_INVARIANT or class_name in envs.VLLM_DISABLED_KERNELS:
+        return False
+    return user_linear_backend(quantization) == "auto"
+
+
+def limits_activations() -> bool:
+    """Whether the base class of experts applies a limit of SwiGLU by itself."""
+    from vllm.model_executor.layers.fused_moe import activation
+
+    return hasattr(activation, "ApplyMoEActivationConfig")
+
+
+def spec_with_cell_bytes(spec: Any, cell_bytes: int) -> Any:
+    """`spec` of a layer's cache with so many bytes for a token's key and value in one head."""
+    # Before 0.28 vLLM counts the bytes of NVFP4 by itself, and they are the same.
+    names = {field.name for field in fields(spec)}
+    return replace(spec, state_content_bytes=cell_bytes) if "state_content_bytes" in names else spec
+
+
+def contiguous_block_layouts() -> tuple[Any, ...]:
+    """vLLM's layouts in which a block of one layer is one piece of memory; those with compact layers first."""
+    from vllm.v1 import kv_cache_interface
+
+    layouts = getattr(kv_cache_interface, "KVCacheLayout", ())
+    return tuple(layout for layout in layouts if layout.is_block_contiguous and layout.is_block_compact)
+
+
+def signature_problems(cls: type) -> list[str]:
+    """Abstract methods that `cls` leaves, and methods that cannot be called with the arguments of vLLM's base class."""
+    problems = [f"{cls.__name__}.{name} is missing" for name in sorted(getattr(cls, "__abstractmethods__", ()))]
+    for base in cls.__mro__[1:]:
+        if not base.__module__.startswith("vllm."):
+            continue
+        for name, theirs in inspect.getmembers(base, inspect.isfunction):
+            mine = inspect.getattr_static(cls, name)
+            mine = getattr(mine, "__func__", mine)
+            if name.startswith("__") or not inspect.isfunction(mine) or mine.__module__.startswith("vllm."):
+                continue
+            parameters = inspect.signature(theirs).parameters.values()
+            if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+                continue  # the base class hands on whatever it is called with
+            positional = [None for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+            named = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+            try:
+                inspect.signature(mine).bind(*positional, **named)
+            except TypeError as error:
+                problems.append(f"{cls.__name__}.{name}: {error}")
+    return list(dict.fromkeys(problems))
