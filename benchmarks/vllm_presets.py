@@ -2,6 +2,8 @@
 
     python benchmarks/vllm_presets.py --model SmolLM2-135M-Instruct.Q4_1.gguf
     python benchmarks/vllm_presets.py --model smollm2-135m --families "" --presets nvfp4a16 fp8
+    python benchmarks/vllm_presets.py --model bytes --json 0.29.json       a small Llama, trained here too
+    python benchmarks/vllm_presets.py --do table --json 0.26.json 0.29.json    releases side by side
 
 A dense model and tiny models of fused experts, which are trained here for some hundred steps on bytes of WikiText-2,
 are quantized with round-to-nearest and eight rows of calibration text, written as compressed-tensors and converted to
@@ -56,11 +58,13 @@ DECODER = {
     "num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": False,
 }  # fmt: skip
 DENSE = "dense"
+BYTES = ("Llama", {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128})
+"""The dense model where `--model` is "bytes"."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m", help="the dense model")
+    parser.add_argument("--model", default="smollm2-135m", help="the dense model; `bytes` trains one")
     parser.add_argument("--presets", nargs="*", default=[*PRESETS, *VARIANTS])
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--out", type=Path, default=Path("vllm-presets"))
@@ -70,6 +74,7 @@ def main() -> None:
     parser.add_argument("--switch", default="1", help="value of BLOCKSCALE_VLLM where the plug-in is on, as layers")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--do", choices=("all", "make", "serve", "table"), default="all")
+    parser.add_argument("--json", type=Path, nargs="*", default=[], help="also write the rows here; a table reads them")
     parser.add_argument("--name", help="of the one model that a process makes")
     parser.add_argument("--jobs", help="checkpoints that a process loads in vLLM, as JSON")
     args = parser.parse_args()
@@ -97,8 +102,9 @@ def make(args: argparse.Namespace) -> None:
     from quant.models.open import open_model
     from quant.plan.make import make_plan
 
-    rows, evaluation = token_rows(args.name)
-    original = open_model(args.model).model if args.name == DENSE else trained(args)
+    rows, evaluation = token_rows(args)
+    is_file = args.name == DENSE and args.model != "bytes"
+    original = open_model(args.model).model if is_file else trained(args)
     model = copy.deepcopy(original).to(args.device)
     report(
         args,
@@ -134,12 +140,12 @@ def make(args: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
 
 
-def token_rows(name: str) -> tuple[Any, Any]:
-    """Rows of token ids to calibrate and to evaluate with, `[n, 512]`: SmolLM2's tokens, or bytes."""
+def token_rows(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Rows of token ids to calibrate and to evaluate `args.name` with, `[n, 512]`: SmolLM2's tokens, or bytes."""
     import torch
     from safetensors.torch import load_file
 
-    if name == DENSE:
+    if args.name == DENSE and args.model != "bytes":
         tokens = load_file(DATA / "smollm2_wikitext2_512.safetensors")
         return tokens["calibration"].long(), tokens["eval"].long()[:8]
     texts = (torch.frombuffer(bytearray((DATA / f"{part}.txt").read_bytes()), dtype=torch.uint8)
@@ -153,11 +159,11 @@ def trained(args: argparse.Namespace) -> Any:
     import torch
     import transformers
 
-    family, sizes = FAMILIES[args.name]
+    family, sizes = BYTES if args.name == DENSE else FAMILIES[args.name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**{**DECODER, **sizes})
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(args.device).train()
-    rows, _ = token_rows(args.name)
+    rows, _ = token_rows(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=max(args.steps, 2))
     for _ in range(args.steps):
@@ -186,7 +192,8 @@ def serve(args: argparse.Namespace, jobs: list[dict[str, Any]]) -> None:
 
         register()  # by hand, for a checkout that is not installed has no entry points
     for job in jobs:
-        rows, cache = token_rows(job["name"])[1].tolist(), job["preset"].endswith(" kv")
+        args.name = job["name"]
+        rows, cache = token_rows(args)[1].tolist(), job["preset"].endswith(" kv")
         start = time.time()
         try:
             llm = LLM(
@@ -261,7 +268,9 @@ def run_all(args: argparse.Namespace) -> None:
                            env={**os.environ, **environment})  # fmt: skip
 
     parts = [(name, [p for p in OF_EXPERTS if p in args.presets]) for name in args.families]
-    parts += [(DENSE, args.presets[i::4]) for i in range(4)]
+    # A model that is trained is trained once: another process would end up with other weights.
+    shares_of_dense = 1 if args.model == "bytes" else 4
+    parts += [(DENSE, args.presets[i::shares_of_dense]) for i in range(shares_of_dense)]
     with ThreadPoolExecutor(args.processes) as pool:
         for index, (name, presets) in enumerate(part for part in parts if part[1]):
             pool.submit(start, f"make-{name}-{index}", "--do", "make", "--name", name, "--presets", *presets)
