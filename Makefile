@@ -15,7 +15,7 @@ MIXED := out/smollm2-135m-4.8bits
 PYTHON_TEXT = $(shell .venv/bin/python -c 'import typing; print(typing.__file__)')
 TEXTS = --calib benchmarks/data/calibration.txt --eval benchmarks/data/evaluation.txt --eval $(PYTHON_TEXT)
 
-.PHONY: demo test lint gpu-test slow-test sanitize bench clean
+.PHONY: demo test lint gpu-test slow-test vllm-test sanitize bench clean
 
 demo: .venv/.engines  ## SmolLM2-135M three times: to NVFP4 by GPTQ, to 4.8 mixed bits, to an engine for Blackwell
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --solver gptq $(TEXTS) --calib-samples 8 --eval-samples 8 \
@@ -32,6 +32,9 @@ slow-test: .venv/.engines  ## the tests on whole models
 
 gpu-test: .venv/.engines  ## the tests that need a CUDA device; compiling is most of it, so JOBS should fit the cores
 	OMP_NUM_THREADS=2 $(RUN) pytest -m gpu -n $(JOBS) --dist worksteal $(ARGS)
+
+vllm-test: .venv/.engines  ## the tests of the vLLM plug-in against the Python files of vLLM's releases
+	OMP_NUM_THREADS=1 .venv/bin/python tests/vllm_releases.py $(ARGS)
 
 sanitize: .venv/.engines  ## compute-sanitizer over GPU tests: TOOL=racecheck ARGS='tests/kernels/attention/test_decode_attention.py'
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) --error-exitcode 1 --kernel-name-exclude regex=at:: \

@@ -27,7 +27,7 @@ import os
 from quant import __version__
 from quant.kernels.hardware import has_triton
 
-RAN = ("0.26", "0.29")
+RAN = ("0.26",)
 """Releases of vLLM in which the plug-in ran on a GPU; others are told in the log to be new to it."""
 
 _log = logging.getLogger("vllm.blockscale")

@@ -82,6 +82,11 @@ def _relative(y: torch.Tensor, expected: torch.Tensor) -> float:
     return float((y.cpu().double() - expected).norm() / expected.norm())
 
 
+def _largest(errors: list[float]) -> float:
+    """NaN if one of them is, which Python's `max` would pass over."""
+    return float(torch.tensor(errors).amax())
+
+
 def _to(weight: BlockScaledTensor, device: torch.device) -> BlockScaledTensor:
     second = None if weight.global_scale is None else weight.global_scale.to(device)
     return BlockScaledTensor(weight.codes.to(device), weight.scale.to(device), weight.format, weight.shape, second)
@@ -97,7 +102,7 @@ def _linear_error(format: str, device: torch.device) -> float:
         x = _sample(tokens, IN, tokens).bfloat16()
         expected = x.double() @ weight.dequantize(torch.float64).T
         errors.append(_relative(weights.multiply(layer, x.to(device), None, layer.weight), expected))
-    return max(errors)
+    return _largest(errors)
 
 
 def _experts_error(format: str, device: torch.device) -> float:
@@ -112,7 +117,7 @@ def _experts_error(format: str, device: torch.device) -> float:
         offsets = torch.arange(0, EXPERTS * tokens + 1, tokens, dtype=torch.int32, device=device)
         expected = torch.cat([x[i * tokens : (i + 1) * tokens].double() @ dense[i].T for i in range(EXPERTS)])
         errors.append(_relative(grouped_linear(x.to(device), held, offsets), expected))
-    return max(errors)
+    return _largest(errors)
 
 
 def _norm_error(device: torch.device) -> float:
@@ -123,9 +128,11 @@ def _norm_error(device: torch.device) -> float:
     h = (x + residual).double()
     normed = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
     gate, up = x.double().chunk(2, -1)
-    return max(
-        _relative(add_rmsnorm(x.to(device), residual.to(device), weight.to(device), 1e-6)[0], normed),
-        _relative(swiglu(x.to(device)), torch.nn.functional.silu(gate) * up),
+    return _largest(
+        [
+            _relative(add_rmsnorm(x.to(device), residual.to(device), weight.to(device), 1e-6)[0], normed),
+            _relative(swiglu(x.to(device)), torch.nn.functional.silu(gate) * up),
+        ]
     )
 
 

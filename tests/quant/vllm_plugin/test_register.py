@@ -6,6 +6,7 @@ elsewhere. What needs no vLLM is tested with a stand-in for the few names that `
 
 import inspect
 import logging
+import re
 import sys
 from importlib.metadata import EntryPoint
 from types import ModuleType, SimpleNamespace
@@ -134,6 +135,64 @@ def test_our_classes_come_first_however_often_they_are_installed(vllm: Any, monk
     assert order == sorted(order) and names.count("BlockscaleInt4LinearKernel") == 1
     # The list that --linear-backend marlin goes by still has Marlin.
     assert "MarlinNvFp4LinearKernel" in {cls.__name__ for cls in lists._LINEAR_BACKEND_KERNEL_MAP["marlin"]}
+
+
+def test_a_part_that_vllm_has_changed_stays_with_vllm(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A method with a new argument refuses its part alone, and nothing of the part is installed."""
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.oracle import nvfp4
+
+    monkeypatch.setattr(nvfp4, "select_nvfp4_moe_backend", chosen := lambda config, weight_key, activation_key: None)
+    monkeypatch.setattr(register, "plugin_refusal", lambda: "")
+
+    def finalize_weight_and_reduce_impl(self: Any, scheme: Any) -> None: ...
+
+    monkeypatch.setattr(mk.FusedMoEExpertsModular, "finalize_weight_and_reduce_impl", finalize_weight_and_reduce_impl)
+    with caplog.at_level(logging.INFO):
+        register.register()
+    assert nvfp4.select_nvfp4_moe_backend is chosen
+    lines = [record.message for record in caplog.records if record.name == "vllm.blockscale"]
+    assert "linear layers in NVFP4" in lines[0] and "experts" not in lines[0]
+    assert re.match(r"Blockscale: vLLM \S+ keeps its own experts: Block\w+.finalize_weight_and_reduce_impl: too", lines[1])
+
+
+def linear_kernel_of(vllm: Any, monkeypatch: pytest.MonkeyPatch, backend: str = "auto", **options: Any) -> str:
+    """The class that vLLM takes for an NVFP4 layer on a Hopper GPU, under `--linear-backend`."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.kernels import linear as lists
+    from vllm.platforms import PlatformEnum
+
+    register.install()
+    hopper = SimpleNamespace(_enum=PlatformEnum.CUDA, get_device_capability=lambda: None)
+    monkeypatch.setattr(lists, "current_platform", hopper)
+    for cls in lists._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA]:
+        if "Blockscale" not in cls.__name__:
+            support = ("Marlin" in cls.__name__, "not for Hopper")
+            monkeypatch.setattr(cls, "is_supported", classmethod(lambda cls, capability=None, support=support: support))
+    config = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    config.kernel_config.linear_backend = backend
+    with set_current_vllm_config(config):
+        return type(lists.init_nvfp4_linear_kernel(**options)).__name__
+
+
+@pytest.mark.parametrize("options", [{}, {"use_a16": True}], ids=["w4a4", "w4a16"])
+def test_layers_take_our_kernel_unless_the_user_named_one_or_its_self_test_failed(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    from quant.vllm_plugin import self_test
+
+    ours, marlin = "BlockscaleNvFp4LinearKernel", "MarlinNvFp4LinearKernel"
+    assert linear_kernel_of(vllm, monkeypatch, **options) == ours
+    assert linear_kernel_of(vllm, monkeypatch, "marlin", **options) == marlin
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", ours)
+    assert linear_kernel_of(vllm, monkeypatch, **options) == marlin
+    monkeypatch.delenv("VLLM_DISABLED_KERNELS")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(self_test, "product_failure", lambda format, device: f"{format} is wrong on {device}")
+    assert linear_kernel_of(vllm, monkeypatch, **options) == marlin
 
 
 def test_compiled_graphs_are_kept_apart(vllm: Any) -> None:

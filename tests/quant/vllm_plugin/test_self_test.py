@@ -1,0 +1,59 @@
+"""A kernel that computes wrongly, or not at all, is found before a layer takes it. No vLLM is needed here."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from quant.vllm_plugin import self_test, weights
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh_results(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(self_test, "_results", {})
+    yield
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp8", "int4", "fp8_channel", "fp8_block"])
+def test_the_products_of_every_format_pass(format: str) -> None:
+    assert self_test.product_failure(format, CPU) == ""
+
+
+def test_the_kernels_of_norms_experts_and_attention_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+    from interpreter import interpreted
+
+    from quant.kernels.portable.attention import paged_attention
+
+    monkeypatch.setattr(paged_attention, "attend_pages", partial(paged_attention.attend_pages, asm=False))
+    with interpreted():
+        assert self_test.norm_failure(CPU) == ""
+        assert self_test.experts_failure("nvfp4", CPU) == ""
+        assert self_test.attention_failure(CPU) == ""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (lambda y: y * 1.02, "failed its self-test: relative error 0.02"),
+        (lambda y: y * float("nan"), "failed its self-test: relative error nan"),
+        (lambda y: y.no_such_instruction, "does not run here: AttributeError: 'Tensor' object"),
+    ],
+)
+def test_a_wrong_kernel_is_told_once(kernel: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, right = [], weights.multiply
+
+    def multiply(layer: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        calls.append(x.shape[0])
+        y = right(layer, x, *rest)
+        # Wrong for many tokens only: both kernels are asked.
+        return y if len(x) == 1 else kernel(y)
+
+    monkeypatch.setattr(weights, "multiply", multiply)
+    failures = [self_test.product_failure("nvfp4", CPU) for _ in range(3)]
+    assert all(failure.startswith(f"our kernel for linear layers in nvfp4 {reason}") for failure in failures)
+    assert calls == [1, 80]
