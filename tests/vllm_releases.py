@@ -20,12 +20,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".vllm"
 RELEASES = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.33.0")
-PACKAGES = """
-aiohappyeyeballs aiohttp aiosignal annotated-doc annotated-types anyio attrs blake3 cachetools cbor2 cloudpickle
-compressed-tensors==0.17.0 distro einops fastapi frozenlist h11 httpcore httpx jiter loguru msgspec multidict openai
-openai-harmony partial-json-parser prometheus-client propcache py-cpuinfo pybase64 pydantic==2.14.3
-pydantic-core==2.50.4 pyzmq sniffio starlette tabulate typing-inspection yarl
-""".split()
+PACKAGES = (
+    "aiohappyeyeballs", "aiohttp", "aiosignal", "annotated-doc", "annotated-types", "anyio", "attrs", "blake3",
+    "cachetools", "cbor2", "cloudpickle", "compressed-tensors==0.17.0", "distro", "einops", "fastapi", "frozenlist",
+    "h11", "httpcore", "httpx", "jiter", "loguru", "msgspec", "multidict", "openai", "openai-harmony",
+    "partial-json-parser", "prometheus-client", "propcache", "py-cpuinfo", "pybase64", "pydantic==2.14.3",
+    "pydantic-core==2.50.4", "pyzmq", "sniffio", "starlette", "tabulate", "typing-inspection", "yarl",
+)  # fmt: skip
 # At the end of the path, so that a package that is installed goes first.
 STUBS = '''
 import importlib.abc, importlib.machinery, sys, types
