@@ -28,7 +28,7 @@ PACKAGES = (
     "pydantic-core==2.50.4", "pyzmq", "sniffio", "starlette", "tabulate", "typing-inspection", "yarl",
 )  # fmt: skip
 # At the end of the path, so that a package that is installed goes first.
-STUBS = '''
+STUBS = """
 import importlib.abc, importlib.machinery, sys, types
 
 class Stub(types.ModuleType):
@@ -48,7 +48,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 sys.meta_path.append(Finder())
-'''
+"""
 
 
 def unpack(version: str) -> Path:

@@ -97,7 +97,8 @@ class Builder(AttentionMetadataBuilder[Batch]):
         decodes, _, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         # A captured graph pads the batch with sequences of no token.
         decodes = min(decodes, common.num_actual_tokens)  # without sequences that only pad a batch
-        verified, chunks = {}, []
+        verified: dict[int, list[tuple[int, int]]] = {}
+        chunks: list[tuple[int, int, int, int]] = []
         if tokens < common.num_actual_tokens:
             at, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
             # Lengths on the host: reading them from the GPU would wait for it. They are exact for prompts; for a

@@ -101,7 +101,7 @@ def _linear_error(format: str, device: torch.device) -> float:
     for tokens in TOKENS:
         x = _sample(tokens, IN, tokens).bfloat16()
         expected = x.double() @ weight.dequantize(torch.float64).T
-        errors.append(_relative(weights.multiply(layer, x.to(device), None, layer.weight), expected))
+        errors.append(_relative(weights.multiply(layer, x.to(device), None, layer.get_parameter("weight")), expected))
     return _largest(errors)
 
 

@@ -156,7 +156,7 @@ def test_prompts_chunks_and_decoding_see_what_the_cache_holds(attention: Any) ->
             lengths.append(length)
             if counts[s] == 1:
                 decodes += 1
-            elif 0 < before[s] and counts[s] <= FEW:
+            elif before[s] > 0 and counts[s] <= FEW:
                 verified.append(rows_and_tokens(counts[s], [(row, at)], table.device))
             else:
                 chunks.append((row, at, at + counts[s], length))
@@ -171,7 +171,7 @@ def test_prompts_chunks_and_decoding_see_what_the_cache_holds(attention: Any) ->
         for s in order:
             new = slice(at, at + counts[s])
             history[s].append((k[new], v[new]))
-            is_decode = counts[s] == 1 or (0 < before[s] and counts[s] <= FEW)
+            is_decode = counts[s] == 1 or (before[s] > 0 and counts[s] <= FEW)
             parts = [list(pair) for pair in history[s]]
             for index, pair in enumerate(parts):
                 if is_decode or index < len(parts) - 1:

@@ -155,7 +155,9 @@ def test_a_part_that_vllm_has_changed_stays_with_vllm(
     assert nvfp4.select_nvfp4_moe_backend is chosen
     lines = [record.message for record in caplog.records if record.name == "vllm.blockscale"]
     assert "linear layers in NVFP4" in lines[0] and "experts" not in lines[0]
-    assert re.match(r"Blockscale: vLLM \S+ keeps its own experts: Block\w+.finalize_weight_and_reduce_impl: too", lines[1])
+    assert re.match(
+        r"Blockscale: vLLM \S+ keeps its own experts: Block\w+.finalize_weight_and_reduce_impl: too", lines[1]
+    )
 
 
 def linear_kernel_of(vllm: Any, monkeypatch: pytest.MonkeyPatch, backend: str = "auto", **options: Any) -> str:

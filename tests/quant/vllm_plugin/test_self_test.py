@@ -1,6 +1,5 @@
 """A kernel that computes wrongly, or not at all, is found before a layer takes it. No vLLM is needed here."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,9 +12,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def fresh_results(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "_results", {})
-    yield
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp8", "int4", "fp8_channel", "fp8_block"])
