@@ -19,7 +19,11 @@ import torch
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
+from quant.kernels.attention.decode import paged_reference
+from quant.kernels.attention_operands import AttentionOptions
+from quant.kernels.attention_tiles import decode_tiles_for
 from quant.kernels.kv_pages import write_reference
+from quant.kernels.linear.experts import grouped_linear
 from quant.vllm_plugin import weights
 from quant.vllm_plugin.kv_blocks import cell_bytes, pages_of
 
@@ -106,8 +110,6 @@ def _linear_error(format: str, device: torch.device) -> float:
 
 
 def _experts_error(format: str, device: torch.device) -> float:
-    from quant.kernels.linear.experts import grouped_linear
-
     values = torch.stack([_sample(OUT, IN, expert) / 16 for expert in range(EXPERTS)])
     weight = quantize(values, FORMATS[format])
     held, _ = weights.arranged(_to(weight, device))
@@ -137,9 +139,6 @@ def _norm_error(device: torch.device) -> float:
 
 
 def _attention_error(device: torch.device) -> float:
-    from quant.kernels.attention.decode import paged_reference
-    from quant.kernels.attention_operands import AttentionOptions
-    from quant.kernels.attention_tiles import decode_tiles_for
     from quant.kernels.portable.attention.paged_attention import attend_pages
     from quant.kernels.portable.attention.paged_kv_cache import write_kv_slots
 
