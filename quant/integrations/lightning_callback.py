@@ -25,7 +25,7 @@ from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
 from quant.training.layers import put_layer
 from quant.training.qat import convert_qat, prepare_qat
-from quant.training.rounded_weight import PLAN, RoundedWeight
+from quant.training.rounding.rounded_weight import PLAN, RoundedWeight
 
 Callback = require("lightning.pytorch", "lightning").Callback
 

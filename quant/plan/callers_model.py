@@ -115,7 +115,7 @@ def _quantized_by(module: nn.Module) -> str | None:
     # On the class: a property, which on the object would decode the weight to answer.
     if hasattr(type(module), "quantized_weight"):
         return "Blockscale"
-    if any(cls.__module__ == "quant.training.rounded_weight" for cls in type(module).__mro__):
+    if any(cls.__module__ == "quant.training.rounding.rounded_weight" for cls in type(module).__mro__):
         return "quant.prepare_qat; pack it with quant.convert_qat(model)"
     own = {**module._parameters, **module._buffers}
     classes = [type(module), *(type(tensor) for tensor in own.values() if tensor is not None)]

@@ -29,7 +29,7 @@ from quant.errors import UserError
 from quant.plan.callers_model import inner_model
 from quant.training.head import LogitHead, run_to_head
 from quant.training.kl import LogitTeacher, Teacher, chunked_kl
-from quant.training.rounded_weight import plan_in_training
+from quant.training.rounding.rounded_weight import plan_in_training
 from quant.training.teacher_cache import CachedTeacher
 
 _MERGED = "rotation:merge"  # a solver

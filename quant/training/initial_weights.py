@@ -23,7 +23,7 @@ from quant.formats.rounding import round_to
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
 from quant.kernels.training.weight_rounding import weight_steps
-from quant.training.rounded_weight import decoded_scale
+from quant.training.rounding.rounded_weight import decoded_scale
 
 _WITHIN = 0.95  # of half a cell
 _UNRELATED = 0.35  # relative distance of weights that are not of one another; 4-bit rounding makes 0.08 to 0.2

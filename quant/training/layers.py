@@ -21,10 +21,10 @@ from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.modules import QuantLinear, RunTimeParts
 from quant.recipes.module_hooks import take_hooks
 from quant.recipes.plan import LayerPlan, Plan
-from quant.training.fusion import Fusion
 from quant.training.initial_weights import before_rounding, starting_weight
 from quant.training.modules import QATConv, QATEmbedding, QATExperts, QATLinear
-from quant.training.rounded_weight import RoundedWeight
+from quant.training.rounding.fusion import Fusion
+from quant.training.rounding.rounded_weight import RoundedWeight
 
 Packed = QuantLinear | QuantConv | QuantExperts | QuantEmbedding
 """The quantized layers."""

@@ -18,7 +18,7 @@ from quant.errors import UserError
 from quant.recipes.plan import Plan
 from quant.training.cuda_graph import Passes
 from quant.training.layers import Packed
-from quant.training.rounded_weight import RoundedWeight
+from quant.training.rounding.rounded_weight import RoundedWeight
 
 # The share of steps in which the rate rises, the largest norm of the gradients, and AdamW's decay rates. These forget
 # squared gradients sooner than torch's 0.999, whose average would span more steps than a whole run has.

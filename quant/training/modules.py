@@ -22,8 +22,8 @@ from quant.kernels.linear.expert_stack import ExpertStack
 from quant.kernels.linear.modules import QuantLinear, RunTimeParts
 from quant.kernels.linear.ops import autocast_dtype
 from quant.kernels.training.input_rounding import round_input
-from quant.training.input_range import watch_input
-from quant.training.rounded_weight import RoundedWeight
+from quant.training.rounding.input_range import watch_input
+from quant.training.rounding.rounded_weight import RoundedWeight
 
 
 class QATLinear(RoundedWeight, nn.Linear):  # type: ignore[misc]

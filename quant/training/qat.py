@@ -34,9 +34,9 @@ from quant.plan.make import make_plan
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
-from quant.training.input_range import MANY
 from quant.training.layers import Packed, Start, install_training_layers, put_layer, weights_before_rounding
-from quant.training.rounded_weight import PLAN, SCALES, RoundedWeight
+from quant.training.rounding.input_range import MANY
+from quant.training.rounding.rounded_weight import PLAN, SCALES, RoundedWeight
 
 
 def prepare_qat(

@@ -29,7 +29,7 @@ from quant.training.low_precision.nonfinite import GradientWatch
 from quant.training.low_precision.packed import stored_format
 from quant.training.low_precision.recipe import TrainingRecipe, get_training_recipe
 from quant.training.low_precision.state import LowPrecision
-from quant.training.rounded_weight import RoundedWeight
+from quant.training.rounding.rounded_weight import RoundedWeight
 
 
 @dataclass(frozen=True, eq=False)

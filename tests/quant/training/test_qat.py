@@ -25,7 +25,7 @@ from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.modules import QuantLinear
 from quant.kernels.training.input_rounding import round_input
 from quant.training.modules import QATExperts, QATLinear
-from quant.training.rounded_weight import SCALES, RoundedWeight
+from quant.training.rounding.rounded_weight import SCALES, RoundedWeight
 
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
 EDGES = torch.tensor([2.0, 4.0])  # of whose cells one half is narrower

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.modules import QuantLinear
-from quant.training import fusion, modules, rounded_weight
-from quant.training.fusion import Fusion
+from quant.training import modules
 from quant.training.modules import QATLinear
+from quant.training.rounding import fusion, rounded_weight
+from quant.training.rounding.fusion import Fusion
 
 NVFP4 = FORMATS["nvfp4"]
 

@@ -22,7 +22,7 @@ import torch
 from quant.kernels.linear.ops import is_in_backward, is_traced
 
 if TYPE_CHECKING:
-    from quant.training.rounded_weight import RoundedWeight
+    from quant.training.rounding.rounded_weight import RoundedWeight
 
 MANY = 1e-3
 """The share of clipped inputs from which `convert_qat` warns."""

@@ -23,8 +23,7 @@ import torch
 from quant.kernels.linear.ops import autocast_dtype, is_traced
 
 if TYPE_CHECKING:
-    from quant.training.modules import QATLinear
-    from quant.training.rounded_weight import RoundedWeight
+    from quant.training.rounding.rounded_weight import RoundedWeight
 
 # Of PyTorch 2.8 and later, and private: without it no layer knows in which part it runs, and nothing is shared.
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -68,7 +67,7 @@ class Fusion:
         self._pass: Common | None = None
         self._is_alike: bool | None = None
 
-    def common(self, member: QATLinear, x: torch.Tensor) -> Common:
+    def common(self, member: RoundedWeight, x: torch.Tensor) -> Common:
         """The results for `x` of members that ran before `member`; empty for the first of them."""
         if len(self.members) == 1 or _top_hooks is None or is_traced() or x.is_inference():
             return Common()

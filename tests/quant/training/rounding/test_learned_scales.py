@@ -10,8 +10,8 @@ import torch
 
 import quant
 from quant.formats.format import FORMATS
-from quant.training.learned_scales import learned_step
-from quant.training.rounded_weight import RoundedWeight
+from quant.training.rounding.learned_scales import learned_step
+from quant.training.rounding.rounded_weight import RoundedWeight
 
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
 

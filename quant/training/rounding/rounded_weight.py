@@ -32,9 +32,9 @@ from quant.kernels.training.weight_rounding import (
     round_weight,
 )
 from quant.recipes.plan import Plan
-from quant.training.fusion import Fusion
-from quant.training.input_range import InputRange
-from quant.training.learned_scales import learned_step, nearest_scale, whole_shift
+from quant.training.rounding.fusion import Fusion
+from quant.training.rounding.input_range import InputRange
+from quant.training.rounding.learned_scales import learned_step, nearest_scale, whole_shift
 
 SCALES = ("recomputed", "frozen", "learned")
 PLAN = "_qat_plan"  # attribute of a prepared model
