@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,19 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from quant.errors import UserError
-from quant.models.hub import snapshot, split_revision
-
-SUFFIXES = (".gguf", ".safetensors", ".pt", ".pth", ".bin", ".pt2")
-
-# Suffixes of files with weights: of other libraries and of trainers too.
-_WEIGHTS = {
-    *SUFFIXES, ".ckpt", ".h5", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot", ".safetensors", ".tflite",
-}  # fmt: skip
-# Files that say how weights are stored or quantized; a checkpoint has its own.
-_OF_WEIGHTS = {
-    "config.json", "hf_quant_config.json", "plan.json", "quant_config.json", "quantize_config.json", "receipt.json",
-    "recipe.yaml", "report.html", "report.json",
-}  # fmt: skip
+from quant.models.hub import SUFFIXES, companion_names, listed_modules, snapshot, split_revision
 
 # Short names: package that holds the file, the file in it, and how to get the package.
 _ALIASES = {
@@ -126,37 +114,11 @@ def companion_files(directory: Path) -> list[Path]:
     another model (`checkpoint-500/`) and is left out, unless modules.json of sentence-transformers lists it as a layer
     or it holds an adapter: then its weights are among the files.
     """
-    parts = _listed_modules(directory)
-    return sorted(_companions(directory, parts, top=True))
-
-
-def _companions(folder: Path, parts: Collection[str], *, top: bool) -> Iterator[Path]:
-    entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.name != "__pycache__"]
-    for entry in entries:
-        if entry.is_dir() and not entry.is_symlink():
-            belongs = (top and entry.name in parts) or (entry / "adapter_config.json").is_file()
-            if belongs:
-                yield from (file for file in entry.rglob("*") if file.is_file())
-            # A folder without weights (code, templates) is searched further. modules.json counts for the top folder
-            # alone.
-            elif not any(_has_weights(file) for file in entry.rglob("*")):
-                yield from _companions(entry, parts, top=False)
-        elif entry.is_file() and not _has_weights(entry) and not (top and entry.name in _OF_WEIGHTS):
-            yield entry
-
-
-def _has_weights(file: Path) -> bool:
-    """Whether a file holds weights, or lists the files that do."""
-    return file.suffix.lower() in _WEIGHTS or file.name.endswith((".safetensors.index.json", ".bin.index.json"))
-
-
-def _listed_modules(directory: Path) -> set[str]:
-    """Folders of the layers that sentence-transformers puts behind a model: `1_Pooling`, `2_Dense`."""
-    try:
-        modules = json.loads((directory / "modules.json").read_bytes())
-        return {str(module["path"]) for module in modules if module.get("path")}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return set()  # no such file, or another program's
+    names = []
+    for folder, _, files in os.walk(directory):  # which does not follow links to folders
+        inside = Path(folder).relative_to(directory)
+        names += [(inside / name).as_posix() for name in files if (Path(folder) / name).is_file()]
+    return [directory / name for name in companion_names(names, listed_modules(directory / "modules.json"))]
 
 
 def copy_companions(directory: Path, target: Path, *, without: Collection[str] = ()) -> None:

@@ -1,30 +1,42 @@
 """A model on the Hugging Face hub is named `org/name`, or `org/name@revision`, and read as the snapshot of one commit.
 
 huggingface_hub downloads files that are not in its cache yet, and honours its own switches (HF_HUB_OFFLINE,
-HF_HUB_CACHE, HF_ENDPOINT, tokens). Fetched are the weights as safetensors, configs, tokenizer and processor files of
-the top folder; pickles only where there are no safetensors, and Python files only where they may run. A name is looked
-up once a process, so that a branch that moves meanwhile cannot mix two commits.
+HF_HUB_CACHE, HF_ENDPOINT, tokens). A name is looked up once a process, so that a branch that moves meanwhile cannot mix
+two commits. Of the repository's files a model has:
+
+    *.safetensors, or else *.bin, of the top folder     its weights; `consolidated*` are the same weights again
+    files without weights (`companion_names`)           config, tokenizer, templates, licence, code, which is not run
+    1_Pooling/, adapters                                parts of the model, with their weights
+    onnx/, original/, checkpoint-500/                   other models, or this one in another form: left out
 """
 
 from __future__ import annotations
 
+import glob
+import json
 import re
 import sys
-from contextvars import ContextVar
+from collections.abc import Collection, Iterable
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from quant.errors import UserError
 from quant.extras import require
 
-TRUSTED = ContextVar("TRUSTED", default=False)
-"""Whether Python files of a model may run, which `huggingface.remote_code` sets."""
-
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
-_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
-_PICKLES = ["*.bin"]
-# Folders hold other forms of the same weights, and `consolidated` files do so in the top folder.
-_IGNORED = ["consolidated*", *(f"*/*{kind}" for kind in (".safetensors", ".bin", ".json", ".model", ".txt", ".py"))]
+SUFFIXES = (".gguf", ".safetensors", ".pt", ".pth", ".bin", ".pt2")
+"""Suffixes of files that hold a model, which commands open."""
+# Suffixes of files with weights: of other libraries and of trainers too.
+_WEIGHTS = {
+    *SUFFIXES, ".ckpt", ".h5", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot", ".safetensors", ".tflite",
+}  # fmt: skip
+# Files that say how weights are stored or quantized; a checkpoint has its own.
+_OF_WEIGHTS = {
+    "config.json", "hf_quant_config.json", "plan.json", "quant_config.json", "quantize_config.json", "receipt.json",
+    "recipe.yaml", "report.html", "report.json",
+}  # fmt: skip
+_ANSWERS = {"GatedRepoError", "RevisionNotFoundError", "RepositoryNotFoundError"}
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -40,7 +52,7 @@ def snapshot(name: str, revision: str | None = None) -> Path:
     Raises:
         UserError: it is not there; the message names the way out.
     """
-    return _snapshot(name, revision, TRUSTED.get())
+    return _snapshot(name, revision)
 
 
 def commit_of(path: Path | None) -> str | None:
@@ -60,17 +72,7 @@ def cached_snapshot(name: str, commit: str | None) -> Path | None:
 
 
 @cache
-def _snapshot(name: str, revision: str | None, trusted: bool) -> Path:
-    patterns = [*_FILES, *(["*.py"] if trusted else [])]
-    # `trusted` is part of the cache's key: a later call that may run Python files downloads them.
-    path = _download(name, revision, patterns)
-    if any(path.glob("*.safetensors")):
-        return path
-    # The folder is named after the commit, so that the pickles are of the same one even if the branch has moved.
-    return _download(name, path.name, [*patterns, *_PICKLES])
-
-
-def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
+def _snapshot(name: str, revision: str | None) -> Path:
     asked = "" if revision is None or _COMMIT.fullmatch(revision) else f" --revision {revision}"
     folder = name.rpartition("/")[2]
     try:
@@ -81,9 +83,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
         if not sys.stderr.isatty():
             tqdm.disable_progress_bars()
         try:
-            return Path(
-                hub.snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED)
-            )
+            return Path(_download(hub, name, revision))
         finally:
             if shown:
                 tqdm.enable_progress_bars()
@@ -94,9 +94,89 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
         ) from error
 
 
+def _download(hub: Any, name: str, revision: str | None) -> str:
+    """The folder of a repository's files that are the model."""
+    try:
+        about = hub.HfApi().model_info(name, revision=revision)
+    except Exception as error:
+        if _kinds(error) & _ANSWERS:
+            raise
+        # Without a network the cache may have the model; `snapshot_download` says if not.
+        return str(hub.snapshot_download(name, revision=revision, local_files_only=True))
+    # From here on by the commit, for a branch may move.
+    revision, names = about.sha, [file.rfilename for file in about.siblings]
+    parts = set()
+    if "modules.json" in names:
+        parts = listed_modules(Path(hub.hf_hub_download(name, "modules.json", revision=revision)))
+    patterns = [glob.escape(each) for each in _files_of_model(names, parts)]
+    return str(hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
+
+
+def _files_of_model(names: Collection[str], parts: Collection[str]) -> list[str]:
+    """The files of a repository that are the model: its weights in one form, and everything beside them."""
+    top = [name for name in names if "/" not in name and not name.startswith("consolidated")]
+    suffix = ".safetensors" if any(name.endswith(".safetensors") for name in top) else ".bin"
+    weights = [name for name in top if name.endswith((suffix, f"{suffix}.index.json"))]
+    return [*weights, *(name for name in top if name in _OF_WEIGHTS), *companion_names(names, parts)]
+
+
+def companion_names(names: Iterable[str], parts: Collection[str]) -> list[str]:
+    """Those files of a model that stand beside its weights and its config, as `companion_files` describes them.
+
+    Args:
+        names: of all files of the model's directory, relative to it, with `/` between folders.
+        parts: folders that modules.json lists.
+    """
+    visible = {name: _folders(name) for name in names if not any(map(_is_hidden, name.split("/")))}
+    folders = {folder for above in visible.values() for folder in above}
+    whole = {folder for folder in folders if folder in parts or f"{folder}/adapter_config.json" in visible}
+    with_weights = {folder for name, above in visible.items() if has_weights(name) for folder in above}
+    companions = []
+    for name, above in visible.items():
+        # From the top down, the first folder that is a part, or another model, decides for everything in it.
+        deciding = next((folder for folder in above if folder in whole or folder in with_weights), None)
+        if deciding in whole or (deciding is None and not has_weights(name) and name not in _OF_WEIGHTS):
+            companions.append(name)
+    return sorted(companions)
+
+
+def _folders(name: str) -> list[str]:
+    """`a`, `a/b` for `a/b/c.txt`."""
+    parts = name.split("/")
+    return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
+
+
+def _is_hidden(part: str) -> bool:
+    return part.startswith(".") or part == "__pycache__"
+
+
+def has_weights(name: str) -> bool:
+    """Whether a file holds weights, or lists the files that do."""
+    return PurePosixPath(name).suffix.lower() in _WEIGHTS or name.endswith(
+        (".safetensors.index.json", ".bin.index.json")
+    )
+
+
+def listed_modules(file: Path) -> set[str]:
+    """Folders of the layers that sentence-transformers puts behind a model: `1_Pooling`, `2_Dense`.
+
+    Args:
+        file: modules.json, which may be missing or another program's.
+    """
+    try:
+        return {str(module["path"]) for module in json.loads(file.read_bytes()) if module.get("path")}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return set()
+
+
+def _kinds(error: Exception) -> set[str]:
+    """The names of an exception's classes: those of huggingface_hub are known without importing it."""
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
 def _why(error: Exception, name: str, revision: str | None) -> str:
     """Why there is no snapshot, in words."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
+    kinds = _kinds(error)
     if "GatedRepoError" in kinds:
         return f"accept its terms on https://huggingface.co/{name}, and log in with hf auth login"
     if "RevisionNotFoundError" in kinds:

@@ -13,6 +13,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,13 @@ from quant.models.configs import (
     read_generation_config,
 )
 from quant.models.files import check_links, safetensors_file, shard_names
-from quant.models.hub import TRUSTED
 from quant.models.quantized.quantization import Quantization, quantization_of, refuse_packed
 from quant.models.quantized.tensors import QuantizedTensors, Renamed
 from quant.models.state_dict import open_safetensors
 from quant.models.stored_weights import open_stored
 
+TRUSTED = ContextVar("TRUSTED", default=False)
+"""Whether Python files of a model may run, which `remote_code` sets."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _FULL_MODELS = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",

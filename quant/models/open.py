@@ -167,9 +167,7 @@ def open_model(
         _refuse_factory(model_factory, f"a module ({type(source).__name__})")
         return _open_module(source, given_dtype)
     name = str(source) if revision is None else with_revision(str(source), revision)
-    with huggingface.remote_code(trust_remote_code):
-        # The flag counts here already: a snapshot of the hub gets Python files only where they may run.
-        path = find_model(name)
+    path = find_model(name)
     # Before anything is read: a file that changes while it is loaded must differ from its stamp.
     files = WatchedFiles(path)
     kind = SourceKind.HUGGINGFACE if path.is_dir() else state_dict.sniff(path)

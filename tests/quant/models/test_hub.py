@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -26,6 +27,14 @@ from quant.models.open import open_model
 
 constants = pytest.importorskip("huggingface_hub.constants", reason="the extra hf")
 
+COMPANIONS = (
+    "LICENSE", "README.md", "parser.py", "tekken.json", "modules.json", "1_Pooling/config.json", "tool[1].txt",
+    "2_Dense/model.safetensors", "templates/chat.jinja", "lora/adapter_config.json", "lora/adapter_model.safetensors",
+)  # fmt: skip
+LEFT_OUT = (
+    "pytorch_model.bin", "tf_model.h5", "model.gguf", "consolidated.safetensors", "original/params.json",
+    "original/consolidated.00.pth", "onnx/config.json", "onnx/model.onnx", ".gitattributes", "checkpoint-5/rng.pth",
+)  # fmt: skip
 COMMITS = {"main": "a" * 40, "old": "b" * 40}
 
 
@@ -139,7 +148,7 @@ class Hub(BaseHTTPRequestHandler):
         self._answer(body=True)
 
     def _answer(self, body: bool) -> None:
-        path = self.path.partition("?")[0]
+        path = unquote(self.path.partition("?")[0])
         headers = {"X-Repo-Commit": COMMITS["main"]}
         if not path.startswith(("/org/tiny/", "/api/models/org/tiny")):
             self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"}, body)
@@ -182,8 +191,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     for name in ("HUGGINGFACE_CO_URL_TEMPLATE", "ENDPOINT"):
         monkeypatch.setattr(constants, name, getattr(constants, name).replace(constants.ENDPOINT, address))
     Hub.files = {file.name: file.read_bytes() for file in BASE.iterdir()}
-    for extra in ("README.md", "pytorch_model.bin", "original/model.safetensors", "consolidated.safetensors", "m.py"):
-        Hub.files[extra] = b"not wanted"
+    Hub.files |= dict.fromkeys(COMPANIONS, b"{}") | dict.fromkeys(LEFT_OUT, b"not wanted")
+    Hub.files["modules.json"] = json.dumps([{"path": "1_Pooling"}, {"path": "2_Dense"}]).encode()
     Hub.asked = []
     yield Hub
     server.shutdown()
@@ -193,7 +202,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
 def test_a_download_takes_what_is_read_and_no_more(server: type[Hub]) -> None:
     source = open_model("org/tiny")
     assert source.revision == COMMITS["main"]
-    assert set(server.asked) == {file.name for file in BASE.iterdir()}
+    assert set(server.asked) == {*(file.name for file in BASE.iterdir()), *COMPANIONS}
     asked = len(server.asked)
     open_model("org/tiny")
     assert len(server.asked) == asked
@@ -205,16 +214,18 @@ def test_a_download_takes_what_is_read_and_no_more(server: type[Hub]) -> None:
         open_model("org/tiny@gone")
 
 
-def test_pickles_and_code_are_fetched_where_they_are_read(server: type[Hub]) -> None:
+def test_pickles_are_fetched_where_there_are_no_safetensors(server: type[Hub]) -> None:
     del server.files["model.safetensors"]
     with pytest.raises(UserError, match="pickle"):
         open_model("org/tiny")
-    assert "pytorch_model.bin" in server.asked and "m.py" not in server.asked
-    from quant.models.huggingface import remote_code
+    assert "pytorch_model.bin" in server.asked and "tf_model.h5" not in server.asked
 
-    with remote_code(True), pytest.raises(UserError, match="pickle"):
-        open_model("org/tiny")
-    assert "m.py" in server.asked
+
+def test_files_beside_the_weights_go_from_the_hub_into_the_checkpoint(server: type[Hub]) -> None:
+    arguments = ["org/tiny", "--format", "nvfp4a16", "--out", "made"]
+    assert CliRunner().invoke(quantize_command, arguments, catch_exceptions=False).exit_code == 0
+    written = {file.relative_to("made").as_posix() for file in Path("made").rglob("*") if file.is_file()}
+    assert written.issuperset(COMPANIONS) and not written.intersection(LEFT_OUT)
 
 
 def test_without_a_network_the_message_names_the_way_out(server: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
