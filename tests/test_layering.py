@@ -44,6 +44,7 @@ PARTS = {
         "runtime",
         "report",
         "checkpoints",
+        "engines",
         "training",
         "run",
         "api",

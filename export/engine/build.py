@@ -34,9 +34,10 @@ from quant.export.engine.graph import (
 )
 from quant.export.engine.process import Progress, run_worker, timing_cache, worker_environment
 from quant.export.engine.targets import choose_backend, resolve_target
-from quant.export.onnx_graph.export import export_onnx, layer_of
+from quant.export.onnx_graph.export import export_onnx
 from quant.export.onnx_graph.opsets import PLUGIN
 from quant.export.onnx_graph.shapes import format_profile
+from quant.export.onnx_graph.translate import layer_of
 from quant.formats.atomic import put_file, temporary_directory, write_atomically
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import Plan

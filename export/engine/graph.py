@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from quant.export.engine.targets import Target
-from quant.export.onnx_graph.export import layer_of
 from quant.export.onnx_graph.opsets import PLUGIN
+from quant.export.onnx_graph.serving import CAPACITY_KEY, IDS
 from quant.export.onnx_graph.shapes import FP8_ATTENTION_MINIMUM, Input, Shapes, graph_inputs, parse_profile
+from quant.export.onnx_graph.translate import layer_of
 from quant.formats.install_command import install_command
 
 # Op types that become one attention each.
 ATTENTION = ("Attention", "TRT_QuantizedAttention", PLUGIN)
 # Ops whose output has the shape of their first input.
 _SAME_SHAPE = ("Cast", "DequantizeLinear", "Identity", "Mul", "QuantizeLinear")
+_LONGEST_CHUNK = 512  # of a prompt, in the default profile
 _FEWEST_HEADS = 4  # of attention with a single query, in half precision
 # The hardware that types of weights need: see `Target.has_fp4` and `has_fp8`.
 _FEATURES = {"FLOAT4E2M1": "FP4", "FLOAT8E4M3FN": "FP8"}
@@ -70,11 +72,42 @@ def make_profiles(model: Any, shapes: str | Sequence[str] | None) -> list[Shapes
     inputs = graph_inputs(model)
     floors = attention_floors(model, inputs)
     texts = as_profiles(shapes)
+    capacity = cache_capacity(model)
+    if capacity is not None:
+        # One token a row is a profile of its own: its kernels are others than those of a long sequence.
+        profiles = [parse_profile(text, inputs, {}) for text in texts or default_profiles(capacity, floors)]
+        for profile in profiles:
+            check_step(profile[IDS], capacity, floors)
+        return profiles
     if not any(item.is_dynamic for item in inputs):
         for text in texts:
             parse_profile(text, inputs, floors)
         return []
     return [parse_profile(text, inputs, floors) for text in texts or [""]]
+
+
+def cache_capacity(model: Any) -> int | None:
+    """Tokens that the KV cache of a serving graph holds; None for other graphs."""
+    return next((int(entry.value) for entry in model.metadata_props if entry.key == CAPACITY_KEY), None)
+
+
+def default_profiles(capacity: int, floors: Mapping[str, int]) -> list[str]:
+    """Decoding steps of many rows, and chunks of prompts of a few."""
+    low, high = max(1, floors.get("sequence", 1)), min(_LONGEST_CHUNK, capacity)
+    return ["batch=1:8:32,sequence=1:1:1", f"batch=1:1:8,sequence={low}:{max(low, high // 2)}:{high}"]
+
+
+def check_step(ids: tuple[tuple[int, ...], ...], capacity: int, floors: Mapping[str, int]) -> None:
+    """Raises ValueError for a range of steps that the cache, or FP8 attention, cannot take."""
+    (_, low), _, (_, high) = ids
+    if high > capacity:
+        raise ValueError(f"--shapes: a sequence of {high} does not fit into a KV cache of {capacity} (--capacity)")
+    floor = floors.get("sequence", 1)
+    if high > 1 and low < floor:
+        raise ValueError(
+            f"--shapes: sequence starts at {low}, and TensorRT's fused FP8 attention needs one token or at least "
+            f"{floor}: start it there, or export with --attention none"
+        )
 
 
 def attention_floors(model: Any, inputs: Sequence[Input]) -> dict[str, int]:
@@ -186,7 +219,7 @@ def _node_problems(
         if queries == 1 and 0 < heads < _FEWEST_HEADS:
             yield (
                 f"TensorRT has no kernel for attention of one query with {heads} heads; it has from {_FEWEST_HEADS} "
-                "on. Export without --decode, and let PyTorch or vLLM decode"
+                "on; let PyTorch or vLLM decode"
             )
         if _attribute(node, "softcap", 0.0):
             yield "TensorRT has no attention with a soft cap; it cannot run this model's attention as one node"

@@ -2,8 +2,7 @@
 
 quant::onnx_attention      Attention, or its parts in FP32; in FP8 trt::TRT_QuantizedAttention over QuantizeLinear
                            and DequantizeLinear of q, k and v, or the node of our own plugin over their codes
-quant::onnx_cache_write    QuantizeLinear: keys and values as an FP8 cache holds them
-quant::onnx_cache_read     DequantizeLinear
+quant::onnx_scatter        TensorScatter: keys or values of new tokens at each row's position in the cache
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ from quant.export.onnx_graph.opsets import (
     opset,
     plugin_opset,
     round_trip,
+    serving_opset,
     trt_opset,
+    widened,
 )
 from quant.formats.format import FORMATS
 from quant.formats.number import E4M3
@@ -34,8 +35,7 @@ def attention_translations() -> dict[Any, Callable[..., Any]]:
     """ONNX translations by PyTorch op."""
     return {
         torch.ops.quant.onnx_attention.default: _attention,
-        torch.ops.quant.onnx_cache_write.default: _cache_write,
-        torch.ops.quant.onnx_cache_read.default: _cache_read,
+        torch.ops.quant.onnx_scatter.default: _scatter,
     }
 
 
@@ -112,7 +112,7 @@ def _attention(
         )
     # TensorRT fuses QuantizeLinear, DequantizeLinear and this op into one FP8 kernel.
     rounded = [
-        round_trip(FORMATS["fp8"], x, op.Constant(value_float=s), x.dtype)
+        round_trip(FORMATS["fp8"], widened(x), op.Constant(value_float=s), x.dtype)
         for x, s in zip((q, k, v), scales, strict=False)
     ]
     return trt_opset().TRT_QuantizedAttention(
@@ -147,14 +147,17 @@ def _spelled_attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: 
     return op.Reshape(out, op.Constant(value_ints=[0, heads, -1, dim]))
 
 
-def _cache_write(x: Any, scale: float) -> Any:
-    op = opset()
-    return op.QuantizeLinear(x, op.Constant(value_float=scale), output_dtype=FLOAT8E4M3FN)
+def _scatter_body(cache: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The cache `[batch, kv_heads, capacity, dim]` with `x` in each row from position `index` `[batch]` on."""
+    out = cache.clone()
+    for row in range(len(cache)):
+        out[row, :, index[row] : index[row] + x.shape[2]] = x[row]
+    return out
 
 
-def _cache_read(codes: Any, scale: float, like: Any) -> Any:
-    op = opset()
-    return op.DequantizeLinear(codes, op.Constant(value_float=scale), output_dtype=int(like.dtype))
+def _scatter(cache: Any, x: Any, index: Any) -> Any:
+    # Runtimes whose cache input and output are one buffer write the new tokens alone.
+    return serving_opset().TensorScatter(cache, x, index, axis=2, mode="linear")
 
 
 def _register_ops() -> None:
@@ -165,15 +168,11 @@ def _register_ops() -> None:
         "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, float[] scales, str kind) -> Tensor",
     )
     impl(name, "default", _attention_body)
-    fake(name, lambda q, *_: torch.empty_like(q))
-    name = "quant::onnx_cache_write"
-    define(name, "(Tensor x, float scale) -> Tensor")
-    impl(name, "default", _to_e4m3)
-    fake(name, lambda x, scale: torch.empty_like(x, dtype=torch.float8_e4m3fn))
-    name = "quant::onnx_cache_read"
-    define(name, "(Tensor codes, float scale, Tensor like) -> Tensor")
-    impl(name, "default", lambda codes, scale, like: (codes.float() * scale).to(like.dtype))
-    fake(name, lambda codes, scale, like: torch.empty_like(codes, dtype=like.dtype))
+    fake(name, lambda q, k, v, *_: q.new_empty((*q.shape[:-1], v.shape[-1])))
+    name = "quant::onnx_scatter"
+    define(name, "(Tensor cache, Tensor x, Tensor index) -> Tensor")
+    impl(name, "default", _scatter_body)
+    fake(name, lambda cache, x, index: torch.empty_like(cache))
 
 
 _register_ops()

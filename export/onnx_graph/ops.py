@@ -11,9 +11,9 @@
 TensorRT turns these patterns into GEMMs in the low precision; other nodes for the same arithmetic run in half
 precision. Three details matter to the pattern and to the numbers:
 
-- Scales stay float32 and the result is rounded once to the dtype of x, as in the PyTorch op: by `output_dtype` if
-  TensorRT takes it, or by a Cast after the last DequantizeLinear for NVFP4. INT4 is fused only if its scales have the
-  dtype of x; solvers choose them representable in it.
+- Scales stay float32 and the result is rounded once to the dtype of x, as in the PyTorch op, by a Cast after the last
+  DequantizeLinear: onnxruntime has no DequantizeLinear from float32 scales to a 16-bit `output_dtype`. INT4 is fused
+  only if its scales have the dtype of x; solvers choose them representable in it.
 - A scale per token between DequantizeLinear and MatMul would make the GEMM run in half precision. But a scale of a row
   of x is one of a row of the output: x / s is rounded with a constant power of two as its scale, and s multiplies the
   output. The constant keeps codes below 1, so that FP16 sums stay as small as with x itself.
@@ -34,10 +34,12 @@ from quant.export.onnx_graph.opsets import (
     FLOAT,
     FLOAT8E4M3FN,
     element_type,
+    narrowed,
     opset,
     register_schemas,
     round_trip,
     trt_opset,
+    widened,
 )
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E4M3, E8M0, INT4, INT8
@@ -112,11 +114,8 @@ def _conv(*arguments: Any) -> Any:
     # torch.onnx (2.11 on) calls a translation with the op's arguments by position.
     call = ConvCall(*arguments)
     op, x, dtype, format = opset(), call.x, call.x.dtype, FORMATS[call.weight_format]
-    if format.per_tensor:
-        weight = op.DequantizeLinear(call.codes, op.Squeeze(call.scale), output_dtype=int(dtype))
-    else:
-        axis = 1 if call.transposed else 0  # of the output channels
-        weight = op.DequantizeLinear(call.codes, op.Squeeze(call.scale, [1]), axis=axis, output_dtype=int(dtype))
+    # The output channels are axis 1 of a transposed convolution's weight.
+    weight = _dequantized(format, call.codes, call.scale, dtype, axis=1 if call.transposed else 0)
     after, dimensions = None, len(call.stride)
     if call.activation:
         x, after = _activation(FORMATS[call.activation], x, call.input_scale, list(range(1, dimensions + 2)))
@@ -150,9 +149,17 @@ def _weight(format: Format, codes: Any, scale: Any, global_scale: Any, dtype: An
         return op.DequantizeLinear(codes, scale, axis=1, block_size=columns)
     if rows > 1:
         return trt.TRT_BlockDequantize(codes, scale, block_shape=[rows, columns], output_dtype=int(dtype))
+    return _dequantized(format, codes, scale, dtype, axis=0)
+
+
+def _dequantized(format: Format, codes: Any, scale: Any, dtype: Any, axis: int) -> Any:
+    """Weights with one scale, or one for each index of `axis`, in `dtype`."""
+    op = opset()
     if format.per_tensor:
-        return op.DequantizeLinear(codes, op.Squeeze(scale), output_dtype=int(dtype))
-    return op.DequantizeLinear(codes, op.Squeeze(scale, [1]), axis=0, output_dtype=int(dtype))
+        wide = op.DequantizeLinear(codes, op.Squeeze(scale))
+    else:
+        wide = op.DequantizeLinear(codes, op.Squeeze(scale, [1]), axis=axis)
+    return narrowed(wide, dtype)
 
 
 def _activation(format: Format, x: Any, input_scale: Any, axes: Sequence[int] = (-1,)) -> tuple[Any, Any]:
@@ -171,7 +178,7 @@ def _activation(format: Format, x: Any, input_scale: Any, axes: Sequence[int] = 
         codes, scale = trt.TRT_MXFP8DynamicQuantize(x, axis=-1, block_size=block, output_dtype=FLOAT8E4M3FN, _outputs=2)
         return trt.TRT_MXFP8DequantizeLinear(codes, scale, axis=-1, block_size=block, output_dtype=int(x.dtype)), None
     if format.per_tensor:
-        return round_trip(format, x, input_scale, x.dtype), None
+        return round_trip(format, widened(x), input_scale, x.dtype), None
     # A scale for each token: s = amax / max, or 1 for a token of zeros. The codes of x / s times the constant step are
     # rounded statically, and the MatMul's output is multiplied by s / step.
     wide = op.Cast(x, to=FLOAT)

@@ -14,6 +14,8 @@ from quant.formats.format import Format
 from quant.formats.number import E2M1, E4M3, INT4, INT8
 
 OPSET = 23
+SERVING_OPSET = 24
+"""The first opset with TensorScatter, which writes into a KV cache."""
 TRT_DOMAIN = "trt"
 PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION = "QuantFp8Attention", "quant", "1"
 """Op type, domain (and namespace in TensorRT) and version of our plugin; `quant.export.engine.plugin` describes it."""
@@ -27,6 +29,14 @@ def opset() -> Any:
     from onnxscript import opset23
 
     return opset23
+
+
+@functools.cache
+def serving_opset() -> Any:
+    """ONNX's operators of `SERVING_OPSET`, which onnxscript has no module for."""
+    from onnxscript.values import Opset
+
+    return Opset("", SERVING_OPSET)
 
 
 @functools.cache
@@ -46,10 +56,24 @@ def plugin_opset() -> Any:
 
 
 def round_trip(format: Format, x: Any, scale: Any, dtype: Any) -> Any:
-    """`x` rounded to `format` with a static scale, in `dtype` again: TensorRT's pattern of a quantized operand."""
+    """A float32 `x` rounded to `format` with a static scale, in `dtype`: TensorRT's pattern of a quantized operand.
+
+    onnxruntime moves QuantizeLinear and DequantizeLinear across reshapes, and makes an invalid graph of them where x
+    or the result has another dtype than the scale; casts stop it.
+    """
     op = opset()
     codes = op.QuantizeLinear(x, scale, output_dtype=element_type(format))
-    return op.DequantizeLinear(codes, scale, output_dtype=int(dtype))
+    return narrowed(op.DequantizeLinear(codes, scale), dtype)
+
+
+def narrowed(x: Any, dtype: Any) -> Any:
+    """A float32 value in `dtype`."""
+    return x if int(dtype) == FLOAT else opset().Cast(x, to=int(dtype))
+
+
+def widened(x: Any) -> Any:
+    """An input of an operator in float32."""
+    return x if int(x.dtype) == FLOAT else opset().Cast(x, to=FLOAT)
 
 
 def element_type(format: Format) -> int:

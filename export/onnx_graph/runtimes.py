@@ -1,43 +1,77 @@
-"""`onnxruntime_problem` says why the default session of onnxruntime does not load a file; TensorRT loads all of them.
+"""Which runtimes load an exported file: onnxruntime's default session, or TensorRT alone.
 
 Tried with onnxruntime 1.32 on a processor, by the dtype of the model and the formats of its layers:
 
-    weight                         FP32     FP16     BF16
-    16 or 32 bit                   loads    loads    no operators in BF16
-    int4                           loads    loads    no operators in BF16
-    fp8, fp8_channel, int8         loads    no DequantizeLinear to a 16-bit type
-    nvfp4, mxfp8, fp8_block        operators that TensorRT alone has, or no kernel for FP4
+    weight                             FP32 and FP16    BF16
+    16 or 32 bit                       loads            no operators in BF16
+    int4, fp8, fp8_channel, int8       loads            no operators in BF16
+    nvfp4, mxfp8, fp8_block            operators that TensorRT alone has, or no kernel for FP4
 """
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import nn
 
+from quant.formats.install_command import install_command
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.modules import QuantLinear
 
 _OF_TENSORRT = ("nvfp4", "mxfp8", "fp8_block")
-_TO_FP32_ALONE = ("fp8", "fp8_channel", "int8")
+_TRIED = "1.32"
 
 
-def onnxruntime_problem(model: nn.Module) -> str | None:
-    """Why onnxruntime cannot load the ONNX file of a model, with the way out, in one sentence; None if it can."""
+def layer_of_tensorrt(model: nn.Module) -> tuple[str, str] | None:
+    """The first layer in a format that TensorRT alone runs, and that format; None if onnxruntime runs all of them."""
     layers = {n: m.weight_format.name for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantConv)}
+    return next(((name, format) for name, format in layers.items() if format in _OF_TENSORRT), None)
+
+
+def main_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of what is not quantized: the narrowest of the parameters."""
     dtypes = {tensor.dtype for tensor in model.parameters() if tensor.dtype.is_floating_point}
-    dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float16 if torch.float16 in dtypes else torch.float32
-    in_float32 = 'quantize quant.open_model(MODEL, dtype="float32").model'
-    of_tensorrt = next((name for name, format in layers.items() if format in _OF_TENSORRT), None)
-    to_float32 = next((name for name, format in layers.items() if format in _TO_FP32_ALONE), None)
+    return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), torch.float32)
+
+
+def onnxruntime_problem(model: nn.Module, *, fp8_attention: bool = False) -> str | None:
+    """Why onnxruntime cannot load the ONNX file of a model, with the way out, in one sentence; None if it can."""
+    of_tensorrt = layer_of_tensorrt(model)
+    runners = "TensorRT-RTX and TensorRT run it (--to tensorrt)"
     if of_tensorrt is not None:
-        problem = f"{of_tensorrt} is in {layers[of_tensorrt]}, for which TensorRT alone has operators"
-        way_out = "int4 or, in float32, fp8, fp8_channel and int8 run there"
-    elif dtype == torch.bfloat16:
-        problem, way_out = "the model is in BF16, for which it has no operators on a processor", f"or {in_float32}"
-    elif dtype == torch.float16 and to_float32 is not None:
-        format = layers[to_float32]
-        problem = f"{to_float32} is in {format}, which it dequantizes to FP32 alone, and the model is in FP16"
-        way_out = f"or {in_float32}"
+        layer, format = of_tensorrt
+        problem = f"{layer} is in {format}, for which TensorRT alone has operators"
+        way_out = f"{runners}, and onnxruntime runs int4, fp8, fp8_channel and int8"
+    elif fp8_attention:
+        problem, way_out = "attention in FP8 is an operator of TensorRT", f"{runners}, or pass --attention none"
+    elif main_dtype(model) == torch.bfloat16:
+        problem = "the model is in BF16, for which it has no operators on a processor"
+        way_out = f"{runners}, or export with --dtype fp32 or fp16"
     else:
         return None
-    return f"onnxruntime 1.32 does not load this file: {problem}; build an engine of it (--to tensorrt), {way_out}"
+    return f"onnxruntime {_TRIED} does not load this file: {problem}; {way_out}"
+
+
+def loaded(path: Path) -> Any:
+    """The onnxruntime session of a file with default options, on the processor.
+
+    Raises:
+        ValueError: onnxruntime is not installed, or refuses the file; the message is its own.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise ValueError(f"running {path} needs the package `onnxruntime`: {install_command('onnx')}")
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors; warnings are about constants that it folds
+    try:
+        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime has a class for each of its status codes, and no base of them
+        text = " ".join(str(error).split())
+        raise ValueError(
+            f"{path}: onnxruntime {onnxruntime.__version__} does not load it: {text[:300]}; NVFP4, MXFP8 and BF16 "
+            "files are for TensorRT"
+        ) from error

@@ -26,9 +26,9 @@ from torch import nn
 from torch.nn.functional import linear
 
 from quant.calibration.blocks import stored_dtype
-from quant.export.onnx_graph.export import layer_of
 from quant.export.onnx_graph.opsets import register_schemas
 from quant.export.onnx_graph.reference import evaluator
+from quant.export.onnx_graph.translate import layer_of
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
 from quant.kernels.linear.conv import QuantConv, round_samples
 from quant.kernels.linear.modules import QuantLinear

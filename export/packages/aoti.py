@@ -293,7 +293,7 @@ class _Named(nn.Module):
         signature = inspect.Signature(parameters)
 
         def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> Any:
-            outputs = graph(dict(signature.bind(*args, **kwargs).arguments), [])
+            outputs = graph(dict(signature.bind(*args, **kwargs).arguments))
             return outputs[0] if len(outputs) == 1 else outputs
 
         # torch.export reads the names of the inputs from the signature.

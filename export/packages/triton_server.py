@@ -212,6 +212,6 @@ def _type(value: Any, onnx: Any) -> str:
     if kind not in _TYPES:
         raise ValueError(
             f"{value.name}: Triton Inference Server has no tensors of {kind}; it has "
-            f"{', '.join(_TYPES)}. An FP8 KV cache stays inside engines: export without --decode, or serve with vLLM"
+            f"{', '.join(_TYPES)}. Serve with vLLM"
         )
     return _TYPES[kind]

@@ -1,6 +1,6 @@
 """`EXPORTERS` holds one function for each kind of artifact that `quant export` makes of a checkpoint.
 
-    onnx              model.onnx, and decode.onnx with --decode: checked, every layer compared with PyTorch
+    onnx              model.onnx: checked, every layer compared with PyTorch, and opened in onnxruntime
     tensorrt          an engine, built and audited; its intermediate ONNX file is checked in the same way
     triton-server     such an engine in a model repository of Triton Inference Server, and serve.md
     aoti              a .pt2 package of AOTInductor
@@ -18,11 +18,15 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from quant.api.export_kinds import DTYPES, KINDS
+from quant.calibration.attention_names import text_config
 from quant.calibration.kv_cache import AttentionScales
 from quant.checkpoints.convert import convert
 from quant.checkpoints.open import Checkpoint
@@ -33,8 +37,9 @@ from quant.export.checkpoint.read import read_layer
 from quant.export.engine.build import BuildOptions, export_engine
 from quant.export.engine.targets import choose_backend, resolve_target
 from quant.export.onnx_graph.decoder import GraphInput, is_decoder, model_inputs
-from quant.export.onnx_graph.export import dimension_ranges, export_onnx
-from quant.export.onnx_graph.runtimes import onnxruntime_problem
+from quant.export.onnx_graph.export import export_onnx
+from quant.export.onnx_graph.runtimes import layer_of_tensorrt, loaded, main_dtype, onnxruntime_problem
+from quant.export.onnx_graph.translate import dimension_ranges
 from quant.export.onnx_graph.verify import check_file, verify, worst_layer
 from quant.export.packages.aoti import export_aoti
 from quant.export.packages.torch_tensorrt import lower
@@ -44,6 +49,10 @@ from quant.formats.atomic import temporary_directory, write_atomically
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan
+from quant.runtime.generate import cast_unquantized
+
+DEFAULT_CAPACITY = 4096
+"""Tokens of the KV cache of an exported decoder, if nobody says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -60,30 +69,37 @@ class ExportJob:
     inputs: Mapping[str, GraphInput] | None
     attention: str
     attention_scales: Mapping[str, AttentionScales] | None
-    decode: bool
+    dtype: str | None
+    capacity: int | None
     target: str | None
     backend: str | None
     allow_fallback: bool
     progress: Callable[[str, int, int], None]
 
-    def onnx_options(self, decode: bool) -> dict[str, Any]:
-        """Arguments of `export_onnx` for the graph of one decoding step, or for the other one."""
+    def onnx_options(self) -> dict[str, Any]:
+        """Arguments of `export_onnx`."""
         return {
-            "shapes": self._shapes_of(decode) or None,
+            "shapes": list(self.shapes) or None,
             "inputs": self.inputs,
             "attention": self.attention,
             "attention_scales": self.attention_scales,
+            "capacity": self.cache_capacity(),
             "plan": self.plan,
         }
 
-    def _shapes_of(self, decode: bool) -> list[str]:
-        """--shapes without the ranges of a dimension that only the other of two files has."""
-        if self.kind != "onnx" or not self.decode:
-            return list(self.shapes)
-        # The graph with past keys takes one token a step, so it has no dimension `sequence`.
-        foreign = "sequence=" if decode else "past="
-        parts = ([part for part in text.split(",") if not part.strip().startswith(foreign)] for text in self.shapes)
-        return [",".join(ranges) for ranges in parts]
+    def cache_capacity(self) -> int:
+        """Tokens of the KV cache: as asked for, or `DEFAULT_CAPACITY` for a decoder; 0 for a graph without one."""
+        if "capacity" not in KINDS[self.kind][1] or self.inputs is not None:
+            return self.capacity or 0
+        if self.capacity is None and is_decoder(self.model):
+            positions = getattr(text_config(self.model.config), "max_position_embeddings", None)
+            return min(DEFAULT_CAPACITY, positions or DEFAULT_CAPACITY)
+        return self.capacity or 0
+
+    @property
+    def fp8_attention(self) -> bool:
+        """Whether the graph has attention in FP8."""
+        return self.plan is not None and self.plan.attention is not None and self.attention != "none"
 
     @cached_property
     def opened(self) -> Checkpoint:
@@ -97,25 +113,48 @@ class ExportJob:
 
 
 def export_onnx_files(job: ExportJob) -> dict[str, Any]:
-    """`--to onnx` writes a directory with the files, the plan and the receipt."""
-    receipts = {}
-    problem = onnxruntime_problem(job.model)
-    if problem is not None:
-        warnings.warn(problem, stacklevel=2)
+    """`--to onnx` writes a directory with the file, the plan and the receipt."""
+    notes = [*_put_in_dtype(job), *_cache_notes(job)]
+    problem = onnxruntime_problem(job.model, fp8_attention=job.fp8_attention)
+    notes += [problem] if problem else []
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
     with new_directory(job.out, overwrite=job.overwrite) as folder:
-        for file in ("model.onnx", *(["decode.onnx"] if job.decode else [])):
-            decode = file == "decode.onnx"
-            # model.onnx gives the cache that decode.onnx takes; alone, it needs none.
-            cache = "in" if decode else "out" if job.decode else "none"
-            export_onnx(job.model, folder / file, **job.onnx_options(decode), cache=cache)
-            receipts[file] = _verified(job, folder / file)
-        # Both files hold the same layers: the receipt of model.onnx stands for both.
-        receipt = next(iter(receipts.values()))
+        path = folder / "model.onnx"
+        export_onnx(job.model, path, **job.onnx_options())
+        receipt = _verified(job, path)
+        if problem is None and find_spec("onnxruntime") is not None:
+            loaded(path)
         if job.plan is not None:
             job.plan.save(folder / PLAN_FILE)
         write_atomically(folder / RECEIPT_FILE, json_text(receipt, indent=1) + "\n")
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    return {"out": str(job.out), "files": files, "warnings": [problem] if problem else [], **receipt}
+    return {"out": str(job.out), "files": files, "warnings": notes, **receipt}
+
+
+def _put_in_dtype(job: ExportJob) -> list[str]:
+    """Casts what is not quantized to --dtype, or to FP32 where onnxruntime runs all but BF16; a note of the latter."""
+    dtype, notes = job.dtype, []
+    is_for_onnxruntime = job.kind == "onnx" and layer_of_tensorrt(job.model) is None and not job.fp8_attention
+    if dtype is None and is_for_onnxruntime and main_dtype(job.model) == torch.bfloat16:
+        dtype = "fp32"
+        notes.append(
+            "the model is in BF16, which onnxruntime does not run on a processor, so the file is in FP32; "
+            "--dtype fp16 or bf16 halves what is not quantized"
+        )
+    if dtype is not None:
+        cast_unquantized(job.model, DTYPES[dtype])
+    return notes
+
+
+def _cache_notes(job: ExportJob) -> list[str]:
+    """What a user has to know of the KV cache in an exported graph."""
+    if job.plan is None or job.plan.kv_cache is None or not job.cache_capacity():
+        return []
+    return [
+        f"the plan has the KV cache in {job.plan.kv_cache}, and this graph keeps it in 16 or 32 bit: ONNX and TensorRT "
+        "write no other cache in place"
+    ]
 
 
 def export_tensorrt(job: ExportJob) -> dict[str, Any]:
@@ -127,7 +166,10 @@ def export_tensorrt(job: ExportJob) -> dict[str, Any]:
 def _engine(job: ExportJob, path: Path, out: Path) -> dict[str, Any]:
     """Builds and audits the engine `out` from the ONNX file `path`, which it writes; returns the receipt."""
     assert job.target is not None
-    export_onnx(job.model, path, **job.onnx_options(job.decode), cache="in" if job.decode else "none")
+    notes = [*_put_in_dtype(job), *_cache_notes(job)]
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    export_onnx(job.model, path, **job.onnx_options())
     receipt = _verified(job, path)
     return export_engine(
         path,
@@ -142,7 +184,8 @@ def _engine(job: ExportJob, path: Path, out: Path) -> dict[str, Any]:
 
 def export_aoti_package(job: ExportJob) -> dict[str, Any]:
     """`--to aoti` writes a `.pt2` package."""
-    inputs = job.inputs or model_inputs(job.model, decode=False)
+    _put_in_dtype(job)
+    inputs = job.inputs or model_inputs(job.model)
     dims = {name: {axis: dim for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for name, x in inputs.items()}
     examples = {name: x.example for name, x in inputs.items()}
     export_aoti(
@@ -159,7 +202,8 @@ def export_aoti_package(job: ExportJob) -> dict[str, Any]:
 def export_torch_tensorrt(job: ExportJob) -> dict[str, Any]:
     """`--to torch-tensorrt` writes the lowered module as a `.pt2` program."""
     check_attention(job.kind, job.plan, job.attention)
-    inputs = job.inputs or model_inputs(job.model, decode=False)
+    _put_in_dtype(job)
+    inputs = job.inputs or model_inputs(job.model)
     lower(job.model, job.out, {name: x.example for name, x in inputs.items()})
     return {"out": str(job.out), "files": {job.out.name: job.out.stat().st_size}, "passed": True}
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 # Options of everything that traces the module.
-_GRAPH = {"shapes", "inputs", "attention", "calib", "calib_samples", "seqlen"}
+_GRAPH = {"shapes", "inputs", "attention", "dtype", "calib", "calib_samples", "seqlen"}
 # Options of everything that builds an engine of such a graph.
-_ENGINE = {*_GRAPH, "decode", "target", "backend", "allow_fallback"}
+_ENGINE = {*_GRAPH, "target", "backend", "allow_fallback"}
 KINDS: dict[str, tuple[str, set[str]]] = {
-    "onnx": ("-onnx", {*_GRAPH, "decode"}),
-    "tensorrt": (".engine", _ENGINE),
+    "onnx": ("-onnx", {*_GRAPH, "capacity"}),
+    "tensorrt": (".engine", {*_ENGINE, "capacity"}),
     "aoti": (".pt2", _GRAPH),
-    "torch-tensorrt": (".pt2", {"inputs", "attention"}),
+    "torch-tensorrt": (".pt2", {"inputs", "attention", "dtype"}),
     "triton-server": ("-triton", _ENGINE),
     "modelopt": ("-modelopt", set()),
     "compressed-tensors": ("-compressed-tensors", set()),
 }
 """Every kind of export: the ending of its default destination, and the options that only some kinds take."""
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""Values of --dtype, and torch's names for them."""

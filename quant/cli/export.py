@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quant.api.export_kinds import KINDS
+from quant.api.export_kinds import DTYPES, KINDS
 from quant.cli.base import JSON, QUIET, TRUST, Command, print_json
 from quant.cli.console import CONSOLE, listener, stages, status
 from quant.errors import UserError, counted
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quant.export.onnx_graph.decoder import GraphInput
     from quant.recipes.plan import Plan
 
-_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int64": "int64"}
+_INPUT_DTYPES = {**DTYPES, "int64": "int64"}
 
 
 @click.command("export", cls=Command)
@@ -53,7 +53,13 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int64": "i
     show_default=True,
     help="How FP8 attention of the plan runs: in TensorRT, in our plugin, or not (16 bit).",
 )
-@click.option("--decode", is_flag=True, help="Export one decoding step, with the KV cache as inputs.")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="For all that is not quantized.  [default: the model's]")
+@click.option(
+    "--capacity",
+    type=click.IntRange(min=0),
+    help="Tokens that each row of a decoder's KV cache holds; 0 exports one pass without a cache.  "
+    "[default: 4096, or the model's limit]",
+)
 @click.option("--target", help="GPU of an engine: sm89, sm120, h100, rtx5090, local, …")
 @click.option("--backend", help="Builder of the engine: tensorrt_rtx or tensorrt.")
 @click.option("--allow-fallback", is_flag=True, help="Accept an engine with layers in half precision; they are named.")
@@ -115,6 +121,9 @@ def export_command(
             model = load(directory, call_factory(model_factory) if model_factory else None)
         plan = describe(directory)[0] if (directory / PLAN_FILE).is_file() else None
     check_attention(kind, plan, options["attention"])
+    if options["attention"] == "plugin" and options["capacity"] is None:
+        # Our plugin in the parser's graphs knows no cache.
+        options["capacity"] = 0
     with stages(quiet) as progress:
         scales = None
         uses = "attention" in KINDS[kind][1] and options["attention"] != "none"
@@ -198,12 +207,12 @@ def _parse_inputs(texts: tuple[str, ...]) -> dict[str, GraphInput]:
     for text in texts:
         # Padded, so that a missing part reaches the message below and not an unpacking error.
         name, dtype, dims = [*text.split(":"), "", ""][:3]
-        if dtype not in _DTYPES or not name or not dims:
-            raise UserError(f"--input {text!r}: expected NAME:DTYPE:DIMS with DTYPE one of {', '.join(_DTYPES)}")
+        if dtype not in _INPUT_DTYPES or not name or not dims:
+            raise UserError(f"--input {text!r}: expected NAME:DTYPE:DIMS with DTYPE one of {', '.join(_INPUT_DTYPES)}")
         sizes = tuple(int(dim) if dim.isdigit() else dim for dim in dims.split(","))
         # Dynamic dimensions are traced at 2: torch.export specialises on sizes 0 and 1.
         example = torch.zeros(
-            [dim if isinstance(dim, int) else 2 for dim in sizes], dtype=getattr(torch, _DTYPES[dtype])
+            [dim if isinstance(dim, int) else 2 for dim in sizes], dtype=getattr(torch, _INPUT_DTYPES[dtype])
         )
         examples[name] = GraphInput(example, sizes)
     return examples

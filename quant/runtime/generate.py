@@ -112,7 +112,7 @@ def generate(
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
     _check(model, ids, max_new_tokens)
     if dtype is not None:
-        _cast(model, dtype)
+        cast_unquantized(model, dtype)
     # After the cast, so that a float32 model never takes its full size on the GPU.
     model.to(target)
     kernels = _multiplies(target)
@@ -290,8 +290,8 @@ def _check(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> None:
         )
 
 
-def _cast(model: nn.Module, dtype: str) -> None:
-    """Puts `model` in a dtype; buffers that it keeps in float32, such as the frequencies of positions, stay."""
+def cast_unquantized(model: nn.Module, dtype: str) -> None:
+    """Puts all that is not quantized in a dtype; buffers in float32, such as the frequencies of positions, stay."""
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: unknown; known: {', '.join(DTYPES)}")
     # `.to(dtype)` casts all floating-point buffers, also frequencies that models keep in float32 on purpose.

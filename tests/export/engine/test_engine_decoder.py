@@ -1,4 +1,4 @@
-"""Decoders become engines: attention has its module's name, and a decoding step runs over a BF16 or FP8 cache."""
+"""Decoders become engines: attention has its module's name, and one engine reads prompts and decodes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import serving_samples
 import tiny_models
 import torch
 
 from quant.api.quantize import quantize
-from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
-from quant.execution.install import install_kv_scales
+from quant.calibration.kv_cache import collect_attention_scales
 from quant.export.engine.build import BuildOptions, export_engine
+from quant.export.onnx_graph.export import export_onnx
 from quant.formats.format import FORMATS
 from quant.recipes.plan import Plan
 
@@ -52,17 +53,47 @@ def test_attention_has_the_name_of_its_module(tmp_path: Path, decoder: tuple[Any
     assert sum(row["found"] == "fp4" for row in receipt["audit"]) == len(plan.quantized) == 14
 
 
-@pytest.mark.parametrize("cache", ["bf16", "fp8"])
-def test_one_decoding_step(tmp_path: Path, decoder: tuple[Any, Plan, torch.Tensor], cache: str) -> None:
-    model, plan, tokens = decoder
-    if cache == "fp8":
-        plan = replace(plan, kv_cache=FP8)
-        scales = collect_attention_scales(model, tokens, kv_format=FP8, attention_format=None)
-        install_kv_scales(model, kv_scale_tensors(scales, torch.bfloat16))
-    receipt = export_engine(
-        model, tmp_path / "model.engine", BuildOptions("sm120", "past=1:64:128"), plan=plan, cache="in"
-    )
-    assert receipt["passed"]
-    assert sum(row["found"] == "fp4" for row in receipt["audit"]) == 14
-    (profile,) = receipt["engine"]["profiles"]
-    assert "past_value.1=1x2x1x64:1x2x64x64:4x2x128x64" in profile
+@pytest.mark.parametrize(
+    ("kind", "format", "target", "dtype", "attention"),
+    [
+        ("llama-64", "nvfp4", "sm120", torch.bfloat16, False),
+        ("llama-64", "fp8", "sm89", torch.float16, True),
+        ("llama-256", "int4a16", "sm89", torch.float16, False),
+        pytest.param("gemma3", "fp8", "sm120", torch.bfloat16, False, marks=pytest.mark.slow),
+        pytest.param("mistral", "nvfp4", "sm120", torch.bfloat16, False, marks=pytest.mark.slow),
+        pytest.param("qwen3", "fp8", "sm89", torch.bfloat16, True, marks=pytest.mark.slow),
+    ],
+)
+def test_one_engine_reads_prompts_and_decodes(
+    tmp_path: Path, kind: str, format: str, target: str, dtype: torch.dtype, attention: bool
+) -> None:
+    model = serving_samples.decoder(kind, dtype=dtype)
+    tokens = torch.randint(0, 64, (2, 64), generator=torch.Generator().manual_seed(1))
+    plan, options = quantize(model, format, tokens, solver="rtn").plan, {}
+    if attention:
+        scales = collect_attention_scales(model, tokens, kv_format=FP8, attention_format=FP8)
+        plan, options = replace(plan, attention=FP8), {"attention_scales": scales}
+    engine = tmp_path / "model.engine"
+    receipt = export_engine(model, engine, BuildOptions(target), plan=plan, capacity=256, **options)
+    planned = [row for row in receipt["audit"] if row["planned"] not in ("–", "16 bit")]
+    assert len(planned) == len(plan.quantized) + (2 if attention else 0) and all(row["passed"] for row in planned)
+    assert set(attentions(receipt).values()) == {"fp8" if attention else "half"}
+    decode, prefill = receipt["engine"]["profiles"]
+    assert decode.startswith("input_ids=1x1:8x1:32x1,lengths=1:8:32,")
+    assert prefill.startswith(f"input_ids=1x{32 if attention else 1}:1x128:8x256,")
+    # Each attention is compiled twice: for one query, and for many.
+    program = engine.read_bytes()
+    assert program.count(b"name=_gemv_mha_v1") == program.count(b"name=_gemm_mha_v2") == 2
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ("sequence=1:128:512", r"a sequence of 512 does not fit into a KV cache of 256 \(--capacity\)"),
+        ("past=1:2:3", r"no input or dimension 'past'"),
+    ],
+)
+def test_profiles_that_the_cache_does_not_take(tmp_path: Path, shapes: str, words: str) -> None:
+    path = export_onnx(serving_samples.decoder("llama-64", dtype=torch.float16), tmp_path / "m.onnx", capacity=256)
+    with pytest.raises(ValueError, match=words):
+        export_engine(path, tmp_path / "m.engine", BuildOptions("sm89", shapes))

@@ -14,9 +14,7 @@ from onnx_samples import attention_operators, relative_error
 from torch import nn
 
 from quant.api.quantize import quantize
-from quant.calibration.blocks import cache_argument
-from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
-from quant.execution.install import install_kv_scales
+from quant.calibration.kv_cache import collect_attention_scales
 from quant.formats.format import FORMATS
 from quant.plan.make import make_plan
 from quant.recipes.plan import Plan
@@ -25,12 +23,14 @@ onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-from quant.export.onnx_graph.decoder import Attention, Graph, attending, kv_scales_of, operand_scales  # noqa: E402
+from quant.export.onnx_graph.decoder import Attention, Graph, attending, operand_scales  # noqa: E402
 from quant.export.onnx_graph.export import export_onnx  # noqa: E402
 from quant.export.onnx_graph.reference import evaluator  # noqa: E402
 from quant.export.onnx_graph.verify import check_file, to_numpy  # noqa: E402
 
 FP8 = FORMATS["fp8"]
+LINEAR_ATTENTION = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "layer_types": ["linear_attention"] * 2}
+BLOOM = {"vocab_size": 64, "hidden_size": 64, "n_layer": 2, "n_head": 4}
 
 
 def llama(dtype: torch.dtype, layers: int = 1) -> Any:
@@ -61,59 +61,67 @@ def run(path: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(np.asarray(y, dtype=np.float32)) for name, y in zip(names, found, strict=True)}
 
 
-def test_prefill_and_decoding_go_on_where_the_other_stopped(decoder: tuple[Any, Plan], tmp_path: Path) -> None:
+def test_one_pass_without_a_cache(decoder: tuple[Any, Plan], tmp_path: Path) -> None:
     model, plan = decoder
     tokens = ids(3, 12)
     with torch.no_grad():
         expected = model(tokens).logits
-    prefill = export_onnx(model, tmp_path / "prefill.onnx", plan=plan, cache="out")
-    decode = export_onnx(model, tmp_path / "decode.onnx", plan=plan, cache="in")
-    for path in (prefill, decode):
-        check_file(path)
-    out = run(prefill, {"input_ids": tokens[:, :10]})
-    assert relative_error(out["logits"], expected[:, :10]) < 1e-5
-    cache = {name: x for name, x in out.items() if name != "logits"}
+    path = export_onnx(model, tmp_path / "m.onnx", plan=plan)
+    check_file(path)
+    assert relative_error(run(path, {"input_ids": tokens})["logits"], expected) < 1e-5
     with torch.no_grad():  # exporting has left the model as it was, its own attention included
         assert torch.equal(model(tokens).logits, expected)
-    assert list(cache) == ["new_key.0", "new_value.0", "new_key.1", "new_value.1"]
-    for position in (10, 11):
-        past = {name.replace("new_", "past_"): x for name, x in cache.items()}
-        out = run(decode, {"input_ids": tokens[:, position : position + 1], **past})
-        assert relative_error(out["logits"][:, 0], expected[:, position]) < 1e-5
-        cache = {name: torch.cat([cache[name], out[name]], dim=2) for name in cache}
 
 
-def test_an_fp8_cache_is_rounded_with_the_calibrated_scales(tmp_path: Path) -> None:
-    model = llama(torch.float32)
-    scales = collect_attention_scales(model, ids(2, 16), kv_format=FP8, attention_format=None)
-    install_kv_scales(model, kv_scale_tensors(scales, torch.float32))
-    plan = Plan((), kv_cache=FP8)
-    decode = export_onnx(model, tmp_path / "decode.onnx", plan=plan, cache="in")
-    prefill = export_onnx(model, tmp_path / "prefill.onnx", plan=plan, cache="out")
-    types = {value.name: value.type.tensor_type.elem_type for value in onnx.load(decode).graph.input}
-    assert types["past_key.0"] == onnx.TensorProto.FLOAT8E4M3FN
+def test_a_step_over_a_cache(decoder: tuple[Any, Plan], tmp_path: Path) -> None:
+    """The rows have 9 and 4 tokens, of which 6 and 3 are cached; the second is padded."""
+    model, plan = decoder
+    path = export_onnx(model, tmp_path / "m.onnx", capacity=16, plan=plan)
+    check_file(path)
     tokens = ids(2, 9)
-    first = run(prefill, {"input_ids": tokens[:, :8]})
-    k_scale, _ = kv_scales_of(model)["model.layers.0.self_attn"]
-    keys = _keys(model, tokens[:, :8])
-    rounded = (keys / k_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-    assert relative_error(first["new_key.0"], rounded.float()) < 1e-3
-    past = {name.replace("new_", "past_"): x.to(torch.float8_e4m3fn) for name, x in first.items() if name != "logits"}
-    found = run(decode, {"input_ids": tokens[:, 8:], **past})["logits"]
-    attention = Attention({m: n for n, m in model.named_modules()}, kv_scales=kv_scales_of(model))
-    with attending(model, attention, masked=False), torch.no_grad():
-        expected = Graph(model, attention, cache=True)({"input_ids": tokens[:, 8:]}, list(past.values()))[0]
-    assert relative_error(found, expected) < 1e-5
+    empty = {f"past_{part}.{layer}": 9 * torch.randn(2, 2, 16, 64) for layer in range(2) for part in ("key", "value")}
+    first = run(path, {"input_ids": tokens[:, :6], "lengths": _ints(0, 0), "last": _ints(5, 2), **empty})
+    cache = {name.replace("new_", "past_"): x for name, x in first.items() if name != "logits"}
+    step = torch.stack([tokens[0, 6:9], tokens[1, 3:6]])
+    second = run(path, {"input_ids": step, "lengths": _ints(6, 3), "last": _ints(2, 0), **cache})
     with torch.no_grad():
-        plain = model(tokens).logits[:, 8:]
-    assert 1e-4 < relative_error(found, plain) < 0.1
+        rows = [model(tokens[:1]).logits[0], model(tokens[1:]).logits[0]]
+    for found, (one, other) in ((first, (5, 2)), (second, (8, 3))):
+        assert relative_error(found["logits"], torch.stack([rows[0][one], rows[1][other]])) < 1e-5
+    # Behind the tokens of this step the cache is as it was.
+    assert torch.equal(second["new_key.0"][1, :, 6:], cache["past_key.0"][1, :, 6:])
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits[0], rows[0])
 
 
-def _keys(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    cache = transformers.DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(tokens, **cache_argument(model, cache), use_cache=True)
-    return cache.layers[0].keys
+def _ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+@pytest.mark.parametrize(
+    ("build", "capacity", "words"),
+    [
+        (lambda: tiny_models.llama(), 65, r"--capacity 65: LlamaForCausalLM has positions for 64 tokens; lower it"),
+        (lambda: tiny_models.llama(), 4, r"a cache holds 8 tokens or more; 0 exports without one"),
+        (lambda: tiny_models.gemma2(), 32, r"its attention has softcap"),
+        (lambda: tiny_models.bert(), 32, r"BertModel does not generate text, so it has no KV cache"),
+        (
+            lambda: tiny_models.llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+            32,
+            r"its RoPE \(dynamic\) depends on the longest position",
+        ),
+        (
+            lambda: tiny_models.build("Qwen3Next", "ForCausalLM", {**tiny_models.EXPERTS, **LINEAR_ATTENTION}),
+            32,
+            r"its layers of type linear_attention keep another state; serve its checkpoint \(vLLM\)",
+        ),
+        (lambda: tiny_models.build("Bloom", "ForCausalLM", BLOOM), 32, r"its positions are no input of its forward"),
+    ],
+)
+def test_decoders_that_one_graph_cannot_serve(build: Any, capacity: int, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        export_onnx(build(), tmp_path / "m.onnx", capacity=capacity)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -133,7 +141,7 @@ def test_fp8_attention(tmp_path: Path, kind: str, operator: str) -> None:
         {m: n for n, m in model.named_modules()}, kind=kind, scales={} if kind == "none" else operand_scales(scales)
     )
     with attending(model, attention, masked=False), torch.no_grad():
-        (expected,) = Graph(model, attention)({"input_ids": tokens}, [])
+        (expected,) = Graph(model, attention)({"input_ids": tokens})
         plain = model(tokens, use_cache=False).logits
     assert torch.equal(plain, expected)  # the model itself, while its attention is ours
     with torch.no_grad():
@@ -177,7 +185,7 @@ def test_an_image_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"cache": "in"}, "does not generate text, so it has no KV cache"),
+        ({"capacity": 32}, "does not generate text, so it has no KV cache"),
         ({"attention": "flash"}, "unknown attention 'flash'; known: native, plugin, none"),
     ],
 )

@@ -23,8 +23,9 @@ onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 
 from quant.export.onnx_graph.decoder import GraphInput  # noqa: E402
-from quant.export.onnx_graph.export import LAYER_KEY, PLAN_KEY, export_onnx  # noqa: E402
+from quant.export.onnx_graph.export import PLAN_KEY, export_onnx  # noqa: E402
 from quant.export.onnx_graph.reference import evaluator  # noqa: E402
+from quant.export.onnx_graph.translate import LAYER_KEY  # noqa: E402
 from quant.export.onnx_graph.verify import to_numpy  # noqa: E402
 from quant.recipes.plan import LayerPlan, Plan  # noqa: E402
 

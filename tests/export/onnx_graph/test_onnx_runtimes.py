@@ -11,17 +11,24 @@ import quant
 from quant.formats.format import parse_format
 
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
-runtime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+pytest.importorskip("onnxruntime", reason="needs the extra onnx")
 
-from quant.export.onnx_graph.decoder import GraphInput  # noqa: E402 -- needs onnx
-from quant.export.onnx_graph.export import export_onnx  # noqa: E402 -- as above
-from quant.export.onnx_graph.runtimes import onnxruntime_problem  # noqa: E402 -- as above
+from quant.export.onnx_graph.decoder import GraphInput
+from quant.export.onnx_graph.export import export_onnx
+from quant.export.onnx_graph.runtimes import loaded, onnxruntime_problem
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("weight", "inputs"),
-    [("16bit", "16bit"), ("int4", "16bit"), ("fp8_channel", "fp8_token"), ("int8", "16bit"), ("nvfp4", "16bit")],
+    [
+        ("16bit", "16bit"),
+        ("int4", "16bit"),
+        ("fp8", "fp8"),
+        ("fp8_channel", "fp8_token"),
+        ("int8", "16bit"),
+        ("nvfp4", "16bit"),
+    ],
 )
 def test_a_file_that_onnxruntime_does_not_load_is_told(
     weight: str, inputs: str, dtype: torch.dtype, tmp_path: Path
@@ -35,9 +42,9 @@ def test_a_file_that_onnxruntime_does_not_load_is_told(
     problem = onnxruntime_problem(model)
     export_onnx(model, tmp_path / "m.onnx", inputs={"x": GraphInput(x[0], ("batch", 128))})
     try:
-        runtime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+        loaded(tmp_path / "m.onnx")
         loads = True
-    except Exception:  # onnxruntime has a class for each of its status codes, and no base of them
+    except ValueError:
         loads = False
     assert loads == (problem is None), problem
     if problem is not None:

@@ -106,7 +106,7 @@ def test_a_second_export_is_a_second_version(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_the_server_has_no_type_for(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"logits: .* no tensors of FLOAT8E4M3FN; it has FLOAT, .*without --decode"):
+    with pytest.raises(ValueError, match=r"logits: .* no tensors of FLOAT8E4M3FN; it has FLOAT, .*Serve with vLLM"):
         put(tmp_path, receipt(), graph={"kind": "FLOAT8E4M3FN"})
     assert not (tmp_path / "repository").exists()
 

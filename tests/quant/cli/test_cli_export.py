@@ -44,11 +44,10 @@ def test_every_kind_has_an_exporter() -> None:
 
 def test_onnx_files_and_their_receipt(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "deployed"
-    shapes = "batch=1:1:4,sequence=1:8:16,past=0:8:16"  # each of the two files has a dimension of its own
-    result = export(checkpoint, "--to", "onnx", "--out", out, "--decode", "--shapes", shapes, "--json")
+    result = export(checkpoint, "--to", "onnx", "--out", out, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert sorted(file.name for file in out.iterdir()) == ["decode.onnx", "model.onnx", "plan.json", "receipt.json"]
+    assert sorted(file.name for file in out.iterdir()) == ["model.onnx", "plan.json", "receipt.json"]
     plan = Plan.load(out / "plan.json")
     assert plan.digest() == Plan.load(checkpoint / "plan.json").digest()
     receipt = json.loads((out / "receipt.json").read_text())
@@ -57,9 +56,8 @@ def test_onnx_files_and_their_receipt(checkpoint: Path, tmp_path: Path) -> None:
     assert all(layer["checkpoint"] == 0.0 for layer in receipt["layers"])
     assert json.loads((checkpoint / "report.json").read_text())["receipt"]["layers"] == receipt["layers"]
     assert "Export receipt" in (checkpoint / "report.html").read_text()
-    for file in ("model.onnx", "decode.onnx"):
-        model = onnx.load(out / file)
-        assert [entry.value for entry in model.metadata_props] == [plan.digest()]
+    metadata = {entry.key: entry.value for entry in onnx.load(out / "model.onnx").metadata_props}
+    assert metadata == {"blockscale.plan": plan.digest(), "blockscale.capacity": "128"}
     taken = export(checkpoint, "--to", "onnx", "--out", out)
     assert taken.exit_code == 2 and "is not empty; pass --overwrite" in taken.stderr
 

@@ -1,0 +1,246 @@
+"""A module becomes an ONNX model: traced over named dimensions, translated op by op, and its nodes named.
+
+trace        torch.export: a quantized linear is one `quant::` op in the graph, attention another
+translate    torch.onnx.export with our translations; packed codes get their 4-bit types, dimensions their names,
+             linears and attentions their layers' names; the onnxscript optimizer folds and merges
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.export.onnx_graph import limits
+from quant.export.onnx_graph.decoder import GraphInput
+from quant.export.onnx_graph.ops import translations
+from quant.export.onnx_graph.opsets import OPSET
+from quant.export.onnx_graph.shapes import Input, parse_profile
+from quant.kernels.linear.quantized_module import restore_layout
+
+LAYER_KEY = "blockscale.layer"
+MODEL_PREFIX = "model."
+"""Of the names of parameters in graphs that hold a transformers model as their attribute `model`."""
+_PLAIN_LINEARS = (
+    "torch.ops.aten.linear.default", "torch.ops.aten.addmm.default", "torch.ops.aten.convolution.default",
+    "torch.ops.aten.conv1d.default", "torch.ops.aten.conv2d.default", "torch.ops.aten.conv3d.default",
+)  # fmt: skip
+
+
+def dimension_ranges(
+    inputs: Mapping[str, GraphInput], shapes: str | Sequence[str] | None
+) -> dict[str, tuple[int, int]]:
+    """Smallest and largest value of each dynamic dimension that `shapes` limits."""
+    ranges: dict[str, tuple[int, int]] = {}
+    parsed_inputs = [Input(name, x.dims) for name, x in inputs.items()]
+    for text in [shapes] if isinstance(shapes, str) else shapes or ():
+        for name, (lows, _, highs) in parse_profile(text, parsed_inputs, {}).items():
+            for dim, low, high in zip(inputs[name].dims, lows, highs, strict=True):
+                if isinstance(dim, str):
+                    before = ranges.get(dim, (low, high))
+                    ranges[dim] = min(before[0], low), max(before[1], high)
+    return ranges
+
+
+def trace(
+    module: nn.Module,
+    arguments: tuple[Any, ...],
+    inputs: Mapping[str, GraphInput],
+    shapes: str | Sequence[str] | None,
+    split: int | None = None,
+    longest: int | None = None,
+) -> torch.export.ExportedProgram:
+    """The module as a graph over named dimensions.
+
+    Args:
+        module: to be traced.
+        arguments: examples of its positional arguments.
+        inputs: of the graph, for the names of dimensions.
+        shapes: limits of the named dimensions.
+        split: how many inputs the module takes as a dict; the others, its KV cache, are a list.
+        longest: sequence that the module takes, if it has a limit.
+
+    Raises ValueError for a dimension that the module fixes, or values that it decides by.
+    """
+    ranges = dimension_ranges(inputs, shapes)
+    names = {dim for x in inputs.values() for dim in x.dims if isinstance(dim, str)}
+    # torch.export takes sizes of 0 and 1 for constants, so examples have at least two of everything.
+    sizes = {
+        dim: size
+        for x in inputs.values()
+        for dim, size in zip(x.dims, x.example.shape, strict=True)
+        if isinstance(dim, str)
+    }
+    # Of the dimensions without a limit in `shapes`, the sequence ends where the model's positions or its cache end.
+    highest = {name: ranges.get(name, (0, longest if name == "sequence" else None))[1] for name in names}
+    dims = {
+        name: torch.export.Dim(name, max=None if high is None else max(high, sizes[name]))
+        for name, high in sorted(highest.items())
+    }
+    axes = {
+        name: {axis: dims[dim] for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for name, x in inputs.items()
+    }
+    dynamic: Any = tuple(axes.values())
+    if split is not None:
+        dynamic = (dict(list(axes.items())[:split]), list(axes.values())[split:])[: len(arguments)]
+    restore_layout(module)
+    try:
+        with torch.no_grad():
+            exported = torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
+    except torch._dynamo.exc.UserError as error:
+        text = " ".join(str(error).split())
+        raise ValueError(f"{type(module).__name__} fixes a dimension that is to be dynamic: {text[:400]}") from error
+    except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode as error:
+        text = str(error).splitlines()[0]
+        raise ValueError(
+            f"{type(module).__name__} decides by values of its inputs, which a graph cannot: {text[:400]}"
+        ) from error
+    limits.check_graph(exported)
+    return exported
+
+
+def translate(
+    exported: torch.export.ExportedProgram,
+    inputs: Mapping[str, GraphInput],
+    outputs: list[str] | None,
+    prefix: str,
+    opset: int = OPSET,
+) -> Any:
+    """The ONNX model of a graph, as an `onnx_ir.Model`."""
+    from onnxscript import optimizer
+
+    # Filled by the translations: values of packed 4-bit codes, and their ONNX types.
+    packed: dict[Any, int] = {}
+    program = torch.onnx.export(
+        exported,
+        dynamo=True,
+        opset_version=opset,
+        optimize=False,
+        custom_translation_table=translations(packed),
+        input_names=list(inputs),
+        output_names=outputs,
+        verbose=False,
+    )
+    assert program is not None
+    model = program.model
+    _type_packed(packed)
+    _name_layers(model, prefix)
+    optimizer.optimize(model)
+    _name_dims(model, inputs)
+    _clean(model)
+    return model
+
+
+def _type_packed(packed: Mapping[Any, int]) -> None:
+    """Bytes of two codes become tensors of 4-bit numbers over the same memory."""
+    import onnx_ir as ir
+
+    for value, kind in packed.items():
+        # uint8 [out, in / 2]  ->  INT4 or FLOAT4E2M1 [out, in], the same bytes
+        codes = value.const_value.raw.detach().contiguous()
+        shape = (*codes.shape[:-1], codes.shape[-1] * 2)
+        value.const_value = ir.PackedTensor(codes.numpy(), ir.DataType(kind), shape=shape, name=value.name)
+        value.dtype = ir.DataType(kind)
+        value.shape = ir.Shape(shape)
+
+
+def _name_layers(model: Any, prefix: str) -> None:
+    """Initializers get the module's own names; nodes of linears and attentions are marked with their layer's name.
+
+    Linears in 16 bit are marked too: the audit has to find a layer that was planned in fewer bits and left as it was.
+    """
+    graph = model.graph
+    for value in list(graph.initializers.values()):
+        if prefix and value.name.startswith(prefix):
+            old = value.name
+            value.name = old.removeprefix(prefix)
+            if old in graph.initializers:
+                graph.initializers[value.name] = graph.initializers.pop(old)
+    groups: dict[str, list[Any]] = {}
+    plain: list[tuple[str, Any]] = []
+    for node in graph:
+        source = node.metadata_props.get("pkg.torch.onnx.fx_node", "")
+        if "torch.ops.quant.linear.default" in source or "torch.ops.quant.conv.default" in source:
+            groups.setdefault(source, []).append(node)
+        elif "torch.ops.quant.onnx_attention" in source or any(op in source for op in _PLAIN_LINEARS):
+            # The modules that the op was called in, outermost first, and then the op itself.
+            *_, module, _ = ast.literal_eval(node.metadata_props["pkg.torch.onnx.name_scopes"])
+            plain.append((module.removeprefix(prefix), node))
+    quantized = set()
+    for nodes in groups.values():
+        read = (value.name for node in nodes for value in node.inputs if value is not None)
+        layer = next(name for name in read if name.endswith(".codes")).removesuffix(".codes")
+        quantized.add(layer)
+        for node in nodes:
+            node.metadata_props[LAYER_KEY] = layer
+        output = nodes[-1].outputs[0]
+        if not output.is_graph_output():
+            output.name = f"{layer}.output"
+    for layer, node in plain:
+        # The low-rank branch of a quantized layer has linears too, which are not the layer's GEMM.
+        if layer not in quantized:
+            node.metadata_props[LAYER_KEY] = layer
+
+
+def _name_dims(model: Any, inputs: Mapping[str, GraphInput]) -> None:
+    """Dimensions get the names that `inputs` give them, in every value and in sums of them."""
+    import onnx_ir as ir
+
+    names = {
+        str(dim.value): name
+        for value in model.graph.inputs
+        for dim, name in zip(value.shape, inputs[value.name].dims, strict=True)
+        if isinstance(dim, ir.SymbolicDim) and isinstance(name, str)
+    }
+    if not names:
+        return
+    symbol = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+
+    # torch calls dimensions s0, s1 and so on, and sums such as "s0 + 1" stay sums.
+    def named(dim: Any) -> Any:
+        if not isinstance(dim, ir.SymbolicDim) or dim.value is None:
+            return dim
+        return symbol.sub(lambda match: names[match[0]], str(dim.value))
+
+    for value in [*model.graph.inputs, *(output for node in model.graph for output in node.outputs)]:
+        if value.shape is not None:
+            value.shape = ir.Shape([named(dim) for dim in value.shape])
+
+
+def layer_of(node: Any) -> str:
+    """The layer that a node of an exported file belongs to; empty for other nodes."""
+    return next((entry.value for entry in node.metadata_props if entry.key == LAYER_KEY), "")
+
+
+def _clean(model: Any) -> None:
+    """Removes the exporter's metadata, such as stack traces with paths of this machine."""
+    for value in [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]:
+        value.metadata_props.clear()
+    for node in model.graph:
+        layer = node.metadata_props.get(LAYER_KEY)
+        node.metadata_props.clear()
+        if layer is not None:
+            node.metadata_props[LAYER_KEY] = layer
+        for value in node.outputs:
+            value.metadata_props.clear()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences the exporter's notes on missing packages and its own deprecations."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,28 @@
+"""`open_session` loads an exported file in the runtime that it is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quant.engines.onnxruntime_session import OnnxruntimeSession
+from quant.engines.session import Session
+from quant.engines.tensorrt_session import TensorrtSession
+from quant.errors import UserError
+
+ONNX_FILE = "model.onnx"
+
+
+def open_session(path: str | Path) -> Session:
+    """The session of an ONNX file, a directory with `model.onnx`, or an engine.
+
+    Raises:
+        UserError: the file cannot be loaded here, or is no serving graph; the message names it and the way out.
+    """
+    path = Path(path)
+    if (path / ONNX_FILE).is_file():
+        path /= ONNX_FILE
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; name an ONNX file or an engine that `quant export` wrote")
+    if path.suffix == ".onnx":
+        return OnnxruntimeSession(path)
+    return TensorrtSession(path)

@@ -1,0 +1,53 @@
+"""Tiny decoders of the kinds that one serving graph has to hold, and the tokens that each writes by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tiny_models
+import torch
+
+CAPACITY, LENGTHS, NEW = 256, (5, 150, 200), 32
+_SIZES = {"hidden_size": 128, "intermediate_size": 128, "max_position_embeddings": 512}
+
+
+def gemma3(**options: Any) -> Any:
+    """A block with a sliding window and one without, heads of 256, norms of queries and keys."""
+    sizes = {**tiny_models.DECODER, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 32}
+    sizes |= {"layer_types": ["sliding_attention", "full_attention"]}
+    return tiny_models.build("Gemma3", "ForCausalLM", sizes, config_family="Gemma3Text", **options)
+
+
+DECODERS: dict[str, Callable[..., Any]] = {
+    "llama-64": lambda **options: tiny_models.llama(head_dim=64, **options),
+    "llama-128": lambda **options: tiny_models.llama(head_dim=128, **options),
+    "llama-256": lambda **options: tiny_models.llama(head_dim=256, **options),
+    "qwen3": lambda **options: tiny_models.qwen3(**{"head_dim": 64, **options}),
+    "gemma3": gemma3,
+    "mistral": lambda **options: tiny_models.mistral(sliding_window=64, **options),
+}
+
+
+def decoder(kind: str, **options: Any) -> Any:
+    """One of `DECODERS`, whose logits depend on all that is rounded, and whose tokens do not repeat."""
+    return DECODERS[kind](**{**_SIZES, "gain": 4.0, **options})
+
+
+def prompts() -> list[list[int]]:
+    """Token ids of three rows of different lengths."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, 64, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def greedy_tokens(model: Any, rows: Sequence[Sequence[int]], new: int = NEW) -> list[list[int]]:
+    """The likeliest tokens after each row, one row at a time and without a cache."""
+    written = []
+    for row in rows:
+        tokens = list(row)
+        with torch.no_grad():
+            for _ in range(new):
+                logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+                tokens.append(int(logits.float().argmax()))
+        written.append(tokens[len(row) :])
+    return written
