@@ -63,6 +63,9 @@ def make_plan(
     if solver is not None:
         # An explicit solver is for every layer: rules of the recipe may not name another one.
         recipe = replace(recipe, solver=solver, rules=tuple(replace(rule, solver=None) for rule in recipe.rules))
+    # Rules may name solvers of their own. An unknown one is refused before the model runs, which may take long.
+    for name in {recipe.solver, *(rule.solver for rule in recipe.rules)} - {None}:
+        get_solver(str(name))
     recipe = recipe.with_rules(*(Rule(glob, KEEP, reason=f"--exclude {glob}") for glob in exclude))
     if isinstance(model, nn.Module):
         layers, unknown = grouped_layers(model, run)
@@ -71,9 +74,6 @@ def make_plan(
     record: dict[str, Any] = {}
     if recipe.solver is None:
         recipe, record = _with_solver_of(effort, recipe, layers, can_run=isinstance(model, nn.Module))
-    # Rules may name solvers of their own; an unknown one is refused before there is a plan.
-    for name in {recipe.solver, *(rule.solver for rule in recipe.rules)} - {None}:
-        get_solver(str(name))
     # The name of a layer becomes a tensor name in a checkpoint, and the path at which it is replaced.
     if any(layer.name == "" for layer in layers):
         raise UserError(f"the model is a single {type(model).__name__}: put it in a module, such as nn.Sequential")

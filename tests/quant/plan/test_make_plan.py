@@ -27,6 +27,14 @@ def test_a_layer_asked_for_says_first_why_it_is_not_quantized() -> None:
         make_plan(model, "fp8_channel", include=["*input_layernorm"])
 
 
+def test_an_unknown_solver_is_refused_before_the_model_runs() -> None:
+    def run(model: torch.nn.Module) -> None:
+        raise AssertionError("the model ran")
+
+    with pytest.raises(ValueError, match="unknown solver 'magic'"):
+        make_plan(tiny_models.llama(), "nvfp4", solver="magic", run=run)
+
+
 def test_inputs_that_nothing_can_measure_are_said() -> None:
     plan = make_plan({"net.up.weight": (64, 32)}, "nvfp4")
     assert coverage_warnings(plan) == []
