@@ -11,7 +11,9 @@ The command is `quant evaluate DIR --tasks arc_easy,hellaswag`. In Python:
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ from torch import nn
 
 from quant.errors import UserError
 from quant.extras import require
+
+# Of metrics without a formula for the standard error, such as F1. Zero would make lm-eval leave out every error.
+_RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -80,10 +85,12 @@ def evaluate_tasks(
         raise UserError(
             f"lm-eval has no task {unknown[0]!r}; `lm-eval ls tasks` lists them; --task-path takes a folder of yours"
         )
-    results = lm_eval.simple_evaluate(
-        BlockscaleLM(model, tokenizer=tokenizer, batch_size=batch_size, device=device), tasks=names, num_fewshot=shots,
-        limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=0,
-    )  # fmt: skip
+    # lm-eval prints while it resamples; standard output is for the caller's results, such as the JSON of a command.
+    with redirect_stdout(sys.stderr):
+        results = lm_eval.simple_evaluate(
+            BlockscaleLM(model, tokenizer=tokenizer, batch_size=batch_size, device=device), tasks=names,
+            num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=_RESAMPLES,
+        )  # fmt: skip
     return list(_scores(results))
 
 

@@ -13,6 +13,8 @@ import quant
 from quant.cli.main import main
 from quant.errors import UserError
 
+pytestmark = pytest.mark.slow  # lm-eval reads thousands of files of tasks
+
 pytest.importorskip("lm_eval", reason="the extra lm-eval")
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 
@@ -40,7 +42,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tasks / "words.yaml").write_text(
         f"task: words_of_ours\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tasks / 'data.jsonl'}\n"
         "output_type: multiple_choice\ntest_split: test\ndoc_to_text: '{{question}}'\ndoc_to_choice: choices\n"
-        "doc_to_target: answer\nmetric_list:\n  - metric: acc\n"
+        "doc_to_target: answer\nmetric_list:\n  - metric: acc\n  - metric: mcc\n"
     )
     return tmp_path / "out"
 
@@ -63,13 +65,15 @@ def accuracy(model: Any, documents: Any) -> float:
 def test_the_command_scores_a_checkpoint(checkpoint: Path) -> None:
     command = ["evaluate", str(checkpoint), "--tasks", "words_of_ours", "--task-path", str(checkpoint.parent / "tasks")]
     done = CliRunner().invoke(main, [*command, "--json", "--limit", "20"], catch_exceptions=False)
-    (score,) = json.loads(done.stdout)
+    assert not done.exit_code, done.output
+    score, correlation = json.loads(done.stdout)
     expected = accuracy(quant.load(checkpoint), DOCUMENTS[:20])
     assert 0 < expected < 1
     assert score == {
         "task": "words_of_ours", "metric": "acc", "filter": "none", "value": pytest.approx(expected),
-        "stderr": score["stderr"], "samples": 20,
+        "stderr": pytest.approx((expected * (1 - expected) / 19) ** 0.5), "samples": 20,
     }  # fmt: skip
+    assert correlation["metric"] == "mcc" and 0.05 < correlation["stderr"] < 0.5
     table = CliRunner().invoke(main, command, catch_exceptions=False).stdout
     assert "words_of_ours" in table and f"{accuracy(quant.load(checkpoint), DOCUMENTS):.4f}" in table
 
@@ -87,7 +91,7 @@ def test_lm_eval_finds_the_model_by_its_name(checkpoint: Path) -> None:
     assert found is not None
     value = found["results"]["words_of_ours"]["acc,none"]
     assert value == pytest.approx(accuracy(quant.load(checkpoint), DOCUMENTS))
-    (score,) = quant.evaluate_tasks(checkpoint, "words_of_ours", task_path=checkpoint.parent / "tasks")
+    score, _ = quant.evaluate_tasks(checkpoint, "words_of_ours", task_path=checkpoint.parent / "tasks")
     assert score.value == value and score.samples == len(DOCUMENTS)
 
 
