@@ -71,6 +71,8 @@ class Case:
             stamp = place.stat().st_mtime_ns
             place.write_bytes(mutations.mutate(self.target.kind, place.read_bytes(), rng, folder / "CANARY"))
             os.utime(place, ns=(stamp, stamp))
+            if self.target.kind == "step":
+                place.rename(place.with_name(mutations.forged_name(place)))
         elif rng is not None:
             options = [i for i, word in enumerate(self.argv[:-1]) if word.startswith("--") and word != "--out"]
             values = [i + 1 for i in options if not self.argv[i + 1].startswith("-")]

@@ -185,13 +185,13 @@ def _unfinished(home: Path) -> str:
     """Makes the partial directory of a run that was killed before it wrote its checkpoint; gives the file of a step."""
 
     def stop() -> None:
-        partial.Partial.put = _killed_after(4, partial.Partial.put)  # type: ignore[method-assign]
+        partial.Partial.put = _killed_after(2, partial.Partial.put)  # type: ignore[method-assign]
 
     folder = _beside(home)
     killed = forks.run(RESUMED.split(), folder, stop)
     assert killed.code == -signal.SIGKILL, killed
     shutil.move(folder / ".out.partial", home / ".out.partial")
-    return next((home / ".out.partial").glob("*.safetensors")).name
+    return max((home / ".out.partial").glob("*.safetensors"), key=lambda file: file.stat().st_size).name
 
 
 def _killed_after(calls: int, put: Callable[..., None]) -> Callable[..., None]:
@@ -272,8 +272,9 @@ def _targets(step: str) -> list[Target]:
         Target("m.engine.json", "json", audits, 3),
         Target("scores.json", "json", [scored]),
         Target("times.json", "json", [timed], 3),
-        Target(".out.partial/journal.jsonl", "journal", [RESUMED]),
+        Target(".out.partial/run.json", "json", [RESUMED]),
         Target(f".out.partial/{step}", "safetensors", [RESUMED], 1),
+        Target(f".out.partial/{step}", "step", [RESUMED]),
         Target("m.gguf", "bytes", _of("m.gguf", [*run[:3], *run[4:6]]), 6),
         Target("tokens.safetensors", "safetensors", [calibrated, evaluate]),
         Target(

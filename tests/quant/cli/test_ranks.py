@@ -163,15 +163,18 @@ def killed(rank: int, at: int, log: Path, arguments: list[str], count: int) -> t
 
     def dies() -> None:
         seen = [0]
-        put = partial_module.Partial.put
 
-        def counted(*given: Any, **more: Any) -> None:
-            seen[0] += 1
-            if seen[0] == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            put(*given, **more)
+        def counting(method: Callable[..., None]) -> Callable[..., None]:
+            def counted(*given: Any, **more: Any) -> None:
+                seen[0] += 1
+                if seen[0] == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                method(*given, **more)
 
-        partial_module.Partial.put = counted  # type: ignore[method-assign]
+            return counted
+
+        for name in ("put", "expect"):
+            setattr(partial_module.Partial, name, counting(getattr(partial_module.Partial, name)))
         quantize_command(arguments)
 
     started = time.monotonic()
@@ -198,8 +201,7 @@ def test_a_lost_rank_is_named_and_another_number_of_ranks_goes_on(
     ), said
     assert all(said[each] == "" for each in range(3) if each not in (speaker, rank)), said
     assert not out.exists()
-    steps = [line for file in partial_path(out).glob("*.jsonl") for line in file.read_text().splitlines()]
-    assert len(steps) > 1
+    assert any(partial_path(out).glob("*.safetensors"))
     run(arguments, 2, tmp_path / "log")
     assert not partial_path(out).exists()
     run(options(home, "llama", tmp_path / "whole", "--format=nvfp4a16", f"--solver={solver}"), 1, tmp_path / "log")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -23,12 +24,14 @@ from quant.calibration.texts.mixture import rows_hash
 from quant.calibration.walk import sequential
 from quant.calibration.walk.block import Block
 from quant.calibration.walk.chain import States
+from quant.execution import moved_steps, step_file
 from quant.execution import store as partial_module
 from quant.execution.data import lacks_data
 from quant.execution.finished_layers import BlockKeeper
 from quant.execution.solve import with_calibration
 from quant.execution.sources import tokenizer_if_any
-from quant.execution.store import partial_path
+from quant.execution.step_file import StepFile
+from quant.execution.store import Partial, partial_path
 from quant.models.open import open_model
 from quant.run import decide as deciding
 from quant.run import measure as measuring
@@ -195,8 +198,8 @@ def killed_at(number: int, work: Callable[[], None]) -> int:
         return counted
 
     def watched() -> None:
-        partial_module.write_tensor_file = counting(partial_module.write_tensor_file)  # type: ignore[attr-defined]
-        partial_module._append = counting(partial_module._append)
+        step_file.write_tensor_file = counting(step_file.write_tensor_file)  # type: ignore[attr-defined]
+        partial_module.write_atomically = counting(partial_module.write_atomically)  # type: ignore[attr-defined]
         Path.rename = counting(Path.rename)  # type: ignore[method-assign]
         Path.unlink = counting(Path.unlink)  # type: ignore[method-assign]
         work()
@@ -257,21 +260,22 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
     monkeypatch.setattr("quant.export.checkpoint.tensor_file._LOG_BYTES", 4096)
 
     def work() -> None:
-        give, given = partial_module._give_up_room, []
+        give, given = moved_steps._give_up_room, []
 
         def dies(part: Path) -> None:
             given.append(part)
-            if len(given) == 2:  # the journal says that its room is given up
+            if len(given) == 2:  # a note says that its room is given up
                 os.kill(os.getpid(), signal.SIGKILL)
             give(part)
 
-        partial_module._give_up_room = dies
+        moved_steps._give_up_room = dies
         pipeline.run(job(models(name), tmp_path / "out", text, **options))
 
     assert in_child(work) == -signal.SIGKILL
     left = partial_path(tmp_path / "out")
     parts = [part.stat() for part in left.glob("*.safetensors")]
-    assert '"moved": ["' in (left / "journal.jsonl").read_text()
+    notes = [file for path in left.glob("*.safetensors") if (file := StepFile.read(path)) and file.step[:5] == "shard"]
+    assert any(note.record()["moved"] for note in notes)
     assert name == "qwen3_moe" or sum(part.st_blocks * 512 + 4096 < part.st_size for part in parts) == 1
     with pytest.raises(ValueError, match="--eval was another"):
         pipeline.run(job(models(name), tmp_path / "out", text, **{**options, "eval_samples": 3}))
@@ -296,7 +300,7 @@ def begun(directory: Path, text: str, **options: Any) -> Path:
     model = directory / "model"
     tiny_models.llama(dtype=torch.bfloat16, gain=2.0).save_pretrained(model)
     ours = job(model, directory / "out", text, recipe="nvfp4a16", **options)
-    assert killed_at(7, lambda: pipeline.run(ours)) == -signal.SIGKILL
+    assert killed_at(11, lambda: pipeline.run(ours)) == -signal.SIGKILL
     assert any(partial_path(directory / "out").glob("*.safetensors"))
     return model
 
@@ -358,15 +362,15 @@ def test_a_weight_file_that_changes_during_the_run(
 ) -> None:
     model = tmp_path / "model"
     tiny_models.llama(dtype=torch.bfloat16).save_pretrained(model)
-    write = partial_module._write
+    write = StepFile.write
 
-    def meddle(*args: Any) -> str:
+    def meddle(*args: Any, **options: Any) -> StepFile:
         shard = model / "model.safetensors"
         if shard.exists():
             shard.unlink() if vanishes else os.utime(shard, ns=(0, 0))
-        return write(*args)
+        return write(*args, **options)
 
-    monkeypatch.setattr(partial_module, "_write", meddle)
+    monkeypatch.setattr(StepFile, "write", meddle)
     what = "disappeared" if vanishes else "changed"
     with pytest.raises(ValueError, match=rf"model\.safetensors: this file of the model {what} while it was read"):
         pipeline.run(job(model, tmp_path / "out", text, recipe="nvfp4a16"))
@@ -451,45 +455,55 @@ def test_fifty_kills_at_random_moments(
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        (None, "record"),
+        (None, "expected an object"),
         ({"bytes": "7", "sha256": "", "moved": []}, "bytes"),
         ({"bytes": 7, "sha256": "", "moved": ["../model/00001.safetensors"]}, "no file of a step"),
     ],
 )
-def test_a_forged_line_about_a_file_of_the_checkpoint_is_refused(record: Any, problem: str, tmp_path: Path) -> None:
-    journal = tmp_path / "journal.jsonl"
-    partial_module._append(journal, {"depends": {}})
-    line = {"step": "shard model.safetensors", "file": "00001.safetensors", "sha256": None, "record": record}
-    partial_module._append(journal, line)
-    with pytest.raises(ValueError, match=rf"{problem}.*pass --restart to begin anew"):
-        partial_module._lines(journal)
+def test_a_forged_note_about_a_file_of_the_checkpoint_is_refused(record: Any, problem: str, tmp_path: Path) -> None:
+    with Partial(tmp_path / "out", {}) as store:
+        store.note("shard model.safetensors", record)
+    with (
+        Partial(tmp_path / "out", {}) as store,
+        pytest.raises(ValueError, match=rf"{problem}.*pass --restart to begin anew"),
+    ):
+        store.is_moving  # noqa: B018
 
 
-@pytest.mark.parametrize("cut", [0, 5])
-def test_a_line_that_the_disk_did_not_take_whole_leaves_nothing_behind(
-    cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_the_disk_did_not_take_whole_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = tmp_path / "journal.jsonl"
-    partial_module._append(journal, {"depends": {"first": 1}})
-    before, plain = journal.read_bytes(), Path.open
+    def full(path: Path, *_: Any, **options: Any) -> str:
+        path.write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    class Full:
-        def __init__(self, file: Any) -> None:
-            self.file, self.tell, self.truncate = file, file.tell, file.truncate
+    tensors = {"x": torch.arange(5)}
+    with Partial(tmp_path / "out", {}) as store:
+        store.put("a", tensors, 1)
+        store.flush()
+        monkeypatch.setattr(step_file, "write_tensor_file", full)
+        store.put("b", tensors, 2)
+        with pytest.raises(OSError, match=r"No space left .* make room"):
+            store.flush()
+    monkeypatch.undo()
+    assert len([*partial_path(tmp_path / "out").iterdir()]) == 2  # run.json and the first step
+    with Partial(tmp_path / "out", {}) as store:
+        assert "b" not in store
+        store.put("b", tensors, 3)
+        store.flush()
+        first, second = store.get("a"), store.get("b")
+        assert first is not None and second is not None
+        assert (first.record, second.record) == (1, 3) and torch.equal(first.tensors["x"], tensors["x"])
 
-        def write(self, content: bytes) -> int:
-            return int(self.file.write(content[:cut]))
 
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self.file.close()
-
+def test_the_newest_file_of_a_step_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", lambda path, *rest, **options: Full(plain(path, *rest, **options)))
-        with pytest.raises(OSError, match="No space left"):
-            partial_module._append(journal, {"step": "a", "file": "00001.safetensors", "sha256": "", "record": 1})
-    assert journal.read_bytes() == before
-    partial_module._append(journal, {"step": "b", "file": "00002.safetensors", "sha256": "", "record": 1})
-    assert journal.read_bytes().startswith(before) and journal.read_bytes().count(b"\n") == 2
+        # As if the run was stopped between the rename of the new file and the removal of the old one.
+        patched.setattr(Path, "unlink", lambda *_, **__: None)
+        with Partial(tmp_path / "out", {"version": 1}) as store:
+            for record in range(11):
+                store.put("a", {"x": torch.full((3,), record)}, record)
+            store.flush()
+    with Partial(tmp_path / "out", {"version": 1}) as store:
+        step = store.get("a")
+        assert step is not None and step.record == 10 and step.tensors["x"].tolist() == [10] * 3
