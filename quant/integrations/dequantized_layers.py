@@ -23,7 +23,7 @@ def dense_linear(module: QuantLinear) -> nn.Linear:
     # The constructor would fill a matrix with random numbers, only for the next lines to replace it.
     with torch.device("meta"):
         linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
-    linear.weight = nn.Parameter(module.weight, requires_grad=False)
+    linear.weight = nn.Parameter(module.weight.as_subclass(torch.Tensor), requires_grad=False)
     if module.bias is not None:
         linear.bias = module.bias
     # Forward hooks of users and of accelerate live on the module object, which is exchanged here.

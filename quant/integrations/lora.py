@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT train on quantized layers, and are merged back into them.
+"""Adapters of PEFT train on quantized layers, and are merged back into them.
 
     config = quant.lora(LoraConfig(r=16, target_modules="all-linear"), model)
     model = get_peft_model(model, config)          # or SFTTrainer(model, peft_config=config, …)
@@ -7,7 +7,9 @@
     quant.save(merged.model, merged.plan, DIR)
 
 PEFT looks up the adapter class of an unknown layer among the custom modules of a `LoraConfig`, where `lora` registers
-ours. The base stays packed: a gradient passes through it to its input, and the adapters train in 16 or 32 bit.
+ours. The base stays packed: a gradient passes through it to its input, and the adapters train in 16 or 32 bit. Other
+adapters (`adaptable_linear.py`) are PEFT's own. On a model that `prepare_qat` prepared, LoRA is inside of the rounding
+(`lora_qat_layers.py`), and `convert_qat` packs what PEFT merges.
 
 Merging changes the weight by less than a step of its format in most places, so rounding again could lose much of the
 training. `merge_lora` therefore dequantizes the layers, has PEFT merge (DoRA and rsLoRA too), solves them by the plan's
@@ -32,46 +34,50 @@ from quant.checkpoints.pretrained import attach
 from quant.errors import UserError, listed
 from quant.execution.solve import Quantized, solve_plan
 from quant.extras import require
+from quant.integrations.adaptable_linear import CONFIGS, make_adaptable
 from quant.integrations.dequantized_layers import DenseExperts, dense_linear
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.modules import QuantLinear
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Parts, Plan
+from quant.training.modules import QATLinear
+from quant.training.rounding.rounded_weight import RoundedWeight
 
 _INTO_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 """Beginnings of the initializations of PEFT that change the weights of the base."""
 
 
 def lora(config: Any, model: nn.Module) -> Any:
-    """Prepares a `LoraConfig` of PEFT for a quantized model; the config is changed and returned.
+    """Prepares a config of PEFT for a quantized model, or for one in QAT; the config is changed and returned.
 
     Args:
-        config: its `target_modules` may name quantized linears and expert projections (`gate_up_proj`, `down_proj` of
-            fused experts); "all-linear" means all linears, quantized or not, but the head. Adapters that were saved
+        config: a `LoraConfig`, or for linears an `IA3Config`, `VeraConfig`, `OFTConfig` or `AdaLoraConfig`. Its
+            `target_modules` may name quantized linears and, for LoRA, expert projections (`gate_up_proj`, `down_proj`
+            of fused experts); "all-linear" means all linears, quantized or not, but the head. Adapters that were saved
             are loaded by `PeftModel.from_pretrained(model, DIR, config=quant.lora(LoraConfig.from_pretrained(DIR),
             model))`.
-        model: the quantized model that the adapters are for.
+        model: the quantized model that the adapters are for, or one that `prepare_qat` prepared. There the adapters'
+            product is added to each weight before it is rounded, and the result is packed by
+            `quant.convert_qat(model.merge_and_unload())`.
 
     Raises:
-        UserError: not a `LoraConfig`, a model without quantized layers, or an initialization that would change their
-            weights.
+        UserError: a config of other adapters, a model without quantized layers, an initialization that would change
+            their weights, or an option that LoRA inside of the rounding cannot have.
     """
     peft = require("peft", "training")
     from quant.integrations.lora_layers import LAYERS
 
-    if not isinstance(config, peft.LoraConfig):
-        raise UserError(f"quant.lora takes a LoraConfig of PEFT, not a {type(config).__name__}")
-    if not any(isinstance(module, tuple(LAYERS)) for module in model.modules()):
+    kind = type(config).__name__
+    if not isinstance(config, peft.LoraConfig) and kind not in CONFIGS:
+        raise UserError(f"quant.lora takes a LoraConfig, {', '.join(CONFIGS)} of PEFT, not a {kind}")
+    if any(isinstance(module, RoundedWeight) for module in model.modules()):
+        _put_inside(config)
+    elif not any(isinstance(module, tuple(LAYERS)) for module in model.modules()):
         raise UserError("the model has no quantized linears or experts; quantize it first, or use PEFT as it is")
-    how = config.init_lora_weights
-    if isinstance(how, str) and how.lower().startswith(_INTO_THE_BASE):
-        raise UserError(
-            f"init_lora_weights={how!r} subtracts the adapter from the weights, and quantized ones stay as they are; "
-            "leave it True, or take 'gaussian', 'orthogonal' or 'eva'"
-        )
-    # PEFT's experimental hook (`LoraConfig._register_custom_module`) for classes of layers that it does not know.
-    # Without it `get_peft_model` refuses a QuantLinear as an unsupported target.
-    config._register_custom_module(LAYERS)
+    elif kind in CONFIGS:
+        make_adaptable(model)
+    else:
+        _put_beside(config, LAYERS)
     # PEFT resolves "all-linear" to classes of torch and of quantizers that it knows, and would pass ours over.
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         find_head: Any = getattr(model, "get_output_embeddings", None)
@@ -82,6 +88,32 @@ def lora(config: Any, model: nn.Module) -> Any:
             if isinstance(module, QuantLinear | nn.Linear) and module is not head
         }
     return config
+
+
+def _put_inside(config: Any) -> None:
+    """Has PEFT put LoRA inside of the rounding of layers in training."""
+    from quant.integrations.lora_qat_layers import LoraQATLinear, check_inside
+
+    if type(config).__name__ in CONFIGS:
+        raise UserError(
+            f"the model is prepared for QAT, and a {type(config).__name__} cannot go inside of its rounding: take a "
+            "LoraConfig, or use PEFT without quant.lora, which puts adapters beside the rounded layers"
+        )
+    check_inside(config)
+    config._register_custom_module({QATLinear: LoraQATLinear})
+
+
+def _put_beside(config: Any, layers: Any) -> None:
+    """Has PEFT put our LoRA layers over quantized ones."""
+    how = config.init_lora_weights
+    if isinstance(how, str) and how.lower().startswith(_INTO_THE_BASE):
+        raise UserError(
+            f"init_lora_weights={how!r} subtracts the adapter from the weights, and quantized ones stay as they are; "
+            "leave it True, or take 'gaussian', 'orthogonal' or 'eva'"
+        )
+    # PEFT's experimental hook (`LoraConfig._register_custom_module`) for classes of layers that it does not know.
+    # Without it `get_peft_model` refuses a QuantLinear as an unsupported target.
+    config._register_custom_module(layers)
 
 
 def merge_lora(
@@ -108,6 +140,8 @@ def merge_lora(
     Raises:
         UserError: no adapters on quantized layers, or no plan.
     """
+    from quant.integrations.lora_layers import make_dense
+
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     adapted = {
         name: module
@@ -130,7 +164,7 @@ def merge_lora(
     # dense before the merge. The others of their groups follow after it, when PEFT's wrappers are gone.
     with torch.no_grad():
         for module in adapted.values():
-            module.make_dense()
+            make_dense(module)
         merged = model.merge_and_unload()
         for layer in again:
             _make_dense(merged, layer)

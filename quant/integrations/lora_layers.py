@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from quant.errors import UserError
+from quant.integrations.adaptable_linear import refuse_merge
 from quant.integrations.dequantized_layers import DenseExperts, dense_linear
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.expert_stack import ExpertStack
@@ -61,16 +62,12 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
         return (
             torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
-            and type(base) is QuantLinear
+            and isinstance(base, QuantLinear)
             and not base.parts
             and (base.bias is None or not base.bias.requires_grad)
             and (isinstance(dropout, nn.Identity) or not dropout.training)
             and not (_is_hooked(base) or _is_hooked(self.lora_A[name]))
         )
-
-    def make_dense(self) -> None:
-        """Puts a linear layer in 16 bit in the place of the quantized one, into which PEFT then merges."""
-        self.base_layer = dense_linear(self.base_layer)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         _refuse_quantized(self.base_layer)
@@ -209,10 +206,6 @@ class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
         branch = self.stacking.outputs(torch.cat(rows)) if rows else y[:0]
         return torch.cat(((y[: bounds[-1]] + branch).to(y.dtype), y[bounds[-1] :]))
 
-    def make_dense(self) -> None:
-        """Dequantizes the experts, into which `merge` then adds the adapters."""
-        self.base_layer = DenseExperts(self.base_layer.dequantize(self.dtype), self.stacking)
-
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         _refuse_quantized(self.base_layer)
         weight = self.base_layer.weight
@@ -238,10 +231,14 @@ def _add(
 
 def _refuse_quantized(base: nn.Module) -> None:
     if isinstance(base, QuantLinear | QuantExperts):
-        raise UserError(
-            "an adapter on a quantized layer is merged by quant.merge_lora(model, data), which quantizes the layers "
-            "again by the plan; merge() alone would not know how"
-        )
+        refuse_merge()
+
+
+def make_dense(module: Any) -> None:
+    """Puts a layer in 16 bit below an adapter, into which PEFT then merges."""
+    base = module.base_layer
+    is_linear = isinstance(base, QuantLinear)
+    module.base_layer = dense_linear(base) if is_linear else DenseExperts(base.dequantize(base.dtype), base.stacking)
 
 
 LAYERS = {QuantLinear: LoraQuantLinear, QuantExperts: LoraQuantExperts}

@@ -255,8 +255,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         config(tiny_models.llama())
     with pytest.raises(UserError, match="init_lora_weights='pissa' subtracts"):
         config(done.model, init_lora_weights="pissa")
-    with pytest.raises(UserError, match="takes a LoraConfig of PEFT, not a IA3Config"):
-        quant.lora(peft.IA3Config(), done.model)
+    with pytest.raises(UserError, match=r"takes a LoraConfig, IA3Config, .* of PEFT, not a LoHaConfig"):
+        quant.lora(peft.LoHaConfig(), done.model)
     with pytest.raises(UserError, match="no quantized layer of the model has an adapter"):
         quant.merge_lora(done.model)
     model = with_adapters(done)

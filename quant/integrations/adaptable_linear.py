@@ -1,0 +1,69 @@
+"""Adapters of PEFT other than LoRA go on quantized linears that pass for `nn.Linear`.
+
+IA3, VeRA, OFT and AdaLoRA change the input or the output of a layer, and need nothing of its weight. But PEFT accepts
+only classes that it knows, and has no registry for others. `make_adaptable` changes the class of a `QuantLinear` to one
+that is an `nn.Linear` too. PEFT would also merge into the weight that it reads there, which is a dequantized copy: what
+it reads refuses to be changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.errors import UserError
+from quant.kernels.linear.modules import QuantLinear
+
+CONFIGS = ("IA3Config", "VeraConfig", "OFTConfig", "AdaLoraConfig")
+"""The configs of PEFT whose adapters work on such layers."""
+
+
+class AdaptableQuantLinear(QuantLinear, nn.Linear):  # type: ignore[misc]
+    """A quantized linear on which PEFT puts any adapter that an `nn.Linear` takes."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dequantized matrix `[out, in]`, which cannot be changed."""
+        return super().weight.as_subclass(_Unchangeable)
+
+    @weight.setter
+    def weight(self, value: torch.Tensor) -> None:
+        # PEFT takes an adapter off by giving the layer below it its own weight and bias again.
+        if not isinstance(value, _Unchangeable):
+            refuse_merge()
+
+
+class _Unchangeable(torch.Tensor):
+    """A tensor that raises UserError where it would be changed in place; results computed from it are plain."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # `w.data = …` calls the setter of a property, `w += …` calls `__iadd__`, and `w.copy_(…)` ends in an underscore.
+        name, data = func.__name__, torch.Tensor.data
+        is_operator = name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
+        if is_operator or func == data.__set__ or (name.endswith("_") and not name.endswith("__")):  # type: ignore[attr-defined]
+            refuse_merge()
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        # PEFT merges into `weight.data`.
+        return result.as_subclass(cls) if func == data.__get__ else result  # type: ignore[attr-defined]
+
+
+def make_adaptable(model: nn.Module) -> None:
+    """Has all quantized linears of a model pass for `nn.Linear`."""
+    for module in model.modules():
+        if type(module) is QuantLinear:
+            module.__class__ = AdaptableQuantLinear
+
+
+def refuse_merge() -> None:
+    """Raises UserError where PEFT alone would merge an adapter into a quantized layer."""
+    raise UserError(
+        "an adapter on a quantized layer is merged by quant.merge_lora(model, data), which quantizes the layers again "
+        "by the plan; merge() alone would not know how"
+    )
