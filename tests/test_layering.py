@@ -66,6 +66,7 @@ MAY_LOAD = {
     "quant/integrations/from_pretrained.py": "transformers",
     "quant/integrations/lm_eval_model.py": "lm_eval",
     "quant/integrations/lora_layers.py": "peft",
+    "quant/integrations/lora_qat_layers.py": "peft",
     "quant/runtime/kv_cache.py": "transformers",
     "quant/training/trainer.py": "transformers",
     "quant/vllm_plugin/attention.py": "vllm",

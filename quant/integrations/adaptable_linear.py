@@ -43,7 +43,7 @@ class _Unchangeable(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # `w.data = …` calls the setter of a property, `w += …` calls `__iadd__`, and `w.copy_(…)` ends in an underscore.
+        # `w.data = …` calls the setter of a property, `w += …` is `__iadd__`, and `w.copy_(…)` ends in an underscore.
         name, data = func.__name__, torch.Tensor.data
         is_operator = name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
         if is_operator or func == data.__set__ or (name.endswith("_") and not name.endswith("__")):  # type: ignore[attr-defined]
