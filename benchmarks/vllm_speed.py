@@ -158,7 +158,7 @@ def engine(args: argparse.Namespace) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             seconds(rows, 9)
         times = {event.key: event.self_device_time_total / 9e3 for event in profiler.key_averages()}
-        most = sorted(times.items(), key=lambda pair: -pair[1])[:12]
+        most = sorted(times.items(), key=lambda pair: -pair[1])[:24]
         ranges = [event.time_range for event in profiler.events() if event.device_type.name == "CUDA"]
         return {"ms": busy(ranges) / 9e3, "kernels": {name[:60]: round(ms, 4) for name, ms in most}}
 
@@ -248,7 +248,7 @@ def main() -> None:
     if args.prefill:
         asks[f"prefill {args.prefill}"] = f"prefill 1 {args.prefill}"
     if args.profile:
-        asks[f"batch {args.batch[0]}, on the GPU"] = f"profile {args.batch[0]} {args.context}"
+        asks |= {f"batch {n}, on the GPU": f"profile {n} {args.context}" for n in args.batch}
     found: dict[str, dict[str, list[dict[str, Any]]]] = {what: {label: [] for label in engines} for what in asks}
     print("; ".join(f"{k} {v}" for k, v in {**machine(), **versions("vllm", "triton")}.items()) + "\n")
     for number in range(args.rounds):
