@@ -6,6 +6,7 @@
     groups      tensor scales of layers that runtimes merge    against each other
     forward     logits of a few tokens are finite              against the fingerprint in report.json, if it holds one
     source      tensors, config and files outside the plan     against the original model, if it is named
+    runtime     layers, log-probabilities, greedy tokens       of vLLM or transformers against `load`, if it is named
 
 `load` makes the checks that cost little and stops at the first finding; `verify` reports all findings.
 """
@@ -13,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from quant.checkpoints.open import (
     outline,
     suspect_problems,
 )
+from quant.checkpoints.runtime_check import RuntimeCheck, check_runtime
 from quant.checkpoints.source import compare_with_source
 from quant.evaluation.fingerprint import Fingerprint, fingerprint_problem
 from quant.export.checkpoint.check import plan_problems
@@ -72,12 +74,14 @@ class Verification(JsonData):
         checked: names of the checks that were made.
         skipped: by name of each other check, why it could not be made.
         explained: differences from the source that are right, with their reasons.
+        runtime: the checkpoint in a runtime, if one was named and ran it.
     """
 
     findings: tuple[Finding, ...]
     checked: tuple[str, ...]
     skipped: dict[str, str]
     explained: tuple[str, ...] = ()
+    runtime: RuntimeCheck | None = None
 
 
 def verify(
@@ -85,6 +89,8 @@ def verify(
     model: nn.Module | None = None,
     *,
     source: str | Path | None = None,
+    runtime: str | None = None,
+    engine: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> Verification:
     """Checks a quantized checkpoint, of either layout.
@@ -95,13 +101,22 @@ def verify(
             there, the files and the plan alone are checked.
         source: the directory of the original model, or its name on the Hugging Face hub: whatever of it the plan does
             not touch must be in the checkpoint as it is.
+        runtime: "vllm" or "transformers", as installed here: it loads the checkpoint in a process of its own, and each
+            layer, the log-probabilities and greedy tokens are held against `load`.
+        engine: further arguments of `vllm.LLM`, such as `{"kv_cache_dtype": "nvfp4"}`.
         trust_remote_code: lets transformers run the Python files that config.json names in `auto_map`.
 
     Raises:
         UserError: not a quantized checkpoint, or `source` is no directory of a model.
     """
     with remote_code(trust_remote_code):
-        return _verify(find_checkpoint(directory), model, source)
+        found = find_checkpoint(directory)
+        result = _verify(found, model, source)
+        if runtime is None:
+            return result
+        check = check_runtime(found, runtime, engine=dict(engine or {}), trust_remote_code=trust_remote_code)
+    problems = tuple(Finding(runtime, problem) for problem in check.problems)
+    return replace(result, findings=result.findings + problems, checked=(*result.checked, check.runtime), runtime=check)
 
 
 def _verify(directory: Path, model: nn.Module | None, source: str | Path | None) -> Verification:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +16,9 @@ from quant.export.engine.audit import UNPLANNED, Finding, audit, failures, fallb
 from quant.formats.json_files import read_json
 from quant.recipes.json_data import typed
 from quant.recipes.plan import Plan
+
+if TYPE_CHECKING:
+    from quant.checkpoints.runtime_check import RuntimeCheck
 
 
 @click.command("verify", cls=Command)
@@ -29,24 +33,39 @@ from quant.recipes.plan import Plan
     metavar="MODEL",
     help="Original model: its tensors, config and files outside the plan must be in the checkpoint as they are.",
 )
+@click.option(
+    "--runtime",
+    type=click.Choice(["vllm", "transformers"]),
+    help="Also load the checkpoint in this runtime, as installed here, and hold each layer against quant.load.",
+)
+@click.option("--engine", metavar="JSON", help="With --runtime vllm: further arguments of vllm.LLM, as JSON.")
 @TRUST
 @REVISION
 @QUIET
 @JSON
 @click.pass_context
 def verify_command(
-    ctx: click.Context, directory: str, model_factory: str | None, source: str | None, quiet: bool, as_json: bool
+    ctx: click.Context,
+    directory: str,
+    model_factory: str | None,
+    source: str | None,
+    runtime: str | None,
+    engine: str | None,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
     """Check a quantized checkpoint: hashes, plan, tensors, shared scales, and a forward pass.
 
     Each finding is one line. If there is any, the command ends with exit code 2. With --source, the checkpoint of any
-    tool is held against its original model; differences that are right are told with their reason.
+    tool is held against its original model; differences that are right are told with their reason. With --runtime, a
+    table shows the kernel and the largest error of each kind of layer, and a kind that is wrong is a finding.
     """
     from quant.checkpoints.verify import verify
     from quant.models.state_dict import call_factory
 
     with status(f"verifying {directory}", quiet or as_json):
-        result = verify(directory, call_factory(model_factory) if model_factory else None, source=source)
+        model = call_factory(model_factory) if model_factory else None
+        result = verify(directory, model, source=source, runtime=runtime, engine=_engine(engine))
     if as_json:
         print_json({"passed": not result.findings, **result.to_dict()})
     else:
@@ -59,10 +78,38 @@ def verify_command(
             for why in dict.fromkeys(result.skipped.values()):
                 names = ", ".join(name for name, reason in result.skipped.items() if reason == why)
                 click.echo(printable(f"{names}: not checked, {why}"), err=True)
+            if result.runtime is not None:
+                _show_runtime(result.runtime)
             click.echo(f"{counted(len(result.findings), 'finding')} in {', '.join(result.checked)}", err=True)
     # The same code as other expected errors, so that scripts need to know one.
     if result.findings:
         ctx.exit(2)
+
+
+def _engine(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        return typed(dict[str, Any], json.loads(text), "--engine")
+    except ValueError as error:
+        raise UserError(f"--engine: no JSON object of arguments ({error})") from None
+
+
+def _show_runtime(check: RuntimeCheck) -> None:
+    """A row for each kind of layer and kernel, and how far the whole model agrees."""
+    rows: dict[tuple[str, str, str], list[float | None]] = {}
+    for layer in check.layers:
+        rows.setdefault((layer.kind, layer.kernel, layer.inputs), []).append(layer.error)
+    grid = table("layer", "kernel", "inputs", ">layers", ">largest error")
+    for (kind, kernel, inputs), errors in rows.items():
+        known = [error for error in errors if error is not None]
+        grid.add_row(kind, kernel, inputs, f"{len(errors)}", f"{max(known):.2%}" if known else "not compared")
+    page().print(grid)
+    attention = f"; attention {check.attention}, KV cache {check.kv_cache}" if check.attention else ""
+    click.echo(
+        f"{check.runtime}: log-probabilities differ by {check.logprob_difference:.3f} nat on average, "
+        f"{check.top_1:.1%} of the likeliest and {check.greedy:.1%} of greedy tokens are equal{attention}"
+    )
 
 
 @click.command("audit", cls=Command)

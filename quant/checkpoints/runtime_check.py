@@ -1,0 +1,263 @@
+"""`check_runtime` runs a checkpoint in an installed runtime and holds every layer of it against `quant.load`.
+
+    runtime (a process of its own)  ─▶  some rows of x and y of each layer, log-probabilities, greedy tokens
+    quant.load                      ─▶  y of the same x, log-probabilities, greedy tokens
+
+A layer is computed from the runtime's own input, so that an error stays with the layer that makes it. A runtime may
+leave inputs in 16 bit where the checkpoint rounds them (vLLM on Hopper does so with NVFP4): a layer is right if it
+equals either, and the model is then compared with the inputs that the runtime took. Log-probabilities find what lies
+between the layers: attention, the KV cache, norms, embeddings.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from quant.calibration.texts.mixture import sample_texts
+from quant.checkpoints.load import load
+from quant.checkpoints.runtime_probe import PROBES, continue_greedily, score
+from quant.errors import UserError
+from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quantized_module import QuantizedModule
+from quant.models.huggingface import load_tokenizer
+from quant.recipes.json_data import JsonData
+from quant.recipes.json_text import json_text
+from quant.runtime.attention import quantized_attention
+
+LAYER_LIMIT = 0.02
+"""Largest relative error of a layer. Kernels in BF16 stay below 0.005; one wrong block in a hundred makes 0.1."""
+ROUNDED_LIMIT = 0.06
+"""The same for rounded inputs: a value near a tie may go either way. Inputs that are not rounded at all make 0.1."""
+MODEL_LIMIT = 0.2
+"""Largest mean difference of log-probabilities, in nat; the order of sums in BF16 alone makes 0.04 on SmolLM2."""
+TEXTS, TOKENS, NEW_TOKENS = 4, 96, 16
+
+
+@dataclass(frozen=True)
+class RuntimeLayer(JsonData):
+    """One layer of the runtime.
+
+    Attributes:
+        name: of the runtime's module.
+        kernel: the class that multiplied.
+        error: of its output, relative to the output of `quant.load`; None where that has no such layer.
+        inputs: "16 bit" or "rounded": the variant that it equals.
+    """
+
+    name: str
+    kernel: str
+    error: float | None
+    inputs: str = "16 bit"
+
+    @property
+    def kind(self) -> str:
+        """The last part of the name: "qkv_proj"."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the output differs by more than the order of sums and ties of rounding explain; NaN is wrong too."""
+        return self.error is not None and not self.error <= (LAYER_LIMIT if self.inputs == "16 bit" else ROUNDED_LIMIT)
+
+
+@dataclass(frozen=True)
+class RuntimeCheck(JsonData):
+    """A checkpoint in a runtime.
+
+    Attributes:
+        runtime: name and version.
+        attention, kv_cache: class of the attention, and dtype of the cache, as the runtime names them.
+        layers: every layer that ran.
+        logprob_difference: mean absolute difference of log-probabilities, nat.
+        top_1: share of positions at which both find the same token likeliest.
+        greedy: share of greedily generated tokens that are equal, up to the first difference of each text.
+        problems: one line each; none if the runtime computes the model of the checkpoint.
+    """
+
+    runtime: str
+    attention: str
+    kv_cache: str
+    layers: tuple[RuntimeLayer, ...]
+    logprob_difference: float
+    top_1: float
+    greedy: float
+    problems: tuple[str, ...]
+
+
+def check_runtime(
+    directory: Path, runtime: str, *, engine: dict[str, Any] | None = None, trust_remote_code: bool = False
+) -> RuntimeCheck:
+    """Runs a checkpoint in `runtime`, one of `PROBES`, and compares.
+
+    Args:
+        directory: of the checkpoint.
+        engine: further arguments of `vllm.LLM`, such as `{"kv_cache_dtype": "nvfp4"}`.
+
+    Raises:
+        UserError: an unknown runtime, or one that does not load the checkpoint; the message has its error.
+    """
+    if runtime not in PROBES:
+        raise UserError(f"no runtime {runtime!r}; known: {', '.join(PROBES)}")
+    rows = _rows(directory)
+    request = {
+        "rows": rows.tolist(), "new_tokens": NEW_TOKENS, "engine": engine or {}, "trust_remote_code": trust_remote_code
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        facts, seen = _probe(runtime, directory, request, Path(folder))
+    return _compare(load(directory, trust_remote_code=trust_remote_code), rows, facts, seen)
+
+
+def _rows(directory: Path) -> torch.Tensor:
+    """Token ids `[TEXTS, TOKENS]`: of texts of several kinds, or drawn where the checkpoint has no tokenizer."""
+    config = json.loads((directory / "config.json").read_text())
+    vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 256)
+    if not (directory / "tokenizer.json").is_file():
+        return torch.randint(vocabulary, (TEXTS, TOKENS), generator=torch.Generator().manual_seed(0))
+    tokenizer = load_tokenizer(directory)
+    texts = ["\n\n".join(sample_texts(name)) for name in ("prose", "code", "manual", "languages")]
+    return torch.tensor([tokenizer(text).input_ids[:TOKENS] for text in texts])
+
+
+def _probe(runtime: str, directory: Path, request: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Any]:
+    """What `runtime_probe` has written."""
+    (folder / "rows.json").write_text(json_text(request))
+    command = [sys.executable, "-m", "quant.checkpoints.runtime_probe", runtime, str(directory)]
+    done = subprocess.run(
+        [*command, str(folder / "rows.json"), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if not (folder / "probe.json").is_file():
+        raise UserError(f"{directory}: {runtime} does not run it: {_last_error(done.stdout)}")
+    return json.loads((folder / "probe.json").read_text()), load_file(folder / "probe.safetensors")
+
+
+def _last_error(log: str) -> str:
+    """The line of a log that names the error; servers print many after it."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    named = [line for line in lines if "Error: " in line or line.endswith("Error")]
+    # The first error is the cause of the others.
+    return (named or lines[-1:] or ["it printed nothing"])[0][-300:]
+
+
+def _compare(
+    model: nn.Module, rows: torch.Tensor, facts: dict[str, Any], seen: dict[str, torch.Tensor]
+) -> RuntimeCheck:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model.to(device)
+    modules = dict(model.named_modules())
+    layers, members = [], {}
+    for index, layer in enumerate(facts["layers"]):
+        references = [_module(name, modules) for name in layer["members"]]
+        found = _layer(layer, references, seen[f"x.{index}"].to(device), seen[f"y.{index}"].to(device))
+        layers.append(found)
+        members[layer["name"]] = [module for module in references if module is not None]
+    # The model with the inputs that the runtime took.
+    for layer in layers:
+        if layer.inputs == "16 bit":
+            for module in members[layer.name]:
+                for child in _quantized(module):
+                    child.activation_format = None
+    plan = getattr(model, "quantization_plan", None)
+    with torch.no_grad(), quantized_attention(model, **(plan.run_time if plan is not None else {})):
+        ours = score(model, rows.to(device))
+        greedy = continue_greedily(model, rows.to(device), seen["greedy"].shape[1])
+    difference = float((ours["logprobs"] - seen["logprobs"]).abs().mean())
+    equal = (greedy == seen["greedy"]).long().cumprod(1).float().mean()
+    top_1 = (ours["likeliest"] == seen["likeliest"]).float().mean()
+    return RuntimeCheck(
+        facts["runtime"], facts["attention"], facts["kv_cache"], tuple(layers), difference, float(top_1), float(equal),
+        tuple(_problems(layers, difference)),
+    )  # fmt: skip
+
+
+def _module(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
+    """Our module of the runtime's name; models with several towers differ in what precedes `layers`."""
+    if name in modules:
+        return modules[name]
+    tail = name[name.find("layers.") :] if "layers." in name else name.rpartition(".")[2]
+    candidates = [module for other, module in modules.items() if other.endswith(f".{tail}") or other == tail]
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def _layer(
+    layer: dict[str, Any], references: Sequence[nn.Module | None], x: torch.Tensor, y: torch.Tensor
+) -> RuntimeLayer:
+    """Holds the runtime's `y` of `x` against ours, with rounded inputs and with inputs in 16 bit."""
+    modules = [module for module in references if module is not None]
+    if not modules or len(modules) < len(references):
+        return RuntimeLayer(layer["name"], layer["kernel"], None)
+    errors = {}
+    if any(child.activation_format is not None for module in modules for child in _quantized(module)):
+        errors["rounded"] = _error([_output(module, x) for module in modules], y)
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(_inputs_in_16_bit(module))
+        errors["16 bit"] = _error([_output(module, x) for module in modules], y)
+    inputs = min(errors, key=lambda each: errors[each])
+    return RuntimeLayer(layer["name"], layer["kernel"], errors[inputs], inputs)
+
+
+def _quantized(module: nn.Module) -> list[QuantizedModule]:
+    return [child for child in module.modules() if isinstance(child, QuantizedModule)]
+
+
+@contextmanager
+def _inputs_in_16_bit(module: nn.Module) -> Iterator[None]:
+    """While open, the quantized layers in `module` leave their inputs as they are."""
+    held = [(child, child.activation_format) for child in _quantized(module)]
+    for child, _ in held:
+        child.activation_format = None
+    try:
+        yield
+    finally:
+        for child, format in held:
+            child.activation_format = format
+
+
+@torch.no_grad()
+def _output(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`[tokens, out]`, float32. A linear layer with inputs in 16 bit is computed in float64, by no kernel of ours."""
+    if isinstance(module, QuantLinear) and module.activation_format is None:
+        bias = None if module.bias is None else module.bias.double()
+        return nn.functional.linear(x.double(), module.weight.double(), bias).float()
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point() and p.dim() > 1), torch.bfloat16)
+    # A block of experts takes [batch, tokens, hidden]; linear layers do not mind.
+    y = module(x[None].to(dtype))
+    return (y[0] if isinstance(y, tuple) else y).float().reshape(len(x), -1)
+
+
+def _error(outputs: list[torch.Tensor], y: torch.Tensor) -> float:
+    expected = torch.cat(outputs, 1)
+    # A runtime pads the vocabulary of its head.
+    y = y[:, : expected.shape[1]]
+    return float((y - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def _problems(layers: Sequence[RuntimeLayer], difference: float) -> Iterator[str]:
+    wrong: dict[str, list[RuntimeLayer]] = {}
+    for layer in layers:
+        if layer.is_wrong:
+            wrong.setdefault(layer.kind, []).append(layer)
+    for kind, some in wrong.items():
+        worst = max(some, key=lambda layer: layer.error or 0.0)
+        count = sum(layer.kind == kind for layer in layers)
+        yield (
+            f"{kind}: {len(some)} of {count} layers are wrong in {worst.kernel}, {worst.name} most: its output differs "
+            f"by {worst.error:.1%}"
+        )
+    if not wrong and not difference <= MODEL_LIMIT:
+        yield (
+            f"attention, KV cache, norms or embeddings: every linear layer is right, and log-probabilities differ by "
+            f"{difference:.2f} nat on average"
+        )

@@ -1,0 +1,146 @@
+"""A layer that a runtime computes otherwise than the checkpoint says is found, and its kind is named."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", reason="pip install 'blockscale[hf]'")
+
+import tiny_models
+
+from quant.api.quantize import quantize
+from quant.checkpoints.load import load
+from quant.checkpoints.runtime_check import _compare, check_runtime
+from quant.checkpoints.runtime_probe import Notes, continue_greedily, kernel_name, score, watch_vllm
+from quant.checkpoints.save import save
+from quant.errors import UserError
+from quant.plan.make import make_plan
+
+
+def checkpoint(folder: Path, kind: str = "llama", format: str = "nvfp4a16") -> Path:
+    model = getattr(tiny_models, kind)(gain=3.0, dtype=torch.bfloat16)
+    done = quantize(model, make_plan(model, format, solver="rtn"), torch.randint(64, (4, 32)))
+    save(done.model, done.plan, folder / "checkpoint", allow_missing=True)
+    return folder / "checkpoint"
+
+
+MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+def probe(directory: Path, rows: torch.Tensor, spoil: str = "", factor: float = 1.0) -> tuple[dict[str, Any], Any]:
+    """What a runtime would have written that merges layers as vLLM does, and is wrong in the layers called `spoil`."""
+    model, notes = load(directory), Notes()
+    notes.is_open = True
+    torch.manual_seed(0)
+    for name, parent in list(model.named_modules()):
+        for merged, members in MERGED.items():
+            if hasattr(parent, members[0]):
+                modules = [getattr(parent, member) for member in members]
+                x = torch.randn(8, modules[0].in_features)
+                y = torch.cat([x.double() @ module.weight.double().T for module in modules], 1)
+                y = y * (factor if merged == spoil else 1)
+                notes.add(f"{name}.{merged}", [f"{name}.{m}" for m in members], "Kernel", x, y)
+    with torch.no_grad():
+        tensors = score(model, rows)
+        tensors["greedy"] = continue_greedily(model, rows, 4)
+    if spoil == "attention":
+        tensors["logprobs"] -= 0.5
+    facts = {"runtime": "vLLM 0", "attention": "A", "kv_cache": "auto", "layers": list(notes.layers.values())}
+    return facts, {**notes.tensors, **tensors}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "factor", "problem"),
+    [
+        ("", 1.0, None),
+        ("qkv_proj", 1.001, None),
+        ("gate_up_proj", 1.05, "gate_up_proj: 2 of 2 layers are wrong in Kernel, model.layers.0.mlp.gate_up_proj most"),
+        ("qkv_proj", float("nan"), "qkv_proj: 2 of 2 layers are wrong in Kernel"),
+        ("attention", 1.0, "attention, KV cache, norms or embeddings: every linear layer is right"),
+    ],
+)
+def test_the_kind_of_layer_at_fault_is_named(tmp_path: Path, spoil: str, factor: float, problem: str | None) -> None:
+    torch.manual_seed(0)
+    directory = checkpoint(tmp_path)
+    rows = torch.randint(64, (2, 16))
+    check = _compare(load(directory), rows, *probe(directory, rows, spoil, factor))
+    assert len(check.layers) == 4
+    if problem is None:
+        assert check.problems == () and check.greedy == check.top_1 == 1 and check.logprob_difference < 1e-3
+    else:
+        assert [line[: len(problem)] for line in check.problems] == [problem]
+
+
+def test_inputs_that_the_runtime_leaves_in_16_bit_are_no_fault(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    directory = checkpoint(tmp_path, format="nvfp4")
+    rows = torch.randint(64, (2, 16))
+    facts, seen = probe(directory, rows)  # computed without rounding of inputs
+    check = _compare(load(directory), rows, facts, seen)
+    assert {layer.inputs for layer in check.layers} == {"16 bit"}
+    assert max(layer.error for layer in check.layers if layer.error is not None) < 1e-3
+    # The layers outside of `probe` round their inputs on both sides, and those in it on neither.
+    assert [layer for layer in check.layers if layer.is_wrong] == []
+
+
+class Method:
+    """A method of vLLM, shared by layers."""
+
+    linear_kernel = type("MarlinNvFp4LinearKernel", (), {})()
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return x @ layer.weight.T
+
+
+def test_each_layer_of_vllm_is_noted_at_its_first_call() -> None:
+    method = Method()
+
+    def linear(out: int) -> nn.Module:
+        layer = nn.Module()
+        layer.weight = nn.Parameter(torch.randn(out, 4), requires_grad=False)
+        layer.quant_method, layer.input_size_per_partition = method, 4
+        return layer
+
+    model, notes = nn.Module(), Notes()
+    model.block = nn.Module()
+    model.block.qkv_proj, model.block.o_proj = linear(6), linear(4)
+    model.packed_modules_mapping = MERGED
+    watch_vllm(model, notes)
+    x = torch.randn(20, 4)
+    method.apply(model.block.qkv_proj, x)  # a warm-up
+    assert notes.layers == {}
+    notes.is_open = True
+    y = method.apply(model.block.o_proj, x)
+    method.apply(model.block.qkv_proj, x, None)
+    method.apply(model.block.o_proj, x + 1)
+    assert list(notes.layers.values()) == [
+        {"name": "block.o_proj", "members": ["block.o_proj"], "kernel": "MarlinNvFp4"},
+        {"name": "block.qkv_proj", "members": [f"block.{m}" for m in MERGED["qkv_proj"]], "kernel": "MarlinNvFp4"},
+    ]
+    assert torch.equal(notes.tensors["x.0"], x[:8]) and torch.equal(notes.tensors["y.0"], y[:8])
+
+
+def test_a_layer_that_broke_a_limit_of_ours_is_marlins() -> None:
+    kernel = type("BlockscaleNvFp4LinearKernel", (), {})()
+    layer = SimpleNamespace(quant_method=SimpleNamespace(kernel=kernel), blockscale_format="nvfp4")
+    assert kernel_name(layer) == "BlockscaleNvFp4"  # type: ignore[arg-type]
+    layer.blockscale_format = ""
+    assert kernel_name(layer) == "MarlinNvFp4"  # type: ignore[arg-type]
+
+
+def test_an_unknown_runtime_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no runtime 'onnx'; known: vllm, transformers"):
+        check_runtime(tmp_path, "onnx")
+
+
+@pytest.mark.slow
+def test_transformers_runs_linear_layers_and_drops_the_global_scale_of_experts(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    check = check_runtime(checkpoint(tmp_path, "qwen3_moe"), "transformers")
+    assert [problem[:33] for problem in check.problems] == ["mlp: 2 of 2 layers are wrong in Q"]
+    linears = [layer for layer in check.layers if layer.kind.endswith("_proj")]
+    assert len(linears) == 8 and not any(layer.is_wrong for layer in linears)
