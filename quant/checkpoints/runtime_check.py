@@ -234,7 +234,8 @@ def _output(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point() and p.dim() > 1), torch.bfloat16)
     # A block of experts takes [batch, tokens, hidden]; linear layers do not mind.
     y = module(x[None].to(dtype))
-    return (y[0] if isinstance(y, tuple) else y).float().reshape(len(x), -1)
+    output: torch.Tensor = y[0] if isinstance(y, tuple) else y
+    return output.float().reshape(len(x), -1)
 
 
 def _error(outputs: list[torch.Tensor], y: torch.Tensor) -> float:

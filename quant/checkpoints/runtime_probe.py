@@ -81,7 +81,7 @@ def watch_vllm(model: nn.Module, notes: Notes) -> None:
             continue
         method = getattr(module, "quant_method", None)
         is_linear = hasattr(module, "input_size_per_partition") or type(module).__name__ == "ParallelLMHead"
-        if not is_linear or not hasattr(method, "apply"):
+        if method is None or not is_linear:
             continue
         parent, _, last = name.rpartition(".")
         members = [f"{parent}.{member}" if parent else member for member in packed.get(last, [last])]

@@ -90,7 +90,8 @@ def _engine(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        return typed(dict[str, Any], json.loads(text), "--engine")
+        engine: dict[str, Any] = typed(dict[str, Any], json.loads(text), "--engine")
+        return engine
     except ValueError as error:
         raise UserError(f"--engine: no JSON object of arguments ({error})") from None
 
