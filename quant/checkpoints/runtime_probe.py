@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from quant.recipes.json_text import json_text
+from quant.vllm_plugin.register import register
 
 ROWS = 8
 """Rows of its input and output that are noted of a layer."""
@@ -120,8 +121,6 @@ def probe_vllm(directory: Path, request: Mapping[str, Any], out: Path) -> None:
     """Runs the rows of `request` in vLLM, with our plug-in unless the environment switches it off."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, so that its layers can be read
     import vllm
-
-    from quant.vllm_plugin.register import register
 
     register()  # once more, for a checkout that is not installed has no entry points
     rows, new = request["rows"], request["new_tokens"]
