@@ -203,13 +203,18 @@ def summary(receipt: Mapping[str, Any]) -> list[str]:
     precisions = Counter(row["found"] for row in rows)
     lines = [
         f"{engine['reason']} ({engine['seconds']:.0f} s, {engine['peak_rss_bytes'] / 1e9:.1f} GB)",
-        *(f"shapes {profile}" for profile in engine["profiles"]),
+        *(f"shapes {_without_cache(profile)}" for profile in engine["profiles"]),
         "runs in " + ", ".join(f"{word}: {count}" for word, count in precisions.most_common()),
         f"{len(receipt['codes_found'])} layers' codes lie in the engine byte for byte",
     ]
     if receipt["codes_not_found"]:
         lines.append(f"stored in another layout, and so not compared: {', '.join(receipt['codes_not_found'])}")
     return [*lines, *(f"fallback {problem}" for problem in receipt["fallbacks"])]
+
+
+def _without_cache(profile: str) -> str:
+    """A profile without the KV cache, whose shape follows from the rows, in two inputs for each layer."""
+    return ",".join(part for part in profile.split(",") if not part.startswith("past_"))
 
 
 def _receipt(

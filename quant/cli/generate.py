@@ -1,10 +1,12 @@
-"""The command `quant generate` continues a prompt with a model, quantized or not."""
+"""The command `quant generate` continues a prompt with a model, quantized or not, or with a file exported from it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -15,32 +17,119 @@ from quant.cli.base import (
     KV_CACHE,
     QUIET,
     REVISION,
+    SEED,
     TRUST,
     Command,
     attention_options,
     echo,
     print_json,
 )
-from quant.cli.console import listener
+from quant.cli.console import listener, status
 from quant.errors import UserError
+from quant.models.files import find_checkpoint
 
 
 @click.command("generate", cls=Command)
 @click.argument("model")
-@click.option("--prompt", required=True, help="Text to continue.")
+@click.option("--prompt", "prompts", required=True, multiple=True, help="Text to continue. Repeatable with --engine.")
 @click.option("--max-new-tokens", default=64, show_default=True, help="Maximum number of tokens to add.")
 @DEVICE
 @click.option("--dtype", help="bfloat16, float16 or float32, for what is not quantized.  [default: the model's]")
 @ATTENTION
 @KV_CACHE
+@click.option(
+    "--engine",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Run this ONNX file in onnxruntime, or this engine in TensorRT; it was exported from the checkpoint MODEL.",
+)
+@click.option("--temperature", default=0.0, show_default=True, help="With --engine: 0 takes the likeliest token.")
+@click.option("--top-k", default=0, show_default=True, help="With --engine: draw among so many tokens; 0 is all.")
+@click.option("--top-p", default=1.0, show_default=True, help="With --engine: draw among tokens of this probability.")
+@SEED
 @TRUST
 @REVISION
 @QUIET
 @JSON
 def generate_command(
     model: str,
+    prompts: tuple[str, ...],
+    max_new_tokens: int,
+    engine: Path | None,
+    quiet: bool,
+    as_json: bool,
+    **how: Any,
+) -> None:
+    """Continue a prompt with MODEL, quantized or not, by greedy decoding, which is repeatable.
+
+    On a GPU our kernels multiply by the quantized weights; on a CPU their PyTorch reference does. With --engine, the
+    exported file runs in the place of MODEL: several prompts at once, and drawn tokens, if asked for.
+    """
+    _check_options(engine is not None)
+    if engine is not None:
+        sampling = {name: how[name] for name in ("temperature", "top_k", "top_p", "seed")}
+        _run_engine(engine, model, prompts, max_new_tokens, sampling, quiet=quiet, as_json=as_json)
+        return
+    if len(prompts) > 1:
+        raise UserError(f"{len(prompts)} prompts: MODEL takes one, and an exported file several (--engine)")
+    options = {name: how[name] for name in ("device", "dtype", "attention", "kv_cache")}
+    _run_model(model, prompts[0], max_new_tokens, **options, quiet=quiet, as_json=as_json)
+
+
+def _check_options(has_engine: bool) -> None:
+    """Raises UserError for options of the other kind of run."""
+    context = click.get_current_context()
+    others = ("device", "dtype", "attention", "kv_cache") if has_engine else ("temperature", "top_k", "top_p", "seed")
+    for name in others:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            why = (
+                "which is as it was exported" if has_engine else "by greedy decoding; pass --engine FILE to draw tokens"
+            )
+            runs = "--engine runs a file" if has_engine else "MODEL runs"
+            raise UserError(f"--{name.replace('_', '-')}: {runs} {why}")
+
+
+def _run_engine(
+    engine: Path,
+    model: str,
+    prompts: tuple[str, ...],
+    max_new_tokens: int,
+    sampling: dict[str, Any],
+    *,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Continues prompts with an exported file, and prints the texts."""
+    from quant.engines.loop import Sampling
+    from quant.engines.open import open_session
+    from quant.engines.text import generate_text
+
+    chosen = Sampling(**sampling)
+    with status(f"loading {engine}", quiet or as_json):
+        session = open_session(engine)
+    # Pieces of several texts would be mixed up, so those are printed whole.
+    single = len(prompts) == 1 and not as_json
+    with _line(prompts[0]) if single else nullcontext() as on_text:
+        written = generate_text(
+            session, find_checkpoint(model), prompts, max_new_tokens, sampling=chosen, on_text=on_text
+        )
+    if as_json:
+        print_json({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second})
+        return
+    if not single:
+        for prompt, text in zip(prompts, written.texts, strict=True):
+            echo(prompt + text)
+    if not quiet:
+        count = sum(map(len, written.tokens))
+        rate = f"{count} tokens in {written.seconds:.2f} s, {written.tokens_per_second:.1f} a second"
+        echo(f"{rate}, on {written.backend}", err=True)
+
+
+def _run_model(
+    model: str,
     prompt: str,
     max_new_tokens: int,
+    *,
     device: str,
     dtype: str | None,
     attention: str | None,
@@ -48,10 +137,7 @@ def generate_command(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Continue a prompt with MODEL, quantized or not, by greedy decoding, which is repeatable.
-
-    On a GPU our kernels multiply by the quantized weights; on a CPU their PyTorch reference does.
-    """
+    """Continues a prompt with a model, and prints the text."""
     from quant.checkpoints.runnable import open_runnable
     from quant.execution.announcements import announce_source
     from quant.runtime.generate import generate

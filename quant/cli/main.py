@@ -28,6 +28,10 @@ COMMANDS = {
     "export": ("quant.cli.export:export_command", "Export a checkpoint: ONNX, TensorRT, AOTInductor, other layouts."),
     "verify": ("quant.cli.audit:verify_command", "Check the files, the plan and the tensors of a checkpoint."),
     "audit": ("quant.cli.audit:audit_command", "Check in which precision the layers of an engine run."),
+    "check-engine": (
+        "quant.cli.check_engine:check_engine_command",
+        "Run an exported decoder next to its checkpoint; compare and time both.",
+    ),
     "bench": ("quant.cli.bench:bench_command", "Time the quantized matmuls of a model on this GPU."),
     "tune": ("quant.cli.bench:tune_command", "Find and keep the fastest kernel launches for a model."),
     "formats": ("quant.cli.inspect:formats_command", "List presets and number formats."),

@@ -11,21 +11,36 @@ and the mean KL divergence is small. An engine of other weights is off by nats.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from quant.api.audit import code_findings
 from quant.calibration.blocks import cache_argument, cache_of
+from quant.calibration.placement import Device, find_device
+from quant.checkpoints.load import describe, load
 from quant.engines.loop import check_lengths, read, step
+from quant.engines.open import is_engine, open_session
 from quant.engines.session import Session
+from quant.engines.tensorrt_session import read_receipt, runs_here
+from quant.engines.text import check_plan
+from quant.errors import UserError
+from quant.export.engine.audit import Finding, audit
+from quant.models.huggingface import load_tokenizer
+from quant.runtime.generate import cast_unquantized
 
 MOST_KL, LEAST_AGREEMENT = 0.02, 0.9
 """Limits of a check that passes: mean KL divergence in nats, and the share of steps that agree."""
+
+_PROMPTS, _APART = (5, 150, 200), 400  # tokens
 
 
 @dataclass(frozen=True)
@@ -84,6 +99,84 @@ class EngineCheck:
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
         return asdict(self)
+
+
+def check_engine(path: str | Path, directory: str | Path, *, new: int = 64, device: Device = "auto") -> EngineCheck:
+    """Checks an exported file against the checkpoint that it was made from, as far as this machine can.
+
+    Args:
+        path: ONNX file, directory with `model.onnx`, or engine.
+        directory: the checkpoint.
+        new: tokens that are compared after each prompt.
+        device: of the reference, as for `quant.load`.
+
+    Raises:
+        UserError: a file or a checkpoint that cannot be loaded, or that do not belong together.
+    """
+    path, directory = Path(path), Path(directory)
+    facts: list[tuple[str, str]] = []
+    if is_engine(path):
+        facts, problems = engine_facts(path, directory)
+        reason = runs_here(path)
+        if reason is not None or problems:
+            return EngineCheck(
+                facts=[*facts, ("run", f"not run: {reason or problems}")], passed=False if problems else None
+            )
+    session = open_session(path)
+    check_plan(session, directory)
+    new = min(new, session.capacity // 2)
+    model = load(directory, device=find_device(device))
+    cast_unquantized(model, session.dtype)
+    prompts = sample_prompts(directory, model, session, new)
+    return replace(compare(model, session, prompts, new), facts=facts)
+
+
+def engine_facts(path: Path, directory: Path) -> tuple[list[tuple[str, str]], str]:
+    """What an engine's file tells without a GPU, and what is wrong with it, or an empty text."""
+    receipt = read_receipt(path)
+    record, plan = receipt["engine"], describe(directory)[0]
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != record.get("sha256"):
+        raise UserError(f"{path} is not the file that its receipt describes: their SHA-256 differ")
+    if receipt.get("plan") not in (None, plan.digest()):
+        raise UserError(f"{path} was built from another plan than that of {directory}: their digests differ")
+    exported = record.get("layers") or None
+    runs = audit(path, plan, attention_nodes=record.get("attention_nodes", ()), exported=exported)
+    codes = code_findings(path, directory, exported=exported, not_found=receipt.get("codes_not_found", ()))
+    facts = [
+        ("engine", f"{record.get('backend')} for {record.get('target')}, {path.stat().st_size / 1e6:.1f} MB, whole"),
+        ("profiles", "; ".join(_steps(profile) for profile in record.get("profiles", ()))),
+        ("precision", _passed(runs, "layers run as planned")),
+        ("weights", _passed(codes, "layers hold the checkpoint's codes")),
+    ]
+    wrong = [finding.name for finding in (*runs, *codes) if not finding.passed]
+    return facts, f"{wrong[0]} differs from the plan or the checkpoint; see `quant audit`" if wrong else ""
+
+
+def _steps(profile: str) -> str:
+    """The part of a profile about token ids: `input_ids=1x1:8x1:32x1`."""
+    return profile.partition(",")[0]
+
+
+def _passed(findings: Sequence[Finding], words: str) -> str:
+    return f"{sum(finding.passed for finding in findings)} of {len(findings)} {words}"
+
+
+def sample_prompts(directory: Path, model: Any, session: Session, new: int) -> list[list[int]]:
+    """Rows of prose of different lengths, which fit into the cache; random tokens where no tokenizer makes enough."""
+    lengths = [min(length, session.capacity - new) for length in _PROMPTS[: session.most_rows()]]
+    # Each row begins elsewhere.
+    starts = [_APART * row for row in range(len(lengths))]
+    try:
+        text = (resources.files("quant.calibration.texts") / "sample_texts" / "prose.txt").read_text("utf-8")
+        ids = load_tokenizer(directory)(text[:20_000])["input_ids"]
+    except UserError:
+        ids = []
+    if len(ids) < starts[-1] + lengths[-1]:
+        vocabulary = model.get_input_embeddings().num_embeddings
+        ids = torch.randint(0, vocabulary, (1000,), generator=torch.Generator().manual_seed(0)).tolist()
+    return [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
 def compare(model: nn.Module, session: Session, prompts: Sequence[Sequence[int]], new: int = 64) -> EngineCheck:

@@ -19,10 +19,15 @@ def open_session(path: str | Path) -> Session:
         UserError: the file cannot be loaded here, or is no serving graph; the message names it and the way out.
     """
     path = Path(path)
+    if is_engine(path):
+        return TensorrtSession(path)
+    return OnnxruntimeSession(path / ONNX_FILE if path.is_dir() else path)
+
+
+def is_engine(path: Path) -> bool:
+    """Whether a file is an engine, and not an ONNX file; UserError if it is neither."""
     if (path / ONNX_FILE).is_file():
-        path /= ONNX_FILE
+        return False
     if not path.is_file():
         raise UserError(f"{path}: no such file; name an ONNX file or an engine that `quant export` wrote")
-    if path.suffix == ".onnx":
-        return OnnxruntimeSession(path)
-    return TensorrtSession(path)
+    return path.suffix != ".onnx"

@@ -34,9 +34,11 @@ class TensorrtSession:
     def __init__(self, path: Path) -> None:
         self._path = path
         receipt = read_receipt(path)
-        engine_record = receipt.get("engine", {})
+        engine_record = receipt["engine"]
         built_by = str(engine_record.get("backend", ""))
-        check_gpu(path, str(engine_record.get("target", "")))
+        reason = runs_here(path)
+        if reason is not None:
+            raise UserError(reason)
         self._trt = library(path, built_by)
         self._engine, self._logger = deserialized(self._trt, path, built_by)
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
@@ -134,14 +136,16 @@ def read_receipt(path: Path) -> dict[str, Any]:
     return read_json(receipt, "a receipt of an engine", checked)
 
 
-def check_gpu(path: Path, target: str) -> None:
-    """Raises UserError where this machine has not the GPU that an engine was built for."""
+def runs_here(path: Path) -> str | None:
+    """Why this machine has not the GPU that an engine was built for; None if it has."""
+    target = str(read_receipt(path)["engine"].get("target", ""))
     capability = local_capability()
     if capability is None:
-        raise UserError(f"{path} runs on a GPU of {target}, and this machine has none")
+        return f"{path} runs on a GPU of {target}, and this machine has no GPU"
     here = f"sm{capability[0]}{capability[1]}"
-    if target and here != target:
-        raise UserError(f"{path} was built for {target}, and this GPU is {here}; export it with --target {here}")
+    if here not in target.split(","):
+        return f"{path} was built for {target}, and this GPU is {here}; export it with --target {here}"
+    return None
 
 
 def library(path: Path, built_by: str) -> Any:

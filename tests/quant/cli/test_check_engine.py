@@ -1,0 +1,152 @@
+"""`quant check-engine` and `quant generate --engine` run an exported file, and refuse what does not belong together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from samples import BASE
+from serving_samples import greedy_tokens
+
+import quant
+from quant.cli.main import main
+from quant.cli.quantize import quantize_command
+from quant.recipes.plan import Plan
+
+onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
+pytest.importorskip("onnxscript", reason="needs the extra onnx")
+pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [*map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint in FP8, and the directory of its ONNX file."""
+    folder = tmp_path_factory.mktemp("engines")
+    checkpoint, out = folder / "checkpoint", folder / "onnx"
+    arguments = [str(BASE), "--format", "fp8_channel", "--effort", "0", "--out", str(checkpoint), "--quiet"]
+    assert CliRunner().invoke(quantize_command, arguments).exit_code == 0
+    result = run("export", checkpoint, "--to", "onnx", "--out", out, "--capacity", 96, "--dtype", "fp32", "--quiet")
+    assert result.exit_code == 0, result.output
+    return checkpoint, out
+
+
+def test_an_onnx_file_is_compared_with_its_checkpoint(files: tuple[Path, Path]) -> None:
+    checkpoint, out = files
+    result = run("check-engine", out, "--source", checkpoint, "--max-new-tokens", 16, "--json")
+    assert result.exit_code == 0, result.output
+    checked = json.loads(result.stdout)
+    assert checked["passed"] and checked["prompts"] == [5, 80, 80] and checked["steps"] == 16
+    assert checked["agreeing"] >= 46 and checked["error"] < 0.05 and checked["kl"] < 1e-3
+    printed = run("check-engine", out / "model.onnx", "--source", checkpoint, "--max-new-tokens", 4)
+    assert "12 of 12 the same" in printed.stdout and "passed" in printed.stdout
+
+
+def test_weights_that_are_not_the_checkpoints_fail(files: tuple[Path, Path], tmp_path: Path) -> None:
+    """The rows of the embedding are in another order."""
+    checkpoint, out = files
+    model = onnx.load(out / "model.onnx")
+    embedding = next(tensor for tensor in model.graph.initializer if "embed_tokens" in tensor.name)
+    rows = onnx.numpy_helper.to_array(embedding)
+    embedding.CopyFrom(onnx.numpy_helper.from_array(rows[::-1].copy(), embedding.name))
+    onnx.save(model, tmp_path / "model.onnx")
+    result = run("check-engine", tmp_path / "model.onnx", "--source", checkpoint, "--max-new-tokens", 8)
+    assert result.exit_code == 2 and "failed" in result.stdout
+    assert result.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/model.onnx does not compute what")
+
+
+def test_texts_of_several_prompts(files: tuple[Path, Path]) -> None:
+    checkpoint, out = files
+    prompts = ["The", "a b c d e f"]
+    arguments = ["generate", checkpoint, "--engine", out, "--max-new-tokens", 8]
+    result = run(*arguments, "--prompt", prompts[0], "--prompt", prompts[1], "--json")
+    assert result.exit_code == 0, result.output
+    written = json.loads(result.stdout)
+    model = quant.load(checkpoint).to(torch.float32)
+    expected = greedy_tokens(model, written["prompt_tokens"], 8)
+    ends = [tokens.index(0) + 1 if 0 in tokens else 8 for tokens in expected]
+    assert [row[:end] for row, end in zip(written["tokens"], ends, strict=True)] == [
+        row[:end] for row, end in zip(expected, ends, strict=True)
+    ]
+    single = run(*arguments, "--prompt", prompts[1])
+    assert single.stdout == f"{prompts[1]}{written['texts'][1]}\n"
+    both = run(*arguments, "--prompt", prompts[0], "--prompt", prompts[1])
+    assert both.stdout.splitlines()[0] == f"{prompts[0]}{written['texts'][0]}".splitlines()[0]
+    drawn = [run(*arguments, "--prompt", "The", "--temperature", 5, "--seed", seed).stdout for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "DIR", "--prompt", "a", "--prompt", "b"], "2 prompts: MODEL takes one"),
+        (["generate", "DIR", "--prompt", "a", "--top-k", "3"], "--top-k: MODEL runs by greedy decoding"),
+        (
+            ["generate", "DIR", "--engine", "OUT", "--prompt", "a", "--dtype", "float16"],
+            "--dtype: --engine runs a file",
+        ),
+        (["generate", "DIR", "--engine", "OUT", "--prompt", "a", "--max-new-tokens", "96"], "the cache holds 96"),
+        (["generate", "OUT", "--engine", "OUT", "--prompt", "a"], "has no config.json; name the checkpoint"),
+        (["generate", "DIR", "--engine", "DIR", "--prompt", "a"], "no such file; name an ONNX file or an engine"),
+        (["check-engine", "DIR/plan.json", "--source", "DIR"], "its receipt plan.json.json is missing"),
+        (["check-engine", "OUT", "--source", "OUT"], "has no config.json; name the checkpoint"),
+    ],
+)
+def test_mistakes(files: tuple[Path, Path], arguments: list[str], words: str) -> None:
+    checkpoint, out = files
+    result = run(*(str(a).replace("DIR", str(checkpoint)).replace("OUT", str(out)) for a in arguments))
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert words in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_a_file_of_another_plan(files: tuple[Path, Path], tmp_path: Path) -> None:
+    checkpoint, out = files
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    plan = Plan.load(other / "plan.json")
+    first = plan.layers[0]
+    plan.replace_layers([type(first)(**{**vars(first), "reason": "x"}), *plan.layers[1:]]).save(other / "plan.json")
+    for command in (("generate", other, "--engine", out, "--prompt", "a"), ("check-engine", out, "--source", other)):
+        result = run(*command)
+        assert result.exit_code == 2 and "was exported from another plan than that of" in result.stderr, result.output
+
+
+def test_an_engine_on_a_machine_without_its_gpu(files: tuple[Path, Path], tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="needs the extra tensorrt-rtx")
+    checkpoint, engine = files[0], tmp_path / "model.engine"
+    arguments = ["export", checkpoint, "--to", "tensorrt", "--target", "sm89", "--out", engine, "--quiet"]
+    result = run(*arguments, "--capacity", 96, "--dtype", "fp16")
+    assert result.exit_code == 0, result.output
+    checked = run("check-engine", engine, "--source", checkpoint)
+    assert checked.exit_code == 0, checked.output
+    for words in ("for sm89", "whole", "layers run as planned", "layers hold the checkpoint's codes", "not run"):
+        assert words in checked.stdout
+    refused = run("generate", checkpoint, "--engine", engine, "--prompt", "a")
+    assert refused.exit_code == 2 and "runs on a GPU of sm89, and this machine has no GPU" in refused.stderr
+    engine.write_bytes(engine.read_bytes()[:-1] + b"x")
+    damaged = run("check-engine", engine, "--source", checkpoint)
+    assert damaged.exit_code == 2 and "is not the file that its receipt describes" in damaged.stderr
+
+
+def test_the_tensorrt_session_calls_what_the_bindings_have() -> None:
+    trt: Any = pytest.importorskip("tensorrt_rtx", reason="needs the extra tensorrt-rtx")
+    called = {
+        trt.Runtime: ["deserialize_cuda_engine"],
+        trt.ICudaEngine: [
+            "num_io_tensors", "get_tensor_name", "get_tensor_mode", "get_tensor_shape", "get_tensor_dtype",
+            "get_tensor_profile_shape", "num_optimization_profiles", "create_execution_context",
+        ],
+        trt.IExecutionContext: [
+            "set_optimization_profile_async", "set_input_shape", "set_tensor_address", "get_tensor_shape",
+            "execute_async_v3",
+        ],
+    }  # fmt: skip
+    assert [name for owner, names in called.items() for name in names if not hasattr(owner, name)] == []
