@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from quant.export.engine.audit import Finding, audit, failures, fallback_message, receipt_path
-from quant.export.engine.codes import held_codes, stored_codes
+from quant.export.engine.audit import TENSORS, Finding, audit, failures, fallback_message, is_storage_only, receipt_path
 from quant.export.engine.graph import (
     ATTENTION,
     check_graph,
@@ -34,7 +34,7 @@ from quant.export.engine.graph import (
 )
 from quant.export.engine.process import Progress, run_worker, timing_cache, worker_environment
 from quant.export.engine.targets import choose_backend, resolve_target
-from quant.export.onnx_graph.export import export_onnx
+from quant.export.onnx_graph.export import ATTENTION_KEY, PLAN_KEY, export_onnx
 from quant.export.onnx_graph.opsets import PLUGIN
 from quant.export.onnx_graph.shapes import format_profile
 from quant.export.onnx_graph.translate import layer_of
@@ -102,6 +102,7 @@ def export_engine(
     attention: str = "native",
     allow_fallback: bool = False,
     layers: Sequence[Mapping[str, Any]] = (),
+    source: nn.Module | None = None,
     **onnx_options: Any,
 ) -> dict[str, Any]:
     """Exports, builds and audits; writes `out` and its receipt `<out>.json`, and returns the receipt.
@@ -114,27 +115,32 @@ def export_engine(
         attention: how FP8 attention of the plan runs: "native", "plugin", or "none" for 16 bit.
         allow_fallback: accepts layers that run in half precision; the receipt names them.
         layers: comparisons of earlier stages by layer, for the receipt.
+        source: the module that an ONNX file is of; the engine's constants are compared with its tensors.
         onnx_options: further options of `export_onnx`.
 
     Raises:
         ValueError: something cannot be exported, built or targeted, or the audit failed; nothing is written.
     """
     out = Path(out)
+    storage = [layer for layer in plan.quantized if is_storage_only(layer)] if plan else []
+    if storage:
+        warnings.warn(
+            f"{len(storage)} layers in {storage[0].weight} are stored in 8 bit and multiplied in half precision: "
+            "TensorRT has no GEMM for them; fp8 and nvfp4 layers are multiplied as they are",
+            stacklevel=2,
+        )
     # The export takes minutes, so first find out whether anything on this machine builds for the target.
     choose_backend(resolve_target(options.target), options.backend)
     with temporary_directory(out) as folder:
         if isinstance(model, nn.Module):
-            path = folder / "model.onnx"
+            source, path = model, folder / "model.onnx"
             model = export_onnx(model, path, plan=plan, shapes=options.shapes, attention=attention, **onnx_options)
         built = build_engine(model, folder / out.name, options)
-        findings = audit_built(built, plan, attention)
+        findings = audit_built(built, plan, attention, source)
         problems = failures(findings)
         if problems and not allow_fallback:
             raise ValueError(fallback_message(problems))
-        held = held_codes(built.path, *stored_codes(Path(model)))
         receipt = _receipt(built, out, findings, problems, layers, plan)
-        receipt["codes_found"] = [name for name, is_held in held.items() if is_held]
-        receipt["codes_not_found"] = [name for name, is_held in held.items() if not is_held]
         # The engine first: a receipt never describes an engine that is not there.
         put_file(built.path, out)
         write_atomically(receipt_path(out), json_text(receipt, indent=1) + "\n")
@@ -156,6 +162,14 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     attentions = {layer_of(node) for node in model.graph.node if node.op_type in ATTENTION}
     layers = list(dict.fromkeys(name for name in map(layer_of, model.graph.node) if name and name not in attentions))
     attention_nodes = label_nodes(model)
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    # The audit reads this from the engine itself, which may come without its receipt.
+    record = {
+        "plan": metadata.get(PLAN_KEY),
+        "attention": metadata.get(ATTENTION_KEY),
+        "attention_nodes": attention_nodes,
+        "layers": layers,
+    }
     with temporary_directory(out) as folder:
         graph, engine = folder / "graph.onnx", folder / "engine"
         graph.write_bytes(model.SerializeToString())
@@ -166,18 +180,19 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
             "engine": str(engine),
             "compute_capability": target.sm.upper(),
             "profiles": profiles,
+            "record": json_text(record),
             "plugin": PLUGIN_MODULE if any(node.op_type == PLUGIN for node in model.graph.node) else None,
             "timing_cache": timing_cache(backend.module, target),
         }
         del model  # the graph is in memory once, in the build process
         started = time.perf_counter()
         environment = worker_environment(request, folder)
-        result, warnings = run_worker(request, onnx_path, options.progress, environment)
+        result, messages = run_worker(request, onnx_path, options.progress, environment)
         seconds = time.perf_counter() - started
         put_file(engine, out)
     return BuiltEngine(
         path=out,
-        warnings=warnings,
+        warnings=messages,
         target=target.sm,
         backend=f"{backend.module} {result['version']}",
         reason=backend.reason,
@@ -189,10 +204,14 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     )
 
 
-def audit_built(built: BuiltEngine, plan: Plan | None, attention: str = "native") -> list[Finding]:
+def audit_built(
+    built: BuiltEngine, plan: Plan | None, attention: str = "native", source: nn.Module | None = None
+) -> list[Finding]:
     """The audit of an engine just built, with the layers and attention nodes of its graph."""
     required, layers = "half" if attention == "none" else None, built.layers or None
-    return audit(built.path, plan, attention=required, attention_nodes=built.attention_nodes, exported=layers)
+    return audit(
+        built.path, plan, attention=required, attention_nodes=built.attention_nodes, exported=layers, model=source
+    )
 
 
 def summary(receipt: Mapping[str, Any]) -> list[str]:
@@ -200,15 +219,15 @@ def summary(receipt: Mapping[str, Any]) -> list[str]:
     if "engine" not in receipt:
         return []
     engine, rows = receipt["engine"], receipt["audit"]
-    precisions = Counter(row["found"] for row in rows)
+    precisions = Counter(row["found"] for row in rows if row["planned"] != TENSORS)
+    held = sum(row["found"] == TENSORS for row in rows)
     lines = [
         f"{engine['reason']} ({engine['seconds']:.0f} s, {engine['peak_rss_bytes'] / 1e9:.1f} GB)",
         *(f"shapes {_without_cache(profile)}" for profile in engine["profiles"]),
         "runs in " + ", ".join(f"{word}: {count}" for word, count in precisions.most_common()),
-        f"{len(receipt['codes_found'])} layers' codes lie in the engine byte for byte",
     ]
-    if receipt["codes_not_found"]:
-        lines.append(f"stored in another layout, and so not compared: {', '.join(receipt['codes_not_found'])}")
+    if held:
+        lines.append(f"the tensors of {held} modules lie in the engine where their kernels read them")
     return [*lines, *(f"fallback {problem}" for problem in receipt["fallbacks"])]
 
 

@@ -19,7 +19,7 @@ from quant.export.engine.targets import Target
 from quant.export.onnx_graph.opsets import PLUGIN
 from quant.export.onnx_graph.serving import CAPACITY_KEY, IDS
 from quant.export.onnx_graph.shapes import FP8_ATTENTION_MINIMUM, Input, Shapes, graph_inputs, parse_profile
-from quant.export.onnx_graph.translate import layer_of
+from quant.export.onnx_graph.translate import layer_of, module_of
 from quant.formats.install_command import install_command
 
 # Op types that become one attention each.
@@ -163,11 +163,17 @@ def _sequence(name: str, shapes: Mapping[str, Any], producer: Mapping[str, Any])
 
 
 def label_nodes(model: Any) -> list[str]:
-    """Names every node of a layer `<layer>/<op type>`; returns the names of the attention nodes."""
+    """Names every node of a module `<module>/<op type>`; returns the names of the attention nodes.
+
+    A node of a layer's low-rank branch is `<layer>/branch/<op type>`, since the MatMul of a layer's own is its GEMM.
+    """
     names = {node.name for node in model.graph.node}
+    layers = {layer_of(node) for node in model.graph.node}
     attention = []
     for index, node in enumerate(model.graph.node):
-        layer = layer_of(node)
+        layer, module = layer_of(node), module_of(node)
+        if not layer and module:
+            layer = f"{module}/branch" if module in layers and node.op_type in ("MatMul", "Gemm") else module
         if layer or not node.name:
             label = f"{layer or 'graph'}/{node.op_type}"
             node.name = label if label not in names else f"{label}_{index}"

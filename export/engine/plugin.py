@@ -23,18 +23,22 @@ through the CUDA driver. Shapes, types, fields and the launch are plain function
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
+from quant.export.engine.kernel_bundle import BundledKernel, pack, unpack
 from quant.export.onnx_graph.opsets import PLUGIN
 from quant.kernels.aot import CompiledKernel, compile_kernel
 from quant.kernels.attention_tiles import HEAD_DIMS, Tiles, tiles_for
 from quant.kernels.cuda_driver import LoadedKernel
 
 INPUTS = ("q", "k", "v", "scales")
+
+KERNELS = "kernels"
+"""The field of a plugin that holds its kernels."""
 
 OUTPUT_TYPES = {16: "BF16", 10: "FP16"}
 """Names of the output types in TensorRT, by their number in ONNX."""
@@ -179,29 +183,21 @@ def launch(kernel: LoadedKernel, shapes: Sequence[Sequence[int]], addresses: Seq
     kernel.launch(grid, [*addresses[:4], *integer_arguments(q, k), *addresses[4:]], stream)
 
 
-def kernel_fields(kernels: Mapping[int, CompiledKernel]) -> dict[str, np.ndarray]:
-    """Compiled kernels as plugin fields: for each, its PTX, its name, and the facts for a launch."""
-    values: dict[str, np.ndarray] = {}
-    for arch, kernel in kernels.items():
-        values[f"ptx_{arch}"] = np.frombuffer(kernel.ptx.encode(), np.int8)
-        values[f"name_{arch}"] = np.frombuffer(kernel.name.encode(), np.int8)
-        types = ",".join(f"{name}:{kind}" for name, kind in kernel.arguments)
-        values[f"arguments_{arch}"] = np.frombuffer(types.encode(), np.int8)
-        values[f"launch_{arch}"] = np.array([kernel.num_warps, kernel.shared], np.int32)
-    return values
+def bundle_attention(dim: int, attributes: Attributes, archs: Iterable[int]) -> dict[int, BundledKernel]:
+    """The kernel for each of these compute capabilities, with the queries of its tile, which decide a launch's grid."""
+    return {
+        arch: BundledKernel("attend", tiles_for(dim, arch).block_q, compile_attention(dim, attributes, arch))
+        for arch in archs
+    }
 
 
-def kernels_from_fields(values: Mapping[str, Any]) -> dict[int, CompiledKernel]:
-    """The inverse of `kernel_fields`."""
+def kernel_fields(kernels: Mapping[int, BundledKernel]) -> dict[str, np.ndarray]:
+    """Compiled kernels as a field of the plugin: a bundle, which C++ reads too."""
+    return {KERNELS: np.frombuffer(pack(kernels.values()), np.int8)}
 
-    def text(name: str) -> str:
-        return np.asarray(values[name]).tobytes().decode()
 
-    kernels = {}
-    for arch in (int(name.removeprefix("ptx_")) for name in values if name.startswith("ptx_")):
-        pairs = (pair.partition(":") for pair in text(f"arguments_{arch}").split(","))
-        arguments = tuple((name, kind) for name, _, kind in pairs)
-        num_warps, shared = (int(value) for value in np.ravel(values[f"launch_{arch}"]))
-        name, ptx = text(f"name_{arch}"), text(f"ptx_{arch}")
-        kernels[arch] = CompiledKernel(name, ptx, arch, arguments, num_warps, shared)
-    return kernels
+def kernels_from_fields(values: Mapping[str, Any]) -> dict[int, BundledKernel]:
+    """The inverse of `kernel_fields`, by compute capability; none where a node is only being built."""
+    if KERNELS not in values:
+        return {}
+    return {kernel.compiled.arch: kernel for kernel in unpack(np.asarray(values[KERNELS]).tobytes())}

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from quant.export.engine.kernel_bundle import BundledKernel
 from quant.export.engine.plugin import (
     INPUTS,
     Attributes,
+    bundle_attention,
     check_shapes,
     compile_attention,
     infer_types,
@@ -25,7 +27,6 @@ from quant.export.engine.plugin import (
     launch_grid,
 )
 from quant.export.onnx_graph.opsets import PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
-from quant.kernels.aot import CompiledKernel
 from quant.kernels.attention_tiles import tiles_for
 from quant.kernels.cuda_driver import LoadedKernel
 
@@ -120,7 +121,7 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
     """
 
     class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):  # type: ignore[misc]
-        def __init__(self, attributes: Attributes, kernels: dict[int, CompiledKernel]) -> None:
+        def __init__(self, attributes: Attributes, kernels: dict[int, BundledKernel]) -> None:
             # pybind11 wants the constructor of each base to run; super() reaches the first alone.
             for base in Plugin.__bases__:
                 base.__init__(self)
@@ -150,7 +151,7 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
 
         def configure_plugin(self, inputs: Any, outputs: Any) -> None:
             dim = check_shapes([tuple(x.desc.dims) for x in inputs])
-            self.kernels = {arch: compile_attention(dim, self.attributes, arch) for arch in archs}
+            self.kernels = bundle_attention(dim, self.attributes, archs)
 
         def get_fields_to_serialize(self) -> Any:
             values = {**self.attributes.to_fields(), **kernel_fields(self.kernels)}
@@ -168,7 +169,7 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
             if arch not in self.loaded:
                 if arch not in self.kernels:
                     raise ValueError(f"{PLUGIN}: the engine has kernels for {sorted(self.kernels)}, this GPU is {arch}")
-                self.loaded[arch] = LoadedKernel(self.kernels[arch])
+                self.loaded[arch] = LoadedKernel(self.kernels[arch].compiled)
             shapes = [tuple(x.dims) for x in inputs[:2]]
             launch(self.loaded[arch], shapes, [*input_addresses, *output_addresses], stream)
 

@@ -26,6 +26,8 @@ from quant.formats.atomic import write_atomically
 # Messages up to this severity are passed on: internal error, error, warning, info, and verbose (4) kept to oneself.
 _VERBOSE = 4
 _SHORT = 2000
+RECORD = "blockscale engine "
+"""What the network's name begins with; the audit's record follows, a JSON object."""
 
 
 class BuildError(Exception):
@@ -41,8 +43,8 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
 
     Args:
         request: `backend`, `graph` (ONNX file to parse), `model` (ONNX file next to the external data), `engine` (file
-            to write), `compute_capability` ("SM120"), `profiles` (shapes by input), `plugin` (module that registers
-            the plugin in the graph, or None), `timing_cache` (file, or None).
+            to write), `compute_capability` ("SM120"), `profiles` (shapes by input), `record` (text for the audit),
+            `plugin` (module that registers the plugin in the graph, or None), `timing_cache` (file, or None).
         out: the messages, one JSON object per line.
     """
     trt = importlib.import_module(request["backend"])
@@ -54,6 +56,7 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
             trt, [int(request["compute_capability"].removeprefix("SM"))]
         )
     _parse(trt, network, logger, request)
+    network.name = RECORD + request["record"]
     config = builder.create_builder_config()
     # Names and types of all kernels stay readable in the engine, for the audit.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
@@ -205,7 +208,7 @@ def main() -> None:
     except BuildError as error:
         _say(out, failed=str(error), node=error.node)
         sys.exit(3)
-    except (OSError, ImportError, MemoryError) as error:
+    except Exception as error:  # the bindings raise TypeError, AttributeError, RuntimeError and more
         _say(out, failed=f"{type(error).__name__}: {error}", node="")
         sys.exit(3)
 

@@ -37,6 +37,7 @@ from quant.recipes.plan import Plan
 EXTERNAL_BYTES = 256 << 20
 """From this size on weights go to a file of their own; protobuf ends at 2 GiB."""
 PLAN_KEY = "blockscale.plan"
+ATTENTION_KEY = "blockscale.attention"
 
 
 def export_onnx(
@@ -90,6 +91,7 @@ def export_onnx(
                 program = _forward_program(model, shapes, attention, scales)
     if plan is not None:
         program.metadata_props[PLAN_KEY] = plan.digest()
+    program.metadata_props[ATTENTION_KEY] = attention
     return _save(program, path)
 
 

@@ -26,6 +26,8 @@ from quant.export.onnx_graph.shapes import Input, parse_profile
 from quant.kernels.linear.quantized_module import restore_layout
 
 LAYER_KEY = "blockscale.layer"
+MODULE_KEY = "blockscale.module"
+"""The module that a node was traced in; nodes of a layer have `LAYER_KEY` too."""
 MODEL_PREFIX = "model."
 """Of the names of parameters in graphs that hold a transformers model as their attribute `model`."""
 _PLAIN_LINEARS = (
@@ -154,6 +156,7 @@ def _type_packed(packed: Mapping[Any, int]) -> None:
 def _name_layers(model: Any, prefix: str) -> None:
     """Initializers get the module's own names; nodes of linears and attentions are marked with their layer's name.
 
+    Every node is marked with its module too, so that an engine says which norm or embedding a kernel computes.
     Linears in 16 bit are marked too: the audit has to find a layer that was planned in fewer bits and left as it was.
     """
     graph = model.graph
@@ -167,12 +170,14 @@ def _name_layers(model: Any, prefix: str) -> None:
     plain: list[tuple[str, Any]] = []
     for node in graph:
         source = node.metadata_props.get("pkg.torch.onnx.fx_node", "")
+        # The modules that the op was called in, outermost first, and then the op itself.
+        scopes: list[str] = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
+        module = scopes[-2].removeprefix(prefix) if len(scopes) > 1 else ""
+        node.metadata_props[MODULE_KEY] = module
         if "torch.ops.quant.linear.default" in source or "torch.ops.quant.conv.default" in source:
             groups.setdefault(source, []).append(node)
         elif "torch.ops.quant.onnx_attention" in source or any(op in source for op in _PLAIN_LINEARS):
-            # The modules that the op was called in, outermost first, and then the op itself.
-            *_, module, _ = ast.literal_eval(node.metadata_props["pkg.torch.onnx.name_scopes"])
-            plain.append((module.removeprefix(prefix), node))
+            plain.append((module, node))
     quantized = set()
     for nodes in groups.values():
         read = (value.name for node in nodes for value in node.inputs if value is not None)
@@ -219,15 +224,19 @@ def layer_of(node: Any) -> str:
     return next((entry.value for entry in node.metadata_props if entry.key == LAYER_KEY), "")
 
 
+def module_of(node: Any) -> str:
+    """The module that a node of an exported file was traced in; empty for nodes of the whole model."""
+    return next((entry.value for entry in node.metadata_props if entry.key == MODULE_KEY), "")
+
+
 def _clean(model: Any) -> None:
     """Removes the exporter's metadata, such as stack traces with paths of this machine."""
     for value in [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]:
         value.metadata_props.clear()
     for node in model.graph:
-        layer = node.metadata_props.get(LAYER_KEY)
+        names = {key: node.metadata_props[key] for key in (LAYER_KEY, MODULE_KEY) if node.metadata_props.get(key)}
         node.metadata_props.clear()
-        if layer is not None:
-            node.metadata_props[LAYER_KEY] = layer
+        node.metadata_props.update(names)
         for value in node.outputs:
             value.metadata_props.clear()
 

@@ -179,6 +179,7 @@ def _engine(job: ExportJob, path: Path, out: Path) -> dict[str, Any]:
         attention=job.attention,
         allow_fallback=job.allow_fallback,
         layers=receipt["layers"],
+        source=job.model,
     )
 
 

@@ -18,6 +18,8 @@ from quant.recipes.json_data import typed
 from quant.recipes.plan import Plan
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from quant.checkpoints.runtime_check import RuntimeCheck
 
 
@@ -124,7 +126,12 @@ def _show_runtime(check: RuntimeCheck) -> None:
 @click.option(
     "--checkpoint",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Checkpoint whose codes the engine must hold.  [default: the directory of --plan, if it is one]",
+    help="Checkpoint whose tensors the engine must hold.  [default: the directory of --plan, if it is one]",
+)
+@click.option(
+    "--model-factory",
+    metavar="PACKAGE.MODULE:FUNCTION",
+    help="Function that builds the module of a checkpoint without config.json.",
 )
 @click.option("--attention", type=click.Choice(["fp8", "half"]), help="Precision that attention must run in.")
 @click.option("--allow-fallback", is_flag=True, help="List layers that do not run as planned, and succeed.")
@@ -134,40 +141,29 @@ def audit_command(
     engine: Path,
     plan_file: Path | None,
     checkpoint: Path | None,
+    model_factory: str | None,
     attention: str | None,
     allow_fallback: bool,
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Check which GEMMs and attentions of ENGINE run in FP4, FP8, INT8 or half precision, and with whose weights.
+    """Check in which precision GEMMs and attentions of ENGINE run, and that it holds the tensors of a checkpoint.
 
-    The audit reads the file and needs no GPU. If a layer that the plan quantizes runs in half precision, or its codes
-    in the checkpoint are not those in the engine, the command names it and ends with exit code 2.
+    The audit reads the file and needs no GPU. It ends with exit code 2 and names the layer if one that the plan
+    quantizes runs in half precision, if its codes, scales, bias or input scale are not those of the checkpoint, or
+    another module's weights, if blocks run in another order, or if the engine ignores one of its inputs.
     """
     plan = Plan.load(plan_file) if plan_file else None
     receipt = _read_receipt(receipt_path(engine))
     # A receipt without a digest cannot contradict the plan.
     if plan is not None and receipt.get("plan") not in (None, plan.digest()):
         raise UserError(f"{engine} was built from another plan than {plan_file}: their digests differ")
-    engine_record = receipt.get("engine", {})
-    # The layers in the exported graph: one that the graph left out, such as a tower, is not missing from the engine.
-    exported = engine_record.get("layers") or None
-    findings = audit(
-        engine,
-        plan,
-        attention=attention,
-        attention_nodes=engine_record.get("attention_nodes", ()),
-        exported=exported,
-    )
     # A plan beside safetensors files is that of a checkpoint; a plan alone says nothing of codes.
     if checkpoint is None and plan_file is not None and any(plan_file.parent.glob("*.safetensors")):
         checkpoint = plan_file.parent
-    if checkpoint is not None:
-        from quant.api.audit import code_findings
-
-        findings += code_findings(engine, checkpoint, exported=exported, not_found=receipt.get("codes_not_found", ()))
-    elif plan is not None and not quiet:
-        click.echo("the codes were not compared: name the checkpoint with --checkpoint", err=True)
+    if checkpoint is None and plan is not None and not quiet:
+        click.echo("the tensors were not compared: name the checkpoint with --checkpoint", err=True)
+    findings = audit(engine, plan, attention=attention, model=_load(checkpoint, model_factory))
     if as_json:
         print_json([dataclasses.asdict(finding) for finding in findings])
     elif not quiet:
@@ -189,6 +185,18 @@ def print_findings(findings: list[Finding]) -> None:
     out.print(f"{passed} of {len(planned)} as planned" if planned else f"{len(findings)} found; --plan compares them")
 
 
+def _load(checkpoint: Path | None, model_factory: str | None) -> nn.Module | None:
+    """The model of a checkpoint, its files mapped."""
+    if checkpoint is None:
+        return None
+    from quant.checkpoints.load import is_checkpoint, load, no_checkpoint
+    from quant.models.state_dict import call_factory
+
+    if not is_checkpoint(checkpoint):
+        raise no_checkpoint(checkpoint)
+    return load(checkpoint, call_factory(model_factory) if model_factory else None)
+
+
 def _read_receipt(path: Path) -> dict[str, Any]:
     """The receipt next to an engine; empty if there is none."""
     if not path.is_file():
@@ -201,7 +209,5 @@ def _read_receipt(path: Path) -> dict[str, Any]:
 
 def _checked(document: Any) -> dict[str, Any]:
     fields: dict[str, Any] = typed(dict[str, Any], document, "receipt")
-    engine = typed(dict[str, Any], fields.get("engine", {}), "engine")
-    for key in ("attention_nodes", "layers"):
-        typed(list[str] | None, engine.get(key), f"engine.{key}")
+    typed(str | None, fields.get("plan"), "plan")
     return fields

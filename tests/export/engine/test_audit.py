@@ -16,8 +16,9 @@ from samples import BASE
 
 import quant
 from quant.cli.main import main
-from quant.export.engine.audit import audit, failures, planned_precision, read_kernels
+from quant.export.engine.audit import audit, failures, planned_precision
 from quant.export.engine.build import BuildOptions, audit_built, export_engine
+from quant.export.engine.program import read_kernels
 from quant.formats.format import FORMATS
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
@@ -127,7 +128,7 @@ def test_planned_precision() -> None:
         planned_precision(layer)
         for layer in plan_of(("nvfp4", "nvfp4"), ("nvfp4", None), ("int8", "int8_token"), ("mxfp8", "mxfp8")).layers
     ]
-    assert words == ["fp4", "half, fp4 weights", "int8", "fp8"]
+    assert words == ["fp4", "half, fp4 weights", "int8", "half, fp8 weights"]
 
 
 @pytest.mark.parametrize("content", [b"", b"no engine at all" * 100])
@@ -192,6 +193,8 @@ def test_a_layer_that_was_never_quantized_fails(module: Any, tmp_path: Path) -> 
         ("0", "fp8", True),
         ("2", "half", False),
         ("pooler", "not in the exported graph", True),
+        ("0", "its tensors", True),
+        ("2", "its tensors", True),
     ]
     assert receipt["engine"]["layers"] == ["0", "2"]
 
@@ -213,7 +216,7 @@ def test_another_models_engine_fails(tmp_path: Path) -> None:
     assert CliRunner().invoke(main, [*command, str(tmp_path / "ours" / "plan.json")]).exit_code == 0
     failed = CliRunner().invoke(main, [*command, str(tmp_path / "theirs" / "plan.json")])
     assert failed.exit_code == 2
-    assert "model.layers.0.self_attn.q_proj: planned its codes, found other weights" in failed.stderr
+    assert "model.layers.0.self_attn.q_proj: planned its tensors, found other codes, scales" in failed.stderr
 
 
 def test_attention_is_not_dropped_without_a_word(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,7 +20,6 @@ from quant.api.quantize import quantize
 from quant.export.engine import targets, worker
 from quant.export.engine.audit import audit
 from quant.export.engine.build import BuildOptions, build_engine, export_engine, summary
-from quant.export.engine.codes import held_codes
 from quant.export.engine.graph import check_graph
 from quant.export.engine.process import run_worker
 from quant.export.engine.targets import choose_backend, resolve_target
@@ -304,7 +302,8 @@ def test_timings_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     graph.touch()
     request = {
         "backend": "tensorrt", "graph": str(graph), "model": str(graph), "engine": str(tmp_path / "x.engine"),
-        "compute_capability": "SM90", "profiles": [], "plugin": None, "timing_cache": str(cache),
+        "compute_capability": "SM90", "profiles": [], "record": "{}", "plugin": None,
+        "timing_cache": str(cache),
     }  # fmt: skip
     seen = []
     monkeypatch.setattr(os, "fsync", lambda handle: seen.append((cache.read_bytes(), os.fstat(handle).st_size)))
@@ -317,40 +316,6 @@ def test_the_installed_backend_may_not_know_the_target(graphs: Any, monkeypatch:
     fake_builder(graphs.folder, "tensorrt_rtx", "pass", monkeypatch, "class ComputeCapability: SM89 = 89")
     with pytest.raises(ValueError, match=r"tensorrt_rtx 0\.fake builds for sm89, not for sm120"):
         build_engine(graphs.chain("half"), graphs.folder / "x.engine", BuildOptions("sm120", SHAPES))
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("shape", [(48, 64), (2, 384)], ids=["rows", "two-classes"])
-def test_codes_are_found_where_they_lie_and_nowhere_else(
-    tmp_path: Path, bits: int, turned: bool, shape: tuple[int, int]
-) -> None:
-    random = np.random.default_rng(0)
-    values = random.integers(0, 1 << bits, shape).astype(np.uint8)
-
-    def packed(array: np.ndarray) -> np.ndarray:
-        return array if bits == 8 else array[:, 0::2] | (array[:, 1::2] << 4)
-
-    engine = tmp_path / "model.engine"
-    stored = packed(values.T if turned else values).tobytes()
-    engine.write_bytes(random.bytes(1004) + stored + random.bytes(997))
-    changed = packed(values).copy()
-    changed[-1, 3] ^= 1
-    codes = {"same": packed(values), "changed": changed}
-    assert held_codes(engine, codes, {"same": bits, "changed": bits}) == {"same": True, "changed": False}
-
-
-def test_codes_of_merged_matrices_are_found_row_by_row(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    parts = {name: random.integers(0, 256, (32, 48)).astype(np.uint8) for name in "qkv"}
-    engine = tmp_path / "model.engine"
-    merged = np.concatenate([part.T for part in parts.values()], axis=1)
-    engine.write_bytes(random.bytes(16) + merged.tobytes() + random.bytes(16))
-    bits = dict.fromkeys(parts, 8)
-    assert held_codes(engine, parts, bits) == {"q": True, "k": True, "v": True}
-    merged[47, 32] ^= 1
-    engine.write_bytes(random.bytes(16) + merged.tobytes() + random.bytes(16))
-    assert held_codes(engine, parts, bits) == {"q": True, "k": False, "v": True}
 
 
 def mlp() -> nn.Module:
@@ -383,27 +348,29 @@ def test_export_ends_in_an_engine_that_does_what_the_plan_says(tmp_path: Path, f
     assert [(row["name"], row["planned"], row["found"]) for row in receipt["audit"]] == [
         ("0", word, word),
         ("2", word, word),
+        ("0", "its tensors", "its tensors"),
+        ("2", "its tensors", "its tensors"),
     ]
-    assert receipt["codes_found"] == ["0", "2"]
     said = summary(receipt)
     assert "needs no GPU" in said[0]
     assert said[1:] == [
         "shapes x=1x256:16x256:64x256",
         f"runs in {word}: 2",
-        "2 layers' codes lie in the engine byte for byte",
+        "the tensors of 2 modules lie in the engine where their kernels read them",
     ]
     assert json.loads((tmp_path / "mlp.engine.json").read_text()) == receipt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mlp.engine", "mlp.engine.json"]
     assert receipt["engine"]["bytes"] == (tmp_path / "mlp.engine").stat().st_size
 
 
-def test_a_fallback_is_an_error_unless_allowed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^not run as planned in the engine: 0: planned fp8, found half, fp8 weights"):
-        exported(tmp_path, "mxfp8")
-    assert list(tmp_path.iterdir()) == []
-    receipt = exported(tmp_path, "mxfp8", allow_fallback=True)
-    assert not receipt["passed"]
-    assert receipt["fallbacks"] == [f"{name}: planned fp8, found half, fp8 weights" for name in ("0", "2")]
+def test_a_format_without_a_gemm_is_said_before_the_build(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"2 layers in mxfp8 are stored in 8 bit and multiplied in half precision"):
+        receipt = exported(tmp_path, "mxfp8")
+    assert receipt["passed"]
+    assert {(row["planned"], row["found"]) for row in receipt["audit"]} == {
+        ("half, fp8 weights", "half, fp8 weights"),
+        ("its tensors", "its tensors"),
+    }
 
 
 def test_the_worker_imports_nothing_from_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def test_attributes_that_are_wrong(given: tuple[Any, ...], message: str) -> None
 
 
 def test_kernels_round_trip_through_fields() -> None:
-    kernels = {arch: compile_attention(64, Attributes(causal=1), arch) for arch in (89, 120)}
+    kernels = plugin.bundle_attention(64, Attributes(causal=1), (89, 120))
     assert plugin.kernels_from_fields(plugin.kernel_fields(kernels)) == kernels
     assert plugin.kernels_from_fields(Attributes().to_fields()) == {}
 

@@ -1,0 +1,230 @@
+"""Engines of wrong models, and of right models that are wired wrongly: the audit names what differs in each of them.
+
+Each case changes one thing in a copy of a quantized model or in its ONNX file, builds an engine from that, and audits
+it against the right model, as `quant audit --checkpoint` does. The right engine passes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+import quant
+from quant.export.engine.audit import audit, failures
+from quant.export.engine.build import BuildOptions, build_engine
+from quant.export.onnx_graph.export import export_onnx
+from quant.export.onnx_graph.translate import LAYER_KEY, MODULE_KEY
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
+onnx = pytest.importorskip("onnx", reason="needs the extra [onnx]")
+pytest.importorskip("onnxscript", reason="needs the extra [onnx]")
+
+SHAPES = "batch=1:1:2,sequence=1:8:16"
+MLP, ATTENTION = "model.layers.0.mlp", "model.layers.1.self_attn"
+
+
+def drawn(model: nn.Module) -> nn.Module:
+    """The model with other numbers in every norm and bias: an initialization has ones and zeros there."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for module in model.modules():
+            if "Norm" in type(module).__name__:
+                for parameter in module.parameters():
+                    parameter.uniform_(0.5, 2)
+            elif isinstance(getattr(module, "bias", None), nn.Parameter):
+                module.bias.normal_()
+            if isinstance(module, nn.BatchNorm2d):
+                module.running_mean.normal_()
+                module.running_var.uniform_(0.5, 2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def right() -> Any:
+    model = drawn(tiny_models.llama(gain=4.0, attention_bias=True, dtype=torch.float16))
+    return quant.quantize(model, "nvfp4", torch.randint(0, 64, (2, 16)))
+
+
+@pytest.fixture(scope="module")
+def resnet() -> Any:
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float16)
+    model = drawn(tiny_models.resnet(gain=4.0)).half()
+    return quant.quantize(model, "int8", images, run=lambda model: model(images))
+
+
+def problems(folder: Path, wrong: nn.Module, right: Any, change: Callable[[Any], None] | None = None) -> list[str]:
+    """What the audit says of an engine of `wrong`, whose ONNX file is changed before, against the right model."""
+    path = export_onnx(wrong, folder / "model.onnx", plan=right.plan)
+    if change is not None:
+        graph = onnx.load(path)
+        change(graph)
+        onnx.save(graph, path)
+    shapes = SHAPES if "Llama" in type(wrong).__name__ else None
+    built = build_engine(path, folder / "model.engine", BuildOptions("sm120", shapes))
+    return failures(audit(built.path, right.plan, model=right.model))
+
+
+def mirror_scales(model: Any) -> None:
+    scale = model.get_submodule(f"{MLP}.up_proj").scale
+    scale.copy_(scale.flip(0))
+
+
+def exchange_axes_of_scales(model: Any) -> None:
+    scale = model.get_submodule(f"{MLP}.down_proj").scale
+    scale.copy_(scale.T.reshape(scale.shape).clone())
+
+
+def scale_input(model: Any) -> None:
+    model.get_submodule(f"{ATTENTION}.o_proj").input_scale *= 64
+
+
+def scale_weight(model: Any) -> None:
+    model.get_submodule(f"{MLP}.gate_proj").global_scale *= 2
+
+
+def exchange_mlps(model: Any) -> None:
+    first, second = model.model.layers
+    first.mlp, second.mlp = second.mlp, first.mlp
+
+
+def exchange_q_and_k(model: Any) -> None:
+    # The first rows of q, whose matrix is the larger one, and those of k.
+    q, k = (model.get_submodule(f"{ATTENTION}.{name}_proj").codes for name in "qk")
+    rows = q[: len(k)].clone()
+    q[: len(k)].copy_(k)
+    k.copy_(rows)
+
+
+def replace_head(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+
+
+def replace_embedding(model: Any) -> None:
+    model.model.embed_tokens.weight.data.normal_()
+
+
+def mirror_norm(model: Any) -> None:
+    weight = model.model.layers[1].input_layernorm.weight
+    weight.data = weight.flip(0)
+
+
+def exchange_norms(model: Any) -> None:
+    block = model.model.layers[0]
+    block.input_layernorm, block.post_attention_layernorm = block.post_attention_layernorm, block.input_layernorm
+
+
+def shift_codes(model: Any) -> None:
+    codes = model.get_submodule(f"{MLP}.down_proj").codes
+    codes.copy_(codes.roll(1, 0))
+
+
+def transpose_codes(model: Any) -> None:
+    codes = model.get_submodule(f"{ATTENTION}.o_proj").codes
+    wide = torch.stack([codes & 15, codes >> 4], -1).flatten(1).T.contiguous()
+    codes.copy_(wide[:, 0::2] | wide[:, 1::2] << 4)
+
+
+def drop_bias(model: Any) -> None:
+    model.get_submodule(f"{ATTENTION}.v_proj").bias = None
+
+
+def change_theta(model: Any) -> None:
+    model.model.rotary_emb.inv_freq *= 0.5
+
+
+def change_epsilon(model: Any) -> None:
+    model.model.norm.variance_epsilon = 1e-3
+
+
+def change_scaling(model: Any) -> None:
+    model.get_submodule(ATTENTION).scaling *= 2
+
+
+CASES = {
+    mirror_scales: f"{MLP}.up_proj: planned its tensors, found other scales",
+    exchange_axes_of_scales: f"{MLP}.down_proj: planned its tensors, found other scales",
+    scale_input: f"{ATTENTION}.o_proj: planned its tensors, found other scale, input scale",
+    scale_weight: f"{MLP}.gate_proj: planned its tensors, found other scale",
+    exchange_mlps: f"{MLP}.gate_proj: planned its tensors, found other codes",
+    exchange_q_and_k: f"{ATTENTION}.q_proj: planned its tensors, found other codes",
+    replace_head: "lm_head: planned its tensors, found other weight",
+    replace_embedding: "model.embed_tokens: planned its tensors, found other weight",
+    mirror_norm: "model.layers.1.input_layernorm: planned its tensors, found other weight",
+    exchange_norms: "model.layers.0.input_layernorm: planned its tensors, found other weight",
+    shift_codes: f"{MLP}.down_proj: planned its tensors, found other codes",
+    transpose_codes: f"{ATTENTION}.o_proj: planned its tensors, found other codes",
+    drop_bias: f"{ATTENTION}.v_proj: planned its tensors, found other bias",
+    change_theta: "model.rotary_emb: planned its tensors, found other inv_freq",
+    change_epsilon: "model.norm: planned its tensors, found other epsilon",
+    change_scaling: f"{ATTENTION}: planned its tensors, found other scaling",
+}
+
+
+def test_the_right_engine_passes(tmp_path: Path, right: Any) -> None:
+    assert problems(tmp_path, right.model, right) == []
+
+
+@pytest.mark.parametrize("change", CASES, ids=lambda change: change.__name__)
+def test_a_wrong_model_is_found(tmp_path: Path, right: Any, change: Callable[[Any], None]) -> None:
+    wrong = copy.deepcopy(right.model)
+    with torch.no_grad():
+        change(wrong)
+    found = problems(tmp_path, wrong, right)
+    assert any(text.startswith(CASES[change]) for text in found), found
+
+
+def test_an_input_that_nobody_reads(tmp_path: Path, right: Any) -> None:
+    def add_input(model: Any) -> None:
+        model.graph.input.append(onnx.helper.make_tensor_value_info("lengths", onnx.TensorProto.INT32, ["batch"]))
+
+    assert problems(tmp_path, right.model, right, add_input) == [
+        "lengths: planned an input that is read, found read by no kernel"
+    ]
+
+
+def test_blocks_that_were_exchanged_with_their_names(tmp_path: Path, right: Any) -> None:
+    """Every layer has its own weights: only the order tells."""
+    wrong = copy.deepcopy(right.model)
+    wrong.model.layers = nn.ModuleList(reversed(wrong.model.layers))
+    other = {"0": "1", "1": "0"}
+
+    def exchange(name: str) -> str:
+        head, list_, tail = name.partition("model.layers.")
+        return head + list_ + other[tail[0]] + tail[1:] if list_ else name
+
+    def rename(model: Any) -> None:
+        for node in model.graph.node:
+            for entry in node.metadata_props:
+                if entry.key in (LAYER_KEY, MODULE_KEY):
+                    entry.value = exchange(entry.value)
+
+    found = problems(tmp_path, wrong, right, rename)
+    assert found == [
+        "order of blocks: planned as in the model, found model.layers.1 does not read model.layers.0",
+        "order of blocks: planned as in the model, found model.layers.0 runs after model.layers.1",
+    ]
+
+
+def test_convolutions(tmp_path: Path, resnet: Any) -> None:
+    assert problems(tmp_path, resnet.model, resnet) == []
+    wrong = copy.deepcopy(resnet.model)
+    encoder = wrong.resnet.encoder.stages
+    first, second = (encoder[1].layers[0].layer[i].convolution for i in (0, 1))
+    with torch.no_grad():
+        first.codes.copy_(first.codes.flip(-1))
+        second.scale.copy_(second.scale.flip(0))
+        encoder[0].layers[0].layer[1].normalization.running_mean.neg_()
+    stage = "resnet.encoder.stages"
+    assert problems(tmp_path, wrong, resnet) == [
+        f"{stage}.0.layers.0.layer.1.normalization: planned its tensors, found other factors",
+        f"{stage}.1.layers.0.layer.0.convolution: planned its tensors, found other codes",
+        f"{stage}.1.layers.0.layer.1.convolution: planned its tensors, found other scales",
+    ]
