@@ -73,7 +73,7 @@ _NAMES = {
 }
 _PROFILE = re.compile(r"\[profile (\d+)\]")
 _ALPHA = re.compile(r"\balpha=([0-9A-F]{8})(?:f32)?\b")
-_SOURCE = re.compile(rb"__global__ void (\w+)\(")
+_SOURCE = re.compile(rb"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(")
 _IMMEDIATE = re.compile(rb"\b0x[0-9a-f]\.?[0-9a-f]*p[+-]?\d+f?\b")
 # A string in the tagged stream is its length twice, between tags, and its bytes; 0x43 opens a binding's record.
 _STRING = rb"\x13\x80\x01\x00(.{8})\x01\x80\x0c\x80\x01\x00\1"

@@ -95,6 +95,9 @@ class View:
         self.explained: set[int] = set()
         self.folded: set[nn.Module] = set()
         self.norm_after: dict[nn.Module, nn.Module] = {}
+        # Weights of norms, and the scales of the inputs that each quantized layer rounds to.
+        self.vectors: dict[str, np.ndarray] = {}
+        self.input_scales: dict[str, float] = {}
         self.of_module: dict[str, list[Kernel]] = {}
         self.writer: dict[tuple[int, str], Kernel] = {}
         for kernel in self.kernels:
@@ -151,6 +154,13 @@ def _compare(engine: Engine, model: nn.Module) -> dict[str, list[str]]:
     for profile in sorted({kernel.profile for kernel in engine.kernels}):
         view = View(engine, profile, rows)
         view.norm_after = _norms_after(modules.values())
+        for name, module in modules.items():
+            weight = getattr(module, "weight", None)
+            if isinstance(module, QuantLinear | QuantConv):
+                if module.input_scale is not None:
+                    view.input_scales[name] = float(module.input_scale)
+            elif isinstance(weight, torch.Tensor) and weight.ndim == 1:
+                view.vectors[name] = weight.detach().float().numpy()
         for name, module in modules.items():
             if name not in view.of_module or not _has_tensors(module):
                 continue
@@ -223,9 +233,20 @@ def _quantized_problems(view: View, name: str, module: QuantLinear | QuantConv) 
         yield "scale"
     if module.input_scale is not None:
         scale = float(module.input_scale)
-        if not _any_close([scale, 1 / scale], view.scalars(name)):
+        kernels = [*view.of_module[name], *view.feeding(name)]
+        if not _any_close([scale, 1 / scale], view.scalars(name)) and not _is_in_norm(view, kernels, scale):
             yield "input scale"
     yield from _bias_problems(view, operands, module, part)
+
+
+def _is_in_norm(view: View, kernels: Sequence[Kernel], scale: float) -> bool:
+    """Whether one of these kernels divides by the scale of an input as a part of a norm's weight."""
+    for kernel in kernels:
+        for name in kernel.modules & view.vectors.keys():
+            for divided in (view.vectors[name] / scale, (1 + view.vectors[name]) / scale):
+                if any(_holds_vector(view, operand, divided, WHOLE) for operand in view.constants([kernel])):
+                    return True
+    return False
 
 
 def _bias_problems(view: View, operands: Sequence[Operand], module: Any, part: Part) -> Iterator[str]:
@@ -372,27 +393,50 @@ def _plain_problems(view: View, name: str, module: nn.Module) -> Iterator[str]:
         if module not in view.folded and not _holds_norm(view, operands, module):
             yield "factors"
         return
-    part = view.part_of(name)
     yield from _number_problems(view, name, module)
+    is_conv = isinstance(module, nn.modules.conv._ConvNd)
     for parameter, tensor in module.named_parameters(recurse=False):
+        # Adding zeros is no work.
         if tensor.ndim < 2 and not bool(tensor.any()):
-            continue  # adding zeros is no work
-        expected = tensor.detach()
-        if parameter == "weight" and isinstance(module, nn.modules.conv._ConvNd):
-            if any(_holds_rounded(view, operand, expected, part) for operand in operands):
-                continue
-            if _is_folded(view, operands, module):
-                break  # with its bias
-        elif parameter == "weight" and isinstance(module, nn.Linear):
-            if any(_holds_rounded(view, operand, expected.T, part) for operand in operands):
-                continue
-        elif any(_holds_rounded(view, operand, expected, part) for operand in operands):
             continue
-        elif "Norm" in type(module).__name__ and any(
-            _holds_rounded(view, o, 1 + expected.float(), part) for o in operands
+        if _holds_parameter(
+            view, name, module, tensor.detach().T if _is_turned(module, parameter) else tensor.detach()
         ):
-            continue  # Gemma's norms multiply by one more than they store
+            continue
+        if is_conv and parameter == "weight" and _is_folded(view, operands, module):
+            break  # with its bias
         yield parameter
+
+
+def _is_turned(module: nn.Module, parameter: str) -> bool:
+    """Whether a constant has the parameter `[out, in]` as `[in, out]`."""
+    return isinstance(module, nn.Linear) and parameter == "weight"
+
+
+def _holds_parameter(view: View, name: str, module: nn.Module, expected: torch.Tensor) -> bool:
+    """Whether the module's kernels read these numbers, rounded to the type of a constant."""
+    part, kernels = view.part_of(name), view.of_module[name]
+    operands = view.constants(kernels)
+    if any(_holds_rounded(view, operand, expected, part) for operand in operands):
+        return True
+    if "Norm" not in type(module).__name__:
+        return False
+    # Gemma's norms multiply by one more than they store.
+    more = 1 + expected.float()
+    return any(_holds_rounded(view, operand, more, part) for operand in operands) or any(
+        _holds_divided(view, kernel, expected) for kernel in kernels
+    )
+
+
+def _holds_divided(view: View, kernel: Kernel, expected: torch.Tensor) -> bool:
+    """Whether a kernel has a norm's weight divided by the scale of a layer whose input it rounds."""
+    values = expected.float().numpy()
+    return any(
+        _holds_vector(view, operand, vector / view.input_scales[layer], WHOLE)
+        for vector in (values, 1 + values)
+        for layer in kernel.modules & view.input_scales.keys()
+        for operand in view.constants([kernel])
+    )
 
 
 def _number_problems(view: View, name: str, module: Any) -> Iterator[str]:
@@ -409,12 +453,13 @@ def _number_problems(view: View, name: str, module: Any) -> Iterator[str]:
     kernels = view.of_module[name]
     scaling = getattr(module, "scaling", None)
     fused = [kernel for kernel in kernels if kernel.is_attention]
-    # Fused attention takes q and k scaled by the root each, or q alone by the whole. In FP8 it is one of many factors.
+    # Fused attention takes q and k scaled by the root each, rounded to BF16 or FP16, or q alone by the whole. In FP8
+    # the scale is one of many factors.
     if (
         isinstance(scaling, float)
         and fused
         and not any(operand.type == "fp8" for kernel in fused for operand in kernel.inputs)
-        and not _any_close([scaling, math.sqrt(scaling)], numbers)
+        and not any(abs(x - y) <= 2.0**-7 * y for x in numbers for y in (scaling, math.sqrt(scaling)))
     ):
         yield "scaling"
     # A cache in 16 bit has no scales.

@@ -23,7 +23,7 @@ onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 
 from quant.export.onnx_graph.decoder import GraphInput  # noqa: E402
-from quant.export.onnx_graph.export import PLAN_KEY, export_onnx  # noqa: E402
+from quant.export.onnx_graph.export import ATTENTION_KEY, PLAN_KEY, export_onnx  # noqa: E402
 from quant.export.onnx_graph.reference import evaluator  # noqa: E402
 from quant.export.onnx_graph.translate import LAYER_KEY, MODULE_KEY  # noqa: E402
 from quant.export.onnx_graph.verify import to_numpy  # noqa: E402
@@ -205,7 +205,10 @@ def test_names_dimensions_and_metadata(tmp_path: Path) -> None:
     plan = Plan((LayerPlan("0", LayerKind.LINEAR, (OUT, IN), FORMATS["nvfp4"], FORMATS["nvfp4"]),))
     module, x = nn.Sequential(layer("nvfp4", "nvfp4", torch.float32), nn.ReLU()), torch.randn(2, ROWS, IN)
     model = onnx.load(exported(module, x, tmp_path / "m.onnx", plan=plan))
-    assert {entry.key: entry.value for entry in model.metadata_props} == {PLAN_KEY: plan.digest()}
+    assert {entry.key: entry.value for entry in model.metadata_props} == {
+        PLAN_KEY: plan.digest(),
+        ATTENTION_KEY: "native",
+    }
     for value in (model.graph.input[0], model.graph.output[0]):
         assert [dim.dim_param for dim in value.type.tensor_type.shape.dim][:2] == ["batch", "rows"]
     tagged = {e.value for node in model.graph.node for e in node.metadata_props if e.key == LAYER_KEY}
