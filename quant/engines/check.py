@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.api.audit import code_findings
 from quant.calibration.blocks import cache_argument, cache_of
 from quant.calibration.placement import Device, find_device
 from quant.checkpoints.load import describe, load
@@ -33,7 +32,7 @@ from quant.engines.session import Session
 from quant.engines.tensorrt_session import read_receipt, runs_here
 from quant.engines.text import check_plan
 from quant.errors import UserError
-from quant.export.engine.audit import Finding, audit
+from quant.export.engine.audit import TENSORS, Finding, audit
 from quant.models.huggingface import load_tokenizer
 from quant.runtime.generate import cast_unquantized
 
@@ -142,15 +141,17 @@ def engine_facts(path: Path, directory: Path) -> tuple[list[tuple[str, str]], st
     if receipt.get("plan") not in (None, plan.digest()):
         raise UserError(f"{path} was built from another plan than that of {directory}: their digests differ")
     exported = record.get("layers") or None
-    runs = audit(path, plan, attention_nodes=record.get("attention_nodes", ()), exported=exported)
-    codes = code_findings(path, directory, exported=exported, not_found=receipt.get("codes_not_found", ()))
+    nodes = record.get("attention_nodes", ())
+    findings = audit(path, plan, attention_nodes=nodes, exported=exported, model=load(directory))
+    tensors = [finding for finding in findings if finding.planned == TENSORS]
+    runs = [finding for finding in findings if finding.planned != TENSORS]
     facts = [
         ("engine", f"{record.get('backend')} for {record.get('target')}, {path.stat().st_size / 1e6:.1f} MB, whole"),
         ("profiles", "; ".join(_steps(profile) for profile in record.get("profiles", ()))),
         ("precision", _passed(runs, "layers run as planned")),
-        ("weights", _passed(codes, "layers hold the checkpoint's codes")),
+        ("weights", _passed(tensors, "modules have the checkpoint's tensors")),
     ]
-    wrong = [finding.name for finding in (*runs, *codes) if not finding.passed]
+    wrong = [finding.name for finding in findings if not finding.passed]
     return facts, f"{wrong[0]} differs from the plan or the checkpoint; see `quant audit`" if wrong else ""
 
 
