@@ -105,7 +105,10 @@ class Recipe:
             ValueError: not TOML, or an unknown key or format; the message names the file.
         """
         path = Path(path)
-        content = path.read_bytes()
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"recipe {path}: cannot be read: {error.strerror}") from None
         try:
             text = content.decode("utf-8")
             if any(line.count(".") > _DOTS for line in text.splitlines()):
@@ -130,11 +133,13 @@ def presets() -> dict[str, Recipe]:
 
 
 def get_recipe(name: str) -> Recipe:
-    """The preset called `name`.
+    """The preset called `name`, or the recipe in a file whose name ends in `.toml`.
 
     Raises:
-        ValueError: unknown name; the message lists the known ones.
+        ValueError: unknown name, the message lists the known ones; or a file that cannot be read.
     """
+    if name.endswith(".toml"):
+        return Recipe.load(name)
     recipes = presets()
     if name not in recipes:
         raise ValueError(f"unknown format {name!r}; known formats: {', '.join(recipes)}{did_you_mean(name, recipes)}")
@@ -143,8 +148,10 @@ def get_recipe(name: str) -> Recipe:
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """The end of a message that suggests a name: one that begins with `name`, or else the nearest one."""
+    choices, name = list(choices), name.lower()
     longer = [each for each in choices if name and each.startswith(name)]
-    near = longer or difflib.get_close_matches(name, list(choices), 1)
+    # The shortest one first: "nvfp4" means the preset of that name, and not nvfp4a16.
+    near = sorted(longer, key=len) or difflib.get_close_matches(name, choices, 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -9,6 +9,7 @@ checked without importing a solver.
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from functools import cache
 
@@ -75,10 +76,12 @@ def parse_solver(
     for part in name.split("+"):
         key, _, number = part.partition(":")
         if key not in order:
+            near = difflib.get_close_matches(key.lower(), order, 1)
             raise ValueError(
                 f"unknown solver {key!r}; known solvers: {', '.join(roundings)}; joined to them by '+', before: "
                 f"{', '.join(f'{transform}[:{MERGE}]' for transform in transforms)}, rotation[:block] or "
                 f"rotation:{MERGE}, lowrank[:rank]; after: autoround[:steps]"
+                + (f"; did you mean {near[0]}?" if near else "")
             )
         if order[key] < last or key in numbers or (order[key] == last == 3):
             raise ValueError(

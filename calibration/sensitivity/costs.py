@@ -300,8 +300,9 @@ def get_timing(name: str) -> Timing:
 
 # Sizes in powers of 1000 as disks and GPUs are sold, or of 1024 with an i; counts in powers of 1024 as contexts are.
 _UNITS: dict[str, dict[str, float]] = {
-    "size": {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
-    | {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
+    "size": {"": 1, "b": 1}
+    | {f"{letter}{b}": 1000**n for n, letter in enumerate("kmgt", 1) for b in ("", "b")}
+    | {f"{letter}i{b}": 1024**n for n, letter in enumerate("kmgt", 1) for b in ("", "b")},
     "count": {"": 1, "k": 1024, "m": 1024**2},
     "time": {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6},
     "ratio": {"": 1, "%": 0.01},

@@ -103,7 +103,7 @@ def solve(
     Raises:
         Infeasible: no choice keeps the limits.
     """
-    _require_scipy()
+    require_scipy()
     check_feasible(problem, limits)
     # HiGHS may exceed a limit by its tolerance, 1e-6: lower the limit by twice the excess and solve again.
     tightened = dict(limits)
@@ -116,7 +116,8 @@ def solve(
     raise Infeasible(f"no choice found within {_listed(limits)}; loosen a limit a little")
 
 
-def _require_scipy() -> None:
+def require_scipy() -> None:
+    """Raises ValueError where scipy, whose solver every allocation uses, is not installed."""
     if importlib.util.find_spec("scipy") is None:
         raise ValueError(f"allocation needs the package `scipy`: {install_command('allocate')}")
 

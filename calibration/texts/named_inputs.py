@@ -59,7 +59,9 @@ def read_inputs(
         if media is not None:
             inputs = Preparer(model, processor(), seqlen).inputs(media)
     if inputs is not None and len(inputs) < samples:
-        raise ValueError(f"{path}: holds {len(inputs)} inputs, and {samples} are wanted; give more, or lower samples")
+        raise ValueError(
+            f"{path}: holds {len(inputs)} inputs, and {samples} are wanted; give more, or ask for {len(inputs)}"
+        )
     return inputs
 
 

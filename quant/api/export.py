@@ -45,6 +45,7 @@ from quant.export.packages.aoti import export_aoti
 from quant.export.packages.torch_tensorrt import lower
 from quant.export.packages.triton_server import RECEIPT_FILE, SERVE_FILE, Bundle, publish
 from quant.export.packages.triton_server_guide import serving_text
+from quant.extras import require
 from quant.formats.atomic import temporary_directory, write_atomically
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.json_text import json_text
@@ -258,6 +259,9 @@ def check_request(
     FileExistsError if the destination is taken, or is, holds or lies in the checkpoint `directory`.
     """
     check_apart(out, directory)
+    if kind in ("onnx", "tensorrt", "triton-server"):
+        for package in ("onnx", "onnxscript"):
+            require(package, "onnx")
     if kind in ("tensorrt", "triton-server"):
         if target is None:
             raise UserError(

@@ -31,6 +31,8 @@ from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan, RunTimeFormats
 from quant.run.unexpected import explained
 
+HELP = {"help_option_names": ["-h", "--help"]}
+"""Context settings of all commands."""
 _BUG = 70  # what sysexits.h calls an internal software error
 # Key in click's context, with the package's name as click asks of extensions.
 _ARGUMENTS = "quant.arguments"
@@ -119,12 +121,17 @@ class Command(click.Command):
     """A command with --debug, whose expected errors end in one line and exit code 2."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+        super().__init__(*args, **{"context_settings": HELP, **options})
         self.params.append(click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses the arguments, and keeps them as they were given."""
         ctx.meta[_ARGUMENTS] = list(args)
+        # click takes the last of several values without a word.
+        _, _, given = self.make_parser(ctx).parse_args(list(args))
+        for option in given:
+            if isinstance(option, click.Option) and not (option.multiple or option.is_flag) and given.count(option) > 1:
+                raise click.UsageError(f"{option.opts[0]} takes one value, and {given.count(option)} are given", ctx)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -252,6 +259,9 @@ class Toolbox(click.Group):
     """A group of such commands."""
 
     command_class = Command
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"context_settings": HELP, **options})
 
 
 def _identity(out: Any) -> tuple[int, int] | None:

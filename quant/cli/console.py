@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
@@ -43,6 +44,9 @@ class _Console(Console):
 
 CONSOLE = _Console(stderr=True, markup=False)
 _PIPE_WIDTH = 240  # columns
+# Columns of a plan that a narrow terminal goes without, in this order, and the least width of a reason.
+_DROPPED_FIRST = ("group", "solver", "why", "SNR dB", "shape", "input")
+_REASON_WIDTH, _REASONS = 20, 8
 _SECONDS_A_LINE = 10
 _SECONDS_OF_SPEED = 60  # the last ones, which speed is the mean of
 _STAGES = {
@@ -73,6 +77,30 @@ def table(*columns: str, title: str | None = None, **style: Any) -> Table:
         marks = column.removesuffix(name)
         grid.add_column(name, justify="right" if ">" in marks else "left", overflow="fold", no_wrap="!" in marks)
     return grid
+
+
+def _print_fitting(columns: Mapping[str, Sequence[str]], out: Console) -> list[str]:
+    """Prints a table without the columns that it has no room for; returns their names.
+
+    rich would cut cells to the width, and a number that is cut is another number.
+    """
+    # Two spaces between columns, and one at each side.
+    widths = {name: max(map(cell_len, (name.lstrip("!>"), *cells))) + 2 for name, cells in columns.items()}
+    if "why" in widths:
+        widths["why"] = min(widths["why"], _REASON_WIDTH)  # its text may go on in the next line
+    left_out: list[str] = []
+    for name in _DROPPED_FIRST:
+        key = next((key for key in widths if key.lstrip("!>") == name), None)
+        if key is not None and sum(widths.values()) > out.width:
+            del widths[key]
+            left_out.append(name)
+    # Names of layers are broken where even they have no room.
+    names = [name.replace("!", "", sum(widths.values()) > out.width) if name == "!layer" else name for name in widths]
+    listed = table(*names, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for row in zip(*(columns[name] for name in widths), strict=True):
+        listed.add_row(*row)
+    out.print(listed)
+    return left_out
 
 
 def status(text: str, quiet: bool) -> Any:
@@ -260,11 +288,13 @@ def print_plan(
     if costs and any(m.group is not None for m in shown):
         columns["group"] = lambda m: (m.group or "–").removeprefix(m.name.rpartition(".")[0] + ".")
     columns["why"] = lambda m: m.reason
-    listed = table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for layer in shown:
-        listed.add_row(*(text(layer) for text in columns.values()))
     out = page()
-    out.print(listed)
+    left_out = _print_fitting({name: [text(m) for m in shown] for name, text in columns.items()}, out)
+    if "why" in left_out:
+        for reason, count in Counter(m.reason for m in shown).most_common(_REASONS):
+            out.print(f"{counted(count, 'layer')}: {reason}")
+    if left_out:
+        out.print(f"no room in {out.width} columns for: {', '.join(left_out)}; a wider terminal or --json shows them")
     names = {m.name for m in shown}
     for reason, count in Counter(m.reason for m in layers if m.name not in names).items():
         out.print(f"{counted(count, 'layer')} kept in 16 bit: {reason}")

@@ -14,7 +14,7 @@ from quant.formats.format import FORMATS
 from quant.formats.json_files import read_json
 from quant.models.files import find_checkpoint
 from quant.recipes.plan import PLAN_FILE, Plan
-from quant.recipes.recipe import presets
+from quant.recipes.recipe import KEEP, presets
 from quant.report.saved_report import saved_report
 
 
@@ -88,9 +88,24 @@ def formats_command(as_json: bool) -> None:
         return
     for title, first, rows in (
         ("Presets (--format)", "preset", tables["presets"]),
-        ("Number formats (recipes and plans; block 0 is the whole axis)", "format", tables["formats"]),
+        ("Number formats (recipes and plans)", "format", tables["formats"]),
     ):
         shown = table(first, *(name.replace("_", " ") for name in next(iter(rows.values()))), title=title)
         for name, fields in rows.items():
-            shown.add_row(name, *(f"{v:g}" if isinstance(v, float) else str(v) for v in fields.values()))
+            shown.add_row(name, *(_in_words(key, value) for key, value in fields.items()))
         page().print(shown)
+
+
+def _in_words(field: str, value: Any) -> str:
+    """A value of `quant formats` as a table shows it."""
+    if field == "block":
+        rows, columns = value
+        whole = {(0, 0): "tensor", (1, 0): "row"}
+        return whole.get((rows, columns), f"{rows}×{columns}")
+    if field == "solver":
+        return value or "by --effort"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "16 bit" if value == KEEP else str(value)

@@ -68,7 +68,7 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, summary) for name, (_, summary) in self.lazy.items()])
 
 
-@click.group("quant", cls=LazyGroup, lazy=COMMANDS)
+@click.group("quant", cls=LazyGroup, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="blockscale")
 def main() -> None:
     """The Blockscale toolbox."""

@@ -214,11 +214,25 @@ def _arrow(change: Change, text: Any) -> str:
     return sides[0] if sides[0] == sides[1] else " → ".join(sides)
 
 
+def _hardware_notes(plan: Plan, target: str | None) -> Counter[str]:
+    """The conditions under which a runtime runs the formats of a plan, and the number of layers of each."""
+    runtime = None if target is None else get_target(target)
+    notes: Counter[str] = Counter()
+    for layer in plan.quantized:
+        assert layer.weight is not None
+        pair = None if runtime is None else runtime.pair(layer.weight, layer.activation)
+        if pair is not None and pair.note:
+            notes[f"{pair}: {pair.note}"] += 1
+    return notes
+
+
 def _print_problems(plan: Plan, problems: list[Problem], model: str | None, target: str | None) -> None:
     out = page()
     against = " and ".join(filter(None, (f"model {model}" if model else "", f"target {target}" if target else "")))
     if not problems:
         out.print(f"{counted(len(plan.layers), 'layer')}, no problem{f' with {against}' if against else ''}")
+        for note, count in _hardware_notes(plan, target).items():
+            out.print(f"{counted(count, 'layer')} in {note}")
         if not against:
             out.print("checked by itself alone; pass --model and --target to check it against them")
         return

@@ -67,8 +67,8 @@ from quant.models.text_imports import skip_image_packages
     help="Evaluation text, token ids, or other inputs as for --calib. Repeatable: text of another kind than --calib "
     "shows what carries over.",
 )
-@click.option("--eval-samples", default=16, show_default=True, help="Rows of each --eval.")
-@click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
+@click.option("--eval-samples", type=click.IntRange(min=1), default=16, show_default=True, help="Rows of each --eval.")
+@click.option("--seqlen", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens per row.")
 @SEED
 @DEVICE
 @DEVICES
@@ -110,6 +110,7 @@ from quant.models.text_imports import skip_image_packages
 @model_options
 @QUIET
 @JSON
+@click.version_option(package_name="blockscale")
 def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
     """Quantize MODEL: a Hugging Face directory, a .gguf, .safetensors, .pt or .pt2 file, or an alias.
 

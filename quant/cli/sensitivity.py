@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, model_options, print_json
 from quant.cli.console import listener, page, table
@@ -69,10 +70,13 @@ def sensitivity_command(
     from quant.calibration.session import Session
     from quant.checkpoints.runnable import open_original
     from quant.execution.announcements import announce_device, announce_source
-    from quant.execution.sources import Rows, as_rows, read_calibration
+    from quant.execution.sources import Rows, as_rows, check_sources, read_calibration
     from quant.execution.store import tensor_hash
     from quant.run.same_on_ranks import check_same
 
+    # Before the model writes text, which takes minutes.
+    parse_candidates(options["formats"])
+    check_sources(calib, "--calib")
     if out is not None:
         check_apart(out, find_model(model), *calib)
     hears = listener(quiet or as_json)

@@ -23,6 +23,11 @@ def check_evaluable(model: nn.Module, rows: torch.Tensor | Inputs) -> None:
     """
     if isinstance(rows, Inputs):
         return
+    if not isinstance(rows, torch.Tensor):
+        raise UserError(
+            f"evaluate takes token ids [rows, tokens], and this is a {type(rows).__name__}: cut a text into rows with "
+            "quant.token_rows(FILE, tokenizer, samples=16, seqlen=512)"
+        )
     _check_rows(model, rows)
     # Two tokens, so that one position a row is told from one position a token.
     name, probe = type(model).__name__, rows[:1, :2]

@@ -7,6 +7,7 @@ the model writes) or `mix` (half of it such text, half samples that come with th
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,6 +86,22 @@ def sources_of(names: Sequence[str]) -> tuple[str, ...]:
         sources.append(name)
     # A source that is named twice counts once, or its rows would be in the data twice.
     return tuple(dict.fromkeys(sources))
+
+
+def check_sources(names: Sequence[str], option: str) -> None:
+    """Raises UserError for a source that is a file which is not there, before anything slow is done.
+
+    Args:
+        names: as the user gives them.
+        option: the option that names them, for the message.
+    """
+    for name in sources_of(names) if names else ():
+        if name in WRITTEN or name.startswith("hf:"):
+            continue
+        # A column may follow a file's name after #, and a tensor's after a colon.
+        stem = re.sub(r"(\.safetensors):[^/]*$", r"\1", name)
+        if not any(Path(path).exists() for path in (name, stem, name.partition("#")[0])):
+            raise UserError(f"{option} {name}: no such file or directory")
 
 
 def share_written(names: Sequence[str], *, has_tokenizer: bool) -> float:

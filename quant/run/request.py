@@ -16,10 +16,14 @@ import torch
 from torch import nn
 
 from quant.allocation.goal import Goal
+from quant.allocation.options import FORMATS
 from quant.calibration.inputs import Inputs
+from quant.calibration.placement import find_device
+from quant.calibration.sensitivity.candidates import parse_candidates
+from quant.calibration.sensitivity.knapsack import require_scipy
 from quant.errors import UserError
 from quant.execution.data import solver_needs_data
-from quant.execution.sources import Rows, sources_of
+from quant.execution.sources import Rows, check_sources, sources_of
 from quant.execution.store import is_finished
 from quant.export.checkpoint.directory import check_apart, check_destination
 from quant.models.files import find_model
@@ -147,8 +151,18 @@ class Request:
         else:
             self._check_recipe()
             self.chosen_recipe  # noqa: B018 -- it is read here
+        self._check_values()
         # Cached properties are read once, here, so that a bad value is refused before the model is opened.
         self.kv_cache_format, self.memory_bytes  # noqa: B018 -- so are these
+
+    def _check_values(self) -> None:
+        """Refuses values that would otherwise be found out after the model is opened, or in no dry run."""
+        find_device(self.device)
+        for name in ("calib_samples", "eval_samples", "seqlen"):
+            if (value := getattr(self, name)) < 1:
+                raise UserError(f"{self.spell(name)} {value}: give a whole number from 1")
+        check_sources(self.calib, self.spell("calib"))
+        check_sources(tuple(map(str, self.eval_texts)), self.spell("eval_texts"))
 
     def _check_data(self) -> None:
         if self.data is None or isinstance(self.data, Inputs):
@@ -162,6 +176,8 @@ class Request:
         """Exactly one recipe or plan is named, and a plan comes alone."""
         recipes = {name: getattr(self, name) for name in ("recipe", "recipe_file", "plan_file")}
         if sum(recipe is not None for recipe in recipes.values()) != 1:
+            if self.is_in_memory:
+                raise UserError("name a recipe, such as 'nvfp4', or pass a plan, or a budget: bits= or max_kl=")
             raise UserError("give exactly one of --format, --recipe and --plan")
         if self.plan_file is None and not isinstance(self.recipe, Plan):
             return
@@ -190,6 +206,9 @@ class Request:
             raise UserError(
                 "--dry-run reads no weights, and an allocation measures what they lose; leave one of them out"
             )
+        # Both would be missed only when the model is scored, which may take an hour.
+        require_scipy()
+        parse_candidates(self.budget.formats or FORMATS)
         if named := self._first_given("guard", "observer"):
             plan = "the plan and" if self.is_in_memory else "--plan DIR/plan.json"
             raise UserError(

@@ -14,6 +14,7 @@ from quant.recipes.layers import Layer
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, presets
 from quant.recipes.resolve import resolve
+from quant.recipes.solver_names import parse_solver
 
 PRESETS = {
     "nvfp4": ("nvfp4", "nvfp4"),
@@ -263,7 +264,7 @@ def test_presets_are_those_of_the_ecosystem() -> None:
     assert all(r.name == name and r.description for name, r in presets().items())
     with pytest.raises(ValueError, match=r"unknown format 'nvfp5'; known formats: fp8, fp8_block, .*nvfp4a16"):
         get_recipe("nvfp5")
-    for name, meant in (("nvfp5", "nvfp4"), ("mxfp6", "mxfp6a16"), ("fp8-block", "fp8_block")):
+    for name, meant in (("nvfp5", "nvfp4"), ("mxfp6", "mxfp6a16"), ("fp8-block", "fp8_block"), ("NVFP4", "nvfp4")):
         with pytest.raises(ValueError, match=rf"; did you mean {meant}\?$"):
             get_recipe(name)
     with pytest.raises(ValueError, match=r"int8_static$|, [a-z0-9_]+$"):
@@ -319,6 +320,9 @@ def test_the_solver_asked_for_replaces_those_of_the_rules(base) -> None:
     recipe = Recipe("x", weight="nvfp4", solver="rtn").with_rules(Rule("*mlp*", solver="mse"))
     assert {x.solver for x in make_plan(base, recipe).quantized} == {"rtn", "mse"}
     assert {x.solver for x in make_plan(base, recipe, solver="four_over_six").quantized} == {"four_over_six"}
+    for name, meant in (("gtpq", "gptq"), ("AWQ+gptq", "awq"), ("awq+autoruond", "autoround")):
+        with pytest.raises(ValueError, match=rf"; did you mean {meant}\?$"):
+            parse_solver(name)
     with pytest.raises(ValueError, match="unknown solver 'magic'; known solvers: rtn, mse"):
         make_plan(base, recipe, solver="magic")
 

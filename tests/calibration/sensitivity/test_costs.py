@@ -153,7 +153,8 @@ def test_latency_table(tmp_path: Path) -> None:
     [
         ("24GB", "size", 24e9), ("1.5 GiB", "size", 1.5 * 2**30), ("500mb", "size", 5e8), ("32k", "count", 32768),
         ("4096", "count", 4096), ("12ms", "time", 0.012), ("0.5s", "time", 0.5), ("1%", "ratio", 0.01),
-        ("0.02", "ratio", 0.02),
+        ("0.02", "ratio", 0.02), ("8G", "size", 8e9), ("500m", "size", 5e8), ("2Gi", "size", 2**31),
+        ("1tb", "size", 1e12),
     ],
 )  # fmt: skip
 def test_quantities(text: str, kind: str, value: float) -> None:

@@ -374,7 +374,7 @@ def test_a_plan_with_mistakes_in_two_layers(tmp_path: Path) -> None:
     first, second = [layer for layer in fields["layers"] if layer["weight"]][:2]
     first["weight"], second["solver"] = "nvfp5", "magic"
     file.write_text(json.dumps(fields))
-    line = refused(quantize_base(tmp_path / "again", "--plan", file, "--calib", tmp_path / "absent.txt"))
+    line = refused(quantize_base(tmp_path / "again", "--plan", file, "--calib", BASE / "config.json"))
     assert f"{first['name']}: unknown format 'nvfp5'" in line and f"{second['name']}: unknown solver 'magic'" in line
 
 

@@ -265,13 +265,15 @@ def test_a_teacher_is_cached_first_and_serves_again(
     losses = [quant.Report.load(tmp_path / name / "report.json").distillation.losses for name in ("out", "again")]
     assert losses[0] == losses[1]
 
-    for more, message in (
-        (("--out", tmp_path / "other"), "is there already; pass it as --teacher"),
-        (("--cache-teacher", tmp_path / "o" / "t", "--out", tmp_path / "o"), "lies in --out"),
-        (("--cache-teacher", tmp_path / "t", "--hidden", 1, "--out", tmp_path / "o"), "has no hidden states"),
-        (("--cache-teacher", tmp_path / "t", "--teacher", cache, "--out", tmp_path / "o"), "a cached teacher already"),
+    model, out = made / "model", tmp_path / "o"
+    for teacher, file, more, message in (
+        (model, cache, (), "is there already; pass it as --teacher"),
+        (model, out / "t", (), "lies in --out"),
+        (model, tmp_path / "t", ("--hidden", 1), "has no hidden states"),
+        (cache, tmp_path / "t", (), "a cached teacher already"),
     ):
-        result = run(distill_command, *first, *more)
+        options = ("--teacher", teacher, "--data", rows, "--cache-teacher", file, "--top", 16, "--out", out, *OPTIONS)
+        result = run(distill_command, made / "ptq", *options, *more)
         assert result.exit_code == 2 and message in result.output, result.output
     torn = {"rows": torch.zeros(2, 8, dtype=torch.int32), "tokens": torch.zeros(2, 7, 4, dtype=torch.int32)}
     metadata = {"kind": "blockscale teacher", "temperature": "1", "vocabulary": "64"}

@@ -96,8 +96,8 @@ def test_images_calibrate_and_show_the_fusion_groups() -> None:
         (("--kv-cache", "fp8"), "a KV cache's scales"),
         (("--guard", "0.1 fp8"), "a guard"),
         (("--observer", "mse"), "an observer"),
-        (("--calib", "absent.txt"), "--calib"),
-        (("--eval", "absent.txt"), "--eval"),
+        (("--calib", str(BASE / "config.json")), "--calib"),
+        (("--eval", str(BASE / "config.json")), "--eval"),
     ],
 )
 def test_a_state_dict_takes_no_option_that_needs_a_run(arguments: tuple[str, ...], named: str, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +37,9 @@ MODELS = {"--{}": "model", "{}=": nn.Linear(2, 2)}
         ({"budget": AllocationRequest(formats="fp8")}, "<formats> needs something to allocate for: <bits>"),
         ({"budget": AllocationRequest(bits=5.0, ctx="8k")}, "<ctx> means something to <fit> only"),
         ({"recipe": "fp8", "memory": "many"}, "<memory> 'many' is no size"),
+        ({"recipe": "fp8", "seqlen": 0}, "<seqlen> 0: give a whole number from 1"),
+        ({"recipe": "fp8", "calib_samples": -1}, "<calib_samples> -1: give a whole number from 1"),
+        ({"recipe": "fp8", "calib": ("mix+absent.txt",)}, "<calib> absent.txt: no such file or directory"),
     ],
 )
 def test_a_refusal_names_the_option_as_the_user_wrote_it(spelling: str, options: dict[str, Any], message: str) -> None:
@@ -53,6 +59,49 @@ def test_a_recipe_is_named_exactly_once() -> None:
     for options in ({}, {"recipe": "fp8", "plan_file": "plan.json"}):
         with pytest.raises(UserError, match="exactly one of --format, --recipe and --plan"):
             Request("model", **options).check()
+
+
+def test_a_module_needs_a_recipe_in_the_words_of_python() -> None:
+    with pytest.raises(UserError, match=r"name a recipe, such as 'nvfp4', .* a budget: bits= or max_kl="):
+        Request(nn.Linear(2, 2)).check()
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "gpu"}, "device gpu is no device; expected auto, cpu, cuda or cuda:N"),
+        ({"calib": ("absent.parquet",), "solver": "rtn"}, "--calib absent.parquet: no such file"),
+        ({"calib": ("absent.jsonl#text",)}, "--calib absent.jsonl#text: no such file"),
+        ({"eval_texts": ("absent.safetensors:ids",)}, "--eval absent.safetensors:ids: no such file"),
+        ({"recipe": None, "recipe_file": "absent.toml"}, "recipe absent.toml: cannot be read: No such file"),
+        ({"recipe": "NVFP4"}, "did you mean nvfp4?"),
+    ],
+)
+def test_every_value_is_checked_before_the_model_is_opened(
+    dry_run: bool, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Request("no model", **{"recipe": "fp8", "dry_run": dry_run, **options}).check()
+
+
+def test_sources_that_are_there_pass(tmp_path: Path) -> None:
+    for name in ("a.txt", "ids.safetensors", "rows.jsonl", "odd#name.txt"):
+        (tmp_path / name).write_text("")
+    sources = ("a.txt", "ids.safetensors:rows", "rows.jsonl#text", "odd#name.txt", "")
+    names = ("mix", "self", "hf:org/name:config#column", *(str(tmp_path / name) for name in sources))
+    Request("no model", "fp8", calib=names, eval_texts=names[3:], dry_run=True).check()
+
+
+@pytest.mark.parametrize("spelling", MODELS)
+def test_a_budget_is_checked_before_the_model_is_scored(spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = AllocationRequest(bits=5.0, formats="nvfp")
+    with pytest.raises(ValueError, match=r"unknown format 'nvfp'.*did you mean nvfp4\?"):
+        Request(MODELS[spelling], budget=bad).check()
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "scipy" else find(name, *rest))
+    with pytest.raises(ValueError, match=r"allocation needs the package `scipy`"):
+        Request(MODELS[spelling], budget=BUDGET).check()
 
 
 def test_data_that_are_no_rows_are_refused() -> None:
