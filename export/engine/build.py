@@ -33,7 +33,7 @@ from quant.export.engine.graph import (
     make_profiles,
 )
 from quant.export.engine.process import Progress, run_worker, timing_cache, worker_environment
-from quant.export.engine.targets import choose_backend, resolve_target
+from quant.export.engine.targets import FEATURES, choose_common_backend, resolve_targets
 from quant.export.onnx_graph.export import ATTENTION_KEY, PLAN_KEY, export_onnx
 from quant.export.onnx_graph.opsets import PLUGIN
 from quant.export.onnx_graph.shapes import format_profile
@@ -52,9 +52,10 @@ class BuildOptions:
     """The GPU and the shapes that an engine is built for.
 
     Attributes:
-        target: key of `TARGETS`, or "local".
+        target: key of `TARGETS`, or "local"; several with commas between them, for TensorRT-RTX.
         shapes: range of every dynamic dimension, see `onnx_graph.shapes`; several texts make several profiles.
         backend: "tensorrt_rtx" or "tensorrt", to insist on one.
+        features: keys of `targets.FEATURES`.
         progress: called as `progress(stage, done, total)`.
     """
 
@@ -62,6 +63,7 @@ class BuildOptions:
     shapes: str | Sequence[str] | None = None
     backend: str | None = None
     progress: Progress | None = None
+    features: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class BuiltEngine:
     Attributes:
         path: of the engine.
         warnings: of the builder, each message once.
-        target: compute capability, such as `sm120`.
+        target: compute capability, such as `sm120`, or several of them.
         backend: `tensorrt_rtx` or `tensorrt`, and its version.
         reason: for choosing that backend.
         profiles: ranges of shapes, as `--shapes` writes them.
@@ -130,7 +132,7 @@ def export_engine(
             stacklevel=2,
         )
     # The export takes minutes, so first find out whether anything on this machine builds for the target.
-    choose_backend(resolve_target(options.target), options.backend)
+    choose_common_backend(resolve_targets(options.target), options.backend, options.features)
     with temporary_directory(out) as folder:
         if isinstance(model, nn.Module):
             source, path = model, folder / "model.onnx"
@@ -154,10 +156,11 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     names the model, and the node if it is known. `out` appears when it is complete.
     """
     onnx_path, out = Path(onnx_path), Path(out)
-    target = resolve_target(options.target)
-    backend = choose_backend(target, options.backend)
+    targets = resolve_targets(options.target)
+    backend = choose_common_backend(targets, options.backend, options.features)
     model = load_graph(onnx_path)
-    check_graph(model, target)
+    for target in targets:
+        check_graph(model, target)
     profiles = make_profiles(model, options.shapes)
     attentions = {layer_of(node) for node in model.graph.node if node.op_type in ATTENTION}
     layers = list(dict.fromkeys(name for name in map(layer_of, model.graph.node) if name and name not in attentions))
@@ -178,11 +181,12 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
             "graph": str(graph),
             "model": str(onnx_path.resolve()),
             "engine": str(engine),
-            "compute_capability": target.sm.upper(),
+            "compute_capabilities": [target.sm.upper() for target in targets],
+            "flags": [flag for feature in options.features for flag in FEATURES[feature]],
             "profiles": profiles,
             "record": json_text(record),
             "plugin": PLUGIN_MODULE if any(node.op_type == PLUGIN for node in model.graph.node) else None,
-            "timing_cache": timing_cache(backend.module, target),
+            "timing_cache": timing_cache(backend.module, targets[0]),
         }
         del model  # the graph is in memory once, in the build process
         started = time.perf_counter()
@@ -193,7 +197,7 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     return BuiltEngine(
         path=out,
         warnings=messages,
-        target=target.sm,
+        target=",".join(target.sm for target in targets),
         backend=f"{backend.module} {result['version']}",
         reason=backend.reason,
         profiles=[format_profile(profile) for profile in profiles],

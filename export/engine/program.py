@@ -118,8 +118,8 @@ class Kernel:
 
     `kind` is the compiler's word, such as `fully_connected`, whose inputs are activation and weight, or
     `runtime_fusion`, whose `backbone` may be `gemm`; `nodes` are the ONNX nodes fused into it; `is_body` marks a part
-    of a `runtime_fusion`; `program` and `profile` are indices; `alpha` multiplies the product, and `source` names the
-    CUDA function.
+    of a `runtime_fusion`; `program` and `profile` are indices; `alpha` multiplies the product, and `source` names
+    the CUDA function.
     """
 
     kind: str

@@ -10,6 +10,7 @@ takes its target as a setting.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from quant.formats.install_command import install_command
@@ -20,6 +21,13 @@ _GENERATIONS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0
 TARGETS = {f"sm{major}{minor}": (major, minor) for major, minor in _GENERATIONS} | CAPABILITIES
 # What `tensorrt_rtx.ComputeCapability` lists; the worker asks the installed one, which may know fewer or more.
 RTX_TARGETS = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
+FEATURES = {
+    "refit": ("REFIT",),
+    "weight-streaming": ("WEIGHT_STREAMING",),
+    "version-compatible": ("VERSION_COMPATIBLE", "EXCLUDE_LEAN_RUNTIME"),
+}
+"""What an engine can be built for in addition, and TensorRT's flags: weights that are replaced without a build, weights
+that stay in the host's memory, and a lean runtime of other versions that loads it."""
 # The extra of this package that installs each library.
 EXTRAS = {"tensorrt_rtx": "tensorrt-rtx", "tensorrt": "tensorrt"}
 
@@ -68,6 +76,27 @@ def resolve_target(name: str) -> Target:
     if name.lower() not in TARGETS:
         raise ValueError(f"unknown target {name!r}; known targets: {', '.join(TARGETS)}, local")
     return Target(name.lower(), TARGETS[name.lower()])
+
+
+def resolve_targets(names: str) -> list[Target]:
+    """The targets in a list such as `sm89,sm120`, each once; ValueError as `resolve_target`."""
+    targets = {target.sm: target for target in map(resolve_target, names.replace(" ", "").split(","))}
+    return list(targets.values())
+
+
+def choose_common_backend(targets: Sequence[Target], backend: str | None, features: Collection[str]) -> Backend:
+    """The library that builds one engine for all targets, with these features; ValueError if none does."""
+    unknown = sorted(set(features) - FEATURES.keys())
+    if unknown:
+        raise ValueError(f"unknown engine feature {unknown[0]!r}; known: {', '.join(FEATURES)}")
+    # Full TensorRT builds for the one GPU that it times kernels on.
+    several = "tensorrt_rtx" if len(targets) > 1 and backend is None else backend
+    if several == "tensorrt" and len(targets) > 1:
+        raise ValueError("TensorRT builds for one GPU; --backend tensorrt_rtx builds one engine for several")
+    chosen, *_ = [choose_backend(target, several) for target in targets]
+    if chosen.module == "tensorrt_rtx" and "refit" in features and local_capability() is None:
+        raise ValueError("TensorRT-RTX builds engines for refit on machines with a GPU alone; leave refit out")
+    return chosen
 
 
 def local_capability() -> tuple[int, int] | None:

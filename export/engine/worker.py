@@ -43,23 +43,28 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
 
     Args:
         request: `backend`, `graph` (ONNX file to parse), `model` (ONNX file next to the external data), `engine` (file
-            to write), `compute_capability` ("SM120"), `profiles` (shapes by input), `record` (text for the audit),
-            `plugin` (module that registers the plugin in the graph, or None), `timing_cache` (file, or None).
+            to write), `compute_capabilities` (["SM120"]), `flags` (of the builder), `profiles` (shapes by input),
+            `record` (text for the audit), `plugin` (module that registers the plugin in the graph, or None),
+            `timing_cache` (file, or None).
         out: the messages, one JSON object per line.
     """
     trt = importlib.import_module(request["backend"])
     logger = _logger(trt, out)
     builder = trt.Builder(logger)
-    network = builder.create_network(0)
+    # From TensorRT 11 on every network is strongly typed; before, types were the builder's choice.
+    strict = getattr(getattr(trt, "NetworkDefinitionCreationFlag", None), "STRONGLY_TYPED", None)
+    network = builder.create_network(0 if strict is None else 1 << int(strict))
     if request["plugin"]:
         importlib.import_module(request["plugin"]).register(
-            trt, [int(request["compute_capability"].removeprefix("SM"))]
+            trt, [int(name.removeprefix("SM")) for name in request["compute_capabilities"]]
         )
     _parse(trt, network, logger, request)
     network.name = RECORD + request["record"]
     config = builder.create_builder_config()
     # Names and types of all kernels stay readable in the engine, for the audit.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    for flag in request["flags"]:
+        config.set_flag(getattr(trt.BuilderFlag, flag))
     config.progress_monitor = monitor = _monitor(trt, out)
     for shapes in request["profiles"]:
         profile = builder.create_optimization_profile()
@@ -69,8 +74,9 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
     # TensorRT-RTX takes its target as a setting. TensorRT builds for the GPU that it times kernels on.
     cache = None
     if hasattr(trt, "ComputeCapability"):
-        config.num_compute_capabilities = 1
-        config.set_compute_capability(_capability(trt, request["compute_capability"]), 0)
+        config.num_compute_capabilities = len(request["compute_capabilities"])
+        for index, name in enumerate(request["compute_capabilities"]):
+            config.set_compute_capability(_capability(trt, name), index)
     elif request["timing_cache"]:
         cache = _load_timing_cache(config, Path(request["timing_cache"]))
     with open(request["engine"], "wb") as file:

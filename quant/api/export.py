@@ -15,7 +15,7 @@ before everything is written and compared.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -35,7 +35,7 @@ from quant.export.checkpoint.directory import check_apart, check_destination, ne
 from quant.export.checkpoint.layout import LAYOUT_NAMES
 from quant.export.checkpoint.read import read_layer
 from quant.export.engine.build import BuildOptions, export_engine
-from quant.export.engine.targets import choose_backend, resolve_target
+from quant.export.engine.targets import choose_common_backend, resolve_targets
 from quant.export.onnx_graph.decoder import GraphInput, is_decoder, model_inputs
 from quant.export.onnx_graph.export import export_onnx
 from quant.export.onnx_graph.runtimes import layer_of_tensorrt, loaded, main_dtype, onnxruntime_problem
@@ -75,6 +75,7 @@ class ExportJob:
     target: str | None
     backend: str | None
     allow_fallback: bool
+    features: tuple[str, ...]
     progress: Callable[[str, int, int], None]
 
     def onnx_options(self) -> dict[str, Any]:
@@ -175,7 +176,7 @@ def _engine(job: ExportJob, path: Path, out: Path) -> dict[str, Any]:
     return export_engine(
         path,
         out,
-        BuildOptions(job.target, job.shapes or None, job.backend, job.progress),
+        BuildOptions(job.target, job.shapes or None, job.backend, job.progress, job.features),
         plan=job.plan,
         attention=job.attention,
         allow_fallback=job.allow_fallback,
@@ -251,7 +252,13 @@ def check_attention(kind: str, plan: Plan | None, attention: str) -> None:
 
 
 def check_request(
-    kind: str, directory: Path, out: Path, overwrite: bool, target: str | None, backend: str | None
+    kind: str,
+    directory: Path,
+    out: Path,
+    overwrite: bool,
+    target: str | None,
+    backend: str | None,
+    features: Sequence[str] = (),
 ) -> None:
     """Refuses a request that cannot succeed, before a model is loaded.
 
@@ -267,7 +274,7 @@ def check_request(
             raise UserError(
                 "an engine is built for one kind of GPU: name it with --target, such as sm120, sm89 or local"
             )
-        choose_backend(resolve_target(target), backend)
+        choose_common_backend(resolve_targets(target), backend, features)
     if kind in ("onnx", *LAYOUT_NAMES):
         check_destination(out, overwrite=overwrite)
     elif kind == "triton-server":

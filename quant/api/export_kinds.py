@@ -5,7 +5,7 @@ from __future__ import annotations
 # Options of everything that traces the module.
 _GRAPH = {"shapes", "inputs", "attention", "dtype", "calib", "calib_samples", "seqlen"}
 # Options of everything that builds an engine of such a graph.
-_ENGINE = {*_GRAPH, "target", "backend", "allow_fallback"}
+_ENGINE = {*_GRAPH, "target", "backend", "allow_fallback", "features"}
 KINDS: dict[str, tuple[str, set[str]]] = {
     "onnx": ("-onnx", {*_GRAPH, "capacity"}),
     "tensorrt": (".engine", {*_ENGINE, "capacity"}),

@@ -60,8 +60,15 @@ _INPUT_DTYPES = {**DTYPES, "int64": "int64"}
     help="Tokens that each row of a decoder's KV cache holds; 0 exports one pass without a cache.  "
     "[default: 4096, or the model's limit]",
 )
-@click.option("--target", help="GPU of an engine: sm89, sm120, h100, rtx5090, local, …")
+@click.option("--target", help="GPU of an engine: sm89, sm120, h100, rtx5090, local, …; for TensorRT-RTX also several.")
 @click.option("--backend", help="Builder of the engine: tensorrt_rtx or tensorrt.")
+@click.option(
+    "--engine-feature",
+    "features",
+    multiple=True,
+    type=click.Choice(["refit", "weight-streaming", "version-compatible"]),
+    help="Build an engine whose weights can be replaced or streamed, or which other versions load. Repeatable.",
+)
 @click.option("--allow-fallback", is_flag=True, help="Accept an engine with layers in half precision; they are named.")
 @click.option("--calib", multiple=True, metavar="SOURCE", help="Calibration text for FP8 attention, as for `quantize`.")
 @click.option(
@@ -112,7 +119,8 @@ def export_command(
     # Held until the command ends, so that two exports never write the same file.
     click.get_current_context().with_resource(claimed(out))
     # Loading a model takes longer than everything that is checked here.
-    check_request(kind, directory, out, options["overwrite"], options["target"], options["backend"])
+    build = (options["target"], options["backend"], options["features"])
+    check_request(kind, directory, out, options["overwrite"], *build)
     with status(f"loading {directory}", quiet):
         if kind in LAYOUT_NAMES:
             # Layouts move stored bytes: shapes on the meta device are enough.

@@ -22,7 +22,8 @@ from quant.export.engine.audit import audit
 from quant.export.engine.build import BuildOptions, build_engine, export_engine, summary
 from quant.export.engine.graph import check_graph
 from quant.export.engine.process import run_worker
-from quant.export.engine.targets import choose_backend, resolve_target
+from quant.export.engine.program import read_engine
+from quant.export.engine.targets import choose_backend, choose_common_backend, resolve_target, resolve_targets
 from quant.export.onnx_graph.shapes import Input, format_profile, parse_profile
 
 SHAPES = "tokens=1:16:64"
@@ -302,7 +303,7 @@ def test_timings_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     graph.touch()
     request = {
         "backend": "tensorrt", "graph": str(graph), "model": str(graph), "engine": str(tmp_path / "x.engine"),
-        "compute_capability": "SM90", "profiles": [], "record": "{}", "plugin": None,
+        "compute_capabilities": ["SM90"], "flags": [], "profiles": [], "record": "{}", "plugin": None,
         "timing_cache": str(cache),
     }  # fmt: skip
     seen = []
@@ -316,6 +317,37 @@ def test_the_installed_backend_may_not_know_the_target(graphs: Any, monkeypatch:
     fake_builder(graphs.folder, "tensorrt_rtx", "pass", monkeypatch, "class ComputeCapability: SM89 = 89")
     with pytest.raises(ValueError, match=r"tensorrt_rtx 0\.fake builds for sm89, not for sm120"):
         build_engine(graphs.chain("half"), graphs.folder / "x.engine", BuildOptions("sm120", SHAPES))
+
+
+@pytest.mark.parametrize(
+    ("target", "backend", "features", "message"),
+    [
+        ("sm89,sm90", None, (), r"no engine for sm90; TensorRT-RTX builds for sm75.* alone"),
+        ("sm89,sm120", "tensorrt", (), "TensorRT builds for one GPU; --backend tensorrt_rtx builds one"),
+        ("sm120", None, ("refit",), "engines for refit on machines with a GPU alone; leave refit out"),
+        ("sm120", None, ("small",), "unknown engine feature 'small'; known: refit, weight-streaming"),
+    ],
+)
+def test_features_that_nothing_builds(
+    machine: Callable[..., None], target: str, backend: str | None, features: tuple[str, ...], message: str
+) -> None:
+    machine("tensorrt_rtx", "tensorrt")
+    with pytest.raises(ValueError, match=message):
+        choose_common_backend(resolve_targets(target), backend, features)
+
+
+@pytest.mark.slow
+def test_one_engine_for_several_gpus_and_with_features(graphs: Any, build: Callable[..., Any]) -> None:
+    """One program is for all of them, and is audited as any other."""
+    features = ("weight-streaming", "version-compatible")
+    engine = build(graphs.chain("fp8", "int8"), "sm89,sm120", SHAPES, features=features)
+    assert engine.target == "sm89,sm120"
+    text = engine.path.read_bytes()
+    assert b"accelerators={sm89 sm120 }" in text and b"version_compatible=1" in text
+    gemms = [kernel for kernel in read_engine(engine.path).kernels if kernel.is_gemm]
+    assert [kernel.inputs[1].type for kernel in gemms] == ["fp8", "int8"]
+    with pytest.raises(ValueError, match="sm89 has no FP4"):
+        build(graphs.chain("nvfp4"), "sm120,sm89", SHAPES)
 
 
 def mlp() -> nn.Module:
