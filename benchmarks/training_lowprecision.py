@@ -1,8 +1,12 @@
-"""This benchmark times the linear layers of a Llama-3-8B block in low-precision training, and compares gradients.
+"""This benchmark times layers of Llama-3-8B's shape in low-precision training, and compares gradients.
 
 `linears` runs q/k/v (as one), o, gate and up (as one) and down, forward and backward, as one module: in BF16, by our
 recipes (compiled, by the backend that "auto" takes here, and emulated), and by torchao and Transformer Engine alone
 where they are installed. The optimizer is left out, for it is the same in all rows. It needs a GPU.
+
+`layers` runs four whole decoder layers, forward and backward, compiled, with the peak of memory.
+
+`operands` compares the kernels that make FP8 operands with a copy of a matrix, by the bytes that they read and write.
 
 `gradients` compares the gradient of a whole model with FP32's, by recipe and with parts of NVFP4's recipe left out. A
 single draw has noise and bias; the mean of many draws has the bias alone. It runs on a CPU.
@@ -29,28 +33,30 @@ from quant.training.low_precision.backends import TORCHAO
 from quant.training.low_precision.recipe import RECIPES, TrainingRecipe
 
 _SIZES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
-_TRANSFORMER_ENGINE = {
-    "fp8_delayed": "DelayedScaling",
-    "fp8_tensorwise": "Float8CurrentScaling",
-    "fp8_block": "Float8BlockScaling",
-}
 _Context = Callable[[], AbstractContextManager[Any]]
 
 
 @click.command(help=__doc__)
-@click.argument("part", type=click.Choice(["linears", "gradients"]), default="gradients")
-@click.option("--tokens", default=8192, show_default=True, help="Of a step of `linears`.")
-@click.option("--steps", default=20, show_default=True, help="That `linears` times.")
+@click.argument("part", type=click.Choice(["linears", "layers", "operands", "gradients"]), default="gradients")
+@click.option("--tokens", default=8192, show_default=True, help="Of a step.")
+@click.option("--steps", default=20, show_default=True, help="That are timed.")
 @click.option("--draws", default=12, show_default=True, help="Whose gradients `gradients` averages.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 def main(part: str, tokens: int, steps: int, draws: int, json_path: Path | None) -> None:
     header = machine() | versions("torchao", "transformer-engine", "triton")
+    if part != "gradients" and not torch.cuda.is_available():
+        raise click.UsageError(f"{part} needs a CUDA device; gradients runs on a CPU")
     if part == "linears":
-        if not torch.cuda.is_available():
-            raise click.UsageError("linears needs a CUDA device; gradients runs on a CPU")
         rows = list(_timed(tokens, steps))
         note = f"Linear layers of one Llama-3-8B block, {tokens} tokens, forward and backward; ms, median of {steps}."
         show("Linear layers in low-precision training", header, rows, [note], json_path=json_path)
+    elif part == "layers":
+        rows = list(_whole_layers(tokens, steps))
+        note = f"Four Llama-3-8B layers, {tokens} tokens in rows of 2,048, compiled; ms, median of {steps}."
+        show("Whole layers in low-precision training", header, rows, [note], json_path=json_path)
+    elif part == "operands":
+        rows = list(_operands(tokens))
+        show("Kernels that make FP8 operands", header, rows, [f"{tokens} x 14336, BF16."], json_path=json_path)
     else:
         rows = list(_compared(draws))
         note = f"Relative distance from the gradient of FP32, of one draw and of the mean of {draws} draws."
@@ -86,10 +92,57 @@ def _timed(tokens: int, steps: int) -> Iterator[dict[str, Any]]:
             click.echo(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}", err=True)
             continue
         first = ms if first is None else first
-        row = {"linears": name, "ms": ms, "× BF16": first / ms}
-        click.echo(str(row), err=True)
-        yield row
+        yield _told({"linears": name, "ms": ms, "× BF16": first / ms})
         del block, run
+
+
+def _whole_layers(tokens: int, steps: int) -> Iterator[dict[str, Any]]:
+    """A row for BF16 and for recipes that "auto" runs on tensor cores."""
+    ids = torch.randint(0, 1024, (tokens // 2048, 2048), device="cuda")
+    first: float | None = None
+    for name in ("BF16", "fp8_block", "fp8_tensorwise"):
+        torch.compiler.reset()
+        model = random_llama(4, vocabulary=1024).requires_grad_(True).train()
+        if name != "BF16":
+            click.echo(str(quant.to_low_precision_training(model, name)), err=True)
+        model.model.compile()
+        torch.cuda.reset_peak_memory_stats()
+
+        def step(model: Any = model) -> None:
+            model(ids, labels=ids).loss.backward()
+            model.zero_grad(set_to_none=True)
+
+        ms = _median(step, steps)
+        first = ms if first is None else first
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        yield _told({"layers": name, "ms": ms, "× BF16": first / ms, "peak GB": peak})
+        del model, step
+
+
+def _operands(tokens: int) -> Iterator[dict[str, Any]]:
+    """A row for each kernel: its time, and its share of the bandwidth of a copy."""
+    ops, rule = torch.ops.quant, "power_of_two"
+    x, gate, up = (torch.randn(tokens, 14336, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    copy_of_x = torch.empty_like(x)
+    ways: dict[str, tuple[int, Callable[[], Any]]] = {
+        "copy": (4, lambda: copy_of_x.copy_(x)),
+        "1×128, both directions": (4, lambda: ops.fp8_block_operands(x, rule, False, True, True)),
+        "128×128, both directions": (4, lambda: ops.fp8_block_operands(x, rule, True, True, True)),
+        "128×128, one direction": (3, lambda: ops.fp8_block_operands(x, rule, True, True, False)),
+        "SwiGLU, both directions": (6, lambda: ops.fp8_block_swiglu(gate, up, rule, True)),
+        "gradients of SwiGLU, both directions": (10, lambda: ops.fp8_block_swiglu_gradients(x, gate, up, rule)),
+    }
+    copied = 0.0
+    for name, (width, run) in ways.items():
+        ms = _median(run, 20)
+        rate = width * x.numel() / ms / 1e6
+        copied = copied or rate
+        yield _told({"kernel": name, "ms": ms, "GB/s": rate, "of a copy": rate / copied})
+
+
+def _told(row: dict[str, Any]) -> dict[str, Any]:
+    click.echo(str(row), err=True)
+    return row
 
 
 def _ways() -> Iterator[tuple[str, Callable[[], nn.Module], _Context, bool]]:
@@ -106,6 +159,8 @@ def _ways() -> Iterator[tuple[str, Callable[[], nn.Module], _Context, bool]]:
     yield "BF16, compiled", plain, nullcontext, True
     for name in RECIPES:
         compiles = not RECIPES[name].history
+        if name in ("fp8_delayed", "fp8_tensorwise", "fp8_block"):
+            yield f"ours, {name}, te", lambda name=name: ours(name, "te"), nullcontext, False  # type: ignore[misc]
         yield f"ours, {name}, auto", lambda name=name: ours(name, "auto"), nullcontext, compiles  # type: ignore[misc]
         yield f"ours, {name}, emulated", lambda name=name: ours(name, "emulated"), nullcontext, compiles  # type: ignore[misc]
     yield from _torchao(plain)
@@ -136,7 +191,7 @@ def _transformer_engine() -> Iterator[tuple[str, Callable[[], nn.Module], _Conte
     def make() -> nn.Module:
         return _Block(lambda i, o: te.Linear(i, o, bias=False, params_dtype=torch.bfloat16, device="cuda"))
 
-    for name in _TRANSFORMER_ENGINE.values():
+    for name in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"):  # those of Hopper
         recipe = getattr(recipes, name)()
         yield f"Transformer Engine, {name}", make, lambda r=recipe: te.autocast(enabled=True, recipe=r), False  # type: ignore[misc]
 
@@ -155,6 +210,11 @@ def _time(
         for tensor in inputs.values():
             tensor.grad = None
 
+    return _median(step, steps)
+
+
+def _median(step: Callable[[], Any], steps: int) -> float:
+    """Milliseconds of a step by CUDA events, after five that are not timed."""
     for _ in range(5):
         step()
     times = []
@@ -212,8 +272,7 @@ def _compared(draws: int) -> Iterator[dict[str, Any]]:
             "cosine": float(torch.cosine_similarity(drawn[0], exact, dim=0)),
             "slope": float(mean @ exact / exact.square().sum()),
         }
-        click.echo(str(row), err=True)
-        yield row
+        yield _told(row)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""Who computes the rounded products: `emulated` runs everywhere, `torchao` on the FP8 tensor cores of a GPU.
+"""Who computes the rounded products of a model.
 
-torchao's float8 linear rounds as `fp8_tensorwise`, `fp8_rowwise` and `fp8_rowwise_wgrad_bf16` say, to the bit, so that
-a layer is evaluated and packed in the same way whoever trains it. Only its three products are used: layers keep their
-class and parameters. It gains where `torch.compile` fuses the rounding into the operations before it.
+    emulated   any recipe on any device: BF16 or FP32 products of rounded operands
+    native     FP8 in blocks on Hopper: our kernel makes the operands, cuBLASLt multiplies (`native.py`)
+    torchao    FP8 with one scale a tensor or row, on an H100 or newer
+    te         Transformer Engine: delayed, current and block scaling; on Blackwell MXFP8, NVFP4 (`te_products.py`)
+
+All round as the recipe says, so a layer is evaluated and packed in the same way whoever trains it. torchao gains where
+`torch.compile` fuses the rounding into the operations before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +19,16 @@ import torch
 
 from quant.errors import UserError
 from quant.extras import require
+from quant.formats.format import FORMATS
 from quant.formats.install_command import install_command
+from quant.kernels.training import fp8_block
+from quant.training.low_precision.native import NativeProducts
 from quant.training.low_precision.recipe import RECIPES, TrainingRecipe
+from quant.training.low_precision.state import LowPrecision
+from quant.training.low_precision.te_products import TRANSFORMER_ENGINE, TEProducts
 
-BACKENDS = ("auto", "emulated", "torchao")
+BACKENDS = ("auto", "emulated", "native", "torchao", "te")
+
 TORCHAO = {
     "fp8_tensorwise": "tensorwise",
     "fp8_rowwise": "rowwise",
@@ -31,19 +42,21 @@ class Backend:
     """Who computes the products of a model.
 
     Attributes:
-        name: "emulated" or "torchao".
+        name: one of `BACKENDS`, but "auto".
         note: how this machine runs the recipe, for the log.
+        products: makes the products of a layer from its recipe, its name and its weight's shape; None emulates them.
     """
 
     name: str
     note: str
+    products: Callable[[], Any] | None = None
 
 
 def choose_backend(asked: str, recipe: TrainingRecipe, device: torch.device) -> Backend:
     """The backend that runs a recipe on a device.
 
     Args:
-        asked: one of `BACKENDS`; "auto" takes torchao where it is installed and runs the recipe faster.
+        asked: one of `BACKENDS`; "auto" takes the fastest that is installed and runs the recipe.
         recipe: to run.
         device: of the model.
 
@@ -56,35 +69,112 @@ def choose_backend(asked: str, recipe: TrainingRecipe, device: torch.device) -> 
     emulated = f"emulated by {products} of rounded operands, which is slower than 16 bit"
     if asked == "emulated":
         return Backend("emulated", emulated)
-    # The reason is told even where nobody asked for torchao: it says which machine would be faster.
-    refusal = _torchao_refusal(recipe, device)
-    if asked == "torchao" and refusal is not None:
-        raise UserError(f'backend "torchao" does not run {recipe.name} here: {refusal}; backend="emulated" does')
-    if refusal is None and asked == "auto":
+    if asked != "auto":
+        refusal = _REFUSALS[asked](recipe, device)
+        if refusal is not None:
+            raise UserError(f'backend "{asked}" does not run {recipe.name} here: {refusal}; backend="emulated" does')
+        return _backend(asked, recipe)
+    reasons = []
+    for name, refuses in _REFUSALS.items():
+        refusal = refuses(recipe, device)
         try:
-            require("torchao.float8", "torchao")
+            if refusal is None:
+                return _backend(name, recipe)
         except UserError:
-            refusal = f"torchao would run it on the FP8 tensor cores of this GPU: {install_command('torchao')}"
-    if refusal is not None:
-        return Backend("emulated", f"{emulated} ({refusal})")
-    require("torchao.float8", "torchao")
-    return Backend(
-        "torchao", "FP8 tensor cores; torch.compile the model, for eager rounding takes longer than it gains"
-    )
+            package, extra = _PACKAGES[name]
+            refusal = f"{package} would run it on the FP8 tensor cores of this GPU: {install_command(extra)}"
+        reasons.append((name, refusal))
+    # The reason is told even where nobody asked for a backend: it says which machine, or package, would be faster.
+    reason = next((why for name, why in reasons if _knows(name, recipe)), reasons[-1][1])
+    return Backend("emulated", f"{emulated} ({reason})")
+
+
+def _backend(name: str, recipe: TrainingRecipe) -> Backend:
+    """Raises UserError where its package is not installed."""
+    if name == "native":
+        native = NativeProducts(recipe)
+        return Backend(name, "FP8 tensor cores, operands by one kernel for both directions", lambda: native)
+    if name == "torchao":
+        require("torchao.float8", "torchao")
+        note = "FP8 tensor cores by torchao; torch.compile the model, for eager rounding takes longer than it gains"
+        return Backend(name, note, lambda: TorchaoProducts(recipe.name))
+    require("transformer_engine.pytorch", "te")
+    note = "FP8 tensor cores by Transformer Engine, which scales each layer by itself, also those that are merged"
+    return Backend(name, note, lambda: TEProducts(recipe))
+
+
+_PACKAGES = {"torchao": ("torchao", "torchao"), "te": ("Transformer Engine", "te")}
+
+
+def _knows(name: str, recipe: TrainingRecipe) -> bool:
+    """Whether a backend has the recipe on some machine."""
+    if name == "native":
+        return _is_fp8_block(recipe)
+    # A changed recipe keeps the name; peers know their own ones only.
+    return recipe == RECIPES.get(recipe.name) and recipe.name in (TORCHAO if name == "torchao" else TRANSFORMER_ENGINE)
+
+
+def _is_fp8_block(recipe: TrainingRecipe) -> bool:
+    """Whether a recipe is `fp8_block` but for the arithmetic of its scales, its schedule and its first layers."""
+    formats = (recipe.input, recipe.weight, recipe.gradient, recipe.weight_for_dx)
+    group, square = FORMATS["fp8_group"], FORMATS["fp8_block"]
+    plain = recipe.rounds_dx and recipe.rounds_dw and not (recipe.hadamard or recipe.stochastic_gradients)
+    return formats == (group, square, group, square) and plain
+
+
+def _native_refusal(recipe: TrainingRecipe, device: torch.device) -> str | None:
+    """Why our kernels do not run a recipe on a device; None where they do."""
+    if not _knows("native", recipe):
+        return "it has fp8_block alone"
+    if fp8_block.runs_on(device):
+        return None
+    return _no_fp8(device) or "products of FP8 blocks need a Hopper GPU, CUDA 12.9 and Triton"
 
 
 def _torchao_refusal(recipe: TrainingRecipe, device: torch.device) -> str | None:
     """Why torchao does not run a recipe on a device; None where it does."""
-    # A changed recipe keeps the name; torchao knows its own three only.
-    if recipe.name not in TORCHAO or recipe != RECIPES.get(recipe.name):
-        if recipe.name in ("mxfp8", "nvfp4"):
-            return f"no GPU before Blackwell (compute capability 10.0) has the products of {recipe.name}"
-        return f"torchao has no recipe like it; it has {', '.join(TORCHAO)}"
-    if device.type != "cuda":
-        return f"a {device.type} has no FP8 products; an H100 or newer has"
+    if not _knows("torchao", recipe):
+        return _needs_blackwell(recipe) or f"torchao has no recipe like it; it has {', '.join(TORCHAO)}"
+    if (refusal := _no_fp8(device)) is not None:
+        return refusal
     if torch.cuda.get_device_capability(device) < (9, 0):
         return f"{torch.cuda.get_device_name(device)} has no FP8 products with a scale for each row; an H100 has"
     return None
+
+
+def _te_refusal(recipe: TrainingRecipe, device: torch.device) -> str | None:
+    """Why Transformer Engine does not run a recipe on a device; None where it does.
+
+    The GPU decides here, before anything of Transformer Engine is called: its quantizer of MXFP8 gives unwritten memory
+    on a GPU that has no MXFP8, and no error.
+    """
+    if not _knows("te", recipe):
+        return f"Transformer Engine has no recipe like it; it has {', '.join(TRANSFORMER_ENGINE)}"
+    if recipe.name in _OF_BLACKWELL and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (10, 0)):
+        return _needs_blackwell(recipe)
+    if (refusal := _no_fp8(device)) is not None:
+        return refusal
+    least = (9, 0) if recipe.name == "fp8_block" else (8, 9)
+    if torch.cuda.get_device_capability(device) < least:
+        return f"{torch.cuda.get_device_name(device)} has no such FP8 products; an H100 has"
+    return None
+
+
+_OF_BLACKWELL = ("mxfp8", "nvfp4")
+
+
+def _needs_blackwell(recipe: TrainingRecipe) -> str | None:
+    if recipe.name not in _OF_BLACKWELL:
+        return None
+    return f"no GPU before Blackwell (compute capability 10.0) has the products of {recipe.name}"
+
+
+def _no_fp8(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else f"a {device.type} has no FP8 products; an H100 or newer has"
+
+
+_REFUSALS = {"native": _native_refusal, "torchao": _torchao_refusal, "te": _te_refusal}
+"""Fastest first, by `benchmarks/training_lowprecision.py linears` on an H100."""
 
 
 class TorchaoProducts:
@@ -106,8 +196,9 @@ class TorchaoProducts:
         self.config, self.settings = config, settings
         self.is_tensorwise = TORCHAO[recipe] == "tensorwise"
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, weight_amax: torch.Tensor | None) -> torch.Tensor:
-        """`weight_amax`: largest magnitude that a weight with one scale is scaled by, for layers that share it."""
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision) -> torch.Tensor:
+        """The product of a layer in training; it records the largest magnitude of `x`."""
+        _, weight_amax = state.scaled_by(x)
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
         operand: Any = weight.t()

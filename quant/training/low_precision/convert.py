@@ -17,18 +17,21 @@ from quant.plan.make import make_plan
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan, groups_of
-from quant.training.low_precision.backends import TorchaoProducts, choose_backend
+from quant.training.low_precision.all_gather import gather_in_16bit, gather_in_fp8
+from quant.training.low_precision.backends import choose_backend
 from quant.training.low_precision.experts import (
     convert_experts,
     experts_refusal,
     restore_experts,
     trained_layers,
 )
+from quant.training.low_precision.gated_mlp import fuse_gated_mlps, restore_gated_mlps
 from quant.training.low_precision.linear import LowPrecisionLinear
 from quant.training.low_precision.nonfinite import GradientWatch
 from quant.training.low_precision.packed import stored_format
 from quant.training.low_precision.recipe import TrainingRecipe, get_training_recipe
 from quant.training.low_precision.state import LowPrecision
+from quant.training.low_precision.te_products import ForwardContext
 from quant.training.rounding.rounded_weight import RoundedWeight
 
 
@@ -38,7 +41,7 @@ class LowPrecisionTraining:
 
     Attributes:
         recipe: that the layers follow.
-        backend: that computes the products: "emulated" or "torchao".
+        backend: that computes the products: "emulated", "native", "torchao" or "te".
         note: how this machine runs the recipe, for the log.
         converted: names of the layers whose products are rounded.
         in_16bit: layers that stay as they were, with the reason, by name.
@@ -110,6 +113,7 @@ def to_low_precision_training(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     on_nonfinite: str = "stop",
+    all_gather_fp8: bool = False,
 ) -> LowPrecisionTraining:
     """Has the linear layers and fused experts of a model train in low precision; changes the model in place.
 
@@ -120,12 +124,15 @@ def to_low_precision_training(
         model: any module with `nn.Linear` layers.
         recipe: a name of `RECIPES`, such as "fp8_rowwise", "mxfp8" or "nvfp4", or a recipe of your own.
         backend: "emulated" rounds the operands and multiplies in BF16, or in FP32 on a CPU: the numbers of hardware
-            that has the format, on any device. "torchao" multiplies on FP8 tensor cores (H100 or newer; the extra
-            `torchao`; tensorwise and rowwise recipes). "auto" takes torchao where it runs the recipe.
+            that has the format, on any device. The others multiply on tensor cores: "native" runs `fp8_block` on
+            Hopper, "torchao" tensorwise and rowwise FP8 on an H100 or newer, "te" the recipes of Transformer Engine,
+            MXFP8 and NVFP4 on Blackwell. "auto" takes the fastest that is installed and runs the recipe.
         include: globs; if given, only layers that match one are converted.
         exclude: globs of layers that stay as they are.
         on_nonfinite: at an optimizer's step, gradients with NaN or infinity "stop" training with an error that names
             the layer, or "skip" the step with a warning.
+        all_gather_fp8: FSDP2, which shards the model afterwards, gathers weights of `fp8_block` as FP8 codes, with half
+            the bytes of BF16 and the same results. Weights become new parameters: make the optimizer after FSDP2.
 
     Returns:
         Its text says which layers train in which format, and why others do not.
@@ -161,15 +168,23 @@ def to_low_precision_training(
     for name in linears.keys() & set(converted):
         # A new module would lose hooks and attributes, and break the ties of whoever holds the old one.
         linears[name].__class__ = LowPrecisionLinear
-        products = TorchaoProducts(recipe.name) if chosen.name == "torchao" else None
+        products = None if chosen.products is None else chosen.products()
         linears[name].low_precision = LowPrecision(name, recipe, [linears[name]], products=products)
     # Runtimes multiply merged weights under one second-level scale, so training scales them by their common amax.
     for group in groups_of(plan.quantized).values():
         members = [linears[layer.name] for layer in group if layer.name in linears]
         for member in members:
             member.low_precision.group = members
-    convert_experts(model, [name for name in experts if name in converted], recipe)
+    # torchao and Transformer Engine have a module for each matrix; theirs are not those of experts.
+    of_experts = chosen.products() if chosen.products is not None and chosen.name == "native" else None
+    convert_experts(model, [name for name in experts if name in converted], recipe, of_experts)
     watch.start(model)
+    if all_gather_fp8:
+        gather_in_fp8(model, recipe)
+    if chosen.name == "te":
+        ForwardContext(recipe).start(model)
+    if chosen.name == "native":
+        fuse_gated_mlps(model)
     return LowPrecisionTraining(recipe, chosen.name, chosen.note, converted, reasons, model)
 
 
@@ -177,6 +192,9 @@ def from_low_precision_training(model: nn.Module) -> None:
     """Gives the layers of a model in low-precision training their plain class again; weights stay as trained."""
     model = inner_model(model)
     GradientWatch.end(model)
+    ForwardContext.end(model)
+    restore_gated_mlps(model)
+    gather_in_16bit(model)
     for layer in trained_layers(model).values():
         if isinstance(layer, LowPrecisionLinear):
             del layer.low_precision

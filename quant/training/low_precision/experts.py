@@ -112,6 +112,8 @@ class LowPrecisionStack(ExpertStack):
             of_w = self._weight_amax[index]
         if self._trains:
             state.deployed, state.weight_dtype = None, self.held.dtype
+            if state.products is not None and x.numel():
+                return state.products(x, self._matrices[index], state)
         y: torch.Tensor = RoundedProducts.apply(x, self._matrices[index], of_x, of_w, state)  # type: ignore[no-untyped-call]
         return y
 
@@ -198,8 +200,8 @@ def experts_refusal(model: nn.Module, name: str, recipe: TrainingRecipe) -> str 
     return None
 
 
-def convert_experts(model: Any, names: list[str], recipe: TrainingRecipe) -> None:
-    """Has the experts of these parameters train in low precision."""
+def convert_experts(model: Any, names: list[str], recipe: TrainingRecipe, products: Any = None) -> None:
+    """Has the experts of these parameters train in low precision, by the products of a backend where one is given."""
     if not names:
         return
     register()
@@ -208,6 +210,7 @@ def convert_experts(model: Any, names: list[str], recipe: TrainingRecipe) -> Non
         owner = model.get_submodule(path)
         stacks = vars(owner).setdefault(_STACKS, {})
         stacks[parameter] = LowPrecisionStack(name, owner, parameter, recipe)
+        stacks[parameter].low_precision.products = products
         # The choice is in the config, which all experts modules of the model share.
         if owner.config._experts_implementation != IMPLEMENTATION:
             setattr(owner.config, _BEFORE, owner.config._experts_implementation)

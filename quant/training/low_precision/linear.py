@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from quant.errors import UserError
 from quant.kernels.linear.ops import autocast_dtype
 from quant.training.low_precision.hadamard import transform_tokens
 from quant.training.low_precision.operands import Operand, multiply, round_operand
@@ -41,6 +42,8 @@ def _forward(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
     # No tokens, as an expert may have in a step: there is no largest magnitude to scale by.
     if not x.numel():
         return functional.linear(x, layer.weight.to(x.dtype), bias)
+    if hasattr(layer.weight, "full_tensor"):
+        return _trained_on_shards(layer, x, bias)
     if layer.training:
         return _trained(layer, x, bias)
     y: torch.Tensor = _deployed(layer, x)
@@ -51,19 +54,54 @@ def _forward(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
 
 def _trained(layer: LowPrecisionLinear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The product as the recipe rounds it, with gradients."""
+    y = _product(layer, x, layer.weight, x)
+    return y if bias is None else y + bias
+
+
+def _trained_on_shards(layer: LowPrecisionLinear, x: Any, bias: Any) -> torch.Tensor:
+    """`_trained` under tensor parallelism: each rank multiplies by its shard of the weight, a DTensor.
+
+    Shards of outputs (colwise) give shards of y, shards of inputs (rowwise) give summands of it. Blocks lie on one rank
+    where shards are whole blocks; a scale of the whole x or w is common to all ranks. A model in eval mode rounds as in
+    training, for a deployed layer is not sharded.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    weight: Any = layer.weight
+    mesh, placements = weight.device_mesh, tuple(weight.placements)
+    if placements not in ((Shard(0),), (Shard(1),)):
+        raise UserError(
+            f"{layer.low_precision.name}: its weight is a DTensor placed as {placements}; tensor parallelism shards "
+            "outputs (ColwiseParallel) or inputs (RowwiseParallel) along one axis of a mesh"
+        )
+    by_outputs, last = placements == (Shard(0),), Shard(x.dim() - 1)
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate() if by_outputs else last], run_check=False)
+    x = x.redistribute(placements=[Replicate() if by_outputs else last])
+    # dx of a shard of outputs is a summand.
+    local = x.to_local(grad_placements=[Partial() if by_outputs else last])
+    product = _product(layer, local, weight.to_local(), x)
+    y: Any = DTensor.from_local(product, mesh, [last if by_outputs else Partial()], run_check=False)
+    # A bias is added once, to the sum.
+    return y if bias is None else (y if by_outputs else y.redistribute(placements=[Replicate()])) + bias  # type: ignore[no-any-return]
+
+
+def _product(layer: LowPrecisionLinear, x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """x wᵀ as the recipe rounds it; `whole` is x of all ranks, whose largest magnitude counts."""
     state = layer.low_precision
+    y: torch.Tensor
     if layer.training:
         state.deployed, state.weight_dtype = None, layer.weight.dtype
-        of_x, of_w = state.scaled_by(x)
+    # A schedule that ends the forward's rounding is ours alone, and so are gradients in eval mode.
+    if state.products is not None and state.rounds_forward and layer.training:
+        y = state.products(x, weight, state)
     else:
-        of_x, of_w = None, state.weight_amax() if state.recipe.weight and state.recipe.weight.is_static else None
-    y: torch.Tensor
-    # A schedule that ends the forward's rounding is ours alone; other backends round all products or none.
-    if state.products is not None and state.rounds_forward:
-        y = state.products(x, layer.weight, of_w)
-    else:
-        y = RoundedProducts.apply(x, layer.weight, of_x, of_w, state)  # type: ignore[no-untyped-call]
-    return y if bias is None else y + bias
+        if layer.training:
+            of_x, of_w = state.scaled_by(whole)
+        else:
+            of_x, of_w = None, state.weight_amax() if state.recipe.weight and state.recipe.weight.is_static else None
+        y = RoundedProducts.apply(x, weight, of_x, of_w, state)  # type: ignore[no-untyped-call]
+    return y
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -121,9 +159,7 @@ class RoundedProducts(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (rows, weight), state = ctx.saved_tensors, ctx.state
         flat = dy.reshape(-1, dy.shape[-1])
-        # Not read here, where it would stop the GPU at each layer: an optimizer's step reads all layers' together.
-        if not torch.compiler.is_compiling():
-            state.gradient_is_finite = flat.isfinite().all()
+        state.note_gradient(flat)
         amax = state.gradient_scaled_by(flat)
         dx = dw = None
         if ctx.needs_input_grad[0]:

@@ -66,7 +66,10 @@ def packed_weight(weight: torch.Tensor, state: LowPrecision, amax: torch.Tensor 
         raise UserError(f"{state.name}: training made NaN or infinity of its weight; lower the learning rate")
     if recipe.weight.is_static and amax is None:
         amax = state.weight_amax()
-        amax = state.amax["w"].largest(amax) if recipe.history else amax
+        if recipe.history:
+            # Transformer Engine scales merged layers each by itself; deployed, they share a scale.
+            recorded = [each.low_precision.amax["w"].largest(amax) for each in state.group]
+            amax = torch.stack(recorded).amax()
     # FSDP2 may have shown the layer a BF16 copy: those are the values that were rounded in training.
     seen = weight.detach().to(state.weight_dtype or weight.dtype)
     return _packed(round_operand(seen, recipe.weight, recipe, amax=amax), stored, tuple(weight.shape))

@@ -64,7 +64,7 @@ class LowPrecision:
         weight_dtype: dtype of the weight in the last forward pass. FSDP2 with `param_dtype=bfloat16` shows the layer a
             rounded copy of the parameter, and the deployed codes must come from that copy.
         gradient_is_finite: bool scalar, whether the last dy had only finite numbers; None where nobody looked.
-        products: of another backend in place of the emulated ones: x, weight and its largest magnitude to y.
+        products: of another backend in place of the emulated ones: x, weight and this object to y.
         deployed: the deployed layer for evaluation, with the tensors that it was made from; see `deployed_layer`.
     """
 
@@ -75,7 +75,7 @@ class LowPrecision:
     amax: dict[str, AmaxHistory] = field(default_factory=dict)
     weight_dtype: torch.dtype | None = None
     gradient_is_finite: torch.Tensor | None = None
-    products: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None
+    products: Callable[[torch.Tensor, torch.Tensor, LowPrecision], torch.Tensor] | None = None
     deployed: Any = None
 
     def __post_init__(self) -> None:
@@ -99,11 +99,10 @@ class LowPrecision:
             return self._scaled_by
         of_x = of_w = None
         if recipe.input is not None and recipe.input.is_static:
-            # Measured once for the scale and for the history.
-            current = x.detach().abs().amax().float()
+            current = _of_all_ranks(x.detach().abs().amax().float())
+            # Of earlier steps, before this one is recorded.
             of_x = self.amax["x"].largest(current) if recipe.history else current
-            if not is_in_backward():
-                self.amax["x"].record(current)
+            self.record_input(current)
         if recipe.weight is not None and recipe.weight.is_static:
             of_w = self.weight_amax()
             if recipe.history:
@@ -113,10 +112,23 @@ class LowPrecision:
             self._scaled_by = of_x, of_w
         return of_x, of_w
 
+    def record_input(self, x: torch.Tensor) -> None:
+        """Takes in the largest magnitude of an input, except while gradient checkpointing runs the forward again."""
+        if not is_in_backward():
+            self.amax["x"].record(_of_all_ranks(x.detach().abs().amax()))
+
     def weight_amax(self) -> torch.Tensor:
         """The largest magnitude of the weights of the group, float32 scalar."""
         device = self.group[0].weight.device
         return group_amax([each.weight.detach().to(device) for each in self.group])
+
+    def note_gradient(self, dy: torch.Tensor) -> None:
+        """Notes whether dy, or the scales of its blocks, are finite; compiled graphs leave no note.
+
+        Nothing is read here, where it would stop the GPU at each layer: an optimizer's step reads all layers' together.
+        """
+        if not torch.compiler.is_compiling():
+            self.gradient_is_finite = dy.isfinite().all()
 
     def gradient_scaled_by(self, dy: torch.Tensor) -> torch.Tensor | None:
         """The largest magnitude that a recipe with a history scales dy by; records this step's."""
@@ -126,3 +138,8 @@ class LowPrecision:
         earlier = self.amax["dy"].largest(current)
         self.amax["dy"].record(current)
         return earlier
+
+
+def _of_all_ranks(amax: Any) -> torch.Tensor:
+    """The largest magnitude over all shards of a DTensor; of another tensor its own."""
+    return amax.full_tensor() if hasattr(amax, "full_tensor") else amax  # type: ignore[no-any-return]

@@ -1,0 +1,255 @@
+"""These kernels read matrices once and write FP8 operands for both directions in which training multiplies by them.
+
+    x [R, C] ─▶ tile [128, 128] ─┬─▶ codes   [R, C]   and one scale for 128 columns of a row: for sums over the columns
+                                 └─▶ codes_t [C, R]   and one scale for 128 rows of a column: for sums over the rows
+
+Hopper's tensor cores read FP8 operands along the axis of the sum only, so the second copy is transposed. A tile holds
+whole blocks of either direction, so each block's largest magnitude is known without reading again: for each element in
+BF16, 2 bytes are read and 2 written. With `square`, a tile has one scale, and both copies have the same codes.
+
+A thread holds a piece of several rows and columns, and a warp's threads lie so that either copy is written in pieces of
+32 bytes and more, straight from registers:
+
+    one thread   8 rows × 8 columns        8 bytes of a row of codes, 8 bytes of a row of codes_t
+    one warp     8 threads down, 4 across  32 bytes of a row of codes, 64 bytes of a row of codes_t
+
+A transposition through shared memory would move single bytes there.
+
+`swiglu` computes a tile where it is read, as silu(x) · up, which is then never written in 16 bit. The gradients kernel
+does the same with both gradients of that product. Values are rounded where PyTorch's separate operations round them.
+
+The axis of a sum is padded with zeros, which change no sum: cuBLASLt reads scales of squares by fours. Scales lie as it
+reads them: by blocks, then rows. A block with NaN or infinity gets a scale that is NaN, and with it every product that
+it is in.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from quant.kernels.portable.training.fp8_block_layout import BLOCK, Operands, allocate
+
+_TILE = gl.constexpr(BLOCK)
+_LARGEST = gl.constexpr(448.0)
+
+
+@gluon.jit
+def _scale(bits, rule: gl.constexpr):
+    """The scale of blocks whose largest magnitude has these bits, and the factor that maps their values to codes."""
+    if rule == "power_of_two":
+        # The power of two at or above amax / 448: with amax = m · 2^e it is 2^(e - 8) where m <= 1.75, else 2^(e - 7).
+        # A mantissa beyond that of 1.75 carries into the exponent. At least 2^-126, whose reciprocal is finite.
+        exponent = gl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 1)
+        exponent = gl.where(bits == 0, 127, exponent)
+        # NaN and infinity become NaN.
+        finite = bits < 0x7F800000
+        scale = gl.where(finite, exponent << 23, 0x7FC00000).to(gl.float32, bitcast=True)
+        factor = gl.where(finite, (254 - exponent) << 23, 0x7FC00000).to(gl.float32, bitcast=True)
+        return scale, factor
+    amax = bits.to(gl.float32, bitcast=True)
+    divisor = gl.where(amax == 0.0, 1.0, amax)
+    if rule == "transformer_engine":
+        factor = gl.where(amax == 0.0, 1.0, gl.div_rn(_LARGEST, divisor))
+        scale = gl.div_rn(1.0, factor)
+    else:
+        scale = gl.where(amax == 0.0, 1.0, gl.div_rn(amax, _LARGEST))
+        factor = scale
+    return gl.fma(amax, amax * 0.0, scale), gl.fma(amax, amax * 0.0, factor)
+
+
+@gluon.jit
+def _codes(values, factor, rule: gl.constexpr):
+    steps = gl.div_rn(values, factor) if rule == "divided" else values * factor
+    return steps.to(gl.float8e4nv)
+
+
+@gluon.jit
+def _store_tile(
+    values, codes, scale, codes_t, scale_t, tile_r, tile_c, tiles_r, tiles_c, width, width_t, scale_stride,
+    scale_t_stride, rule: gl.constexpr, square: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr,
+    layout: gl.constexpr, turned: gl.constexpr,
+):  # fmt: skip
+    """Codes and scales of a tile in float32, in the directions that are asked for.
+
+    `turned` has the same elements in the same threads as `layout`, in an order that makes columns the vectors.
+    """
+    r = tile_r * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(1, layout))
+    c = tile_c * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, layout))
+    across = tile_r * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(1, turned))
+    down = tile_c * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, turned))
+    by_rows = codes + (r.to(gl.int64) * width)[:, None] + c[None, :]
+    by_columns = codes_t + (down.to(gl.int64) * width_t)[None, :] + across[:, None]
+    # Magnitudes have the order of their bits, NaN at the top.
+    bits = values.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+    if square:
+        step, factor = _scale(gl.max(gl.max(bits, 1), 0), rule)
+        tile = _codes(values, factor, rule)
+        if rows and tile_r < tiles_r:
+            gl.store(by_rows, tile)
+            gl.store(scale + tile_r * scale_stride + tile_c, step)
+        if columns and tile_c < tiles_c:
+            gl.store(by_columns, gl.convert_layout(tile, turned))
+            gl.store(scale_t + tile_c * scale_t_stride + tile_r, step)
+    else:
+        if rows:
+            step, factor = _scale(gl.max(bits, 1), rule)
+            gl.store(by_rows, _codes(values, factor[:, None], rule))
+            gl.store(scale + tile_c * scale_stride + r, step)
+        if columns:
+            step_t, factor_t = _scale(gl.max(bits, 0), rule)
+            if tile_c < tiles_c:
+                gl.store(by_columns, gl.convert_layout(_codes(values, factor_t[None, :], rule), turned))
+                gl.store(scale_t + tile_r * scale_t_stride + c, step_t)
+
+
+@gluon.jit
+def sm90_fp8_block_operands_kernel(
+    x, up, codes, scale, codes_t, scale_t, stride, up_stride, R, C, tiles_across, width, width_t, scale_stride,
+    scale_t_stride, swiglu: gl.constexpr, rule: gl.constexpr, square: gl.constexpr, rows: gl.constexpr,
+    columns: gl.constexpr, layout: gl.constexpr, turned: gl.constexpr,
+):  # fmt: skip
+    """One tile in each program; neighbours lie side by side in a band of rows."""
+    tile_r, tile_c = gl.program_id(0) // tiles_across, gl.program_id(0) % tiles_across
+    r = tile_r * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(1, layout))
+    c = tile_c * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, layout))
+    inside = (r[:, None] < R) & (c[None, :] < C)
+    read = gl.load(x + (r.to(gl.int64) * stride)[:, None] + c[None, :], mask=inside, other=0.0)
+    values = read.to(gl.float32)
+    if swiglu:
+        factor = gl.load(up + (r.to(gl.int64) * up_stride)[:, None] + c[None, :], mask=inside, other=0.0)
+        silu = gl.fdiv(values, 1.0 + gl.exp(-values)).to(read.dtype).to(gl.float32)
+        values = (silu * factor.to(gl.float32)).to(read.dtype).to(gl.float32)
+    _store_tile(
+        values, codes, scale, codes_t, scale_t, tile_r, tile_c, gl.cdiv(R, _TILE), gl.cdiv(C, _TILE), width, width_t,
+        scale_stride, scale_t_stride, rule, square, rows, columns, layout, turned,
+    )  # fmt: skip
+
+
+@gluon.jit
+def sm90_fp8_block_swiglu_gradients_kernel(
+    dh, gate, up, g_codes, g_scale, g_codes_t, g_scale_t, u_codes, u_scale, u_codes_t, u_scale_t, R, C, tiles_across,
+    width, width_t, scale_stride, scale_t_stride, rule: gl.constexpr, layout: gl.constexpr, turned: gl.constexpr,
+):  # fmt: skip
+    """One tile of d up = dh · silu(gate) and d gate = dh · up · silu'(gate) in each program."""
+    tile_r, tile_c = gl.program_id(0) // tiles_across, gl.program_id(0) % tiles_across
+    r = tile_r * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(1, layout))
+    c = tile_c * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, layout))
+    at = (r.to(gl.int64) * C)[:, None] + c[None, :]
+    inside = (r[:, None] < R) & (c[None, :] < C)
+    read = gl.load(dh + at, mask=inside, other=0.0)
+    g = gl.load(gate + at, mask=inside, other=0.0).to(gl.float32)
+    factor = gl.load(up + at, mask=inside, other=0.0).to(gl.float32)
+    upstream = read.to(gl.float32)
+    tiles_r, tiles_c = gl.cdiv(R, _TILE), gl.cdiv(C, _TILE)
+    sigmoid = gl.fdiv(1.0, 1.0 + gl.exp(-g))
+    of_up = (upstream * (g * sigmoid).to(read.dtype).to(gl.float32)).to(read.dtype).to(gl.float32)
+    _store_tile(
+        of_up, u_codes, u_scale, u_codes_t, u_scale_t, tile_r, tile_c, tiles_r, tiles_c, width, width_t, scale_stride,
+        scale_t_stride, rule, False, True, True, layout, turned,
+    )  # fmt: skip
+    of_silu = (upstream * factor).to(read.dtype).to(gl.float32)
+    of_gate = (of_silu * (sigmoid * (1.0 + g * (1.0 - sigmoid)))).to(read.dtype).to(gl.float32)
+    _store_tile(
+        of_gate, g_codes, g_scale, g_codes_t, g_scale_t, tile_r, tile_c, tiles_r, tiles_c, width, width_t, scale_stride,
+        scale_t_stride, rule, False, True, True, layout, turned,
+    )  # fmt: skip
+
+
+class _Tiling(NamedTuple):
+    """How a tile lies in the threads of a program."""
+
+    rows: int  # of a thread's piece, which has 8 columns
+    lanes_down: int  # of a warp's 32
+    warps_down: int
+    warps_across: int
+
+
+_TILINGS = {"plain": _Tiling(8, 8, 2, 4), "square": _Tiling(8, 4, 4, 2), "swiglu": _Tiling(4, 8, 4, 4)}
+_GRADIENTS = _Tiling(4, 8, 4, 4)
+"""By time on an H100."""
+
+
+@lru_cache
+def _options(tiling: _Tiling) -> dict[str, Any]:
+    """The layout of a tile, and the same with the elements of each thread in the order of columns."""
+    across, down = _bits([0, 1], 8), _bits([1, 0], tiling.rows)
+    lanes_across = 32 // tiling.lanes_down
+    rows, columns = tiling.rows * tiling.lanes_down, 8 * lanes_across
+    lanes = _bits([0, 8], lanes_across) + _bits([tiling.rows, 0], tiling.lanes_down)
+    warps = _bits([rows, 0], tiling.warps_down) + _bits([0, columns], tiling.warps_across)
+    rows, columns = rows * tiling.warps_down, columns * tiling.warps_across
+    # A thread has further pieces of what the warps do not cover at once.
+    more = _bits([0, columns], BLOCK // columns) + _bits([rows, 0], BLOCK // rows)
+    layout, turned = (
+        gl.DistributedLinearLayout(piece + more, lanes, warps, [], [BLOCK, BLOCK])
+        for piece in (across + down, down + across)
+    )
+    return {"layout": layout, "turned": turned, "num_warps": tiling.warps_down * tiling.warps_across}
+
+
+def _bits(step: list[int], count: int) -> list[list[int]]:
+    """The offsets of `count` neighbours at `step`, one for each bit of their number."""
+    return [[size << bit for size in step] for bit in range(count.bit_length() - 1)]
+
+
+def sm90_fp8_block_operands(
+    x: torch.Tensor,
+    rule: str,
+    *,
+    square: bool = False,
+    rows: bool = True,
+    columns: bool = True,
+    up: torch.Tensor | None = None,
+) -> Operands:
+    """`x` in FP8 blocks for sums over its columns, its rows, or both.
+
+    Args:
+        x: `[R, C]`, float32, BF16 or FP16.
+        rule: of `RULES`.
+        square: one scale for 128×128 instead of 1×128.
+        rows: whether to write `codes` and `scale`.
+        columns: whether to write `codes_t` and `scale_t`.
+        up: `[R, C]`: the matrix is silu(x) · up.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    factor = x if up is None else up if up.stride(-1) == 1 else up.contiguous()
+    out = allocate(x, square, rows, columns)
+    # Tiles beyond the matrix fill the padding of an axis that is summed over.
+    down = out.codes_t.shape[1] if square and columns else -(-x.shape[0] // BLOCK) * BLOCK
+    across = out.codes.shape[1] if rows else -(-x.shape[1] // BLOCK) * BLOCK
+    if x.numel():
+        tiling = _TILINGS["square" if square else "plain" if up is None else "swiglu"]
+        sm90_fp8_block_operands_kernel[(down // BLOCK * (across // BLOCK),)](
+            x, factor, *out, x.stride(0), factor.stride(0), *x.shape, across // BLOCK, out.codes.stride(0),
+            out.codes_t.stride(0), out.scale.stride(0), out.scale_t.stride(0), swiglu=up is not None, rule=rule,
+            square=square, rows=rows, columns=columns, **_options(tiling),
+        )  # fmt: skip
+    return out
+
+
+def sm90_fp8_block_swiglu_gradients(
+    dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str
+) -> tuple[Operands, Operands]:
+    """The operands of d gate and d up.
+
+    Args:
+        dh: gradient of silu(gate) · up, `[R, C]`.
+        gate: `[R, C]`.
+        up: `[R, C]`.
+        rule: of `RULES`.
+    """
+    dh, gate, up = (each.contiguous() for each in (dh, gate, up))
+    of_gate, of_up = (allocate(dh, square=False, rows=True, columns=True) for _ in range(2))
+    if dh.numel():
+        down, across = triton.cdiv(dh.shape[0], BLOCK), of_gate.codes.shape[1] // BLOCK
+        sm90_fp8_block_swiglu_gradients_kernel[(down * across,)](
+            dh, gate, up, *of_gate, *of_up, *dh.shape, across, of_gate.codes.stride(0), of_gate.codes_t.stride(0),
+            of_gate.scale.stride(0), of_gate.scale_t.stride(0), rule=rule, **_options(_GRADIENTS),
+        )  # fmt: skip
+    return of_gate, of_up

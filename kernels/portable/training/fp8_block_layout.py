@@ -1,0 +1,53 @@
+"""How operands of FP8 training in blocks lie in memory: what kernels write, and cuBLASLt reads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+BLOCK = 128
+_SUMMED = 512  # a multiple of which are sums with squares: cuBLASLt reads four of their scales at a time
+RULES = ("power_of_two", "transformer_engine", "divided")
+"""Scales are powers of two, rounded up; FP32 as Transformer Engine computes them; or amax / 448."""
+
+
+class Operands(NamedTuple):
+    """A matrix `[R, C]` in both directions; tensors of a direction that is left out are empty.
+
+    The axis of a sum with squares (C of codes, R of a square's codes_t) is padded with zeros to a multiple of 512, all
+    other axes to 128.
+
+    Attributes:
+        codes: E4M3 `[R, C]`.
+        scale: float32 `[C / 128, R]`; of squares `[R / 128, C / 128]`.
+        codes_t: E4M3 `[C, R]`.
+        scale_t: float32 `[R / 128, C]`; of squares `[C / 128, R / 128]`.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    codes_t: torch.Tensor
+    scale_t: torch.Tensor
+
+
+def allocate(x: torch.Tensor, square: bool, rows: bool, columns: bool) -> Operands:
+    """The operands of a matrix `[R, C]`, not filled."""
+    height, width = x.shape
+
+    def direction(kept: int, summed: int, multiple: int, is_wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (padded(kept, BLOCK), padded(summed, multiple)) if is_wanted else (0, 0)
+        blocks = shape[1] // BLOCK
+        scales = (shape[0] // BLOCK, blocks) if square else (blocks, shape[0])
+        return x.new_empty(shape, dtype=torch.float8_e4m3fn), x.new_empty(scales, dtype=torch.float32)
+
+    # The weight gradient sums over rows of two matrices without squares.
+    return Operands(
+        *direction(height, width, _SUMMED, rows),
+        *direction(width, height, _SUMMED if square else BLOCK, columns),
+    )
+
+
+def padded(size: int, multiple: int) -> int:
+    """`size` rounded up to a multiple."""
+    return -(-size // multiple) * multiple

@@ -1,0 +1,178 @@
+"""Operands and products of FP8 training in blocks, as custom ops that torch.compile leaves whole.
+
+    quant::fp8_block_operands(x, rule, square, rows, columns) -> codes, scale, codes_t, scale_t
+    quant::fp8_block_swiglu(gate, up, rule, columns) -> operands of silu(gate) · up
+    quant::fp8_block_swiglu_gradients(dh, gate, up, rule) -> operands of d gate, operands of d up
+    quant::fp8_block_product(a, a_scale, b, b_scale, square, dtype) -> a · bᵀ
+
+On Hopper, kernels make the operands (`kernels/hopper/sm90_fp8_block_operands.py`; `fp8_block_layout.py` says how they
+lie), and cuBLASLt multiplies: it sums 128 products at a time and scales each such sum in FP32. On other devices plain
+PyTorch computes the same codes and scales, and the products of their decoded values in FP32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from quant.formats.number import E4M3
+from quant.formats.rounding import decode_power_of_two, encode, encode_power_of_two
+from quant.formats.scaling import divided
+from quant.kernels.hardware import current, has_triton
+from quant.kernels.linear.ops import register, without_autocast
+from quant.kernels.portable.training.fp8_block_layout import BLOCK, allocate
+
+_Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_TwoOperands = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]
+_LEAST = 2.0**-126
+"""The least power-of-two scale: its reciprocal is finite."""
+
+
+def _blocks(x: torch.Tensor, rule: str, square: bool, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` in blocks along its columns, padded to `[rows, columns]`: codes of that shape, and their scales."""
+    filled = functional.pad(x.float(), (0, columns - x.shape[1], 0, rows - x.shape[0]))
+    height = BLOCK if square else 1
+    blocks = filled.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, height))  # [R / height, height, C / 128, 128]
+    amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    if rule == "transformer_engine":
+        factor = torch.where(amax == 0, 1.0, torch.div(amax.new_full((), E4M3.max), amax))
+        scale, steps = torch.div(amax.new_ones(()), factor), blocks * factor
+    else:
+        scale = divided(amax, E4M3.max)
+        if rule == "power_of_two":
+            scale = decode_power_of_two(encode_power_of_two(scale)).clamp(min=_LEAST)
+        scale = torch.where(amax == 0, 1.0, scale)
+        steps = blocks / scale
+    bad = ~amax.isfinite()
+    codes = encode(steps.clamp(-E4M3.max, E4M3.max).masked_fill(bad, 0.0), E4M3).view(torch.uint8)
+    codes = codes.masked_fill(bad, 0x7F).view(torch.float8_e4m3fn)
+    return codes.reshape(rows, columns), scale.masked_fill(bad, torch.nan)[:, 0, :, 0]
+
+
+def _reference_operands(x: torch.Tensor, rule: str, square: bool, rows: bool, columns: bool) -> _Operands:
+    out = allocate(x, square, rows, columns)
+    for matrix, codes, scale in ((x, out.codes, out.scale), (x.t(), out.codes_t, out.scale_t)):
+        if codes.numel():
+            filled, scales = _blocks(matrix, rule, square, *codes.shape)
+            codes.copy_(filled)
+            scale.copy_(scales if square else scales.t())
+    return out
+
+
+def _operands_on_gpu(x: torch.Tensor, rule: str, square: bool, rows: bool, columns: bool) -> _Operands:
+    if not runs_on(x.device):
+        return _reference_operands(x, rule, square, rows, columns)
+    from quant.kernels.hopper.sm90_fp8_block_operands import sm90_fp8_block_operands
+
+    with torch.cuda.device_of(x):
+        return sm90_fp8_block_operands(x, rule, square=square, rows=rows, columns=columns)
+
+
+def _reference_swiglu(gate: torch.Tensor, up: torch.Tensor, rule: str, columns: bool) -> _Operands:
+    return _reference_operands(functional.silu(gate) * up, rule, False, True, columns)
+
+
+def _swiglu_on_gpu(gate: torch.Tensor, up: torch.Tensor, rule: str, columns: bool) -> _Operands:
+    if not runs_on(gate.device):
+        return _reference_swiglu(gate, up, rule, columns)
+    from quant.kernels.hopper.sm90_fp8_block_operands import sm90_fp8_block_operands
+
+    with torch.cuda.device_of(gate):
+        return sm90_fp8_block_operands(gate, rule, columns=columns, up=up)
+
+
+def _reference_swiglu_gradients(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> _TwoOperands:
+    of_gate = torch.ops.aten.silu_backward(dh * up, gate)
+    of_up = dh * functional.silu(gate)
+    return (
+        *_reference_operands(of_gate, rule, False, True, True),
+        *_reference_operands(of_up, rule, False, True, True),
+    )
+
+
+def _swiglu_gradients_on_gpu(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> _TwoOperands:
+    if not runs_on(dh.device):
+        return _reference_swiglu_gradients(dh, gate, up, rule)
+    from quant.kernels.hopper.sm90_fp8_block_operands import sm90_fp8_block_swiglu_gradients
+
+    with torch.cuda.device_of(dh):
+        of_gate, of_up = sm90_fp8_block_swiglu_gradients(dh, gate, up, rule)
+    return (*of_gate, *of_up)
+
+
+def _fake_operands(x: torch.Tensor, rule: str, square: bool, rows: bool, columns: bool) -> _Operands:
+    return allocate(x, square, rows, columns)
+
+
+def _fake_swiglu(gate: torch.Tensor, up: torch.Tensor, rule: str, columns: bool) -> _Operands:
+    return _fake_operands(gate, rule, False, True, columns)
+
+
+def _fake_swiglu_gradients(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> _TwoOperands:
+    return (*_fake_operands(dh, rule, False, True, True), *_fake_operands(dh, rule, False, True, True))
+
+
+def _reference_product(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, square: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    left = a.float() * a_scale.t().repeat_interleave(BLOCK, 1)
+    if square:
+        spread = b_scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    else:
+        spread = b_scale.t().repeat_interleave(BLOCK, 1)
+    with without_autocast(a.device.type):
+        return (left @ (b.float() * spread).t()).to(dtype)
+
+
+def _product_on_gpu(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, square: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    if not runs_on(a.device):
+        return _reference_product(a, a_scale, b, b_scale, square, dtype)
+    return torch._scaled_mm(a, b.t(), a_scale.t(), b_scale.t() if square else b_scale, out_dtype=dtype)
+
+
+def _fake_product(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, square: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether cuBLASLt multiplies FP8 blocks on this device: on Hopper, with CUDA 12.9 or later."""
+    if device.type != "cuda":
+        return False
+    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    return version >= (12, 9) and current(device.index or 0).has_wgmma and has_triton()
+
+
+register(
+    "quant::fp8_block_operands",
+    "(Tensor x, str rule, bool square, bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_operands,
+    default=_reference_operands,
+    cuda=_operands_on_gpu,
+)
+register(
+    "quant::fp8_block_swiglu",
+    "(Tensor gate, Tensor up, str rule, bool columns) -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_swiglu,
+    default=_reference_swiglu,
+    cuda=_swiglu_on_gpu,
+)
+register(
+    "quant::fp8_block_swiglu_gradients",
+    "(Tensor dh, Tensor gate, Tensor up, str rule) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_swiglu_gradients,
+    default=_reference_swiglu_gradients,
+    cuda=_swiglu_gradients_on_gpu,
+)
+register(
+    "quant::fp8_block_product",
+    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, bool square, ScalarType dtype) -> Tensor",
+    _fake_product,
+    default=_reference_product,
+    cuda=_product_on_gpu,
+)

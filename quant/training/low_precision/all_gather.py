@@ -1,0 +1,155 @@
+"""FSDP2 gathers weights in FP8: each rank rounds its shard, and half as many bytes go over the network as in BF16.
+
+    shard ─▶ param_dtype ─▶ codes, scales of squares ─▶ all-gather ─▶ element · scale, in param_dtype ─▶ the layer
+
+It changes no number. Square blocks with scales that are powers of two are the same wherever they are measured, provided
+that no block lies on two ranks; element · scale is exact in BF16; and rounding such values again gives the same values.
+So a layer computes what it computes after a gather in BF16. A weight whose shards would cut blocks is gathered whole.
+
+`ShardInFP8` is the tensor that FSDP2 calls before and after a gather (its protocol for tensor subclasses). Everything
+else sees the tensor that it holds: optimizers, checkpoints and tensors that are made from it are plain.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._pytree import tree_map
+
+from quant.errors import UserError
+from quant.kernels.portable.training.fp8_block_layout import BLOCK
+from quant.training.low_precision.linear import LowPrecisionLinear
+from quant.training.low_precision.native import scale_rule
+from quant.training.low_precision.recipe import TrainingRecipe
+
+_aten = torch.ops.aten
+_KEEPS_CLASS = {
+    _aten.as_strided.default, _aten.clone.default, _aten.copy_.default, _aten.detach.default, _aten.empty_like.default,
+    _aten.new_zeros.default, _aten.slice.Tensor, _aten.split.Tensor, _aten.view.default, _aten._pin_memory.default,
+    _aten._to_copy.default,
+}  # fmt: skip
+"""Operations by which FSDP2 shards, pads and moves parameters."""
+
+
+class ShardInFP8(torch.Tensor):
+    """A weight, or a shard of one, that FSDP2 gathers as E4M3 codes and scales of 128×128 squares.
+
+    Args:
+        tensor: the values, `[out, in]`.
+    """
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor) -> ShardInFP8:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            tensor.size(),
+            strides=tensor.stride(),
+            storage_offset=tensor.storage_offset(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            layout=tensor.layout,
+            requires_grad=tensor.requires_grad,
+        )
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        plain_args, plain_kwargs = tree_map(_plain, (args, kwargs or {}))
+        result = func(*plain_args, **plain_kwargs)
+        # An operation in place gives back what it was called on.
+        if args and isinstance(args[0], ShardInFP8) and result is plain_args[0]:
+            return args[0]
+        return tree_map(_sharded, result) if func in _KEEPS_CLASS else result
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["tensor"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> ShardInFP8:
+        return ShardInFP8(tensors["tensor"])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.tensor.__reduce_ex__(protocol)  # a file holds the plain tensor
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], None]:
+        """The tensors that this rank sends. The size of the whole decides, so that all ranks send alike."""
+        shard = self.tensor.to(policy.param_dtype or self.dtype)
+        if outer_size[0] % (mesh.size() * BLOCK) or outer_size[1] % BLOCK:
+            missing = -(-outer_size[0] // mesh.size()) - len(shard)
+            return (nn.functional.pad(shard, (0, 0, 0, missing)) if missing else shard,), None
+        # Of a layer that trains in another format by now, or in none, nothing is rounded.
+        if not isinstance(module, LowPrecisionLinear):
+            return (shard,), None
+        rule = scale_rule(module.low_precision.recipe)
+        codes, scale, *_ = torch.ops.quant.fp8_block_operands(shard, rule, True, True, False)
+        # Without the padding of products, and as bytes: gloo has no FP8.
+        rows, columns = shard.shape
+        codes, scale = codes[:rows, :columns], scale[: rows // BLOCK, : columns // BLOCK]
+        return (codes.contiguous().view(torch.uint8), scale.contiguous()), None
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[torch.Tensor, ...], metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> Any:
+        """The whole weight in `dtype`; with `out`, a weight that was gathered before, in its memory."""
+        if len(gathered) == 1:
+            whole = gathered[0]
+        else:
+            codes, scale = gathered[0].view(torch.float8_e4m3fn), gathered[1]
+            whole = _decoded(codes, scale, dtype)
+        if out is None:
+            return whole, (whole,)
+        # No operation on the weight: a gather gives the values that the pass before had.
+        with torch.no_grad(), _unsafe_preserve_version_counter(out):
+            out.copy_(whole)
+        return None
+
+
+def _plain(x: Any) -> Any:
+    return x.tensor if isinstance(x, ShardInFP8) else x
+
+
+def _sharded(x: Any) -> Any:
+    return ShardInFP8(x) if isinstance(x, torch.Tensor) and not isinstance(x, ShardInFP8) else x
+
+
+def _decoded(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Element times the scale of its square, `[rows, columns]`: exact in BF16, for both are short."""
+    rows, columns = codes.shape
+    squares = codes.to(dtype).view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    return (squares * scale[:, None, :, None].to(dtype)).view(rows, columns)
+
+
+def gather_in_fp8(model: nn.Module, recipe: TrainingRecipe) -> None:
+    """Has FSDP2, when it shards the model, gather the weights of low-precision layers in FP8.
+
+    Raises:
+        UserError: a recipe whose weights FP8 codes do not determine, in either direction of training.
+    """
+    weight = recipe.weight
+    if weight is None or not weight.has_square_blocks or weight.global_scale or not recipe.power_of_two_scales:
+        raise UserError(
+            f"{recipe.name}: weights can be gathered in FP8 where square blocks have scales that are powers of two, as "
+            "in fp8_block; others are measured from the whole weight or along both axes; leave out all_gather_fp8"
+        )
+    # One parameter for each that was: tied weights stay tied.
+    made: dict[torch.Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        if isinstance(module, LowPrecisionLinear):
+            held = module.weight
+            if held not in made:
+                made[held] = nn.Parameter(ShardInFP8(held.detach()), requires_grad=held.requires_grad)
+            module.weight = made[held]
+
+
+def gather_in_16bit(model: nn.Module) -> None:
+    """Undoes `gather_in_fp8` where nothing has been sharded."""
+    for module in model.modules():
+        if isinstance(module, LowPrecisionLinear) and isinstance(module.weight.data, ShardInFP8):
+            module.weight = nn.Parameter(module.weight.data.tensor, requires_grad=module.weight.requires_grad)

@@ -1,0 +1,120 @@
+"""`NativeProducts` trains a linear layer in FP8 blocks on Hopper: our kernel makes operands, cuBLASLt multiplies them.
+
+    forward   x  ─▶ codes, codes_t       y  = codes(x) · codes(w)ᵀ
+              w  ─▶ codes, codes_t
+    backward  dy ─▶ codes, codes_t       dx = codes(dy) · codes_t(w)ᵀ       dw = codes_t(dy) · codes_t(x)ᵀ
+
+Each matrix is read once, for both products that it is in. The transposed codes of x are kept for the backward pass, one
+byte an element where 16-bit training keeps two. Those of w are made again there, so that nothing of a weight is kept,
+which a sharded model would have to hold whole. Layers that read the same input (q, k and v) share its operands.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from quant.training.low_precision.recipe import Arithmetic, TrainingRecipe
+from quant.training.low_precision.state import LowPrecision
+
+_Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def scale_rule(recipe: TrainingRecipe) -> str:
+    """How the kernel computes scales."""
+    if recipe.power_of_two_scales:
+        return "power_of_two"
+    return "transformer_engine" if recipe.arithmetic is Arithmetic.TRANSFORMER_ENGINE else "divided"
+
+
+class NativeProducts:
+    """The three products of a linear layer: `[..., in]` to `[..., out]`, with gradients.
+
+    One object serves all layers of a model, so that they find the operands of an input that another has rounded.
+
+    Args:
+        recipe: `fp8_block`, or one that differs in its scales.
+    """
+
+    def __init__(self, recipe: TrainingRecipe) -> None:
+        self.rule = scale_rule(recipe)
+        self._latest: tuple[Any, int, bool, _Operands] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"rule": self.rule, "_latest": None}
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision) -> torch.Tensor:
+        y: torch.Tensor = _BlockProducts.apply(x, weight, self, state)  # type: ignore[no-untyped-call]
+        return y
+
+    def operands(self, x: torch.Tensor, is_trained: bool) -> _Operands:
+        """The operands of an input `[..., columns]`, with the transposed ones if its weight is trained."""
+        rows = x.reshape(-1, x.shape[-1])
+        # A compiler merges equal operations itself, and must not see a tensor of an earlier call.
+        if torch.compiler.is_compiling():
+            return self.quantize(rows, columns=is_trained)
+        latest = self._latest
+        if latest is not None and latest[0]() is x and latest[1] == x._version and (latest[2] or not is_trained):
+            return latest[3]
+        operands = self.quantize(rows, columns=is_trained)
+        # Only as long as the input itself: its codes must not outlive it in memory.
+        self._latest = weakref.ref(x, self._forget), x._version, is_trained, operands
+        return operands
+
+    def quantize(self, x: torch.Tensor, square: bool = False, rows: bool = True, columns: bool = True) -> _Operands:
+        """`x` `[R, C]` in blocks of 1×128, or squares, for sums over its columns, its rows, or both."""
+        operands: _Operands = torch.ops.quant.fp8_block_operands(x, self.rule, square, rows, columns)
+        return operands
+
+    def weight_gradient(
+        self, dy: _Operands, codes_t: torch.Tensor, scale_t: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """dw = dyᵀ x, of the shape and dtype of `weight`, from the operands of dy and the transposed ones of x."""
+        # The sum over the tokens is in FP32 either way; a BF16 weight's gradient is rounded once at its end.
+        dtype = weight.dtype if weight.dtype is torch.bfloat16 else torch.float32
+        dw = torch.ops.quant.fp8_block_product(dy[2], dy[3], codes_t, scale_t, False, dtype)
+        return unpadded(dw, *weight.shape).to(weight.dtype)
+
+    def _forget(self, reference: Any) -> None:
+        if self._latest is not None and self._latest[0] is reference:
+            self._latest = None
+
+
+class _BlockProducts(torch.autograd.Function):
+    """The products of a layer, on operands in FP8 blocks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, native: NativeProducts, state: LowPrecision
+    ) -> torch.Tensor:
+        ctx.native, ctx.state, ctx.shape, ctx.dtype = native, state, x.shape, x.dtype
+        codes, scale, codes_t, scale_t = native.operands(x, weight.requires_grad)
+        w_codes, w_scale, *_ = native.quantize(weight, square=True, columns=False)
+        ctx.save_for_backward(codes_t, scale_t, weight)
+        y = torch.ops.quant.fp8_block_product(codes, scale, w_codes, w_scale, True, x.dtype)
+        tokens = x.numel() // x.shape[-1]
+        return unpadded(y, tokens, weight.shape[0]).reshape(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        codes_t, scale_t, weight = ctx.saved_tensors
+        native, product = ctx.native, torch.ops.quant.fp8_block_product
+        for_x, for_w = ctx.needs_input_grad[:2]
+        flat = dy.reshape(-1, dy.shape[-1])
+        codes, scale, d_codes_t, d_scale_t = native.quantize(flat, rows=for_x, columns=for_w)
+        ctx.state.note_gradient(scale if for_x else d_scale_t)
+        dx = dw = None
+        if for_x:
+            _, _, w_codes, w_scale = native.quantize(weight, square=True, rows=False)
+            dx = product(codes, scale, w_codes, w_scale, True, ctx.dtype)
+            dx = unpadded(dx, len(flat), weight.shape[1]).reshape(ctx.shape)
+        if for_w:
+            dw = native.weight_gradient((codes, scale, d_codes_t, d_scale_t), codes_t, scale_t, weight)
+        return dx, dw, None, None
+
+
+def unpadded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The matrix without the rows and columns that fill blocks."""
+    return matrix if matrix.shape == (rows, columns) else matrix[:rows, :columns]

@@ -1,0 +1,113 @@
+"""A gated MLP that trains as one function computes what its layers compute one by one, and steps aside for hooks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+import quant
+from quant.training.low_precision import gated_mlp
+
+ROWS = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quant.kernels.training.fp8_block.runs_on", lambda device: True)
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of each call of the fused function."""
+    calls: list[int] = []
+    apply = gated_mlp._GatedMLP.apply
+    monkeypatch.setattr(
+        gated_mlp._GatedMLP, "apply", lambda x, *rest: (calls.append(x.numel() // x.shape[-1]), apply(x, *rest))[1]
+    )
+    return calls
+
+
+def llama(backend: str = "native", **options: Any) -> Any:
+    model = tiny_models.llama(hidden_size=128, intermediate_size=256, gain=2.0, **options).train()
+    quant.to_low_precision_training(model, "fp8_block", backend=backend)
+    return model
+
+
+def step(model: Any) -> list[torch.Tensor]:
+    """Loss and gradients."""
+    loss = model(input_ids=ROWS, labels=ROWS).loss
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [loss.detach(), *(g for g in gradients if g is not None)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_losses_and_gradients_are_those_of_single_layers(dtype: torch.dtype, fused: list[int]) -> None:
+    one = step(llama(dtype=dtype))
+    assert fused == [40, 40]
+    single = llama(dtype=dtype)
+    gated_mlp.restore_gated_mlps(single)
+    for own, layers, emulated in zip(one, step(single), step(llama("emulated", dtype=dtype)), strict=True):
+        assert torch.equal(own, layers)
+        torch.testing.assert_close(own, emulated, rtol=2.0**-6, atol=float(emulated.abs().max()) * 2.0**-8)
+
+
+def test_it_compiles_in_one_graph() -> None:
+    compiled = torch.compile(llama(), fullgraph=True, backend="aot_eager")
+    for own, eager in zip(step(compiled), step(llama()), strict=True):
+        assert torch.equal(own, eager)
+
+
+def test_hooks_and_frozen_weights(fused: list[int]) -> None:
+    model = llama()
+    seen: list[nn.Module] = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, *_: seen.append(module))
+    model.model.layers[1].mlp.gate_proj.weight.requires_grad_(False)
+    step(model)
+    assert len(fused) == 1 and seen == [model.model.layers[0].mlp.up_proj]
+    assert model.model.layers[1].mlp.gate_proj.weight.grad is None
+    assert model.model.layers[1].mlp.up_proj.weight.grad is not None
+
+
+def test_copies_are_fused_and_the_way_back_is_plain(fused: list[int]) -> None:
+    model = llama()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        fused.clear()
+        step(twin)
+        assert len(fused) == 2
+        assert vars(twin.model.layers[0].mlp)["forward"].args[0] is twin.model.layers[0].mlp
+    quant.from_low_precision_training(model)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_gradient_that_is_not_finite_is_named_by_its_layer() -> None:
+    model = llama()
+    model.model.layers[1].mlp.down_proj.weight.data[0, 0] = torch.inf
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step(model)
+    with pytest.raises(quant.UserError, match="its gradient holds NaN or infinity in fp8_block"):
+        optimizer.step()
+
+
+def test_other_activations_and_other_ways_are_left_alone(fused: list[int]) -> None:
+    gelu = tiny_models.llama(hidden_size=128, intermediate_size=256, hidden_act="gelu").train()
+    quant.to_low_precision_training(gelu, "fp8_block", backend="native")
+    step(gelu)
+    assert not fused
+
+    class Scaled(type(gelu.model.layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 0.5 * super().forward(x)
+
+    scaled = tiny_models.llama(hidden_size=128, intermediate_size=256).train()
+    for layer in scaled.model.layers:
+        layer.mlp.__class__ = Scaled
+    quant.to_low_precision_training(scaled, "fp8_block", backend="native")
+    step(scaled)
+    assert not fused

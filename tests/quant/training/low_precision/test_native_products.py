@@ -1,0 +1,152 @@
+"""The native backend computes as the emulated one does; here its ops run on a CPU, where they are plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+import quant
+from quant.training.low_precision.native import NativeProducts
+from quant.training.low_precision.recipe import RECIPES, Arithmetic, TrainingRecipe
+
+BLOCK = RECIPES["fp8_block"]
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quant.kernels.training.fp8_block.runs_on", lambda device: True)
+
+
+def trained(backend: str, recipe: TrainingRecipe = BLOCK, **options: object) -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(256, 144, **options), nn.ReLU(), nn.Linear(144, 128, **options))
+    quant.to_low_precision_training(net, recipe, backend=backend, include=["0"])
+    return net.train()
+
+
+def results(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Output and gradients of the input and all parameters."""
+    x = x.clone().requires_grad_()
+    y = net(x)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype))
+    return [y.detach(), x.grad, *(parameter.grad for parameter in net.parameters())]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [BLOCK, replace(BLOCK, power_of_two_scales=False),
+     replace(BLOCK, power_of_two_scales=False, arithmetic=Arithmetic.BLOCKSCALE)],
+    ids=["powers of two", "fp32", "ours"],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_products_are_the_emulated_ones(recipe: TrainingRecipe, dtype: torch.dtype) -> None:
+    x = torch.randn(3, 50, 256).to(dtype)
+    for own, emulated in zip(
+        *(results(trained(b, recipe, dtype=dtype), x) for b in ("native", "emulated")), strict=True
+    ):
+        # The same rounded operands, summed in another order.
+        rtol = 2.0**-7 if dtype is torch.bfloat16 else 1e-5
+        torch.testing.assert_close(own, emulated, rtol=rtol, atol=float(emulated.abs().max()) * rtol / 16)
+
+
+def test_one_graph_compiles_and_autocast_keeps_float32_weights() -> None:
+    x = torch.randn(64, 256)
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = results(trained("native", bias=False), x)
+        compiled = results(torch.compile(trained("native", bias=False), fullgraph=True, backend="aot_eager"), x)
+        emulated = results(trained("emulated", bias=False), x)
+    assert eager[2].dtype is torch.float32
+    for one, two, three in zip(eager, compiled, emulated, strict=True):
+        assert torch.equal(one, two)
+        torch.testing.assert_close(one, three, rtol=2.0**-7, atol=float(three.abs().max()) * 2.0**-10)
+
+
+def test_layers_that_read_one_input_round_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.llama(hidden_size=128, intermediate_size=128).bfloat16().train()
+    report = quant.to_low_precision_training(model, "fp8_block")
+    assert report.backend == "native"
+    calls: list[tuple[int, ...]] = []
+    quantize = NativeProducts.quantize
+
+    def counted(self: NativeProducts, x: torch.Tensor, square: bool = False, **directions: bool) -> object:
+        if not square:
+            calls.append(tuple(x.shape))
+        return quantize(self, x, square, **directions)
+
+    monkeypatch.setattr(NativeProducts, "quantize", counted)
+    rows = torch.randint(0, 64, (2, 16))
+    with torch.no_grad():
+        model(input_ids=rows)
+    assert len(calls) == 3 * len(model.model.layers)  # of q, k and v; o; gate and up, whose MLP is one function
+
+
+def test_an_input_that_changes_in_place_or_dies_is_rounded_again() -> None:
+    native = NativeProducts(BLOCK)
+    x = torch.randn(128, 128)
+    first = native.operands(x, True)
+    assert native.operands(x, False)[0] is first[0]
+    x.mul_(3)
+    assert not torch.equal(native.operands(x, True)[1], first[1])
+    del x
+    assert native._latest is None
+
+
+def test_gradients_of_frozen_layers_and_of_inputs_alone() -> None:
+    net = trained("native", bias=False)
+    net[0].weight.requires_grad_(False)
+    x = torch.randn(32, 256, requires_grad=True)
+    net(x).sum().backward()
+    assert net[0].weight.grad is None and x.grad is not None
+    net.zero_grad()
+    net[0].weight.requires_grad_(True)
+    net(x.detach()).sum().backward()
+    assert net[0].weight.grad is not None
+
+
+def test_a_gradient_that_is_not_finite_stops_the_step_by_the_layers_name() -> None:
+    net = trained("native")
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    y = net(torch.randn(32, 256))
+    dy = torch.zeros_like(y)
+    dy[3, 5] = torch.nan
+    y.backward(dy)
+    with pytest.raises(quant.UserError, match="0: its gradient holds NaN or infinity in fp8_block"):
+        optimizer.step()
+
+
+def test_copies_train_and_the_packed_model_has_the_trained_codes() -> None:
+    net = trained("native")
+    x = torch.randn(32, 256)
+    first = results(net, x)
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        twin.zero_grad()
+        for own, other in zip(first, results(twin, x), strict=True):
+            assert torch.equal(own, other)
+    y = net.eval()(x)
+    quant.convert_trained(net)
+    assert torch.equal(net(x), y)
+
+
+def test_recipes_and_machines_that_it_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(quant.UserError, match='backend "native" does not run mxfp8 here: it has fp8_block alone'):
+        quant.to_low_precision_training(nn.Sequential(nn.Linear(128, 128)), "mxfp8", backend="native")
+    monkeypatch.setattr("quant.kernels.training.fp8_block.runs_on", lambda device: False)
+    with pytest.raises(quant.UserError, match="does not run fp8_block here: a cpu has no FP8 products"):
+        quant.to_low_precision_training(nn.Sequential(nn.Linear(128, 128)), "fp8_block", backend="native")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiles", [False, True])
+def test_on_hopper_products_are_the_emulated_ones(monkeypatch: pytest.MonkeyPatch, compiles: bool) -> None:
+    monkeypatch.undo()
+    x = torch.randn(3, 50, 256, device="cuda", dtype=torch.bfloat16)
+    nets = [trained(backend, device="cuda", dtype=torch.bfloat16) for backend in ("native", "emulated")]
+    nets[0] = torch.compile(nets[0], fullgraph=True) if compiles else nets[0]
+    for own, emulated in zip(*(results(net, x) for net in nets), strict=True):
+        assert float((own.double() - emulated.double()).norm() / emulated.double().norm()) < 2.0**-8
