@@ -122,7 +122,7 @@ def _reference_product(
         spread = b_scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     else:
         spread = b_scale.t().repeat_interleave(BLOCK, 1)
-    with without_autocast(a.device.type):
+    with without_autocast(a):
         return (left @ (b.float() * spread).t()).to(dtype)
 
 

@@ -71,7 +71,7 @@ def _trains_natively(layer: Any) -> bool:
 def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     """`[..., hidden]` to `[..., hidden]`."""
     layers = [getattr(module, name) for name in _LAYERS]
-    x_dtype = autocast_dtype(x.device.type) or x.dtype
+    x_dtype = autocast_dtype(x) or x.dtype
     is_plain = all(
         _trains_natively(layer)
         and layer.training
