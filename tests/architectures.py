@@ -14,14 +14,16 @@ are drawn at random. Each cell of the table is one model in one format:
     TRACEBACK something else was raised
 
 `PYTHONPATH=. python tests/architectures.py` runs all of them and writes docs/architectures.md; names after it run those
-alone. `--minutes 9` stops after nine minutes, and the next call goes on from there.
+alone. `--minutes 9` stops after nine minutes, and the next call goes on from there; `--jobs 16` takes 16 processes.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
+import multiprocessing
 import re
 import shutil
 import sys
@@ -31,7 +33,9 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +46,7 @@ from quant.checkpoints.convert import convert
 from quant.checkpoints.load import load
 from quant.export.checkpoint.names import cut_experts, expert_names
 from quant.kernels.linear.expert_stack import ExpertStack
+from quant.models.huggingface import mend_forward
 from quant.recipes.expert_stacks import expert_matrices
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import PLAN_FILE, Plan
@@ -279,7 +284,7 @@ def build(name: str, dtype: torch.dtype) -> Any:
         if parameter.dim() > 1 and parameter.requires_grad:  # others are computed, and stored nowhere
             parameter.data.normal_(0, parameter.shape[-1] ** -0.5)
     model.tie_weights()
-    return model
+    return mend_forward(model)
 
 
 def inputs(model: Any) -> dict[str, torch.Tensor]:
@@ -373,7 +378,7 @@ def _of_transformers(
     """How transformers' own reload differs from the original weights and from our logits, and the latter's measure."""
     try:
         theirs, info = type(model).from_pretrained(path, dtype=DTYPES[format], output_loading_info=True)
-        logits = result(theirs.eval(), given)  # the library unpacks the weights at the first call
+        logits = result(mend_forward(theirs).eval(), given)  # the library unpacks the weights at the first call
     except Exception as error:
         return f"transformers: {_where(error)}", None
     for kind in ("missing_keys", "unexpected_keys"):
@@ -587,34 +592,46 @@ def _general(detail: str) -> str:
     return re.sub(r"\d+ matrices|'\w+' object", "…", detail)
 
 
+def _cells_until(name: str, stop: float) -> list[Cell]:
+    """The cells of an architecture; none after the time `stop`, or where the harness itself fails."""
+    if time.monotonic() > stop:
+        return []
+    try:
+        return list(cells(name))
+    except Exception as error:
+        print(name, "HARNESS", _where(error), flush=True)
+        return []
+
+
 def main(arguments: Sequence[str]) -> None:
     """Prints a line a cell, and a count.
 
     Without names it runs all architectures, keeps each in `FOUND` as it goes, goes on where it was stopped, and writes
     the page when the last one is there. `--minutes N` stops after that time.
     """
-    stop = time.monotonic() + 60 * float(arguments[1]) if arguments[:1] == ["--minutes"] else float("inf")
-    names = list(arguments if stop == float("inf") else arguments[2:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args(arguments)
+    stop = time.monotonic() + 60 * options.minutes
     torch.set_num_threads(1)
-    found = [] if names or not FOUND.is_file() else [Cell(**json.loads(line)) for line in FOUND.open()]
+    found = [] if options.names or not FOUND.is_file() else [Cell(**json.loads(line)) for line in FOUND.open()]
     done = {cell.architecture for cell in found}
-    for name in (name for name in names or ARCHITECTURES if name not in done):
-        if time.monotonic() > stop:
-            print(f"{len({cell.architecture for cell in found})} of {len(ARCHITECTURES)}: run it again to go on")
-            return
-        try:
-            new = list(cells(name))
-        except Exception as error:
-            print(name, "HARNESS", _where(error), flush=True)
-            continue
-        for cell in new:
-            print(*asdict(cell).values(), flush=True)
-        found += new
-        if not names:
-            with FOUND.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(asdict(cell)) + "\n" for cell in new)
+    names = [name for name in options.names or ARCHITECTURES if name not in done]
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork")) as pool:
+        for new in pool.map(_cells_until, names, repeat(stop)):
+            for cell in new:
+                print(*asdict(cell).values(), flush=True)
+            found += new
+            if not options.names:
+                with FOUND.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(asdict(cell)) + "\n" for cell in new)
+    if time.monotonic() > stop:
+        print(f"{len({cell.architecture for cell in found})} of {len(ARCHITECTURES)}: run it again to go on")
+        return
     print({layout: _counted(Counter(c.verdict for c in found if c.layout == layout)) for layout in LAYOUTS})
-    if not names:
+    if not options.names:
         DOCS.write_text(table(found), encoding="utf-8")
         FOUND.unlink()
 
