@@ -34,7 +34,7 @@ from quant.export.engine.graph import (
 )
 from quant.export.engine.process import Progress, run_worker, timing_cache, worker_environment
 from quant.export.engine.targets import FEATURES, choose_common_backend, resolve_targets
-from quant.export.onnx_graph.export import ATTENTION_KEY, PLAN_KEY, export_onnx
+from quant.export.onnx_graph.export import ATTENTION_KEY, PLAN_KEY, write_onnx
 from quant.export.onnx_graph.opsets import PLUGIN
 from quant.export.onnx_graph.shapes import format_profile
 from quant.export.onnx_graph.translate import layer_of
@@ -136,7 +136,7 @@ def export_engine(
     with temporary_directory(out) as folder:
         if isinstance(model, nn.Module):
             source, path = model, folder / "model.onnx"
-            model = export_onnx(model, path, plan=plan, shapes=options.shapes, attention=attention, **onnx_options)
+            model = write_onnx(model, path, plan=plan, shapes=options.shapes, attention=attention, **onnx_options)
         built = build_engine(model, folder / out.name, options)
         findings = audit_built(built, plan, attention, source)
         problems = failures(findings)

@@ -12,6 +12,7 @@ which layer (`verify`); an attention is tagged with its module's name. The file'
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from quant.export.onnx_graph.decoder import (
     model_inputs,
     operand_scales,
 )
+from quant.export.onnx_graph.runtimes import onnxruntime_problem
 from quant.export.onnx_graph.serving import serving_program
 from quant.export.onnx_graph.translate import MODEL_PREFIX, dimension_ranges, quiet, trace, translate
 from quant.formats.atomic import put_file, temporary_directory
@@ -40,7 +42,16 @@ PLAN_KEY = "blockscale.plan"
 ATTENTION_KEY = "blockscale.attention"
 
 
-def export_onnx(
+def export_onnx(model: nn.Module, path: str | Path, **options: Any) -> Path:
+    """As `write_onnx`, whose options it takes; warns where onnxruntime does not load the file, with the reason."""
+    plan: Plan | None = options.get("plan")
+    fp8_attention = plan is not None and plan.attention is not None and options.get("attention") != "none"
+    if (problem := onnxruntime_problem(model, fp8_attention=fp8_attention)) is not None:
+        warnings.warn(problem, stacklevel=2)
+    return write_onnx(model, path, **options)
+
+
+def write_onnx(
     model: nn.Module,
     path: str | Path,
     *,

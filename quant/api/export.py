@@ -37,7 +37,7 @@ from quant.export.checkpoint.read import read_layer
 from quant.export.engine.build import BuildOptions, export_engine
 from quant.export.engine.targets import choose_common_backend, resolve_targets
 from quant.export.onnx_graph.decoder import GraphInput, is_decoder, model_inputs
-from quant.export.onnx_graph.export import export_onnx
+from quant.export.onnx_graph.export import write_onnx
 from quant.export.onnx_graph.runtimes import layer_of_tensorrt, loaded, main_dtype, onnxruntime_problem
 from quant.export.onnx_graph.translate import dimension_ranges
 from quant.export.onnx_graph.verify import check_file, verify, worst_layer
@@ -123,7 +123,7 @@ def export_onnx_files(job: ExportJob) -> dict[str, Any]:
         warnings.warn(note, stacklevel=2)
     with new_directory(job.out, overwrite=job.overwrite) as folder:
         path = folder / "model.onnx"
-        export_onnx(job.model, path, **job.onnx_options())
+        write_onnx(job.model, path, **job.onnx_options())
         receipt = _verified(job, path)
         if problem is None and find_spec("onnxruntime") is not None:
             loaded(path)
@@ -171,7 +171,7 @@ def _engine(job: ExportJob, path: Path, out: Path) -> dict[str, Any]:
     notes = [*_put_in_dtype(job), *_cache_notes(job)]
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    export_onnx(job.model, path, **job.onnx_options())
+    write_onnx(job.model, path, **job.onnx_options())
     receipt = _verified(job, path)
     return export_engine(
         path,

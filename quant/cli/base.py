@@ -91,7 +91,9 @@ TRUST = click.option(
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options that say how to load MODEL where it is not a Hugging Face model."""
     factory = click.option(
-        "--model-factory", metavar="PACKAGE.MODULE:FUNCTION", help="Function that builds the module of a state dict."
+        "--model-factory",
+        metavar="PACKAGE.MODULE:FUNCTION",
+        help="Function that builds the module, for a state dict or a directory of weights.",
     )
     unsafe = click.option("--unsafe-load", is_flag=True, help="Open pickled modules and .pt2, which runs their code.")
     return factory(unsafe(TRUST(REVISION(command))))

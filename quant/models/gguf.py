@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.errors import UserError
+from quant.errors import UserError, listed
 from quant.extras import require
 from quant.models import huggingface
 from quant.models.configs import one_line
@@ -29,6 +31,9 @@ from quant.models.huggingface import quiet
 from quant.models.shapes import gguf_reader
 
 _LOADER = "transformers.modeling_gguf_pytorch_utils"
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+# Frequencies of rotary embeddings: `set_rope` reads the first kinds, and transformers computes the last.
+_COMPUTED = re.compile(r"^rope_(freqs|factors_long|factors_short)\.weight$|\.attn_rot_embd\.")
 
 
 def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
@@ -50,12 +55,81 @@ def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
     with quiet(), shared_parsing():
         config = read_config(path)
         cls = huggingface.model_class(config, str(path))
-        # The options are for `from_pretrained`, and a model on the meta device is built from its config alone.
         if meta:
-            options = {}
-        model = huggingface.build(cls, config, dtype, meta, path.parent, **options)
+            model = huggingface.build(cls, config, dtype, meta, path.parent)
+        else:
+            with _dropped_tensors() as dropped:
+                model, unused = huggingface.read_model(cls, config, dtype, path.parent, **options)
+            _refuse_dropped(model, path, sorted({*dropped, *unused}))
+            huggingface.mend_forward(model)
     _clean(model)
     return model
+
+
+@contextlib.contextmanager
+def _dropped_tensors() -> Iterator[list[str]]:
+    """While open, collects the tensors of a GGUF file that transformers has no name for and drops without a word."""
+    dropped: list[str] = []
+    with contextlib.ExitStack() as stack:
+        # Releases of transformers without this module report such tensors as they do for safetensors.
+        if find_spec(_LOADER):
+            loader = require(_LOADER, "hf")
+            for processor in {loader.TensorProcessor, *loader.TENSOR_PROCESSORS.values()}:
+                stack.enter_context(_replaced(processor, "process", _recording(processor.process, dropped)))
+        yield dropped
+
+
+def _recording(process: Any, dropped: list[str]) -> Any:
+    """A processor's method that also notes tensors without a name in the model.
+
+    The loader calls it for each tensor of the file. The result's name is None where the method put the tensor into the
+    model itself.
+    """
+
+    def noting(self: Any, weights: Any, name: str, **options: Any) -> Any:
+        result = process(self, weights=weights, name=name, **options)
+        if result.name is not None and result.name not in options["tensor_key_mapping"]:
+            dropped.append(name)
+        return result
+
+    return noting
+
+
+def _refuse_dropped(model: Any, path: Path, names: list[str]) -> None:
+    """Raises UserError for tensors that change the result; prediction heads, which do not, are a warning.
+
+    A head for multi-token prediction is a block after the last one of the config, or named `nextn`.
+    """
+    gguf = require("gguf", "hf")
+    blocks = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    heads, others = [], []
+    for name in names:
+        block = _BLOCK.match(name)
+        is_head = ".nextn." in name or (block is not None and blocks is not None and int(block[1]) >= blocks)
+        if is_head:
+            heads.append(name)
+        # Tied embeddings may be in the file twice.
+        elif not _COMPUTED.search(name) and not (name == "output.weight" and _repeats_embedding(gguf.GGUFReader(path))):
+            others.append(name)
+    version = require("transformers", "hf").__version__
+    if others:
+        raise UserError(
+            f"{path}: transformers {version} leaves out {listed(others, 3)}, and {type(model).__name__} would compute "
+            "something else without; open the Hugging Face directory of the model, or try another version"
+        )
+    if heads:
+        warnings.warn(
+            f"{path}: transformers {version} leaves out {listed(heads, 3)}, a head for multi-token prediction, which "
+            "the result lacks",
+            stacklevel=2,
+        )
+
+
+def _repeats_embedding(file: Any) -> bool:
+    """Whether a file holds the same bytes as output head and as embedding."""
+    stored = {tensor.name: tensor for tensor in file.tensors}
+    head, embedding = stored["output.weight"], stored.get("token_embd.weight")
+    return embedding is not None and head.data.tobytes() == embedding.data.tobytes()
 
 
 def load_tokenizer(path: Path) -> Any:

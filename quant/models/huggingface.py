@@ -171,6 +171,20 @@ def build(
     if meta:
         with explained(path), torch.device("meta"):
             return cls._from_config(config, dtype=dtype).eval()  # type: ignore[no-any-return]
+    model, unexpected = read_model(cls, config, dtype, path, tensors, **options)
+    if unexpected:
+        _refuse_guessed_class(cls, config, path, unexpected)
+        warnings.warn(f"{path}: {cls.__name__} has no use for {listed(unexpected, 3)}, which do not run", stacklevel=2)
+    if tensors is not None:  # what transformers would have found in the directory
+        read_generation_config(model, path)
+        _name(model, path)
+    return mend_forward(model)
+
+
+def read_model(
+    cls: Any, config: Any, dtype: torch.dtype, path: Path, tensors: QuantizedTensors | None = None, **options: Any
+) -> tuple[nn.Module, list[str]]:
+    """As `build`, a model with its weights, and the names of tensors that its class has no use for."""
     source, options = (path, options) if tensors is None else (None, {**options, "state_dict": tensors.deferred()})
     with explained(f"{path}: transformers cannot load it"):
         try:
@@ -187,13 +201,7 @@ def build(
         raise UserError(
             f"{path}: the checkpoint lacks {listed(missing, 3)}; is a shard missing, or the config another's?"
         )
-    if unexpected:
-        _refuse_guessed_class(cls, config, path, unexpected)
-        warnings.warn(f"{path}: {cls.__name__} has no use for {listed(unexpected, 3)}, which do not run", stacklevel=2)
-    if tensors is not None:  # what transformers would have found in the directory
-        read_generation_config(model, path)
-        _name(model, path)
-    return mend_forward(model)
+    return model, unexpected
 
 
 def _refuse_guessed_class(cls: Any, config: Any, path: Path, unexpected: list[str]) -> None:

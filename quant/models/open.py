@@ -11,7 +11,8 @@ The kind of a file is decided by its first bytes, not by its suffix:
     zip of pickle+bytes   torch.save                           -> torch         state dict, mapped
     zip with a graph      torch.export.save                    -> exported      model
 
-A bare state dict becomes a model when `model_factory` builds the module for it. With `meta=True` only configs and
+A bare state dict becomes a model when `model_factory` builds the module for it; so does a directory whose class
+transformers does not have. With `meta=True` only configs and
 headers are read, and every tensor is on the meta device: enough to plan with, in no time, at any size.
 
 A name such as org/name or org/name@revision, of which there is no file, is a model on the Hugging Face hub; see `hub`.
@@ -148,7 +149,8 @@ def open_model(
         source: directory or file, an alias such as "smollm2-135m", a model on the Hugging Face hub such as
             "Qwen/Qwen3-8B", or a module, which is taken as it is.
         revision: branch, tag or commit of a model on the hub; the same as "Qwen/Qwen3-8B@REVISION".
-        model_factory: "package.module:function", called without arguments to build the module of a bare state dict.
+        model_factory: "package.module:function", called without arguments to build the module of a bare state dict,
+            or of a directory, which then gives weights and tokenizer alone.
         unsafe_load: also opens whole pickled modules and exported programs, which runs whatever code they hold.
         trust_remote_code: lets transformers run the Python files that the directory names in `auto_map`.
         dtype: of the weights; "auto" keeps the checkpoint's, and is bfloat16 for the blocks of a GGUF.
@@ -172,12 +174,14 @@ def open_model(
     files = WatchedFiles(path)
     kind = SourceKind.HUGGINGFACE if path.is_dir() else state_dict.sniff(path)
     # The other kinds bring their module. An option that cannot act is refused before the weights are read.
-    if kind not in (SourceKind.SAFETENSORS, SourceKind.TORCH):
+    if kind not in (SourceKind.SAFETENSORS, SourceKind.TORCH, SourceKind.HUGGINGFACE):
         _refuse_factory(model_factory, f"{path} ({kind})")
     model: nn.Module | None
     tensors: Mapping[str, torch.Tensor] | None
     model, tensors, quantization = None, None, None
-    if kind == SourceKind.HUGGINGFACE:
+    if kind == SourceKind.HUGGINGFACE and model_factory is not None:
+        tensors = _open_directory(path, given_dtype, meta)
+    elif kind == SourceKind.HUGGINGFACE:
         with huggingface.remote_code(trust_remote_code):
             model, quantization = huggingface.load(path, given_dtype, meta, stream)
     else:
@@ -213,6 +217,23 @@ def _open_file(
     if kind == SourceKind.SAFETENSORS:
         return None, state_dict.open_safetensors(path, dtype, meta)
     return torch_files.load(path, dtype, unsafe_load, meta)
+
+
+def _open_directory(path: Path, dtype: torch.dtype | None, meta: bool) -> Mapping[str, torch.Tensor]:
+    """The tensors in the weight files of a directory as one state dict.
+
+    Raises:
+        UserError: a file is damaged, or holds codes of quantized weights or pickled code.
+    """
+    files: dict[str, Mapping[str, torch.Tensor]] = {}
+    for shard in huggingface.find_shards(path):
+        if shard.suffix == ".safetensors":
+            tensors: Mapping[str, torch.Tensor] = state_dict.open_safetensors(shard, None, meta)
+        else:
+            _, state = torch_files.load(shard, None, unsafe=False, meta=meta)
+            tensors = dict(state or {})
+        files |= dict.fromkeys(tensors, tensors)
+    return state_dict.LazyStateDict(files, lambda name: files[name][name], dtype)
 
 
 def _open_module(model: nn.Module, dtype: torch.dtype | None) -> Source:

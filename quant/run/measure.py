@@ -55,7 +55,9 @@ def baseline_of(job: Job, decision: Decision, texts: Mapping[str, torch.Tensor |
     if decision.allocation is not None and decision.allocation.quantized is not None:
         return Baseline(texts, job.model)
     # Mapped files cost no memory twice; a deep copy of a module does.
-    again = open_model(str(job.request.model)).model if job.source.kind == SourceKind.HUGGINGFACE else None
+    again = None
+    if job.source.kind == SourceKind.HUGGINGFACE:
+        again = open_model(str(job.request.model), model_factory=job.request.model_factory).model
     return Baseline(texts, copy.deepcopy(job.model) if again is None else again)
 
 

@@ -1,5 +1,6 @@
 """What is said of onnxruntime is what onnxruntime does with the file."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +41,9 @@ def test_a_file_that_onnxruntime_does_not_load_is_told(
         formats = {"weight": parse_format(weight), "activation": parse_format(inputs)}
         quant.quantize(model, plan.replace_layers([replace(layer, **formats) for layer in plan.layers]), x)
     problem = onnxruntime_problem(model)
-    export_onnx(model, tmp_path / "m.onnx", inputs={"x": GraphInput(x[0], ("batch", 128))})
+    with warnings.catch_warnings(record=True, action="always") as told:
+        export_onnx(model, tmp_path / "m.onnx", inputs={"x": GraphInput(x[0], ("batch", 128))})
+    assert [str(each.message) for each in told if "onnxruntime" in str(each.message)] == ([problem] if problem else [])
     try:
         loaded(tmp_path / "m.onnx")
         loads = True

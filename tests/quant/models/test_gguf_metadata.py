@@ -172,6 +172,20 @@ def test_longrope_of_phi_3(tmp_path: Path) -> None:
     assert rotary.attention_scaling == 1.25
 
 
+@pytest.mark.parametrize("name", ["blk.0.attn_q.bias", "blk.1.attn_sinks.weight", "v.blk.0.attn_q.weight"])
+def test_a_tensor_that_transformers_leaves_out_is_refused(name: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", llama(), divisors={name: np.ones(64)})
+    with pytest.raises(UserError, match=rf"leaves out {name}, and LlamaForCausalLM would compute something else"):
+        read(tmp_path / "m.gguf")
+
+
+def test_a_head_for_multi_token_prediction_in_a_gguf_is_told(tmp_path: Path) -> None:
+    heads = {"blk.1.nextn.eh_proj.weight": np.ones((64, 128)), "blk.2.attn_q.weight": np.ones((64, 64))}
+    write_gguf(tmp_path / "m.gguf", llama(), divisors={**heads, "rope_freqs.weight": np.ones(8)})
+    with pytest.warns(UserWarning, match=r"leaves out blk.1.nextn.eh_proj.weight, blk.2.attn_q.weight, a head for mul"):
+        assert read(tmp_path / "m.gguf").config.num_hidden_layers == 2
+
+
 @pytest.mark.parametrize(
     ("metadata", "divisors", "named"),
     [

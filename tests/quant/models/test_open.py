@@ -319,6 +319,45 @@ def test_factory_builds_the_module(suffix: str, factory: str, tmp_path: Path) ->
     assert open_model(file, model_factory=factory, dtype="bfloat16").model.first.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_factory_builds_the_module_of_a_directory(pickled: bool, tmp_path: Path) -> None:
+    """A class that transformers lacks: the directory gives the weights, in several files, and its tokenizer."""
+    torch.manual_seed(1)
+    trained = quant.open_model(BASE).model
+    directory = tmp_path / "model"
+    shutil.copytree(BASE, directory)
+    (directory / "model.safetensors").unlink()
+    config = json.loads((BASE / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "new", "architectures": ["NewModel"]}))
+    state = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
+    suffix, save = ("bin", torch.save) if pickled else ("safetensors", save_safetensors)
+    stem = "pytorch_model" if pickled else "model"
+    parts = [dict(list(state.items())[half::2]) for half in (0, 1)]
+    for number, part in enumerate(parts):
+        save(part, directory / f"{stem}-{number}.{suffix}")
+    index = {name: f"{stem}-{number}.{suffix}" for number, part in enumerate(parts) for name in part}
+    (directory / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(UserError):
+        open_model(directory)
+    (tmp_path / "new_model.py").write_text(FACTORY.format(str(BASE)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        source = open_model(directory, model_factory="new_model:make")
+        assert open_model(directory, model_factory="new_model:make", meta=True).model.lm_head.weight.is_meta
+    ids = torch.arange(8)[None]
+    assert torch.equal(source.model(ids).logits, trained(ids).logits)
+    assert source.load_tokenizer().vocab_size
+
+
+FACTORY = """
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def make():
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained({!r}))
+"""
+
+
 def test_factory_builds_the_module_of_a_quantized_checkpoint(factory: str, tmp_path: Path) -> None:
     quantized = quant.quantize(make_line(), "fp8_channel")
     quant.save(quantized.model, quantized.plan, tmp_path / "out")
@@ -355,7 +394,9 @@ def test_factory_that_does_not_fit(factory: str, state: dict[str, torch.Tensor],
     refused(state, "has no function absent", "a_factory:absent")
     refused(state, "cannot import no_such_module", "no_such_module:f")
     refused(state, "returned a str; expected an nn.Module", "a_factory:make_nothing")
-    with pytest.raises(UserError, match=r"is for a bare state dict; .*\(huggingface\) brings its own"):
+    with pytest.raises(UserError, match=r"is for a bare state dict; a module \(Small\) brings its own"):
+        open_model(Small(), model_factory=factory)
+    with pytest.raises(UserError, match=r"base lacks first\.weight, first\.bias"):
         open_model(BASE, model_factory=factory)
 
 
