@@ -20,7 +20,8 @@ TEXTS = --calib benchmarks/data/calibration.txt --eval benchmarks/data/evaluatio
 demo: .venv/.engines  ## SmolLM2-135M three times: to NVFP4 by GPTQ, to 4.8 mixed bits, to an engine for Blackwell
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --solver gptq $(TEXTS) --calib-samples 8 --eval-samples 8 \
 		--out $(OUT) --overwrite
-	.venv/bin/quantize smollm2-135m --bits 4.8 $(TEXTS) --calib-samples 4 --eval-samples 4 --out $(MIXED) --overwrite
+	.venv/bin/quantize smollm2-135m --bits 4.8 --formats nvfp4a16,fp8a16 --solver gptq $(TEXTS) --calib-samples 8 \
+		--eval-samples 8 --out $(MIXED) --overwrite
 	if .venv/bin/python -c 'import tensorrt_rtx' 2>/dev/null; then .venv/bin/quant export $(OUT) --to tensorrt \
 		--target rtx5090 --shapes batch=1:1:4,sequence=1:128:512 --out $(OUT).engine --overwrite; fi
 

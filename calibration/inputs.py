@@ -138,7 +138,22 @@ def inputs_of(data: Any, model: nn.Module) -> Inputs:
     calls = _without_empty(calls)
     if not calls:
         raise ValueError("the calibration data is empty")
+    _check_arguments(calls[0], model)
     return cast_for(model, Inputs(_without_padding(calls, model)))
+
+
+def _check_arguments(call: Arguments, model: nn.Module) -> None:
+    """Raises ValueError where the model takes no such arguments, as of a loader that gives labels too."""
+    args, kwargs = call
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"calibration data: {type(model).__name__} takes ({', '.join(signature.parameters)}), and the first item "
+            f"does not fit ({error}); of a loader of inputs and labels give the inputs alone: "
+            "[inputs for inputs, labels in loader]"
+        ) from None
 
 
 def cast_for(model: nn.Module, inputs: Inputs) -> Inputs:

@@ -156,10 +156,10 @@ class Loop:
         return math.log1p(self.goal.max_ppl_increase or 0.0) / self.scale
 
     def limit_text(self) -> str:
-        """The limit as an option of the command line."""
+        """The limit as the user named it."""
         if self.goal.max_kl is not None:
-            return f"--max-kl {self.goal.max_kl:g}"
-        return f"--max-ppl-increase {100 * (self.goal.max_ppl_increase or 0.0):g}%"
+            return f"max_kl {self.goal.max_kl:g}"
+        return f"max_ppl_increase {100 * (self.goal.max_ppl_increase or 0.0):g}%"
 
     def _ratio(self, choice: np.ndarray, predicted: float) -> float:
         """The measured loss of a choice as a fraction of the limit; the round is recorded."""

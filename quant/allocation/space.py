@@ -113,16 +113,16 @@ class Space:
         return limits
 
     def explain(self, goal: Goal, problem: Problem) -> None:
-        """Raises Infeasible, in terms of the command line, if a budget cannot be kept."""
+        """Raises Infeasible, in the words of the user, if a budget cannot be kept."""
         least = smallest(problem, "bytes")
         if goal.bits is not None and 8 * least / self.numel > goal.bits + 1e-9:
             raise Infeasible(
-                f"--bits {goal.bits:g}: the smallest feasible value with these formats is "
+                f"bits {goal.bits:g}: the smallest feasible value with these formats is "
                 f"{math.ceil(8e4 * least / self.numel) / 1e4:.4f}"
             )
         if goal.fit is not None and least + self.fixed_bytes > goal.fit:
             raise Infeasible(
-                f"--fit {megabytes(goal.fit)}: the smallest feasible value is {least + self.fixed_bytes:,.0f} bytes "
+                f"fit {megabytes(goal.fit)}: the smallest feasible value is {least + self.fixed_bytes:,.0f} bytes "
                 f"({megabytes(least + self.fixed_bytes)}), of which {megabytes(self.cache_bytes)} are the KV cache "
                 f"(context {goal.context}, batch {goal.batch}) and "
                 f"{megabytes(self.fixed_bytes - self.cache_bytes)} weights that stay in 16 bit"
@@ -131,7 +131,7 @@ class Space:
             quickest = smallest(problem, "seconds") + self.fixed_seconds
             if quickest > goal.latency:
                 raise Infeasible(
-                    f"--latency {1e3 * goal.latency:g} ms: the smallest feasible value is {1e3 * quickest:.4g} ms"
+                    f"latency {1e3 * goal.latency:g} ms: the smallest feasible value is {1e3 * quickest:.4g} ms"
                 )
 
     def plan(

@@ -84,7 +84,7 @@ def make_plan(
     plan = resolve(layers, recipe, only=include)
     for layer in plan.layers:
         if lm_head is not None and layer.kind == LayerKind.HEAD and layer.weight is None:
-            raise UserError(f"--lm-head {lm_head}: {layer.name} stays in 16 bit: {layer.reason}; leave the option out")
+            raise UserError(f"lm_head {lm_head}: {layer.name} stays in 16 bit: {layer.reason}; leave lm_head out")
     if odd := _odd_inputs(layers, plan):
         record[ODD_INPUTS] = odd
     plan = replace(plan, provenance={**record, **_fusion_record(layers, plan, unknown)})
@@ -119,10 +119,10 @@ def _head_rules(layers: Sequence[Layer], lm_head: str) -> list[Rule]:
     try:
         parse_format(lm_head)
     except ValueError as error:
-        raise UserError(f"--lm-head: {error}") from None
+        raise UserError(f"lm_head: {error}") from None
     heads = [layer.name for layer in layers if layer.kind == LayerKind.HEAD]
     if not heads:
-        raise UserError(f"--lm-head {lm_head}: this model has no output head; leave the option out")
+        raise UserError(f"lm_head {lm_head}: this model has no output head; leave lm_head out")
     return [Rule(name, lm_head, KEEP, reason=f"--lm-head {lm_head}") for name in heads]
 
 

@@ -61,6 +61,14 @@ def test_a_loader_gives_its_batches() -> None:
     quant.quantize(model, "nvfp4", as_loader())
 
 
+def test_a_loader_of_inputs_and_labels_is_told_from_one_of_inputs() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    loader = [(torch.randn(2, 8), torch.zeros(2)) for _ in range(3)]
+    with pytest.raises(ValueError, match=r"Sequential takes \(input\), and the first item does not fit .*inputs alone"):
+        inputs_of(loader, model)
+    assert len(inputs_of([inputs for inputs, labels in loader], model)) == 3
+
+
 def test_batches_join_calls_of_one_shape_alone() -> None:
     calls = [((), {"x": torch.full((1, n), float(n))}) for n in (2, 2, 3, 3, 3)]
     batches = Inputs(calls).split(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_kind_has_an_exporter() -> None:
     assert KINDS.keys() == EXPORTERS.keys()
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript"])
+def test_a_missing_package_is_named_before_the_model_is_loaded(
+    package: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # an import of it then fails
+    monkeypatch.setattr("quant.api.export.export_onnx", lambda *_: pytest.fail("too late"))
+    result = export(checkpoint, "--to", "onnx", "--out", tmp_path / "deployed")
+    assert result.exit_code == 2 and f"needs the package `{package}`, which" in result.stderr
+    assert "onnx" in result.stderr.rpartition("pip install")[2] and not (tmp_path / "deployed").exists()
 
 
 def test_onnx_files_and_their_receipt(checkpoint: Path, tmp_path: Path) -> None:

@@ -79,6 +79,11 @@ def test_the_interval_is_student_s_over_the_rows(base: Any, quantized: Any, rows
     assert evaluate(quantized, rows).interval is None
 
 
+def test_a_text_is_no_rows_and_the_message_says_how_to_cut_it(base: Any) -> None:
+    with pytest.raises(ValueError, match=r"evaluate takes token ids .* a str: cut .* quant\.token_rows\(FILE"):
+        evaluate(base, "own.txt")  # type: ignore[arg-type]
+
+
 def test_several_texts_stand_side_by_side(base: Any, quantized: Any, rows: torch.Tensor) -> None:
     other = torch.randint(3, 256, (2, 30), generator=torch.Generator().manual_seed(2))
     found = evaluate_texts(quantized, {"first": rows, "second": other}, base)

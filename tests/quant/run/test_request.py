@@ -104,6 +104,14 @@ def test_a_budget_is_checked_before_the_model_is_scored(spelling: str, monkeypat
         Request(MODELS[spelling], budget=BUDGET).check()
 
 
+def test_a_recipe_may_be_named_by_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('weight = "mxfp8"\nactivation = "mxfp8"\n')
+    request = Request(nn.Sequential(nn.Linear(32, 32)), str(file))
+    request.check()
+    assert request.chosen_recipe.weight == "mxfp8"  # type: ignore[union-attr]
+
+
 def test_data_that_are_no_rows_are_refused() -> None:
     with pytest.raises(UserError, match=r"data is \[4\]; expected token ids \[rows, seqlen\]"):
         Request(nn.Linear(2, 2), "fp8", data=torch.zeros(4, dtype=torch.int64)).check()
