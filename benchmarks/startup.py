@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _IMPORTED = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)")
+_LIMIT = 600  # seconds of one process
 _HELP = "from quant.cli.quantize import quantize_command; quantize_command.main(prog_name='quantize')"
 
 
@@ -50,7 +51,8 @@ def main() -> None:
 
 def measure(tree: Path, options: argparse.Namespace) -> None:
     """Prints all figures of one checkout."""
-    environment = os.environ | {"PYTHONPATH": str(tree)}
+    # Packages may be found by the variable too, so the tree comes before them and does not replace them.
+    environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     print(f"\n{tree}")
     bare = best(["-c", "pass"], environment, options.repeat)
     for label, program in (
@@ -74,14 +76,18 @@ def best(program: Sequence[str], environment: Mapping[str, str], repeat: int) ->
     seconds = []
     for _ in range(repeat):
         started = time.perf_counter()
-        subprocess.run([sys.executable, *program], env=environment, stdout=subprocess.DEVNULL, check=True)
+        subprocess.run(
+            [sys.executable, *program], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            cwd=tempfile.gettempdir(), check=True, timeout=_LIMIT,
+        )  # fmt: skip
         seconds.append(time.perf_counter() - started)
     return min(seconds)
 
 
 def command(options: argparse.Namespace, out: Path) -> list[str]:
     """Arguments of Python for one run of `quantize`."""
-    arguments = [options.model, "--format", options.format, "--solver", options.solver, "--device", options.device]
+    model = str(Path(options.model).resolve())
+    arguments = [model, "--format", options.format, "--solver", options.solver, "--device", options.device]
     return ["-c", _HELP, *arguments, "--out", str(out), "--quiet"]
 
 
@@ -90,14 +96,21 @@ def run(options: argparse.Namespace, environment: Mapping[str, str], out: Path) 
     weights = sorted(Path(options.model).glob("*.safetensors"))
     moments: dict[str, float] = {}
     started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, *command(options, out)], env=environment)
+    # `python -c` looks for packages in the working directory first, which may be another checkout.
+    process = subprocess.Popen(
+        [sys.executable, *command(options, out)], env=environment, stdin=subprocess.DEVNULL, cwd=out.parent
+    )
     while process.poll() is None:
         now = time.perf_counter() - started
+        if now > _LIMIT:
+            process.kill()
+            raise SystemExit(f"quantize did not end within {_LIMIT} s")
         if "first weight" not in moments and weights and holds_weights(process.pid, weights):
             moments["first weight"] = now
         if "written" not in moments and (out / "report.json").exists():
             moments["written"] = now
-        time.sleep(0.02)
+        # Each look at the pages stops the process for a moment, the longer the more of the files it has mapped.
+        time.sleep(0.02 if "first weight" in moments else 0.1)
     moments["end"] = time.perf_counter() - started
     if process.returncode:
         raise SystemExit(f"quantize ended with code {process.returncode}")
@@ -142,8 +155,9 @@ def print_run(moments: Mapping[str, float]) -> None:
 def print_imports(program: Sequence[str], environment: Mapping[str, str], count: int = 25) -> None:
     """Prints the packages whose own modules take longest to import in a run, from `-X importtime`."""
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", *program], env=environment, capture_output=True, text=True, check=True
-    )
+        [sys.executable, "-X", "importtime", *program], env=environment, stdin=subprocess.DEVNULL, capture_output=True,
+        cwd=tempfile.gettempdir(), text=True, check=True, timeout=_LIMIT,
+    )  # fmt: skip
     seconds: Counter[str] = Counter()
     for line in done.stderr.splitlines():
         if found := _IMPORTED.match(line):
