@@ -12,7 +12,7 @@ files of one step, the one with the higher number counts, and a damaged one is a
 The ranks of one run share the directory. The first rank writes the results that all ranks have, and each rank writes
 its own results in files with its number; all read all files.
 
-Files are written by a thread while the next step is worked on. Written tensors are then mapped from the file, so that
+Files are written by threads while the next step is worked on. Written tensors are then mapped from the file, so that
 the memory of finished steps belongs to the page cache and not to the process. In the end they move into the
 checkpoint's files, see `MovedSteps`.
 """
@@ -23,6 +23,7 @@ import ctypes
 import hashlib
 import json
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,7 +46,7 @@ from quant.recipes.json_data import typed
 from quant.recipes.json_text import json_text
 
 _RUN, _STEPS = "run.json", "*.safetensors"
-_IN_FLIGHT = 2  # steps whose tensors wait to be written
+_IN_FLIGHT = 2  # steps that are written at a time, each by a thread: SHA-256 is slower than a GPU solves
 _WAY_OUT = "give what it was begun with, or pass --restart to begin anew"
 
 
@@ -76,8 +77,9 @@ class Partial(Store):
         self._holds: dict[str, str] = {}
         self._awaited: list[tuple[str, Mapped]] = []
         self._claim = ExitStack()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
+        self._threads = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="writer")
         self._writing: list[Future[None]] = []
+        self._lock = threading.Lock()
         # A guess, 500 MB/s, until the first large step has been timed.
         self._bytes_per_second = 5e8
         self._hopeless = False
@@ -147,7 +149,7 @@ class Partial(Store):
         """Closes the directory. Its steps stay for the next run, unless the same command would fail again."""
         if kind is not None:
             # Steps in flight are finished work: they are written out even after an error.
-            self._thread.shutdown(wait=True)
+            self._threads.shutdown(wait=True)
         self.close()
         if self.rank:
             return
@@ -232,15 +234,15 @@ class Partial(Store):
             self._writing.pop(0).result()
         own = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         devices = {tensor.device for tensor in own.values() if tensor.is_cuda}
-        # The writer thread has a stream of its own: without the events it could copy a tensor before its kernel has
-        # run.
+        # A writer thread has a stream of its own: without the events it could copy a tensor before its kernel has run.
         computed = [torch.cuda.current_stream(device).record_event() for device in devices]
+        start = self._next_start()
 
         def write() -> None:
             for event in computed:
                 event.synchronize()
             started = time.perf_counter()
-            file = self._write(step, own, record)
+            file = self._keep(StepFile.write(start, step, own, record))
             nbytes = sum(tensor.nbytes for tensor in own.values())
             # Small files time the file system's latency instead of its bandwidth.
             if nbytes > 1 << 24:
@@ -251,21 +253,27 @@ class Partial(Store):
                 then(self._mapped(file))
             _trim()
 
-        self._writing.append(self._thread.submit(write))
+        self._writing.append(self._threads.submit(write))
 
     def note(self, step: str, record: Any) -> None:
         """Keeps a step that is a record alone, which is on the disk when this returns."""
-        self._write(step, {}, record, durable=True)
+        self._keep(StepFile.write(self._next_start(), step, {}, record, durable=True))
 
-    def _write(self, step: str, tensors: Mapping[str, torch.Tensor], record: Any, *, durable: bool = False) -> StepFile:
+    def _next_start(self) -> Path:
+        """The path of the next step's file, up to its hash."""
         self._number += 1
-        own = f"-{self.rank}" if self.rank else ""
-        file = StepFile.write(self.path / f"{self._number:05d}{own}", step, tensors, record, durable=durable)
-        before, self._steps[step] = self._steps.get(step), file
-        self._seen.add(file.path)
-        self._verified.add(file.path)
-        if before is not None:
-            before.path.unlink(missing_ok=True)
+        return self.path / (f"{self._number:05d}-{self.rank}" if self.rank else f"{self._number:05d}")
+
+    def _keep(self, file: StepFile) -> StepFile:
+        """Takes in a file that this rank has written; of two files of a step, the older one is deleted."""
+        with self._lock:
+            self._seen.add(file.path)
+            self._verified.add(file.path)
+            # The file itself may be there already: `refresh` sees it as soon as it has its name.
+            files = {file, self._steps.get(file.step, file)}
+            newest = self._steps[file.step] = max(files, key=lambda each: each.path.name)
+        for each in files - {newest}:
+            each.path.unlink(missing_ok=True)
         return file
 
     def expect(self, name: str, value: Any) -> None:
@@ -334,7 +342,7 @@ class Partial(Store):
 
     def close(self) -> None:
         """Lets go of the directory; the next run finds it as it is."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
         self._claim.close()
 
 
