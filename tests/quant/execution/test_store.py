@@ -507,3 +507,21 @@ def test_the_newest_file_of_a_step_counts(tmp_path: Path, monkeypatch: pytest.Mo
     with Partial(tmp_path / "out", {"version": 1}) as store:
         step = store.get("a")
         assert step is not None and step.record == 10 and step.tensors["x"].tolist() == [10] * 3
+
+
+def test_a_file_that_refresh_sees_before_its_writer_is_done_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = StepFile.write
+
+    def seen_at_once(*args: Any, **options: Any) -> StepFile:
+        file = write(*args, **options)
+        store.refresh()  # as the main thread may do meanwhile, which waits for other ranks
+        return file
+
+    monkeypatch.setattr(StepFile, "write", seen_at_once)
+    with Partial(tmp_path / "out", {}) as store:
+        store.put("a", {"x": torch.arange(3)}, 1)
+        store.flush()
+        step = store.get("a")
+        assert step is not None and step.tensors["x"].tolist() == [0, 1, 2]
