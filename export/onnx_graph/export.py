@@ -1,6 +1,7 @@
 """`export_onnx` writes an ONNX file from a quantized model.
 
     decoder with a KV cache     `serving`: one graph for prefill and decoding
+    the same for another loop   `genai`: the inputs and outputs of onnxruntime-genai
     other transformers model    `decoder`: one forward pass
     any other module            as it is traced, from examples of its inputs
 
@@ -30,6 +31,7 @@ from quant.export.onnx_graph.decoder import (
     model_inputs,
     operand_scales,
 )
+from quant.export.onnx_graph.genai import genai_program
 from quant.export.onnx_graph.runtimes import onnxruntime_problem
 from quant.export.onnx_graph.serving import serving_program
 from quant.export.onnx_graph.translate import MODEL_PREFIX, dimension_ranges, quiet, trace, translate
@@ -60,6 +62,7 @@ def write_onnx(
     attention: str = "native",
     attention_scales: Mapping[str, AttentionScales] | None = None,
     capacity: int = 0,
+    genai: bool = False,
     plan: Plan | None = None,
 ) -> Path:
     """Writes `model` as an ONNX file that TensorRT builds into low-precision kernels, and returns the path.
@@ -72,6 +75,7 @@ def write_onnx(
         attention: "native" for TensorRT's fused FP8 attention, "plugin" for ours, "none" for 16 bit.
         attention_scales: from `collect_attention_scales`; required if the plan has attention in FP8.
         capacity: tokens that each row of a decoder's KV cache holds; 0 makes a graph of one pass without a cache.
+        genai: makes the graph that onnxruntime-genai runs (`genai`), with a cache that grows.
         plan: of the model; says whether attention is in FP8, and its digest is written.
 
     Raises:
@@ -86,7 +90,7 @@ def write_onnx(
     if plan is not None and plan.attention is not None and attention != "none":
         scales = _planned_scales(plan, inputs, attention_scales)
     if inputs is not None:
-        if capacity:
+        if capacity or genai:
             raise ValueError("a KV cache is for transformers models, which name their inputs themselves")
         with quiet():
             # Copies, because torch.export takes one tensor under two names for one input.
@@ -96,7 +100,9 @@ def write_onnx(
         raise ValueError(f"{type(model).__name__} is no transformers model; pass inputs= with an example of each input")
     else:
         with quiet():
-            if capacity:
+            if genai:
+                program = genai_program(model, kind=attention, scales=scales)
+            elif capacity:
                 program = serving_program(model, capacity, shapes, kind=attention, scales=scales)
             else:
                 program = _forward_program(model, shapes, attention, scales)

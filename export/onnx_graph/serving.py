@@ -161,16 +161,19 @@ def serving_program(
     return program
 
 
-def check_decoder(model: nn.Module, capacity: int) -> None:
-    """Raises ValueError for a model that a graph with a KV cache cannot hold; the message names the way out."""
+def check_decoder(model: nn.Module, capacity: int | None) -> None:
+    """Raises ValueError for a model that a graph with a KV cache cannot hold; the message names the way out.
+
+    `capacity` is None for a cache that grows.
+    """
     name = type(model).__name__
     if not is_decoder(model):
         raise ValueError(f"{name} does not generate text, so it has no KV cache to export (--capacity)")
     config: Any = text_config(model.config)
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and capacity > limit:
+    if capacity is not None and limit is not None and capacity > limit:
         raise ValueError(f"--capacity {capacity}: {name} has positions for {limit} tokens; lower it")
-    if capacity < _SMALLEST:
+    if capacity is not None and capacity < _SMALLEST:
         raise ValueError(f"--capacity {capacity}: a cache holds {_SMALLEST} tokens or more; 0 exports without one")
     without = f"{name} cannot be exported with a KV cache: %s; serve its checkpoint (vLLM), or pass --capacity 0"
     states = set(getattr(config, "layer_types", None) or ()) - _KEPT_LAYERS

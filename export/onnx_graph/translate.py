@@ -82,8 +82,11 @@ def trace(
     }
     # Of the dimensions without a limit in `shapes`, the sequence ends where the model's positions or its cache end.
     highest = {name: ranges.get(name, (0, longest if name == "sequence" else None))[1] for name in names}
+    # torch.export finds by itself that a dimension such as "past + sequence" is a sum of others.
     dims = {
         name: torch.export.Dim(name, max=None if high is None else max(high, sizes[name]))
+        if name.isidentifier()
+        else torch.export.Dim.AUTO
         for name, high in sorted(highest.items())
     }
     axes = {

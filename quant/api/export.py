@@ -38,6 +38,7 @@ from quant.export.engine.build import BuildOptions, export_engine
 from quant.export.engine.targets import choose_common_backend, resolve_targets
 from quant.export.onnx_graph.decoder import GraphInput, is_decoder, model_inputs
 from quant.export.onnx_graph.export import write_onnx
+from quant.export.onnx_graph.genai import write_genai_files
 from quant.export.onnx_graph.runtimes import layer_of_tensorrt, loaded, main_dtype, onnxruntime_problem
 from quant.export.onnx_graph.translate import dimension_ranges
 from quant.export.onnx_graph.verify import check_file, verify, worst_layer
@@ -72,6 +73,7 @@ class ExportJob:
     attention_scales: Mapping[str, AttentionScales] | None
     dtype: str | None
     capacity: int | None
+    genai: bool
     target: str | None
     backend: str | None
     allow_fallback: bool
@@ -86,12 +88,13 @@ class ExportJob:
             "attention": self.attention,
             "attention_scales": self.attention_scales,
             "capacity": self.cache_capacity(),
+            "genai": self.genai,
             "plan": self.plan,
         }
 
     def cache_capacity(self) -> int:
         """Tokens of the KV cache: as asked for, or `DEFAULT_CAPACITY` for a decoder; 0 for a graph without one."""
-        if "capacity" not in KINDS[self.kind][1] or self.inputs is not None:
+        if "capacity" not in KINDS[self.kind][1] or self.inputs is not None or self.genai:
             return self.capacity or 0
         if self.capacity is None and is_decoder(self.model):
             positions = getattr(text_config(self.model.config), "max_position_embeddings", None)
@@ -115,7 +118,9 @@ class ExportJob:
 
 
 def export_onnx_files(job: ExportJob) -> dict[str, Any]:
-    """`--to onnx` writes a directory with the file, the plan and the receipt."""
+    """`--to onnx` writes a directory with the file, the plan and the receipt; with --genai what its runtime needs."""
+    if job.genai:
+        _check_genai(job)
     notes = [*_put_in_dtype(job), *_cache_notes(job)]
     problem = onnxruntime_problem(job.model, fp8_attention=job.fp8_attention)
     notes += [problem] if problem else []
@@ -127,11 +132,26 @@ def export_onnx_files(job: ExportJob) -> dict[str, Any]:
         receipt = _verified(job, path)
         if problem is None and find_spec("onnxruntime") is not None:
             loaded(path)
+        if job.genai:
+            write_genai_files(job.model, job.directory, folder)
         if job.plan is not None:
             job.plan.save(folder / PLAN_FILE)
         write_atomically(folder / RECEIPT_FILE, json_text(receipt, indent=1) + "\n")
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     return {"out": str(job.out), "files": files, "warnings": notes, **receipt}
+
+
+def _check_genai(job: ExportJob) -> None:
+    """Raises UserError for a graph that no execution provider of onnxruntime-genai runs."""
+    if job.capacity is not None or job.inputs is not None:
+        raise UserError("--genai: its cache grows and its inputs are fixed; leave --capacity and --input out")
+    of_tensorrt = layer_of_tensorrt(job.model)
+    # The provider of TensorRT-RTX has FP4, but neither TensorRT's MXFP8 nor its attention in FP8.
+    if of_tensorrt is not None and of_tensorrt[1] != "nvfp4":
+        layer, format = of_tensorrt
+        raise UserError(f"--genai: {layer} is in {format}, which no provider of onnxruntime runs; use --to tensorrt")
+    if job.fp8_attention:
+        raise UserError("--genai: no provider of onnxruntime has attention in FP8; pass --attention none")
 
 
 def _put_in_dtype(job: ExportJob) -> list[str]:
@@ -151,7 +171,7 @@ def _put_in_dtype(job: ExportJob) -> list[str]:
 
 def _cache_notes(job: ExportJob) -> list[str]:
     """What a user has to know of the KV cache in an exported graph."""
-    if job.plan is None or job.plan.kv_cache is None or not job.cache_capacity():
+    if job.plan is None or job.plan.kv_cache is None or not (job.cache_capacity() or job.genai):
         return []
     return [
         f"the plan has the KV cache in {job.plan.kv_cache}, and this graph keeps it in 16 or 32 bit: ONNX and TensorRT "

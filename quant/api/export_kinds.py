@@ -7,7 +7,7 @@ _GRAPH = {"shapes", "inputs", "attention", "dtype", "calib", "calib_samples", "s
 # Options of everything that builds an engine of such a graph.
 _ENGINE = {*_GRAPH, "target", "backend", "allow_fallback", "features"}
 KINDS: dict[str, tuple[str, set[str]]] = {
-    "onnx": ("-onnx", {*_GRAPH, "capacity"}),
+    "onnx": ("-onnx", {*_GRAPH, "capacity", "genai"}),
     "tensorrt": (".engine", {*_ENGINE, "capacity"}),
     "aoti": (".pt2", _GRAPH),
     "torch-tensorrt": (".pt2", {"inputs", "attention", "dtype"}),

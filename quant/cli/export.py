@@ -60,6 +60,7 @@ _INPUT_DTYPES = {**DTYPES, "int64": "int64"}
     help="Tokens that each row of a decoder's KV cache holds; 0 exports one pass without a cache.  "
     "[default: 4096, or the model's limit]",
 )
+@click.option("--genai", is_flag=True, help="Write what onnxruntime-genai loads: graph, configuration, tokenizer.")
 @click.option("--target", help="GPU of an engine: sm89, sm120, h100, rtx5090, local, …; for TensorRT-RTX also several.")
 @click.option("--backend", help="Builder of the engine: tensorrt_rtx or tensorrt.")
 @click.option(

@@ -1,0 +1,98 @@
+"""onnxruntime-genai loads the exported directory and writes the tokens that the model writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import serving_samples
+import torch
+from click.testing import CliRunner
+from samples import BASE
+
+import quant
+from quant.cli.main import main
+from quant.cli.quantize import quantize_command
+
+pytest.importorskip("onnxscript", reason="needs the extra onnx")
+pytest.importorskip("transformers", reason="needs the extra hf")
+genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra genai")
+
+from quant.export.onnx_graph.export import export_onnx  # noqa: E402 -- needs onnx
+from quant.export.onnx_graph.genai import genai_config  # noqa: E402 -- as above
+
+ROWS = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))
+NEW = serving_samples.NEW
+
+
+def written(folder: Path, rows: list[list[int]]) -> list[list[int]]:
+    """The tokens that the library adds to rows, all of one length, as one batch."""
+    model = genai.Model(str(folder))
+    parameters = genai.GeneratorParams(model)
+    parameters.set_search_options(max_length=len(rows[0]) + NEW, do_sample=False, batch_size=len(rows))
+    generator = genai.Generator(model, parameters)
+    generator.append_tokens(rows if len(rows) > 1 else rows[0])
+    while not generator.is_done():
+        generator.generate_next_token()
+    return [list(generator.get_sequence(index))[len(row) :] for index, row in enumerate(rows)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    [("llama-64", "fp8"), ("llama-128", "int4a16"), ("gemma3", "int4a16"), ("mistral", "int4a16"), ("qwen3", "fp8")],
+)
+def test_greedy_tokens(kind: str, format: str, tmp_path: Path) -> None:
+    model = serving_samples.decoder(kind)
+    plan = quant.quantize(model, format, ROWS, solver="rtn").plan
+    export_onnx(model, tmp_path / "model.onnx", genai=True, plan=plan)
+    rows = [row[:100] for row in serving_samples.prompts()[1:]]
+    expected = serving_samples.greedy_tokens(model, rows)
+    # No row may end early: the end token is one that nobody writes.
+    model.generation_config.eos_token_id = min(set(range(64)) - {token for row in expected for token in row})
+    (tmp_path / "genai_config.json").write_text(json.dumps(genai_config(model)))
+    for row, tokens in zip(rows, expected, strict=True):
+        assert written(tmp_path, [row]) == [tokens]
+    assert written(tmp_path, rows) == expected
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("genai") / "checkpoint"
+    arguments = [str(BASE), "--format", "fp8_channel", "--effort", "0", "--out", str(out), "--quiet"]
+    assert CliRunner().invoke(quantize_command, arguments).exit_code == 0
+    return out
+
+
+def export(*arguments: object) -> Any:
+    return CliRunner().invoke(main, ["export", *map(str, arguments)])
+
+
+def test_the_directory_has_all_that_the_library_needs(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = export(checkpoint, "--to", "onnx", "--genai", "--dtype", "fp32", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert {"genai_config.json", "model.onnx", "tokenizer.json", "tokenizer_config.json"} <= {
+        file.name for file in out.iterdir()
+    }
+    model = quant.load(checkpoint).to(torch.float32)
+    row = [3, 1, 4, 1, 5]
+    (expected,) = serving_samples.greedy_tokens(model, [row])
+    (tokens,) = written(out, [row])
+    ends = {model.generation_config.eos_token_id}
+    assert len(tokens) > 4 and tokens == expected[: len(tokens)] and (len(tokens) == NEW or tokens[-1] in ends)
+
+
+def test_refusals(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = export(checkpoint, "--to", "onnx", "--genai", "--capacity", 64, "--out", out)
+    assert result.exit_code == 2 and "leave --capacity and --input out" in result.stderr
+    (checkpoint / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    try:
+        result = export(checkpoint, "--to", "onnx", "--genai", "--out", out)
+    finally:
+        (tmp_path / "tokenizer.json").rename(checkpoint / "tokenizer.json")
+    assert result.exit_code == 2 and "onnxruntime-genai needs tokenizer.json, which is not there" in result.stderr
+    assert not out.exists()
