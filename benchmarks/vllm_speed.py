@@ -5,10 +5,10 @@
 
 Weights are random NVFP4 with inputs in 16 bit, the head is in BF16, and only config.json exists on disk. The engines,
 one without the plug-in and one for each --switch, are ready at the same time in processes of their own, and one
-measures while the others wait. A step is the difference between two generations of 2 and of 66 tokens, divided by 64,
-so set-up cancels out: it holds attention, norms, the scheduler and the sampler. Prompts are in the prefix cache by
-then. Prefill is the time to the first token of one new prompt. Each figure is the least of its rounds. `--profile` adds
-the time in which any kernel of a step ran, by PyTorch's profiler.
+measures while the others wait. A step is the mean time between the tokens of a generation, once all its sequences
+decode: it holds attention, norms, the scheduler and the sampler. Prompts are in the prefix cache by then. Prefill is
+the time to the first token of one new prompt. Each figure is the least of its rounds. `--profile` adds the time in
+which any kernel of a step ran, by PyTorch's profiler.
 
     python benchmarks/vllm_speed.py llama-8b --layers 4 --batch 16 --context 32000 --prefill 0 --kv-gib 8 \
         --engine '{"max_model_len": 32768}' --theirs '{"kv_cache_dtype": "fp8"}' --ours '{"kv_cache_dtype": "nvfp4"}'
@@ -52,19 +52,28 @@ NVFP4 = {
     "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True, "dynamic": False,
     "scale_dtype": "torch.float8_e4m3fn",
 }  # fmt: skip
-SHORT, LONG = 2, 66
+STEPS, SETTLED = 64, 4
+"""Decoding steps that are timed, after those in which sequences start."""
 
 
-def write_config(shape: str, layers: int | None, positions: int, out: Path) -> Path:
-    """A folder with the config.json of an NVFP4 checkpoint, weights only, for texts of so many positions."""
+def write_config(shape: str, layers: int | None, positions: int, head: str, out: Path) -> Path:
+    """A folder with the config.json of an NVFP4 checkpoint, weights only, for texts of so many positions.
+
+    The output head is in NVFP4 too where `head` says so, and in BF16 else.
+    """
     architecture, fields = SHAPES[shape]
     group = {"format": "nvfp4-pack-quantized", "input_activations": None, "targets": ["Linear"], "weights": NVFP4}
+    ignored = [r"re:.*mlp\.gate$"]
+    if head == "nvfp4":
+        group["targets"] = ["Linear", "lm_head"]
+    else:
+        ignored.append("lm_head")
     config = {
         "architectures": [architecture], "dtype": "bfloat16", "max_position_embeddings": positions,
         "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, **fields,
         "quantization_config": {
             "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": group},
-            "ignore": ["lm_head", r"re:.*mlp\.gate$"], "quantization_status": "compressed",
+            "ignore": ignored, "quantization_status": "compressed",
         },
     }  # fmt: skip
     if layers:
@@ -125,7 +134,7 @@ def engine(args: argparse.Namespace) -> None:
     settings["compilation_config"] = {"cudagraph_capture_sizes": sorted(args.batch), **settings["compilation_config"]}
     start = time.time()
     llm = LLM(model=args.folder, **settings)
-    cache, wanted = llm.llm_engine.vllm_config.cache_config, max(args.batch) * (args.context + LONG)
+    cache, wanted = llm.llm_engine.vllm_config.cache_config, max(args.batch) * (args.context + STEPS + SETTLED + 2)
     held = (cache.num_gpu_blocks or 0) * cache.block_size
     if 0 < held < wanted:
         raise SystemExit(f"the cache holds {held:,} tokens, and the largest batch has {wanted:,}: raise --kv-gib")
@@ -140,6 +149,20 @@ def engine(args: argparse.Namespace) -> None:
         torch.cuda.synchronize()
         return time.perf_counter() - begin
 
+    def step_milliseconds(rows: list[list[int]]) -> float:
+        """Mean time of a step in which every sequence gains a token."""
+        ask = SamplingParams(temperature=0, max_tokens=STEPS + SETTLED + 2, ignore_eos=True, detokenize=False)
+        requests, lengths, times = llm.llm_engine, dict.fromkeys(map(str, range(len(rows))), 0), []
+        for name, row in zip(lengths, rows, strict=True):
+            requests.add_request(f"{name}-{time.perf_counter()}", {"prompt_token_ids": row}, ask)
+        while requests.has_unfinished_requests():
+            for output in requests.step():
+                lengths[output.request_id.partition("-")[0]] = len(output.outputs[0].token_ids)
+            if min(lengths.values()):
+                times.append(time.perf_counter())
+        settled = times[SETTLED : SETTLED + STEPS]
+        return (settled[-1] - settled[0]) / (len(settled) - 1) * 1e3
+
     def prompts(batch: int, length: int) -> list[list[int]]:
         return torch.randint(3, vocabulary, (batch, length), generator=generator).tolist()
 
@@ -153,8 +176,7 @@ def engine(args: argparse.Namespace) -> None:
             }
         first = seconds(rows, 1)
         if what == "decode":
-            short, long = (min(seconds(rows, tokens) for _ in range(2)) for tokens in (SHORT, LONG))
-            return {"ms": (long - short) / (LONG - SHORT) * 1e3, "first_s": first}
+            return {"ms": min(step_milliseconds(rows) for _ in range(2)), "first_s": first}
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             seconds(rows, 9)
         times = {event.key: event.self_device_time_total / 9e3 for event in profiler.key_averages()}
@@ -222,6 +244,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt whose prefill is timed")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--layers", type=int, help="fewer than the shape has, for a trial")
+    parser.add_argument("--head", choices=["bf16", "nvfp4"], default="bf16", help="format of the output head")
     parser.add_argument("--kv-gib", type=float, default=10.0)
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--theirs", type=json.loads, default={}, help="the same, for vLLM without the plug-in")
@@ -237,7 +260,8 @@ def main() -> None:
     from _table import machine, markdown, versions
 
     args.label = args.label or args.shape
-    args.folder = write_config(args.shape, args.layers, max(8192, 2 * args.context), args.out / args.label)
+    positions = max(8192, 2 * args.context)
+    args.folder = write_config(args.shape, args.layers, positions, args.head, args.out / args.label)
     engines = {"vLLM": Engine(args, "vllm", "0", args.theirs)}
     for switch in args.switch:
         label = "plug-in" if switch == "1" else f"plug-in, {switch}"

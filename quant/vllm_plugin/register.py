@@ -9,8 +9,8 @@ It offers our kernels in four parts, each of which vLLM may keep for itself, wit
 
 Releases are admitted by the names, arguments and fields that they have (`releases.py`), and kernels by a product that
 they compute before a layer takes them (`self_test.py`); no version is compared. All of vLLM is left as it is where the
-environment has `BLOCKSCALE_VLLM=0`, where Triton is missing, and where the GPU is not a Hopper GPU.
-`BLOCKSCALE_VLLM=layers` leaves out the last part.
+environment has `BLOCKSCALE_VLLM=0`, where Triton is missing, and where the GPU is not a Hopper GPU. Other words of that
+variable are listed in `switches.py`.
 
 vLLM keeps compiled graphs on disk under a hash of its settings, which does not cover the choice of kernels. A graph
 that was compiled with our ops must not be found without them, nor the reverse: `install` adds itself to that hash.
@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 
 from quant import __version__
 from quant.kernels.hardware import has_triton
+from quant.vllm_plugin.switches import switches, unknown_switches
 
 RAN = ("0.26",)
 """Releases of vLLM in which the plug-in ran on a GPU; others are told in the log to be new to it."""
@@ -35,7 +35,9 @@ _log = logging.getLogger("vllm.blockscale")
 
 def register() -> None:
     """Offers our kernels to vLLM, or says in its log why not."""
-    if os.environ.get("BLOCKSCALE_VLLM", "1") == "0":
+    if reason := unknown_switches():
+        _log.warning("Blockscale: %s", reason)
+    if "0" in switches():
         _log.info("Blockscale: BLOCKSCALE_VLLM=0 leaves vLLM as it is")
     elif reason := plugin_refusal():
         _log.warning("Blockscale leaves vLLM as it is: %s", reason)
@@ -77,7 +79,7 @@ def install() -> tuple[list[str], dict[str, str]]:
         Descriptions of the parts that were offered, and by part the reason why one was not.
     """
     parts = ["linear", "experts", "attention", "overlap"]
-    if os.environ.get("BLOCKSCALE_VLLM") == "layers":
+    if "layers" in switches():
         parts.remove("overlap")
     offered, refused = [], {}
     for part in parts:
@@ -95,5 +97,6 @@ def _mark_compiled_graphs() -> None:
     from vllm import envs
 
     # vLLM hashes the values of this table into the key of its compile cache: graphs with our ops have a key of their
-    # own.
-    envs.environment_variables["BLOCKSCALE"] = lambda: f"kernels of blockscale {__version__}"
+    # own, and each choice of switches has.
+    words = ",".join(sorted(switches()))
+    envs.environment_variables["BLOCKSCALE"] = lambda: f"kernels of blockscale {__version__}, {words}"

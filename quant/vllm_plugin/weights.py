@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 
-import quant.kernels.linear.ops  # noqa: F401 - defines torch.ops.quant.linear
 from quant.formats.format import FORMATS
 from quant.formats.number import E2M1
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.arrival_counters import reserve
 from quant.kernels.layout import prepack, prepack_refusal
+from quant.kernels.linear.ops import register
+from quant.kernels.matmul_tiles import PREFILL
+from quant.vllm_plugin.switches import switches
 
 
 def nvfp4_weight(codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> BlockScaledTensor:
@@ -91,6 +93,35 @@ def hold(layer: Any, weight: BlockScaledTensor, codes: str = "weight") -> None:
 
 def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T + bias`, `[..., out]`, with the parameters that `hold` has left."""
+    scale, second, format = layer.weight_scale, layer.weight_global_scale, layer.blockscale_format
+    if format == "nvfp4" and "fp8-prefill" in switches():
+        return torch.ops.quant.linear_fp8_prefill(x, codes, scale, second, bias, format)  # type: ignore[no-any-return]
+    return torch.ops.quant.linear(x, codes, scale, second, bias, None, format, "")  # type: ignore[no-any-return]
+
+
+def _linear_fp8_prefill(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    weight_format: str,
+) -> torch.Tensor:
+    # The number of tokens is known here, inside the op, and not to torch.compile, whose graph serves any number.
+    is_prompt = x.numel() // x.shape[-1] > PREFILL
+    activation = "fp8_token" if is_prompt else ""
     return torch.ops.quant.linear(  # type: ignore[no-any-return]
-        x, codes, layer.weight_scale, layer.weight_global_scale, bias, None, layer.blockscale_format, ""
+        x, codes, scale, global_scale, bias, None, weight_format, activation
     )
+
+
+def _rows_out(x: torch.Tensor, codes: torch.Tensor, *arguments: object) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], codes.shape[0])
+
+
+register(
+    "quant::linear_fp8_prefill",
+    "(Tensor x, Tensor codes, Tensor scale, Tensor? global_scale, Tensor? bias, str weight_format) -> Tensor",
+    _rows_out,
+    default=_linear_fp8_prefill,
+)

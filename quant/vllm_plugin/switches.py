@@ -1,0 +1,24 @@
+"""The environment variable `BLOCKSCALE_VLLM`: words, separated by commas, that say how much of the plug-in is wanted.
+
+0             vLLM's own kernels
+1             ours (the default)
+layers        our layers between vLLM's own norms and activations
+fp8-prefill   NVFP4 layers multiply prompts in FP8, inputs rounded to a scale a token: faster, and less precise
+"""
+
+from __future__ import annotations
+
+import os
+
+KNOWN = ("0", "1", "layers", "fp8-prefill")
+
+
+def switches() -> frozenset[str]:
+    """The words that are set."""
+    return frozenset(word for word in os.environ.get("BLOCKSCALE_VLLM", "1").split(",") if word)
+
+
+def unknown_switches() -> str:
+    """A sentence about words that mean nothing; empty if there are none."""
+    unknown = sorted(switches() - set(KNOWN))
+    return f"BLOCKSCALE_VLLM: no switch {unknown[0]!r}; known: {', '.join(KNOWN)}" if unknown else ""
