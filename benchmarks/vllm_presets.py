@@ -79,6 +79,8 @@ def main() -> None:
     parser.add_argument("--jobs", help="checkpoints that a process loads in vLLM, as JSON")
     args = parser.parse_args()
     args.families = [name for name in args.families if name]
+    if args.do == "table" and args.json:
+        return show_releases(args.json)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.do == "make":
         make(args)
@@ -251,6 +253,8 @@ def last_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and "validation error" in lines[0]:
+        lines = lines[1:]  # pydantic counts its errors before it names one
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
 
 
@@ -291,13 +295,52 @@ def run_all(args: argparse.Namespace) -> None:
 
 def show_table(args: argparse.Namespace) -> None:
     """Prints the tables of what the file of results holds."""
-    from _table import machine, markdown, versions
+    from _table import machine, markdown, versions, write_json
 
     results = [json.loads(line) for line in (args.out / "results.jsonl").read_text().splitlines()]
-    print("; ".join(f"{k} {v}" for k, v in {**machine(), **versions("vllm", "triton")}.items()) + "\n")
-    for name in (DENSE, *args.families):
-        if rows := list(table(name, results)):
+    header = {**machine(), **versions("vllm", "triton"), "model": args.model}
+    print("; ".join(f"{k} {v}" for k, v in header.items()) + "\n")
+    tables = {name: list(table(name, results)) for name in (DENSE, *args.families)}
+    for name, rows in tables.items():
+        if rows:
             print(f"### {name}\n\n{markdown(rows)}\n")
+    for path in args.json:
+        rows = [{"of": name, **row} for name, some in tables.items() for row in some]
+        write_json(path, "Presets in vLLM", header, rows)
+
+
+def show_releases(paths: list[Path]) -> None:
+    """Prints one table of the files that runs in several releases of vLLM wrote with `--json`.
+
+    A cell has the kernel and the perplexity, and after a stroke those with the plug-in, where it took the layers.
+    """
+    from _table import markdown
+
+    runs = [json.loads(path.read_text()) for path in paths]
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for run in runs:
+        header = run["header"]
+        column = f"vLLM {header['vllm']}, {header['gpu'].removeprefix('NVIDIA ').split()[0]}, {header['model']}"
+        for row in run["rows"]:
+            key = row["of"], row["preset"], row["layout"]
+            found = rows.setdefault(key, {"model": key[0], "preset": key[1], "layout": key[2]})
+            found[column] = release_cell(row)
+            found.setdefault("order", len(rows))
+    columns = list(dict.fromkeys(name for row in rows.values() for name in row if name != "order"))
+    ordered = sorted(rows.values(), key=lambda row: row["order"])
+    print(markdown([{name: row.get(name, "") for name in columns} for row in ordered]))
+
+
+def release_cell(row: dict[str, Any]) -> str:
+    """`Marlin 8.138 / ours 8.137`, or why it is not served."""
+    plain = f"{row['kernel']} {row['vLLM']}"
+    if row["loads"] != "yes":
+        # A layout without a name for the formats is no matter of vLLM.
+        plain = "–" if "not written" in row["loads"] else f"refused: {row['loads'].removeprefix('no: ')}"
+    if row["with the plug-in"] == "–":
+        return plain
+    ours = f"{row['its kernel']} {row['with the plug-in']}"
+    return ours if row["loads"] != "yes" else f"{plain} / {ours}"
 
 
 def shares(args: argparse.Namespace, names: list[str]) -> Iterator[tuple[list[dict[str, Any]], str]]:

@@ -154,6 +154,7 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj
 
 _LINEAR = (LayerKind.LINEAR,)
 _EXPERTS = (LayerKind.EXPERTS,)
+_SERVED = (LayerKind.LINEAR, LayerKind.EXPERTS, LayerKind.HEAD)
 _VLLM = "_POSSIBLE_{}_KERNELS".format  # lists of kernel classes by format
 _FP8 = (
     Pair("fp8", "fp8", note="from SM89", source=_VLLM("FP8")),
@@ -190,14 +191,18 @@ _ALL = (
         "vLLM 0.26, from the compressed-tensors checkpoint",
         (
             Pair("nvfp4", "nvfp4", note=_HOPPER, source=_VLLM("NVFP4")),
-            Pair("nvfp4", None, STORAGE, source=_VLLM("NVFP4")),
+            Pair("nvfp4", None, STORAGE, kinds=_SERVED, source=_VLLM("NVFP4")),
             Pair("mxfp4", "mxfp4", note=_HOPPER, source=_VLLM("MXFP4")),
             Pair("mxfp4", None, STORAGE, "on Blackwell some releases round inputs too", source=_VLLM("MXFP4")),
             Pair("mxfp8", "mxfp8", note=_HOPPER, source=_VLLM("MXFP8")),
             *_FP8,
             *(
-                Pair(weight, None, STORAGE, _HUMMING, _LINEAR, merged, source=_VLLM("WFP8A16"))
-                for weight, merged in (("fp8", 1), ("fp8_channel", 1), ("fp8_block", 128))
+                Pair(weight, None, STORAGE, _HUMMING, kinds, merged, source=_VLLM("WFP8A16"))
+                for weight, kinds, merged in (
+                    ("fp8", _LINEAR, 1),
+                    ("fp8_channel", (LayerKind.LINEAR, LayerKind.HEAD), 1),
+                    ("fp8_block", _LINEAR, 128),
+                )
             ),
             Pair("int8", "int8_token", note="from SM75", source="_POSSIBLE_KERNELS"),
             Pair(

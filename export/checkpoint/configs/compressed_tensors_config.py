@@ -84,7 +84,8 @@ def _can_name(activation: Format) -> bool:
 def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[str, Any]:
     """`quantization_config` for config.json, with one group per pair of formats.
 
-    A group that holds every quantized linear targets the class, as peers write it; other groups list their layers.
+    A group that holds every quantized linear targets the class, as peers write it, and an output head by name, which is
+    no linear in vLLM; other groups list their layers.
     `ignore` lists every module in 16 bit that a runtime may hold as a linear: vLLM's routers are, and a group that
     targets the class would quantize them. A layer with another name on disk is listed under both: transformers goes
     by its modules, servers by the files.
@@ -99,12 +100,13 @@ def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[st
     groups = {}
     # "Linear" would leave embeddings in 16 bit.
     embeddings = [layer for layer in plan.quantized if layer.kind == LayerKind.EMBEDDING]
+    of_class = ["Linear", *_targets([layer for layer in plan.quantized if layer.kind == LayerKind.HEAD], names)]
     for index, ((weight, activation), layers) in enumerate(pairs.items()):
         groups[f"group_{index}"] = {
             "format": _FORMAT_NAMES[weight.name],
             "input_activations": _activation_arguments(activation) if activation else None,
             "output_activations": None,
-            "targets": ["Linear"] if len(pairs) == 1 and not embeddings else _targets(layers, names),
+            "targets": of_class if len(pairs) == 1 and not embeddings else _targets(layers, names),
             "weights": _weight_arguments(weight),
         }
     return {

@@ -13,6 +13,7 @@ import torch
 
 from quant.export.checkpoint.names import StoredNames
 from quant.formats.format import Format
+from quant.recipes.known_failures import FAILURES
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.targets import get_target
@@ -48,9 +49,10 @@ def rotation_warnings(plan: Plan) -> list[str]:
     rotated = [layer.name for layer in plan.quantized if layer.parts.hadamard]
     if not rotated:
         return []
+    vllm = FAILURES["rotation"].releases
     return [
         f"{_counted(rotated)} a Hadamard rotation of the input at run time: load the checkpoint with quant.load; "
-        "transformers ignores transform_config, and vLLM 0.26 decodes wrongly with it (the first token is right, then "
+        f"transformers ignores transform_config, and {vllm} decodes wrongly with it (the first token is right, then "
         "one token repeats). The solver rotation:merge leaves nothing to do at run time: it rotates where the modules "
         "around absorb the rotation"
     ]
@@ -92,7 +94,10 @@ def _format_warnings(plan: Plan) -> Iterator[str]:
     for formats, layers in by_formats.items():
         subject = _counted([layer.name for layer in layers])
         if refusal := vllm.why_not(layers[0]):
-            yield f"{subject} quant.load or transformers: vLLM 0.26 does not load {formats}: {refusal}"
+            # Targets are read in the oldest release; the table of failures knows how long one lasts.
+            failure = FAILURES.get(str(layers[0].weight))
+            releases = failure.releases if failure is not None else "vLLM 0.26"
+            yield f"{subject} quant.load or transformers: {releases} does not load {formats}: {refusal}"
         if formats in trtllm.misread:
             yield (
                 f"{subject} another runtime than TensorRT-LLM, which would give wrong output for {formats}: "
@@ -145,9 +150,9 @@ def _narrow_expert_warnings(plan: Plan) -> Iterator[str]:
     narrow = [layer.name for layer in plan.quantized if _is_one_int4_group(layer)]
     if narrow:
         yield (
-            f"{_counted(narrow)} another runtime than vLLM 0.26: where experts are no wider than a group of INT4, it "
-            "puts the scales of their gate and up projections in a wrong order, and gives wrong output; keep the "
-            "experts in another format"
+            f"{_counted(narrow)} another runtime than {FAILURES['narrow int4 experts'].releases}: where experts are no "
+            "wider than a group of INT4, it puts the scales of their gate and up projections in a wrong order, and "
+            "gives wrong output; keep the experts in another format"
         )
 
 

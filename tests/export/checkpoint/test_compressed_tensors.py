@@ -172,6 +172,14 @@ def test_mixed_formats_list_their_layers() -> None:
     assert same["format"] == "float-quantized" and len(same["config_groups"]) == 2
 
 
+def test_a_head_in_the_format_of_the_others_is_targeted_by_name() -> None:
+    """vLLM's head is no `Linear`: under the class alone it stays in 16 bit, and its codes have no parameter there."""
+    plan = plan_of(("nvfp4", None))
+    head = LayerPlan("lm_head", LayerKind.HEAD, (100, 256), FORMATS["nvfp4"])
+    config = quantization_config(Plan((*plan.layers[:-1], head)))
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"] and config["ignore"] == []
+
+
 def test_experts_are_targeted_by_their_module_as_a_pattern() -> None:
     experts = LayerPlan("model.layers.1.mlp.experts.down_proj", LayerKind.EXPERTS, (4, 256, 256), FORMATS["nvfp4"])
     plan = Plan((*plan_of(("fp8_channel", "fp8_token")).layers, experts))

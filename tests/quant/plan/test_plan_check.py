@@ -185,11 +185,13 @@ def test_target_tables_are_sound() -> None:
 
 def test_run_time_parts_heads_and_the_kv_cache() -> None:
     rotated = replace(block(0)[3], parts=Parts(hadamard=32))
-    head = LayerPlan("score", LayerKind.HEAD, (512, 128), NVFP4)
+    head = LayerPlan("score", LayerKind.HEAD, (512, 128), get_format("mxfp8"), get_format("mxfp8"))
     plan = plan_of(rotated, head, kv_cache=get_format("mxfp8"))
     found = {p.where: p.what for p in validate(plan, None, get_target("vllm"))}
     assert "hadamard" in found[rotated.name] and "kind 'head'" in found["score"]
     assert found["plan"] == "vllm cannot keep the KV cache in mxfp8; it has fp8, 16bit"
+    # vLLM multiplies by a head in NVFP4 with its inputs in 16 bit.
+    assert validate(plan_of(replace(head, weight=NVFP4, activation=None)), None, get_target("vllm")) == []
 
 
 def test_merged_siblings_must_agree_even_without_a_group() -> None:
