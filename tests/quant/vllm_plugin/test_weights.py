@@ -9,9 +9,11 @@ import torch
 
 from quant.export.checkpoint.compressed_tensors import compress
 from quant.formats.format import FORMATS
-from quant.formats.tensor import BlockScaledTensor, quantize
+from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels.layout import is_prepacked, restore
+from quant.kernels.matmul_tiles import PREFILL
 from quant.vllm_plugin import weights
+from quant.vllm_plugin.switches import unknown_switches
 
 ROWS, COLUMNS = (128, 64, 64), 256
 
@@ -91,3 +93,24 @@ def test_a_layer_without_a_layout_says_which_limit_it_breaks() -> None:
 def test_other_formats_stay_in_the_order_of_the_checkpoint() -> None:
     weight = quantize(torch.randn(96, 128), FORMATS["int4"])
     assert weights.arranged(weight) == (weight, "")
+
+
+def test_prompts_are_multiplied_in_fp8_where_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of many tokens are rounded to E4M3 with a scale a token, against float64; those of few stay as they are."""
+    torch.manual_seed(0)
+    weight, layer = quantize(torch.randn(128, 256), FORMATS["nvfp4"]), torch.nn.Module()
+    weights.hold(layer, weights.arranged(weight)[0])
+    x = torch.randn(PREFILL + 1, 256).bfloat16()
+    plain = weights.multiply(layer, x, None, layer.weight)
+    monkeypatch.setenv("BLOCKSCALE_VLLM", "layers,fp8-prefill")
+    rounded = fake_quantize(x.float(), FORMATS["fp8_token"]).double()
+    expected = rounded @ weight.dequantize(torch.float64).T
+    y = weights.multiply(layer, x, None, layer.weight)
+    assert float((y.double() - expected).norm() / expected.norm()) < 2**-7
+    assert float((y - plain).norm() / plain.norm()) > 2**-7
+    assert torch.equal(weights.multiply(layer, x[:3], None, layer.weight), plain[:3])
+
+
+def test_an_unknown_switch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKSCALE_VLLM", "1,fp8")
+    assert unknown_switches() == "BLOCKSCALE_VLLM: no switch 'fp8'; known: 0, 1, layers, fp8-prefill"
