@@ -27,7 +27,7 @@ from quant import __version__
 from quant.kernels.hardware import has_triton
 from quant.vllm_plugin.switches import switches, unknown_switches
 
-RAN = ("0.26",)
+RAN = ("0.26", "0.29")
 """Releases of vLLM in which the plug-in ran on a GPU; others are told in the log to be new to it."""
 
 _log = logging.getLogger("vllm.blockscale")

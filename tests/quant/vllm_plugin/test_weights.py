@@ -96,7 +96,7 @@ def test_other_formats_stay_in_the_order_of_the_checkpoint() -> None:
 
 
 def test_prompts_are_multiplied_in_fp8_where_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs of many tokens are rounded to E4M3 with a scale a token, against float64; those of few stay as they are."""
+    """Inputs of many tokens are rounded to E4M3, a scale a token, against float64; those of few stay as they are."""
     torch.manual_seed(0)
     weight, layer = quantize(torch.randn(128, 256), FORMATS["nvfp4"]), torch.nn.Module()
     weights.hold(layer, weights.arranged(weight)[0])

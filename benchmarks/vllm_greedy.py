@@ -1,0 +1,148 @@
+"""This benchmark compares greedy continuations in vLLM: with the plug-in, with an NVFP4 KV cache and its features.
+
+    python benchmarks/vllm_greedy.py --out vllm-greedy
+
+A small Llama is trained on bytes and written in `nvfp4a16`, as in `vllm_presets.py`. Each engine, a process of its own
+and all at once, continues the same 64 prompts of 200 tokens by 64 tokens each. The table counts continuations that are
+equal to the last token, and the share of tokens before the first difference. Engines that round alike should agree in
+all; those that round otherwise part where two tokens are about equally likely, which in so small a model is often.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from quant.recipes.json_text import json_text
+
+PROMPTS, TOKENS, NEW = 64, 200, 64
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+CACHE, EAGER = {"kv_cache_dtype": "nvfp4"}, {"enforce_eager": True}
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "vLLM": ("0", EAGER),
+    "plug-in": ("1", {}),
+    "FP8 cache": ("0", {**EAGER, "kv_cache_dtype": "fp8"}),
+    "NVFP4 cache": ("1", {**EAGER, **CACHE}),
+    "NVFP4 cache, CUDA graphs": ("1", CACHE),
+    # Room for about 18 of the sequences: others wait, and some are preempted.
+    "NVFP4 cache, preempted": ("1", {**EAGER, **CACHE, "num_gpu_blocks_override": 4800 // 64}),
+    "NVFP4 cache, drafts verified": ("1", {**EAGER, **CACHE, "speculative_config": NGRAM}),
+    "NVFP4 cache, chunks and prefixes": (
+        "1", {**EAGER, **CACHE, "max_num_batched_tokens": 64, "enable_prefix_caching": True, "twice": True},
+    ),
+    "LoRA": ("0", {**EAGER, "enable_lora": True}),
+    "LoRA, plug-in": ("1", {**EAGER, "enable_lora": True}),
+}  # fmt: skip
+PAIRS = (
+    ("vLLM", "plug-in"), ("vLLM", "FP8 cache"), ("vLLM", "NVFP4 cache"), ("LoRA", "LoRA, plug-in"),
+    *(("NVFP4 cache", name) for name in ENGINES if name.startswith("NVFP4 cache, ")),
+)  # fmt: skip
+
+
+def make(out: Path) -> None:
+    """Writes the checkpoint, an adapter with random weights, and the prompts."""
+    import torch
+    from safetensors.torch import save_file
+    from vllm_presets import DATA, DENSE, token_rows, trained
+
+    from quant.api.quantize import quantize
+    from quant.checkpoints.save import save
+    from quant.plan.make import make_plan
+
+    args = argparse.Namespace(name=DENSE, model="bytes", steps=300, device="cuda")
+    model = trained(args)
+    adapter = {}
+    torch.manual_seed(1)
+    for name, module in model.model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            down = torch.randn(8, module.in_features) / module.in_features**0.5
+            up = torch.randn(module.out_features, 8) * 0.1
+            adapter[f"base_model.model.model.{name}.lora_A.weight"] = down.bfloat16()
+            adapter[f"base_model.model.model.{name}.lora_B.weight"] = up.bfloat16()
+    (out / "adapter").mkdir(parents=True, exist_ok=True)
+    save_file(adapter, out / "adapter" / "adapter_model.safetensors")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": targets, "bias": "none"}
+    (out / "adapter" / "adapter_config.json").write_text(json_text(config))
+    done = quantize(model.cuda(), make_plan(model, "nvfp4a16", solver="rtn"), token_rows(args)[0][:8])
+    save(done.model, done.plan, out / "checkpoint", overwrite=True)
+    text = list((DATA / "evaluation.txt").read_bytes())
+    (out / "prompts.json").write_text(json_text([text[i * 311 : i * 311 + TOKENS] for i in range(PROMPTS)]))
+
+
+def serve(out: Path, name: str) -> None:
+    """One engine: its continuations and counters go into a file."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    switch, options = ENGINES[name]
+    os.environ["BLOCKSCALE_VLLM"] = switch
+    if switch != "0":
+        from quant.vllm_plugin.register import register
+
+        register()
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    settings = {
+        "skip_tokenizer_init": True, "max_model_len": 320, "max_num_seqs": PROMPTS, "seed": 0,
+        "gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 1 << 28, "enable_prefix_caching": False,
+        "disable_log_stats": False,
+    }  # fmt: skip
+    twice = options.get("twice", False)
+    engine = {key: value for key, value in options.items() if key != "twice"}
+    llm = LLM(model=str(out / "checkpoint"), **{**settings, **engine})
+    ask = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": row} for row in json.loads((out / "prompts.json").read_text())]
+    adapter = LoRARequest("adapter", 1, str(out / "adapter")) if "enable_lora" in engine else None
+    for _ in range(2 if twice else 1):
+        outputs = llm.generate(prompts, ask, use_tqdm=False, lora_request=adapter)
+    counters = {metric.name.removeprefix("vllm:"): getattr(metric, "value", None) for metric in llm.get_metrics()}
+    wanted = ("num_preemptions", "spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens", "prefix_cache_hits")
+    found = {"tokens": [list(each.outputs[0].token_ids) for each in outputs],
+             "counters": {key: counters[key] for key in wanted if counters.get(key)}}  # fmt: skip
+    (out / f"{name}.json").write_text(json_text(found))
+    os._exit(0)
+
+
+def agreement(first: list[list[int]], second: list[list[int]]) -> dict[str, object]:
+    """Continuations that are wholly equal, and the mean share of tokens before the first difference."""
+    lengths = [next((i for i, pair in enumerate(zip(*rows, strict=True)) if pair[0] != pair[1]), NEW)
+               for rows in zip(first, second, strict=True)]  # fmt: skip
+    whole = sum(length == NEW for length in lengths)
+    return {"equal": f"{whole} of {PROMPTS}", "before a difference": f"{sum(lengths) / NEW / PROMPTS:.1%}"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("vllm-greedy"))
+    parser.add_argument("--serve", choices=list(ENGINES), help="makes this process an engine")
+    args = parser.parse_args()
+    if args.serve:
+        return serve(args.out, args.serve)
+    from _table import machine, show, versions
+
+    make(args.out)
+    processes = []
+    for name in ENGINES:
+        log = (args.out / f"{name}.log").open("w")
+        command = [sys.executable, __file__, "--out", str(args.out), "--serve", name]
+        processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+    for process in processes:
+        process.wait()
+    found = {name: json.loads(path.read_text()) for name in ENGINES if (path := args.out / f"{name}.json").is_file()}
+    rows = [
+        {"engine": first, "other": second, **agreement(found[first]["tokens"], found[second]["tokens"]),
+         "counters of the other": json_text(found[second]["counters"])}
+        for first, second in PAIRS if first in found and second in found
+    ]  # fmt: skip
+    show("Greedy continuations in vLLM", {**machine(), **versions("vllm", "triton")}, rows)
+    if missing := ENGINES.keys() - found.keys():
+        raise SystemExit(f"no result of {', '.join(sorted(missing))}: see the logs in {args.out}")
+
+
+if __name__ == "__main__":
+    main()
