@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -35,10 +36,15 @@ class LayerStats:
         tokens: how many tokens the means were taken over.
         second_moment: mean of x xᵀ, float32 or float64 `[in, in]`; None where only its blocks were kept.
         drift: mean of (r - x) xᵀ, `[in, in]`, or None where x is the original input.
+        residual: mean of s xᵀ, `[out, in]`, with s the share of the residual stream's error that the layer makes up
+            for; None where it writes to no stream.
         block_moments: diagonal blocks of the second moment, `[in / k, k, k]`, where only they were kept.
         mean: of x, `[in]`.
         mean_drift: of r - x, `[in]`; None where x is the original input.
+        mean_residual: of s, `[out]`; None without `residual`.
         noise: mean squared rounding error of x, `[in]`; None where it was not measured.
+        outputs: second moment of the gradients at the layers' outputs, one after the other, or its diagonal blocks;
+            None where it was not measured.
     """
 
     tokens: int
@@ -48,6 +54,9 @@ class LayerStats:
     mean: torch.Tensor | None = None
     mean_drift: torch.Tensor | None = None
     noise: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    mean_residual: torch.Tensor | None = None
+    outputs: LayerStats | None = None
 
     def blocks(self, width: int) -> torch.Tensor:
         """Diagonal blocks of the second moment, `[in / width, width, width]`."""
@@ -55,6 +64,20 @@ class LayerStats:
             return self.block_moments
         assert self.second_moment is not None
         return diagonal_blocks(self.second_moment, width)
+
+    def of_outputs(self, start: int, stop: int) -> LayerStats:
+        """The same statistics for some neighbouring outputs of the layers that share the input."""
+        cut = slice(start, stop)
+        residual = None if self.residual is None else self.residual[cut]
+        outputs = self.outputs
+        if outputs is None:
+            return replace(self, residual=residual)
+        if outputs.second_moment is None:
+            # Whole as one matrix, block by block on its diagonal, so that any cut will do.
+            assert outputs.block_moments is not None
+            outputs = replace(outputs, second_moment=torch.block_diag(*outputs.block_moments), block_moments=None)
+        assert outputs.second_moment is not None
+        return replace(self, residual=residual, outputs=replace(outputs, second_moment=outputs.second_moment[cut, cut]))
 
 
 def diagonal_blocks(matrix: torch.Tensor, width: int) -> torch.Tensor:
@@ -105,13 +128,20 @@ class MomentSum:
         self.tokens = 0
         self.second: torch.Tensor | None = None
         self.cross: torch.Tensor | None = None
+        self.residual: torch.Tensor | None = None
+        self.push: torch.Tensor | None = None
         self.first: torch.Tensor | None = None
         self.shift: torch.Tensor | None = None
         self.noise: torch.Tensor | None = None
         self.spread: MomentSpread | None = None
 
     def add(
-        self, x: torch.Tensor, drift: torch.Tensor | None = None, rows: int = 1, noise: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        drift: torch.Tensor | None = None,
+        rows: int = 1,
+        noise: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
     ) -> None:
         """Adds one batch.
 
@@ -121,13 +151,16 @@ class MomentSum:
             rows: how many calibration rows, each of as many tokens, the batch holds; their spread decides how far the
                 second moment is shrunk. 1 where that is not known, as behind a router.
             noise: sum over the tokens of the squared rounding errors of `x`, `[in]`; None if nobody asks.
+            residual: errors that the layer's output makes up for, `[tokens, out]`; None if there are none.
         """
         self.add_spread(x, rows)
-        drift = None if drift is None else drift.to(x)
-        self.add_means(x, drift, noise)
-        self.add_products(x, drift)
+        drift, residual = (None if t is None else t.to(x) for t in (drift, residual))
+        self.add_means(x, drift, noise, residual)
+        self.add_products(x, drift, residual)
 
-    def add_products(self, x: torch.Tensor, drift: torch.Tensor | None = None) -> None:
+    def add_products(
+        self, x: torch.Tensor, drift: torch.Tensor | None = None, residual: torch.Tensor | None = None
+    ) -> None:
         """Adds one batch to the second moments alone."""
         if self.width is not None:
             blocks = _block_products(x, self.width)
@@ -141,14 +174,23 @@ class MomentSum:
             assert self.cross is not None
             # D = Σ (r - x) xᵀ, not symmetric.
             self.cross += columns_product(drift, x)
+        if residual is not None:
+            self.residual = add_up(self.residual, columns_product(residual, x))
 
-    def add_means(self, x: torch.Tensor, drift: torch.Tensor | None = None, noise: torch.Tensor | None = None) -> None:
-        """Adds one batch to the sums of inputs, drifts and noise alone."""
+    def add_means(
+        self,
+        x: torch.Tensor,
+        drift: torch.Tensor | None = None,
+        noise: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> None:
+        """Adds one batch to the sums of inputs, drifts, noise and residuals alone."""
         self.tokens += len(x)
         # float32 throughout: a sum of 100,000 tokens in BF16 stops growing at 256 times the size of a summand.
         self.first = add_up(self.first, x.sum(0, dtype=torch.float32))
         self.shift = add_up(self.shift, None if drift is None else drift.sum(0, dtype=torch.float32))
         self.noise = add_up(self.noise, noise)
+        self.push = add_up(self.push, None if residual is None else residual.sum(0, dtype=torch.float32))
 
     def add_spread(self, x: torch.Tensor, rows: int) -> None:
         """Adds one batch to the spread between rows alone, which decides the shrinkage."""
@@ -162,18 +204,20 @@ class MomentSum:
         """
         if not self.tokens:
             return None
-        sums = (self.first, self.shift, self.noise)
-        means = [None if total is None else total / self.tokens for total in sums]
+        sums = {"mean": self.first, "mean_drift": self.shift, "noise": self.noise, "mean_residual": self.push}
+        means: dict[str, Any] = {name: None if total is None else total / self.tokens for name, total in sums.items()}
         if self.second is None:
-            return LayerStats(self.tokens, None, None, None, *means)
+            return LayerStats(self.tokens, **means)
         assert self.spread is not None
         # M and the drift come from the same tokens, so that one λ fits both.
         strength = self.spread.shrinkage()
         second = shrink(self.second / self.tokens, strength)
         if self.width is not None:
-            return LayerStats(self.tokens, None, None, second, *means)
+            return LayerStats(self.tokens, block_moments=second, **means)
         drift = None if self.cross is None else shrink(self.cross / self.tokens, strength)
-        return LayerStats(self.tokens, second, drift, None, *means)
+        # Outputs and inputs are different channels, so that no entry is more certain than the others.
+        residual = None if self.residual is None else self.residual * ((1 - strength) / self.tokens)
+        return LayerStats(self.tokens, second, drift, residual=residual, **means)
 
 
 def add_up(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:

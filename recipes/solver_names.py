@@ -15,6 +15,7 @@ from functools import cache
 
 ROUNDINGS = (
     "rtn", "mse", "four_over_six", "ocp", "even", "modelopt", "compressed_tensors", "local_hessian", "gptq",
+    "kfac", "gptq_plain",
 )  # fmt: skip
 TRANSFORMS = ("awq", "smoothquant")
 # Steps that take a number, and what it is if none is given: largest block, rank, optimizer steps.

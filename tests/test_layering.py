@@ -31,7 +31,7 @@ PARTS = {
     "formats": (".",),
     "kernels": (".", "portable", "hopper", "attention", "linear", "training"),
     "recipes": (".",),
-    "calibration": (".", "texts", "solvers", "walk", "sensitivity"),
+    "calibration": (".", "texts", "outputs", "solvers", "walk", "sensitivity"),
     "export": ("checkpoint", "onnx_graph", "engine", "packages"),
     "quant": (
         ".",

@@ -33,7 +33,7 @@ from torch.linalg import vecdot
 
 from quant.calibration.blocks import output_of
 from quant.calibration.fast_matmul import difference_dtype
-from quant.calibration.sensitivity.logits import Logits, logits_of
+from quant.calibration.outputs.logits import Logits, logits_of
 from quant.calibration.texts.rows import few_of
 from quant.recipes.layers import output_head
 

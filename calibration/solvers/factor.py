@@ -117,17 +117,20 @@ def _times_inverse(x: Tensor, upper: Tensor) -> Tensor:
     return result
 
 
-def corrected_weight(weight: Tensor, drift: Tensor | None, factor: Factor) -> Tensor:
-    """W + W drift M⁻¹: the weight that maps the inputs as they are closest to the outputs as they should be.
+def corrected_weight(weight: Tensor, drift: Tensor | None, factor: Factor, residual: Tensor | None = None) -> Tensor:
+    """W + (W drift + residual) M⁻¹: maps the inputs as they are closest to the outputs as they should be.
 
     Args:
         weight: `[out, in]`.
-        drift: mean of (r - x) xᵀ, `[in, in]`; None leaves the weight.
+        drift: mean of (r - x) xᵀ, `[in, in]`; None for no such term.
         factor: of the second moment.
+        residual: mean of s xᵀ, `[out, in]`, with s the error that the output makes up for; None for no such term.
     """
-    if drift is None:
+    if drift is None and residual is None:
         return weight
-    step = weight @ drift
+    step = torch.zeros_like(weight) if drift is None else weight @ drift
+    if residual is not None:
+        step += residual
     if factor.order is None:
         return weight + _times_inverse(step, factor.inverse)
     return weight.index_add(1, factor.order, _times_inverse(step[:, factor.order], factor.inverse))

@@ -57,19 +57,33 @@ _SolveBlock = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor, Tensor | Non
 
 
 @dataclass(frozen=True)
+class Shares:
+    """Shares of the errors of earlier layers that a weight makes up for; 0 for none, 1 for all.
+
+    Attributes:
+        drift: of the error of its input.
+        residual: of the error of the residual stream that its output is added to.
+    """
+
+    drift: float = 0.0
+    residual: float = 0.0
+
+
+@dataclass(frozen=True)
 class Gptq:
     """Second-order rounding. See the module docstring.
 
     Attributes:
         damping: added to the diagonal of the second moment, as a fraction of its mean.
-        correction: how much of the input error that earlier layers left is made up for, where inputs stay in 16 bit;
-            0 for none, 1 for all.
+        shares: of the errors of earlier layers that are made up for, where inputs stay in 16 bit.
+        rounded_shares: the same where inputs are rounded, whose own rounding is not made up for.
         sweeps: rounds of coordinate descent.
         shortlist: scales of a block that are tried with feedback.
     """
 
     damping: float = 0.01
-    correction: float = 0.5
+    shares: Shares = Shares(drift=0.5, residual=0.5)
+    rounded_shares: Shares = Shares(drift=0.25, residual=0.25)
     sweeps: int = 1
     shortlist: int = 4
     rule: str = "mse"
@@ -78,6 +92,19 @@ class Gptq:
         self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
     ) -> BlockScaledTensor:
         stats = required_stats(stats, name, "gptq")
+        factor = self.factor(stats, format, name)
+        solve = partial(
+            gptq, factor=factor, format=format, global_scale=global_scale, drift=stats.drift, sweeps=self.sweeps,
+            shortlist=self.shortlist,
+        )  # fmt: skip
+        return solve_by_rows(lambda part, residual: solve(part, residual=residual), weight, format, stats.residual)
+
+    def factor(self, stats: LayerStats, format: Format, name: str) -> Factor:
+        """The factor of the inputs' second moment, in the order in which inputs are rounded.
+
+        Raises:
+            ValueError: the second moment holds NaN or infinity; `name` is the layer's.
+        """
         assert stats.second_moment is not None
         # E4M3 scales follow the weights so closely that the order gains nothing: SmolLM2 in NVFP4 lost 4% on WikiText.
         order = None if format.scale is E4M3 else block_order(stats.second_moment.diagonal(), _width(format))
@@ -86,12 +113,8 @@ class Gptq:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         if factor.damping > self.damping:
-            warnings.warn(f"{name}: singular second moment, damped by {factor.damping:g} of its mean", stacklevel=2)
-        solve = partial(
-            gptq, factor=factor, format=format, global_scale=global_scale, drift=stats.drift, sweeps=self.sweeps,
-            shortlist=self.shortlist,
-        )  # fmt: skip
-        return solve_by_rows(solve, weight, format)
+            warnings.warn(f"{name}: singular second moment, damped by {factor.damping:g} of its mean", stacklevel=3)
+        return factor
 
 
 def gptq(
@@ -101,6 +124,7 @@ def gptq(
     global_scale: Tensor | None = None,
     *,
     drift: Tensor | None = None,
+    residual: Tensor | None = None,
     sweeps: int = 1,
     shortlist: int = 4,
 ) -> BlockScaledTensor:
@@ -112,47 +136,118 @@ def gptq(
         format: the target. Scales are searched in the loop where a block lies within a row; a scale that spans
             rows, or a whole row, is chosen from `weight` beforehand.
         global_scale: second-level scale, for formats that have one.
-        drift: of the inputs, which the weight is corrected for; see `corrected_weight`.
+        drift, residual: the weight is corrected for them; see `corrected_weight`.
         sweeps: rounds of coordinate descent afterwards.
         shortlist: how many scales of a block to try with feedback.
     """
-    weight = corrected_weight(weight.float(), drift, factor)
-    block_rows, block_columns = format.block
-    second = weight.new_ones(()) if global_scale is None else global_scale
-    order = factor.order
-    target = weight.t().contiguous() if order is None else weight.t()[order]
-    values = torch.empty_like(target)
-    scale = scales = step = None
-    width = _width(format)
-    if block_rows == 1 and 0 < block_columns <= _LAZY:
-        scales = torch.empty(-(-len(target) // width), len(weight), device=weight.device)
-    else:
-        scale = choose_scale(weight, format, "mse", weight.abs().amax(), global_scale)
-        step = _steps_of(scale, weight, format, order)
-    by_kernel = weight.is_cuda and format.is_nvfp4 and len(target) % width == 0
+    weight = corrected_weight(weight.float(), drift, factor, residual)
+    fixed = fixed_scales(weight, format, global_scale, factor)
+    rounding = Rounding(
+        by_input(weight, factor), factor, format, global_scale, shortlist, None if fixed is None else fixed.step
+    )
 
     def solve_rows(start: int, stop: int) -> None:
-        rows = slice(start, stop)
-        row_scales = None if scales is None else scales[:, rows]
-        if by_kernel:
-            window = _nvfp4_window(second)
-        elif step is None:
-            window = partial(_solve_window, partial(_search, format, second, shortlist))
-        else:
-            window = partial(_solve_window, partial(_round, format.element, step[:, rows]))
-        _feed_back(target[:, rows], values[:, rows], row_scales, factor, width, window)
+        rounding.feed_back(slice(start, stop))
         for _ in range(sweeps):
-            _descend(target[:, rows], values[:, rows], row_scales, factor, width, window)
+            rounding.descend(slice(start, stop))
 
     # Where scales lie within rows, `weight` is one of the parts of `solve_by_rows` already.
-    in_parts(solve_rows, weight, len(weight), 1 if block_rows == 1 else search_threads(*weight.shape))
+    threads = 1 if format.block[0] == 1 else search_threads(*weight.shape)
+    in_parts(solve_rows, weight, len(weight), threads)
+    return encoded(rounding.values, rounding.scales, fixed, factor, format, global_scale)
+
+
+@dataclass(frozen=True)
+class FixedScales:
+    """Scales that are chosen before rounding, because they span rows, or whole rows.
+
+    Attributes:
+        scale: as of `BlockScaledTensor`.
+        step: the grid step of every weight, `[in, out]`, inputs in the factor's order.
+    """
+
+    scale: Tensor
+    step: Tensor
+
+
+def fixed_scales(weight: Tensor, format: Format, global_scale: Tensor | None, factor: Factor) -> FixedScales | None:
+    """The scales of `weight` `[out, in]`; None where the loop chooses those of blocks within a row."""
+    if format.block[0] == 1 and 0 < format.block[1] <= _LAZY:
+        return None
+    scale = choose_scale(weight, format, "mse", weight.abs().amax(), global_scale)
+    return FixedScales(scale, _steps_of(scale, weight, format, factor.order))
+
+
+def by_input(weight: Tensor, factor: Factor) -> Tensor:
+    """`weight` `[out, in]` as solvers lay it out: `[in, out]`, inputs in the factor's order."""
+    return weight.t().contiguous() if factor.order is None else weight.t()[factor.order]
+
+
+class Rounding:
+    """Some rows of a weight while they are rounded: targets, values so far, and scales.
+
+    Args:
+        target: `[in, out]`, contiguous, inputs in the factor's order.
+        factor: of the second moment of the inputs.
+        format, global_scale, shortlist: as of `gptq`.
+        step: of `FixedScales`, where scales are fixed.
+
+    Attributes:
+        values: `[in, out]`.
+        scales: `[blocks, out]`; None where they are fixed.
+    """
+
+    def __init__(
+        self,
+        target: Tensor,
+        factor: Factor,
+        format: Format,
+        global_scale: Tensor | None,
+        shortlist: int,
+        step: Tensor | None = None,
+    ) -> None:
+        self.target, self.factor, self.format, self.shortlist, self.step = target, factor, format, shortlist, step
+        self.second = target.new_ones(()) if global_scale is None else global_scale
+        self.width = _width(format)
+        self.values = torch.empty_like(target)
+        blocks = -(-len(target) // self.width)
+        self.scales = torch.empty(blocks, target.shape[1], device=target.device) if step is None else None
+
+    def feed_back(self, rows: slice = slice(None)) -> None:
+        """GPTQ's pass over some outputs, from no values."""
+        scales = None if self.scales is None else self.scales[:, rows]
+        _feed_back(self.target[:, rows], self.values[:, rows], scales, self.factor, self.width, self._window(rows))
+
+    def descend(self, rows: slice = slice(None)) -> None:
+        """One sweep of descent over some outputs."""
+        scales = None if self.scales is None else self.scales[:, rows]
+        _descend(self.target[:, rows], self.values[:, rows], scales, self.factor, self.width, self._window(rows))
+
+    def _window(self, rows: slice) -> _SolveWindow:
+        # The kernel takes contiguous values, so that on a GPU all outputs go together.
+        if self.target.is_cuda and self.format.is_nvfp4 and len(self.target) % self.width == 0:
+            return _nvfp4_window(self.second)
+        if self.step is None:
+            return partial(_solve_window, partial(_search, self.format, self.second, self.shortlist))
+        return partial(_solve_window, partial(_round, self.format.element, self.step[:, rows]))
+
+
+def encoded(
+    values: Tensor,
+    scales: Tensor | None,
+    fixed: FixedScales | None,
+    factor: Factor,
+    format: Format,
+    global_scale: Tensor | None,
+) -> BlockScaledTensor:
+    """Codes and scales of `values` `[in, out]` with `scales` `[blocks, out]`, inputs in their own order again."""
+    order, width = factor.order, _width(format)
     if order is not None:
         values = torch.empty_like(values).index_copy_(0, order, values)
         # A block's inputs stay together, so the first of them tells which block it is.
         if scales is not None:
             scales = torch.empty_like(scales).index_copy_(0, order[::width] // width, scales)
-    if scales is not None:
-        scale = scales.t().contiguous()
+    scale = scales.t().contiguous() if scales is not None else None if fixed is None else fixed.scale
     assert scale is not None
     return quantize_with_scale(values.t().contiguous(), format, scale, global_scale)
 

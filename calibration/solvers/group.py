@@ -55,12 +55,27 @@ def solve_group(
     if as_one:
         weights = {"|".join(members): torch.cat(list(members.values()))}
         stats = dict.fromkeys(weights, next(iter(stats.values()), None))
+    elif len(weights) > 1:
+        stats = _cut(stats, weights)
     global_scale = _global_scale(weights, solved_as, solver) if format.global_scale else None
     solved = {}
     for name, weight in weights.items():
         rounded = solver(weight, stats.get(name), solved_as, global_scale=global_scale, name=name)
         solved[name] = replace(rounded, format=format)
     return _split(next(iter(solved.values())), members) if as_one else solved
+
+
+def _cut(stats: Mapping[str, LayerStats | None], weights: Mapping[str, torch.Tensor]) -> dict[str, LayerStats | None]:
+    """Statistics of members that are solved one by one, of whose outputs the group's speak one after the other."""
+    parts: dict[str, LayerStats | None] = {}
+    start = 0
+    for name, weight in weights.items():
+        whole = stats.get(name)
+        stop = start + weight.shape[-2]
+        speaks = whole is not None and (whole.outputs is not None or whole.residual is not None)
+        parts[name] = whole.of_outputs(start, stop) if speaks and whole is not None else whole
+        start = stop
+    return parts
 
 
 def _global_scale(weights: Mapping[str, torch.Tensor], format: Format, solver: Solver) -> torch.Tensor:

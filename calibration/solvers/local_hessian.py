@@ -38,7 +38,7 @@ class LocalHessian:
         self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
     ) -> BlockScaledTensor:
         moments = required_stats(stats, name, "local_hessian").blocks(_block_width(format, name))
-        return solve_by_rows(lambda rows: local_hessian(rows.float(), moments, format, global_scale), weight, format)
+        return solve_by_rows(lambda rows, _: local_hessian(rows.float(), moments, format, global_scale), weight, format)
 
 
 def _block_width(format: Format, name: str) -> int:

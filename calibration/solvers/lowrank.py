@@ -38,7 +38,7 @@ def take_branches(
 
     Args:
         weights: `[out, in]`.
-        stats: of the input; residual and branch together make up for its drift.
+        stats: of the input; residual and branch together make up for its drift, and for the stream's error.
         rank: of the branches; at most the smaller side of each weight is taken.
         dtype: in which branches are stored.
 
@@ -47,13 +47,14 @@ def take_branches(
     """
     assert stats.second_moment is not None
     noise = stats.second_moment.diagonal() if stats.noise is None else stats.noise
-    factor = None if stats.drift is None else factorize(stats.second_moment)
+    corrects = stats.drift is not None or stats.residual is not None
+    factor = factorize(stats.second_moment) if corrects else None
     residuals, branches = {}, {}
     for name, weight in weights.items():
-        corrected = weight if factor is None else corrected_weight(weight, stats.drift, factor)
+        corrected = weight if factor is None else corrected_weight(weight, stats.drift, factor, stats.residual)
         branches[name] = lowrank_branch(corrected, noise, min(rank, *weight.shape), dtype, name)
         residuals[name] = residual_weight(corrected, branches[name])
-    return residuals, branches, replace(stats, drift=None)
+    return residuals, branches, replace(stats, drift=None, residual=None)
 
 
 def lowrank_branch(

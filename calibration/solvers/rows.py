@@ -22,14 +22,18 @@ _LEAST, _COUNTS = 2048, (4, 2, 1)
 
 
 def solve_by_rows(
-    solve: Callable[[torch.Tensor], BlockScaledTensor], weight: torch.Tensor, format: Format
+    solve: Callable[[torch.Tensor, torch.Tensor | None], BlockScaledTensor],
+    weight: torch.Tensor,
+    format: Format,
+    residual: torch.Tensor | None = None,
 ) -> BlockScaledTensor:
     """Codes and scales of a weight; where ranks share it, each solves some of the parts.
 
     Args:
-        solve: gives them for some rows of `weight`.
+        solve: gives them for some rows of `weight`, and the same rows of `residual`.
         weight: `[out, in]`.
         format: the target. A weight whose scales span rows is solved in one part.
+        residual: `[out, in]`, or None.
     """
     rows = len(weight)
     if weight.is_cuda:
@@ -39,13 +43,13 @@ def solve_by_rows(
     # Bounds depend on the weight alone: a part of other rows could round otherwise.
     parts = bounds_of(rows, count) if format.block[0] == 1 else []
     if len(parts) < 2:
-        return solve(weight)
+        return solve(weight, residual)
     owners = dealt([stop - start for start, stop in parts]) if shares_rows() else [rank_and_world()[0]] * len(parts)
     own_parts = [part for part, owner in zip(parts, owners, strict=True) if owner == rank_and_world()[0]]
     solved: dict[int, BlockScaledTensor] = {}
 
     def solve_part(start: int, stop: int) -> None:
-        solved[start] = solve(weight[start:stop])
+        solved[start] = solve(weight[start:stop], None if residual is None else residual[start:stop])
 
     if weight.is_cuda:
         for part in own_parts:

@@ -20,16 +20,29 @@ from torch import Tensor
 from quant.calibration.solvers.autoround import Reconstruction
 from quant.calibration.solvers.awq import Awq, SmoothQuant
 from quant.calibration.solvers.base import Solver, Transform, required_stats
-from quant.calibration.solvers.gptq import Gptq
+from quant.calibration.solvers.gptq import Gptq, Shares
+from quant.calibration.solvers.kfac import Kfac
 from quant.calibration.solvers.local_hessian import LocalHessian
 from quant.calibration.solvers.peers import Peer, quantize_like_compressed_tensors, quantize_like_modelopt
-from quant.calibration.solvers.round import RoundToNearest
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
 from quant.formats.number import E4M3, E8M0
-from quant.formats.tensor import BlockScaledTensor
+from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.solver_names import SolverSpec, parse_solver
+
+
+@dataclass(frozen=True)
+class RoundToNearest:
+    """Round to nearest, with block scales by one rule."""
+
+    rule: str
+
+    def __call__(
+        self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
+    ) -> BlockScaledTensor:
+        return quantize(weight, format, rule=self.rule, global_scale=global_scale, name=name)
+
 
 SOLVERS: dict[str, Solver] = {
     "rtn": RoundToNearest("max"),
@@ -41,6 +54,8 @@ SOLVERS: dict[str, Solver] = {
     "compressed_tensors": Peer(quantize_like_compressed_tensors),
     "local_hessian": LocalHessian(),
     "gptq": Gptq(),
+    "kfac": Kfac(),
+    "gptq_plain": Gptq(shares=Shares(drift=0.5), rounded_shares=Shares()),
 }
 
 TRANSFORMS: dict[str, Transform] = {
@@ -84,10 +99,16 @@ class Pipeline:
         """Whether more is done to a block than scaling and rounding its layers."""
         return bool(self.spec.rotation or self.spec.rank or self.spec.merges_rotations or self.reconstruction)
 
+    def shares(self, rounded: bool) -> Shares:
+        """How much of the errors of earlier layers this one makes up for; `rounded` says whether inputs are."""
+        if not isinstance(self.rounding, Gptq):
+            return Shares()
+        return self.rounding.rounded_shares if rounded else self.rounding.shares
+
     @property
-    def correction(self) -> float:
-        """How much of the error of earlier layers this one makes up for."""
-        return self.rounding.correction if isinstance(self.rounding, Gptq) else 0.0
+    def two_sided(self) -> bool:
+        """Whether the rounding looks at the gradients of outputs."""
+        return isinstance(self.rounding, Kfac)
 
     @property
     def at_once(self) -> bool:

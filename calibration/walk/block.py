@@ -17,6 +17,7 @@ from torch import nn
 
 from quant.calibration.blocks import Call, Stop, output_of, removing
 from quant.calibration.fast_matmul import fast_matmul
+from quant.calibration.outputs.stream import Stream
 from quant.calibration.placement import DeviceCopies
 from quant.calibration.ranks import gathered
 from quant.calibration.walk.experts import FusedExperts
@@ -63,6 +64,7 @@ class Block:
         learned: matrices before rounding, of layers that reconstruction refines, `[out, in]`.
         original_biases: of layers whose bias was corrected.
         module_calls: how often the parents of layers were called in the reference pass, by name.
+        stream: the layers that write to the residual stream, and the stream of the original model.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Block:
         self.original_biases: dict[str, torch.Tensor] = {}
         self.module_calls: Counter[str] = Counter()
         self.remembered = RememberedModules(calls.batch)
+        self.stream = Stream()
 
     def run(self, calls: Sequence[Call]) -> list[torch.Tensor]:
         """Runs the block on some calls.

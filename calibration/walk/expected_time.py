@@ -35,9 +35,12 @@ _TOKENS, _WIDTH = 512, 1024  # of the measured product
 _MEASURED = 0.1  # seconds
 _PASSES = 4  # of all tokens through each block
 # Elementwise operations a weight; other solvers search scales.
-_ROUNDING, _SEARCH = {"rtn": 120, "gptq": 5000, "local_hessian": 600}, 550
+_ROUNDING = {"rtn": 120, "gptq": 5000, "gptq_plain": 5000, "kfac": 8000, "local_hessian": 600}
+_SEARCH = 550
 _SCALING, _LEARNING = 1400, 700  # the same for a transform's trials, and for a step of reconstruction
 _ON_GPU = 0.4  # of these, where kernels of ours do several at a time
+# Passes that measure the gradients of outputs: one forward, then for each label drawn one forward and one backward.
+_GRADIENT_PASSES = {False: 3, True: 9}
 _A_LAYER = {False: 0.002, True: 0.01}  # seconds, whatever its size; more for one that needs data
 # Writing: seconds that a linear layer adds to a step, and how much longer than its products the rest of a step takes.
 _A_STEP, _BESIDE = 0.0001, 8
@@ -89,7 +92,8 @@ def expected_time(
         if not pipeline.needs_data:
             continue
         tokens = rows * seqlen / matrices  # each of a number of experts has its share
-        products += 2 * tokens * (_PASSES * size + 2 * matrices * width**2) + 2 * size * width
+        passes = _PASSES + (_GRADIENT_PASSES[device.type == "cuda"] if pipeline.two_sided else 0)
+        products += 2 * tokens * (passes * size + 2 * matrices * width**2) + 2 * size * width
         if pipeline.reconstruction is not None:
             batch = min(rows, Settings.batch) * seqlen / matrices
             products += 6 * pipeline.reconstruction.steps * size * batch

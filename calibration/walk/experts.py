@@ -37,6 +37,7 @@ from quant.calibration.walk.not_finite import InputNotFiniteError
 from quant.calibration.walk.scratch import IN_MEMORY, Scratch
 from quant.calibration.walk.shared_moments import Moments, at_a_time, pooled, stats_of
 from quant.calibration.walk.stand_in import CurrentBatch
+from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.expert_modules import QuantExperts, experts_forward, runs_experts_alone
 from quant.kernels.linear.modules import RunTimeParts
@@ -73,9 +74,11 @@ class FusedExperts:
         stored: torch.dtype,
     ) -> None:
         self.module, self.members, self.batch = block.get_submodule(path), members, batch
+        self.path = path
         self.device = next(p.device for p in block.parameters() if not p.is_meta)
         self.input_scales, self.scratch, self.stored = input_scales, scratch, stored
         self.inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.errors: list[torch.Tensor | None] = []
         self.alone = runs_experts_alone(self.module)
         self.originals: dict[str, nn.Parameter] = {}
         self.replaced = ExitStack()  # while the solved projections are in the block
@@ -86,14 +89,16 @@ class FusedExperts:
         """Of the first projection, in the model."""
         return self.members[0].name
 
-    def solve(self, run: Run) -> None:
+    def solve(self, run: Run, error: Callable[[], torch.Tensor | None] = lambda: None) -> None:
         """Solves the projections.
 
         Args:
             run: runs the block on this rank's calibration rows, each until `Stop`.
+            error: gives, while the block runs, the error of the residual stream that the experts' output would make
+                up for, `[tokens, hidden]`, or None.
         """
         if self.alone:
-            with forwarding(self.module, self._keep_inputs):
+            with forwarding(self.module, partial(self._keep_inputs, error)):
                 run()
         for member in self.members:
             projection = member.name.rpartition(".")[2]
@@ -105,6 +110,7 @@ class FusedExperts:
             setattr(self.module, projection, new)
             self.solved.append((member, solved))
         self.inputs.clear()
+        self.errors.clear()
         if self.alone:
             self.replaced.enter_context(forwarding(self.module, partial(experts_forward, self.module)))
 
@@ -114,8 +120,19 @@ class FusedExperts:
         self.replaced.close()
         return self.solved
 
-    def _keep_inputs(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> None:
+    def _keep_inputs(
+        self,
+        error: Callable[[], torch.Tensor | None],
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> None:
         self.inputs.append((hidden_states, top_k_index, top_k_weights))
+        off = error()
+        # Σ w Δ over a token's experts should be the error: with Δ the same for all of them, that is the error / Σ w.
+        total = top_k_weights.sum(-1, keepdim=True)
+        fits = off is not None and len(off) == len(total) and not getattr(self.module, "has_post_expert_norm", False)
+        self.errors.append(off / nonzero(total.to(off)) if fits and off is not None else None)
         # The module's inputs are all that is needed from this pass.
         raise Stop
 
@@ -148,13 +165,22 @@ class FusedExperts:
         """Of the inputs of some experts."""
         width = _moment_width(member)
         sums = {expert: Moments(width) for expert in experts}
+        share = get_pipeline(member.solver).shares(member.activation is not None).residual
+        # Only the last projection writes to the stream.
+        errors = self.errors if projection == "down_proj" and share else []
+        tokens = self._tokens(projection, experts.stop, run) if errors else []
 
         def see(batch: int, expert: int, x: torch.Tensor) -> None:
             if len(x) == 0:
                 return
             if not bool(torch.isfinite(x).all()):
                 raise InputNotFiniteError(member.name, f"at expert {expert}")
-            sums[expert].add(batch, round_activation(x, member.activation, self.input_scales.get(member.name)))
+            residual = errors[batch] if errors else None
+            if residual is not None:
+                fitted = share * _trusted(tokens[expert], x.shape[1])
+                residual = fitted * residual[torch.where(self.inputs[batch][1] == expert)[0]]
+            rounded = round_activation(x, member.activation, self.input_scales.get(member.name))
+            sums[expert].add(batch, rounded, residual=residual)
 
         with fast_matmul():
             self._watch(projection, experts, see, run)
@@ -180,6 +206,9 @@ class FusedExperts:
         notes = []
         if pipeline.transforms or pipeline.reshapes:
             notes.append(f"experts take no scaling, rotation, branch or reconstruction: {pipeline.spec.rounding} alone")
+        if pipeline.two_sided:
+            # Thousands of small matrices: descent in pieces would take several times as long as GPTQ for each.
+            notes.append("experts are rounded for the error of their own outputs, as by gptq")
         # A branch needs a moment too, and experts take none, so the rounding alone decides.
         needs_moment = isinstance(pipeline.rounding, Gptq | LocalHessian)
         tokens = self._tokens(projection, count, run) if needs_moment else [0] * count
@@ -218,6 +247,11 @@ def _moment_width(member: LayerPlan) -> int | None:
     """Width of the diagonal blocks of the second moment that a solver looks at; None for all of it."""
     assert member.weight is not None
     return member.weight.block[1] if isinstance(get_pipeline(member.solver).rounding, LocalHessian) else None
+
+
+def _trusted(tokens: int, inputs: int) -> float:
+    """Share of a fit of `inputs` coefficients to `tokens` errors that is worth making; few tokens fit by chance."""
+    return max(1 - 2 * inputs / max(tokens, 1), 0.0)
 
 
 def _owner(expert: int) -> int:

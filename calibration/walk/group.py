@@ -15,7 +15,7 @@ import torch
 from quant.calibration.observers import get_observer
 from quant.calibration.ranks import in_order
 from quant.calibration.solvers.solver import Pipeline, get_pipeline
-from quant.calibration.statistics import round_activation, static_input_scale
+from quant.calibration.statistics import LayerStats, round_activation, static_input_scale
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
@@ -86,6 +86,7 @@ class Group:
         amax: largest magnitude by channel, `[in]`.
         divisor: the scale that the input is divided by, `[in]`, at run time or by the module before.
         parts, input_scale: see `Solved`; branches are the members' own.
+        outputs: second moment of the gradients at the members' outputs, one after the other, where it was measured.
         notes: for the plan.
     """
 
@@ -102,6 +103,7 @@ class Group:
     divisor: torch.Tensor | None = None
     parts: RunTimeParts = field(default_factory=RunTimeParts)
     input_scale: torch.Tensor | None = None
+    outputs: LayerStats | None = None
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -18,6 +18,7 @@ from torch import nn
 
 from quant.calibration.blocks import block_names, find_chains, stored_dtype
 from quant.calibration.inputs import call_of
+from quant.calibration.outputs.gradients import OutputMoments, output_moments
 from quant.calibration.placement import DeviceCopies, fits, placed, tensors_of
 from quant.calibration.prefetch import value_of
 from quant.calibration.ranks import own_batches
@@ -34,7 +35,7 @@ from quant.calibration.walk.scratch import Scratch
 from quant.calibration.walk.stand_in import weight_of
 from quant.recipes.expert_stacks import expert_matrices
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import LayerPlan, Plan, groups_of
 
 Apply = Callable[[LayerPlan, Solved | None, torch.Tensor], None]
 """Takes a layer, its solution (None for one kept in 16 bit), and the weight that was solved."""
@@ -49,6 +50,7 @@ class ModelWalk:
 
     Attributes:
         merged: notes on layers whose rotation was merged into the model, by name.
+        outputs: second moments of the gradients at outputs, for solvers that look at them.
         done: layers that are finished.
         block_name: the block that is worked on; "" for the model itself.
     """
@@ -62,6 +64,7 @@ class ModelWalk:
     input_scales: Mapping[str, torch.Tensor]
     store: BlockStore
     merged: dict[str, str] = field(default_factory=dict)
+    outputs: OutputMoments = field(default_factory=OutputMoments)
     done: int = 0
     block_name: str = ""
 
@@ -85,6 +88,13 @@ class ModelWalk:
             blocks = block_names(self.model)
             self.merged = merge_rotations(self.model.to(device), self.few.to(device), blocks, rotated)
             self.model.to(self.home)
+
+    def measure_outputs(self) -> None:
+        """Measures the gradients at outputs, in the original model, where a solver asks for them."""
+        linears = [layer for layer in self.layers if layer.kind == LayerKind.LINEAR]
+        groups = [members for members in groups_of(linears).values() if get_pipeline(members[0].solver).two_sided]
+        if groups:
+            self.outputs = output_moments(self.model, groups, self.batches, self.session)
 
     def find_chains(self) -> tuple[list[list[str]], list[Chain]]:
         """The names of the blocks of each chain, and the first chain that is planned, while the model is placed."""
@@ -202,6 +212,10 @@ class ModelWalk:
         groups = gather([layer for layer in members if layer.kind == LayerKind.LINEAR], prefix)
         for group in groups:
             group.notes.extend(dict.fromkeys(self.merged[m.name] for m in group.members if m.name in self.merged))
+            group.outputs = self.outputs.moments.pop(group.members[0].name, None)
+            if group.members[0].name in self.outputs.missing:
+                reason = self.outputs.missing[group.members[0].name]
+                group.notes.append(f"rounded for its own output's error, as by gptq: {reason}")
         return Block(module, copies, groups, experts, calls, self.settings, self.stored)
 
     def _layers_of(self, block: str) -> list[LayerPlan]:

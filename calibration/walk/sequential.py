@@ -33,9 +33,10 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import output_of
+from quant.calibration.outputs.stream import find_writers
 from quant.calibration.prefetch import prefetched
 from quant.calibration.session import Session
-from quant.calibration.solvers.solver import check_solvers
+from quant.calibration.solvers.solver import check_solvers, get_pipeline
 from quant.calibration.texts.rows import check_ids
 from quant.calibration.walk.block import Block
 from quant.calibration.walk.chain import BlockStore, States
@@ -87,6 +88,7 @@ def solve_sequentially(
     walk = ModelWalk(model, plan, rows, apply, session, settings or Settings(), scales, store or BlockStore())
     with torch.no_grad(), without_cache(model), naming_the_culprit(model):
         walk.merge_rotations()
+        walk.measure_outputs()
         chains, captured = walk.find_chains()
         for names in filter(None, map(walk.up_to_the_last_planned, chains)):
             chain = captured.pop() if captured else walk.capture(names)
@@ -117,7 +119,7 @@ def solve_block(block: Block, *, needs_output: bool) -> States | None:
     """
     settings, calls = block.settings, block.calls
     # Before anything changes the block: `few` follows the original model throughout.
-    few_output = output_of(block.module(*calls.few.args, **calls.few.kwargs)) if needs_output else calls.few.hidden
+    few_output = _run_few(block) if needs_output or _makes_up(block) else calls.few.hidden
     if settings.guard is None and all(group.pipeline.at_once for group in block.groups):
         outputs = _solve_at_once(block)
         return States(outputs, outputs, few_output) if needs_output else None
@@ -131,9 +133,41 @@ def solve_block(block: Block, *, needs_output: bool) -> States | None:
         round_stage(block, stage)
         block.remember_finished()
     for experts in block.experts:
-        experts.solve(partial(block.run_until_stopped, calls.quantized))
+        with block.stream.following(block.module):
+            experts.solve(
+                partial(block.run_until_stopped, calls.quantized), partial(_stream_error, block, experts.path)
+            )
     reconstruct(block, reference)
     return States(block.run(calls.quantized), reference, few_output) if needs_output else None
+
+
+def _makes_up(block: Block) -> bool:
+    """Whether a layer of the block is to make up for the error of the residual stream."""
+    # The model itself as the block of layers outside of blocks takes token ids, and has no stream.
+    in_stream = block.calls.few.hidden.is_floating_point()
+    members = [*(g.members[0] for g in block.groups), *(m for e in block.experts for m in e.members)]
+    return in_stream and any(get_pipeline(m.solver).shares(m.activation is not None).residual for m in members)
+
+
+def _stream_error(block: Block, name: str) -> torch.Tensor | None:
+    return block.stream.error(name, block.batch.index)
+
+
+def _run_few(block: Block) -> torch.Tensor:
+    """The output of the original block on a few tokens; the same pass finds the layers that write to the stream."""
+    few = block.calls.few
+    run = partial(block.module, *few.args, **few.kwargs)
+    if not _makes_up(block):
+        return output_of(run())
+    names = [name for group in block.groups for name in group.names]
+    experts = [each.path for each in block.experts]
+    block.stream.writers, result = find_writers(block.module, run, names, experts)
+    if not block.stream.writers and block.groups:
+        block.groups[-1].notes.append(
+            "no layer of its block was seen to add to the residual stream, whose error is left as it is"
+        )
+    block.stream.begin([call.hidden for call in block.calls.original])
+    return output_of(result)
 
 
 def _solve_at_once(block: Block) -> list[torch.Tensor]:

@@ -25,8 +25,8 @@ from quant.calibration.ranks import gathered, in_order, number_of, rank_and_worl
 from quant.calibration.shrinkage import MomentSpread
 from quant.calibration.statistics import LayerStats, MomentSum, add_up, pooled_stats
 
-Waiting = tuple[int, torch.Tensor, torch.Tensor | None, int, torch.Tensor | None]
-"""Inputs of a batch until they are multiplied out: its number, inputs, drift, calibration rows and noise."""
+Waiting = tuple[int, torch.Tensor, torch.Tensor | None, int, torch.Tensor | None, torch.Tensor | None]
+"""Inputs of a batch until they are multiplied out: its number, inputs, drift, calibration rows, noise and residual."""
 
 # Bytes of second moments that a rank holds at a time.
 _BUDGET = 1 << 29
@@ -56,12 +56,14 @@ class Moments:
         drift: torch.Tensor | None = None,
         rows: int = 1,
         noise: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
     ) -> None:
         """Adds inputs of this rank's `batch`-th batch; see `MomentSum.add`."""
         if self.later:
-            self.waiting.append((number_of(batch), x, None if drift is None else drift.to(x), rows, noise))
+            drift, residual = (None if t is None else t.to(x) for t in (drift, residual))
+            self.waiting.append((number_of(batch), x, drift, rows, noise, residual))
         else:
-            self.sum.add(x, drift, rows, noise)
+            self.sum.add(x, drift, rows, noise, residual)
 
 
 def at_a_time(count: int, columns: int, width: int | None = None) -> list[slice]:
@@ -84,8 +86,8 @@ def stats_of(
     with fast_matmul():
         if rank_and_world()[1] == 1:
             for each in moments:
-                for _, x, drift, rows, noise in each.waiting:
-                    each.sum.add(x, drift, rows, noise)
+                for _, x, drift, rows, noise, residual in each.waiting:
+                    each.sum.add(x, drift, rows, noise, residual)
         elif owners is None:
             for each in moments:
                 _add_together(each, device)
@@ -128,28 +130,39 @@ def pooled(
 
 def _add_together(moments: Moments, device: torch.device) -> None:
     total, waiting = moments.sum, moments.waiting
-    everywhere = gathered([(number, *x.shape, drift is not None, rows) for number, x, drift, rows, _ in waiting])
+    everywhere = gathered(
+        [
+            (number, *x.shape, drift is not None, 0 if residual is None else residual.shape[1], rows)
+            for number, x, drift, rows, _, residual in waiting
+        ]
+    )
     outlines = [outline for _, *outline in chain.from_iterable(everywhere)]
     if not outlines:
         return
-    numbers, (_, columns, drifts, _) = [[number for number, *_ in part] for part in everywhere], outlines[0]
+    numbers = [[number for number, *_ in part] for part in everywhere]
+    _, columns, drifts, outputs, _ = outlines[0]
     means = [MomentSum(total.width) for _ in waiting]
-    for part, (_, x, drift, rows, noise) in zip(means, waiting, strict=True):
-        part.add_means(x, drift, noise)
+    for part, (_, x, drift, rows, noise, error) in zip(means, waiting, strict=True):
+        part.add_means(x, drift, noise, error)
         part.add_spread(x, rows)
     total.spread = MomentSpread(columns, device)
     # Vectors are added up in order on every rank; only the matrices are worth dealing out in slabs.
     small = [
-        (number, [part.first, part.shift, part.noise, None if part.spread is None else part.spread.sums])
+        (number, [part.first, part.shift, part.noise, part.push, None if part.spread is None else part.spread.sums])
         for (number, *_), part in zip(waiting, means, strict=True)
     ]
-    for _, (first, shift, noise, sums) in in_order(small, device):
+    for _, (first, shift, noise, push, sums) in in_order(small, device):
         total.first, total.shift = add_up(total.first, first), add_up(total.shift, shift)
-        total.noise = add_up(total.noise, noise)
+        total.noise, total.push = add_up(total.noise, noise), add_up(total.push, push)
         assert sums is not None
         total.spread.sums += sums
     total.tokens = total.spread.tokens = sum(tokens for tokens, *_ in outlines)
     total.spread.squared_tokens = sum(tokens**2 // rows for tokens, *_, rows in outlines)
+
+    def residual(index: int) -> torch.Tensor:
+        _, x, *_, error = waiting[index]
+        assert error is not None
+        return columns_product(error, x)
 
     def second(index: int) -> torch.Tensor:
         part = MomentSum(total.width)
@@ -167,6 +180,8 @@ def _add_together(moments: Moments, device: torch.device) -> None:
     total.second = sum_in_order(numbers, second, shape, device)
     if drifts and width is None:
         total.cross = sum_in_order(numbers, cross, shape, device)
+    if outputs:
+        total.residual = sum_in_order(numbers, residual, (outputs, columns), device)
 
 
 def _add_at_owners(moments: Sequence[Moments], device: torch.device, owners: Sequence[int]) -> None:
@@ -174,14 +189,14 @@ def _add_at_owners(moments: Sequence[Moments], device: torch.device, owners: Seq
     rank, most = rank_and_world()[0], 1 << 32
     # The rows of a batch travel as its first dimension.
     own = [
-        (index * most + number, [x.unflatten(0, (rows, -1)), drift, noise])
+        (index * most + number, [x.unflatten(0, (rows, -1)), drift, noise, residual])
         for index, each in enumerate(moments)
-        for number, x, drift, rows, noise in each.waiting
+        for number, x, drift, rows, noise, residual in each.waiting
     ]
-    for number, (x, drift, noise) in in_order(own, device):
+    for number, (x, drift, noise, residual) in in_order(own, device):
         index = number // most
         assert x is not None
         if owners[index] == rank:
-            moments[index].sum.add(x.flatten(0, 1), drift, len(x), noise)
+            moments[index].sum.add(x.flatten(0, 1), drift, len(x), noise, residual)
         else:
-            moments[index].sum.add_means(x.flatten(0, 1), drift, noise)
+            moments[index].sum.add_means(x.flatten(0, 1), drift, noise, residual)

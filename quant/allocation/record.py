@@ -123,6 +123,7 @@ class AllocationRecord(JsonData):
         seconds: time of the loop, scoring not included.
         unit: of all figures called `kl`.
         verified: the loss on each text, if it was limited; the worst one counts.
+        measured_with: the solver of all measurements, where the plan names a better one; else empty.
     """
 
     budget: Budget
@@ -133,6 +134,7 @@ class AllocationRecord(JsonData):
     seconds: float
     unit: str = "nats: KL(base‖model) of the next token"
     verified: tuple[Verified, ...] = ()
+    measured_with: str = ""
 
     @property
     def worst(self) -> Verified | None:

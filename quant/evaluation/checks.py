@@ -7,8 +7,8 @@ from torch import nn
 
 from quant.calibration.attention_names import text_config
 from quant.calibration.inputs import Inputs
+from quant.calibration.outputs.logits import logits_of
 from quant.calibration.placement import device_of
-from quant.calibration.sensitivity.logits import logits_of
 from quant.errors import UserError
 
 

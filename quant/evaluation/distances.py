@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from quant.calibration.outputs.logits import Logits
 from quant.calibration.placement import device_of
 from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
-from quant.calibration.sensitivity.logits import Logits
 from quant.evaluation.outputs import DISTANCE, KL, SAME, embedded
 
 _SOURCES = ("the model's logits", "the baseline's logits", "KL")

@@ -40,9 +40,9 @@ from torch import nn
 from quant.calibration.evaluating import prepared
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.inputs import Inputs, cast_for, understood
+from quant.calibration.outputs.logits import Logits
 from quant.calibration.placement import Device, device_of, find_device, is_visited
 from quant.calibration.ranks import gathered, own_batches
-from quant.calibration.sensitivity.logits import Logits
 from quant.calibration.walk.block_major import blocks_first
 from quant.errors import UserError
 from quant.evaluation.checks import check_evaluable, predicts_tokens

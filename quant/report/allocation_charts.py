@@ -41,6 +41,8 @@ def pareto(record: AllocationRecord) -> Section:
     fitting = [u for u in uniform if u.bits <= chosen.bits + 1e-9 and u.kl > 0]
     text = f"Asked for {budget_text(budget)}; chosen {chosen.bits:.3f} bits a weight, measured "
     text += f"{number(chosen.kl_measured)}. "
+    if record.measured_with:
+        text += f"Losses are those of {record.measured_with}; the solvers of the plan lose less. "
     if fitting:
         rival = min(fitting, key=lambda u: u.kl)
         text += f"The best single format that is no larger, {rival.name}, measures {number(rival.kl)}; the chosen "

@@ -10,6 +10,7 @@ from quant.allocation.goal import Goal
 from quant.allocation.held_out import HeldOut
 from quant.calibration.inputs import on_first
 from quant.calibration.listener import SILENT
+from quant.calibration.solvers.solver import with_supported_solver
 from quant.checkpoints.trial_load import check_experts
 from quant.errors import UserError
 from quant.execution.announcements import announce_effort
@@ -18,7 +19,9 @@ from quant.execution.sources import as_rows
 from quant.export.checkpoint.compressed_tensors import check_plan
 from quant.export.checkpoint.names import stored_names
 from quant.plan.make import make_plan
-from quant.recipes.effort import solver_of
+from quant.recipes.effort import DEFAULT, solver_of
+from quant.recipes.layer_kind import LayerKind
+from quant.recipes.plan import LayerPlan
 from quant.recipes.recipe import KEEP, Recipe
 from quant.run.data import calibration_data, evaluation_data
 from quant.run.job import Decision, Job
@@ -88,7 +91,8 @@ def _for_budget(job: Job, goal: Goal) -> Decision:
             job.model,
             rows,
             goal,
-            # An allocation measures hundreds of choices, so it rounds to nearest unless more is asked for.
+            # An allocation measures hundreds of choices, so it rounds to nearest unless more is asked for. A better
+            # solver lowers the loss of all choices alike, and the one that is chosen is solved by it afterwards.
             solver=request.solver or solver_of(request.effort or 0, KEEP),
             run=request.run or (on_first(rows) if rows.is_floating_point() else None),
             held_out=held_out,
@@ -100,10 +104,27 @@ def _for_budget(job: Job, goal: Goal) -> Decision:
             **options,
         )
     job.seconds.update(score=allocation.sensitivity.seconds, allocate=allocation.record.seconds)
+    # A limit is verified on the weights that were measured, so these are the weights of the plan.
+    if request.solver is None and request.effort is None and not goal.has_limit:
+        allocation = _solved_well(allocation)
     # Ranks sum floating-point losses in the same order, so that this never differs but through a defect.
     check_same({"the plan that the budget chose": allocation.plan.digest()}, job.session)
     plan = allocation.plan if records is None else with_calibration(allocation.plan, records)
     return Decision(plan, rows, allocation=_in_place(allocation) if request.is_in_memory else allocation)
+
+
+def _solved_well(allocation: Allocation) -> Allocation:
+    """The allocation with the solvers of the default effort in its plan, for one measured with rounding to nearest."""
+    plan = allocation.plan
+    experts = any(layer.kind == LayerKind.EXPERTS or ".experts." in layer.name for layer in plan.quantized)
+
+    def solved(layer: LayerPlan) -> LayerPlan:
+        activation = KEEP if layer.activation is None else layer.activation.name
+        return with_supported_solver(replace(layer, solver=solver_of(DEFAULT, activation, experts=experts)))
+
+    plan = plan.replace_layers(map(solved, plan.quantized))
+    record = replace(allocation.record, measured_with=allocation.plan.quantized[0].solver)
+    return replace(allocation, plan=plan, record=record, quantized=None)
 
 
 def _provenance(job: Job) -> dict[str, Any] | None:

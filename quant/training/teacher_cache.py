@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from quant.calibration.evaluating import evaluating
+from quant.calibration.outputs.logits import logits_of
 from quant.calibration.placement import device_of
-from quant.calibration.sensitivity.logits import logits_of
 from quant.errors import UserError
 from quant.formats.atomic import claimed
 from quant.training.kl import TopTeacher

@@ -43,7 +43,8 @@ def observe(block: Block) -> list[torch.Tensor]:
 
     parents = {name[:dot] for g in block.groups for name in g.names for dot in _dots(name)}
     counting = block.hooked({name: count(name) for name in sorted(parents)})
-    with counting, block.hooked({g.names[0]: watch(i) for i, g in enumerate(block.groups)}):
+    watching = block.hooked({g.names[0]: watch(i) for i, g in enumerate(block.groups)})
+    with counting, watching, block.stream.recording(block.module):
         outputs = block.run(block.calls.original)
     orders, counts, tokens = zip(*gathered((order, block.module_calls, [g.tokens for g in block.groups])), strict=True)
     block.module_calls = sum(counts, Counter())

@@ -6,7 +6,8 @@ with the groups solved so far in place and sums up, over the tokens x that reach
     second moment  M = mean of x xᵀ           drift  D = mean of (r - x) xᵀ,  r the original input of the same token
 
 of inputs x rounded as the quantized layer will round them. The solver then minimises tr((Q - W) M (Q - W)ᵀ) over codes
-Q, with W moved by the drift first where inputs stay in 16 bit.
+Q, with W moved by the drift first. A layer that writes to the residual stream makes up for the stream's error as well:
+W moves by the mean of s xᵀ too, with s a share of that error (see `stream`).
 """
 
 from __future__ import annotations
@@ -94,12 +95,12 @@ def _collect(block: Block, stage: list[Group]) -> tuple[list[Moments], list[list
             x = args[0].reshape(-1, args[0].shape[-1])
             if len(x) == 0:
                 return
-            drift = _drift(block, group, x)
+            drift, residual = _drift(block, group, x), _residual(block, group)
             number = block.batch.number
             if number in judging:
                 held.append((number, [x, group.input(x) if drift is None else group.input(x) + drift]))
             if number not in judging or block.batches == 1:
-                _add(block, group, sums, x, drift, rows_of(args[0]))
+                _add(block, group, sums, x, rows_of(args[0]), drift, residual)
             if len(stage) == 1 and group.calls == 1:
                 raise Stop
 
@@ -107,7 +108,7 @@ def _collect(block: Block, stage: list[Group]) -> tuple[list[Moments], list[list
 
     hooks = {g.names[0]: watch(g, m, h) for g, m, h in zip(stage, moments, held_out, strict=True)}
     if judging or any(group.pipeline.needs_moment for group in stage):
-        with block.hooked(hooks):
+        with block.hooked(hooks), block.stream.following(block.module):
             block.run_until_stopped(block.calls.quantized)
     if not judging:
         return moments, [[] for _ in stage]
@@ -123,24 +124,46 @@ def _held_out_batches(block: Block) -> range:
 def _drift(block: Block, group: Group, x: torch.Tensor) -> torch.Tensor | None:
     """The part of the input error r - x that the solver corrects for; None where it corrects nothing.
 
-    Rounded inputs are not corrected: they differ from the originals by noise, against which least squares shrinks
-    the weights, layer after layer, and the model loses more than it gains.
+    Where inputs are rounded, x is the input before that: against the noise of rounding, least squares would shrink the
+    weights, layer after layer, and the model would lose more than it gains.
     """
-    correction = group.pipeline.correction
-    aligned = group.calls == 1 and group.tokens == block.tokens
-    if not correction or not aligned or group.activation is not None:
+    correction = group.pipeline.shares(group.activation is not None).drift
+    if not correction or not _is_aligned(block, group):
         return None
     return (group.original(block.batch.index) - group.input(x)).mul_(correction)
 
 
-def _add(block: Block, group: Group, sums: Moments, x: torch.Tensor, drift: torch.Tensor | None, rows: int) -> None:
+def _residual(block: Block, group: Group) -> torch.Tensor | None:
+    """The part of the residual stream's error that the group's output makes up for; None where it does not write."""
+    share = group.pipeline.shares(group.activation is not None).residual
+    # The members of a group are one weight for the solver, and would have to write in turn.
+    if not share or len(group.names) > 1 or not _is_aligned(block, group):
+        return None
+    error = block.stream.error(group.names[0], block.batch.index)
+    return None if error is None else error.mul_(share)
+
+
+def _is_aligned(block: Block, group: Group) -> bool:
+    """Whether each token reaches the group once, so that its original input can be told."""
+    return group.calls == 1 and group.tokens == block.tokens
+
+
+def _add(
+    block: Block,
+    group: Group,
+    sums: Moments,
+    x: torch.Tensor,
+    rows: int,
+    drift: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> None:
     """Adds a batch of inputs to the group's statistics."""
     if not group.pipeline.needs_moment:
         return
     rounded, noise = group.round_input(x), None
     if group.pipeline.spec.rank and group.activation is not None:
         noise = (rounded - group.input(x)).float().square().sum(0)
-    sums.add(block.batch.index, rounded, drift, rows, noise)
+    sums.add(block.batch.index, rounded, drift, rows, noise, residual)
 
 
 # ---- solving
@@ -223,7 +246,8 @@ def _statistics_for(
     elif isinstance(group.pipeline.rounding, Gptq) and stats.tokens < group.members[0].shape[-1]:
         seen = f"{stats.tokens} tokens for {group.members[0].shape[-1]} inputs"
         group.notes.append(f"{seen}: a singular second moment, damped; more text would do better")
-    return stats or siblings
+    used = stats or siblings
+    return used if used is None or group.outputs is None else replace(used, outputs=group.outputs)
 
 
 def _solve_without_data(group: Group) -> None:
@@ -305,7 +329,7 @@ def _put_in_place(block: Block, group: Group, stats: LayerStats | None, rounded:
 def _correct_bias(block: Block, group: Group, name: str, stand_in: StandIn, stats: LayerStats) -> None:
     """Adds the mean output error to the bias, where there is one: it costs no time when the model runs.
 
-    b' = b + W (mean of x + mean drift) - Q (mean of x)
+    b' = b + W (mean of x + mean drift) - Q (mean of x) + mean of s
     """
     bias = stand_in.bias
     if bias is None or stats.mean is None or group.pipeline.spec.rank:
@@ -313,6 +337,8 @@ def _correct_bias(block: Block, group: Group, name: str, stand_in: StandIn, stat
     block.original_biases[name] = bias.detach().clone()
     original_mean = stats.mean if stats.mean_drift is None else stats.mean + stats.mean_drift
     correction = block.targets[name] @ original_mean - stand_in.dense.float() @ stats.mean
+    if stats.mean_residual is not None:
+        correction = correction + stats.mean_residual
     bias.data = bias + correction.to(bias)
     if "bias corrected" not in group.notes:
         group.notes.append("bias corrected")

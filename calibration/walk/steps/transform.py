@@ -87,10 +87,32 @@ def _fold(block: Block, fold: Fold, scale: torch.Tensor) -> torch.Tensor:
     divisor = torch.ones(rows, device=scale.device).index_copy_(0, fold.owner, scale)
     if fold.producer in block.targets:
         block.targets[fold.producer] = block.targets[fold.producer] / divisor[:, None]
+        _scale_gradients(block, fold.producer, divisor)
         apply_fold(module, divisor, fold.style)
         return scale
     # A norm keeps the dtype of the checkpoint, to which its weight is rounded: the inputs are divided by what is left.
     return apply_fold(module, divisor, fold.style, block.stored)[fold.owner]
+
+
+def _scale_gradients(block: Block, name: str, divisor: torch.Tensor) -> None:
+    """Outputs of a layer are divided from now on, so that gradients at them grow by as much: A becomes D A D."""
+    group = next(group for group in block.groups if name in group.names)
+    outputs = group.outputs
+    if outputs is None:
+        return
+    sizes = [len(block.targets[member]) for member in group.names]
+    before = sum(sizes[: group.names.index(name)])
+    factor = torch.ones(sum(sizes), device=divisor.device)
+    factor[before : before + len(divisor)] = divisor
+    if outputs.second_moment is not None:
+        scaled = outputs.second_moment * factor * factor[:, None]
+        group.outputs = replace(outputs, second_moment=scaled)
+        return
+    assert outputs.block_moments is not None
+    count, width, _ = outputs.block_moments.shape
+    factors = nn.functional.pad(factor, (0, count * width - len(factor))).view(count, width)
+    scaled = outputs.block_moments * factors[:, None] * factors[:, :, None]
+    group.outputs = replace(outputs, block_moments=scaled)
 
 
 def _is_vector(module: nn.Module) -> bool:

@@ -93,6 +93,18 @@ def test_corrected_weight_is_the_least_squares_answer(slab: int, monkeypatch: py
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_drift_and_residual_are_least_squares_together(ordered: bool) -> None:
+    """The corrected weight maps x closest to W r + s, with r the original input and s the error to make up for."""
+    x, r = torch.randn(200, 8, dtype=torch.float64), torch.randn(200, 8, dtype=torch.float64)
+    s, weight = torch.randn(200, 5, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
+    factor = factorize(x.t() @ x / 200, 0.0, torch.randperm(8) if ordered else None)
+    both = corrected_weight(weight, (r - x).t() @ x / 200, factor, s.t() @ x / 200)
+    torch.testing.assert_close(both, torch.linalg.lstsq(x, r @ weight.t() + s).solution.t(), rtol=1e-9, atol=1e-9)
+    alone = corrected_weight(weight, None, factor, s.t() @ x / 200)
+    torch.testing.assert_close(alone, torch.linalg.lstsq(x, x @ weight.t() + s).solution.t(), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     "format", [FORMATS[name] for name in ("nvfp4", "mxfp4", "mxfp8", "int4", "fp8", "fp8_channel")]
 )

@@ -260,9 +260,13 @@ def test_fit_counts_weights_embeddings_and_cache() -> None:
 def test_from_python_in_one_call() -> None:
     model = _llama()
     quantized = copy.deepcopy(model)
-    result = quantize(quantized, data=_rows(), bits=6.0, formats="nvfp4,fp8")
-    assert result.plan.layers == _allocate(Goal(bits=6.0), model, effort=Effort()).plan.layers
+    result = quantize(quantized, data=_rows(), bits=6.0, formats="nvfp4,fp8", effort=0)
+    allocated = _allocate(Goal(bits=6.0), model, effort=Effort()).plan
+    assert result.plan.layers == allocated.layers
     assert _stored_bits(quantized) <= 6.0
+    solved = quantize(copy.deepcopy(model), data=_rows(), bits=6.0, formats="nvfp4,fp8").plan
+    assert [layer.weight for layer in solved.layers] == [layer.weight for layer in allocated.layers]
+    assert {layer.solver for layer in solved.quantized} <= {"gptq", "awq:merge+gptq"}
     with pytest.raises(UserError, match="recipe 'fp8' fixes the formats"):
         quantize(_llama(), "fp8", _rows(), bits=6.0)
     with pytest.raises(UserError, match="formats= needs something to allocate for: bits= or max_kl="):
@@ -479,6 +483,12 @@ def test_the_command_line_allocates(model_dir: Path, tmp_path: Path) -> None:
     assert json.loads((out / "report.json").read_text())["allocation"] == report["allocation"]
     formats = {layer["weight"] for layer in json.loads((out / "plan.json").read_text())["layers"]}
     assert {"nvfp4", "fp8"} <= formats
+    # Chosen by rounding to nearest, and solved by effort 2: inputs are scaled where they have four bits.
+    layers = [layer for layer in json.loads((out / "plan.json").read_text())["layers"] if layer["weight"]]
+    assert {layer["solver"] for layer in layers if layer["activation"] == "nvfp4"} <= {"awq:merge+gptq"}
+    assert {layer["solver"] for layer in layers if layer["activation"] != "nvfp4"} == {"gptq"}
+    assert record.measured_with == "rtn"
+    assert report["evaluation"]["kl"] < record.chosen.kl_measured
 
 
 def test_the_command_line_verifies_a_limit_on_the_other_half_of_each_text(model_dir: Path, tmp_path: Path) -> None:

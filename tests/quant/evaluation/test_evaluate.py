@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quant.calibration.inputs import Inputs
-from quant.calibration.sensitivity import logits
+from quant.calibration.outputs import logits
 from quant.errors import UserError
 from quant.evaluation.evaluate import evaluate, evaluate_texts
 from quant.evaluation.record import Evaluation

@@ -279,7 +279,9 @@ def test_the_original_tells_a_checkpoint_what_was_rounded(solver: str, tmp_path:
         assert scale is not None and second is not None
         step = (scale * second).repeat_interleave(16, dim=1)
         start, middle, wanted = (layers_of(each)[name].weight.detach() / step for each in (loaded, blind, direct))
-        assert float((start - wanted).abs().mean()) < (0.05 if solver == "awq+gptq" else 1e-3)
+        assert float((start - wanted).abs().mean()) < (
+            1e-3 if solver == "rtn" else 0.05
+        )  # corrections look like scales
         assert float((middle - wanted).abs().mean()) > 0.1
 
 

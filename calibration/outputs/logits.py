@@ -8,16 +8,13 @@ model's own forward on a few tokens, and if the two differ, the whole model comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
 from torch import nn
 
 from quant.calibration.attention_names import text_config
 from quant.calibration.blocks import output_of
 from quant.calibration.texts.rows import few_of
+from quant.recipes.module_hooks import forwarding
 
 # 32 MB of FP32 logits on a CPU; on a GPU more, for fewer kernel launches.
 _SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
@@ -75,7 +72,7 @@ class Logits:
             return hidden[..., :1].detach()
 
         assert self.head is not None
-        with _replaced_forward(self.head, stand_in):
+        with forwarding(self.head, stand_in):
             self.model(rows)
         return seen[-1]
 
@@ -92,12 +89,3 @@ def logits_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     """The logits of a model for token ids, or the first of its outputs if it has no logits."""
     result = model(rows)
     return result.logits if hasattr(result, "logits") else output_of(result)
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward

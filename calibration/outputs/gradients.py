@@ -1,0 +1,357 @@
+"""`output_moments` measures A = mean of g gᵀ, the second moment of gradients at the outputs of layers.
+
+g is the gradient of ln p(label) of a token's prediction, its label drawn from the model's own prediction. The mean
+over tokens and draws is then the Fisher matrix of the model's KL divergence: no true label is needed, and text that
+the model finds unlikely does not dominate. A model without logits gets gradients of a random direction of its output
+instead, whose second moment belongs to the squared error.
+
+Every batch runs forward once and backward once. A block's activations are dropped after its forward pass and computed
+again in the backward pass (checkpointing), so that memory holds the hidden states between blocks and the activations of
+one block. Blocks of a model that the device cannot hold are copied there for as long as they run; on a CPU, 16-bit
+weights of a block are widened meanwhile, because 16-bit products are slow on most.
+
+Gradients of few tokens are far larger than all others, and would decide A alone: those beyond `CLIP` medians are scaled
+down to that. A is shrunk towards its diagonal by the spread between rows, as second moments of inputs are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from quant.calibration.blocks import block_names, removing
+from quant.calibration.fast_matmul import fast_matmul
+from quant.calibration.outputs.logits import Logits, logits_of
+from quant.calibration.placement import NARROW, device_of, free_memory, placed
+from quant.calibration.prefetch import value_of
+from quant.calibration.ranks import gathered, in_order, number_of, rank_and_world
+from quant.calibration.session import Session
+from quant.calibration.shrinkage import MomentSpread
+from quant.calibration.statistics import LayerStats, MomentSum, add_up, rows_of
+from quant.recipes.layers import output_head
+from quant.recipes.module_hooks import forwarding
+from quant.recipes.plan import LayerPlan
+
+CLIP = 3.0
+# Outputs that one diagonal block of A spans at most: as many as memory allows; fewer on a CPU, for speed. SmolLM2 in
+# NVFP4 loses as little with blocks of 256 as with whole matrices.
+_WIDTHS = {"cuda": (1024, 512, 256), "cpu": (256,)}
+# Rows on a CPU, where the passes would otherwise take longer than GPTQ.
+_ROWS_ON_CPU = 16
+# Labels drawn for each token. Four instead of one gain 2% on SmolLM2, for three more backward passes.
+_DRAWS = {"cuda": 4, "cpu": 1}
+# Tokens that run together on a GPU, where more would only take memory.
+_TOGETHER = 8192
+# Share of the memory that all A may take together.
+_SHARE = 0.25
+
+
+@dataclass(eq=False)
+class OutputMoments:
+    """A of fusion groups by the name of their first layer; for the others the reason why there is none.
+
+    Attributes:
+        moments: statistics of which the second moment, or its blocks, is A.
+        missing: reasons.
+    """
+
+    moments: dict[str, LayerStats] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def output_moments(
+    model: nn.Module,
+    groups: Sequence[Sequence[LayerPlan]],
+    batches: Sequence[Any],
+    session: Session,
+    draws: int | None = None,
+) -> OutputMoments:
+    """A of the outputs of fusion groups, from this and the other ranks' batches.
+
+    Args:
+        model: called as `model(batch)`.
+        groups: linear layers that read one input; their outputs are taken one after the other.
+        batches: of this rank.
+        session: its device is where the model runs.
+        draws: labels drawn for each token; by default four on a GPU and one on a CPU.
+    """
+    result = OutputMoments()
+    width, reason = _width(groups, session), "too little memory for the gradients' second moment"
+    if any(hasattr(parameter, "stored") for parameter in model.parameters()):
+        width, reason = None, "weights that stay in their files would be read anew for every batch"
+    if width is None:
+        result.missing = {members[0].name: reason for members in groups}
+        return result
+    sums = {members[0].name: MomentSum(_even_width(members, width)) for members in groups}
+    failure = ""
+    try:
+        with placed(model, session.device) as device, _frozen(model), fast_matmul(), torch.enable_grad():
+            _Pass(model, groups, sums, device).run(batches, session, draws or _DRAWS.get(device.type, 1))
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as error:
+        # Whatever a model's code does that autograd cannot follow; its message is the reason that users read.
+        failure = f"no gradient ({str(error).splitlines()[0][:120] if str(error) else type(error).__name__})"
+    failure = next(filter(None, gathered(failure)), "")
+    for name, total in sums.items():
+        stats = None if failure else _over_ranks(total, session.device or device_of(model))
+        reason = failure or _fault(stats)
+        if reason or stats is None:
+            result.missing[name] = reason
+        else:
+            result.moments[name] = stats
+    return result
+
+
+def _width(groups: Sequence[Sequence[LayerPlan]], session: Session) -> int | None:
+    """How many outputs a block of A spans; None where not even the least fits."""
+    device = session.device
+    on_gpu = device is not None and device.type == "cuda"
+    memory = free_memory(device) if on_gpu and device is not None else session.usable_memory()
+    sizes = [_outputs(members) for members in groups]
+    for width in _WIDTHS["cuda" if on_gpu else "cpu"]:
+        if memory is None or sum(4 * size * min(size, width) for size in sizes) <= _SHARE * memory:
+            return width
+    return None
+
+
+def _outputs(members: Sequence[LayerPlan]) -> int:
+    return sum(member.shape[-2] for member in members)
+
+
+def _even_width(members: Sequence[LayerPlan], width: int) -> int | None:
+    """Width of even blocks of at most `width` outputs; None for one block."""
+    size = _outputs(members)
+    if size <= width:
+        return None
+    count = -(-size // width)
+    return -(-size // count // 16) * 16
+
+
+def _fault(stats: LayerStats | None) -> str:
+    """Why an A is of no use; empty where it is."""
+    if stats is None:
+        return "no gradient reached it"
+    moment = stats.second_moment if stats.second_moment is not None else stats.block_moments
+    assert moment is not None
+    power = moment.diagonal(dim1=-2, dim2=-1).sum()
+    if not bool(torch.isfinite(power)):
+        return "its gradients hold NaN or infinity"
+    return "" if bool(power > 0) else "its gradients are zero"
+
+
+def _over_ranks(total: MomentSum, device: torch.device) -> LayerStats | None:
+    """The statistics of all ranks' batches."""
+    if rank_and_world()[1] == 1:
+        return total.stats()
+    everywhere = MomentSum(total.width)
+    spread = total.spread
+    counts = gathered((total.tokens, 0 if spread is None else spread.squared_tokens))
+    own = [] if spread is None else [(rank_and_world()[0], [total.second, total.first, spread.sums])]
+    for _, (second, first, sums) in in_order(own, device):
+        assert second is not None and first is not None and sums is not None
+        everywhere.second, everywhere.first = add_up(everywhere.second, second), add_up(everywhere.first, first)
+        everywhere.spread = everywhere.spread or MomentSpread(len(first), device)
+        everywhere.spread.sums += sums
+    everywhere.tokens = sum(tokens for tokens, _ in counts)
+    if everywhere.spread is not None:
+        everywhere.spread.tokens = everywhere.tokens
+        everywhere.spread.squared_tokens = sum(squared for _, squared in counts)
+    return everywhere.stats()
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """While open, no parameter asks for a gradient: only those of outputs are computed."""
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in learned:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in learned:
+            parameter.requires_grad_(True)
+
+
+class _Pass:
+    """Forward and backward passes, with hooks at the outputs of layers.
+
+    Args:
+        model: on `device`, frozen.
+        groups: see `output_moments`.
+        sums: filled, by the name of a group's first layer.
+        device: where the model runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[Sequence[LayerPlan]],
+        sums: Mapping[str, MomentSum],
+        device: torch.device,
+    ) -> None:
+        self.model, self.groups, self.sums, self.device = model, groups, sums, device
+        self.logits = Logits(model, output_head(model))
+        self.leaves: list[torch.Tensor] = []
+        self.forward_runs = False
+        self.pending: dict[str, dict[str, torch.Tensor]] = {}
+
+    def run(self, batches: Sequence[Any], session: Session, draws: int) -> None:
+        """Adds the gradients of all batches to the sums."""
+        handles = [
+            self.model.get_submodule(member.name).register_forward_hook(self._watch(members, member))
+            for members in self.groups
+            for member in members
+        ]
+        with removing(handles), self._checkpointed():
+            for index, batch in enumerate(self._joined(batches)):
+                # The labels of a batch are the same whichever rank draws them.
+                generator = torch.Generator(self.device).manual_seed(session.seed * 1_000_003 + number_of(index))
+                self.forward_runs = True
+                output, gradient_of = self._forward(batch.to(self.device))
+                self.forward_runs = False
+                if not self.leaves or not output.requires_grad:
+                    raise ValueError("its output does not depend on its layers")
+                for draw in range(draws):
+                    gradient = gradient_of(generator)
+                    # Only hooks want the gradients; asking for those of the first layers runs all that lie between.
+                    torch.autograd.grad(output, self.leaves, gradient, retain_graph=draw + 1 < draws, allow_unused=True)
+                    self.pending.clear()
+                self.leaves.clear()
+
+    def _joined(self, batches: Sequence[Any]) -> Sequence[Any]:
+        """Batches of token rows put together on a GPU, where small ones wait for launches most of the time.
+
+        On a CPU some of the batches, evenly from all of them.
+        """
+        if self.device.type != "cuda":
+            rows = sum(map(len, batches))
+            return list(batches)[:: max(-(-rows // _ROWS_ON_CPU), 1)]
+        if not batches or not all(isinstance(b, torch.Tensor) for b in batches):
+            return batches
+        if batches[0].dim() != 2 or batches[0].is_floating_point():
+            return batches
+        return list(torch.cat(list(batches)).split(max(_TOGETHER // batches[0].shape[1], 1)))
+
+    def _forward(self, batch: Any) -> tuple[torch.Tensor, Callable[[torch.Generator], torch.Tensor]]:
+        """The last tensor with a graph, and a function that draws a gradient for it."""
+        if isinstance(batch, torch.Tensor) and not batch.is_floating_point() and self.logits.head is not None:
+            with torch.no_grad():
+                self.logits.decide(batch)
+            if self.logits.split:
+                hidden = self.logits.hidden(batch)
+                return hidden, partial(self._head_gradient, hidden.detach())
+        result = self.model(batch)
+        if hasattr(result, "logits"):
+            return result.logits, lambda generator: _label_gradient(result.logits.detach(), generator)
+        output = logits_of(lambda _: result, batch)  # type: ignore[arg-type]
+        draw = partial(torch.randn, output.shape, device=output.device, dtype=output.dtype)
+        return output, lambda generator: draw(generator=generator)
+
+    def _head_gradient(self, hidden: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """The gradient for the inputs of the head, a slice of positions at a time: logits of all would not fit."""
+        gradient = torch.empty_like(hidden)
+        for part in self.logits.parts(hidden):
+            leaf = hidden[part].clone().requires_grad_()
+            logits = self.logits.logits(leaf)
+            (gradient[part],) = torch.autograd.grad(logits, leaf, _label_gradient(logits.detach(), generator))
+        return gradient
+
+    def _watch(self, members: Sequence[LayerPlan], member: LayerPlan) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return out
+            if not out.requires_grad:
+                # The first layers that tokens meet: the graph begins here, also where a block is computed again.
+                out = out.detach().requires_grad_()
+                if self.forward_runs:
+                    self.leaves.append(out)
+            if self.forward_runs:
+                out.register_hook(partial(self._add, members, member.name))
+            return out
+
+        return hook
+
+    def _add(self, members: Sequence[LayerPlan], name: str, gradient: torch.Tensor) -> None:
+        key = members[0].name
+        pending = self.pending.setdefault(key, {})
+        pending[name] = gradient.detach()
+        if len(pending) < len(members):
+            return
+        together = torch.cat([pending[m.name] for m in members], dim=-1) if len(members) > 1 else gradient.detach()
+        del self.pending[key]
+        rows = rows_of(together)
+        flat = together.reshape(-1, together.shape[-1]).float()
+        if len(flat):
+            with torch.no_grad():
+                self.sums[key].add(_clipped(flat), rows=rows)
+
+    @contextmanager
+    def _checkpointed(self) -> Iterator[None]:
+        """While open, activations of blocks are computed again when they are needed, and the head is widened."""
+        with ExitStack() as stack:
+            for name in block_names(self.model):
+                block = self.model.get_submodule(name)
+                run = partial(checkpoint, partial(self._run_block, block, block.forward), use_reentrant=False)
+                stack.enter_context(forwarding(block, run))
+            head = self.logits.head
+            if head is not None and self.device.type == "cpu":
+                stack.enter_context(forwarding(head, partial(self._run_block, head, head.forward)))
+            yield
+
+    def _run_block(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A block, or the head, on the device, with 16-bit weights widened on a CPU."""
+        wide = torch.float32 if self.device.type == "cpu" else None
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+            if tensor.is_meta:
+                continue  # experts that are still in their files, which read themselves
+            dtype = wide if wide is not None and tensor.dtype in NARROW else tensor.dtype
+            if tensor.device != self.device or tensor.dtype != dtype:
+                tensors[name] = value_of(tensor).to(self.device, dtype)
+        if not tensors:
+            return forward(*args, **kwargs)
+        narrow = next((v.dtype for v in (*args, *kwargs.values()) if _is_narrow(v)), None)
+
+        def moved(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return value.to(self.device, wide if wide is not None and _is_narrow(value) else None)
+
+        args, kwargs = tree_map(moved, args), tree_map(moved, kwargs)
+        with forwarding(block, forward):
+            result = functional_call(block, tensors, args, kwargs)
+        if narrow is None or wide is None:
+            return result
+        return tree_map(lambda v: v.to(narrow) if isinstance(v, torch.Tensor) and v.dtype is wide else v, result)
+
+
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in NARROW
+
+
+def _label_gradient(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The gradient of ln p(label) with labels drawn from p, for logits `[..., classes]`: one-hot less p."""
+    probabilities = logits.float().softmax(-1).flatten(0, -2)
+    # The label is the first class whose cumulative probability exceeds a number drawn from 0..1.
+    cumulative = probabilities.cumsum(-1)
+    if not bool(torch.isfinite(cumulative[:, -1].sum())):
+        raise ValueError("its logits hold NaN or infinity")
+    drawn = torch.rand(len(cumulative), 1, generator=generator, device=logits.device) * cumulative[:, -1:]
+    labels = torch.searchsorted(cumulative, drawn, right=True).clamp(max=logits.shape[-1] - 1)
+    gradient: torch.Tensor = probabilities.neg_().scatter_add_(1, labels, torch.ones_like(labels, dtype=torch.float32))
+    return gradient.view(logits.shape).to(logits.dtype)
+
+
+def _clipped(gradients: torch.Tensor) -> torch.Tensor:
+    """`[tokens, out]` with no token larger than `CLIP` times the median."""
+    size = gradients.norm(dim=1, keepdim=True)
+    scale: torch.Tensor = (CLIP * size.median() / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(max=1)
+    return gradients * scale

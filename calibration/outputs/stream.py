@@ -1,0 +1,398 @@
+"""`find_writers` finds the layers of a block whose output is added to the residual stream, from one pass of the block.
+
+Such a layer can make up for an error that others have left in the stream: with h the stream before the addition as it
+is and h° as it was in the original model, its output may err by h° − h in the other direction. The part that its input
+can tell goes into its weight (LoaQ, Lin and Wan 2025, arXiv 2509.06297).
+
+No name says which layers write. While the original block runs on a few tokens, the hidden states that go into and out
+of its modules are noted. Output y of a layer is written where two of them, a from before the layer ran and b from
+after, satisfy
+
+    b = a + m y                 one after the other: Llama, T5, BERT, whose b goes through a norm; m of Granite
+    b = a + m y + m' y'         attention and MLP side by side: Falcon, GPT-J, GPT-NeoX, Cohere
+    b = a + m norm(y)           a norm or a scale stands between: Gemma 2, OLMo 2, DINOv2
+
+up to the rounding of the addition. Experts write where the output of a module around them does.
+
+Between, RMSNorm gives norm(y) = u v ⊙ y with one u for a token and one v for a channel, so that an error s of the
+stream asks for s / (u v) of y; v is known from the same pass, and u of every token follows from y and norm(y).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.blocks import output_of, removing
+
+# Errors of an addition in units of its rounding, and how far above it an output must be to be told from it.
+_ROUNDINGS, _ABOVE = 8, 32
+# Elements of a hidden state that are compared.
+_SAMPLE = 2048
+# A gain below this share of the usual one is taken for a channel that the norm has switched off.
+_LEAST_GAIN = 0.05
+
+
+@dataclass(frozen=True)
+class Point:
+    """A hidden state within a block: what goes into a module, or comes out of it; "" is the block itself."""
+
+    module: str
+    is_output: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Writer:
+    """How a layer writes to the stream.
+
+    Attributes:
+        terms: the points that it is added to and that are there before it runs, each with its factor.
+        factor: m, by which its output is multiplied.
+        norm: the module that stands between; "" for none.
+        gain: v of that module by channel, `[out]`, 0 where it lets nothing through.
+    """
+
+    terms: tuple[tuple[Point, float], ...]
+    factor: float
+    norm: str = ""
+    gain: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class Stream:
+    """The residual stream of a block while it is solved.
+
+    Attributes:
+        writers: by name of the layer, or of the module of experts.
+        original: hidden states of the original model by point, `[..., hidden]` for each of this rank's batches.
+        token_gains: 1 / u by norm, `[tokens, 1]` for each batch.
+        current: the hidden states of the pass that is running.
+    """
+
+    writers: dict[str, Writer] = field(default_factory=dict)
+    original: dict[Point, list[torch.Tensor]] = field(default_factory=dict)
+    token_gains: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    current: dict[Point, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def points(self) -> list[Point]:
+        """All hidden states that some writer is added to."""
+        return list(dict.fromkeys(point for writer in self.writers.values() for point, _ in writer.terms))
+
+    def begin(self, hidden: Sequence[torch.Tensor]) -> None:
+        """Takes the hidden states in front of the block, in the original model."""
+        self.original[Point("")] = list(hidden)
+
+    @contextmanager
+    def following(self, block: nn.Module) -> Iterator[None]:
+        """While open, `current` has the hidden states of the pass that runs."""
+
+        def keep(point: Point, hidden: torch.Tensor) -> None:
+            self.current[point] = hidden.reshape(-1, hidden.shape[-1])
+
+        with removing(_hooks(block, self.points, keep)):
+            yield
+        self.current.clear()
+
+    @contextmanager
+    def recording(self, block: nn.Module) -> Iterator[None]:
+        """While open, passes of the original model fill `original` and `token_gains`, batch by batch."""
+
+        def keep(point: Point, hidden: torch.Tensor) -> None:
+            # A clone: what is added in place later would change it.
+            self.original.setdefault(point, []).append(hidden.clone())
+
+        def gain(writer: Writer) -> Callable[..., None]:
+            assert writer.gain is not None
+            inverse = _inverse(writer.gain)
+
+            def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+                y, out = (t.reshape(-1, t.shape[-1]) for t in (args[0], output_of(result)))
+                # |y| / |norm(y) / v| of the channels that pass is 1 / u.
+                passing = (inverse != 0).to(y)
+                size = (out * inverse.to(y)).norm(dim=1, keepdim=True)
+                inverses = (y * passing).norm(dim=1, keepdim=True) / size.clamp(min=torch.finfo(size.dtype).tiny)
+                self.token_gains.setdefault(writer.norm, []).append(inverses)
+
+            return hook
+
+        normed = [writer for writer in self.writers.values() if writer.norm]
+        handles = [block.get_submodule(w.norm).register_forward_hook(gain(w)) for w in normed]
+        inside = [point for point in self.points if point != Point("")]
+        with removing([*_hooks(block, inside, keep), *handles]):
+            yield
+
+    def error(self, name: str, batch: int) -> torch.Tensor | None:
+        """The change of a layer's output that would make up for the stream's error, `[tokens, out]`.
+
+        None where the layer does not write, or a hidden state was not seen in this pass.
+        """
+        writer = self.writers.get(name)
+        if writer is None or any(point not in self.current for point, _ in writer.terms):
+            return None
+        terms = [(self.current[point], self.original[point][batch], factor) for point, factor in writer.terms]
+        errors = [factor * (original.to(now).view_as(now) - now) for now, original, factor in terms]
+        error = torch.stack(errors).sum(0) / writer.factor
+        if not writer.norm:
+            return error
+        assert writer.gain is not None
+        return error * self.token_gains[writer.norm][batch] * _inverse(writer.gain).to(error)
+
+
+def _inverse(gain: torch.Tensor) -> torch.Tensor:
+    return torch.where(gain != 0, 1 / gain, 0.0)
+
+
+def _hooks(
+    block: nn.Module, points: Sequence[Point], keep: Callable[[Point, torch.Tensor], None]
+) -> Iterator[torch.utils.hooks.RemovableHandle]:
+    """Registers hooks that call `keep` with the hidden states at `points`."""
+
+    def before(point: Point) -> Callable[..., None]:
+        return lambda module, args, kwargs: keep(point, _first_float(args, kwargs))
+
+    def after(point: Point) -> Callable[..., None]:
+        return lambda module, args, result: keep(point, output_of(result))
+
+    for point in points:
+        module = block.get_submodule(point.module)
+        if point.is_output:
+            yield module.register_forward_hook(after(point))
+        else:
+            yield module.register_forward_pre_hook(before(point), with_kwargs=True)
+
+
+def _first_float(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    values = (*args, *kwargs.values())
+    return next((v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()), None)
+
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    """A hidden state of the few tokens, and when it came by.
+
+    Attributes:
+        point: where.
+        value: `[tokens, hidden]`.
+        sample: some of its elements, float64 on the CPU: sums of states are looked for among these.
+        time: its number among all states of the pass.
+    """
+
+    point: Point
+    value: torch.Tensor
+    sample: torch.Tensor
+    time: int
+
+    @cached_property
+    def key(self) -> bytes:
+        """The same for states of one value."""
+        return self.sample.numpy().tobytes()
+
+
+def find_writers(
+    block: nn.Module, run: Callable[[], Any], layers: Sequence[str], experts: Sequence[str] = ()
+) -> tuple[dict[str, Writer], Any]:
+    """The layers of a block that write to the residual stream.
+
+    Args:
+        block: in its original state.
+        run: runs it on a few tokens.
+        layers: names of its linear layers.
+        experts: names of its modules of fused experts.
+
+    Returns:
+        Writers by name, and the result of `run`.
+    """
+    states: list[_State] = []
+    began: dict[str, int] = {}
+    shape: list[torch.Size] = []
+    chosen: list[torch.Tensor] = []
+    clock = 0
+
+    def note(point: Point, value: Any) -> None:
+        nonlocal clock
+        clock += 1
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
+            return
+        flat = value.detach().reshape(-1, value.shape[-1])
+        if not chosen:  # the block's own input
+            shape.append(flat.shape)
+            order = torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(0))
+            chosen.append(order[:_SAMPLE].to(flat.device))
+        if flat.shape == shape[0]:
+            # Clones: what is added in place later would change them.
+            sample = flat.flatten()[chosen[0]].double().cpu()
+            states.append(_State(point, flat.clone(), sample, clock))
+
+    def before(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            note(Point(name), _first_float(args, kwargs))
+            began.setdefault(name, clock)
+
+        return hook
+
+    def after(name: str) -> Callable[..., None]:
+        return lambda module, args, result: note(Point(name, True), _output(result))
+
+    modules = dict(block.named_modules())
+    handles = [m.register_forward_pre_hook(before(n), with_kwargs=True) for n, m in modules.items()]
+    handles += [m.register_forward_hook(after(n)) for n, m in modules.items()]
+    with removing(handles):
+        result = run()
+    eps = torch.finfo(next((p.dtype for p in block.parameters() if p.is_floating_point()), torch.float32)).eps
+    search = _Search(_once(states), began, eps, modules)
+    return search.writers(
+        [name for name in layers if name in began], [name for name in experts if name in began]
+    ), result
+
+
+def _output(result: Any) -> Any:
+    try:
+        return output_of(result)
+    except (IndexError, StopIteration):
+        return None
+
+
+def _once(states: list[_State]) -> list[_State]:
+    """The states of points that one pass meets once: a module that is called twice names no state."""
+    counts: dict[Point, int] = {}
+    for state in states:
+        counts[state.point] = counts.get(state.point, 0) + 1
+    return [state for state in states if counts[state.point] == 1]
+
+
+def _distinct(states: Iterable[_State]) -> list[_State]:
+    """The first of all states that have one value."""
+    distinct: list[_State] = []
+    for state in states:
+        if not any(state.key == other.key for other in distinct):
+            distinct.append(state)
+    return distinct
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """The hidden states of one pass, among which sums are looked for.
+
+    Attributes:
+        states: in the order in which they came by.
+        began: when each module was called.
+        eps: of the dtype of the pass.
+        modules: of the block.
+    """
+
+    states: list[_State]
+    began: dict[str, int]
+    eps: float
+    modules: dict[str, nn.Module]
+
+    def writers(self, layers: Sequence[str], experts: Sequence[str]) -> dict[str, Writer]:
+        """Writers by name."""
+        outputs = {state.point.module: state for state in self.states if state.point.is_output}
+        written = {name: outputs[name] for name in (*layers, *experts) if name in outputs}
+        found = {}
+        for name in (name for name in written if name not in experts):
+            writer = self._direct(name, written) or self._behind_norm(name, written)
+            if writer is not None:
+                found[name] = writer
+        for name in experts:
+            # The innermost module around the experts whose output is written: theirs, or with shared experts beside.
+            parents = [name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1)]
+            writers = (
+                self._direct(parent, {**written, parent: outputs[parent]}) for parent in parents if parent in outputs
+            )
+            writer = next((writer for writer in writers if writer is not None), None)
+            if writer is not None:
+                found[name] = writer
+        return found
+
+    def _direct(self, name: str, outputs: dict[str, _State]) -> Writer | None:
+        """Alone, or beside one other of `outputs`."""
+        own = outputs[name]
+        others = [state for other, state in outputs.items() if other != name]
+        alone = self._sum(name, own, None, [])
+        # A sum of two outputs alone, as of shared and routed experts, is added to the stream afterwards.
+        if alone is not None and alone[0] not in [self._outermost(state, name) for state in others]:
+            return Writer(((alone[0], 1.0),), alone[1])
+        for state in others:
+            terms = self._sum(name, own, state, others)
+            if terms is None:
+                continue
+            stream, factor, beside = terms
+            # An output that comes later is not there yet, and counts as that of the original model.
+            if state.time < self.began[name]:
+                return Writer(((stream, 1.0), (self._outermost(state, name), beside)), factor)
+            return Writer(((stream, 1.0),), factor)
+        return None if alone is None else Writer(((alone[0], 1.0),), alone[1])
+
+    def _behind_norm(self, name: str, outputs: dict[str, _State]) -> Writer | None:
+        """Behind a module that multiplies tokens and channels, such as RMSNorm."""
+        own = outputs[name]
+        for state in self.states:
+            module = state.point.module
+            if state.point.is_output or state.time < own.time or state.key != own.key:
+                continue
+            normed = next((s for s in self.states if s.point == Point(module, True)), None)
+            gain = None if normed is None else _channel_gain(own.value.double(), normed.value.double(), self.eps)
+            if normed is None or gain is None:
+                continue
+            terms = self._sum(name, normed, None, [])
+            if terms is not None:
+                return Writer(((terms[0], 1.0),), terms[1], module, gain.float())
+        return None
+
+    def _sum(self, name: str, own: _State, beside: _State | None, not_the_stream: Sequence[_State]) -> Any:
+        """The point a with a + m y (+ m' y') = b for some b, and m and m'; None where there is none."""
+        outputs = torch.stack([s.sample for s in (own, beside) if s is not None], dim=1)
+        if not bool(torch.isfinite(outputs).all()):
+            return None  # the walk names the weight or the row that holds NaN
+        last = max(s.time for s in (own, beside) if s is not None)
+        later = _distinct(s for s in self.states if s.time > last)
+        solve = torch.linalg.pinv(outputs.t() @ outputs) @ outputs.t()
+        for a in _distinct(s for s in self.states if s.time < self.began[name]):
+            if any(a.key == other.key for other in not_the_stream):
+                continue
+            for b in later:
+                difference = b.sample - a.sample
+                factors = solve @ difference
+                contributions = (outputs * factors).abs()
+                rounding = self.eps * (contributions.sum(1) + a.sample.abs() + b.sample.abs())
+                fits = (difference - outputs @ factors).abs() <= _ROUNDINGS * rounding
+                # An output that is as small as the rounding of the sum proves nothing.
+                seen = (contributions > _ABOVE * rounding[:, None]).double().mean(0).min() >= 0.5
+                if bool(fits.all() & seen):
+                    return (self._outermost(a, name), *factors.tolist())
+        return None
+
+    def _outermost(self, state: _State, name: str) -> Point:
+        """The point with the same value, before the module `name`, whose own module is the outermost.
+
+        Modules inside others do not run in every pass.
+        """
+        before = [s for s in self.states if s.time < self.began[name] or s is state]
+        same = [s for s in before if s is state or s.key == state.key]
+        return min(same, key=lambda s: (s.point.module.count(".") + bool(s.point.module), s.time)).point
+
+
+def _channel_gain(y: torch.Tensor, out: torch.Tensor, eps: float) -> torch.Tensor | None:
+    """v `[channels]` where out = u v ⊙ y with one u for a token; None where that is not so, as behind a bias."""
+    ratio = out / torch.where(y == 0, torch.ones_like(y), y)
+    reference = ratio.abs().median(1).values[:, None]
+    # A padding token may be zero throughout, and tells nothing.
+    telling = reference[:, 0] > 0
+    if not bool(telling.any()):
+        return None
+    y, out, ratio, reference = y[telling], out[telling], ratio[telling], reference[telling]
+    # Tokens differ by u alone: divided by it, all are v.
+    by_token = ratio / reference
+    gain = by_token.median(0).values
+    off = (by_token - gain).abs() * reference * y.abs()
+    if bool((off > 64 * eps * out.abs().amax()).any()):
+        return None
+    return torch.where(gain.abs() >= _LEAST_GAIN * gain.abs().median(), gain, 0.0)

@@ -1,0 +1,165 @@
+"""A is compared with closed forms and with plain autograd; models without a gradient are named with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+from quant.calibration.outputs import gradients as module
+from quant.calibration.outputs.gradients import output_moments
+from quant.calibration.session import Session
+from quant.formats.format import FORMATS
+from quant.recipes.layer_kind import LayerKind
+from quant.recipes.plan import LayerPlan
+
+
+def _groups(model: nn.Module, *names: tuple[str, ...]) -> list[list[LayerPlan]]:
+    def plan(name: str) -> LayerPlan:
+        shape = tuple(model.get_submodule(name).weight.shape)  # type: ignore[arg-type]
+        return LayerPlan(name, LayerKind.LINEAR, shape, FORMATS["nvfp4"], None, "kfac", "", name)
+
+    return [[plan(name) for name in members] for members in names]
+
+
+class _Classifier(nn.Module):
+    """Tokens to logits through one hidden layer, with a step between that a test may spoil."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.hidden, self.head = nn.Embedding(10, 8), nn.Linear(8, 6), nn.Linear(6, 5)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        out = type("Output", (), {})()
+        out.logits = self.head(self.step(self.hidden(self.embed(ids))))
+        return out
+
+
+def _second(found: Any, name: str) -> torch.Tensor:
+    stats = found.moments[name]
+    assert stats.second_moment is not None
+    return stats.second_moment
+
+
+def test_it_is_the_fisher_matrix_of_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a head alone behind the layer, A = W (diag p − p pᵀ) Wᵀ, the mean over tokens."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(module, "CLIP", 1e9)
+    monkeypatch.setattr("quant.calibration.shrinkage.STRENGTH", 0.0)
+    model = _Classifier()
+    rows = torch.randint(0, 10, (4, 16))
+    with torch.no_grad():
+        p = model(rows).logits.softmax(-1).flatten(0, 1).double()
+    head = model.head.weight.detach().double()
+    expected = sum(head.t() @ (torch.diag(q) - torch.outer(q, q)) @ head for q in p) / len(p)
+    found = output_moments(model, _groups(model, ("hidden",)), rows.split(2), Session(), draws=4000)
+    torch.testing.assert_close(_second(found, "hidden").double(), expected, rtol=0.05, atol=0.002)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_streamed_gradients_are_those_of_plain_autograd(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_label_gradient", lambda logits, _: _to_the_first(logits))
+    monkeypatch.setattr("quant.calibration.shrinkage.STRENGTH", 0.0)
+    model = tiny_models.llama(gain=3, dtype=dtype)
+    names = [("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"), ("model.layers.1.mlp.down_proj",)]
+    rows = torch.randint(0, 60, (4, 16))
+    found = output_moments(model, _groups(model, *names), rows.split(2), Session())
+    assert not found.missing and all(parameter.requires_grad for parameter in model.parameters())
+    model = model.float()
+    outputs: dict[str, torch.Tensor] = {}
+    for members in names:
+        gradients = []
+        for batch in rows.split(2):
+            handles = [
+                model.get_submodule(name).register_forward_hook(
+                    lambda m, a, out, name=name: outputs.update({name: out})
+                )
+                for name in members
+            ]
+            logits = model(batch).logits[:, :-1]
+            for handle in handles:
+                handle.remove()
+            parts = torch.autograd.grad(logits, [outputs[n] for n in members], _to_the_first(logits.detach()))
+            gradients.append(module._clipped(torch.cat(parts, -1).flatten(0, 1)))
+        expected = torch.cat(gradients).double()
+        expected = expected.t() @ expected / len(expected)
+        tolerance = 1e-4 if dtype == torch.float32 else 0.05
+        error = _second(found, members[0]).double() - expected
+        assert error.norm() <= tolerance * expected.norm()
+
+
+def _to_the_first(logits: torch.Tensor) -> torch.Tensor:
+    gradient = -logits.float().softmax(-1)
+    gradient[..., 0] += 1
+    return gradient.to(logits.dtype)
+
+
+def test_large_groups_keep_diagonal_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.llama(gain=3)
+    groups = _groups(model, ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"))
+    rows = torch.randint(0, 60, (4, 16))
+    whole = _second(output_moments(model, groups, rows.split(2), Session()), groups[0][0].name)
+    monkeypatch.setattr(module, "_WIDTHS", {"cpu": (64,), "cuda": (64,)})
+    stats = output_moments(model, groups, rows.split(2), Session()).moments[groups[0][0].name]
+    assert stats.block_moments is not None and stats.block_moments.shape == (3, 64, 64)
+    for index, block in enumerate(stats.block_moments):
+        part = slice(64 * index, 64 * index + 64)
+        torch.testing.assert_close(block.diagonal(), whole.diagonal()[part])
+        torch.testing.assert_close(block, whole[part, part])
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (lambda x: x.detach(), "its output does not depend on its layers"),
+        (lambda x: x * float("nan"), "its logits hold NaN or infinity"),
+        (lambda x: _NanBackward.apply(x), "its gradients hold NaN or infinity"),
+        (lambda x: x * 0, "its gradients are zero"),
+        (lambda x: _NoBackward.apply(x), "no backward here"),
+    ],
+)
+def test_a_model_without_gradients_says_why(step: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _Classifier()
+    monkeypatch.setattr(model, "step", step)
+    found = output_moments(model, _groups(model, ("hidden",)), [torch.randint(0, 10, (2, 8))], Session())
+    assert not found.moments and reason in found.missing["hidden"]
+
+
+class _NanBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * float("nan")
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("no backward here")
+
+
+def test_without_memory_for_it_there_is_none() -> None:
+    model = tiny_models.llama()
+    groups = _groups(model, ("model.layers.0.mlp.down_proj",))
+    found = output_moments(model, groups, [torch.randint(0, 60, (2, 8))], Session(memory=1000))
+    assert found.missing == {groups[0][0].name: "too little memory for the gradients' second moment"}
+
+
+def test_encoders_without_logits_have_a_random_direction() -> None:
+    model = tiny_models.bert()
+    groups = _groups(model, ("encoder.layer.0.output.dense",))
+    found = output_moments(model, groups, list(torch.randint(0, 60, (4, 16)).split(2)), Session())
+    assert float(_second(found, groups[0][0].name).diagonal().min()) > 0
