@@ -112,8 +112,8 @@ BUDGET = 4.8
 # The compositions worth a row at four bits, of which those appear that the registry knows.
 COMPOSITIONS = (
     "awq+local_hessian", "awq+gptq", "awq:merge+gptq", "smoothquant+gptq", "rotation:64+gptq", "rotation:merge+gptq",
-    "awq+rotation+gptq", "lowrank+gptq", "awq+lowrank:32+gptq", "gptq+autoround", "awq+gptq+autoround",
-    solver_of(3, "keep"), solver_of(3, "nvfp4"),
+    "awq+rotation+gptq", "lowrank+gptq", "awq+lowrank:32+gptq", "awq+lowrank:32+kfac", "gptq+autoround",
+    "awq+gptq+autoround", "rotation:merge+gptq+autoround", "rotation:merge+kfac", solver_of(3, "nvfp4"),
 )  # fmt: skip
 SIMPLE = ("rtn", "mse", "gptq")
 # Without a text: the rows that the model writes itself, as many and as long as `quantize --calib self` has them.

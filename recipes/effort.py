@@ -3,8 +3,8 @@
     0   rounds to nearest: seconds
     1   searches the scales of blocks by their squared error: no data
     2   solves each layer on calibration text by second-order rounding, and scales 4-bit inputs before
-    3   does everything that costs nothing at run time: scales inputs where something is rounded there, merges
-        rotations, and refines each finished block
+    3   rounds for the loss of the whole model instead, by the gradients at the outputs of layers, and scales inputs
+        wherever they are rounded
 
 A solver that a recipe, a plan or `--solver` names goes before it.
 """
@@ -24,8 +24,8 @@ def solver_of(effort: int, activation: str, *, experts: bool = False) -> str:
     Args:
         effort: from 0 to 3.
         activation: format of inputs, "keep" for 16 bit.
-        experts: whether the model has experts. No block-wise refinement can learn fused ones, and to find where scales
-            can go, a block is copied in float64, which is too large with hundreds of them.
+        experts: whether the model has experts. To find where scales can go, a block is copied in float64, which is too
+            large with hundreds of them.
 
     Raises:
         ValueError: there is no such effort.
@@ -40,7 +40,5 @@ def solver_of(effort: int, activation: str, *, experts: bool = False) -> str:
         # lose little.
         four_bits = not is_16bit(activation) and FORMATS[activation].element.bits == 4
         return f"{scaling if four_bits else ''}gptq"
-    # Rotations spread outliers of inputs, which small blocks of 4-bit inputs keep apart: there scaling is better.
-    first = "rotation:merge+" if is_16bit(activation) else scaling
-    # AutoRound learns the rounding of a whole block after it was solved (Cheng et al. 2023, arXiv 2309.05516).
-    return f"{first}gptq" if experts else f"{first}gptq+autoround"
+    # Neither merged rotations nor learned rounding of finished blocks (AutoRound) gained as much, at minutes on a GPU.
+    return f"{'' if is_16bit(activation) else scaling}kfac"

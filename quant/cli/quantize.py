@@ -25,8 +25,8 @@ from quant.models.text_imports import skip_image_packages
 @click.option(
     "--effort",
     type=click.IntRange(0, 3),
-    help="Chooses the solver: 0 rounds to nearest, 1 searches scales, 2 is gptq on calibration text, 3 does everything "
-    "that costs nothing at run time.  [default: 2, and 0 for --max-kl and --max-ppl-increase]",
+    help="Chooses the solver: 0 rounds to nearest, 1 searches scales, 2 is gptq on calibration text, 3 is kfac, which "
+    "rounds for the loss of the whole model.  [default: 2, and 0 for --max-kl and --max-ppl-increase]",
 )
 @click.option(
     "--guard",

@@ -19,7 +19,8 @@ from quant.execution.sources import as_rows
 from quant.export.checkpoint.compressed_tensors import check_plan
 from quant.export.checkpoint.names import stored_names
 from quant.plan.make import make_plan
-from quant.recipes.effort import DEFAULT, solver_of
+from quant.recipes import effort
+from quant.recipes.effort import solver_of
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan
 from quant.recipes.recipe import KEEP, Recipe
@@ -120,9 +121,11 @@ def _solved_well(allocation: Allocation) -> Allocation:
 
     def solved(layer: LayerPlan) -> LayerPlan:
         activation = KEEP if layer.activation is None else layer.activation.name
-        return with_supported_solver(replace(layer, solver=solver_of(DEFAULT, activation, experts=experts)))
+        return with_supported_solver(replace(layer, solver=solver_of(effort.DEFAULT, activation, experts=experts)))
 
     plan = plan.replace_layers(map(solved, plan.quantized))
+    if plan == allocation.plan:
+        return allocation
     record = replace(allocation.record, measured_with=allocation.plan.quantized[0].solver)
     return replace(allocation, plan=plan, record=record, quantized=None)
 

@@ -39,9 +39,9 @@ def test_solvers_of_efforts() -> None:
     assert [solver_of(level, "keep") for level in (0, 1, 2)] == ["rtn", "mse", "gptq"]
     assert [solver_of(2, inputs) for inputs in ("fp8_token", "mxfp8")] == ["gptq"] * 2
     assert [solver_of(2, inputs) for inputs in ("nvfp4", "mxfp4")] == ["awq:merge+gptq"] * 2
-    assert solver_of(3, "keep") == "rotation:merge+gptq+autoround"
-    assert {solver_of(3, inputs) for inputs in ("nvfp4", "fp8")} == {"awq:merge+gptq+autoround"}
-    assert {solver_of(level, "nvfp4", experts=True) for level in (2, 3)} == {"gptq"}
+    assert solver_of(3, "keep") == "kfac"
+    assert {solver_of(3, inputs) for inputs in ("nvfp4", "fp8")} == {"awq:merge+kfac"}
+    assert [solver_of(level, "nvfp4", experts=True) for level in (2, 3)] == ["gptq", "kfac"]
     with pytest.raises(ValueError, match="effort 4: expected a whole number from 0 to 3"):
         solver_of(4, "keep")
 
