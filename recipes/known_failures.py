@@ -30,6 +30,10 @@ class Failure:
     gpus: str = "all"
     source: str = ""
 
+    def row(self) -> str:
+        """The row of docs/vllm.md."""
+        return f"| {self.subject} | {self.releases} | {self.gpus} | {self.effect} | {self.source} |"
+
     @property
     def releases(self) -> str:
         """In words: "vLLM 0.26" or "vLLM 0.26 to 0.33"."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
@@ -193,6 +194,8 @@ def install() -> str:
         )
         if config.moe_backend != "auto":
             able, reason = False, "--moe-backend is given"
+        elif envs.VLLM_BATCH_INVARIANT:
+            able, reason = False, "VLLM_BATCH_INVARIANT is set, and our launches depend on the number of tokens"
         if able and (reason := self_test_failure()):
             able = False
         # The emulation backend passes parameters on as they were loaded; the others reorder them for their own kernels.
