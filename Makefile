@@ -15,7 +15,7 @@ MIXED := out/smollm2-135m-4.8bits
 PYTHON_TEXT = $(shell .venv/bin/python -c 'import typing; print(typing.__file__)')
 TEXTS = --calib benchmarks/data/calibration.txt --eval benchmarks/data/evaluation.txt --eval $(PYTHON_TEXT)
 
-.PHONY: demo test lint gpu-test slow-test vllm-test sanitize bench clean
+.PHONY: demo test test-oldest test-newest lint gpu-test slow-test vllm-test sanitize bench clean
 
 demo: .venv/.engines  ## SmolLM2-135M three times: to NVFP4 by GPTQ, to 4.8 mixed bits, to an engine for Blackwell
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --solver gptq $(TEXTS) --calib-samples 8 --eval-samples 8 \
@@ -30,6 +30,12 @@ test: .venv/.engines  ## the tests that need neither a GPU nor minutes; a thread
 
 slow-test: .venv/.engines  ## the tests on whole models
 	$(RUN) pytest -m 'slow and not gpu' $(ARGS)
+
+test-oldest: .venv/.dev  ## the tests that go through transformers, with the oldest version that pyproject.toml allows
+	.ci/transformers oldest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-newest: .venv/.dev  ## the same with the newest release
+	.ci/transformers newest -n $(JOBS) --dist worksteal $(ARGS)
 
 gpu-test: .venv/.engines  ## the tests that need a CUDA device; compiling is most of it, so JOBS should fit the cores
 	OMP_NUM_THREADS=2 $(RUN) pytest -m gpu -n $(JOBS) --dist worksteal $(ARGS)
@@ -50,7 +56,7 @@ bench: .venv/.bench  ## every measurement of docs/benchmarks.md, with its peers;
 	set -e; for script in $(filter-out benchmarks/vllm_%,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$script"; .venv/bin/python $$script; done
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis out
+	rm -rf .venv .venv-transformers-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.dev: pyproject.toml .ci/venv

@@ -14,8 +14,6 @@ import torch
 
 _ALIGNMENT = 16  # bytes, of which Triton compiles kernels that know
 _MOST = 64
-# A PyTorch without CUDA, as under Triton's interpreter, has no such function.
-_current_device = getattr(torch._C, "_cuda_getDevice", int)
 
 
 class CachedLaunch:
@@ -29,10 +27,12 @@ class CachedLaunch:
         constants: its compile-time constants, all of them, and options such as `num_warps`.
     """
 
-    __slots__ = ("_after", "_constants", "_grid", "_kernel", "_launches")
+    __slots__ = ("_after", "_constants", "_device", "_grid", "_kernel", "_launches")
 
     def __init__(self, kernel: Any, grid: Sequence[int], constants: Mapping[str, Any]) -> None:
         self._kernel, self._grid, self._constants = kernel, grid, constants
+        # Under Triton's interpreter there may be no GPU, or a PyTorch without CUDA; both count as GPU 0.
+        self._device: Callable[[], int] = torch._C._cuda_getDevice if torch.cuda.is_available() else int
         self._after: list[Any] = []
         self._launches: dict[tuple[Any, ...], Callable[..., None]] = {}
 
@@ -47,7 +47,7 @@ class CachedLaunch:
             elif argument is None or type(argument) is int:
                 parts.append(argument)
         # A compiled kernel is loaded into one GPU.
-        key = (addresses % _ALIGNMENT, _current_device(), *parts)
+        key = (addresses % _ALIGNMENT, self._device(), *parts)
         launch = self._launches.get(key)
         if launch is not None:
             launch(*arguments, *self._after)
