@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -14,6 +14,8 @@ from quant.errors import UserError, listed
 from quant.models.files import SourceKind, safetensors_file
 from quant.models.quantized.quantization import refuse_packed
 
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""Parts of names that DDP, torch.compile, FSDP and activation checkpointing add."""
 _KNOWN = "a Hugging Face directory, .gguf, .safetensors, .pt/.pth/.bin (torch.save) or .pt2 (torch.export.save)"
 
 
@@ -38,6 +40,11 @@ class LazyStateDict(Mapping[str, torch.Tensor]):
             raise KeyError(name)
         tensor = self._read(name)
         return tensor.to(self._dtype) if self._dtype is not None and tensor.dtype.is_floating_point else tensor
+
+    def renamed(self, names: Mapping[str, str]) -> LazyStateDict:
+        """The same tensors under other names; `names` has one for each."""
+        original = {new: name for name, new in names.items()}
+        return LazyStateDict(original, lambda name: self[original[name]])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -125,7 +132,8 @@ def open_safetensors(path: Path, dtype: torch.dtype | None, meta: bool) -> LazyS
 def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: bool) -> nn.Module:
     """The module that `factory` makes, holding `tensors`: their memory and dtype, not the factory's.
 
-    Parameters that the factory ties stay tied; the file needs only one of their names.
+    Parameters that the factory ties stay tied; the file needs only one of their names. Names may have the parts that
+    wrappers of PyTorch add: `module.` of DDP, `_orig_mod.` of torch.compile.
 
     Args:
         factory: "package.module:function".
@@ -143,6 +151,7 @@ def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: b
     # By each name all names of the same parameter: a file with one of them fills them all.
     ties = {name: names for names in shared.values() for name in names}
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    tensors = LazyStateDict(tensors, tensors.__getitem__).renamed({n: _without_wrappers(n, expected) for n in tensors})
     stored = {name: next((n for n in ties.get(name, [name]) if n in tensors), None) for name in expected}
     _refuse(f"{where} lacks", [name for name, stored_name in stored.items() if stored_name is None], factory)
     _refuse(f"{where} has, and the module has not:", [name for name in tensors if name not in expected], factory)
@@ -159,6 +168,12 @@ def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: b
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, model.get_parameter(first))
     return model.eval()
+
+
+def _without_wrappers(name: str, expected: Container[str]) -> str:
+    """The name of a tensor without the parts of wrappers, if the module has such a tensor; else `name`."""
+    plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return plain if name not in expected and plain in expected else name
 
 
 def call_factory(factory: str, *, meta: bool = False) -> nn.Module:

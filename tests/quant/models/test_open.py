@@ -358,6 +358,14 @@ def make():
 """
 
 
+@pytest.mark.parametrize("wrapped", ["module.{}", "_orig_mod.{}", "module._orig_mod.{}", "_fsdp_wrapped_module.{}"])
+def test_names_of_wrappers_are_those_of_the_module(wrapped: str, factory: str, tmp_path: Path) -> None:
+    trained = Small().eval()
+    torch.save({wrapped.format(name): tensor for name, tensor in trained.state_dict().items()}, tmp_path / "m.pt")
+    x = torch.randn(3, 4)
+    assert torch.equal(open_model(tmp_path / "m.pt", model_factory=factory).model(x), trained(x))
+
+
 def test_factory_builds_the_module_of_a_quantized_checkpoint(factory: str, tmp_path: Path) -> None:
     quantized = quant.quantize(make_line(), "fp8_channel")
     quant.save(quantized.model, quantized.plan, tmp_path / "out")
