@@ -4,10 +4,9 @@
     python benchmarks/casts.py --formats mxfp4,fp8      other formats
     python benchmarks/casts.py --json casts.json
 
-A row of the table is a format and a width. The columns are blocks of a Hadamard rotation before the rounding, 0 for
-none. Rates are bytes read and written, as those of the copy are. Inputs are 128 MiB, more than any L2 cache holds;
-calls are replayed from a CUDA graph. The last table
-has few tokens, where the time is that of a launch.
+A row of the table is a format and a width. Rates are bytes read and written, as those of the copy are. Inputs are 128
+MiB, more than any L2 cache holds; calls are replayed from a CUDA graph. The last table has few tokens, where the time
+is that of a launch.
 """
 
 from __future__ import annotations
@@ -27,18 +26,17 @@ from quant.kernels.timing import graph_microseconds
 
 ELEMENTS = 1 << 26
 WIDTHS = (4096, 14336)
-BLOCKS = (0, 16, 32, 64, 128, 256)
 
 
-def quantizer(name: str) -> Callable[[torch.Tensor, int], Any]:
-    """The call for an input and a Hadamard block, under static scales."""
+def quantizer(name: str) -> Callable[[torch.Tensor], Any]:
+    """The call for an input, under static scales."""
     form, number = FORMATS[name], torch.tensor(0.02, device="cuda")
     scales = {"scale": number} if form.per_tensor else {"global_scale": number} if form.global_scale else {}
-    return lambda x, block: casts.quantize(x, form, hadamard=block, **scales)
+    return lambda x: casts.quantize(x, form, **scales)
 
 
 def rates(formats: list[str]) -> list[dict[str, Any]]:
-    """One row a format and width: TB/s by Hadamard block, and a copy's."""
+    """One row a format and width: TB/s, and a copy's."""
     rows = []
     for columns in WIDTHS:
         tokens = ELEMENTS // columns
@@ -47,9 +45,7 @@ def rates(formats: list[str]) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"format": name, "width": columns, "copy TB/s": copy_rate() * 1e-12}
             moved = 2 * tokens * columns + FORMATS[name].nbytes((tokens, columns))
             call = quantizer(name)
-            for block in BLOCKS:
-                us = graph_microseconds([lambda x=x, c=call, h=block: c(x, h) for x in inputs], 3)
-                row[f"H{block}"] = moved / us * 1e-6
+            row["TB/s"] = moved / graph_microseconds([lambda x=x, c=call: c(x) for x in inputs], 3) * 1e-6
             rows.append(row)
     return rows
 
@@ -65,9 +61,7 @@ def latencies() -> list[dict[str, Any]]:
             row["copy µs"] = graph_microseconds([lambda x=x, y=y: y.copy_(x)] * 20)
             for name in ("nvfp4", "mxfp8"):
                 call = quantizer(name)
-                for block in (0, 128):
-                    one = [lambda x=x, c=call, h=block: c(x, h)]
-                    row[f"{name} H{block} µs"] = graph_microseconds(one * 20)
+                row[f"{name} µs"] = graph_microseconds([lambda x=x, c=call: c(x)] * 20)
             rows.append(row)
     return rows
 

@@ -226,7 +226,7 @@ def prefill(compile_only: bool) -> Iterator[Row]:
 
 
 def casts(compile_only: bool) -> Iterator[Row]:
-    """Quantizers, with and without a rotation: bytes read and written a second."""
+    """Quantizers: bytes read and written a second."""
     from quant.kernels.portable import casts
 
     tokens, columns = 16384, 4096
@@ -235,20 +235,19 @@ def casts(compile_only: bool) -> Iterator[Row]:
     for name in ("nvfp4", "mxfp8", "fp8_token"):
         form = FORMATS[name]
         second = one if form.global_scale else None
-        for what, block in (("quantize", 0), ("hadamard 128, quantize", 128)):
 
-            def call(x: torch.Tensor, f: Format = form, g: torch.Tensor | None = second, h: int = block) -> Any:
-                return casts.quantize(x, f, global_scale=g, hadamard=h)
+        def call(x: torch.Tensor, f: Format = form, g: torch.Tensor | None = second) -> Any:
+            return casts.quantize(x, f, global_scale=g)
 
-            try:
-                call(inputs[0])
-                if compile_only:
-                    continue
-                us = graph_microseconds([lambda x=x, c=call: c(x) for x in inputs])
-                moved = 2 * tokens * columns + form.nbytes((tokens, columns))
-                yield {"what": f"{what} {name}", "N": columns, "M": tokens, "us": us, "TB/s": moved / us * 1e-6}
-            except Exception as error:
-                yield {"what": f"{what} {name}", "launch": f"{type(error).__name__}: {error}"[:300]}
+        try:
+            call(inputs[0])
+            if compile_only:
+                continue
+            us = graph_microseconds([lambda x=x, c=call: c(x) for x in inputs])
+            moved = 2 * tokens * columns + form.nbytes((tokens, columns))
+            yield {"what": f"quantize {name}", "N": columns, "M": tokens, "us": us, "TB/s": moved / us * 1e-6}
+        except Exception as error:
+            yield {"what": f"quantize {name}", "launch": f"{type(error).__name__}: {error}"[:300]}
 
 
 DECODE = [(shape, tokens) for shape in SHAPES for tokens in (1, 16, 64)]

@@ -1,9 +1,9 @@
 """Activations are quantized on a GPU in one pass: rows in BF16 or FP16 become codes and scales.
 
-    x [tokens, in] ─▶ (Hadamard rotation) ─▶ blocks ─▶ amax ─▶ scale (the `max` rule) ─▶ x / scale ─▶ codes, scales
+    x [tokens, in] ─▶ blocks ─▶ amax ─▶ scale (the `max` rule) ─▶ x / scale ─▶ codes, scales
 
 The codes equal those of `formats/`, rounded to nearest even against the decoded scale. This file checks the arguments
-and chooses between two kernels: `rows_to_codes.py`, and `thread_rows_to_codes.py` for NVFP4 and rotations.
+and chooses between two kernels: `nvfp4_rows_to_codes.py` for NVFP4, `rows_to_codes.py` for all others.
 
 A block that holds NaN or infinity gets a scale that is NaN. Under a static scale, which is not the block's own, the
 single code of E4M3 is NaN.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -22,8 +23,8 @@ from quant.formats.scaling import global_scale_of, scale_of
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import current
 from quant.kernels.launch_cache import CachedLaunch
+from quant.kernels.portable.nvfp4_rows_to_codes import BLOCK, nvfp4_rows_to_codes_kernel
 from quant.kernels.portable.rows_to_codes import rows_to_codes_kernel
-from quant.kernels.portable.thread_rows_to_codes import thread_rows_to_codes_kernel
 
 FORMATS_OUT = ("nvfp4", "mxfp8", "mxfp4", "fp8", "fp8_token", "fp8_group", "int8_token")
 """Activation formats that can be written."""
@@ -36,7 +37,6 @@ def quantize(
     *,
     scale: torch.Tensor | None = None,
     global_scale: torch.Tensor | None = None,
-    hadamard: int = 0,
 ) -> BlockScaledTensor:
     """`x` in `format`, block scales by the `max` rule: the codes of the values of `fake_quantize`.
 
@@ -45,22 +45,17 @@ def quantize(
         format: one of `FORMATS_OUT`.
         scale: static scale of `fp8`, float32 scalar; measured where None.
         global_scale: static second-level scale of `nvfp4`, float32 scalar; measured where None.
-        hadamard: block of a rotation to apply first, a power of two from 16 to 256; 0 for none.
 
     Returns:
         Codes and scales of `[tokens, in]`, leading axes flattened.
 
     Raises:
-        ValueError: a format, dtype, width or rotation that the kernel does not take, or a rotation without a static
-            scale where the format has a scale of the whole tensor.
+        ValueError: a format, dtype or width that the kernel does not take.
     """
-    _check(x, format, hadamard)
+    _check(x, format)
     check_scales(x, format, scale, global_scale)
     rows = _contiguous_rows(x)
-    unmeasured = scale is None if format.per_tensor else format.global_scale and global_scale is None
-    if unmeasured and hadamard:
-        raise ValueError(f"rotation to {format}: needs a static scale, for the tensor's amax is not known in one pass")
-    cast = prepare_cast(rows, format, contiguous=rows.is_contiguous(), hadamard=hadamard)
+    cast = prepare_cast(rows, format, contiguous=rows.is_contiguous())
     return cast(rows, scale, global_scale)
 
 
@@ -68,7 +63,7 @@ Cast = Callable[..., BlockScaledTensor]
 """From (rows `[tokens, in]`, scale, global scale) to the quantized rows."""
 
 
-def prepare_cast(rows: torch.Tensor, format: Format, *, contiguous: bool = True, hadamard: int = 0) -> Cast:
+def prepare_cast(rows: torch.Tensor, format: Format, *, contiguous: bool = True) -> Cast:
     """`quantize` for rows like these, checked, with everything decided that does not depend on their values."""
     (tokens, columns), device = rows.shape, rows.device
     codes_shape, codes_dtype = format.codes_shape(rows.shape), format.element.torch_dtype or torch.uint8
@@ -77,20 +72,21 @@ def prepare_cast(rows: torch.Tensor, format: Format, *, contiguous: bool = True,
     per_tensor, has_global, largest = format.per_tensor, format.global_scale, format.element.max
     kernel, width = None, 0
     if tokens:
-        launch = _launch(tokens, columns, format, hadamard, contiguous)
+        launch = _launch(tokens, columns, format, contiguous)
         width = launch.width if launch.flat else 0
-        constants = {
-            "element": format.element.name, "largest": largest,
-            "kind": "wide" if format.scale.is_wide else format.scale.name, "block": format.block[1],
-            "static": per_tensor, "flat": launch.flat or columns == launch.width, "width": launch.width,
+        constants: dict[str, Any] = {
+            "largest": largest, "flat": launch.flat or columns == launch.width, "width": launch.width,
             "num_warps": launch.warps,
         }  # fmt: skip
-        if launch.per:
+        if format.is_nvfp4:
+            chosen = nvfp4_rows_to_codes_kernel
+            constants["whole"] = columns % BLOCK == 0
+        else:
+            chosen = rows_to_codes_kernel
+            kind = "wide" if format.scale.is_wide else format.scale.name
             constants |= {
-                "hadamard": hadamard, "root": hadamard**-0.5 if hadamard else 1.0, "per": launch.per,
-                "whole": columns % launch.per == 0, "pairs": rows.is_cuda,
+                "element": format.element.name, "kind": kind, "block": format.block[1], "static": per_tensor
             }  # fmt: skip
-        chosen = thread_rows_to_codes_kernel if launch.per else rows_to_codes_kernel
         kernel = CachedLaunch(chosen, (launch.programs,), constants)
 
     def run(
@@ -125,49 +121,39 @@ class _Launch:
         width: elements of one, a power of two.
         flat: whether pieces are cut from all elements as they lie in memory, and not one from each row.
         warps: of a program.
-        per: neighbours that a thread has; 0 leaves it to the compiler.
     """
 
     programs: int
     width: int
     flat: bool
     warps: int
-    per: int
 
 
-def _launch(tokens: int, columns: int, format: Format, hadamard: int, contiguous: bool) -> _Launch:
+def _launch(tokens: int, columns: int, format: Format, contiguous: bool) -> _Launch:
     """Blocks are cut from all elements in memory where possible, so that short rows leave no lane idle."""
-    by_threads = hadamard or format.name == "nvfp4"
-    # Neighbours of a thread: a block of NVFP4, or as many as butterflies combine without a shuffle.
-    per = 0 if not by_threads else 32 if hadamard else 16
     # The largest power of two that divides the number of elements: pieces of it have no tail.
     width = min(tokens * columns & -(tokens * columns), 4096)
-    scales_by_block = format.block[1] > 0 or (hadamard > 0 and format.per_tensor)
-    flat = contiguous and scales_by_block and width >= 1024
+    flat = contiguous and format.block[1] > 0 and width >= 1024
     if flat:
         programs = tokens * columns // width
     else:
-        width, programs = max(triton.next_power_of_2(columns), 32 * per, 64), tokens
-    # A warp for 32 threads of `per` values; otherwise at most 64 values a thread.
-    if hadamard:
-        warps = max(min(width // per // 32, 16), 1)
-    else:
-        warps = 4 if width <= 8192 and (flat or width <= 4096) else 8 if width <= 16384 else 16
-    return _Launch(programs, width, flat, warps, per)
+        # A block of NVFP4 for each thread of a warp, at the least.
+        width, programs = max(triton.next_power_of_2(columns), 32 * BLOCK if format.is_nvfp4 else 64), tokens
+    # At most 64 values a thread.
+    warps = 4 if width <= 8192 and (flat or width <= 4096) else 8 if width <= 16384 else 16
+    return _Launch(programs, width, flat, warps)
 
 
-def _check(x: torch.Tensor, format: Format, hadamard: int) -> None:
+def _check(x: torch.Tensor, format: Format) -> None:
     task = f"x {list(x.shape)} to {format}"
     if format.name not in FORMATS_OUT or format is not FORMATS.get(format.name):
         raise ValueError(f"{task}: no such kernel; activation formats: {', '.join(FORMATS_OUT)}")
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{task}: x is {x.dtype}, expected float16 or bfloat16")
     columns = x.shape[-1]
-    multiple = max(format.block[1], 2 if format.element.bits == 4 else 1, hadamard, 1)
+    multiple = max(format.block[1], 2 if format.element.bits == 4 else 1, 1)
     if columns % multiple or not 0 < columns <= MAX_COLUMNS:
         raise ValueError(f"{task}: the last axis must be a multiple of {multiple}, at most {MAX_COLUMNS}")
-    if hadamard and (hadamard & (hadamard - 1) or not 16 <= hadamard <= 256):
-        raise ValueError(f"{task}: hadamard is {hadamard}, expected a power of two from 16 to 256, or 0")
 
 
 def check_scales(

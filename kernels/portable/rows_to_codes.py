@@ -4,7 +4,7 @@
                                                   └──────────────────▶ scale [K / block], or one a row
 
 It serves formats with one scale for a row, or a static one for the tensor, and blocks of FP8: there, each reduction
-goes across threads anyway. NVFP4's blocks of 16 and rotations take `kernels/portable/thread_rows_to_codes.py`.
+goes across threads anyway. NVFP4's blocks of 16 take `kernels/portable/nvfp4_rows_to_codes.py`.
 
 With `flat`, a program owns `width` elements as they lie in memory, whole blocks of one or several rows, so that short
 rows leave no lane idle.

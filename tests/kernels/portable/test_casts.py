@@ -17,11 +17,10 @@ from quant.formats.number import E2M1, E8M0
 from quant.formats.rounding import encode
 from quant.formats.tensor import fake_quantize, quantize
 from quant.kernels.aot import compile_kernel
-from quant.kernels.hadamard import hadamard_transform
 from quant.kernels.portable import casts
 from quant.kernels.portable.block_scales import quotient_to_code, reciprocal
 from quant.kernels.portable.e2m1 import encode_e2m1
-from quant.kernels.portable.thread_rows_to_codes import thread_rows_to_codes_kernel
+from quant.kernels.portable.nvfp4_rows_to_codes import nvfp4_rows_to_codes_kernel
 
 STATIC = torch.tensor(0.02)
 
@@ -95,27 +94,6 @@ def test_rows_of_any_size_have_correctly_rounded_quotients(name: str) -> None:
     assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
 
 
-@pytest.mark.parametrize("format", casts.FORMATS_OUT)
-@pytest.mark.parametrize("block", [16, 32, 64, 128, 256])
-def test_hadamard_first(format: str, block: int) -> None:
-    """Bit for bit: the sums are those of the oracle, in its order. 144 is no whole number of threads."""
-    form = FORMATS[format]
-    for dtype, x in ((torch.bfloat16, rows(3, 768)), (torch.float16, rows(5, 256)), (torch.bfloat16, rows(4, 144))):
-        if x.shape[1] % max(block, form.block[1], 1):
-            continue
-        x = x.to(dtype)
-        x[-1] *= 1e-30 if dtype is torch.bfloat16 else 1e-3
-        options = second_level(form)
-        with interpreted():
-            quantized = casts.quantize(x, form, hadamard=block, **options)
-        turned = hadamard_transform(x, block).float()
-        assert torch.equal(quantized.dequantize(), fake_quantize(turned, form, **options))
-        if form.block != (0, 0):
-            expected = quantize(turned, form, **options)
-            assert torch.equal(quantized.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-            assert torch.equal(quantized.scale.view(torch.uint8), expected.scale.view(torch.uint8))
-
-
 @triton.jit
 def _divide(x, step, out, n: tl.constexpr):
     i = tl.arange(0, n)
@@ -149,18 +127,16 @@ def test_rows_that_begin_anywhere() -> None:
 
 
 @pytest.mark.parametrize("arch", [90, 120])
-def test_ptx_of_the_rotation(arch: int) -> None:
-    """16 bytes at a time, nothing through shared memory, pairs of BF16 rounded at once, no register spilled."""
+def test_ptx_of_nvfp4(arch: int) -> None:
+    """16 bytes at a time, nothing but the 256 scales through shared memory, no register spilled."""
     signature = {"x": "*bf16", "codes": "*u8", "scale": "*fp8e4nv", "global_scale": "*fp32", "K": "i32"}
     constants = {
-        "element": "e2m1", "largest": 6.0, "kind": "e4m3", "block": 16, "static": False, "hadamard": 128,
-        "root": 128**-0.5, "flat": True, "width": 4096, "per": 32, "whole": True, "pairs": True, "x_stride": 4096,
+        "largest": 6.0, "flat": True, "width": 4096, "whole": True, "x_stride": 4096,
     }  # fmt: skip
-    compiled = compile_kernel(thread_rows_to_codes_kernel, signature, constants, arch=arch, num_warps=4, num_stages=1)
-    assert compiled.shared == 0
+    compiled = compile_kernel(nvfp4_rows_to_codes_kernel, signature, constants, arch=arch, num_warps=4, num_stages=1)
+    assert compiled.shared == 256
     assert len(re.findall(r"ld\.global\.v4\.b32", compiled.ptx)) == 4
-    assert len(re.findall(r"cvt\.rn\.bf16x2\.f32", compiled.ptx)) == 16
-    assert len(re.findall(r"shfl\.sync", compiled.ptx)) == 64
+    assert "shfl.sync" not in compiled.ptx
     assert assemble(compiled).spilled == 0
 
 
@@ -172,10 +148,6 @@ def test_mistakes_name_the_argument() -> None:
         casts.quantize(x.float(), FORMATS["mxfp8"])
     with pytest.raises(ValueError, match="last axis must be a multiple of 32"):
         casts.quantize(x[:, :200], FORMATS["mxfp8"])
-    with pytest.raises(ValueError, match="hadamard is 48"):
-        casts.quantize(x, FORMATS["mxfp8"], hadamard=48)
-    with pytest.raises(ValueError, match="rotation to nvfp4: needs a static scale"):
-        casts.quantize(x, FORMATS["nvfp4"], hadamard=128)
     with pytest.raises(ValueError, match=r"global_scale is \[2\] torch\.float32, expected one floating-point number"):
         casts.quantize(x, FORMATS["nvfp4"], global_scale=torch.ones(2))
     with pytest.raises(ValueError, match="scale is on meta, x on cpu"):
