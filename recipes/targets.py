@@ -325,6 +325,40 @@ _ALL = (
         source=_RTX_SOURCE,
     ),
     Target("tensorrt-rtx-sm89", "TensorRT-RTX engine for Ada, built without a GPU", _RTX, source=_RTX_SOURCE),
+    Target(
+        "onnxruntime-genai",
+        "onnxruntime-genai 0.18, from `quant export --to onnx --genai`",
+        (
+            *(
+                Pair(weight, inputs, STORAGE, "multiplied in FP32 or FP16", _LINEAR)
+                for weight, inputs in (
+                    ("fp8", "fp8"),
+                    ("fp8", None),
+                    ("fp8_channel", "fp8_token"),
+                    ("fp8_channel", None),
+                    ("int8", "int8_token"),
+                    ("int8", "int8_tensor"),
+                    ("int8", None),
+                    ("int4", None),
+                )
+            ),
+            Pair("nvfp4", "nvfp4", note="by the provider of TensorRT-RTX; read, not run", kinds=_LINEAR),
+        ),
+        source="onnxruntime-genai 0.18 with onnxruntime 1.32 on a CPU: its tokens were those of `quant.load`",
+    ),
+    Target(
+        "edge-llm",
+        "TensorRT Edge-LLM 0.11, from `quant export --to edge-llm`",
+        (
+            Pair("nvfp4", "nvfp4", note="from SM100"),
+            Pair("nvfp4", None, STORAGE, "all layers alike"),
+            Pair("fp8", "fp8", note="from SM89", kinds=_LINEAR),
+            Pair("mxfp8", "mxfp8", note="from SM100", kinds=_LINEAR),
+            Pair("int4", None, STORAGE, kinds=_LINEAR),
+        ),
+        kv_cache=("fp8",),
+        source="tensorrt-edgellm 0.11, its exporter on a CPU; no engine of it was run",
+    ),
 )
 
 TARGETS: dict[str, Target] = {target.name: target for target in _ALL}

@@ -5,6 +5,7 @@
     triton-server     such an engine in a model repository of Triton Inference Server, and serve.md
     aoti              a .pt2 package of AOTInductor
     torch-tensorrt    the module lowered through torch-tensorrt's quantize ops
+    edge-llm          the checkpoint in ModelOpt's layout, and the ONNX that TensorRT Edge-LLM's exporter makes of it
     modelopt, compressed-tensors
                       the same checkpoint in the other layout, which other servers load
 
@@ -43,6 +44,7 @@ from quant.export.onnx_graph.runtimes import layer_of_tensorrt, loaded, main_dty
 from quant.export.onnx_graph.translate import dimension_ranges
 from quant.export.onnx_graph.verify import check_file, verify, worst_layer
 from quant.export.packages.aoti import export_aoti
+from quant.export.packages.edge_llm import check_edge_llm, check_exported, command, has_exporter, run_exporter
 from quant.export.packages.torch_tensorrt import lower
 from quant.export.packages.triton_server import RECEIPT_FILE, SERVE_FILE, Bundle, publish
 from quant.export.packages.triton_server_guide import serving_text
@@ -262,6 +264,30 @@ def export_layout(job: ExportJob) -> dict[str, Any]:
     return {"out": str(job.out), **done, "passed": True}
 
 
+def export_edge_llm(job: ExportJob) -> dict[str, Any]:
+    """`--to edge-llm` writes ModelOpt's layout, and runs the exporter of TensorRT Edge-LLM if it is installed."""
+    if job.plan is None:
+        raise UserError(f"{job.directory}: no plan, and so nothing to compare the exported graph with")
+    check_edge_llm(job.model, job.plan)
+    found, notes = {}, []
+    with new_directory(job.out, overwrite=job.overwrite) as folder:
+        checkpoint, onnx = folder / "checkpoint", folder / "onnx"
+        convert(job.directory, checkpoint, "modelopt", model=job.model)
+        if has_exporter():
+            run_exporter(checkpoint, onnx, job.plan)
+            found = check_exported(checkpoint, onnx, job.plan)
+        else:
+            words = " ".join(command(job.out / "checkpoint", job.out / "onnx", job.plan))
+            notes.append(
+                "the exporter is not installed here (pip install 'tensorrt-edgellm[export]', best in an environment of "
+                f"its own); run: tensorrt-edgellm-export {words}"
+            )
+        files = {str(f.relative_to(folder)): f.stat().st_size for f in sorted(folder.rglob("*")) if f.is_file()}
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    return {"out": str(job.out), "files": files, "warnings": notes, **found, "passed": True}
+
+
 def check_attention(kind: str, plan: Plan | None, attention: str) -> None:
     """Raises UserError where an export would leave out the plan's attention without being told to."""
     if kind == "torch-tensorrt" and plan is not None and plan.attention is not None and attention != "none":
@@ -295,7 +321,7 @@ def check_request(
                 "an engine is built for one kind of GPU: name it with --target, such as sm120, sm89 or local"
             )
         choose_common_backend(resolve_targets(target), backend, features)
-    if kind in ("onnx", *LAYOUT_NAMES):
+    if kind in ("onnx", "edge-llm", *LAYOUT_NAMES):
         check_destination(out, overwrite=overwrite)
     elif kind == "triton-server":
         if out.exists() and not out.is_dir():
@@ -312,6 +338,7 @@ EXPORTERS: dict[str, Callable[[ExportJob], dict[str, Any]]] = {
     "aoti": export_aoti_package,
     "torch-tensorrt": export_torch_tensorrt,
     "triton-server": export_triton_server,
+    "edge-llm": export_edge_llm,
     "modelopt": export_layout,
     "compressed-tensors": export_layout,
 }

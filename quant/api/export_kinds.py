@@ -12,6 +12,7 @@ KINDS: dict[str, tuple[str, set[str]]] = {
     "aoti": (".pt2", _GRAPH),
     "torch-tensorrt": (".pt2", {"inputs", "attention", "dtype"}),
     "triton-server": ("-triton", _ENGINE),
+    "edge-llm": ("-edge-llm", set()),
     "modelopt": ("-modelopt", set()),
     "compressed-tensors": ("-compressed-tensors", set()),
 }

@@ -37,6 +37,7 @@ def quantize(
     exclude: Sequence[str] = (),
     lm_head: str | None = None,
     kv_cache: str | None = None,
+    attention: str | None = None,
     solver: str | None = None,
     effort: int | None = None,
     run: Callable[[nn.Module], Any] | None = None,
@@ -70,6 +71,7 @@ def quantize(
         exclude: globs of layers that stay in 16 bit.
         lm_head: format of the output head, whose inputs stay in 16 bit; replaces the recipe's.
         kv_cache: format of the KV cache, "fp8", or "16bit"; replaces the recipe's.
+        attention: format of attention's operands, "fp8", or "16bit"; replaces the recipe's.
         solver: replaces the recipe's.
         effort: 0 to 3, chooses a solver where neither `solver` nor the recipe names one; see `quant.recipes.effort`.
             None is 2 where there is data or the model writes some, and 1 where there is none. A budget chooses
@@ -105,6 +107,7 @@ def quantize(
         exclude=exclude,
         lm_head=lm_head,
         kv_cache=kv_cache,
+        attention=attention,
         solver=solver,
         effort=effort,
         run=run,

@@ -123,7 +123,7 @@ def export_command(
     build = (options["target"], options["backend"], options["features"])
     check_request(kind, directory, out, options["overwrite"], *build)
     with status(f"loading {directory}", quiet):
-        if kind in LAYOUT_NAMES:
+        if kind in (*LAYOUT_NAMES, "edge-llm"):
             # Layouts move stored bytes: shapes on the meta device are enough.
             model = outline(directory)
         else:

@@ -26,12 +26,13 @@ from quant.execution.data import solver_needs_data
 from quant.execution.sources import Rows, check_sources, sources_of
 from quant.execution.store import is_finished
 from quant.export.checkpoint.directory import check_apart, check_destination
+from quant.formats.format import is_16bit
 from quant.models.files import find_model
 from quant.plan.callers_model import check_original, unwrapped
 from quant.plan.check import Problem, read_plan
 from quant.plan.make import kv_cache_name
 from quant.recipes.plan import Plan
-from quant.recipes.recipe import Recipe, get_recipe
+from quant.recipes.recipe import KEEP, Recipe, get_recipe
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 from quant.run.budget import AllocationRequest, read_quantity
 from quant.run.spelling import as_option, as_parameter
@@ -64,6 +65,7 @@ class Request:
     guard: str | None = None
     observer: str | None = None
     kv_cache: str | None = None
+    attention: str | None = None
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     lm_head: str | None = None
@@ -124,8 +126,19 @@ class Request:
         return None if self.kv_cache is None else kv_cache_name(self.kv_cache, self.spell("kv_cache"))
 
     @cached_property
+    def attention_format(self) -> str | None:
+        """The format of attention's operands as recipes spell it; None leaves it to the recipe."""
+        if self.attention is None:
+            return None
+        if is_16bit(self.attention):
+            return KEEP
+        if self.attention != "fp8":
+            raise UserError(f"{self.spell('attention')} {self.attention}: attention runs in fp8, or in 16bit")
+        return self.attention
+
+    @cached_property
     def chosen_recipe(self) -> Recipe | PlanFile:
-        """The recipe or plan that is named, with the format of the KV cache that replaces the recipe's."""
+        """The recipe or plan that is named, with the formats of attention and KV cache that replace the recipe's."""
         if self.plan_file is not None:
             return read_plan(self.plan_file)
         if isinstance(self.recipe, Plan):
@@ -135,7 +148,11 @@ class Request:
         else:
             assert self.recipe is not None
             recipe = get_recipe(self.recipe) if isinstance(self.recipe, str) else self.recipe
-        return recipe if self.kv_cache_format is None else replace(recipe, kv_cache=self.kv_cache_format)
+        return replace(
+            recipe,
+            kv_cache=self.kv_cache_format or recipe.kv_cache,
+            attention=self.attention_format or recipe.attention,
+        )
 
     def check(self) -> None:
         """Refuses options that cannot be read or contradict each other; the model is not opened for that.
@@ -153,7 +170,7 @@ class Request:
             self.chosen_recipe  # noqa: B018 -- it is read here
         self._check_values()
         # Cached properties are read once, here, so that a bad value is refused before the model is opened.
-        self.kv_cache_format, self.memory_bytes  # noqa: B018 -- so are these
+        self.kv_cache_format, self.attention_format, self.memory_bytes  # noqa: B018 -- so are these
 
     def _check_values(self) -> None:
         """Refuses values that would otherwise be found out after the model is opened, or in no dry run."""
@@ -181,7 +198,7 @@ class Request:
             raise UserError("give exactly one of --format, --recipe and --plan")
         if self.plan_file is None and not isinstance(self.recipe, Plan):
             return
-        fixed = ("solver", "effort", "kv_cache", "include", "exclude", "lm_head")
+        fixed = ("solver", "effort", "kv_cache", "attention", "include", "exclude", "lm_head")
         if self._first_given(*fixed):
             plan = "a plan" if self.is_in_memory else "--plan"
             options = ", ".join(map(self.spell, fixed))
@@ -195,6 +212,11 @@ class Request:
             raise UserError(
                 f"{recipe} fixes the formats that a budget would choose; name those that it may use with "
                 f"{self.spell('formats')}"
+            )
+        if self.attention is not None:
+            raise UserError(
+                f'{self.spell("attention")}: a budget leaves attention in 16 bit; set "attention": "fp8" in '
+                "the plan that it writes, and quantize with --plan"
             )
         if self.lm_head is not None:
             raise UserError(

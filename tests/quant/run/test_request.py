@@ -25,6 +25,8 @@ MODELS = {"--{}": "model", "{}=": nn.Linear(2, 2)}
     ("options", "message"),
     [
         ({"recipe": "fp8", "kv_cache": "fp9"}, "<kv_cache> fp9: unknown format of a KV cache"),
+        ({"recipe": "fp8", "attention": "nvfp4"}, "<attention> nvfp4: attention runs in fp8, or in 16bit"),
+        ({"budget": BUDGET, "attention": "fp8"}, "<attention>: a budget leaves attention in 16 bit"),
         (
             {"recipe": Plan(()), "solver": "gptq"},
             "says everything already: edit it instead of using <solver>, <effort>",
@@ -115,3 +117,10 @@ def test_a_recipe_may_be_named_by_its_file(tmp_path: Path) -> None:
 def test_data_that_are_no_rows_are_refused() -> None:
     with pytest.raises(UserError, match=r"data is \[4\]; expected token ids \[rows, seqlen\]"):
         Request(nn.Linear(2, 2), "fp8", data=torch.zeros(4, dtype=torch.int64)).check()
+
+
+def test_attention_and_kv_cache_replace_the_recipes() -> None:
+    recipe = Request("model", recipe="fp8", attention="fp8", kv_cache="fp8").chosen_recipe
+    assert (recipe.attention, recipe.kv_cache) == ("fp8", "fp8")  # type: ignore[union-attr]
+    recipe = Request("model", recipe=recipe, attention="16bit").chosen_recipe  # type: ignore[arg-type]
+    assert (recipe.attention, recipe.kv_cache) == ("keep", "fp8")  # type: ignore[union-attr]
