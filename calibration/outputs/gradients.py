@@ -17,7 +17,7 @@ down to that. A is shrunk towards its diagonal by the spread between rows, as se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -257,11 +257,14 @@ class _Pass:
 
     def _head_gradient(self, hidden: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """The gradient for the inputs of the head, a slice of positions at a time: logits of all would not fit."""
-        gradient = torch.empty_like(hidden)
-        for part in self.logits.parts(hidden):
-            leaf = hidden[part].clone().requires_grad_()
-            logits = self.logits.logits(leaf)
-            (gradient[part],) = torch.autograd.grad(logits, leaf, _label_gradient(logits.detach(), generator))
+        gradient, head = torch.empty_like(hidden), self.logits.head
+        assert head is not None
+        tensors = self._elsewhere(head)
+        with forwarding(head, partial(self._run_with, head, tensors, head.forward)) if tensors else nullcontext():
+            for part in self.logits.parts(hidden):
+                leaf = hidden[part].clone().requires_grad_()
+                logits = self.logits.logits(leaf)
+                (gradient[part],) = torch.autograd.grad(logits, leaf, _label_gradient(logits.detach(), generator))
         return gradient
 
     def _watch(self, members: Sequence[LayerPlan], member: LayerPlan) -> Callable[..., Any]:
@@ -295,42 +298,55 @@ class _Pass:
 
     @contextmanager
     def _checkpointed(self) -> Iterator[None]:
-        """While open, activations of blocks are computed again when they are needed, and the head is widened."""
+        """While open, activations of blocks are computed again when they are needed."""
         with ExitStack() as stack:
             for name in block_names(self.model):
                 block = self.model.get_submodule(name)
                 run = partial(checkpoint, partial(self._run_block, block, block.forward), use_reentrant=False)
                 stack.enter_context(forwarding(block, run))
-            head = self.logits.head
-            if head is not None and self.device.type == "cpu":
-                stack.enter_context(forwarding(head, partial(self._run_block, head, head.forward)))
             yield
 
     def _run_block(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A block, or the head, on the device, with 16-bit weights widened on a CPU."""
-        wide = torch.float32 if self.device.type == "cpu" else None
+        """A block on the device, with 16-bit weights widened on a CPU."""
+        tensors = self._elsewhere(block)
+        return self._run_with(block, tensors, forward, *args, **kwargs) if tensors else forward(*args, **kwargs)
+
+    def _elsewhere(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Tensors of a module that it has to be called with instead of its own: on the device, or wider."""
         tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if tensor.is_meta:
                 continue  # experts that are still in their files, which read themselves
-            dtype = wide if wide is not None and tensor.dtype in NARROW else tensor.dtype
+            dtype = torch.float32 if self.device.type == "cpu" and tensor.dtype in NARROW else tensor.dtype
             if tensor.device != self.device or tensor.dtype != dtype:
                 tensors[name] = value_of(tensor).to(self.device, dtype)
-        if not tensors:
-            return forward(*args, **kwargs)
+        return tensors
+
+    def _run_with(
+        self,
+        module: nn.Module,
+        tensors: dict[str, torch.Tensor],
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """`forward` of a module with other tensors; its result is as narrow as its inputs."""
         narrow = next((v.dtype for v in (*args, *kwargs.values()) if _is_narrow(v)), None)
+        wide = torch.float32 if self.device.type == "cpu" else narrow
 
         def moved(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            return value.to(self.device, wide if wide is not None and _is_narrow(value) else None)
+            return value.to(self.device, wide if _is_narrow(value) else None) if _is_tensor(value) else value
 
         args, kwargs = tree_map(moved, args), tree_map(moved, kwargs)
-        with forwarding(block, forward):
-            result = functional_call(block, tensors, args, kwargs)
-        if narrow is None or wide is None:
+        with forwarding(module, forward):
+            result = functional_call(module, tensors, args, kwargs)
+        if narrow is None or wide is narrow:
             return result
-        return tree_map(lambda v: v.to(narrow) if isinstance(v, torch.Tensor) and v.dtype is wide else v, result)
+        return tree_map(lambda v: v.to(narrow) if _is_tensor(v) and v.dtype is wide else v, result)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _is_narrow(value: Any) -> bool:

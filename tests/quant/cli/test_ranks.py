@@ -140,6 +140,14 @@ def test_ranks_write_the_bytes_of_one(
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["1", "3"]
 
 
+def test_ranks_measure_gradients_together(home: Path, tmp_path: Path) -> None:
+    """The third of three ranks has a batch of its own, and none falls back to GPTQ."""
+    run(options(home, "llama", tmp_path / "out", "--format=nvfp4a16", "--solver=kfac"), 3, tmp_path / "log")
+    layers = json.loads((tmp_path / "out" / "plan.json").read_text())["layers"]
+    reasons = [layer["reason"] for layer in layers if layer["weight"]]
+    assert reasons and not any("as by gptq" in reason for reason in reasons)
+
+
 def test_ranks_without_rows_and_evaluation(home: Path, tmp_path: Path) -> None:
     """Five ranks for four batches; and the figures of an evaluation, to the last digit."""
     text = str(home / "rows.safetensors")
