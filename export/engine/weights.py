@@ -97,6 +97,7 @@ class View:
         self.norm_after: dict[nn.Module, nn.Module] = {}
         # Weights of norms, and the scales of the inputs that each quantized layer rounds to.
         self.vectors: dict[str, np.ndarray] = {}
+        self.names: dict[nn.Module, str] = {}
         self.input_scales: dict[str, float] = {}
         self.of_module: dict[str, list[Kernel]] = {}
         self.writer: dict[tuple[int, str], Kernel] = {}
@@ -154,6 +155,7 @@ def _compare(engine: Engine, model: nn.Module) -> dict[str, list[str]]:
     for profile in sorted({kernel.profile for kernel in engine.kernels}):
         view = View(engine, profile, rows)
         view.norm_after = _norms_after(modules.values())
+        view.names = {module: name for name, module in modules.items()}
         for name, module in modules.items():
             weight = getattr(module, "weight", None)
             if isinstance(module, QuantLinear | QuantConv):
@@ -178,7 +180,7 @@ def _norms_after(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
     after: dict[nn.Module, nn.Module] = {}
     conv = None
     for module in modules:
-        if isinstance(module, nn.modules.conv._ConvNd):
+        if isinstance(module, nn.modules.conv._ConvNd | QuantConv):
             conv = module
         elif isinstance(module, nn.modules.batchnorm._BatchNorm) and conv is not None:
             after[conv], conv = module, None
@@ -227,16 +229,51 @@ def _quantized_problems(view: View, name: str, module: QuantLinear | QuantConv) 
     if not is_held:
         yield "codes"
     single = _scalar_scales(module)
-    if weight.scale.numel() > 1 and not _holds_scales(view, operands, module, part):
+    if weight.scale.numel() > 1 and not (
+        _holds_scales(view, operands, module, part) or _is_in_batch_norm(view, name, module)
+    ):
         yield "scales"
-    if single and not _any_close(single, view.scalars(name)):
+    if single and not _any_close(single, view.scalars(name)) and not _is_in_batch_norm(view, name, module):
         yield "scale"
     if module.input_scale is not None:
         scale = float(module.input_scale)
         kernels = [*view.of_module[name], *view.feeding(name)]
-        if not _any_close([scale, 1 / scale], view.scalars(name)) and not _is_in_norm(view, kernels, scale):
+        is_found = _any_close([scale, 1 / scale], view.scalars(name)) or _is_in_norm(view, kernels, scale)
+        if not is_found:
             yield "input scale"
     yield from _bias_problems(view, operands, module, part)
+
+
+def _is_in_batch_norm(view: View, name: str, module: QuantLinear | QuantConv) -> bool:
+    """Whether a constant has a convolution's scales times the factors of the BatchNorm that follows it."""
+    norm: Any = view.norm_after.get(module)
+    weight = module.quantized_weight
+    if norm is None or norm.num_features != weight.shape[0]:
+        return False
+    factor, shift, size = _factors(norm)
+    operands = view.constants([*view.of_module[name], *view.of_module.get(view.names[norm], ())])
+    scales = weight.scale_values().numpy().reshape(-1) * factor
+    steps = [1.0, *_input_factors(module)]
+    is_held = any(
+        _holds_vector(view, operand, np.float32(step) * scales, WHOLE, 4 * np.abs(step * scales))
+        for operand in operands
+        for step in steps
+    )
+    bias = shift if module.bias is None else module.bias.detach().float().numpy() * factor + shift
+    if is_held and (not bias.any() or any(_holds_vector(view, other, bias, WHOLE, 4 * size) for other in operands)):
+        view.folded.add(norm)
+        return True
+    return False
+
+
+def _input_factors(module: QuantLinear | QuantConv) -> list[float]:
+    """Numbers by which the compiler may multiply scales of rows: those of the input's codes."""
+    factors = []
+    if module.activation_format is not None:
+        factors.append(_TOKEN_STEP.get(module.activation_format.element, 1.0))
+    if module.input_scale is not None:
+        factors.append(float(module.input_scale))
+    return factors
 
 
 def _is_in_norm(view: View, kernels: Sequence[Kernel], scale: float) -> bool:
@@ -318,11 +355,7 @@ def _holds_scales(view: View, operands: Sequence[Operand], module: QuantLinear |
         )
     # [blocks of inputs, blocks of outputs], as the transposed weight has them.
     scales = weight.scale_values().numpy().T
-    factors = [1.0]
-    if module.activation_format is not None:
-        factors.append(_TOKEN_STEP.get(module.activation_format.element, 1.0))
-    if module.input_scale is not None:
-        factors.append(float(module.input_scale))
+    factors = [1.0, *_input_factors(module)]
     part = replace(part, start=part.start // format.block_shape(weight.shape)[0])
     return any(
         _holds_numbers(view, operand, np.float32(factor) * scales, part, weight.shape[1])

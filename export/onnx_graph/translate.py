@@ -137,10 +137,30 @@ def translate(
     model = program.model
     _type_packed(packed)
     _name_layers(model, prefix)
+    dtypes = {value.name: value.dtype for value in model.graph.initializers.values()}
     optimizer.optimize(model)
+    _restore_dtypes(model, dtypes)
     _name_dims(model, inputs)
     _clean(model)
     return model
+
+
+def _restore_dtypes(model: Any, dtypes: Mapping[str, Any]) -> None:
+    """Weights of convolutions get back the dtype of the model.
+
+    onnxscript 0.7 multiplies a BatchNorm into the convolution before it, and leaves a weight in BF16 and its new bias
+    in FLOAT, which no runtime takes beside an input in BF16.
+    """
+    import onnx_ir as ir
+
+    for node in model.graph:
+        if node.op_type not in ("Conv", "ConvTranspose"):
+            continue
+        dtype = dtypes.get(node.inputs[1].name)
+        for value in node.inputs[1:]:
+            if value is not None and value.const_value is not None and dtype not in (None, value.dtype):
+                value.const_value = ir.tensor(value.const_value.numpy().astype(dtype.numpy()), dtype, name=value.name)
+                value.dtype = dtype
 
 
 def _type_packed(packed: Mapping[Any, int]) -> None:
