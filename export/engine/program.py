@@ -74,7 +74,8 @@ _NAMES = {
 _PROFILE = re.compile(r"\[profile (\d+)\]")
 _ALPHA = re.compile(r"\balpha=([0-9A-F]{8})(?:f32)?\b")
 _SOURCE = re.compile(rb"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(")
-_IMMEDIATE = re.compile(rb"\b0x[0-9a-f]\.?[0-9a-f]*p[+-]?\d+f?\b")
+# TensorRT-RTX 1.7 writes 0x1.1dc138p-10f, and 1.5 (1.090123456e-03).
+_IMMEDIATE = re.compile(rb"\b0x[0-9a-f]\.?[0-9a-f]*p[+-]?\d+f?\b|\b\d\.\d{6,}e[+-]\d+\b")
 # A string in the tagged stream is its length twice, between tags, and its bytes; 0x43 opens a binding's record.
 _STRING = rb"\x13\x80\x01\x00(.{8})\x01\x80\x0c\x80\x01\x00\1"
 _OPENING = rb"C\x80\x01\x00\x16\x80\x01\x00\x07\x80\x01\x00.{4}A\x80\x01\x00"
@@ -205,11 +206,14 @@ class Engine:
         return np.lib.stride_tricks.as_strided(data, dims, steps)
 
     def scalars(self, kernel: Kernel) -> tuple[float, ...]:
-        """Every single number that a kernel multiplies by: alpha, scalar constants, and immediates of its source."""
+        """Every single number that a kernel multiplies by: alpha, constants of one value, and immediates."""
         numbers = [] if kernel.alpha is None else [kernel.alpha]
         for operand in kernel.inputs:
-            if operand.index is not None and self.starts and _count(operand.dims) == 1 and operand.type in BITS:
-                numbers.append(float(self.constant(operand).reshape(())))
+            # A convolution has its scale once for each channel.
+            is_vector = sum(dim != 1 for dim in operand.dims) <= 1
+            if operand.index is not None and self.starts and is_vector and operand.type in BITS:
+                values = self.constant(operand).reshape(-1)
+                numbers += [float(values[0])] if (values == values[0]).all() else []
         return (*numbers, *self._immediates.get(kernel.source, ()))
 
 
@@ -364,7 +368,8 @@ def _read_immediates(blob: mmap.mmap, sources: set[str]) -> dict[str, tuple[floa
         if name in sources and name not in numbers:
             end = blob.find(b"\0", match.start())
             text = blob[match.start() : end if end >= 0 else len(blob)]
-            numbers[name] = tuple(float.fromhex(word.decode().rstrip("f")) for word in _IMMEDIATE.findall(text))
+            words = [word.decode() for word in _IMMEDIATE.findall(text)]
+            numbers[name] = tuple(float.fromhex(w.rstrip("f")) if w.startswith("0x") else float(w) for w in words)
     return numbers
 
 
@@ -406,10 +411,3 @@ def _numbers(data: np.ndarray, stored: str) -> np.ndarray:
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     views = {"float": np.float32, "int32": np.int32, "int64": np.int64}
     return data.view(views[stored]) if stored in views else data
-
-
-def _count(dims: tuple[int | None, ...]) -> int:
-    count = 1
-    for dim in dims:
-        count *= dim or 1
-    return count

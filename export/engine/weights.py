@@ -30,6 +30,7 @@ from torch import nn
 from quant.export.engine.program import PRODUCTS, Engine, Kernel, Operand
 from quant.formats.number import E4M3, INT8
 from quant.formats.packing import unpack
+from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.modules import QuantLinear
 
@@ -229,7 +230,9 @@ def _quantized_problems(view: View, name: str, module: QuantLinear | QuantConv) 
     if not is_held:
         yield "codes"
     single = _scalar_scales(module)
-    if weight.scale.numel() > 1 and not (
+    if single and weight.global_scale is not None and _holds_products(view, operands, weight, part):
+        single = []
+    elif weight.scale.numel() > 1 and not (
         _holds_scales(view, operands, module, part) or _is_in_batch_norm(view, name, module)
     ):
         yield "scales"
@@ -250,17 +253,19 @@ def _is_in_batch_norm(view: View, name: str, module: QuantLinear | QuantConv) ->
     weight = module.quantized_weight
     if norm is None or norm.num_features != weight.shape[0]:
         return False
-    factor, shift, size = _factors(norm)
+    (factor, shift, size), rounding = _factors(norm), _rounding(norm)
     operands = view.constants([*view.of_module[name], *view.of_module.get(view.names[norm], ())])
     scales = weight.scale_values().numpy().reshape(-1) * factor
     steps = [1.0, *_input_factors(module)]
     is_held = any(
-        _holds_vector(view, operand, np.float32(step) * scales, WHOLE, 4 * np.abs(step * scales))
+        _holds_vector(view, operand, np.float32(step) * scales, WHOLE, rounding * np.abs(step * scales))
         for operand in operands
         for step in steps
     )
     bias = shift if module.bias is None else module.bias.detach().float().numpy() * factor + shift
-    if is_held and (not bias.any() or any(_holds_vector(view, other, bias, WHOLE, 4 * size) for other in operands)):
+    if is_held and (
+        not bias.any() or any(_holds_vector(view, other, bias, WHOLE, rounding * size) for other in operands)
+    ):
         view.folded.add(norm)
         return True
     return False
@@ -365,6 +370,16 @@ def _holds_scales(view: View, operands: Sequence[Operand], module: QuantLinear |
     )
 
 
+def _holds_products(view: View, operands: Sequence[Operand], weight: BlockScaledTensor, part: Part) -> bool:
+    """Whether a constant has NVFP4's block scales times the global scale, as TensorRT-RTX 1.5 folds them."""
+    scales = weight.scale_values().numpy().T
+    return any(
+        _holds_numbers(view, operand, scales, part, weight.shape[1])
+        for operand in operands
+        if operand.stored == "float"
+    )
+
+
 def _holds_swizzled(view: View, operand: Operand, expected: np.ndarray, part: Part) -> bool:
     """Whether a constant has FP4's block scales in tiles of 128 outputs and 4 blocks: `[…, tiles, 4, tiles, 4, 32]`."""
     values = view.values(operand)
@@ -390,20 +405,19 @@ def _holds_numbers(view: View, operand: Operand, expected: np.ndarray, part: Par
 
 
 def _holds_vector(
-    view: View, operand: Operand, expected: np.ndarray, part: Part, size: np.ndarray | None = None
+    view: View, operand: Operand, expected: np.ndarray, part: Part, error: np.ndarray | None = None
 ) -> bool:
-    """Whether a constant has these numbers, one for each output; `size` is that of the terms they are sums of."""
+    """Whether a constant has these numbers, one for each output, up to `error` or the rounding to its type."""
     if operand.stored not in _CLOSE or sum(dim != 1 for dim in operand.dims) > 2 or _size(operand) < expected.size:
         return False
     values = part.cut(view.values(operand), 1, expected.size)
-    return _mark(view, operand, values is not None and _close(values[0], expected, operand.stored, size))
+    return _mark(view, operand, values is not None and _close(values[0], expected, operand.stored, error))
 
 
-def _close(values: np.ndarray, expected: np.ndarray, stored: str, size: np.ndarray | None = None) -> bool:
-    """Whether numbers are the expected ones, rounded to the constant's type as their terms of this size were."""
-    return bool(
-        (np.abs(values - expected) <= _CLOSE[stored] * np.abs(expected if size is None else size) + 1e-12).all()
-    )
+def _close(values: np.ndarray, expected: np.ndarray, stored: str, error: np.ndarray | None = None) -> bool:
+    """Whether numbers are the expected ones, up to the rounding to the constant's type, or up to `error`."""
+    bound = _CLOSE[stored] * np.abs(expected) if error is None else error
+    return bool((np.abs(values - expected) <= bound + 1e-12).all())
 
 
 def _mark(view: View, operand: Operand, held: bool) -> bool:
@@ -519,12 +533,12 @@ def _holds_rounded(view: View, operand: Operand, expected: torch.Tensor, part: P
 
 def _holds_norm(view: View, operands: Sequence[Operand], norm: Any) -> bool:
     """Whether constants have the factor and the offset of each channel that a BatchNorm is in evaluation."""
-    factor, shift, size = _factors(norm)
+    (factor, shift, size), rounding = _factors(norm), _rounding(norm)
     return all(
         # One times x, and x plus zero, are no work.
         bool((vector == neutral).all())
-        or any(_holds_vector(view, operand, vector, WHOLE, terms) for operand in operands)
-        for vector, neutral, terms in ((factor, 1.0, 4 * factor), (shift, 0.0, 4 * size))
+        or any(_holds_vector(view, operand, vector, WHOLE, rounding * np.abs(terms)) for operand in operands)
+        for vector, neutral, terms in ((factor, 1.0, factor), (shift, 0.0, size))
     )
 
 
@@ -537,17 +551,24 @@ def _factors(norm: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return factor.float().numpy(), (bias - mean).float().numpy(), (bias.abs() + mean.abs()).float().numpy()
 
 
+def _rounding(norm: Any) -> float:
+    """The relative error of numbers that were computed from a BatchNorm in its own dtype."""
+    return {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}.get(norm.running_var.dtype, 1e-5)
+
+
 def _is_folded(view: View, operands: Sequence[Operand], conv: Any) -> bool:
     """Whether constants have a convolution's weight times the factors of the BatchNorm that follows it."""
     after = view.norm_after.get(conv)
     if after is None or after.num_features != conv.out_channels or conv.transposed:
         return False
-    factor, shift, size = _factors(after)
+    (factor, shift, size), rounding = _factors(after), _rounding(after)
     weight = conv.weight.detach().float().numpy() * factor.reshape(-1, *[1] * (conv.weight.ndim - 1))
     bias = shift if conv.bias is None else conv.bias.detach().float().numpy() * factor + shift
     for operand in operands:
         values = _cropped(view.values(operand), weight.shape) if operand.stored in _CLOSE else None
-        if values is not None and _mark(view, operand, _close(values, weight, operand.stored, 4 * np.abs(weight))):
+        if values is not None and _mark(
+            view, operand, _close(values, weight, operand.stored, rounding * np.abs(weight))
+        ):
             view.folded.add(after)
-            return not bias.any() or any(_holds_vector(view, other, bias, WHOLE, 4 * size) for other in operands)
+            return not bias.any() or any(_holds_vector(view, other, bias, WHOLE, rounding * size) for other in operands)
     return False

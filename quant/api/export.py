@@ -4,7 +4,7 @@
     tensorrt          an engine, built and audited; its intermediate ONNX file is checked in the same way
     triton-server     such an engine in a model repository of Triton Inference Server, and serve.md
     aoti              a .pt2 package of AOTInductor
-    torch-tensorrt    the module lowered through torch-tensorrt's quantize ops
+    torch-tensorrt    the module lowered through torch-tensorrt's quantize ops, or compiled by it to an engine
     edge-llm          the checkpoint in ModelOpt's layout, and the ONNX that TensorRT Edge-LLM's exporter makes of it
     modelopt, compressed-tensors
                       the same checkpoint in the other layout, which other servers load
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +35,7 @@ from quant.errors import UserError, counted
 from quant.export.checkpoint.directory import check_apart, check_destination, new_directory
 from quant.export.checkpoint.layout import LAYOUT_NAMES
 from quant.export.checkpoint.read import read_layer
+from quant.export.engine.audit import failures
 from quant.export.engine.build import BuildOptions, export_engine
 from quant.export.engine.targets import choose_common_backend, resolve_targets
 from quant.export.onnx_graph.decoder import GraphInput, is_decoder, model_inputs
@@ -46,6 +47,7 @@ from quant.export.onnx_graph.verify import check_file, verify, worst_layer
 from quant.export.packages.aoti import export_aoti
 from quant.export.packages.edge_llm import check_edge_llm, check_exported, command, has_exporter, run_exporter
 from quant.export.packages.torch_tensorrt import lower
+from quant.export.packages.torch_tensorrt_engine import compile_engine
 from quant.export.packages.triton_server import RECEIPT_FILE, SERVE_FILE, Bundle, publish
 from quant.export.packages.triton_server_guide import serving_text
 from quant.extras import require
@@ -225,12 +227,19 @@ def export_aoti_package(job: ExportJob) -> dict[str, Any]:
 
 
 def export_torch_tensorrt(job: ExportJob) -> dict[str, Any]:
-    """`--to torch-tensorrt` writes the lowered module as a `.pt2` program."""
+    """`--to torch-tensorrt` writes the lowered module as a `.pt2` program, or with --target a compiled engine."""
     check_attention(job.kind, job.plan, job.attention)
     _put_in_dtype(job)
-    inputs = job.inputs or model_inputs(job.model)
-    lower(job.model, job.out, {name: x.example for name, x in inputs.items()})
-    return {"out": str(job.out), "files": {job.out.name: job.out.stat().st_size}, "passed": True}
+    inputs = {name: x.example for name, x in (job.inputs or model_inputs(job.model)).items()}
+    record: dict[str, Any] = {"out": str(job.out), "passed": True}
+    if job.target is None:
+        lower(job.model, job.out, inputs)
+    else:
+        findings = compile_engine(
+            job.model, job.out, inputs, job.target, plan=job.plan, allow_fallback=job.allow_fallback
+        )
+        record |= {"audit": [asdict(finding) for finding in findings], "passed": not failures(findings)}
+    return {**record, "files": {job.out.name: job.out.stat().st_size}}
 
 
 def export_triton_server(job: ExportJob) -> dict[str, Any]:

@@ -10,7 +10,7 @@ KINDS: dict[str, tuple[str, set[str]]] = {
     "onnx": ("-onnx", {*_GRAPH, "capacity", "genai"}),
     "tensorrt": (".engine", {*_ENGINE, "capacity"}),
     "aoti": (".pt2", _GRAPH),
-    "torch-tensorrt": (".pt2", {"inputs", "attention", "dtype"}),
+    "torch-tensorrt": (".pt2", {"inputs", "attention", "dtype", "target", "allow_fallback"}),
     "triton-server": ("-triton", _ENGINE),
     "edge-llm": ("-edge-llm", set()),
     "modelopt": ("-modelopt", set()),

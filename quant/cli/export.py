@@ -116,7 +116,8 @@ def export_command(
     _check_options(kind)
     if not is_checkpoint(directory):
         raise no_checkpoint(directory)
-    out = out or directory.parent / f"{directory.name}{KINDS[kind][0]}"
+    is_compiled = kind == "torch-tensorrt" and options["target"] is not None
+    out = out or directory.parent / f"{directory.name}{'.engine' if is_compiled else KINDS[kind][0]}"
     # Held until the command ends, so that two exports never write the same file.
     click.get_current_context().with_resource(claimed(out))
     # Loading a model takes longer than everything that is checked here.

@@ -9,7 +9,7 @@ namespace blockscale {
 
 struct Parameter {
     std::string name;
-    bool isPointer;  // otherwise a 32-bit integer
+    bool isPointer;  // otherwise an integer
 };
 
 struct KernelImage {

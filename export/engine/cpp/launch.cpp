@@ -58,6 +58,9 @@ void attend(LoadedKernels& kernels, CacheAttention const& call, CUstream stream)
     void const* const table = kernels.countingNumbers(call.batch);
     void* const kBlocks = call.isNvfp4 ? call.kBlocks : call.kCache;
     void* const vBlocks = call.isNvfp4 ? call.vBlocks : call.vCache;
+    // Bytes of a sequence's codes; attention counts them in units of two.
+    long const codes = static_cast<long>(call.kvHeads) * call.capacity * (call.isNvfp4 ? call.dim / 2 : call.dim);
+    long const blocks = static_cast<long>(call.kvHeads) * call.capacity * (call.dim / 16);
     long const token = call.dim, kHead = token * call.fresh, kBatch = kHead * call.kvHeads;
     int const tokens = tileFor(kernels.rowsOf("write"), call.fresh);
     Grid const written{ceilDiv(call.fresh, tokens), static_cast<unsigned>(call.kvHeads), static_cast<unsigned>(call.batch)};
@@ -65,6 +68,7 @@ void attend(LoadedKernels& kernels, CacheAttention const& call, CUstream stream)
         {address("k", call.k), address("v", call.v), address("k_codes", call.kCache), address("v_codes", call.vCache),
             address("k_scale", call.kScale), address("v_scale", call.vScale), address("k_blocks", kBlocks),
             address("v_blocks", vBlocks), address("table", table), address("first", call.past),
+            integer("code_page", codes), integer("block_page", blocks),
             integer("k_batch", kBatch), integer("k_head", kHead), integer("k_token", token), integer("v_batch", kBatch),
             integer("v_head", kHead), integer("v_token", token), integer("table_stride", 1),
             integer("kv_heads", call.kvHeads), integer("new", call.fresh)},
@@ -83,7 +87,8 @@ void attend(LoadedKernels& kernels, CacheAttention const& call, CUstream stream)
         {address("q", call.q), address("k", call.kCache), address("v", call.vCache), address("k_scale", call.kScale),
             address("v_scale", call.vScale), address("k_blocks", kBlocks), address("v_blocks", vBlocks),
             address("table", table), address("lengths", call.lengths), address("out", few ? parts : call.out),
-            address("lse", parts + lines * call.dim), integer("q_batch", token * call.fresh * call.heads),
+            address("lse", parts + lines * call.dim), integer("code_page", codes / 2), integer("block_page", blocks),
+            integer("q_batch", token * call.fresh * call.heads),
             integer("q_head", token * call.fresh), integer("q_new", token), integer("table_stride", 1),
             integer("kv_heads", call.kvHeads), integer("new", call.fresh), integer("splits", splits)},
         stream);

@@ -93,6 +93,16 @@ def test_what_no_kernel_takes(changes: dict[str, object], message: str) -> None:
         CacheSpec(**{**fields, **changes})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_every_parameter_of_the_kernels_has_a_value(name: str) -> None:
+    """The library passes arguments by name; a kernel that gets another parameter is compiled for it here."""
+    pytest.importorskip("triton", reason="compiles the plugin's kernels")
+    launches = (SOURCES / "launch.cpp").read_text()
+    for kernel in compile_cache_attention(CacheSpec(64, 2, 256, name, "FP16"), 120):
+        for parameter, kind in kernel.compiled.arguments:
+            assert f'{"address" if kind[0] == "*" else "integer"}("{parameter}"' in launches, (kernel.role, parameter)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128])
 def test_dense_attention(library: Path, dim: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ import torch
 from torch import nn
 
 import quant
+from quant.calibration.kv_cache import collect_attention_scales
 from quant.export.engine.audit import audit, failures
-from quant.export.engine.build import BuildOptions, build_engine
+from quant.export.engine.build import BuildOptions, build_engine, export_engine
 from quant.export.onnx_graph.export import export_onnx
 from quant.export.onnx_graph.translate import LAYER_KEY, MODULE_KEY
+from quant.formats.format import FORMATS
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
@@ -211,6 +214,44 @@ def test_blocks_that_were_exchanged_with_their_names(tmp_path: Path, right: Any)
         "order of blocks: planned as in the model, found model.layers.1 does not read model.layers.0",
         "order of blocks: planned as in the model, found model.layers.0 runs after model.layers.1",
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "recipe"), [("bert", "fp8"), ("vit", "fp8"), ("resnet", "int8_static"), ("resnet", "fp8"), ("vit", "int8")]
+)
+def test_right_engines_of_encoders_pass(tmp_path: Path, kind: str, recipe: str, dtype: torch.dtype) -> None:
+    """Scales that the compiler multiplied into norms, BatchNorm that became part of a convolution, and padding."""
+    model = drawn(getattr(tiny_models, kind)(gain=4.0)).to(dtype)
+    x = torch.randint(0, 64, (2, 16)) if kind == "bert" else torch.randn(2, 3, 32, 32, dtype=dtype)
+    layers = {"exclude": ["*embedder*", "*shortcut*"]} if kind == "resnet" else {}
+    done = quant.quantize(model, recipe, x, run=lambda model: model(x), **layers)
+    assert problems(tmp_path, done.model, done) == []
+
+
+def test_fp8_attention_with_a_mask_passes(tmp_path: Path) -> None:
+    """The mask is the third operand of the fused kernel, in half precision, and is none of q, k and v."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = drawn(tiny_models.bert(**sizes, gain=4.0)).half()
+    x, fp8 = torch.randint(0, 64, (2, 40)), FORMATS["fp8"]
+    done = quant.quantize(model, "fp8", x)
+    scales = collect_attention_scales(done.model, x, kv_format=fp8, attention_format=fp8)
+    receipt = export_engine(
+        done.model,
+        tmp_path / "model.engine",
+        BuildOptions("sm120", "batch=1:1:2,sequence=32:64:128"),
+        plan=replace(done.plan, attention=fp8),
+        attention_scales=scales,
+    )
+    assert receipt["passed"] and {"encoder.layer.0.attention.self"} <= {row["name"] for row in receipt["audit"]}
+
+
+def test_attention_that_was_left_out_is_known_without_a_receipt(tmp_path: Path, right: Any) -> None:
+    plan = replace(right.plan, attention=FORMATS["fp8"])
+    path = export_onnx(right.model, tmp_path / "model.onnx", plan=plan, attention="none")
+    built = build_engine(path, tmp_path / "model.engine", BuildOptions("sm120", SHAPES))
+    assert failures(audit(built.path, plan)) == []
+    assert any("planned fp8, found half" in text for text in failures(audit(built.path, plan, attention="fp8")))
 
 
 def test_convolutions(tmp_path: Path, resnet: Any) -> None:

@@ -1,0 +1,63 @@
+"""torch-tensorrt compiles quantized modules for a GPU that is not here; the audit finds precision and tensors."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import quant
+from quant.export.packages.torch_tensorrt_engine import compile_engine
+
+
+class Block(nn.Module):
+    """Two linears with a ReLU between them, and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 512), nn.Linear(512, 256, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x))) + x
+
+
+def quantized(recipe: Any, dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 256, dtype=dtype)
+    return quant.quantize(Block().to(dtype), recipe, [x], run=lambda model: model(x)), x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "target", "dtype", "word"),
+    [
+        ("nvfp4", "sm120", torch.bfloat16, "fp4"),
+        ("nvfp4a16", "sm120", torch.float16, "half, fp4 weights"),
+        ("fp8", "sm89", torch.float16, "fp8"),
+    ],
+)
+def test_codes_and_scales_are_in_the_engine(
+    tmp_path: Path, recipe: str, target: str, dtype: torch.dtype, word: str
+) -> None:
+    # Not imported here: it asks for a GPU while it is imported.
+    if find_spec("torch_tensorrt") is None:
+        pytest.skip("needs the extra [torch-tensorrt]")
+    done, x = quantized(recipe, dtype)
+    findings = compile_engine(done.model, tmp_path / "model.engine", {"x": x}, target, plan=done.plan)
+    assert [(finding.name, finding.found) for finding in findings] == [
+        ("up", word),
+        ("down", word),
+        ("up", "its tensors"),
+        ("down", "its tensors"),
+    ]
+
+
+def test_a_layer_that_the_converter_does_not_know(tmp_path: Path) -> None:
+    done, x = quantized("int4a16", torch.float16)
+    with pytest.raises(ValueError, match=r"up \[512, 256\]: .* no int4 weights with 16-bit inputs; it has fp8"):
+        compile_engine(done.model, tmp_path / "model.engine", {"x": x}, "sm120")
+    assert list(tmp_path.iterdir()) == []
