@@ -51,7 +51,7 @@ def check_edge_llm(model: nn.Module, plan: Plan) -> None:
             f"{type(model).__name__}: its windows slide over {window} tokens, and TensorRT Edge-LLM 0.11 ignores that "
             "without a word; use --to tensorrt"
         )
-    modes = {layer.activation is None for layer in plan.quantized if layer.weight and layer.weight.name == "nvfp4"}
+    modes = {layer.activation is None for layer in plan.quantized if layer.weight and layer.weight.is_nvfp4}
     if len(modes) > 1:
         raise ValueError(
             "the plan has NVFP4 weights with 16-bit inputs and with NVFP4 inputs, and TensorRT Edge-LLM 0.11 takes one "
@@ -78,7 +78,7 @@ def has_exporter() -> bool:
 
 def command(checkpoint: Path, out: Path, plan: Plan) -> list[str]:
     """The arguments that export a checkpoint, after the program."""
-    keeps = any(layer.activation is None and str(layer.weight) == "nvfp4" for layer in plan.quantized)
+    keeps = any(layer.weight and layer.weight.is_nvfp4 and layer.activation is None for layer in plan.quantized)
     return [str(checkpoint), str(out), *([KEEP_INPUTS] if keeps else [])]
 
 

@@ -278,13 +278,13 @@ def export_edge_llm(job: ExportJob) -> dict[str, Any]:
     if job.plan is None:
         raise UserError(f"{job.directory}: no plan, and so nothing to compare the exported graph with")
     check_edge_llm(job.model, job.plan)
-    found, notes = {}, []
+    compared, notes = {}, []
     with new_directory(job.out, overwrite=job.overwrite) as folder:
         checkpoint, onnx = folder / "checkpoint", folder / "onnx"
         convert(job.directory, checkpoint, "modelopt", model=job.model)
         if has_exporter():
             run_exporter(checkpoint, onnx, job.plan)
-            found = check_exported(checkpoint, onnx, job.plan)
+            compared = check_exported(checkpoint, onnx, job.plan)
         else:
             words = " ".join(command(job.out / "checkpoint", job.out / "onnx", job.plan))
             notes.append(
@@ -294,7 +294,7 @@ def export_edge_llm(job: ExportJob) -> dict[str, Any]:
         files = {str(f.relative_to(folder)): f.stat().st_size for f in sorted(folder.rglob("*")) if f.is_file()}
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    return {"out": str(job.out), "files": files, "warnings": notes, **found, "passed": True}
+    return {"out": str(job.out), "files": files, "warnings": notes, **compared, "passed": True}
 
 
 def check_attention(kind: str, plan: Plan | None, attention: str) -> None:

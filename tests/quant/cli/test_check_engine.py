@@ -150,3 +150,33 @@ def test_the_tensorrt_session_calls_what_the_bindings_have() -> None:
         ],
     }  # fmt: skip
     assert [name for owner, names in called.items() for name in names if not hasattr(owner, name)] == []
+
+
+def test_steps_go_to_the_profile_that_takes_them() -> None:
+    """Decoding has a profile of its own; what no profile takes is refused or cut."""
+    from quant.engines.tensorrt_session import TensorrtSession
+
+    session = object.__new__(TensorrtSession)
+    session._path, session._rows = Path("m.engine"), 4
+    # Smallest and largest [batch, sequence]: one token of up to 32 rows, and 32 to 128 tokens of up to 8 rows.
+    session._profiles = [((1, 1), (32, 1)), ((1, 32), (8, 128))]
+    chosen: list[int] = []
+
+    class Engine:
+        def create_execution_context(self) -> Any:
+            return type(
+                "Context", (), {"set_optimization_profile_async": lambda _, index, stream: chosen.append(index)}
+            )()
+
+    session._engine, session._contexts = Engine(), {}
+    session._stream = type("Stream", (), {"cuda_stream": 0, "synchronize": lambda _: None})()
+    assert session.most_rows() == 8
+    assert [session.width(tokens) for tokens in (1, 2, 40, 500)] == [1, 32, 40, 128]
+    for shape in ((4, 1), (4, 32), (1, 128), (32, 1)):
+        session._context(shape)
+    assert chosen == [0, 1]
+    with pytest.raises(quant.UserError, match=r"no profile takes a step of \[16, 64\] tokens"):
+        session._context((16, 64))
+    session._rows = 64
+    with pytest.raises(quant.UserError, match=r"no profile of this engine takes 64 rows"):
+        session.width(1)
