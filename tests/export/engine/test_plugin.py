@@ -6,7 +6,6 @@ TensorRT-RTX, which builds engines without a GPU, a graph with the plugin become
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import os
@@ -14,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,94 +128,6 @@ def test_the_scale_is_in_the_kernel() -> None:
     assert compile_attention(64, Attributes(softmax_scale=0.25), 90).ptx != default.ptx
     bits = np.float32(math.log2(math.e) / 8).view(np.uint32)
     assert f"0f{bits:08X}" in default.ptx.upper().replace("0F", "0f")
-
-
-class Size:
-    """A symbolic dimension: known at build time or not, with a value that only the test knows."""
-
-    def __init__(self, value: int, is_constant: bool) -> None:
-        self.value, self.is_constant = value, is_constant
-
-    def constant_value(self) -> int:
-        assert self.is_constant, "asked for a size that is only known at run time"
-        return self.value
-
-
-class TensorDesc:
-    def __init__(self, sizes: list[Size], dtype: str) -> None:
-        self.shape_expr, self.dtype = sizes, dtype
-
-    def like(self) -> TensorDesc:
-        return TensorDesc(self.shape_expr, self.dtype)
-
-
-class SymIntExprs(list):
-    from_tuple = classmethod(lambda cls, items: cls(items))
-
-
-@pytest.fixture
-def quick() -> SimpleNamespace:
-    """What `register_quick` tells a stand-in of full TensorRT."""
-    told = SimpleNamespace()
-
-    def keeps(name: str) -> Any:
-        return lambda plugin_id: lambda function: vars(told).update({name: function, f"{name}_id": plugin_id})
-
-    trtp = SimpleNamespace(
-        TensorDesc=TensorDesc,
-        AutoTuneCombination=type("AutoTuneCombination", (tuple,), {"__new__": lambda cls, *a: tuple.__new__(cls, a)}),
-        KernelLaunchParams=type("KernelLaunchParams", (), {}),
-        SymIntExprs=SymIntExprs,
-        SymInt32=lambda size: size,
-        cdiv=lambda size, step: Size(-(-size.value // step), False),
-        register=keeps("register"),
-        autotune=keeps("autotune"),
-        aot_impl=keeps("aot_impl"),
-    )
-    types = SimpleNamespace(FLOAT="float", HALF="half", BF16="bf16", FP8="fp8")
-    plugin_tensorrt.register_quick(SimpleNamespace(DataType=types), trtp, 90)
-    return told
-
-
-def described() -> list[TensorDesc]:
-    """Batch and lengths are dynamic, heads and head dimension known, as an exporter leaves them."""
-    q = [Size(2, False), Size(8, True), Size(300, False), Size(128, True)]
-    kv = [Size(2, False), Size(2, True), Size(500, False), Size(128, True)]
-    return [TensorDesc(q, "fp8"), TensorDesc(kv, "fp8"), TensorDesc(kv, "fp8"), TensorDesc([Size(3, True)], "float")]
-
-
-def test_quick_plugin_declares_the_launch(quick: SimpleNamespace) -> None:
-    assert {quick.register_id, quick.autotune_id, quick.aot_impl_id} == {"quant::QuantFp8Attention"}
-    inputs = described()
-    output = quick.register(*inputs, 1, 0.0, 10)
-    assert (output.dtype, output.shape_expr) == ("half", inputs[0].shape_expr) and inputs[0].dtype == "fp8"
-    assert quick.autotune(*inputs, 1, 0.0, 16, (output,)) == [("FP8, FP8, FP8, FP32, BF16", "LINEAR")]
-    name, ptx, params, extra = quick.aot_impl(*inputs, 1, 0.0, 10, (output,), 0)
-    compiled, tiles = compile_attention(128, Attributes(1, 0.0, 10), 90), tiles_for(128, 90)
-    assert (name, ptx) == (compiled.name, compiled.ptx)
-    grid = (params.grid_x.value, params.grid_y.value, params.grid_z.value)
-    assert grid == (-(-300 // tiles.block_q), 8, 2)
-    assert (params.block_x, params.shared_mem) == (32 * compiled.num_warps, compiled.shared)
-    assert [size.value for size in extra] == [8, 2, 300, 500]
-
-
-def test_quick_plugin_has_the_signatures_that_tensorrt_reads(quick: SimpleNamespace) -> None:
-    """TensorRT compares names, order and types, as objects; a string or a missing return type is an error there."""
-    attributes = {"causal": int, "softmax_scale": float, "output_type": int}
-    for function, last in (
-        (quick.register, []),
-        (quick.autotune, ["outputs"]),
-        (quick.aot_impl, ["outputs", "tactic"]),
-    ):
-        signature = inspect.signature(function)
-        assert list(signature.parameters) == ["q", "k", "v", "scales", *attributes, *last]
-        types = {name: parameter.annotation for name, parameter in signature.parameters.items()}
-        assert {name: types[name] for name in attributes} == attributes
-        assert all(types[name] is TensorDesc for name in ("q", "k", "v", "scales"))
-        assert all(parameter.default is inspect.Parameter.empty for parameter in signature.parameters.values())
-        if "outputs" in last:
-            assert get_args(types["outputs"]) == (TensorDesc,)
-    assert len(get_args(inspect.signature(quick.aot_impl).return_annotation)) == 4
 
 
 def test_full_tensorrt_builds_for_one_gpu() -> None:
