@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -157,7 +158,8 @@ def choose_scale(
     """
     scale = torch.empty(format.scale_shape(weight.shape), device=weight.device)
     rows, columns = weight.shape[-2:]
-    for index in np.ndindex(*weight.shape[:-2]):
+    # torch.compile cannot record numpy's ndindex, and QAT chooses scales within a forward pass.
+    for index in product(*map(range, weight.shape[:-2])):
         second = torch.ones((), device=weight.device) if global_scale is None else global_scale[index]
         if format.per_tensor and rule == "max":
             # One block: its amax is known, and the matrix need not be held as one float32 block.

@@ -315,6 +315,14 @@ def test_a_compiled_model_trains_as_it_does_uncompiled() -> None:
     torch.testing.assert_close(logits(twin), trained, rtol=1e-4, atol=1e-5)
 
 
+def test_scales_of_whole_tensors_are_measured_within_one_graph() -> None:
+    model = small()
+    quant.prepare_qat(model, "fp8", ROWS, scales="recomputed")
+    expected = logits(model)
+    model.model.compile(backend="aot_eager", fullgraph=True)  # raises where the graph would break
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_gradient_checkpointing_changes_no_gradient() -> None:
     model = small()
     quant.prepare_qat(model, "nvfp4", ROWS)
