@@ -15,7 +15,7 @@ MIXED := out/smollm2-135m-4.8bits
 PYTHON_TEXT = $(shell .venv/bin/python -c 'import typing; print(typing.__file__)')
 TEXTS = --calib benchmarks/data/calibration.txt --eval benchmarks/data/evaluation.txt --eval $(PYTHON_TEXT)
 
-.PHONY: demo test test-oldest test-newest lint gpu-test slow-test vllm-test sanitize bench clean
+.PHONY: demo test test-oldest test-newest lint docs gpu-test slow-test vllm-test sanitize bench clean
 
 demo: .venv/.engines  ## SmolLM2-135M three times: to NVFP4 by GPTQ, to 4.8 mixed bits, to an engine for Blackwell
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --solver gptq $(TEXTS) --calib-samples 8 --eval-samples 8 \
@@ -52,6 +52,9 @@ lint: .venv/.dev
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 
+docs: .venv/.docs  ## the documentation as a site in out/docs; a broken link is an error
+	$(RUN) mkdocs build --strict
+
 bench: .venv/.bench  ## every measurement of docs/benchmarks.md, with its peers; those of vLLM need its environment
 	set -e; for script in $(filter-out benchmarks/vllm_%,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$script"; .venv/bin/python $$script; done
 
@@ -67,6 +70,10 @@ clean:
 .venv/.engines: .venv/.dev
 	.venv/bin/python -m pip --disable-pip-version-check install --quiet --retries 0 --timeout 15 \
 		--constraint .venv/pins.txt --editable '.[tensorrt-rtx]' || echo "no TensorRT-RTX here: engines are left out" >&2
+	touch $@
+
+.venv/.docs: .venv/.dev
+	.venv/bin/python -m pip --disable-pip-version-check install --quiet --constraint .venv/pins.txt --editable '.[docs]'
 	touch $@
 
 .venv/.bench: pyproject.toml .ci/venv

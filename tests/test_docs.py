@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import quant
 from samples import ROOT
 from test_layering import PARTS
 
@@ -87,3 +88,13 @@ def is_there(name: str) -> bool:
     *parents, last = name.split(".")
     path, parent = ROOT.joinpath(*parents, last), ROOT.joinpath(*parents).with_suffix(".py")
     return path.is_dir() or path.with_suffix(".py").is_file() or (parent.is_file() and last in parent.read_text())
+
+
+def test_the_api_reference_has_every_public_name_at_its_module() -> None:
+    listed = re.findall(r"^::: ([\w.]+)\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted((name, f"quant.{module}") for module, name in listed) == sorted(quant._HOME.items())
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    listed = re.findall(r"- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
