@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-import quant
 from samples import ROOT
 from test_layering import PARTS
+
+import quant
 
 DOCUMENTS = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md"))]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
