@@ -315,6 +315,19 @@ def test_a_compiled_model_trains_as_it_does_uncompiled() -> None:
     torch.testing.assert_close(logits(twin), trained, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel])
+def test_wrapped_models_are_packed_and_saved_and_hooks_stay(wrap: Any, tmp_path: Path) -> None:
+    model, calls = small(), []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: calls.append(1))
+    quant.prepare_qat(model, "nvfp4a16")
+    calls.clear()
+    trained = logits(model)
+    wrapped = wrap(model)
+    quant.save(wrapped, quant.convert_qat(wrapped), tmp_path / "out")
+    assert torch.equal(logits(model), trained) and len(calls) == 2
+    assert torch.equal(logits(quant.load(tmp_path / "out")), trained)
+
+
 def test_scales_of_whole_tensors_are_measured_within_one_graph() -> None:
     model = small()
     quant.prepare_qat(model, "fp8", ROWS, scales="recomputed")
