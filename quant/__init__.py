@@ -58,6 +58,7 @@ _PUBLIC = {
     "quant.runtime.kv_cache": ("QuantizedKVCache",),
     "quant.models.open": ("Source", "open_model"),
     "quant.report.render": ("render_html",),
+    "quant.plan.edit": ("edit_plan",),
     "quant.plan.make": ("make_plan",),
     "quant.recipes.layer_kind": ("LayerKind",),
     "quant.recipes.plan": ("LayerPlan", "Plan"),

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import html
 import math
 import reprlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -216,6 +218,28 @@ class Plan:
     observer: str = DEFAULT_OBSERVER
     target: str | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """One line; `by_name` and `quant inspect` have the layers."""
+        counts = Counter(layer.formats for layer in self.layers)
+        formats = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
+        others = [
+            f"{name} {value.name}"
+            for name, value in (("KV cache", self.kv_cache), ("attention", self.attention))
+            if value
+        ]
+        size = f"{self.effective_bits:.3f} bits per quantized weight, {self.nbytes / 1e6:.1f} MB"
+        return f"Plan({'; '.join([f'{len(self.layers)} layers: {formats}', *others, size])})"
+
+    def _repr_html_(self) -> str:
+        """A table of the layers, for notebooks."""
+        cells = (
+            (layer.name, "×".join(map(str, layer.shape)), layer.formats, layer.solver or "", layer.reason)
+            for layer in self.layers
+        )
+        rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
+        head = "".join(f"<th>{name}</th>" for name in ("layer", "shape", "formats", "solver", "why"))
+        return f"<p>{html.escape(repr(self))}</p><table><tr>{head}</tr>{rows}</table>"
 
     @cached_property
     def by_name(self) -> dict[str, LayerPlan]:

@@ -100,6 +100,20 @@ def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False)
     return replace(edited, provenance={**plan.provenance, "edits": edits}) if changed else plan
 
 
+def edit_plan(plan: Plan, *settings: str, whole_groups: bool = False) -> Plan:
+    """The plan with other formats for some layers: `quant.edit_plan(plan, "*.down_proj=fp8_channel@fp8_token")`.
+
+    Args:
+        plan: not modified.
+        settings: `GLOB=FORMAT[:SOLVER][@INPUT]`, as `quant plan edit --set` takes them; the last match wins.
+        whole_groups: extends each setting to the fusion groups of the layers it matches.
+
+    Raises:
+        UserError: a setting of another form, an unknown format or solver, and what `edit` refuses.
+    """
+    return edit(plan, [parse_setting(text) for text in settings], whole_groups=whole_groups)
+
+
 def set_guard_and_observer(plan: Plan, guard: str | None = None, observer: str | None = None) -> Plan:
     """`plan` with another guard and observer.
 

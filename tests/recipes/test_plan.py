@@ -224,3 +224,12 @@ def test_replace_layers_changes_those_and_no_other() -> None:
     replaced = plan.replace_layers([new])
     assert replaced.layers == (*plan.layers[:3], new, *plan.layers[4:])
     assert plan == mixed_plan()
+
+
+def test_a_plan_shows_itself_in_one_line_and_as_a_table() -> None:
+    plan = mixed_plan()
+    text = repr(plan)
+    assert "\n" not in text and len(text) < 200
+    assert text.startswith("Plan(6 layers: 2 in 16bit, 2 in nvfp4@nvfp4, 1 in mxfp8, 1 in nvfp4; KV cache fp8; ")
+    table = dataclasses.replace(plan, layers=(*plan.layers, LayerPlan("b", LayerKind.LINEAR, (32, 64), reason="a<b")))
+    assert table._repr_html_().count("<tr>") == 8 and "a&lt;b" in table._repr_html_()

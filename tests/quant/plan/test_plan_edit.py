@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from plan_samples import ATTENTION, FP8C, NVFP4, block, plan_of
 
+import quant
 from quant.errors import UserError
 from quant.formats.format import FORMATS, get_format
 from quant.plan.edit import edit, input_of, parse_setting, set_guard_and_observer, set_kv_cache
@@ -168,3 +169,12 @@ def test_kv_cache() -> None:
     assert set_kv_cache(plan_of(kv_cache=FORMATS["fp8"]), "keep").kv_cache is None
     with pytest.raises(UserError, match="--kv-cache fp9: unknown format 'fp9'"):
         set_kv_cache(plan_of(), "fp9")
+
+
+def test_a_plan_is_edited_by_settings_as_the_command_takes_them() -> None:
+    plan = plan_of(*block(0))
+    settings = ["*.down_proj=mxfp8", "*.q_proj=keep"]
+    expected = edit(plan, [parse_setting(text) for text in settings], whole_groups=True)
+    assert quant.edit_plan(plan, *settings, whole_groups=True) == expected != plan
+    with pytest.raises(UserError, match="unknown format"):
+        quant.edit_plan(plan, "*.down_proj=nvfp5")
