@@ -26,7 +26,7 @@ from quant.recipes.plan import LayerPlan
 from quant.recipes.recipe import KEEP, Recipe
 from quant.run.data import calibration_data, evaluation_data
 from quant.run.job import Decision, Job
-from quant.run.plan import example_run, plan_for, provenance
+from quant.run.plan import example_run, plan_for, provenance, refuse_heads
 from quant.run.same_on_ranks import check_same
 
 
@@ -67,6 +67,7 @@ def _for_budget(job: Job, goal: Goal) -> Decision:
         raise UserError(
             f"{request.model}: a bare state dict cannot be run, and an allocation measures; pass --model-factory"
         )
+    refuse_heads(request, source)
     globs: dict[str, Any] = {"include": request.include, "exclude": request.exclude}
     choices: dict[str, Any] = {**globs, "kv_cache": request.kv_cache_format}
     options = request.budget.options()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -48,18 +48,18 @@ def _given_plan(request: Request, source: Source, file: PlanFile) -> Plan:
 
 
 def _recipe_plan(request: Request, source: Source, recipe: Recipe) -> Plan:
-    include, heads = _split_globs(request, source)
+    globs = _split_globs(request, source)
     plan = make_plan(
         source.shapes if source.model is None else source.model,
         recipe,
-        include=include,
-        exclude=request.exclude,
+        include=globs.include,
+        exclude=globs.exclude,
         solver=request.solver,
         effort=effort.DEFAULT if request.effort is None else request.effort,
         lm_head=request.lm_head,
         run=example_run(request, source),
     )
-    plan = _with_heads(plan, source, heads)
+    plan = _with_heads(plan, source, globs.heads)
     origin = provenance(request, source, recipe=recipe.name) or {}
     # Records of the plan itself win over those of the request.
     plan = replace(plan, provenance={**origin, **plan.provenance})
@@ -75,24 +75,50 @@ def _recipe_plan(request: Request, source: Source, recipe: Recipe) -> Plan:
     return plan
 
 
-def _split_globs(request: Request, source: Source) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """The globs of --include that match layers of the model, and the matrices of prediction heads that others match.
+@dataclass(frozen=True)
+class _Globs:
+    """The globs of a request for the model's own layers, and the prediction heads that others of its globs ask for."""
 
-    A glob for heads alone adds them, and leaves the choice among the model's own layers as it is.
+    include: list[str]
+    exclude: list[str]
+    heads: dict[str, torch.Tensor]
+
+
+def _split_globs(request: Request, source: Source) -> _Globs:
+    """Tells globs for prediction heads from those for the model's layers.
+
+    A glob of --include for heads alone adds them, and leaves the choice among the model's own layers as it is. One of
+    --exclude keeps heads in 16 bit too.
     """
-    include = [request.include] if isinstance(request.include, str) else list(request.include)
+    globs = (request.include, request.exclude)
+    include, exclude = ([each] if isinstance(each, str) else list(each) for each in globs)
     if source.model is None or source.directory is None or not include:
-        return include, {}
+        return _Globs(include, exclude, {})
     names = [layer.name for layer in source.layers]
-    for_heads = [glob for glob in include if not any(fnmatchcase(name, glob) for name in names)]
+    for_heads = [glob for glob in include if not _matched(glob, names)]
     if not for_heads:
-        return include, {}
+        return _Globs(include, exclude, {})
     heads = head_weights(
         source.model, source.directory, lambda name: any(fnmatchcase(name, glob) for glob in for_heads)
     )
     # A glob that matches nothing at all goes on to `make_plan`, which refuses it.
-    used = [glob for glob in for_heads if any(fnmatchcase(name, glob) for name in heads)]
-    return [glob for glob in include if glob not in used], heads
+    include = [glob for glob in include if glob not in for_heads or not _matched(glob, heads)]
+    kept = {name for glob in exclude for name in _matched(glob, heads)}
+    exclude = [glob for glob in exclude if _matched(glob, names) or not _matched(glob, heads)]
+    return _Globs(include, exclude, {name: weight for name, weight in heads.items() if name not in kept})
+
+
+def _matched(glob: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if fnmatchcase(name, glob)]
+
+
+def refuse_heads(request: Request, source: Source) -> None:
+    """Raises UserError where an allocation is to choose formats for prediction heads, whose losses nothing measures."""
+    if heads := _split_globs(request, source).heads:
+        raise UserError(
+            f"{request.spell('include')} {next(iter(heads))}: transformers does not run this prediction head, so no "
+            "allocation can measure it; choose a format for the model instead of a budget, or leave the glob out"
+        )
 
 
 def _with_heads(plan: Plan, source: Source, weights: Mapping[str, torch.Tensor]) -> Plan:

@@ -145,6 +145,25 @@ def test_a_glob_for_nothing_that_can_be_quantized_is_refused(tmp_path: Path) -> 
         assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
 
 
+def test_exclude_keeps_a_part_of_a_head_in_16_bit(tmp_path: Path) -> None:
+    head = with_head(tmp_path / "model", deepseek_v3())
+    globs = ("--include", f"{head}.*", "--exclude", f"{head}.mlp.*", "--exclude", "*.o_proj")
+    out = quantized(tmp_path / "model", tmp_path / "out", "--format", "int4a16_g32", *globs)
+    names = {layer.name.removeprefix(f"{head}.") for layer in quant.Plan.load(out / "plan.json").quantized}
+    assert {name for name in names if name.startswith("self_attn.")} == {
+        f"self_attn.{each}" for each in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+    }
+    assert not [name for name in names if name.startswith("mlp.")] and "model.layers.1.mlp.experts.down_proj" in names
+    assert verify(out, source=tmp_path / "model").findings == ()
+
+
+def test_a_budget_cannot_be_spent_on_a_head(tmp_path: Path) -> None:
+    with_head(tmp_path / "model", deepseek_v3())
+    arguments = [str(tmp_path / "model"), "--bits", "5", "--include", "model.layers.2.*", "--out", str(tmp_path / "o")]
+    result = CliRunner().invoke(quantize_command, arguments)
+    assert result.exit_code == 2 and "no allocation can measure it" in " ".join(result.output.split()), result.output
+
+
 def test_a_failure_leaves_no_head_in_a_model_of_the_caller(tmp_path: Path) -> None:
     with_head(tmp_path / "model", deepseek_v3())
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
