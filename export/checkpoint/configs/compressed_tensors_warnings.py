@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from quant.export.checkpoint.configs.known_failures import FAILURES
 from quant.export.checkpoint.names import StoredNames
 from quant.formats.format import Format
-from quant.recipes.known_failures import FAILURES
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.targets import get_target

@@ -2,7 +2,7 @@
 
 from samples import ROOT
 
-from quant.recipes.known_failures import FAILURES
+from quant.export.checkpoint.configs.known_failures import FAILURES
 
 
 def test_the_documentation_shows_every_failure() -> None:
