@@ -1,4 +1,4 @@
-"""This file draws a benchmark's rows as lines, one panel for each case, with matplotlib."""
+"""This file draws a benchmark's rows as lines, one panel for each case, or as bars, with matplotlib."""
 
 from __future__ import annotations
 
@@ -55,4 +55,40 @@ def lines(
         panels[0].yaxis.set_minor_locator(NullLocator())
     panels[0].set_ylabel(y)
     panels[-1].legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+
+
+def bars(path: Path, rows: Sequence[Mapping[str, Any]], *, label: str, values: Mapping[str, str], x: str) -> None:
+    """Writes a .png or .svg with horizontal bars, one group for each row.
+
+    Args:
+        path: of the figure.
+        rows: in their order from the top.
+        label: the column that names a group.
+        values: columns of numbers, and how the legend calls each; a number that is zero has no bar.
+        x: title of the axis.
+
+    Raises:
+        SystemExit: matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(7.2, 0.5 + 0.36 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    height = 0.8 / len(values)
+    for index, (column, name) in enumerate(values.items()):
+        places = [row - 0.4 + height * (index + 0.5) for row in range(len(rows))]
+        axes.barh(places, [row[column] for row in rows], height, color=f"C{index}", label=name)
+    axes.set_yticks(range(len(rows)), [row[label] for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(x)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.grid(axis="x", color="0.92")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
     figure.savefig(path)

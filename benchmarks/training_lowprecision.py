@@ -25,6 +25,7 @@ from typing import Any
 import click
 import torch
 from _llama import random_llama
+from _plot import bars
 from _table import machine, show, versions
 from torch import nn
 
@@ -42,7 +43,8 @@ _Context = Callable[[], AbstractContextManager[Any]]
 @click.option("--steps", default=20, show_default=True, help="That are timed.")
 @click.option("--draws", default=12, show_default=True, help="Whose gradients `gradients` averages.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
-def main(part: str, tokens: int, steps: int, draws: int, json_path: Path | None) -> None:
+@click.option("--plot", type=click.Path(path_type=Path), help="Also draw `gradients` here, as .svg or .png.")
+def main(part: str, tokens: int, steps: int, draws: int, json_path: Path | None, plot: Path | None) -> None:
     header = machine() | versions("torchao", "transformer-engine", "triton")
     if part != "gradients" and not torch.cuda.is_available():
         raise click.UsageError(f"{part} needs a CUDA device; gradients runs on a CPU")
@@ -61,6 +63,9 @@ def main(part: str, tokens: int, steps: int, draws: int, json_path: Path | None)
         rows = list(_compared(draws))
         note = f"Relative distance from the gradient of FP32, of one draw and of the mean of {draws} draws."
         show("Gradients of low-precision training", header, rows, [note], json_path=json_path)
+        if plot is not None:
+            errors = {"mean": f"bias: error of the mean of {draws} draws", "noise": "noise: deviation of a draw"}
+            bars(plot, rows, label="recipe", values=errors, x="relative to the gradient of FP32")
 
 
 class _Block(nn.Module):
@@ -105,7 +110,8 @@ def _whole_layers(tokens: int, steps: int) -> Iterator[dict[str, Any]]:
         model = random_llama(4, vocabulary=1024).requires_grad_(True).train()
         if name != "BF16":
             click.echo(str(quant.to_low_precision_training(model, name)), err=True)
-        model.model.compile()
+        for layer in model.model.layers:
+            layer.compile()
         torch.cuda.reset_peak_memory_stats()
 
         def step(model: Any = model) -> None:
@@ -269,6 +275,7 @@ def _compared(draws: int) -> Iterator[dict[str, Any]]:
             "recipe": name,
             "one draw": float((drawn[0] - exact).norm() / exact.norm()),
             "mean": float((mean - exact).norm() / exact.norm()),
+            "noise": float((torch.stack(drawn) - mean).norm() / max(len(drawn) - 1, 1) ** 0.5 / exact.norm()),
             "cosine": float(torch.cosine_similarity(drawn[0], exact, dim=0)),
             "slope": float(mean @ exact / exact.square().sum()),
         }

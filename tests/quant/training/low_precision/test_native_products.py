@@ -34,7 +34,7 @@ def results(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """Output and gradients of the input and all parameters."""
     x = x.clone().requires_grad_()
     y = net(x)
-    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype))
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y))
     return [y.detach(), x.grad, *(parameter.grad for parameter in net.parameters())]
 
 
@@ -150,3 +150,21 @@ def test_on_hopper_products_are_the_emulated_ones(monkeypatch: pytest.MonkeyPatc
     nets[0] = torch.compile(nets[0], fullgraph=True) if compiles else nets[0]
     for own, emulated in zip(*(results(net, x) for net in nets), strict=True):
         assert float((own.double() - emulated.double()).norm() / emulated.double().norm()) < 2.0**-8
+
+
+@pytest.mark.parametrize("backend", ["native", "emulated"])
+def test_offloaded_activations_change_nothing(backend: str) -> None:
+    x, net = torch.randn(32, 256), trained(backend)
+    plain = results(net, x)
+    net.zero_grad()
+    packed: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        offloaded = results(net, x)
+    assert packed
+    for own, other in zip(offloaded, plain, strict=True):
+        assert torch.equal(own, other)
