@@ -37,6 +37,13 @@ from quant.kernels.portable.training.fp8_block_layout import BLOCK, Operands, al
 
 _TILE = gl.constexpr(BLOCK)
 _LARGEST = gl.constexpr(448.0)
+_SIGMOID = gl.constexpr("""{
+    .reg .f32 t;
+    mul.f32 t, $1, 0fBFB8AA3B;
+    ex2.approx.ftz.f32 t, t;
+    add.f32 t, t, 0f3F800000;
+    rcp.approx.ftz.f32 $0, t;
+}""")  # -log2(e), 1
 
 
 @gluon.jit
@@ -70,42 +77,68 @@ def _codes(values, factor, rule: gl.constexpr):
 
 
 @gluon.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)) by the approximations of the hardware, two units in the last place of FP32 off."""
+    return gl.inline_asm_elementwise(_SIGMOID, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _rounded(values, dtype: gl.constexpr):
+    """`values` as PyTorch would have them after an operation in `dtype`."""
+    return values.to(dtype).to(gl.float32)
+
+
+@gluon.jit
+def _load_tile(x, stride, tile_r, tile_c, R, C, layout: gl.constexpr):
+    """A tile, zeros beyond the matrix. Offsets within it are of 32 bits; only the tile's own is of 64."""
+    r = gl.arange(0, _TILE, layout=gl.SliceLayout(1, layout))
+    c = gl.arange(0, _TILE, layout=gl.SliceLayout(0, layout))
+    inside = (r[:, None] < R - tile_r * _TILE) & (c[None, :] < C - tile_c * _TILE)
+    corner = x + tile_r.to(gl.int64) * _TILE * stride + tile_c * _TILE
+    return gl.load(corner + (r * stride)[:, None] + c[None, :], mask=inside, other=0.0)
+
+
+@gluon.jit
 def _store_tile(
-    values, codes, scale, codes_t, scale_t, tile_r, tile_c, tiles_r, tiles_c, width, width_t, scale_stride,
-    scale_t_stride, rule: gl.constexpr, square: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr,
-    layout: gl.constexpr, turned: gl.constexpr,
+    values, codes, scale, codes_t, scale_t, tile_r, tile_c, R, C, width, width_t, scale_stride, scale_t_stride,
+    rule: gl.constexpr, square: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr,
+    turned: gl.constexpr,
 ):  # fmt: skip
     """Codes and scales of a tile in float32, in the directions that are asked for.
 
     `turned` has the same elements in the same threads as `layout`, in an order that makes columns the vectors.
     """
-    r = tile_r * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(1, layout))
-    c = tile_c * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, layout))
-    across = tile_r * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(1, turned))
-    down = tile_c * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, turned))
-    by_rows = codes + (r.to(gl.int64) * width)[:, None] + c[None, :]
-    by_columns = codes_t + (down.to(gl.int64) * width_t)[None, :] + across[:, None]
+    r = gl.arange(0, _TILE, layout=gl.SliceLayout(1, layout))
+    c = gl.arange(0, _TILE, layout=gl.SliceLayout(0, layout))
+    across = gl.arange(0, _TILE, layout=gl.SliceLayout(1, turned))
+    down = gl.arange(0, _TILE, layout=gl.SliceLayout(0, turned))
+    corner = codes + tile_r.to(gl.int64) * _TILE * width + tile_c * _TILE
+    by_rows = corner + (r * width)[:, None] + c[None, :]
+    corner_t = codes_t + tile_c.to(gl.int64) * _TILE * width_t + tile_r * _TILE
+    by_columns = corner_t + (down * width_t)[None, :] + across[:, None]
+    # A tile beyond the matrix is padding of one direction alone.
+    has_rows, has_columns = tile_r * _TILE < R, tile_c * _TILE < C
     # Magnitudes have the order of their bits, NaN at the top.
     bits = values.to(gl.int32, bitcast=True) & 0x7FFFFFFF
     if square:
         step, factor = _scale(gl.max(gl.max(bits, 1), 0), rule)
         tile = _codes(values, factor, rule)
-        if rows and tile_r < tiles_r:
+        if rows and has_rows:
             gl.store(by_rows, tile)
             gl.store(scale + tile_r * scale_stride + tile_c, step)
-        if columns and tile_c < tiles_c:
+        if columns and has_columns:
             gl.store(by_columns, gl.convert_layout(tile, turned))
             gl.store(scale_t + tile_c * scale_t_stride + tile_r, step)
     else:
         if rows:
             step, factor = _scale(gl.max(bits, 1), rule)
             gl.store(by_rows, _codes(values, factor[:, None], rule))
-            gl.store(scale + tile_c * scale_stride + r, step)
+            gl.store(scale + tile_c.to(gl.int64) * scale_stride + tile_r * _TILE + r, step)
         if columns:
             step_t, factor_t = _scale(gl.max(bits, 0), rule)
-            if tile_c < tiles_c:
+            if has_columns:
                 gl.store(by_columns, gl.convert_layout(_codes(values, factor_t[None, :], rule), turned))
-                gl.store(scale_t + tile_r * scale_t_stride + c, step_t)
+                gl.store(scale_t + tile_r.to(gl.int64) * scale_t_stride + tile_c * _TILE + c, step_t)
 
 
 @gluon.jit
@@ -116,18 +149,14 @@ def sm90_fp8_block_operands_kernel(
 ):  # fmt: skip
     """One tile in each program; neighbours lie side by side in a band of rows."""
     tile_r, tile_c = gl.program_id(0) // tiles_across, gl.program_id(0) % tiles_across
-    r = tile_r * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(1, layout))
-    c = tile_c * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, layout))
-    inside = (r[:, None] < R) & (c[None, :] < C)
-    read = gl.load(x + (r.to(gl.int64) * stride)[:, None] + c[None, :], mask=inside, other=0.0)
+    read = _load_tile(x, stride, tile_r, tile_c, R, C, layout)
     values = read.to(gl.float32)
     if swiglu:
-        factor = gl.load(up + (r.to(gl.int64) * up_stride)[:, None] + c[None, :], mask=inside, other=0.0)
-        silu = gl.fdiv(values, 1.0 + gl.exp(-values)).to(read.dtype).to(gl.float32)
-        values = (silu * factor.to(gl.float32)).to(read.dtype).to(gl.float32)
+        factor = _load_tile(up, up_stride, tile_r, tile_c, R, C, layout).to(gl.float32)
+        values = _rounded(_rounded(values * _sigmoid(values), read.dtype) * factor, read.dtype)
     _store_tile(
-        values, codes, scale, codes_t, scale_t, tile_r, tile_c, gl.cdiv(R, _TILE), gl.cdiv(C, _TILE), width, width_t,
-        scale_stride, scale_t_stride, rule, square, rows, columns, layout, turned,
+        values, codes, scale, codes_t, scale_t, tile_r, tile_c, R, C, width, width_t, scale_stride, scale_t_stride,
+        rule, square, rows, columns, layout, turned,
     )  # fmt: skip
 
 
@@ -136,29 +165,28 @@ def sm90_fp8_block_swiglu_gradients_kernel(
     dh, gate, up, g_codes, g_scale, g_codes_t, g_scale_t, u_codes, u_scale, u_codes_t, u_scale_t, R, C, tiles_across,
     width, width_t, scale_stride, scale_t_stride, rule: gl.constexpr, layout: gl.constexpr, turned: gl.constexpr,
 ):  # fmt: skip
-    """One tile of d up = dh · silu(gate) and d gate = dh · up · silu'(gate) in each program."""
-    tile_r, tile_c = gl.program_id(0) // tiles_across, gl.program_id(0) % tiles_across
-    r = tile_r * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(1, layout))
-    c = tile_c * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, layout))
-    at = (r.to(gl.int64) * C)[:, None] + c[None, :]
-    inside = (r[:, None] < R) & (c[None, :] < C)
-    read = gl.load(dh + at, mask=inside, other=0.0)
-    g = gl.load(gate + at, mask=inside, other=0.0).to(gl.float32)
-    factor = gl.load(up + at, mask=inside, other=0.0).to(gl.float32)
-    upstream = read.to(gl.float32)
-    tiles_r, tiles_c = gl.cdiv(R, _TILE), gl.cdiv(C, _TILE)
-    sigmoid = gl.fdiv(1.0, 1.0 + gl.exp(-g))
-    of_up = (upstream * (g * sigmoid).to(read.dtype).to(gl.float32)).to(read.dtype).to(gl.float32)
-    _store_tile(
-        of_up, u_codes, u_scale, u_codes_t, u_scale_t, tile_r, tile_c, tiles_r, tiles_c, width, width_t, scale_stride,
-        scale_t_stride, rule, False, True, True, layout, turned,
-    )  # fmt: skip
-    of_silu = (upstream * factor).to(read.dtype).to(gl.float32)
-    of_gate = (of_silu * (sigmoid * (1.0 + g * (1.0 - sigmoid)))).to(read.dtype).to(gl.float32)
-    _store_tile(
-        of_gate, g_codes, g_scale, g_codes_t, g_scale_t, tile_r, tile_c, tiles_r, tiles_c, width, width_t, scale_stride,
-        scale_t_stride, rule, False, True, True, layout, turned,
-    )  # fmt: skip
+    """One tile of d up = dh · silu(gate) in one program, of d gate = dh · up · silu'(gate) in the next.
+
+    Both gradients in one program would fill its registers. What two neighbours read comes from memory once.
+    """
+    tile_r, tile_c = gl.program_id(0) // 2 // tiles_across, gl.program_id(0) // 2 % tiles_across
+    read = _load_tile(dh, C, tile_r, tile_c, R, C, layout)
+    g = _load_tile(gate, C, tile_r, tile_c, R, C, layout).to(gl.float32)
+    if gl.program_id(0) % 2 == 0:
+        of_up = _rounded(read.to(gl.float32) * _rounded(g * _sigmoid(g), read.dtype), read.dtype)
+        _store_tile(
+            of_up, u_codes, u_scale, u_codes_t, u_scale_t, tile_r, tile_c, R, C, width, width_t, scale_stride,
+            scale_t_stride, rule, False, True, True, layout, turned,
+        )  # fmt: skip
+    else:
+        factor = _load_tile(up, C, tile_r, tile_c, R, C, layout).to(gl.float32)
+        of_silu = _rounded(read.to(gl.float32) * factor, read.dtype)
+        sigmoid = _sigmoid(g)
+        of_gate = _rounded(of_silu * (sigmoid * (1.0 + g * (1.0 - sigmoid))), read.dtype)
+        _store_tile(
+            of_gate, g_codes, g_scale, g_codes_t, g_scale_t, tile_r, tile_c, R, C, width, width_t, scale_stride,
+            scale_t_stride, rule, False, True, True, layout, turned,
+        )  # fmt: skip
 
 
 class _Tiling(NamedTuple):
@@ -248,7 +276,7 @@ def sm90_fp8_block_swiglu_gradients(
     of_gate, of_up = (allocate(dh, square=False, rows=True, columns=True) for _ in range(2))
     if dh.numel():
         down, across = triton.cdiv(dh.shape[0], BLOCK), of_gate.codes.shape[1] // BLOCK
-        sm90_fp8_block_swiglu_gradients_kernel[(down * across,)](
+        sm90_fp8_block_swiglu_gradients_kernel[(2 * down * across,)](
             dh, gate, up, *of_gate, *of_up, *dh.shape, across, of_gate.codes.stride(0), of_gate.codes_t.stride(0),
             of_gate.scale.stride(0), of_gate.scale_t.stride(0), rule=rule, **_options(_GRADIENTS),
         )  # fmt: skip
