@@ -49,7 +49,7 @@ DEVICES = click.option(
     "--devices",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Share the work among N processes of this machine, each with a GPU of its own.",
+    help="Share the work among N processes, each with a GPU of its own.",
 )
 SEED = click.option(
     "--seed",

@@ -16,7 +16,41 @@ from quant.models.read_ahead import read_ahead
 from quant.models.text_imports import skip_image_packages
 
 
-@click.command("quantize", cls=Command)
+class QuantizeCommand(Command):
+    """`--help` shows the options that most runs need, by purpose; `--help-all` shows every one."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options in the groups of `_GROUPS`, or all of them in the order of their definition."""
+        options = {option.opts[-1]: option for option in self.get_params(ctx) if isinstance(option, click.Option)}
+        if ctx.meta.get(_ALL):
+            super().format_options(ctx, formatter)
+            return
+        for title, names in _GROUPS.items():
+            records = [record for name in names if (record := options[name].get_help_record(ctx)) is not None]
+            with formatter.section(title):
+                formatter.write_dl(records)
+        others = len(options) - sum(map(len, _GROUPS.values()))
+        formatter.write_text(f"--help-all shows {others} more options.")
+
+
+_ALL = "quant.help_all"  # key in click's context, with the package's name as click asks of extensions
+_GROUPS = {
+    "Formats": ("--format", "--recipe", "--plan", "--exclude", "--lm-head", "--kv-cache"),
+    "Formats chosen within a limit": ("--bits", "--fit", "--latency", "--max-kl", "--formats"),
+    "Rounding": ("--effort", "--solver", "--calib", "--calib-samples", "--eval"),
+    "Output": ("--out", "--overwrite", "--restart", "--dry-run"),
+    "Machine": ("--device", "--devices", "--memory"),
+}
+
+
+def _help_all(context: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked:
+        context.meta[_ALL] = True
+        click.echo(context.get_help())
+        context.exit()
+
+
+@click.command("quantize", cls=QuantizeCommand)
 @click.argument("model")
 @click.option("--format", "recipe", help="Preset: nvfp4, nvfp4a16, mxfp8, fp8, … (`quant formats` lists them).")
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe file (TOML).")
@@ -25,6 +59,7 @@ from quant.models.text_imports import skip_image_packages
 @click.option(
     "--effort",
     type=click.IntRange(0, 3),
+    metavar="0|1|2|3",
     help="Chooses the solver: 0 rounds to nearest, 1 searches scales, 2 is gptq on calibration text, 3 is kfac, which "
     "rounds for the loss of the whole model.  [default: 2, and 0 for --max-kl and --max-ppl-increase]",
 )
@@ -48,16 +83,15 @@ from quant.models.text_imports import skip_image_packages
     "--calib",
     multiple=True,
     metavar="SOURCE",
-    help="Calibration data: a text file, token ids in safetensors, .jsonl/.csv/.parquet, hf:NAME[:CONFIG][:SPLIT]"
-    "[#COLUMN], named inputs in safetensors, a folder of images or sounds, self: the model writes text, or mix: half "
-    "of it self, half samples of prose, code, dialogue and other languages. Repeatable; mix+FILE is both.  [default: "
-    "mix, if the plan needs text]",
+    help="Calibration data: a file of text, rows or token ids, hf:DATASET, a folder of images or sounds, self, mix, or "
+    "mix+FILE (docs/calibration.md). Repeatable.  [default: mix, if the plan needs text]",
 )
 @click.option(
     "--calib-samples",
     type=click.IntRange(min=1),
     default=32,
     show_default=True,
+    metavar="N",
     help="Rows of calibration text, images or sounds.",
 )
 @click.option(
@@ -65,8 +99,7 @@ from quant.models.text_imports import skip_image_packages
     "eval_texts",
     multiple=True,
     metavar="SOURCE",
-    help="Evaluation text, token ids, or other inputs as for --calib. Repeatable: text of another kind than --calib "
-    "shows what carries over.",
+    help="Evaluation text or other inputs, as for --calib. Repeatable: text of another kind shows what carries over.",
 )
 @click.option("--eval-samples", type=click.IntRange(min=1), default=16, show_default=True, help="Rows of each --eval.")
 @click.option("--seqlen", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens per row.")
@@ -75,7 +108,7 @@ from quant.models.text_imports import skip_image_packages
 @DEVICES
 # The fields of AllocationRequest:
 @click.option("--bits", type=float, help="Choose formats with this many bits per weight, scales and padding counted.")
-@click.option("--fit", metavar="SIZE", help="… so that weights and KV cache take at most SIZE, such as 24GB.")
+@click.option("--fit", metavar="SIZE", help="… so that weights and KV cache fit into SIZE: 24GB.")
 @click.option("--ctx", default="4096", show_default=True, metavar="N", help="Tokens per sequence for --fit: 32k.")
 @click.option("--batch", type=click.IntRange(1, 2**31 - 1), default=1, show_default=True,
               help="Concurrent sequences, for --fit and --latency.")  # fmt: skip
@@ -111,9 +144,21 @@ from quant.models.text_imports import skip_image_packages
 @model_options
 @QUIET
 @JSON
+@click.option(
+    "--help-all",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_help_all,
+    help="Show every option and exit.",
+)
 @click.version_option(package_name="blockscale")
 def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
-    """Quantize MODEL: a Hugging Face directory, a .gguf, .safetensors, .pt or .pt2 file, or an alias.
+    r"""Quantize MODEL: a Hugging Face directory, a .gguf, .safetensors, .pt or .pt2 file, or an alias.
+
+    \b
+      quantize Qwen/Qwen3-0.6B --format nvfp4a16 --out qwen3-nvfp4
+      quantize Qwen/Qwen3-0.6B --bits 4.8 --out qwen3-mixed
 
     Writes a checkpoint that vLLM and transformers load, a plan with the reason for every layer's format, and a report.
     Give one of --format, --recipe and --plan, or a budget or limit for which formats are chosen (--bits …).

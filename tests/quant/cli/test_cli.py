@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import tiny_models
 import torch
@@ -566,6 +567,17 @@ def test_the_toolbox_imports_a_command_when_it_is_asked_for() -> None:
 def test_every_command_of_the_table_is_there(name: str) -> None:
     result = run(main, name, "--help")
     assert result.exit_code == 0 and result.output.startswith(f"Usage: quant {name} "), result.output
+
+
+def test_help_has_the_common_options_in_sixty_lines_and_all_of_them_where_asked() -> None:
+    short, whole = (run(quantize_command, option).output for option in ("--help", "--help-all"))
+    assert len(short.splitlines()) <= 60 and "quantize Qwen/Qwen3-0.6B --format nvfp4a16" in short
+    options = {option.opts[-1] for option in quantize_command.params if isinstance(option, click.Option)}
+    listed = {name for name in options if f"\n  {name} " in short}
+    assert {"--format", "--bits", "--effort", "--calib", "--out", "--device"} <= listed
+    # The command's own --help is the one option that is no parameter of it.
+    assert f"shows {len(options) + 1 - len(listed)} more" in short
+    assert all(f"  {name}" in whole for name in options)
 
 
 def test_the_package_runs_as_a_module() -> None:
