@@ -22,10 +22,11 @@ FOLDER = ROOT / ".vllm"
 RELEASES = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.33.0")
 PACKAGES = (
     "aiohappyeyeballs", "aiohttp", "aiosignal", "annotated-doc", "annotated-types", "anyio", "attrs", "blake3",
-    "cachetools", "cbor2", "cloudpickle", "compressed-tensors==0.17.0", "distro", "einops", "fastapi", "frozenlist",
-    "h11", "httpcore", "httpx", "jiter", "loguru", "msgspec", "multidict", "openai", "openai-harmony",
-    "partial-json-parser", "prometheus-client", "propcache", "py-cpuinfo", "pybase64", "pydantic==2.14.3",
-    "pydantic-core==2.50.4", "pyzmq", "sniffio", "starlette", "tabulate", "typing-inspection", "yarl",
+    "cachetools", "cbor2", "cloudpickle", "compressed-tensors==0.17.0", "distro", "einops", "fastapi==0.136.3",
+    "frozenlist", "h11", "httpcore", "httpx", "jiter", "loguru", "msgspec", "multidict", "openai==2.54.0",
+    "openai-harmony==0.0.8", "partial-json-parser",
+    "prometheus-client", "propcache", "py-cpuinfo", "pybase64", "pydantic==2.14.3",
+    "pydantic-core==2.50.4", "pyzmq", "sniffio", "starlette==1.10.0", "tabulate", "typing-inspection", "yarl",
 )  # fmt: skip
 # At the end of the path, so that a package that is installed goes first.
 STUBS = """
@@ -36,7 +37,7 @@ class Stub(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {})
+        return type(name, (), {"__init__": lambda self, *arguments, **named: None})
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):

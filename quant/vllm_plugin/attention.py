@@ -338,11 +338,6 @@ class BlockscaleNvFp4AttentionBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return list(PAGE_SIZES)
 
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        # A tile of 32 keys then lies in one page and is read in one piece. `--block-size` still has the last word.
-        return max(PAGE_SIZES)
-
     @staticmethod
     def get_impl_cls() -> type[BlockscaleNvFp4Attention]:
         return BlockscaleNvFp4Attention
