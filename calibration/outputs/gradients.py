@@ -211,8 +211,9 @@ class _Pass:
             for member in members
         ]
         with removing(handles), self._checkpointed():
-            for index, batch in enumerate(self._joined(batches)):
-                # The labels of a batch are the same whichever rank draws them.
+            joined = self._joined(batches)
+            for index, batch in enumerate(joined):
+                # Each batch has labels of its own, those of other ranks included.
                 generator = torch.Generator(self.device).manual_seed(session.seed * 1_000_003 + number_of(index))
                 self.forward_runs = True
                 output, gradient_of = self._forward(batch.to(self.device))
@@ -225,6 +226,7 @@ class _Pass:
                     torch.autograd.grad(output, self.leaves, gradient, retain_graph=draw + 1 < draws, allow_unused=True)
                     self.pending.clear()
                 self.leaves.clear()
+                session.report("gradients", index + 1, len(joined))
 
     def _joined(self, batches: Sequence[Any]) -> Sequence[Any]:
         """Batches of token rows put together on a GPU, where small ones wait for launches most of the time.

@@ -55,6 +55,7 @@ _STAGES = {
     "score": "scoring",
     "verify": "measuring",
     "alone": "solving alone",
+    "gradients": "measuring gradients",
     "solve": "quantizing",
     "evaluate": "evaluating",
     "cache": "caching the teacher",

@@ -69,7 +69,10 @@ def test_streamed_gradients_are_those_of_plain_autograd(dtype: torch.dtype, monk
     model = tiny_models.llama(gain=3, dtype=dtype)
     names = [("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"), ("model.layers.1.mlp.down_proj",)]
     rows = torch.randint(0, 60, (4, 16))
-    found = output_moments(model, _groups(model, *names), rows.split(2), Session())
+    counts: list[tuple[str, int, int]] = []
+    session = Session(progress=lambda *count: counts.append(count))
+    found = output_moments(model, _groups(model, *names), rows.split(2), session)
+    assert counts == [("gradients", 1, 2), ("gradients", 2, 2)]
     assert not found.missing and all(parameter.requires_grad for parameter in model.parameters())
     model = model.float()
     outputs: dict[str, torch.Tensor] = {}
