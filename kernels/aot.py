@@ -9,14 +9,14 @@ two pointers of its own, to scratch memory for profiling and for tensor maps. A 
 them, so they are cut from the list, after a check that nothing refers to them.
 
 Pointers are declared 16-byte aligned, without which every load would be one element wide; integers carry no such
-promise. The PTX names an architecture-specific target (`sm_90a`), because FP8 tensor cores exist only there: it runs
-on GPUs of that compute capability and no others.
+promise, unless the caller says that one is a multiple of 16. The PTX names an architecture-specific target (`sm_90a`),
+because FP8 tensor cores exist only there: it runs on GPUs of that compute capability and no others.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -61,6 +61,7 @@ def compile_kernel(
     arch: int,
     num_warps: int,
     num_stages: int,
+    multiples: Collection[str] = (),
 ) -> CompiledKernel:
     """Compiles a Triton kernel to PTX; the same request is compiled once in a process, and once on this disk.
 
@@ -71,6 +72,7 @@ def compile_kernel(
         arch: a key of `ARCHITECTURES`.
         num_warps: warps of a block.
         num_stages: of the software pipeline.
+        multiples: integer parameters that are multiples of 16, such as strides that loads are wide along.
 
     Raises:
         ValueError: an architecture that is not known, or a parameter that is in neither mapping or in both.
@@ -80,7 +82,8 @@ def compile_kernel(
     names = [*signature, *constants]
     if sorted(names) != sorted(kernel.arg_names):
         raise ValueError(f"{kernel.__name__}: parameters {kernel.arg_names}, but given are {names}")
-    return _compile(kernel, tuple(signature.items()), tuple(constants.items()), arch, num_warps, num_stages)
+    options = (arch, num_warps, num_stages, tuple(multiples))
+    return _compile(kernel, tuple(signature.items()), tuple(constants.items()), options)
 
 
 @lru_cache(maxsize=64)
@@ -88,19 +91,20 @@ def _compile(
     kernel: Any,
     signature: tuple[tuple[str, str], ...],
     constants: tuple[tuple[str, Any], ...],
-    arch: int,
-    num_warps: int,
-    num_stages: int,
+    build: tuple[int, int, int, tuple[str, ...]],
 ) -> CompiledKernel:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    arch, num_warps, num_stages, multiples = build
     names = kernel.arg_names
     types = {name: dict(signature).get(name, "constexpr") for name in names}
     # Triton's JIT finds this property in each argument; ahead of time it is declared.
     aligned: dict[Any, Any] = {
-        (index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if types[name].startswith("*")
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if types[name].startswith("*") or name in multiples
     }
     values: dict[Any, Any] = {(names.index(name),): value for name, value in constants}
     source = ASTSource(kernel, types, constexprs=values, attrs=aligned)

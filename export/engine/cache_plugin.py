@@ -37,6 +37,7 @@ MOST_SPLITS = 128
 _WRITE_TILE = 2048
 PAGE_STRIDE = "i64"
 """Triton's type of the elements between two pages, which are whole sequences here."""
+_PAGES = ("code_page", "block_page")
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def _write(spec: CacheSpec, arch: int, tokens: int, warps: int) -> BundledKernel
     signature = dict.fromkeys(("k", "v"), DTYPES[spec.dtype]) | dict.fromkeys(("k_codes", "v_codes"), codes)
     signature |= dict.fromkeys(("k_scale", "v_scale"), "*fp32") | dict.fromkeys(("k_blocks", "v_blocks"), "*fp8e4nv")
     signature |= dict.fromkeys(("table", "first"), "*i32")
-    signature |= dict.fromkeys(("code_page", "block_page"), PAGE_STRIDE)
+    signature |= dict.fromkeys(_PAGES, PAGE_STRIDE)
     strides = ("k_batch", "k_head", "k_token", "v_batch", "v_head", "v_token", "table_stride", "kv_heads", "new")
     signature |= dict.fromkeys(strides, "i32")
     constants = {
@@ -107,7 +108,9 @@ def _write(spec: CacheSpec, arch: int, tokens: int, warps: int) -> BundledKernel
         "page": spec.capacity,
         "tokens": tokens,
     }
-    compiled = compile_kernel(kv_pages_write_kernel, signature, constants, arch=arch, num_warps=warps, num_stages=2)
+    compiled = compile_kernel(
+        kv_pages_write_kernel, signature, constants, arch=arch, num_warps=warps, num_stages=2, multiples=_PAGES
+    )
     return BundledKernel("write", tokens, compiled)
 
 
@@ -122,7 +125,7 @@ def _attend(spec: CacheSpec, arch: int, role: str, tile: tuple[int, int, int, in
     signature |= dict.fromkeys(("k_blocks", "v_blocks"), "*fp8e4nv") | dict.fromkeys(("table", "lengths"), "*i32")
     # Splits are summed in float32, and a single one is written at once in the dtype of q.
     signature |= {"out": "*fp32", "lse": "*fp32"} if role == "split" else {"out": DTYPES[spec.dtype]}
-    signature |= dict.fromkeys(("code_page", "block_page"), PAGE_STRIDE)
+    signature |= dict.fromkeys(_PAGES, PAGE_STRIDE)
     signature |= dict.fromkeys(("q_batch", "q_head", "q_new", "table_stride", "kv_heads", "new", "splits"), "i32")
     constants = {
         "softmax_scale": spec.softmax_scale or 1 / math.sqrt(spec.dim),
@@ -145,7 +148,7 @@ def _attend(spec: CacheSpec, arch: int, role: str, tile: tuple[int, int, int, in
     if role != "split":
         constants["lse"] = None
     compiled = compile_kernel(
-        paged_attention_kernel, signature, constants, arch=arch, num_warps=warps, num_stages=stages
+        paged_attention_kernel, signature, constants, arch=arch, num_warps=warps, num_stages=stages, multiples=_PAGES
     )
     return BundledKernel(role, block_m, compiled)
 

@@ -41,6 +41,17 @@ _ROUNDED = {"half": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfl
 # Steps of the codes of inputs that are scaled by token (`onnx_graph.ops`).
 _TOKEN_STEP = {E4M3: 2.0**-9, INT8: 2.0**-7}
 _WEIGHTLESS = 16  # constants of fewer numbers are literals of the graph
+# ONNX ops of which an activation function has one.
+_ACTIVATIONS = {
+    "SiLU": {"Sigmoid", "Swish"},
+    "SiLUActivation": {"Sigmoid", "Swish"},
+    "ReLU": {"Relu"},
+    "GELU": {"Gelu", "Erf"},
+    "GELUActivation": {"Gelu", "Erf"},
+    "NewGELUActivation": {"Gelu", "Tanh"},
+    "GELUTanh": {"Gelu", "Tanh"},
+    "PytorchGELUTanh": {"Gelu", "Tanh"},
+}
 
 
 @dataclass(frozen=True)
@@ -173,7 +184,27 @@ def _compare(engine: Engine, model: nn.Module) -> dict[str, list[str]]:
                 absent = _plain_problems(view, name, module)
             known = missing.setdefault(name, [])
             known += [tensor for tensor in absent if tensor not in known]
+        for name in _surplus(view):
+            # A tensor that is missing has another one in its place.
+            if not missing.get(name):
+                missing[name] = ["surplus constant"]
     return missing
+
+
+def _surplus(view: View) -> Iterator[str]:
+    """Layers whose kernels read numbers, one for each output, that no tensor of the model explains: another bias."""
+    for name, outputs in view.rows.items():
+        # The kernel of the layer's own nodes, and the next one, which adds what the layer has no node for.
+        own = view.of_module.get(name, [])
+        written = {output for kernel in own if kernel.is_gemm for output in kernel.outputs}
+        kernels = [kernel for kernel in view.kernels if any(operand.name in written for operand in kernel.inputs)]
+        for operand in view.constants([*own, *kernels]):
+            is_row = operand.stored in _CLOSE and _size(operand) == outputs >= _WEIGHTLESS
+            if is_row and operand.index not in view.explained:
+                values = view.values(operand).reshape(-1)
+                if not (values == values[0]).all():
+                    yield name
+                    break
 
 
 def _norms_after(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
@@ -193,7 +224,8 @@ def _has_tensors(module: nn.Module) -> bool:
         (
             isinstance(module, QuantLinear | QuantConv),
             any(True for _ in module.parameters(recurse=False)),
-            hasattr(module, "inv_freq"),
+            any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)),
+            type(module).__name__ in _ACTIVATIONS,
             hasattr(module, "k_scale"),
             isinstance(getattr(module, "scaling", None), float),
         )
@@ -489,11 +521,18 @@ def _holds_divided(view: View, kernel: Kernel, expected: torch.Tensor) -> bool:
 def _number_problems(view: View, name: str, module: Any) -> Iterator[str]:
     """Single numbers of a module that its kernels do not have: a norm's epsilon, attention's scales, RoPE's table."""
     numbers = view.scalars(name)
-    table = getattr(module, "inv_freq", None)
-    if isinstance(table, torch.Tensor) and not any(
-        _holds_rounded(view, operand, table, WHOLE) for operand in view.constants(view.of_module[name])
-    ):
-        yield "inv_freq"
+    for buffer, table in module.named_buffers(recurse=False):
+        # Some models keep the table of each kind of block, and the first one under another name.
+        if (
+            buffer.endswith("inv_freq")
+            and "original" not in buffer
+            and not any(_holds_rounded(view, operand, table, WHOLE) for operand in view.constants(view.kernels))
+        ):
+            yield buffer
+    kinds = {node.rpartition("/")[2].partition("_")[0] for k in view.of_module[name] for node in k.nodes
+             if node.rpartition("/")[0] == name}  # fmt: skip
+    if not kinds & _ACTIVATIONS.get(type(module).__name__, kinds):
+        yield "function"
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "Norm" in type(module).__name__ and isinstance(epsilon, float) and not _any_close([epsilon], numbers):
         yield "epsilon"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -101,6 +102,9 @@ def test_every_parameter_of_the_kernels_has_a_value(name: str) -> None:
     for kernel in compile_cache_attention(CacheSpec(64, 2, 256, name, "FP16"), 120):
         for parameter, kind in kernel.compiled.arguments:
             assert f'{"address" if kind[0] == "*" else "integer"}("{parameter}"' in launches, (kernel.role, parameter)
+        # Keys and values are copied 16 bytes at a time, which needs strides that are known to be multiples of 16.
+        if kernel.role == "split":
+            assert re.search(r"cp\.async[.\w]* [^;]*, 0x10", kernel.compiled.ptx), kernel.rows
 
 
 @pytest.mark.gpu
