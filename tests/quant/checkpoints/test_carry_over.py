@@ -105,3 +105,24 @@ def test_a_model_that_was_cast_as_a_whole_is_saved_so(model: Path, tmp_path: Pat
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written["model.norm.weight"].dtype is torch.float16
     assert written["mtp.fc.weight"].dtype is torch.bfloat16
+
+
+def test_tensors_of_every_dtype_and_shape_are_carried_over_from_shards(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    tiny_models.llama(dtype=torch.bfloat16).save_pretrained(directory, max_shard_size="60KB")
+    shard = sorted(directory.glob("*.safetensors"))[1]
+    extra = {
+        "mtp.scale": torch.tensor(3.5), "mtp.ids": torch.arange(5), "mtp.mask": torch.tensor([True, False]),
+        "mtp.wide": torch.randn(3, dtype=torch.float64), "mtp.codes": torch.arange(4, dtype=torch.int8),
+        "mtp.none": torch.empty(0), "mtp.phase": torch.randn(2, dtype=torch.complex64),
+    }  # fmt: skip
+    save_file({**load_file(shard), **extra}, shard, {"format": "pt"})
+    file = directory / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"] |= dict.fromkeys(extra, shard.name)
+    file.write_text(json.dumps(index))
+    out = quantized(directory, tmp_path / "out", "--format", "nvfp4a16")
+    written = load_file(out / "model.safetensors")
+    for name, tensor in extra.items():
+        assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name
+    assert verify(out, source=directory).findings == ()

@@ -155,3 +155,19 @@ def test_the_command_refuses_such_experts_before_any_work(tmp_path: Path) -> Non
     with pytest.raises(UserError, match="no rule of it joins quantized ones"):
         run(job)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_tensors_of_experts_that_a_warning_names_are_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.17 reports them as unexpected, and 5.24 does not."""
+    done = quant.quantize(tiny_models.qwen3_moe(dtype=torch.bfloat16), "nvfp4a16", solver="rtn")
+
+    def reported(name: str) -> None:
+        info = {"missing_keys": set(), "unexpected_keys": {name}}
+        monkeypatch.setattr("quant.checkpoints.trial_load._load", lambda *_: info)
+
+    reported("model.layers.0.mlp.experts.0.down_proj.weight_global_scale")
+    with pytest.warns(UserWarning, match="fused experts in NVFP4 without their global scale"):
+        quant.save(done.model, done.plan, tmp_path / "out")
+    reported("model.layers.0.self_attn.o_proj.weight_global_scale")
+    with pytest.raises(UserError, match=r"has no use for model\.layers\.0\.self_attn\.o_proj"):
+        quant.save(done.model, done.plan, tmp_path / "other")
