@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -64,34 +64,39 @@ def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockSc
     Raises:
         ValueError: `weight` and `quantized` have different shapes, or hold NaN or infinity.
     """
-    snr, error = None, None
-    if quantized is not None:
-        if tuple(weight.shape) != quantized.shape:
-            raise ValueError(
-                f"{plan_layer.name}: weight {list(weight.shape)} and its quantized form {list(quantized.shape)} differ"
-            )
-        signal, noise = _energies(weight, quantized)
-        if not math.isfinite(signal):
-            raise ValueError(f"{plan_layer.name}: NaN or infinity in the weight; no error can be measured against it")
-        if not math.isfinite(noise):
-            raise ValueError(
-                f"{plan_layer.name}: weights of up to {float(weight.abs().max()):.2g} are infinite in "
-                f"{quantized.format}; keep the layer in 16 bit with --exclude"
-            )
-        # A weight of zeros is exact in every format.
-        error = math.sqrt(noise / signal) if signal else 0.0
-        snr = 10 * math.log10(signal / noise) if noise and signal else None
-    planned = plan_layer.weight if quantized is None else quantized.format
+    result = unmeasured_result(plan_layer)
+    if quantized is None:
+        return result
+    if tuple(weight.shape) != quantized.shape:
+        raise ValueError(
+            f"{plan_layer.name}: weight {list(weight.shape)} and its quantized form {list(quantized.shape)} differ"
+        )
+    signal, noise = _energies(weight, quantized)
+    if not math.isfinite(signal):
+        raise ValueError(f"{plan_layer.name}: NaN or infinity in the weight; no error can be measured against it")
+    if not math.isfinite(noise):
+        raise ValueError(
+            f"{plan_layer.name}: weights of up to {float(weight.abs().max()):.2g} are infinite in "
+            f"{quantized.format}; keep the layer in 16 bit with --exclude"
+        )
+    # A weight of zeros is exact in every format.
+    error = math.sqrt(noise / signal) if signal else 0.0
+    snr = 10 * math.log10(signal / noise) if noise and signal else None
+    return replace(result, format=quantized.format.name, snr_db=snr, relative_error=error)
+
+
+def unmeasured_result(plan_layer: LayerPlan) -> LayerResult:
+    """The result for one layer as it was planned, without its error."""
     return LayerResult(
         name=plan_layer.name,
-        format=planned.name if planned else None,
+        format=plan_layer.weight.name if plan_layer.weight else None,
         activation=plan_layer.activation.name if plan_layer.activation else None,
         shape=plan_layer.shape,
         bits=plan_layer.bits_per_weight,
         nbytes=plan_layer.nbytes,
-        snr_db=snr,
-        relative_error=error,
-        solver=plan_layer.solver if planned else None,
+        snr_db=None,
+        relative_error=None,
+        solver=plan_layer.solver if plan_layer.weight else None,
         reason=plan_layer.reason,
     )
 

@@ -77,6 +77,29 @@ def check_original(model: nn.Module, taker: str) -> None:
         )
 
 
+def refuse_partial_layer(name: str, weight: torch.Tensor, taker: str, reload: str) -> None:
+    """Raises UserError where packing a trained layer would lose its adapter, or pack one process's shard of it.
+
+    Args:
+        name: of the layer.
+        weight: of the layer.
+        taker: the function that packs models, such as `quant.convert_qat`.
+        reload: the user's next step with the gathered state, which ends the message.
+    """
+    # PEFT keeps the layer that it wraps under this name. Packing that layer would lose the adapter.
+    if name.rpartition(".")[2] == "base_layer":
+        raise UserError(
+            f"{name}: an adapter is on this layer; merge it first, and convert what that returns: "
+            f"{taker}(model.merge_and_unload())"
+        )
+    # Only a DTensor has this method; FSDP2 shards parameters as DTensors.
+    if hasattr(weight, "full_tensor"):
+        raise UserError(
+            f"{name}: its weight is sharded (FSDP); gather the state with torch.distributed.checkpoint.state_dict."
+            f"get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), {reload}"
+        )
+
+
 def refuse_adapters(model: nn.Module, taker: str, way_out: str) -> None:
     """Raises UserError where PEFT has put adapters on layers of a model, or wraps it for a prompt."""
     adapted = [name for name, module in model.named_modules() if isinstance(_base_of(module), nn.Module)]

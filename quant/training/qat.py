@@ -28,7 +28,15 @@ from quant.errors import UserError, counted
 from quant.execution.solve import solve_plan
 from quant.execution.undo import restored_on_error
 from quant.export.checkpoint.write import plan_of_model
-from quant.plan.callers_model import ADAPTERS_AFTER, check_original, inner_model, refuse_adapters, uncompiled, unwrapped
+from quant.plan.callers_model import (
+    ADAPTERS_AFTER,
+    check_original,
+    inner_model,
+    refuse_adapters,
+    refuse_partial_layer,
+    uncompiled,
+    unwrapped,
+)
 from quant.plan.check import check_plan_fits
 from quant.plan.make import make_plan
 from quant.recipes.layers import find_layers
@@ -158,19 +166,8 @@ def convert_qat(model: nn.Module) -> Plan:
     if plan is None or not layers:
         raise UserError("the model is not prepared for QAT: call quant.prepare_qat(model, plan) and train it first")
     for name, module in layers:
-        # PEFT keeps the layer that it wraps under this name. Packing that layer would lose the adapter.
-        if name.rpartition(".")[2] == "base_layer":
-            raise UserError(
-                f"{name}: an adapter is on this layer; merge it first, and convert what that returns: "
-                "quant.convert_qat(model.merge_and_unload())"
-            )
-        # Only a DTensor has this method; FSDP2 shards parameters as DTensors.
-        if hasattr(module.weight, "full_tensor"):
-            raise UserError(
-                f"{name}: its weight is sharded (FSDP); gather the state with torch.distributed.checkpoint.state_dict."
-                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), load it into a model "
-                "prepared in the same way, and convert that"
-            )
+        reload = "load it into a model prepared in the same way, and convert that"
+        refuse_partial_layer(name, module.weight, "quant.convert_qat", reload)
         for key, parameter in module.named_parameters(recurse=False):
             if not bool(parameter.isfinite().all()):
                 raise UserError(f"{name}: training made NaN or infinity of its {key}; lower the learning rate")

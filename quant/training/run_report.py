@@ -12,7 +12,7 @@ from quant.calibration.placement import describe
 from quant.calibration.session import Session
 from quant.evaluation.fingerprint import fingerprint
 from quant.evaluation.record import Evaluation
-from quant.execution.layer_result import LayerResult
+from quant.execution.layer_result import LayerResult, unmeasured_result
 from quant.extras import versions
 from quant.models.open import Source
 from quant.recipes.plan import LayerPlan, Plan
@@ -84,15 +84,4 @@ def worse_texts(record: Distillation, evaluation: Evaluation | None) -> list[str
 
 
 def _trained_layer(layer: LayerPlan) -> LayerResult:
-    return LayerResult(
-        name=layer.name,
-        format=layer.weight.name if layer.weight else None,
-        activation=layer.activation.name if layer.activation else None,
-        shape=layer.shape,
-        bits=layer.bits_per_weight,
-        nbytes=layer.nbytes,
-        snr_db=None,
-        relative_error=None,
-        solver=f"{layer.solver}, distilled" if layer.weight else None,
-        reason=layer.reason,
-    )
+    return replace(unmeasured_result(layer), solver=f"{layer.solver}, distilled" if layer.weight else None)

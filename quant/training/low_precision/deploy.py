@@ -16,7 +16,7 @@ from quant.errors import UserError
 from quant.execution.install import install_weight, mark_quantized, use_expert_modules
 from quant.export.checkpoint.write import plan_of_model
 from quant.formats.tensor import BlockScaledTensor
-from quant.plan.callers_model import inner_model
+from quant.plan.callers_model import inner_model, refuse_partial_layer
 from quant.plan.make import make_plan
 from quant.recipes.plan import Plan
 from quant.training.low_precision.convert import from_low_precision_training
@@ -72,17 +72,8 @@ def _check(layers: Mapping[str, LowPrecisionLinear | LowPrecisionStack]) -> None
         names = ", ".join(sorted(recipe.name for recipe in recipes))
         raise UserError(f"the layers of the model train in several recipes ({names}), and a model is packed from one")
     for name, layer in layers.items():
-        if name.rpartition(".")[2] == "base_layer":
-            raise UserError(
-                f"{name}: an adapter is on this layer; merge it first, and convert what that returns: "
-                "quant.convert_trained(model.merge_and_unload())"
-            )
-        if hasattr(layer.weight, "full_tensor"):
-            raise UserError(
-                f"{name}: its weight is sharded (FSDP); gather the state with torch.distributed.checkpoint.state_dict."
-                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), load it and the "
-                "state_dict of the report into a model converted in the same way, and pack that"
-            )
+        reload = "load it and the state_dict of the report into a model converted in the same way, and pack that"
+        refuse_partial_layer(name, layer.weight, "quant.convert_trained", reload)
 
 
 def _packed(layer: LowPrecisionLinear | LowPrecisionStack) -> BlockScaledTensor:
