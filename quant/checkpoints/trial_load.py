@@ -24,6 +24,7 @@ import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from quant.models.configs import one_line
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
+_PEER = "compressed_tensors"
 _DROPPED = (*(f".{part}" for part in RUN_TIME_PARTS), ".input_scale", ".input_global_scale")
 """Suffixes of a layer's tensors that transformers ignores; `runtime_warnings` tells the user."""
 
@@ -59,6 +61,21 @@ def check_experts(plan: Plan, names: StoredNames) -> None:
             "them in 16 bit with --exclude '*.experts.*', or pass --allow-missing to write a checkpoint for quant.load "
             "and servers alone"
         )
+
+
+def import_for_trial() -> None:
+    """Imports the package that `trial_load` needs, in a thread.
+
+    With PyTorch 2.11, compressed-tensors imports torch.compile's backend, which takes 4 s. Weights are solved
+    meanwhile; without the thread, the end of a run would wait for it.
+    """
+
+    def run() -> None:
+        with contextlib.suppress(Exception):  # the trial imports it again, and reports what is wrong
+            require(_PEER, "hf")
+
+    if importlib.util.find_spec(_PEER) is not None:
+        Thread(target=run, name="import").start()
 
 
 def trial_load(
@@ -84,7 +101,7 @@ def trial_load(
         UserError: tensors would be missing, or some would have no place; the message names them.
     """
     not_linear = {layer.name: layer for layer in plan.quantized if layer.kind == LayerKind.CONV or layer.transposed}
-    loadable = hasattr(type(model), "from_pretrained") and importlib.util.find_spec("compressed_tensors") is not None
+    loadable = hasattr(type(model), "from_pretrained") and importlib.util.find_spec(_PEER) is not None
     if not loadable or (dist.is_available() and dist.is_initialized()):
         return []
     version = require("transformers", "hf").__version__
