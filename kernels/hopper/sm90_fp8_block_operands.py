@@ -196,10 +196,11 @@ class _Tiling(NamedTuple):
     lanes_down: int  # of a warp's 32
     warps_down: int
     warps_across: int
+    registers: int | None = None  # at most, so that two programs run on an SM
 
 
-_TILINGS = {"plain": _Tiling(8, 8, 2, 4), "square": _Tiling(8, 4, 4, 2), "swiglu": _Tiling(4, 8, 4, 4)}
-_GRADIENTS = _Tiling(4, 8, 4, 4)
+_TILINGS = {"plain": _Tiling(8, 8, 2, 4), "square": _Tiling(8, 4, 4, 2), "swiglu": _Tiling(4, 8, 4, 4, 64)}
+_GRADIENTS = _Tiling(8, 4, 4, 2)
 """By time on an H100."""
 
 
@@ -218,7 +219,9 @@ def _options(tiling: _Tiling) -> dict[str, Any]:
         gl.DistributedLinearLayout(piece + more, lanes, warps, [], [BLOCK, BLOCK])
         for piece in (across + down, down + across)
     )
-    return {"layout": layout, "turned": turned, "num_warps": tiling.warps_down * tiling.warps_across}
+    warps_of_all = tiling.warps_down * tiling.warps_across
+    limit = {} if tiling.registers is None else {"maxnreg": tiling.registers}
+    return {"layout": layout, "turned": turned, "num_warps": warps_of_all, **limit}
 
 
 def _bits(step: list[int], count: int) -> list[list[int]]:
