@@ -351,13 +351,16 @@ _ALL = (
         "TensorRT Edge-LLM 0.11, from `quant export --to edge-llm`",
         (
             Pair("nvfp4", "nvfp4", note="from SM100"),
-            Pair("nvfp4", None, STORAGE, "all layers alike"),
             Pair("fp8", "fp8", note="from SM89", kinds=_LINEAR),
             Pair("mxfp8", "mxfp8", note="from SM100", kinds=_LINEAR),
             Pair("int4", None, STORAGE, kinds=_LINEAR),
         ),
         kv_cache=("fp8",),
         source="tensorrt-edgellm 0.11, its exporter on a CPU; no engine of it was run",
+        misread={
+            "nvfp4@16bit": "it rounds the inputs of merged q, k and v to NVFP4, with a scale of 1 "
+            "(tensorrt_edgellm/models/linear.py)"
+        },
     ),
 )
 

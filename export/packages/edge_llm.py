@@ -6,7 +6,8 @@
 Three mistakes end with exit code 0 in version 0.11, so they are refused here, by name:
 
 - of a compressed-tensors directory it reads the tensors that it knows, and skips the others: it gets ModelOpt's layout;
-- NVFP4 weights with 16-bit inputs become W4A4 with an input scale of 1, unless all inputs are exported in 16 bit;
+- NVFP4 weights with 16-bit inputs become W4A4 with an input scale of 1; its --no-quantize-activations changes all
+  layers but the merged q, k and v;
 - sliding windows are ignored, and every token sees the whole cache.
 """
 
@@ -29,8 +30,7 @@ from quant.export.checkpoint.read import weight_files
 from quant.recipes.plan import Plan
 
 PACKAGE, MODULE = "tensorrt_edgellm", "tensorrt_edgellm.scripts.export"
-KEEP_INPUTS = "--no-quantize-activations"
-_FORMATS = {("nvfp4", "nvfp4"), ("nvfp4", None), ("fp8", "fp8"), ("mxfp8", "mxfp8"), ("int4", None)}
+_FORMATS = {("nvfp4", "nvfp4"), ("fp8", "fp8"), ("mxfp8", "mxfp8"), ("int4", None)}
 # Nodes that round the inputs of a linear at run time, in the exporter's ONNX.
 _ROUNDING = ("TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize", "QuantizeLinear")
 
@@ -51,14 +51,13 @@ def check_edge_llm(model: nn.Module, plan: Plan) -> None:
             f"{type(model).__name__}: its windows slide over {window} tokens, and TensorRT Edge-LLM 0.11 ignores that "
             "without a word; use --to tensorrt"
         )
-    modes = {layer.activation is None for layer in plan.quantized if layer.weight and layer.weight.is_nvfp4}
-    if len(modes) > 1:
-        raise ValueError(
-            "the plan has NVFP4 weights with 16-bit inputs and with NVFP4 inputs, and TensorRT Edge-LLM 0.11 takes one "
-            "kind for all; set one of them (quant plan edit)"
-        )
     for layer in plan.quantized:
         pair = (str(layer.weight), layer.activation.name if layer.activation else None)
+        if layer.weight and layer.weight.is_nvfp4 and layer.activation is None:
+            raise ValueError(
+                f"{layer.name}: its inputs are in 16 bit, and TensorRT Edge-LLM 0.11 rounds those of NVFP4 weights "
+                "without a word; quantize with nvfp4, or use --to tensorrt"
+            )
         if pair not in _FORMATS:
             known = ", ".join(f"{weight}@{inputs or '16bit'}" for weight, inputs in sorted(_FORMATS, key=str))
             raise ValueError(
@@ -76,16 +75,10 @@ def has_exporter() -> bool:
     return importlib.util.find_spec(PACKAGE) is not None
 
 
-def command(checkpoint: Path, out: Path, plan: Plan) -> list[str]:
-    """The arguments that export a checkpoint, after the program."""
-    keeps = any(layer.weight and layer.weight.is_nvfp4 and layer.activation is None for layer in plan.quantized)
-    return [str(checkpoint), str(out), *([KEEP_INPUTS] if keeps else [])]
-
-
-def run_exporter(checkpoint: Path, out: Path, plan: Plan) -> None:
+def run_exporter(checkpoint: Path, out: Path) -> None:
     """Runs the exporter in a process of its own; ValueError with its last line if it fails."""
     done = subprocess.run(
-        [sys.executable, "-m", MODULE, *command(checkpoint, out, plan)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", MODULE, str(checkpoint), str(out)], capture_output=True, text=True, check=False
     )
     if done.returncode or not list(out.rglob("*.onnx")):
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]

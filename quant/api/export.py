@@ -45,7 +45,7 @@ from quant.export.onnx_graph.runtimes import layer_of_tensorrt, loaded, main_dty
 from quant.export.onnx_graph.translate import dimension_ranges
 from quant.export.onnx_graph.verify import check_file, verify, worst_layer
 from quant.export.packages.aoti import export_aoti
-from quant.export.packages.edge_llm import check_edge_llm, check_exported, command, has_exporter, run_exporter
+from quant.export.packages.edge_llm import check_edge_llm, check_exported, has_exporter, run_exporter
 from quant.export.packages.torch_tensorrt import lower
 from quant.export.packages.torch_tensorrt_engine import compile_engine
 from quant.export.packages.triton_server import RECEIPT_FILE, SERVE_FILE, Bundle, publish
@@ -283,13 +283,12 @@ def export_edge_llm(job: ExportJob) -> dict[str, Any]:
         checkpoint, onnx = folder / "checkpoint", folder / "onnx"
         convert(job.directory, checkpoint, "modelopt", model=job.model)
         if has_exporter():
-            run_exporter(checkpoint, onnx, job.plan)
+            run_exporter(checkpoint, onnx)
             compared = check_exported(checkpoint, onnx, job.plan)
         else:
-            words = " ".join(command(job.out / "checkpoint", job.out / "onnx", job.plan))
             notes.append(
                 "the exporter is not installed here (pip install 'tensorrt-edgellm[export]', best in an environment of "
-                f"its own); run: tensorrt-edgellm-export {words}"
+                f"its own); run: tensorrt-edgellm-export {job.out / 'checkpoint'} {job.out / 'onnx'}"
             )
         files = {str(f.relative_to(folder)): f.stat().st_size for f in sorted(folder.rglob("*")) if f.is_file()}
     for note in notes:

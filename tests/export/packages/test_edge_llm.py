@@ -40,17 +40,13 @@ def test_what_the_exporter_misreads(build: Any, format: str, words: str) -> None
         edge_llm.check_edge_llm(model, make_plan(model, format))
 
 
-def test_inputs_of_nvfp4_are_of_one_kind() -> None:
+def test_inputs_of_nvfp4_are_rounded() -> None:
     model = tiny_models.llama()
     plan = make_plan(model, "nvfp4")
     edge_llm.check_edge_llm(model, plan)
-    assert edge_llm.KEEP_INPUTS not in edge_llm.command(Path("a"), Path("b"), plan)
-    alone = plan.replace_layers([replace(layer, activation=None) for layer in plan.layers])
-    edge_llm.check_edge_llm(model, alone)
-    assert edge_llm.command(Path("a"), Path("b"), alone)[-1] == edge_llm.KEEP_INPUTS
-    mixed = plan.replace_layers([*alone.layers[:3], *plan.layers[3:]])
-    with pytest.raises(ValueError, match=r"takes one kind for all"):
-        edge_llm.check_edge_llm(model, mixed)
+    plan = plan.replace_layers([replace(layer, activation=None) for layer in plan.layers])
+    with pytest.raises(ValueError, match=r"model\.layers\.0\..*: its inputs are in 16 bit, and .* rounds those"):
+        edge_llm.check_edge_llm(model, plan)
 
 
 def _graph(path: Path, initializers: dict[str, np.ndarray], *kinds: str) -> None:
@@ -87,9 +83,9 @@ def test_the_exported_graph_has_the_codes_and_the_roundings(tmp_path: Path) -> N
 def test_the_directory_without_the_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quant.api.export.has_exporter", lambda: False)
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
-    arguments = [str(BASE), "--format", "nvfp4a16", "--effort", "0", "--out", str(checkpoint), "--quiet"]
+    arguments = [str(BASE), "--format", "mxfp8", "--effort", "0", "--out", str(checkpoint), "--quiet"]
     assert CliRunner().invoke(quantize_command, arguments).exit_code == 0
     result = CliRunner().invoke(main, ["export", str(checkpoint), "--to", "edge-llm", "--out", str(out)])
     assert result.exit_code == 0, result.output
-    assert f"run: tensorrt-edgellm-export {out}/checkpoint {out}/onnx --no-quantize-activations" in result.stderr
+    assert f"run: tensorrt-edgellm-export {out}/checkpoint {out}/onnx" in result.stderr
     assert (out / "checkpoint" / "hf_quant_config.json").is_file()
