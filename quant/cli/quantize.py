@@ -71,7 +71,12 @@ def _help_all(context: click.Context, _: click.Parameter, asked: bool) -> None:
 @click.option("--observer", help="Method that sets static activation scales: absmax, percentile, mse or entropy.")
 @click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8.")
 @click.option("--attention", metavar="FORMAT", help="Format of attention's operands: fp8.")
-@click.option("--include", multiple=True, metavar="GLOB", help="Quantize only layers that match. Repeatable.")
+@click.option(
+    "--include",
+    multiple=True,
+    metavar="GLOB",
+    help="Quantize only layers that match; 'mtp.*' adds prediction heads. Repeatable.",
+)
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Keep matching layers in 16 bit. Repeatable.")
 @click.option("--lm-head", metavar="FORMAT", help="Format of the output head, its inputs in 16 bit.  [default: 16 bit]")
 @click.option("--out", type=click.Path(path_type=Path), help="Directory for the checkpoint, the plan and the report.")
