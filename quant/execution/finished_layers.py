@@ -92,12 +92,12 @@ def put_back(store: Store, step: str, model: nn.Module) -> tuple[list[LayerPlan]
     return layers, results
 
 
-def _install(found: Step, model: nn.Module, layers: list[LayerPlan], results: dict[str, LayerResult]) -> None:
-    for key, tensor in found.tensors.items():
+def _install(finished: Step, model: nn.Module, layers: list[LayerPlan], results: dict[str, LayerResult]) -> None:
+    for key, tensor in finished.tensors.items():
         kind, _, name = key.partition(":")
         if kind == "model":
             attrgetter(name)(model).data = tensor
-    for entry in found.record:
+    for entry in finished.record:
         layer = LayerPlan.from_dict(entry["layer"])
         layers.append(layer)
         results[layer.name] = LayerResult.from_dict(entry["result"])
@@ -105,7 +105,7 @@ def _install(found: Step, model: nn.Module, layers: list[LayerPlan], results: di
             continue
         # The order is that of _BUFFERS, which the keys in the file repeat.
         codes, scale, second, input_scale, pre_scale, down, up = (
-            found.tensors.get(f"{buffer}:{layer.name}") for buffer in _BUFFERS
+            finished.tensors.get(f"{buffer}:{layer.name}") for buffer in _BUFFERS
         )
         assert codes is not None and scale is not None
         weight = BlockScaledTensor(codes, scale, layer.weight, layer.shape, second)
@@ -146,14 +146,14 @@ class BlockKeeper(BlockStore):
         )
         states = None
         if finished < len(chain):
-            found = self.store.get("states")
+            saved = self.store.get("states")
             with self.store.reading():
                 # Layers are written after every block and hidden states less often: without states behind the last
                 # finished block, the walk starts again at the last block that has them, and solves the blocks between
                 # anew.
-                block = None if found is None else found.record["block"]
+                block = None if saved is None else saved.record["block"]
                 finished = chain.index(block) + 1 if block in chain[:finished] else 0
-                states = _states(found.tensors) if found is not None and finished else None
+                states = _states(saved.tensors) if saved is not None and finished else None
         for name in chain[:finished]:
             layers, results = put_back(self.store, _step(name), self.model) or ([], {})
             self.noted += layers
@@ -194,8 +194,8 @@ class BlockKeeper(BlockStore):
         self.store.flush()
         wait_for_all()
         self.store.refresh()
-        found = self.store.get("states")
-        return states if found is None else _states(found.tensors)
+        saved = self.store.get("states")
+        return states if saved is None else _states(saved.tensors)
 
     def _is_due(self, nbytes: int) -> tuple[bool, bool]:
         """Whether hidden states of `nbytes` take much of the memory, and whether it is time to write them."""
@@ -204,7 +204,7 @@ class BlockKeeper(BlockStore):
 
     def _changed(self, block: str) -> dict[str, torch.Tensor]:
         """Tensors of the finished block that a solver changed; unchanged ones point to their first memory again."""
-        found = {}
+        changed = {}
         for name, tensor in _stored(self.model.get_submodule(block)).items():
             if name not in self.before:
                 continue
@@ -213,12 +213,12 @@ class BlockKeeper(BlockStore):
             if tensor.data_ptr() == value.data_ptr():
                 continue
             if tensor.dtype != value.dtype or not torch.equal(tensor, value):
-                found[f"{block}.{name}".lstrip(".")] = tensor.detach()
+                changed[f"{block}.{name}".lstrip(".")] = tensor.detach()
             # Equal values in new memory: the map of the model's file costs no memory, the copy does.
             elif value.dim() > 1:
                 tensor.data = value
         self.before = {}
-        return found
+        return changed
 
 
 def _stored(block: nn.Module) -> dict[str, torch.Tensor]:
@@ -234,14 +234,14 @@ def _of_all_ranks(kinds: Mapping[str, Sequence[torch.Tensor]], device: torch.dev
     States of several ranks are collected on `device`; with one rank they stay where they are.
     """
     rank, world = rank_and_world()
-    found = {}
+    tensors = {}
     for kind, states in kinds.items():
         own = [(number_of(i), [state if world == 1 else state.to(device)]) for i, state in enumerate(states)]
         for number, (state,) in in_order(own, device):
             if rank == 0:
                 assert state is not None
-                found[f"{kind}:{number}"] = state
-    return found
+                tensors[f"{kind}:{number}"] = state
+    return tensors
 
 
 def _states(tensors: Mapping[str, torch.Tensor]) -> States:

@@ -387,8 +387,8 @@ def _difference(old: Any, new: Any, name: str = "") -> str:
     """The first thing in which two values differ, in words; nothing where they are equal."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in dict.fromkeys((*old, *new)):
-            if found := _difference(old.get(key), new.get(key), f"{name} {key}".lstrip()):
-                return found
+            if difference := _difference(old.get(key), new.get(key), f"{name} {key}".lstrip()):
+                return difference
         return ""
     if old == new:
         return ""
