@@ -202,9 +202,20 @@ def _surplus(view: View) -> Iterator[str]:
             is_row = operand.stored in _CLOSE and _size(operand) == outputs >= _WEIGHTLESS
             if is_row and operand.index not in view.explained:
                 values = view.values(operand).reshape(-1)
-                if not (values == values[0]).all():
+                if not (values == values[0]).all() and not _is_a_norms(view, values):
                     yield name
                     break
+
+
+def _is_a_norms(view: View, values: np.ndarray) -> bool:
+    """Whether these are a norm's weight times one number, in an engine that does not name its norms."""
+    for vector in view.vectors.values():
+        for weight in (vector, 1 + vector):
+            if weight.shape == values.shape and weight.all():
+                ratio = values / weight
+                if np.abs(ratio - ratio[0]).max() <= 2.0**-7 * abs(ratio[0]):
+                    return True
+    return False
 
 
 def _norms_after(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
