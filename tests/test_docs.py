@@ -99,3 +99,9 @@ def test_the_api_reference_has_every_public_name_at_its_module() -> None:
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     listed = re.findall(r"- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_pages_of_the_site_link_inside_of_it() -> None:
+    outside = [(page.name, link) for page in (ROOT / "docs").glob("*.md") for link in LINK.findall(page.read_text())
+               if link.startswith("..")]  # fmt: skip
+    assert outside == []
