@@ -169,9 +169,9 @@ def _attended(kernel: Kernel) -> list[Operand]:
     matrices = [operand for operand in kernel.inputs if operand.is_matrix]
     # q [batch · heads, queries, dim], k, mask [batch, 1, queries, keys], v; heads may be a dimension of their own.
     if len(matrices) > 3 and len(matrices[2].dims) == 4 and matrices[2].dims[1] == 1:
-        (_, k, mask, v), others = matrices[:4], matrices[4:]
+        _, k, mask, v, *further = matrices
         if len(k.dims) != 4 or (mask.dims != k.dims and v.dims == k.dims):
-            matrices = [*matrices[:2], v, *others]
+            matrices = [*matrices[:2], v, *further]
     return matrices[:3]
 
 
@@ -230,12 +230,5 @@ def _stored_type(operands: Iterable[Operand], weight: Operand) -> str | None:
     Block scales are far smaller than the weight. The builder expands MXFP8's scales to the weight's size, in a wider
     type.
     """
-    constants = [o for o in operands if o.constant and o.is_matrix and 8 * _numel(o.dims) >= _numel(weight.dims)]
+    constants = [o for o in operands if o.constant and o.is_matrix and 8 * o.size >= weight.size]
     return min(constants, key=lambda o: BITS[o.type]).type if constants else None
-
-
-def _numel(dims: tuple[int | None, ...]) -> int:
-    count = 1
-    for dim in dims:
-        count *= dim or 1
-    return count

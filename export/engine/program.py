@@ -20,6 +20,7 @@ an immediate can be read too: `float __v13 = 0x1.1dc138p-10f`.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import re
 import struct
@@ -106,6 +107,11 @@ class Operand:
     index: int | None = None
     strides: tuple[int, ...] = ()
     stored: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of elements; a dynamic dim counts as one."""
+        return math.prod(dim or 1 for dim in self.dims)
 
     @property
     def is_matrix(self) -> bool:

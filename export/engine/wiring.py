@@ -26,7 +26,7 @@ def order_problems(engine: Engine) -> list[str]:
 def _program_problems(kernels: list[Kernel]) -> Iterator[str]:
     # Blocks whose GEMMs a tensor depends on, by its name; kernels stand in an order in which they can run.
     behind: dict[str, set[tuple[str, int]]] = {}
-    known = {block for kernel in kernels for block in _blocks(kernel)}
+    blocks = {block for kernel in kernels for block in _blocks(kernel)}
     for kernel in kernels:
         earlier = set().union(*(behind.get(operand.name, set()) for operand in kernel.inputs))
         own = _blocks(kernel) if kernel.is_gemm else set()
@@ -34,7 +34,7 @@ def _program_problems(kernels: list[Kernel]) -> Iterator[str]:
             later = max((i for other, i in earlier if other == path), default=index)
             if later > index:
                 yield f"{path}.{index} runs after {path}.{later}"
-            if (path, index - 1) in known and (path, index - 1) not in earlier:
+            if (path, index - 1) in blocks and (path, index - 1) not in earlier:
                 yield f"{path}.{index} does not read {path}.{index - 1}"
         for name in kernel.outputs:
             behind[name] = earlier | own | behind.get(name, set())

@@ -194,6 +194,7 @@ def test_a_layer_that_was_never_quantized_fails(module: Any, tmp_path: Path) -> 
         ("2", "half", False),
         ("pooler", "not in the exported graph", True),
         ("0", "its tensors", True),
+        ("1", "its tensors", True),  # of an activation the function
         ("2", "its tensors", True),
     ]
     assert receipt["engine"]["layers"] == ["0", "2"]

@@ -1,0 +1,256 @@
+"""Finds numbers of a model among the constants of an engine.
+
+A `View` tells which kernels hold a module's nodes, and so which constants may hold its tensors. Each `holds_…` function
+compares one constant with expected numbers, in one of the orders in which TensorRT stores them:
+
+    matrix      codes `[in, out]`, several layers merged along the outputs or stacked (`Part`)
+    swizzled    FP4's block scales, in tiles of 128 outputs and 4 blocks
+    numbers     scales `[blocks, outputs]`, each once, or once for every input of its block
+    vector      one number for each output
+    cropped     the weight of a convolution, its channels padded
+    rounded     a parameter in 16 or 32 bit, rounded to the type of the constant
+
+Codes and rounded parameters must be equal; numbers that the compiler has multiplied may differ by `TOLERANCES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import nn
+
+from quant.export.engine.program import PRODUCTS, Engine, Kernel, Operand
+from quant.formats.number import E4M3, INT8
+from quant.kernels.linear.conv import QuantConv
+from quant.kernels.linear.modules import QuantLinear
+
+# How far a number may be from the stored one, relatively: sums and products of a few float32 numbers, or one rounding
+# to the type of the constant.
+TOLERANCES = {"float": 2e-6, "half": 2.0**-10, "bf16": 2.0**-7, "bfloat16": 2.0**-7}
+_ROUNDED = {"half": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float": torch.float32}
+# Steps of the codes of inputs that are scaled by token (`onnx_graph.ops`).
+TOKEN_STEP = {E4M3: 2.0**-9, INT8: 2.0**-7}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A layer among those whose matrices were merged: its index, their number, and the first of its outputs.
+
+    Matrices of one size may be stacked, `[layers, in, out]`, and others lie side by side, `[in, outputs of all]`.
+    Numbers that are not merged have the layer's own size.
+    """
+
+    index: int
+    count: int
+    start: int
+
+    def cut(self, values: np.ndarray, rows: int, columns: int) -> np.ndarray | None:
+        """The layer's `[rows, columns]` of a constant; None if it cannot be there."""
+        sizes = [size for size in values.shape if size != 1]
+        if self.count > 1 and values.ndim >= 3 and values.shape[0] == self.count:
+            values = values[self.index]
+            sizes = sizes[1:]
+        if len(sizes) > 2:
+            return None
+        if len(sizes) < 2:
+            # Of a vector the dim that was dropped is the one of size 1 in the layer's part.
+            if rows > 1 and columns > 1:
+                return None
+            sizes = [values.size, 1] if rows > 1 else [1, values.size]
+        values = values.reshape(sizes)
+        start = 0 if values.shape[1] == columns else self.start
+        if values.shape[0] < rows or values.shape[1] < start + columns:
+            return None
+        return values[:rows, start : start + columns]
+
+
+WHOLE = Part(0, 1, 0)
+
+
+class View:
+    """The kernels of one optimization profile, by the modules whose nodes they hold.
+
+    Attributes:
+        rows: outputs of each linear layer.
+        vectors: weights of norms, and of other modules whose weight is a vector.
+        input_scales: of each quantized layer that has one.
+        norm_after: the BatchNorm after each convolution.
+        explained: indices of the constants that a tensor of the model was found in.
+        folded: BatchNorms whose factors have become part of the convolution before them.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        profile: int,
+        modules: Mapping[str, nn.Module],
+        norm_after: Mapping[nn.Module, nn.Module],
+    ) -> None:
+        self.engine = engine
+        self.kernels = [kernel for kernel in engine.kernels if kernel.profile == profile]
+        self.norm_after = norm_after
+        self.explained: set[int] = set()
+        self.folded: set[nn.Module] = set()
+        self.names = {module: name for name, module in modules.items()}
+        self.rows = {name: outputs for name, module in modules.items() if (outputs := _outputs(module))}
+        self.vectors: dict[str, np.ndarray] = {}
+        self.input_scales: dict[str, float] = {}
+        for name, module in modules.items():
+            weight = getattr(module, "weight", None)
+            if isinstance(module, QuantLinear | QuantConv):
+                if module.input_scale is not None:
+                    self.input_scales[name] = float(module.input_scale)
+            elif isinstance(weight, torch.Tensor) and weight.ndim == 1:
+                self.vectors[name] = weight.detach().float().numpy()
+        self.of_module: dict[str, list[Kernel]] = {}
+        self.writer: dict[tuple[int, str], Kernel] = {}
+        for kernel in self.kernels:
+            for path in kernel.modules:
+                self.of_module.setdefault(path, []).append(kernel)
+            for tensor in kernel.outputs:
+                self.writer.setdefault((kernel.program, tensor), kernel)
+        self.values = lru_cache(maxsize=8)(lambda operand: engine.constant(operand))
+
+    def constants(self, kernels: Iterable[Kernel]) -> list[Operand]:
+        """The constants that these kernels read, each once."""
+        by_index = {o.index: o for kernel in kernels for o in kernel.inputs if o.index is not None}
+        return list(by_index.values())
+
+    def explain(self, operand: Operand, is_equal: bool) -> bool:
+        """Notes a constant that equals a tensor of the model, so that it is not surplus; returns `is_equal`."""
+        if is_equal and operand.index is not None:
+            self.explained.add(operand.index)
+        return is_equal
+
+    def feeding(self, module: str) -> list[Kernel]:
+        """The kernels that write the operands of the module's GEMM."""
+        gemms = [kernel for kernel in self.of_module.get(module, ()) if kernel.is_gemm and _multiplies(kernel, module)]
+        written = [self.writer.get((gemm.program, operand.name)) for gemm in gemms for operand in gemm.inputs]
+        return [kernel for kernel in written if kernel is not None]
+
+    def part_of(self, module: str) -> Part:
+        """Where a layer lies in the merged matrix of its GEMM."""
+        for kernel in self.of_module.get(module, ()):
+            # "v/MatMul [profile 1]+k/MatMul [profile 1]": the order of the rows.
+            names = [part.rpartition("/")[0] for part in kernel.name.split("+")]
+            if module in names and len(names) > 1:
+                index = names.index(module)
+                return Part(index, len(names), sum(self.rows.get(name, 0) for name in names[:index]))
+        return WHOLE
+
+    def scalars(self, module: str) -> set[float]:
+        """Every single number in the module's kernels and in those that feed its GEMM."""
+        kernels = [*self.of_module.get(module, ()), *self.feeding(module)]
+        return {number for kernel in kernels for number in self.engine.scalars(kernel)}
+
+
+def _outputs(module: nn.Module) -> int:
+    """Outputs of a linear layer; 0 for other modules."""
+    if isinstance(module, QuantLinear | QuantConv):
+        return int(module.weight_shape[0])
+    weight = getattr(module, "weight", None)
+    return int(weight.shape[0]) if isinstance(module, nn.Linear) and weight is not None else 0
+
+
+def _multiplies(kernel: Kernel, module: str) -> bool:
+    return any(node.startswith(f"{module}{kind}") for node in kernel.nodes for kind in PRODUCTS)
+
+
+def input_factors(module: QuantLinear | QuantConv) -> list[float]:
+    """Numbers by which the compiler may multiply scales of rows: those of the input's codes."""
+    factors = []
+    if module.activation_format is not None:
+        factors.append(TOKEN_STEP.get(module.activation_format.element, 1.0))
+    if module.input_scale is not None:
+        factors.append(float(module.input_scale))
+    return factors
+
+
+def any_close(expected: Iterable[float], numbers: Iterable[float]) -> bool:
+    """Whether one of the expected numbers is among those of a kernel."""
+    # Immediates are written in full; a constant of one number may have been rounded to half precision.
+    return any(abs(number - scale) <= 2e-6 * abs(scale) for scale in expected for number in numbers) or any(
+        abs(number - scale) <= 2.0**-10 * abs(scale) and float(np.float16(number)) == number
+        for scale in expected
+        for number in numbers
+    )
+
+
+def holds_matrix(view: View, operand: Operand, expected: np.ndarray, part: Part) -> bool:
+    """Whether a constant has these codes `[in, out]` as a layer's part."""
+    values = part.cut(view.values(operand), *expected.shape)
+    return view.explain(operand, values is not None and bool((values == expected).all()))
+
+
+def holds_cropped(view: View, operand: Operand, expected: np.ndarray) -> bool:
+    """Whether a constant has the weight of a convolution; channels may be padded."""
+    values = cropped(view.values(operand), expected.shape)
+    return view.explain(operand, values is not None and bool((values == expected).all()))
+
+
+def cropped(values: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
+    """The first of each dimension of a constant; a convolution over one dimension has a second one of size 1."""
+    if values.ndim > len(shape):
+        values = values.reshape([size for size in values.shape if size != 1])
+        values = values.reshape([*values.shape, *[1] * (len(shape) - values.ndim)])
+    if values.ndim != len(shape) or any(a < b for a, b in zip(values.shape, shape, strict=True)):
+        return None
+    return values[tuple(slice(size) for size in shape)]
+
+
+def holds_swizzled(view: View, operand: Operand, expected: np.ndarray, part: Part) -> bool:
+    """Whether a constant has FP4's block scales in tiles of 128 outputs and 4 blocks: `[…, tiles, 4, tiles, 4, 32]`."""
+    values = view.values(operand)
+    if values.ndim < 5 or values.shape[-4] != 4 or values.shape[-2:] != (4, 32):
+        return False
+    rows, columns = values.shape[-5] * 4, values.shape[-3] * 128
+    values = values.reshape(-1, rows, columns)
+    if part.count > 1 and len(values) == part.count:
+        part, values = WHOLE, values[part.index : part.index + 1]
+    if len(values) > 1 or rows < expected.shape[0] or columns < part.start + expected.shape[1]:
+        return False
+    held = values[0, : expected.shape[0], part.start : part.start + expected.shape[1]] == expected
+    return view.explain(operand, bool(held.all()))
+
+
+def holds_numbers(view: View, operand: Operand, expected: np.ndarray, part: Part, inputs: int) -> bool:
+    """Whether a constant has these scales `[blocks, outputs]`, each once or once for every input of its block."""
+    values = part.cut(view.values(operand), *expected.shape) if operand.size < inputs * expected.shape[1] else None
+    if values is None:
+        expected = np.repeat(expected, -(-inputs // expected.shape[0]), axis=0)[:inputs]
+        values = part.cut(view.values(operand), *expected.shape)
+    return view.explain(operand, values is not None and is_close(values, expected, operand.stored))
+
+
+def holds_vector(
+    view: View, operand: Operand, expected: np.ndarray, part: Part, error: np.ndarray | None = None
+) -> bool:
+    """Whether a constant has these numbers, one for each output, up to `error` or the rounding to its type."""
+    if operand.stored not in TOLERANCES or sum(dim != 1 for dim in operand.dims) > 2 or operand.size < expected.size:
+        return False
+    values = part.cut(view.values(operand), 1, expected.size)
+    return view.explain(operand, values is not None and is_close(values[0], expected, operand.stored, error))
+
+
+def holds_rounded(view: View, operand: Operand, expected: torch.Tensor, part: Part) -> bool:
+    """Whether a constant has these numbers, rounded to its type."""
+    if operand.stored not in _ROUNDED or operand.size < expected.numel():
+        return False
+    sizes = [size for size in expected.shape if size != 1]
+    rounded = expected.to(_ROUNDED[operand.stored]).float()
+    if len(sizes) > 2:
+        values = cropped(view.values(operand), expected.shape)
+        return view.explain(operand, values is not None and bool((values == rounded.numpy()).all()))
+    matrix = rounded.reshape(sizes if len(sizes) == 2 else (1, -1)).numpy()
+    values = part.cut(view.values(operand), *matrix.shape)
+    return view.explain(operand, values is not None and bool((values == matrix).all()))
+
+
+def is_close(values: np.ndarray, expected: np.ndarray, stored: str, error: np.ndarray | None = None) -> bool:
+    """Whether numbers are the expected ones, up to the rounding to the constant's type, or up to `error`."""
+    bound = TOLERANCES[stored] * np.abs(expected) if error is None else error
+    return bool((np.abs(values - expected) <= bound + 1e-12).all())
