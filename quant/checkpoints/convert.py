@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import stored_dtype
+from quant.checkpoints.model_card import CARD, is_own_card, write_card
 from quant.checkpoints.open import (
     KV_SCALES,
     Checkpoint,
@@ -113,6 +114,9 @@ def convert(
             (temporary / file).write_text(text + "\n", encoding="utf-8")
         text = text_as_in_source(fields, indent=2, ensure_ascii=False)
         (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
+        # The card of another tool goes along as it is.
+        if is_own_card(temporary / CARD):
+            write_card(temporary, plan, opened.model, source=None, layout=to, measured=directory)
         sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir()) if file.is_file()}
     return {"files": sizes, "rounded_scales": rounded}
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.checkpoints.model_card import CARD, is_own_card
 from quant.checkpoints.open import with_fused_experts
 from quant.checkpoints.save import Destination, write_model
 from quant.errors import UserError
@@ -154,6 +155,9 @@ def save_pretrained(
             old.unlink()
         source = destination.source
         copied = set() if source is None else {file.relative_to(source) for file in companion_files(source)}
+        # A card that a user or a Trainer wrote stays; one of ours is replaced.
+        if not is_own_card(directory / CARD):
+            copied.add(Path(CARD))
         for name in files:
             # The tokenizer, say, may have been saved there already, and may be another one than the source's.
             if Path(name) not in copied or not (directory / name).exists():

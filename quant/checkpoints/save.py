@@ -18,6 +18,7 @@ from quant.calibration.blocks import stored_dtype
 from quant.calibration.session import Store
 from quant.checkpoints.carry_over import carried_note, carry_over
 from quant.checkpoints.checkpoint_warnings import checkpoint_warnings
+from quant.checkpoints.model_card import write_card
 from quant.checkpoints.trial_load import check_experts, check_read_back, trial_load
 from quant.errors import UserError
 from quant.export.checkpoint.compressed_tensors import check_plan, compress
@@ -75,9 +76,10 @@ def save(
     source: str | Path | None = None,
     finish: Finish | None = None,
 ) -> dict[str, str]:
-    """Writes a checkpoint that vLLM and transformers load as it is, with its `plan.json`.
+    """Writes a checkpoint that vLLM and transformers load as it is, with its `plan.json` and a model card.
 
-    Config, tokenizer, templates, code and other files of the original model go along as they are.
+    Config, tokenizer, templates, code and other files of the original model go along as they are; its README.md as
+    README.source.md.
 
     Args:
         model: quantized by `plan`. Without a transformers config, config.json is left out.
@@ -188,6 +190,9 @@ def write_model(
         _write_companions(model, tokenizer, temporary, destination.source)
         if finish is not None:
             finish(temporary, hashes, messages)
+        # After the comparison with the source and the report, whose loss it shows.
+        if of_transformers:
+            write_card(temporary, plan, model, source=destination.source)
     return hashes
 
 

@@ -24,6 +24,7 @@ from torch import nn
 
 from quant.calibration.blocks import stored_dtype
 from quant.checkpoints.carry_over import CODES, main_dtype, source_tensors, unused_tensors
+from quant.checkpoints.model_card import CARD, SOURCE_CARD
 from quant.checkpoints.open import outline
 from quant.errors import UserError
 from quant.export.checkpoint.names import StoredNames, stored_names
@@ -257,6 +258,9 @@ def _file_differences(pair: _Pair) -> Iterator[Difference]:
         name = file.relative_to(pair.home).as_posix()
         written = pair.directory / name
         reason = "a text about the model" if file.suffix == ".md" else None
+        stays = pair.directory / SOURCE_CARD
+        if name == CARD and stays.is_file() and filecmp.cmp(file, stays, shallow=False):
+            reason = f"the checkpoint has a model card of its own, and the source's as {SOURCE_CARD}"
         if not written.is_file():
             yield Difference(Part.FILES, name, "is missing", reason)
         elif not filecmp.cmp(file, written, shallow=False):

@@ -62,6 +62,14 @@ def commit_of(path: Path | None) -> str | None:
     return path.name if path is not None and is_commit else None
 
 
+def hub_name(path: Path) -> str | None:
+    """The name `org/name` of the model that a directory of the hub's cache holds; None for any other directory."""
+    if commit_of(path) is None:
+        return None
+    kind, _, name = path.parent.parent.name.partition("--")
+    return name.replace("--", "/", 1) if kind == "models" and "--" in name else None
+
+
 def cached_snapshot(name: str, commit: str | None) -> Path | None:
     """The directory of a model that is in the hub's cache, at a commit; None where it is not there."""
     if split_revision(name) is None:
