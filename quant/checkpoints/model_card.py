@@ -17,10 +17,10 @@ from torch import nn
 
 from quant.extras import require
 from quant.formats.atomic import write_atomically
+from quant.formats.format import FORMATS
 from quant.models.hub import hub_name
-from quant.plan.check import validate
+from quant.plan.check import first_problem
 from quant.recipes.plan import Plan, bits_per_weight
-from quant.recipes.targets import TARGETS
 from quant.report.saved_report import saved_report
 
 CARD, SOURCE_CARD = "README.md", "README.source.md"
@@ -96,7 +96,9 @@ def _head(fields: Mapping[str, Any], plan: Plan, base: Any, layout: str) -> Iter
     head |= {"library_name": "transformers", **{key: fields[key] for key in _CARRIED if fields.get(key)}}
     tags = fields.get("tags")
     formats = (layer.weight.name for layer in plan.quantized if layer.weight is not None)
-    carried = (str(tag) for tag in (tags if isinstance(tags, list) else ()) if tag not in _RUNTIMES)
+    # Those of an earlier card of ours are written anew: the layout or the formats may be others.
+    ours = {"blockscale", *_RUNTIMES, *FORMATS}
+    carried = (tag for tag in map(str, tags if isinstance(tags, list) else ()) if tag not in ours)
     head["tags"] = list(dict.fromkeys([*carried, "blockscale", layout, *formats]))
     yield "---"
     if base is None:
@@ -148,18 +150,13 @@ def _use(plan: Plan, model: nn.Module, layout: str) -> Iterator[str]:
     yield from ("import quant", "", 'model = quant.load("DIR")', "```")
     kind = type(model)
     server, library = _RUNTIMES[layout]
-    if library is not None and kind.__module__.startswith("transformers.") and _problem(plan, library) is None:
+    if library is not None and kind.__module__.startswith("transformers.") and first_problem(plan, library) is None:
         yield from ("", "transformers loads it with the package compressed-tensors, which unpacks the weights:", "")
         yield from ("```python", f"from transformers import {kind.__name__}", "")
         yield from (f'model = {kind.__name__}.from_pretrained("DIR")', "```")
     if kind.__name__.endswith(_GENERATIVE):
-        problem = _problem(plan, server)
+        problem = first_problem(plan, server)
         if problem is None:
             yield from ("", "vLLM has kernels for these formats:", "", "```console", "$ vllm serve DIR", "```")
         else:
             yield from ("", f"vLLM does not serve it: {problem}.")
-
-
-def _problem(plan: Plan, target: str) -> str | None:
-    """The first reason why a runtime would not take the plan; None if it takes it."""
-    return next((f"{each.where}: {each.what}" for each in validate(plan, target=TARGETS[target])), None)

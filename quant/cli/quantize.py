@@ -174,6 +174,7 @@ def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
     # The garbage collector finds nothing among the objects that imports make, and takes a fifth of their time.
     with importing():
         skip_image_packages(options["model"])
+        from quant.report.next_steps import next_steps
         from quant.report.summary import print_summary
         from quant.run.budget import AllocationRequest
         from quant.run.request import Request
@@ -188,5 +189,7 @@ def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
     elif outcome.report is not None and not quiet:
         print_summary(outcome.report, CONSOLE)
         CONSOLE.print(f"written to {options['out']}")
+        for line in next_steps(outcome.report, outcome.plan, options["out"]):
+            CONSOLE.print(line, soft_wrap=True)
     elif not quiet:
         print_plan(outcome.plan)

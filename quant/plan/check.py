@@ -97,6 +97,11 @@ def validate(plan: Plan, layers: Sequence[Layer] | None = None, target: Target |
     return problems
 
 
+def first_problem(plan: Plan, target: str) -> str | None:
+    """The first reason why a runtime, a key of `TARGETS`, would not take a plan; None if it takes it."""
+    return next((f"{each.where}: {each.what}" for each in validate(plan, target=TARGETS[target])), None)
+
+
 def refuse(plan: Plan, problems: Sequence[Problem], layers: Sequence[Layer]) -> None:
     """Raises UserError where `plan` cannot be executed on a model: one line with every problem and every place.
 

@@ -72,7 +72,7 @@ def test_the_command_writes_a_card_and_keeps_the_sources(model: Path, tmp_path: 
     # In another layout, the lines of its runtimes; the source's card is still there.
     quant.convert(out, tmp_path / "modelopt", "modelopt")
     head, body = card(tmp_path / "modelopt")
-    assert head["tags"] == ["text: odd", "chat", "blockscale", "fp8_channel", "modelopt"] and head["license"] == "other"
+    assert head["tags"] == ["text: odd", "chat", "blockscale", "modelopt", "fp8_channel"] and head["license"] == "other"
     assert "# tiny, quantized" in body and "from_pretrained" not in body
     assert (tmp_path / "modelopt/README.source.md").read_text() == SOURCE
 
