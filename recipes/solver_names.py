@@ -13,13 +13,29 @@ import difflib
 from dataclasses import dataclass
 from functools import cache
 
-ROUNDINGS = (
-    "rtn", "mse", "four_over_six", "ocp", "even", "modelopt", "compressed_tensors", "local_hessian", "gptq",
-    "kfac", "gptq_plain",
-)  # fmt: skip
+METHODS = {
+    "rtn": "rounds to nearest, scales from the largest magnitude of each block",
+    "mse": "searches the scale of each block by its squared error",
+    "four_over_six": "scales a block's largest magnitude to 4 or to 6, whichever has the smaller error",
+    "ocp": "exponents as in the MX specification, rounded down",
+    "even": "exponents of the largest magnitude rounded to an element, as torchao and llm-compressor have them",
+    "modelopt": "the bytes of ModelOpt",
+    "compressed_tensors": "the bytes of llm-compressor",
+    "local_hessian": "block scales by the output error of their own block",
+    "gptq": "second-order rounding for the layer's output; makes up for errors of the layers before",
+    "kfac": "second-order rounding for the loss of the whole model",
+    "gptq_plain": "gptq without the error of the residual stream",
+    "awq": "scales input channels by the power of their magnitudes that leaves the smallest output error",
+    "smoothquant": "moves half of each channel's range from inputs to weights",
+    "rotation": "turns inputs by a block Hadamard, at run time or merged into the modules around",
+    "lowrank": "a low-rank branch in 16 bit beside the weight, as in SVDQuant",
+    "autoround": "learns rounding and scales of a finished block, for the block's output",
+}
+"""The method of each part in one line, which `quant solvers` shows."""
 TRANSFORMS = ("awq", "smoothquant")
 # Steps that take a number, and what it is if none is given: largest block, rank, optimizer steps.
 STEPS = {"rotation": 128, "lowrank": 32, "autoround": 200}
+ROUNDINGS = tuple(name for name in METHODS if name not in (*TRANSFORMS, *STEPS))
 MERGE = "merge"
 OBSERVERS = ("absmax", "percentile", "mse", "entropy")
 DEFAULT_OBSERVER = "absmax"

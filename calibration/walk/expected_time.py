@@ -24,7 +24,7 @@ from torch import nn
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.placement import device_of
 from quant.calibration.session import Session
-from quant.calibration.solvers.solver import get_pipeline
+from quant.calibration.solvers.solver import Pipeline, get_pipeline
 from quant.calibration.texts.generate import ROWS_AT_ONCE
 from quant.calibration.texts.mixture import PIECE
 from quant.calibration.walk.group import Settings
@@ -87,19 +87,33 @@ def expected_time(
     for members in groups_of(layers).values():
         pipeline, size, width = get_pipeline(members[0].solver), sum(m.numel for m in members), members[0].shape[-1]
         matrices = members[0].shape[0] if len(members[0].shape) == 3 else 1
-        elements += size * (_ROUNDING.get(pipeline.spec.rounding, _SEARCH) + _SCALING * len(pipeline.transforms))
+        elements += size * operations(pipeline)
         seconds += len(members) * _A_LAYER[pipeline.needs_data]
         if not pipeline.needs_data:
             continue
         tokens = rows * seqlen / matrices  # each of a number of experts has its share
-        passes = _PASSES + (_GRADIENT_PASSES[device.type == "cuda"] if pipeline.two_sided else 0)
-        products += 2 * tokens * (passes * size + 2 * matrices * width**2) + 2 * size * width
+        products += (
+            2 * tokens * (passes(pipeline, device.type == "cuda") * size + 2 * matrices * width**2) + 2 * size * width
+        )
         if pipeline.reconstruction is not None:
             batch = min(rows, Settings.batch) * seqlen / matrices
             products += 6 * pipeline.reconstruction.steps * size * batch
-            elements += _LEARNING * pipeline.reconstruction.steps * size
     elements *= _ON_GPU if device.type == "cuda" else 1
     return ExpectedTime(writing, seconds + products / product + elements / element)
+
+
+def operations(pipeline: Pipeline) -> int:
+    """Elementwise operations a weight that a solver takes, about."""
+    steps = 0 if pipeline.reconstruction is None else pipeline.reconstruction.steps
+    rounding = _ROUNDING.get(pipeline.spec.rounding, _SEARCH)
+    return rounding + _SCALING * len(pipeline.transforms) + _LEARNING * steps
+
+
+def passes(pipeline: Pipeline, on_gpu: bool) -> int:
+    """How often all calibration tokens go through each block, those of reconstruction apart; 0 without data."""
+    if not pipeline.needs_data:
+        return 0
+    return _PASSES + (_GRADIENT_PASSES[on_gpu] if pipeline.two_sided else 0)
 
 
 @dataclass(frozen=True)

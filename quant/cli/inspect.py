@@ -1,4 +1,4 @@
-"""The commands `quant inspect`, `report` and `formats` show the contents of a checkpoint and the known formats."""
+"""The commands `quant inspect` and `report` show a checkpoint, `formats` and `solvers` what recipes can name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.box import SIMPLE_HEAD
 
 from quant.cli.base import JSON, REVISION, TRUST, Command, echo, print_json
 from quant.cli.console import page, print_plan, table
@@ -13,9 +14,17 @@ from quant.export.checkpoint.directory import check_apart
 from quant.formats.format import FORMATS
 from quant.formats.json_files import read_json
 from quant.models.files import find_checkpoint
+from quant.recipes.effort import EFFORTS, solver_of
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.recipe import KEEP, presets
+from quant.recipes.solver_names import METHODS, ROUNDINGS, parse_solver
 from quant.report.saved_report import saved_report
+
+_SOLVER_NOTE = (
+    "Parts are joined by + in the order scaling+rotation+lowrank+rounding+autoround, such as awq:merge+gptq; a scaling "
+    "alone is followed by mse, other parts by gptq. work: elementwise operations a weight, those of rtn being 1. "
+    "--json has the formats of each, and its passes of the calibration text through each block."
+)
 
 
 @click.command("inspect", cls=Command)
@@ -109,3 +118,46 @@ def _in_words(field: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return "16 bit" if value == KEEP else str(value)
+
+
+@click.command("solvers", cls=Command)
+@JSON
+def solvers_command(as_json: bool) -> None:
+    """List the solvers for --solver, with what each needs and costs."""
+    rows = {name: _solver_facts(name) for name in METHODS}
+    if as_json:
+        print_json(rows)
+        return
+    for title, names in (
+        ("Roundings (--solver)", ROUNDINGS),
+        ("Parts that are joined to a rounding", tuple(name for name in METHODS if name not in ROUNDINGS)),
+    ):
+        shown = table("!solver", "needs", "!>work", "!effort", "method", title=title, box=SIMPLE_HEAD, pad_edge=False)
+        for name in names:
+            facts, formats = rows[name], rows[name]["formats"]
+            limited = (
+                "" if formats is None else f"; for {formats[0] if len(formats) == 1 else f'{len(formats)} formats'}"
+            )
+            efforts = ", ".join(map(str, facts["effort"]))
+            shown.add_row(name, facts["needs"], f"{facts['work']:g}", efforts, facts["method"] + limited)
+        page().print(shown)
+    echo(_SOLVER_NOTE)
+
+
+def _solver_facts(name: str) -> dict[str, Any]:
+    """A row of the table; `formats` is None where a part takes all."""
+    from quant.calibration.solvers.solver import get_pipeline, supports
+    from quant.calibration.walk.expected_time import operations, passes
+
+    pipeline = get_pipeline(name)
+    formats = [format.name for format in FORMATS.values() if supports(pipeline.rounding, format)]
+    # The efforts of presets with inputs in 16, 8 and 4 bits.
+    by_effort = {effort: [parse_solver(solver_of(effort, i)) for i in (KEEP, "fp8", "nvfp4")] for effort in EFFORTS}
+    return {
+        "needs": ("text, gradients" if pipeline.two_sided else "text") if pipeline.needs_data else "nothing",
+        "work": round(operations(pipeline) / operations(get_pipeline("rtn")), 1),
+        "passes": passes(pipeline, on_gpu=False),
+        "effort": [e for e, specs in by_effort.items() if any(name in (s.rounding, *s.transforms) for s in specs)],
+        "formats": None if len(formats) == len(FORMATS) else formats,
+        "method": METHODS[name],
+    }

@@ -35,6 +35,7 @@ COMMANDS = {
     "bench": ("quant.cli.bench:bench_command", "Time the quantized matmuls of a model on this GPU."),
     "tune": ("quant.cli.bench:tune_command", "Find and keep the fastest kernel launches for a model."),
     "formats": ("quant.cli.inspect:formats_command", "List presets and number formats."),
+    "solvers": ("quant.cli.inspect:solvers_command", "List the solvers, with what each needs and costs."),
     "doctor": ("quant.cli.doctor:doctor_command", "Show what this machine has: torch, GPUs, optional packages."),
 }
 """Every command of the toolbox: where it is defined, and its summary."""
