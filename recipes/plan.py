@@ -223,13 +223,13 @@ class Plan:
         """One line; `by_name` and `quant inspect` have the layers."""
         counts = Counter(layer.formats for layer in self.layers)
         formats = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
-        others = [
+        run_time = [
             f"{name} {value.name}"
             for name, value in (("KV cache", self.kv_cache), ("attention", self.attention))
             if value
         ]
         size = f"{self.effective_bits:.3f} bits per quantized weight, {self.nbytes / 1e6:.1f} MB"
-        return f"Plan({'; '.join([f'{len(self.layers)} layers: {formats}', *others, size])})"
+        return f"Plan({'; '.join([f'{len(self.layers)} layers: {formats}', *run_time, size])})"
 
     def _repr_html_(self) -> str:
         """A table of the layers, for notebooks."""

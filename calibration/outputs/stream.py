@@ -41,7 +41,7 @@ _LEAST_GAIN = 0.05
 
 @dataclass(frozen=True)
 class Point:
-    """A hidden state within a block: what goes into a module, or comes out of it; "" is the block itself."""
+    """A hidden state within a block: the input or the output of a module; "" is the block itself."""
 
     module: str
     is_output: bool = False
@@ -296,38 +296,38 @@ class _Search:
         """Writers by name."""
         outputs = {state.point.module: state for state in self.states if state.point.is_output}
         written = {name: outputs[name] for name in (*layers, *experts) if name in outputs}
-        found = {}
+        writers = {}
         for name in (name for name in written if name not in experts):
             writer = self._direct(name, written) or self._behind_norm(name, written)
             if writer is not None:
-                found[name] = writer
+                writers[name] = writer
         for name in experts:
             # The innermost module around the experts whose output is written: theirs, or with shared experts beside.
             parents = [name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1)]
-            writers = (
+            candidates = (
                 self._direct(parent, {**written, parent: outputs[parent]}) for parent in parents if parent in outputs
             )
-            writer = next((writer for writer in writers if writer is not None), None)
+            writer = next((writer for writer in candidates if writer is not None), None)
             if writer is not None:
-                found[name] = writer
-        return found
+                writers[name] = writer
+        return writers
 
     def _direct(self, name: str, outputs: dict[str, _State]) -> Writer | None:
         """Alone, or beside one other of `outputs`."""
         own = outputs[name]
-        others = [state for other, state in outputs.items() if other != name]
+        beside = [state for other, state in outputs.items() if other != name]
         alone = self._sum(name, own, None, [])
         # A sum of two outputs alone, as of shared and routed experts, is added to the stream afterwards.
-        if alone is not None and alone[0] not in [self._outermost(state, name) for state in others]:
+        if alone is not None and alone[0] not in [self._outermost(state, name) for state in beside]:
             return Writer(((alone[0], 1.0),), alone[1])
-        for state in others:
-            terms = self._sum(name, own, state, others)
+        for state in beside:
+            terms = self._sum(name, own, state, beside)
             if terms is None:
                 continue
-            stream, factor, beside = terms
+            stream, factor, share = terms
             # An output that comes later is not there yet, and counts as that of the original model.
             if state.time < self.began[name]:
-                return Writer(((stream, 1.0), (self._outermost(state, name), beside)), factor)
+                return Writer(((stream, 1.0), (self._outermost(state, name), share)), factor)
             return Writer(((stream, 1.0),), factor)
         return None if alone is None else Writer(((alone[0], 1.0),), alone[1])
 

@@ -66,7 +66,7 @@ def audit(
     """Compares an engine with a plan and a model.
 
     One finding for each planned layer, then other GEMMs, attentions, the tensors of each module of `model`, inputs that
-    no kernel reads, and blocks in a wrong order. What is not given is read from the record in the engine, if our own
+    no kernel reads, and blocks in a wrong order. Arguments left out are read from the record in the engine, if our own
     builder wrote it.
 
     Args:

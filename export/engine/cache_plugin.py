@@ -42,7 +42,7 @@ _PAGES = ("code_page", "block_page")
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What the kernels are compiled for.
+    """The constants that the kernels are compiled for.
 
     Attributes:
         dim: head dimension, one of `DIMS`.

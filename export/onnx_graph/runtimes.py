@@ -32,7 +32,7 @@ def layer_of_tensorrt(model: nn.Module) -> tuple[str, str] | None:
 
 
 def main_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of what is not quantized: the narrowest of the parameters."""
+    """The dtype of a model's tensors that are not quantized: the narrowest of the parameters."""
     dtypes = {tensor.dtype for tensor in model.parameters() if tensor.dtype.is_floating_point}
     return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), torch.float32)
 

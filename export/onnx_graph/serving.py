@@ -12,7 +12,7 @@ keys 0 … p, or to the last `window` of them:
 
     capacity     0 1 2 3 4 5 6 7 8
     lengths 3    k k k                 cached before this step
-    token 4        ? ? ? ? .           p = 4 in a window of 4: keys 1 … 4; what lies behind p is never seen
+    token 4        ? ? ? ? .           p = 4 in a window of 4: keys 1 … 4; keys behind p are never seen
 
 So padding needs no mask of its own: padded tokens write keys behind the row's last position, which no real token sees
 before its own key has replaced them. A cache may hold any finite numbers behind the lengths.

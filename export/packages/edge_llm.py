@@ -1,7 +1,7 @@
 """TensorRT Edge-LLM takes checkpoints of ModelOpt's layout; its exporter makes the ONNX file of its C++ runtime.
 
     checkpoint/    the same codes and scales in ModelOpt's layout
-    onnx/          what `tensorrt-edgellm-export` makes of it, where the package is installed; compared with the plan
+    onnx/          the graph of `tensorrt-edgellm-export`, where the package is installed; compared with the plan
 
 Three mistakes end with exit code 0 in version 0.11, so they are refused here, by name:
 
@@ -36,7 +36,7 @@ _ROUNDING = ("TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize", "QuantizeLine
 
 
 def check_edge_llm(model: nn.Module, plan: Plan) -> None:
-    """Raises ValueError for what the exporter reads wrongly or not at all; the message names the layer and the way out.
+    """Raises ValueError for a plan that the exporter misreads or refuses; the message names the layer and the way out.
 
     Args:
         model: the checkpoint's, which may be on the meta device.
@@ -59,9 +59,9 @@ def check_edge_llm(model: nn.Module, plan: Plan) -> None:
                 "without a word; quantize with nvfp4, or use --to tensorrt"
             )
         if pair not in _FORMATS:
-            known = ", ".join(f"{weight}@{inputs or '16bit'}" for weight, inputs in sorted(_FORMATS, key=str))
+            supported = ", ".join(f"{weight}@{inputs or '16bit'}" for weight, inputs in sorted(_FORMATS, key=str))
             raise ValueError(
-                f"{layer.name}: TensorRT Edge-LLM 0.11 has no {pair[0]}@{pair[1] or '16bit'}; it has {known}"
+                f"{layer.name}: TensorRT Edge-LLM 0.11 has no {pair[0]}@{pair[1] or '16bit'}; it has {supported}"
             )
 
 

@@ -91,8 +91,8 @@ def compile_engine(
 def _check(name: str, linear: QuantLinear) -> None:
     """Raises ValueError for a layer that the converter does not know."""
     weight, activation = linear.weight_format, linear.activation_format
-    known = _INPUTS.get(weight.name)
-    if known is None or (activation is not None and activation.name not in known):
+    inputs = _INPUTS.get(weight.name)
+    if inputs is None or (activation is not None and activation.name not in inputs):
         raise ValueError(
             f"{name} {list(linear.weight_shape)}: the converter for torch-tensorrt has no {weight} weights with "
             f"{activation or '16-bit'} inputs; it has {', '.join(_INPUTS)}. Export with --to tensorrt"
@@ -140,7 +140,7 @@ def _as_on(target: Target) -> Iterator[None]:
 
 @contextmanager
 def _for_target(trt: Any, target: Target) -> Iterator[None]:
-    """Builder configs are for the target, and engines say what they run."""
+    """Builder configs are for the target, and engines name the layers that they run."""
     original = trt.Builder.create_builder_config
     # torch-tensorrt loads the engine only to serialize it again, which needs the GPU.
     loaded = SimpleNamespace(deserialize_cuda_engine=lambda engine: SimpleNamespace(serialize=lambda: bytes(engine)))

@@ -167,7 +167,7 @@ def sm90_fp8_block_swiglu_gradients_kernel(
 ):  # fmt: skip
     """One tile of d up = dh · silu(gate) in one program, of d gate = dh · up · silu'(gate) in the next.
 
-    Both gradients in one program would fill its registers. What two neighbours read comes from memory once.
+    Both gradients in one program would fill its registers. Bytes that two neighbours read come from memory once.
     """
     tile_r, tile_c = gl.program_id(0) // 2 // tiles_across, gl.program_id(0) // 2 % tiles_across
     read = _load_tile(dh, C, tile_r, tile_c, R, C, layout)

@@ -122,7 +122,7 @@ class ExportJob:
 
 
 def export_onnx_files(job: ExportJob) -> dict[str, Any]:
-    """`--to onnx` writes a directory with the file, the plan and the receipt; with --genai what its runtime needs."""
+    """`--to onnx` writes a directory with the file, plan and receipt; with --genai the files that its runtime needs."""
     if job.genai:
         _check_genai(job)
     notes = [*_put_in_dtype(job), *_cache_notes(job)]
@@ -159,7 +159,7 @@ def _check_genai(job: ExportJob) -> None:
 
 
 def _put_in_dtype(job: ExportJob) -> list[str]:
-    """Casts what is not quantized to --dtype, or to FP32 where onnxruntime runs all but BF16; a note of the latter."""
+    """Casts unquantized tensors to --dtype, or to FP32 where onnxruntime runs all but BF16; a note of the latter."""
     dtype, notes = job.dtype, []
     is_for_onnxruntime = job.kind == "onnx" and layer_of_tensorrt(job.model) is None and not job.fp8_attention
     if dtype is None and is_for_onnxruntime and main_dtype(job.model) == torch.bfloat16:
@@ -174,7 +174,7 @@ def _put_in_dtype(job: ExportJob) -> list[str]:
 
 
 def _cache_notes(job: ExportJob) -> list[str]:
-    """What a user has to know of the KV cache in an exported graph."""
+    """One sentence for the user on the KV cache in an exported graph."""
     if job.plan is None or job.plan.kv_cache is None or not (job.cache_capacity() or job.genai):
         return []
     return [

@@ -131,7 +131,7 @@ def _rows(directory: Path) -> torch.Tensor:
 
 
 def _probe(runtime: str, directory: Path, request: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Any]:
-    """What `runtime_probe` has written."""
+    """The facts and tensors that `runtime_probe` has written."""
     (folder / "rows.json").write_text(json_text(request))
     command = [sys.executable, "-m", "quant.checkpoints.runtime_probe", runtime, str(directory)]
     done = subprocess.run(
@@ -159,8 +159,8 @@ def _compare(
     layers, members = [], {}
     for index, layer in enumerate(facts["layers"]):
         references = [_module(name, modules) for name in layer["members"]]
-        found = _layer(layer, references, seen[f"x.{index}"].to(device), seen[f"y.{index}"].to(device))
-        layers.append(found)
+        compared = _layer(layer, references, seen[f"x.{index}"].to(device), seen[f"y.{index}"].to(device))
+        layers.append(compared)
         members[layer["name"]] = [module for module in references if module is not None]
     # The model with the inputs that the runtime took.
     for layer in layers:

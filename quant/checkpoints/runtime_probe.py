@@ -3,7 +3,7 @@
     python -m quant.checkpoints.runtime_probe vllm DIR ROWS.json OUT
 
 It is a process of its own, because a runtime takes the GPU's memory, and settings that hold for the whole process.
-`quant.checkpoints.runtime_check` starts it, reads what it has written, and compares.
+`quant.checkpoints.runtime_check` starts it, reads its notes, and compares.
 
     OUT/probe.json          versions, and name, members and kernel of each layer
     OUT/probe.safetensors   x.i and y.i: some rows of the input and the output of layer i, at its first call
@@ -36,7 +36,7 @@ KERNEL_NAMES = ("kernel", "linear_kernel", "fp8_linear", "w8a8_block_fp8_linear"
 
 
 class Notes:
-    """What was seen of each layer, by name; a layer's first call counts, once `is_open`."""
+    """Observations of each layer, by name; a layer's first call counts, once `is_open`."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -137,8 +137,8 @@ def probe_vllm(directory: Path, request: Mapping[str, Any], out: Path) -> None:
 
     def generate(prompts: list[list[int]], **options: Any) -> list[Any]:
         ask = vllm.SamplingParams(temperature=0, detokenize=False, ignore_eos=True, **options)
-        found: list[Any] = llm.generate([{"prompt_token_ids": row} for row in prompts], ask, use_tqdm=False)
-        return found
+        outputs: list[Any] = llm.generate([{"prompt_token_ids": row} for row in prompts], ask, use_tqdm=False)
+        return outputs
 
     notes.is_open = True
     outputs = generate(rows, max_tokens=new, prompt_logprobs=1)
@@ -189,11 +189,11 @@ def score(model: Any, rows: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def continue_greedily(model: Any, rows: torch.Tensor, new: int) -> torch.Tensor:
     """The next `new` tokens after each row, int64 `[rows, new]`, without a cache: each step reads the whole text."""
-    found = rows
+    text = rows
     for _ in range(new):
-        following = torch.cat([model(input_ids=row[None]).logits[:, -1].argmax(-1) for row in found])
-        found = torch.cat([found, following[:, None]], 1)
-    return found[:, rows.shape[1] :].cpu().contiguous()
+        following = torch.cat([model(input_ids=row[None]).logits[:, -1].argmax(-1) for row in text])
+        text = torch.cat([text, following[:, None]], 1)
+    return text[:, rows.shape[1] :].cpu().contiguous()
 
 
 PROBES = {"vllm": probe_vllm, "transformers": probe_transformers}

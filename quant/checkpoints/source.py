@@ -1,4 +1,4 @@
-"""A checkpoint is held against the model that it was made from: what no plan touches must be in it unchanged.
+"""A checkpoint is held against the model that it was made from: tensors that no plan touches must be in it unchanged.
 
     tensors   every tensor of the source is quantized, or is there with its dtype and bytes
     config    every key of the source's config.json is there with its value

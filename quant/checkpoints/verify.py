@@ -110,11 +110,11 @@ def verify(
         UserError: not a quantized checkpoint, or `source` is no directory of a model.
     """
     with remote_code(trust_remote_code):
-        found = find_checkpoint(directory)
-        result = _verify(found, model, source)
+        path = find_checkpoint(directory)
+        result = _verify(path, model, source)
         if runtime is None:
             return result
-        check = check_runtime(found, runtime, engine=dict(engine or {}), trust_remote_code=trust_remote_code)
+        check = check_runtime(path, runtime, engine=dict(engine or {}), trust_remote_code=trust_remote_code)
     problems = tuple(Finding(runtime, problem) for problem in check.problems)
     return replace(result, findings=result.findings + problems, checked=(*result.checked, check.runtime), runtime=check)
 

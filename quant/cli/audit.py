@@ -105,8 +105,8 @@ def _show_runtime(check: RuntimeCheck) -> None:
         rows.setdefault((layer.kind, layer.kernel, layer.inputs), []).append(layer.error)
     grid = table("layer", "kernel", "inputs", ">layers", ">largest error")
     for (kind, kernel, inputs), errors in rows.items():
-        known = [error for error in errors if error is not None]
-        grid.add_row(kind, kernel, inputs, f"{len(errors)}", f"{max(known):.2%}" if known else "not compared")
+        measured = [error for error in errors if error is not None]
+        grid.add_row(kind, kernel, inputs, f"{len(errors)}", f"{max(measured):.2%}" if measured else "not compared")
     page().print(grid)
     attention = f"; attention {check.attention}, KV cache {check.kv_cache}" if check.attention else ""
     click.echo(

@@ -15,6 +15,7 @@ import shlex
 import signal
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -130,10 +131,10 @@ class Command(click.Command):
         """Parses the arguments, and keeps them as they were given."""
         ctx.meta[_ARGUMENTS] = list(args)
         # click takes the last of several values without a word.
-        _, _, given = self.make_parser(ctx).parse_args(list(args))
-        for option in given:
-            if isinstance(option, click.Option) and not (option.multiple or option.is_flag) and given.count(option) > 1:
-                raise click.UsageError(f"{option.opts[0]} takes one value, and {given.count(option)} are given", ctx)
+        _, _, order = self.make_parser(ctx).parse_args(list(args))
+        for option, count in Counter(order).items():
+            if isinstance(option, click.Option) and not (option.multiple or option.is_flag) and count > 1:
+                raise click.UsageError(f"{option.opts[0]} takes one value, and {count} are given", ctx)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:

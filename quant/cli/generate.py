@@ -82,8 +82,8 @@ def generate_command(
 def _check_options(has_engine: bool) -> None:
     """Raises UserError for options of the other kind of run."""
     context = click.get_current_context()
-    others = ("device", "dtype", "attention", "kv_cache") if has_engine else ("temperature", "top_k", "top_p", "seed")
-    for name in others:
+    foreign = ("device", "dtype", "attention", "kv_cache") if has_engine else ("temperature", "top_k", "top_p", "seed")
+    for name in foreign:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             why = (
                 "which is as it was exported" if has_engine else "by greedy decoding; pass --engine FILE to draw tokens"

@@ -29,8 +29,8 @@ class QuantizeCommand(Command):
             records = [record for name in names if (record := options[name].get_help_record(ctx)) is not None]
             with formatter.section(title):
                 formatter.write_dl(records)
-        others = len(options) - sum(map(len, _GROUPS.values()))
-        formatter.write_text(f"--help-all shows {others} more options.")
+        further = len(options) - sum(map(len, _GROUPS.values()))
+        formatter.write_text(f"--help-all shows {further} more options.")
 
 
 _ALL = "quant.help_all"  # key in click's context, with the package's name as click asks of extensions

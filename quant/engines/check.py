@@ -44,7 +44,7 @@ _PROMPTS, _APART = (5, 150, 200), 400  # tokens
 
 @dataclass(frozen=True)
 class Run:
-    """What a model wrote, or was fed, after some prompts.
+    """The tokens that a model wrote, or was fed, after some prompts.
 
     Attributes:
         logits: `[rows, steps, vocabulary]`, float32; step 0 follows the prompt.
@@ -131,7 +131,7 @@ def check_engine(path: str | Path, directory: str | Path, *, new: int = 64, devi
 
 
 def engine_facts(path: Path, directory: Path) -> tuple[list[tuple[str, str]], str]:
-    """What an engine's file tells without a GPU, and what is wrong with it, or an empty text."""
+    """The facts that an engine's file tells without a GPU, and a sentence on its fault, or an empty text."""
     receipt = read_receipt(path)
     record, plan = receipt["engine"], describe(directory)[0]
     with path.open("rb") as file:

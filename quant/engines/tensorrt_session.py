@@ -142,9 +142,9 @@ def runs_here(path: Path) -> str | None:
     capability = local_capability()
     if capability is None:
         return f"{path} runs on a GPU of {target}, and this machine has no GPU"
-    here = f"sm{capability[0]}{capability[1]}"
-    if here not in target.split(","):
-        return f"{path} was built for {target}, and this GPU is {here}; export it with --target {here}"
+    local = f"sm{capability[0]}{capability[1]}"
+    if local not in target.split(","):
+        return f"{path} was built for {target}, and this GPU is {local}; export it with --target {local}"
     return None
 
 

@@ -9,7 +9,7 @@
 PEFT looks up the adapter class of an unknown layer among the custom modules of a `LoraConfig`, where `lora` registers
 ours. The base stays packed: a gradient passes through it to its input, and the adapters train in 16 or 32 bit. Other
 adapters (`adaptable_linear.py`) are PEFT's own. On a model that `prepare_qat` prepared, LoRA is inside of the rounding
-(`lora_qat_layers.py`), and `convert_qat` packs what PEFT merges.
+(`lora_qat_layers.py`), and `convert_qat` packs the weights that PEFT has merged.
 
 Merging changes the weight by less than a step of its format in most places, so rounding again could lose much of the
 training. `merge_lora` therefore dequantizes the layers, has PEFT merge (DoRA and rsLoRA too), solves them by the plan's

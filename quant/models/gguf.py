@@ -102,7 +102,7 @@ def _refuse_dropped(model: Any, path: Path, names: list[str]) -> None:
     """
     gguf = require("gguf", "hf")
     blocks = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    heads, others = [], []
+    heads, dropped = [], []
     for name in names:
         block = _BLOCK.match(name)
         is_head = ".nextn." in name or (block is not None and blocks is not None and int(block[1]) >= blocks)
@@ -110,11 +110,11 @@ def _refuse_dropped(model: Any, path: Path, names: list[str]) -> None:
             heads.append(name)
         # Tied embeddings may be in the file twice.
         elif not _COMPUTED.search(name) and not (name == "output.weight" and _repeats_embedding(gguf.GGUFReader(path))):
-            others.append(name)
+            dropped.append(name)
     version = require("transformers", "hf").__version__
-    if others:
+    if dropped:
         raise UserError(
-            f"{path}: transformers {version} leaves out {listed(others, 3)}, and {type(model).__name__} would compute "
+            f"{path}: transformers {version} leaves out {listed(dropped, 3)}, and {type(model).__name__} would compute "
             "something else without; open the Hugging Face directory of the model, or try another version"
         )
     if heads:

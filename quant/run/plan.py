@@ -103,9 +103,9 @@ def _split_globs(request: Request, source: Source) -> _Globs:
     )
     # A glob that matches nothing at all goes on to `make_plan`, which refuses it.
     include = [glob for glob in include if glob not in for_heads or not _matched(glob, heads)]
-    kept = {name for glob in exclude for name in _matched(glob, heads)}
+    excluded = {name for glob in exclude for name in _matched(glob, heads)}
     exclude = [glob for glob in exclude if _matched(glob, names) or not _matched(glob, heads)]
-    return _Globs(include, exclude, {name: weight for name, weight in heads.items() if name not in kept})
+    return _Globs(include, exclude, {name: weight for name, weight in heads.items() if name not in excluded})
 
 
 def _matched(glob: str, names: Iterable[str]) -> list[str]:

@@ -23,8 +23,8 @@ def explained(error: Exception, message: str) -> str:
         message: its text in one line.
     """
     frames = list(_frames(error))
-    known = (_OURS, "transformers", _REMOTE)
-    frame, line = next(((f, n) for f, n in reversed(frames) if _package(f) in known), frames[-1])
+    packages = (_OURS, "transformers", _REMOTE)
+    frame, line = next(((f, n) for f, n in reversed(frames) if _package(f) in packages), frames[-1])
     where = f"{type(error).__name__} at {Path(frame.f_code.co_filename).name}:{line}: {message}"
     function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
     if _package(frame) == "transformers":

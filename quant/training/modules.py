@@ -2,7 +2,7 @@
 
 `QATLinear`, `QATConv`, `QATExperts` and `QATEmbedding` stand where `QuantLinear` and its like will: with the same
 formats, input scale, rotation, branch and bias. Their forward is the reference arithmetic of the packed layer with the
-rounding of weight and input as differentiable ops (`kernels/training/`). `rounded_weight.py` has what they share.
+rounding of weight and input as differentiable ops (`kernels/training/`). They share `rounded_weight.py`.
 """
 
 from __future__ import annotations

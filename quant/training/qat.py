@@ -254,10 +254,10 @@ def _warn_of_clipped_inputs(layers: Sequence[tuple[str, RoundedWeight]]) -> None
     many = [name for share, name in clipped if share > MANY]
     if many:
         share, name = clipped[0]
-        others = f" ({counted(len(many) - 1, 'other layer')} above {MANY:.1%} too)" if len(many) > 1 else ""
+        also = f" ({counted(len(many) - 1, 'other layer')} above {MANY:.1%} too)" if len(many) > 1 else ""
         warnings.warn(
             f"{name}: {share:.1%} of its inputs in training were beyond the range of its static input scale, and were "
-            f"clipped{others}; prepare_qat(track_inputs=100) has the scales follow the first 100 passes",
+            f"clipped{also}; prepare_qat(track_inputs=100) has the scales follow the first 100 passes",
             stacklevel=3,
         )
     followers = [module.inputs for _, module in layers if module.inputs.follows and module.input_scale is not None]

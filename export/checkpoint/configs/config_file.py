@@ -116,9 +116,9 @@ def _set(fields: dict[str, Any], path: _Path, value: Any) -> None:
         fields = fields[parent]
     if name == "dtype":
         # transformers notes the dtype of a part where it loads it, also where the source does not name one.
-        known = next((key for key in ("dtype", "torch_dtype") if key in fields), None)
-        if known is not None:
-            fields[known] = value
+        field = next((key for key in ("dtype", "torch_dtype") if key in fields), None)
+        if field is not None:
+            fields[field] = value
         return
     if name == "rope_parameters":
         fields.pop("rope_scaling", None)

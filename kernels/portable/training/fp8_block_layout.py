@@ -1,4 +1,4 @@
-"""How operands of FP8 training in blocks lie in memory: what kernels write, and cuBLASLt reads."""
+"""How operands of FP8 training in blocks lie in memory, where kernels write them and cuBLASLt reads them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def allocate(x: torch.Tensor, square: bool, rows: bool, columns: bool) -> Operan
     """The operands of a matrix `[R, C]`, not filled."""
     height, width = x.shape
 
-    def direction(kept: int, summed: int, multiple: int, is_wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (padded(kept, BLOCK), padded(summed, multiple)) if is_wanted else (0, 0)
+    def direction(lines: int, summed: int, multiple: int, is_wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (padded(lines, BLOCK), padded(summed, multiple)) if is_wanted else (0, 0)
         blocks = shape[1] // BLOCK
         scales = (shape[0] // BLOCK, blocks) if square else (blocks, shape[0])
         return x.new_empty(shape, dtype=torch.float8_e4m3fn), x.new_empty(scales, dtype=torch.float32)

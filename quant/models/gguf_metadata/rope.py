@@ -180,9 +180,9 @@ def _candidates(
         contexts.insert(0, round(float((share[0] * 3 + 1) / turns[between[0]])))
     else:
         # Any context will do that lies between the longest wave that stays and the shortest that is divided.
-        kept, divided = turns[divisors <= 1 + _TOLERANCE], turns[divisors > 1 + _TOLERANCE]
+        undivided, divided = turns[divisors <= 1 + _TOLERANCE], turns[divisors > 1 + _TOLERANCE]
         contexts.append(round(1 / float(divided.max())))
-        contexts += [math.ceil(4 / float(kept.min()))] if len(kept) else []
+        contexts += [math.ceil(4 / float(undivided.min()))] if len(undivided) else []
     candidates = [(1.0, 4.0, context) for context in contexts]
     if len(between) > 1:
         slope, intercept = np.polyfit(turns[between], share, 1)

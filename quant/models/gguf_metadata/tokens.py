@@ -135,5 +135,5 @@ def _spelling(token: str) -> bytes:
 def _alphabet() -> dict[str, int]:
     """The byte of each character of the byte alphabet of GPT-2, which spells bytes by printable characters alone."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(unprintable)}

@@ -4,7 +4,7 @@
 
 It changes no number. Square blocks with scales that are powers of two are the same wherever they are measured, provided
 that no block lies on two ranks; element · scale is exact in BF16; and rounding such values again gives the same values.
-So a layer computes what it computes after a gather in BF16. A weight whose shards would cut blocks is gathered whole.
+So a layer computes the same as after a gather in BF16. A weight whose shards would cut blocks is gathered whole.
 
 `ShardInFP8` is the tensor that FSDP2 calls before and after a gather (its protocol for tensor subclasses). Everything
 else sees the tensor that it holds: optimizers, checkpoints and tensors that are made from it are plain.
@@ -139,13 +139,13 @@ def gather_in_fp8(model: nn.Module, recipe: TrainingRecipe) -> None:
             "in fp8_block; others are measured from the whole weight or along both axes; leave out all_gather_fp8"
         )
     # One parameter for each that was: tied weights stay tied.
-    made: dict[torch.Tensor, nn.Parameter] = {}
+    shards: dict[torch.Tensor, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, LowPrecisionLinear):
             held = module.weight
-            if held not in made:
-                made[held] = nn.Parameter(ShardInFP8(held.detach()), requires_grad=held.requires_grad)
-            module.weight = made[held]
+            if held not in shards:
+                shards[held] = nn.Parameter(ShardInFP8(held.detach()), requires_grad=held.requires_grad)
+            module.weight = shards[held]
 
 
 def gather_in_16bit(model: nn.Module) -> None:

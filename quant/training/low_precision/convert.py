@@ -37,7 +37,7 @@ from quant.training.rounding.rounded_weight import RoundedWeight
 
 @dataclass(frozen=True, eq=False)
 class LowPrecisionTraining:
-    """What `to_low_precision_training` did.
+    """The changes that `to_low_precision_training` made.
 
     Attributes:
         recipe: that the layers follow.

@@ -1,9 +1,9 @@
 """A gated MLP trains as one function in the native backend: y = down(silu(gate(x)) · up(x)).
 
-Between its linear layers the kernels read what one product gave and write operands of the next: silu(gate) · up and, in
-the backward pass, the gradients of gate and up are never written in 16 bit. x is rounded once. Kept for the backward
-pass are gate and up in 16 bit, and the transposed codes of x and of the product. Products and roundings are those of
-the layers one by one.
+Between its linear layers the kernels read the result of one product and write operands of the next: silu(gate) · up
+and, in the backward pass, the gradients of gate and up are never written in 16 bit. x is rounded once. Kept for the
+backward pass are gate and up in 16 bit, and the transposed codes of x and of the product. Products and roundings are
+those of the layers one by one.
 
 The MLP keeps its class. Its `forward` is ours while its three layers train natively and have no hooks or adapters;
 otherwise it runs as it always did.

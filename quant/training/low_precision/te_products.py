@@ -96,7 +96,7 @@ class _EngineHistory(AmaxHistory):
     Args:
         module: Transformer Engine's.
         name: of the tensor: "x", "w" or "dy".
-        history: what is known of earlier steps; the module goes on with it.
+        history: amax of earlier steps; the module goes on with it.
     """
 
     def __init__(self, module: Any, name: str, history: AmaxHistory) -> None:

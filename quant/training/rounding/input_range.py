@@ -53,7 +53,7 @@ class InputRange:
 
 @torch.no_grad()
 def watch_input(layers: Sequence[RoundedWeight], x: torch.Tensor) -> None:
-    """Lets the static input scales of layers follow an input that they share, and counts what is beyond them.
+    """Lets the static input scales of layers follow an input that they share, and counts the values beyond them.
 
     Args:
         layers: they have equal scales; the first of them counts.

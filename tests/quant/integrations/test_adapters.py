@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
+from adapter_samples import dequantized
 from torch import nn
 
 import quant
-from quant.integrations.dequantized_layers import dense_linear
 
 peft = pytest.importorskip("peft", reason="the extra training")
 
@@ -37,15 +36,6 @@ def adapted(model: nn.Module, config: Any) -> Any:
                 size = 0.3 if isinstance(config, peft.AdaLoraConfig) else 0.05
                 parameter.add_(size * torch.randn(parameter.shape, generator=generator))
     return model
-
-
-def dequantized(model: nn.Module) -> nn.Module:
-    dense = copy.deepcopy(model)
-    for name, module in list(dense.named_modules()):
-        if isinstance(module, quant.QuantLinear):
-            parent, _, last = name.rpartition(".")
-            setattr(dense.get_submodule(parent), last, dense_linear(module))
-    return dense
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from adapter_samples import dequantized
 from torch import nn
 
 import quant
@@ -15,7 +16,6 @@ from quant.errors import UserError
 from quant.execution.solve import Quantized
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.integrations.dequantized_layers import dense_linear
 from quant.plan.check import check_plan_fits
 from quant.recipes.layers import find_layers
 
@@ -46,15 +46,6 @@ def with_adapters(done: quant.Quantized, **options: Any) -> Any:
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
     return model
-
-
-def dequantized(model: nn.Module) -> nn.Module:
-    dense = copy.deepcopy(model)
-    for name, module in list(dense.named_modules()):
-        if isinstance(module, quant.QuantLinear):
-            parent, _, last = name.rpartition(".")
-            setattr(dense.get_submodule(parent), last, dense_linear(module))
-    return dense
 
 
 def logits(model: nn.Module) -> torch.Tensor:
@@ -177,10 +168,7 @@ def test_variants_of_peft_work(options: Any) -> None:
 def test_adapters_on_experts_are_peft_s_own_on_the_parameters() -> None:
     """PEFT adapts a stack of experts by adding the product of its factors to the parameter."""
     done = quantized("nvfp4", tiny_models.mixtral)
-    for name, module in list(done.model.named_modules()):
-        if isinstance(module, quant.QuantLinear):  # which PEFT's own could not take
-            parent, _, last = name.rpartition(".")
-            setattr(done.model.get_submodule(parent), last, dense_linear(module))
+    done = replace(done, model=dequantized(done.model))  # PEFT's own takes no quantized linear layer
     twin = copy.deepcopy(done.model)
     experts = [m for m in twin.modules() if hasattr(m, "gate_up_proj")]
     for module in experts:
