@@ -29,8 +29,9 @@ class QuantizeCommand(Command):
             records = [record for name in names if (record := options[name].get_help_record(ctx)) is not None]
             with formatter.section(title):
                 formatter.write_dl(records)
-        further = len(options) - sum(map(len, _GROUPS.values()))
-        formatter.write_text(f"--help-all shows {further} more options.")
+        shown = {"--help", "--help-all"}.union(*_GROUPS.values())
+        formatter.write_paragraph()
+        formatter.write_text(f"-h, --help shows these options; --help-all shows {len(options.keys() - shown)} more.")
 
 
 _ALL = "quant.help_all"  # key in click's context, with the package's name as click asks of extensions
