@@ -137,7 +137,8 @@ class Stream:
         if writer is None or any(point not in self.current for point, _ in writer.terms):
             return None
         terms = [(self.current[point], self.original[point][batch], factor) for point, factor in writer.terms]
-        errors = [factor * (original.to(now).view_as(now) - now) for now, original, factor in terms]
+        # A reshape, not a view: Whisper's encoder transposes what its convolutions give, so rows are not contiguous.
+        errors = [factor * (original.to(now).reshape_as(now) - now) for now, original, factor in terms]
         error = torch.stack(errors).sum(0) / writer.factor
         if not writer.norm:
             return error
