@@ -30,7 +30,6 @@ class QuantizeCommand(Command):
             with formatter.section(title):
                 formatter.write_dl(records)
         shown = {"--help", "--help-all"}.union(*_GROUPS.values())
-        formatter.write_paragraph()
         formatter.write_text(f"-h, --help shows these options; --help-all shows {len(options.keys() - shown)} more.")
 
 
@@ -160,7 +159,7 @@ def _help_all(context: click.Context, _: click.Parameter, asked: bool) -> None:
 )
 @click.version_option(package_name="blockscale")
 def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
-    r"""Quantize MODEL: a Hugging Face directory, a .gguf, .safetensors, .pt or .pt2 file, or an alias.
+    """Quantize MODEL: a Hugging Face directory, a .gguf, .safetensors, .pt or .pt2 file, or an alias.
 
     \b
       quantize Qwen/Qwen3-0.6B --format nvfp4a16 --out qwen3-nvfp4
@@ -168,7 +167,7 @@ def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
 
     Writes a checkpoint that vLLM and transformers load, a plan with the reason for every layer's format, and a report.
     Give one of --format, --recipe and --plan, or a budget or limit for which formats are chosen (--bits …).
-    """
+    """  # noqa: D301  (a backspace, after which click keeps the lines of a paragraph)
     # A dry run reads headers alone: paging in gigabytes of weights would only cost time.
     if not options["dry_run"]:
         read_ahead(options["model"])
