@@ -70,6 +70,7 @@ MAY_LOAD = {
     "quant/runtime/kv_cache.py": "transformers",
     "quant/training/trainer.py": "transformers",
     "quant/vllm_plugin/attention.py": "vllm",
+    "quant/vllm_plugin/attention_batch.py": "vllm",
     "quant/vllm_plugin/overlap.py": "vllm",
     "quant/vllm_plugin/linear.py": "vllm",
     "quant/vllm_plugin/experts.py": "vllm",

@@ -21,7 +21,6 @@ values may be as large as 448.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,93 +28,16 @@ import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    AttentionType,
-    CommonAttentionMetadata,
-)
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
 
 from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import decode_tiles_for
 from quant.kernels.kv_pages import PAGE_SIZES, KVPages
 from quant.vllm_plugin import releases, self_test
+from quant.vllm_plugin.attention_batch import Batch, Builder
 from quant.vllm_plugin.kv_blocks import cell_bytes, pages_of
 
 logger = init_logger("vllm.blockscale")
-FEW = 16
-"""Most new tokens of a sequence that paged attention takes; speculative decoding verifies no more at once."""
-
-
-@dataclass
-class Batch(AttentionMetadata):
-    """The sequences of one step: decoding sequences first, then those with several new tokens.
-
-    Attributes:
-        slots: slot of each token, `[tokens]`; negative for padding.
-        table: int32 `[sequences, most pages]`.
-        lengths: int32 `[sequences]`, the new tokens included.
-        tokens: how many there are without padding.
-        decodes: sequences with one new token, which come first.
-        longest: an upper bound of `lengths`.
-        verified: by new tokens of a sequence, the sequences that have so many behind earlier ones: int64 `[sequences]`,
-            and their tokens, int64 `[sequences, new]`.
-        chunks: (sequence, first token, token after the last, length) of each chunk of a prompt, on the host.
-        starts: int32 `[chunks + 1]`: the first token of each chunk, counted from the first chunk's.
-        ends: int32 `[chunks, 2, 2]`: 0 and the new tokens of each chunk, and 0 and all tokens of its sequence.
-    """
-
-    slots: torch.Tensor
-    table: torch.Tensor
-    lengths: torch.Tensor
-    tokens: int
-    decodes: int
-    longest: int
-    verified: list[tuple[torch.Tensor, torch.Tensor]]
-    chunks: list[tuple[int, int, int, int]]
-    starts: torch.Tensor
-    ends: torch.Tensor
-
-
-class Builder(AttentionMetadataBuilder[Batch]):
-    """Makes a `Batch` from the sequences that vLLM's scheduler has chosen."""
-
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=False)
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Batch:
-        common = common_attn_metadata
-        decodes, _, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
-        # A captured graph pads the batch with sequences of no token.
-        decodes = min(decodes, common.num_actual_tokens)  # without sequences that only pad a batch
-        verified: dict[int, list[tuple[int, int]]] = {}
-        chunks: list[tuple[int, int, int, int]] = []
-        if tokens < common.num_actual_tokens:
-            at, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
-            # Lengths on the host: reading them from the GPU would wait for it. They are exact for prompts; for a
-            # sequence whose drafts are verified they count drafts that may have been refused.
-            assert lengths is not None
-            for row in range(decodes, common.num_reqs):
-                first, last, length = at[row], at[row + 1], int(lengths[row])
-                if 0 < last - first <= FEW and length > last - first:
-                    verified.setdefault(last - first, []).append((row, first))
-                elif last > first:
-                    chunks.append((row, first, last, length))
-        device = common.query_start_loc.device
-        return Batch(
-            common.slot_mapping, common.block_table_tensor, common.seq_lens, common.num_actual_tokens, decodes,
-            common.max_seq_len, [rows_and_tokens(new, rows, device) for new, rows in verified.items()], chunks,
-            chunk_starts(chunks, device), chunk_ends(chunks, device),
-        )  # fmt: skip
 
 
 def cache_refusal(config: Any) -> str:
@@ -129,26 +51,6 @@ def cache_refusal(config: Any) -> str:
         if getattr(parallel, name, 1) > 1:
             return f"{name} is {getattr(parallel, name)}, which spreads a sequence over GPUs"
     return ""
-
-
-def rows_and_tokens(new: int, rows: list[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """An entry of `Batch.verified` for sequences with `new` tokens, each with its first token."""
-    index = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
-    return index[:, 0], index[:, 1:] + torch.arange(new, device=device)
-
-
-def chunk_starts(chunks: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
-    """`Batch.starts` of some chunks."""
-    starts = [0]
-    for _, first, last, _ in chunks:
-        starts.append(starts[-1] + last - first)
-    return torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True)
-
-
-def chunk_ends(chunks: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
-    """`Batch.ends` of some chunks."""
-    ends = [[[0, stop - first], [0, length]] for _, first, stop, length in chunks]
-    return torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
 
 
 class BlockscaleNvFp4Attention(AttentionImpl[Batch]):

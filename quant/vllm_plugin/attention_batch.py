@@ -1,0 +1,113 @@
+"""The sequences of one step of vLLM, as the attention over NVFP4 pages (`attention.py`) takes them.
+
+vLLM's scheduler puts sequences with one new token first. `Builder` sorts the others by their new tokens:
+
+    up to `FEW` behind earlier ones    drafts to be verified; sequences with equally many are one launch
+    more, or a prompt's first          chunks of prompts, for FlashAttention
+
+Lengths are read on the host, where they are known without waiting for the GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+FEW = 16
+"""Most new tokens of a sequence that paged attention takes; speculative decoding verifies no more at once."""
+
+
+@dataclass
+class Batch(AttentionMetadata):
+    """The sequences of one step: decoding sequences first, then those with several new tokens.
+
+    Attributes:
+        slots: slot of each token, `[tokens]`; negative for padding.
+        table: int32 `[sequences, most pages]`.
+        lengths: int32 `[sequences]`, the new tokens included.
+        tokens: how many there are without padding.
+        decodes: sequences with one new token, which come first.
+        longest: an upper bound of `lengths`.
+        verified: by new tokens of a sequence, the sequences that have so many behind earlier ones: int64 `[sequences]`,
+            and their tokens, int64 `[sequences, new]`.
+        chunks: (sequence, first token, token after the last, length) of each chunk of a prompt, on the host.
+        starts: int32 `[chunks + 1]`: the first token of each chunk, counted from the first chunk's.
+        ends: int32 `[chunks, 2, 2]`: 0 and the new tokens of each chunk, and 0 and all tokens of its sequence.
+    """
+
+    slots: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+    tokens: int
+    decodes: int
+    longest: int
+    verified: list[tuple[torch.Tensor, torch.Tensor]]
+    chunks: list[tuple[int, int, int, int]]
+    starts: torch.Tensor
+    ends: torch.Tensor
+
+
+class Builder(AttentionMetadataBuilder[Batch]):
+    """Makes a `Batch` from the sequences that vLLM's scheduler has chosen."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=False)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Batch:
+        common = common_attn_metadata
+        decodes, _, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
+        # A captured graph pads the batch with sequences of no token.
+        decodes = min(decodes, common.num_actual_tokens)  # without sequences that only pad a batch
+        verified: dict[int, list[tuple[int, int]]] = {}
+        chunks: list[tuple[int, int, int, int]] = []
+        if tokens < common.num_actual_tokens:
+            at, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
+            # Lengths on the host: reading them from the GPU would wait for it. They are exact for prompts; for a
+            # sequence whose drafts are verified they count drafts that may have been refused.
+            assert lengths is not None
+            for row in range(decodes, common.num_reqs):
+                first, last, length = at[row], at[row + 1], int(lengths[row])
+                if 0 < last - first <= FEW and length > last - first:
+                    verified.setdefault(last - first, []).append((row, first))
+                elif last > first:
+                    chunks.append((row, first, last, length))
+        device = common.query_start_loc.device
+        return Batch(
+            common.slot_mapping, common.block_table_tensor, common.seq_lens, common.num_actual_tokens, decodes,
+            common.max_seq_len, [rows_and_tokens(new, rows, device) for new, rows in verified.items()], chunks,
+            chunk_starts(chunks, device), chunk_ends(chunks, device),
+        )  # fmt: skip
+
+
+def rows_and_tokens(new: int, rows: list[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """An entry of `Batch.verified` for sequences with `new` tokens, each with its first token."""
+    index = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+    return index[:, 0], index[:, 1:] + torch.arange(new, device=device)
+
+
+def chunk_starts(chunks: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
+    """`Batch.starts` of some chunks."""
+    starts = [0]
+    for _, first, last, _ in chunks:
+        starts.append(starts[-1] + last - first)
+    return torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True)
+
+
+def chunk_ends(chunks: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
+    """`Batch.ends` of some chunks."""
+    ends = [[[0, stop - first], [0, length]] for _, first, stop, length in chunks]
+    return torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
