@@ -15,7 +15,7 @@ from quant.checkpoints.load import load
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.kernels.linear.modules import QuantLinear
-from quant.runtime.generate import _cast, generate
+from quant.runtime.generate import cast_unquantized, generate
 
 transformers = pytest.importorskip("transformers")
 
@@ -102,7 +102,7 @@ def test_the_dtype_is_that_of_everything_but_codes_scales_and_frequencies(checkp
         model.model.rotary_emb.inv_freq = frequencies
         assert written["tokens"] == greedy(model, written["prompt_tokens"], 12, model.config.eos_token_id)
         cast = load(checkpoint)
-        _cast(cast, name)
+        cast_unquantized(cast, name)
         assert {p.dtype for p in cast.parameters()} == {getattr(torch, name)}
         assert torch.equal(cast.model.rotary_emb.inv_freq, frequencies)
         for before, after in zip(load(checkpoint).modules(), cast.modules(), strict=True):
