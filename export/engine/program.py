@@ -241,7 +241,13 @@ def read_engine(engine: str | Path) -> Engine:
             if not is_body:
                 marked = _PROFILE.search(text)
                 profile = int(marked[1]) if marked else 0
-            kernels += _read_program(text, (index, profile, is_body), sizes)
+            try:
+                kernels += _read_program(text, (index, profile, is_body), sizes)
+            except (KeyError, ValueError) as error:
+                raise ValueError(
+                    f"{path}: program {index} in it cannot be read ({error!r}): the file is damaged, or of another "
+                    "TensorRT; export it again"
+                ) from error
         if not kernels:
             raise ValueError(
                 f"{path}: no compiled program found in it; `quant audit` reads engines of TensorRT-RTX and TensorRT "

@@ -12,7 +12,6 @@ import click
 from quant.cli.base import JSON, QUIET, REVISION, TRUST, Command, print_json
 from quant.cli.console import page, status, table
 from quant.errors import UserError, counted, printable
-from quant.export.engine.audit import UNPLANNED, Finding, audit, failures, fallback_message, receipt_path
 from quant.formats.json_files import read_json
 from quant.recipes.json_data import typed
 from quant.recipes.plan import Plan
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quant.checkpoints.runtime_check import RuntimeCheck
+    from quant.export.engine.audit import Finding
 
 
 @click.command("verify", cls=Command)
@@ -153,6 +153,8 @@ def audit_command(
     quantizes runs in half precision, if its codes, scales, bias or input scale are not those of the checkpoint, or
     another module's weights, if blocks run in another order, or if the engine ignores one of its inputs.
     """
+    from quant.export.engine.audit import audit, failures, fallback_message, receipt_path
+
     plan = Plan.load(plan_file) if plan_file else None
     receipt = _read_receipt(receipt_path(engine))
     # A receipt without a digest cannot contradict the plan.
@@ -175,6 +177,8 @@ def audit_command(
 
 def print_findings(findings: list[Finding]) -> None:
     """Prints a table of the audit, and its totals."""
+    from quant.export.engine.audit import UNPLANNED
+
     shown = table("layer", "planned", "found", "")
     for finding in findings:
         shown.add_row(finding.name, finding.planned, finding.found, "" if finding.passed else "differs")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from quant.calibration.session import Session
+from quant.calibration.texts import generate
 from quant.calibration.texts.generate import _rows_at_once, generate_rows
 from quant.calibration.texts.rows import calibration_rows
 
@@ -94,13 +95,13 @@ def test_seeds_and_numbers_of_rows() -> None:
 def test_a_gpu_writes_as_many_rows_as_an_eighth_of_its_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_models.llama(num_hidden_layers=2, hidden_size=128)  # half as many key-value heads as others
     assert model.config.num_attention_heads == 2 * model.config.num_key_value_heads
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert _rows_at_once(model, 512, cpu) == 64
+    assert _rows_at_once(model, 512) == 64
+    monkeypatch.setattr(generate, "device_of", lambda _: torch.device("cuda"))
     for memory, rows in ((1 << 30, 256), (1 << 20, 64), (1 << 40, 1024)):  # 2 x 2 x 64 x 512 floats a row: 512 kB
         size = SimpleNamespace(total_memory=memory)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, size=size: size)
-        assert _rows_at_once(model, 512, gpu) == rows
-    assert _rows_at_once(nn.Linear(2, 2), 512, gpu) == 64  # no config tells
+        assert _rows_at_once(model, 512) == rows
+    assert _rows_at_once(nn.Linear(2, 2), 512) == 64  # no config tells
 
 
 def test_special_and_padding_tokens_are_never_drawn() -> None:

@@ -381,6 +381,7 @@ def test_export_ends_in_an_engine_that_does_what_the_plan_says(tmp_path: Path, f
         ("0", word, word),
         ("2", word, word),
         ("0", "its tensors", "its tensors"),
+        ("1", "its tensors", "its tensors"),  # of an activation the function
         ("2", "its tensors", "its tensors"),
     ]
     said = summary(receipt)
@@ -388,7 +389,7 @@ def test_export_ends_in_an_engine_that_does_what_the_plan_says(tmp_path: Path, f
     assert said[1:] == [
         "shapes x=1x256:16x256:64x256",
         f"runs in {word}: 2",
-        "the tensors of 2 modules lie in the engine where their kernels read them",
+        "the tensors of 3 modules lie in the engine where their kernels read them",
     ]
     assert json.loads((tmp_path / "mlp.engine.json").read_text()) == receipt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mlp.engine", "mlp.engine.json"]

@@ -64,6 +64,7 @@ def test_what_quantize_writes_is_sound(saved: Path) -> None:
         "checked": ["files", "plan", "tensors", "fusion groups", "forward pass"],
         "skipped": {},
         "explained": [],
+        "runtime": None,
     }
 
 
