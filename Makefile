@@ -23,10 +23,10 @@ ifdef QUICK
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --effort 0 $(TEXTS) --eval-samples 2 --out $(OUT) --overwrite
 	.venv/bin/quant generate $(OUT) --prompt "The capital of France is" --max-new-tokens 16
 else
-	@echo "three steps, about 8 minutes on two cores with nothing beside them; 'make demo QUICK=1' takes one"
+	@echo "three steps of some minutes each on two cores; 'make demo QUICK=1' takes a minute"
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --solver gptq $(TEXTS) --calib-samples 8 --eval-samples 8 \
 		--out $(OUT) --overwrite
-	.venv/bin/quantize smollm2-135m --bits 4.8 --formats nvfp4a16,fp8a16 --solver gptq $(TEXTS) --calib-samples 8 \
+	.venv/bin/quantize smollm2-135m --bits 4.8 --formats nvfp4a16,fp8a16 $(TEXTS) --calib-samples 8 \
 		--eval-samples 8 --out $(MIXED) --overwrite
 	if .venv/bin/python -c 'import tensorrt_rtx' 2>/dev/null; then .venv/bin/quant export $(OUT) --to tensorrt \
 		--target rtx5090 --shapes batch=1:1:4,sequence=1:128:512 --out $(OUT).engine --overwrite; fi
