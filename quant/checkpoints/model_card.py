@@ -7,7 +7,6 @@ Licence, language, tags and task are carried over from the source's front matter
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from quant.formats.atomic import write_atomically
 from quant.formats.format import FORMATS
 from quant.models.hub import hub_name
 from quant.plan.check import first_problem
+from quant.recipes.json_text import json_text
 from quant.recipes.plan import Plan, bits_per_weight
 from quant.report.saved_report import saved_report
 
@@ -104,7 +104,7 @@ def _head(fields: Mapping[str, Any], plan: Plan, base: Any, layout: str) -> Iter
     if base is None:
         yield "# base_model: ORG/NAME, to be filled in: a local directory does not tell its name on the hub"
     for key, value in head.items():
-        yield f"{key}: {json.dumps(value, ensure_ascii=False, default=str)}"
+        yield f"{key}: {json_text(value, ensure_ascii=False, default=str)}"
     yield "---"
 
 

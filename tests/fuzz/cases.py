@@ -184,10 +184,9 @@ def run(numbers: Sequence[int] | None, jobs: int, keep: Path | None = None) -> C
     """
     with tempfile.TemporaryDirectory() as name:
         root = Path(name).resolve()
-        os.environ |= {"HOME": str(root / "home"), "TMPDIR": str(root / "tmp"), "BLOCKSCALE_CACHE": str(root / "cache")}
-        for each in ("home", "tmp", "corpus", "cases"):
+        os.environ |= {"HOME": str(root / "home"), "BLOCKSCALE_CACHE": str(root / "cache")}
+        for each in ("home", "corpus", "cases"):
             (root / each).mkdir()
-        tempfile.tempdir = str(root / "tmp")
         targets = corpus.make(root / "corpus")
         at_rest = set(_elsewhere(root))
         found: Counter[str] = Counter()
@@ -233,7 +232,7 @@ def _cases(numbers: Sequence[int] | None, targets: Sequence[Target], root: Path)
 
 def _elsewhere(root: Path) -> Iterator[str]:
     """Files that no case should make: those outside the cases' folders."""
-    for place in ("home", "tmp", "cache", "corpus"):
+    for place in ("home", "cache", "corpus"):
         for file in (root / place).rglob("*"):
             if file.is_file() and ".cache/huggingface" not in str(file):
                 yield str(file.relative_to(root))

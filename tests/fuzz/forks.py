@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -106,6 +107,9 @@ def _start(argv: Sequence[str], folder: Path, before: Callable[[], None] | None)
             os.close(opened)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.chdir(folder)
+        # A folder of its own: the temporary files of commands that run beside it are none of its faults.
+        (folder / "tmp").mkdir(exist_ok=True)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder / "tmp")
         _limit()
         code = _command(argv, before)
     except BaseException:
