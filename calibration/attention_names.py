@@ -49,7 +49,7 @@ def implementations_kept(model: nn.Module) -> Iterator[list[tuple[Any, str]]]:
 
 
 def configs_of(config: Any) -> Iterator[Any]:
-    """A config of transformers, then the configs inside it; nothing for anything else."""
+    """Yields a config of transformers, then the configs inside it; nothing for anything else."""
     if not hasattr(config, "_attn_implementation"):
         return
     yield config
@@ -58,7 +58,7 @@ def configs_of(config: Any) -> Iterator[Any]:
 
 
 def text_config(config: Any) -> Any:
-    """The part of a transformers config that is about text; any other config, or None, as it is."""
+    """Returns the part of a transformers config that is about text; any other config, or None, as it is."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
@@ -86,7 +86,7 @@ def watching_attention(model: nn.Module, watch: Watch) -> Iterator[None]:
 
 
 def _watched(name: str, watch: Watch) -> Callable[..., Any]:
-    """The attention that transformers knows by `name`, watched."""
+    """Returns the attention that transformers knows by `name`, watched."""
 
     def attend(module: nn.Module, query: Any, key: Any, value: Any, *arguments: Any, **options: Any) -> Any:
         watch(module, query, key, value)

@@ -87,35 +87,38 @@ def removing(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 def output_of(result: Any) -> torch.Tensor:
-    """The hidden state of a block's result: the tensor, or the first of a tuple or of a model output."""
+    """Returns the hidden state of a block's result: the tensor, or the first of a tuple or of a model output."""
     if isinstance(result, Mapping):
         result = tuple(result.values())
     return result[0] if isinstance(result, tuple | list) else result  # type: ignore[no-any-return]
 
 
 def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
-    """`cache` as an argument of a model of transformers or of its `generate`, under its name: it changed in 5.24."""
+    """Returns `cache` as a keyword argument of a transformers model or its `generate`.
+
+    The name of the argument changed in transformers 5.24.
+    """
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     return {name: cache}
 
 
 def is_cache(value: Any) -> bool:
-    """Whether an argument of a model is a key-value cache of transformers."""
+    """Returns whether an argument of a model is a key-value cache of transformers."""
     return hasattr(value, "get_seq_length")
 
 
 def cache_of(output: Any) -> Any:
-    """The key-value cache that a model of transformers returned; None where it keeps none."""
+    """Returns the key-value cache that a model of transformers returned; None where it keeps none."""
     return output.cache if hasattr(output, "cache") else getattr(output, "past_key_values", None)
 
 
 def stored_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of the model's 16-bit or 32-bit weights, to which a checkpoint's scales are rounded."""
+    """Returns the dtype of the model's 16-bit or 32-bit weights, to which a checkpoint's scales are rounded."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def in_float64(block: nn.Module) -> nn.Module:
-    """A copy of a block in float64, to trace on a few tokens how its modules depend on each other."""
+    """Returns a copy of a block in float64, to trace on a few tokens how its modules depend on each other."""
     block = copy.deepcopy(block).double()
     for module in block.modules():
         config: Any = getattr(module, "config", None)
@@ -125,7 +128,7 @@ def in_float64(block: nn.Module) -> nn.Module:
 
 
 def block_names(model: nn.Module) -> list[str]:
-    """Names of the repeated blocks, outermost lists only, in model order."""
+    """Returns the names of the repeated blocks, outermost lists only, in model order."""
     names: list[str] = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{f}.") for f in names):
@@ -143,7 +146,7 @@ def _holds_linear(module: nn.Module) -> bool:
 
 
 def find_chains(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> list[list[str]]:
-    """Blocks in order of execution, grouped into chains.
+    """Returns the blocks in order of execution, grouped into chains.
 
     Args:
         model: the model.
@@ -208,7 +211,7 @@ def capture(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> d
 
 
 def _as_called(call: Call) -> Call:
-    """The call as it is before the block runs.
+    """Returns the call as it is before the block runs.
 
     A key-value cache is left out, for in it one pass would find the keys of the passes before it. Mappings that blocks
     add to are copied.
@@ -225,7 +228,10 @@ def _as_called(call: Call) -> Call:
 
 
 def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
-    """The first floating-point tensor, positional ones first: every known block takes its hidden state there."""
+    """Returns the position or name of the first floating-point tensor, positional arguments first.
+
+    Every known block takes its hidden state there.
+    """
     arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for slot, value in arguments:
         if isinstance(value, torch.Tensor) and value.is_floating_point():

@@ -98,7 +98,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _widening(dtype: torch.dtype) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
-    """A hook that widens the 16-bit tensors that a model is called with."""
+    """Returns a hook that widens the 16-bit tensors that a model is called with."""
 
     def widened(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype in NARROW else value

@@ -33,12 +33,12 @@ import torch
 
 
 def fast_matmul() -> Any:
-    """A context in which float32 products on a CPU are oneDNN's, where these are exact."""
+    """Returns a context in which float32 products on a CPU are oneDNN's, where these are exact."""
     return _precision("bf16" if _has_exact_products() else None)
 
 
 def default_matmul() -> Any:
-    """A context in which products are PyTorch's own, within `fast_matmul` too."""
+    """Returns a context in which products are PyTorch's own, within `fast_matmul` too."""
     return _precision("none")
 
 
@@ -73,7 +73,7 @@ def _has_exact_products() -> bool:
 
 
 def difference_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """BF16 where the device of `tensor` multiplies it faster than the tensor's own dtype; else None."""
+    """Returns BF16 where the device of `tensor` multiplies it faster than the tensor's own dtype; else None."""
     return torch.bfloat16 if tensor.dtype is torch.float32 and _multiplies_bf16(tensor.device.type) else None
 
 
@@ -101,7 +101,10 @@ def add_second_moment(total: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def columns_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """`xᵀ y`, float32 `[in, in']`, of x `[tokens, in]` and y `[tokens, in']`; in pairs of BF16 where a GPU has them."""
+    """Returns `xᵀ y`, float32 `[in, in']`, of x `[tokens, in]` and y `[tokens, in']`.
+
+    In pairs of BF16 where a GPU has them.
+    """
     if not has_pairs(x):
         return x.t() @ y
     (high, low), (high_y, low_y) = _pair(x), _pair(y)
@@ -109,7 +112,7 @@ def columns_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def has_pairs(x: torch.Tensor) -> bool:
-    """Whether products of `x` with float32 matrices are taken in pairs of BF16."""
+    """Returns whether products of `x` with float32 matrices are taken in pairs of BF16."""
     return x.is_cuda and x.dtype is torch.float32 and _multiplies_bf16("cuda")
 
 
@@ -119,5 +122,5 @@ def _pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _of_columns(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """`xᵀ y` of BF16 matrices, in float32."""
+    """Returns `xᵀ y` of BF16 matrices, in float32."""
     return torch.mm(x.t(), y, out_dtype=torch.float32)

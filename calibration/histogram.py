@@ -92,7 +92,7 @@ class Histogram:
         return merged
 
     def percentile(self, percent: float) -> float:
-        """The magnitude that `percent` of the values do not exceed, right to one bin; 100 gives `amax` itself.
+        """Returns the magnitude that `percent` of the values do not exceed, right to one bin; 100 gives `amax` itself.
 
         Between two order statistics the value is interpolated, as `numpy.percentile` does by default.
 
@@ -106,7 +106,7 @@ class Histogram:
         return min(low + (high - low) * (rank % 1), self.amax)
 
     def _order_statistic(self, rank: int) -> float:
-        """The value of the 0-based `rank`, taking a bin's values to be spread evenly over it."""
+        """Returns the value of the 0-based `rank`, taking a bin's values to be spread evenly over it."""
         nonzero_rank = rank - int(self.zeros)
         if nonzero_rank < 0:
             return 0.0

@@ -71,11 +71,11 @@ class Inputs:
         return True
 
     def numel(self) -> int:
-        """Numbers in all tensors."""
+        """Returns numbers in all tensors."""
         return sum(tensor.numel() for tensor in self.tensors())
 
     def dim(self) -> int:
-        """Four dimensions, as a tensor of images has; each row is a whole input."""
+        """Returns four dimensions, as a tensor of images has; each row is a whole input."""
         # Code that tells token ids [rows, seqlen] from other inputs asks for two dimensions.
         return 4
 
@@ -84,7 +84,7 @@ class Inputs:
         return Inputs([_move(call, device) for call in self.calls])
 
     def split(self, rows: int) -> list[Inputs]:
-        """Batches of at most `rows` consecutive calls whose arguments can be joined, since they have one shape."""
+        """Returns batches of at most `rows` consecutive calls whose arguments have one shape and can be joined."""
         batches: list[list[Arguments]] = []
         for call in self.calls:
             last = batches[-1] if batches else []
@@ -96,7 +96,10 @@ class Inputs:
         return [Inputs(batch) for batch in batches]
 
     def as_tensor(self, model: nn.Module) -> torch.Tensor | None:
-        """The rows as one tensor, where all have one shape and each is the model's first argument alone; else None."""
+        """Returns the rows as one tensor, where all have one shape and each is the model's first argument alone.
+
+        Else None.
+        """
         first = next(iter(inspect.signature(model.forward).parameters), None)
         values = [[*args, *(kwargs[name] for name in kwargs if name == first)] for args, kwargs in self.calls]
         tensors = [value[0] for value in values if len(value) == 1 and isinstance(value[0], torch.Tensor)]
@@ -230,7 +233,7 @@ def on_first(rows: torch.Tensor | Inputs) -> Callable[[nn.Module], Any]:
 
 
 def call_of(batch: torch.Tensor | Inputs) -> Call:
-    """The call of a model on a batch of rows, whose first tensor stands for the hidden state."""
+    """Returns the call of a model on a batch of rows, whose first tensor stands for the hidden state."""
     if not isinstance(batch, Inputs):
         return Call((batch,), {}, 0)
     args, kwargs = batch.arguments()
@@ -263,7 +266,7 @@ def _by_name(call: Arguments, takes: Sequence[str]) -> dict[str, Any]:
 
 
 def _rows_of(data: Mapping[str, Any]) -> list[Arguments]:
-    """A call for each row of named tensors."""
+    """Returns a call for each row of named tensors."""
     wrong = [name for name, value in data.items() if not isinstance(value, torch.Tensor) or not value.dim()]
     if wrong or not data:
         raise ValueError(f"calibration data by name holds tensors with a row for each call; {wrong or 'it'} does not")
@@ -308,6 +311,9 @@ def _move(call: Arguments, device: Any) -> Arguments:
 
 
 def _outline(call: Arguments) -> Any:
-    """A key that is equal for calls that can be joined: their arguments, and the shapes and dtypes of their tensors."""
+    """Returns a key that is equal for calls that can be joined.
+
+    It holds their arguments, and the shapes and dtypes of their tensors.
+    """
     values, spec = tree_flatten(call)
     return spec, [(v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in values]

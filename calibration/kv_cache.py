@@ -82,7 +82,7 @@ class AttentionScales:
 
 
 def attention_scale(amax: torch.Tensor, format: Format) -> torch.Tensor:
-    """The static scale that maps `amax` to the largest value of `format`, float32; 1 where `amax` is 0."""
+    """Returns the static scale that maps `amax` to the largest value of `format`, float32; 1 where `amax` is 0."""
     return global_scale_of(amax, format) if format.global_scale else scale_of(amax, format.element.max)
 
 
@@ -96,7 +96,7 @@ def collect_attention_scales(
     granularity: str = "tensor",
     session: Session | None = None,
 ) -> dict[str, AttentionScales]:
-    """KV-cache and attention scales of every attention module that `rows` reach, by module name.
+    """Returns KV-cache and attention scales of every attention module that `rows` reach, by module name.
 
     Args:
         model: a transformers model, called as `model(row)`.
@@ -159,7 +159,7 @@ def _watcher(
     by_head: bool,
     observers: dict[str, dict[str, list[Observer]]],
 ) -> Watch:
-    """A function that shows the operands of every attention to observers, which it makes as modules come up.
+    """Returns a function that shows the operands of every attention to observers, which it makes as modules come up.
 
     Args:
         model: holds the attention modules.
@@ -232,7 +232,7 @@ def _amax(observers: list[Observer], granularity: str) -> torch.Tensor:
 
 
 def _largest(own: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    """The largest values of all ranks, by module and operand."""
+    """Returns the largest values of all ranks, by module and operand."""
     largest: dict[str, dict[str, torch.Tensor]] = {}
     for part in gathered(own):
         for name, operands in part.items():
@@ -255,7 +255,7 @@ def _scales(
 
 
 def kv_scale_tensors(scales: Mapping[str, AttentionScales], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The tensors in which checkpoints keep the scales of the KV cache, by name, in `dtype`, the model's.
+    """Returns the tensors in which checkpoints keep the scales of the KV cache, by name, in `dtype`, the model's.
 
     `….self_attn.k_scale` and `….v_scale` are [1], or [kv_heads, 1, 1] (compressed-tensors' strategy "attn_head").
 
@@ -276,31 +276,34 @@ def kv_scale_tensors(scales: Mapping[str, AttentionScales], dtype: torch.dtype) 
 
 
 def _cached(amax: Mapping[str, torch.Tensor], operand: str) -> torch.Tensor:
-    """The magnitude of the values that the cache holds for k or v; one vector stands for both in latent attention."""
+    """Returns the magnitude of the values that the cache holds for k or v.
+
+    One vector stands for both in latent attention.
+    """
     return amax["latent"] if "latent" in amax else amax[operand]
 
 
 def _store(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`scale` rounded to `dtype`, never to zero: FP16 ends at 2^-24."""
+    """Returns `scale` rounded to `dtype`, never to zero: FP16 ends at 2^-24."""
     info = torch.finfo(dtype)
     # tiny · eps is the smallest subnormal number of the dtype.
     return scale.clamp(min=info.tiny * info.eps).to(dtype)
 
 
 def is_latent(module: nn.Module) -> bool:
-    """Whether an attention module caches a latent vector."""
+    """Returns whether an attention module caches a latent vector."""
     config: Any = getattr(module, "config", None)
     names = ("kv_a_layernorm", "qk_nope_head_dim", "qk_rope_head_dim")
     return all(hasattr(module, name) for name in names) and getattr(config, "model_type", None) not in _EXPANDED
 
 
 def latent_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """The norms whose outputs are cached, by the name of their attention module."""
+    """Returns the norms whose outputs are cached, by the name of their attention module."""
     return {name: module.kv_a_layernorm for name, module in model.named_modules() if is_latent(module)}
 
 
 def rotary_key(module: nn.Module, key: torch.Tensor) -> torch.Tensor:
-    """The part of expanded keys `[batch, heads, tokens, dim]` that all heads share: `[batch, 1, tokens, rope]`."""
+    """Returns the part of expanded keys that all heads share: `[batch, 1, tokens, rope]`."""
     return key[:, :1, :, module.qk_nope_head_dim :]
 
 
@@ -322,6 +325,6 @@ def latents_changed(model: nn.Module, change: Callable[[nn.Module, torch.Tensor]
 
 
 def with_rotary_key(module: nn.Module, key: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-    """Expanded keys with another rotary part, `[batch, 1, tokens, rope]`."""
+    """Returns expanded keys with another rotary part, `[batch, 1, tokens, rope]`."""
     nope = key[..., : module.qk_nope_head_dim]
     return torch.cat([nope, rotary.expand(-1, key.shape[1], -1, -1)], dim=-1)

@@ -14,7 +14,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def reporter(progress: Progress | None, stage: str) -> Callable[[int, int], None] | None:
-    """`progress` for one stage, called as `report(done, total)`; None without one."""
+    """Returns `progress` for one stage, called as `report(done, total)`; None without one."""
     return (lambda done, total: progress(stage, done, total)) if progress else None
 
 
@@ -66,7 +66,7 @@ class Listener:
         """One sentence that a user should read now: the device, or a lower effort than was asked for."""
 
     def step(self, text: str) -> AbstractContextManager[None]:
-        """A step without counts, such as loading a model; it ends with the block."""
+        """Returns a step without counts, such as loading a model; it ends with the block."""
         return nullcontext()
 
     def stages(self) -> AbstractContextManager[StageProgress]:

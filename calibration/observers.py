@@ -45,7 +45,7 @@ class Observer(Protocol):
         ...
 
     def amax(self) -> torch.Tensor:
-        """float32 scalar, on the device of the data.
+        """Returns float32 scalar, on the device of the data.
 
         Raises:
             ValueError: nothing was seen.
@@ -54,7 +54,7 @@ class Observer(Protocol):
 
 
 def block_amax(x: torch.Tensor, format: Format) -> torch.Tensor:
-    """Largest magnitude of each block of `x` `[..., rows, columns]`, in its dtype, shaped as the block scales."""
+    """Returns the largest magnitude of each block of `x` `[..., rows, columns]`, shaped as the block scales."""
     rows, columns = format.block_shape(x.shape)
     blocks = pad(x.abs(), (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
     amax: torch.Tensor = blocks.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows)).amax(dim=(-3, -1))
@@ -62,7 +62,7 @@ def block_amax(x: torch.Tensor, format: Format) -> torch.Tensor:
 
 
 def _watched(x: torch.Tensor, format: Format) -> torch.Tensor:
-    """The magnitudes of `x` that the static scale of a per-tensor format has to cover."""
+    """Returns the magnitudes of `x` that the static scale of a per-tensor format has to cover."""
     return block_amax(x, format) if format.global_scale else x.abs()
 
 
@@ -175,7 +175,7 @@ class Entropy(_HistogramObserver):
 
 
 def squared_errors(histogram: Histogram, number: Number, amax: torch.Tensor) -> torch.Tensor:
-    """Expected squared error of the values of a histogram, rounded to `number` with a scale of amax / max.
+    """Returns the expected squared error of the values of a histogram, rounded to `number` with a scale of amax / max.
 
     The values of a bin are taken to be spread evenly over it, and the error over a bin is an integral in closed
     form: between two midpoints of the grid the error is (t - g)². Sampling bin centres instead would go wrong
@@ -209,7 +209,7 @@ def squared_errors(histogram: Histogram, number: Number, amax: torch.Tensor) -> 
 
 
 def divergences(histogram: Histogram, number: Number) -> tuple[torch.Tensor, torch.Tensor]:
-    """KL divergence between a histogram and the rounded histogram, for every bin at which it can be clipped.
+    """Returns KL divergence between a histogram and the rounded histogram, for every bin at which it can be clipped.
 
     The method of TensorRT's calibrator (S. Migacz, "8-bit Inference with TensorRT", GTC 2017). Clipped after bin
     i, the reference P is the first i bins, with the counts of all later bins added to the last one. Q is the first i
@@ -253,7 +253,7 @@ def divergences(histogram: Histogram, number: Number) -> tuple[torch.Tensor, tor
 
 
 def _prefix(x: torch.Tensor) -> torch.Tensor:
-    """Sums of the first 0, 1, … elements."""
+    """Returns the sums of the first 0, 1, … elements."""
     return pad(x.cumsum(0), (1, 0))
 
 
@@ -270,7 +270,7 @@ OBSERVERS: dict[str, type[Observer]] = {
 
 
 def get_observer(name: str) -> type[Observer]:
-    """The observer called `name`.
+    """Returns the observer called `name`.
 
     Raises:
         ValueError: unknown name; the message lists the known ones.

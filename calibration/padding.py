@@ -25,7 +25,7 @@ _IDS, _MASK = "input_ids", "attention_mask"
 
 
 def unpadded(call: Mapping[str, Any], takes: Collection[str]) -> list[dict[str, Any]] | None:
-    """A padded call without its padding: one call for each row that shows a token.
+    """Returns a padded call without its padding: one call for each row that shows a token.
 
     A batch whose tensors do not all have a part for each row (images, of which a text may have several) cannot be taken
     apart. It stays as it is, with a warning.
@@ -80,7 +80,7 @@ def _row(call: Mapping[str, Any], row: int) -> dict[str, Any]:
 
 
 def _cut(call: Mapping[str, Any], shown: Mapping[str, torch.Tensor], takes: Collection[str]) -> dict[str, Any]:
-    """A call of one row, without the values of tokens that are not in `shown`, bool `[tokens]` of each side."""
+    """Returns a call of one row, without the values of tokens that are not in `shown`, bool `[tokens]` of each side."""
     shortened = dict(call)
     for name, value in call.items():
         # The labels of an encoder-decoder are the text of its decoder.

@@ -29,7 +29,7 @@ Device = torch.device | str | None
 
 
 def find_device(device: Device) -> torch.device | None:
-    """The device with its index; None where the model stays where it is.
+    """Returns the device with its index; None where the model stays where it is.
 
     Raises:
         ValueError: there is no such device; the message names those that are there.
@@ -53,7 +53,7 @@ def find_device(device: Device) -> torch.device | None:
 
 
 def describe(device: torch.device | None) -> str:
-    """A device as the terminal and the report name it; None is the CPU."""
+    """Returns a device as the terminal and the report name it; None is the CPU."""
     if device is None or device.type != "cuda":
         return str(device or "cpu")
     properties = torch.cuda.get_device_properties(device)
@@ -66,12 +66,12 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def elsewhere(model: nn.Module, device: torch.device | None) -> bool:
-    """Whether `model` has to be copied to run on `device`; None stands for where it is."""
+    """Returns whether `model` has to be copied to run on `device`; None stands for where it is."""
     return device is not None and device_of(model) != device
 
 
 def is_visited(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None = None) -> bool:
-    """Whether `placed` copies the blocks of `model` to `device` one at a time, because it does not fit there."""
+    """Returns whether `placed` copies the blocks of `model` to `device` one at a time, because all do not fit."""
     return device is not None and elsewhere(model, device) and not fits(model, device, dtype)
 
 
@@ -142,7 +142,7 @@ def _visiting(
 
 
 def fits(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> bool:
-    """Whether all of `model` may be copied to `device`, its 16-bit tensors in `dtype`."""
+    """Returns whether all of `model` may be copied to `device`, its 16-bit tensors in `dtype`."""
     if device.type != "cuda":
         return True
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
@@ -160,13 +160,13 @@ def home_of_states(nbytes: int, device: torch.device | None) -> torch.device | N
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of a GPU that are free, those included that PyTorch holds and does not use."""
+    """Returns the bytes of a GPU that are free, those included that PyTorch holds and does not use."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def tensors_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Parameters and buffers that `modules` themselves hold, each once, in the order of `DeviceCopies`."""
+    """Returns the parameters and buffers that `modules` themselves hold, each once, in the order of `DeviceCopies`."""
     tensors = (t for module in modules for t in (*module._parameters.values(), *module._buffers.values()))
     return list({id(t): t for t in tensors if t is not None}.values())
 
@@ -254,7 +254,7 @@ class DeviceCopies:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """A tensor, or the tensors of a tuple, on `device`; anything else, such as a cache, as it is."""
+    """Returns a tensor, or the tensors of a tuple, on `device`; anything else, such as a cache, as it is."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     return tuple(_moved(v, device) for v in value) if type(value) is tuple else value

@@ -79,7 +79,7 @@ class _CopyStream:
         self.turn = 0
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the GPU, for work on `stream`."""
+        """Returns a copy on the GPU, for work on `stream`."""
         if tensor.device.type != "cpu":
             return tensor.to(self.device)
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
@@ -103,7 +103,7 @@ def _read(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _for_current_stream(copies: list[torch.Tensor], copied: torch.cuda.Event) -> list[torch.Tensor]:
-    """The copies, for work on the current stream, which waits for `copied` first."""
+    """Returns the copies, for work on the current stream, which waits for `copied` first."""
     for copy in (copy for copy in copies if copy.is_cuda):
         stream = torch.cuda.current_stream(copy.device)
         stream.wait_event(copied)
@@ -135,7 +135,7 @@ def prefetched(
 
 
 def value_of(tensor: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
-    """A tensor without its history. A parameter that is still in its files (`stored_weights`) is read here.
+    """Returns a tensor without its history. A parameter that is still in its files (`stored_weights`) is read here.
 
     `whole` is as of `Prefetcher`.
     """

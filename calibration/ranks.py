@@ -104,7 +104,7 @@ def leave() -> None:
 
 
 def gathered(value: T) -> list[T]:
-    """The value of each rank, in their order; it is pickled on its way."""
+    """Returns the value of each rank, in their order; it is pickled on its way."""
     if rank_and_world()[1] == 1:
         return [value]
     own = pickle.dumps(value)
@@ -116,7 +116,7 @@ def gathered(value: T) -> list[T]:
 
 
 def _exchanged(message: bytes, size: int) -> list[bytes]:
-    """The messages of all ranks, cut or filled up to `size` bytes."""
+    """Returns the messages of all ranks, cut or filled up to `size` bytes."""
     # All messages of a gathering have one length, so that a single all_gather carries them.
     own = torch.frombuffer(bytearray(message[:size].ljust(size)), dtype=torch.uint8)
     messages = [torch.empty_like(own) for _ in range(rank_and_world()[1])]
@@ -125,7 +125,7 @@ def _exchanged(message: bytes, size: int) -> list[bytes]:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """The value of `make()`, which only the first rank calls; it is pickled on its way to the others."""
+    """Returns the value of `make()`, which only the first rank calls; it is pickled on its way to the others."""
     rank, world = rank_and_world()
     if world == 1:
         return make()
@@ -135,7 +135,7 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def at_first(value: T) -> list[T] | None:
-    """The value of each rank, in their order, on the first rank; it is pickled on its way."""
+    """Returns the value of each rank, in their order, on the first rank; it is pickled on its way."""
     rank, world = rank_and_world()
     if world == 1:
         return [value]
@@ -150,19 +150,19 @@ def wait_for_all() -> None:
 
 
 def own_batches(count: int) -> range:
-    """The batches of calibration or evaluation rows that this rank runs: one in `world`."""
+    """Returns the batches of calibration or evaluation rows that this rank runs: one in `world`."""
     rank, world = rank_and_world()
     return range(rank, count, world)
 
 
 def number_of(batch: int) -> int:
-    """The number, among the batches of all ranks, of this rank's `batch`-th."""
+    """Returns the number, among the batches of all ranks, of this rank's `batch`-th."""
     rank, world = rank_and_world()
     return rank + batch * world
 
 
 def dealt(sizes: Sequence[int], world: int | None = None) -> list[int]:
-    """The rank that does each of several jobs: the largest first, each to the rank with the least to do."""
+    """Returns the rank that does each of several jobs: the largest first, each to the rank with the least to do."""
     world = rank_and_world()[1] if world is None else world
     load, owners = [0] * world, [0] * len(sizes)
     for job in sorted(range(len(sizes)), key=lambda job: -sizes[job]):
@@ -182,14 +182,14 @@ def sharing() -> Iterator[None]:
 
 
 def shares_rows() -> bool:
-    """Whether `sharing` is open and there are several ranks."""
+    """Returns whether `sharing` is open and there are several ranks."""
     return _sharing.get()
 
 
 def in_order(
     own: Sequence[NumberedTensors], device: torch.device | None = None
 ) -> Iterator[tuple[int, tuple[torch.Tensor | None, ...]]]:
-    """The entries of all ranks, in order; every rank must go through all of them.
+    """Yields the entries of all ranks, in order; every rank must go through all of them.
 
     Args:
         own: this rank's; entries of one number stay in the order in which they are given.
@@ -230,13 +230,13 @@ def in_order(
 
 
 def _room(outline: Outline) -> int:
-    """Bytes of a tensor among others, each of which begins where any dtype may."""
+    """Returns the bytes of a tensor among others, each of which begins where any dtype may."""
     shape, dtype = outline
     return -(-math.prod(shape) * dtype.itemsize // 16) * 16
 
 
 def _packed(tensors: Sequence[torch.Tensor], size: int, device: torch.device | None) -> list[torch.Tensor]:
-    """The tensors of each rank, one behind the other, as `size` bytes."""
+    """Returns the tensors of each rank, one behind the other, as `size` bytes."""
     _met()
     own, offset = torch.zeros(size, dtype=torch.uint8, device=device), 0
     for tensor in tensors:
@@ -251,7 +251,7 @@ def _packed(tensors: Sequence[torch.Tensor], size: int, device: torch.device | N
 def _unpacked(
     packed: torch.Tensor, outlines: Sequence[tuple[int, Sequence[Outline | None]]]
 ) -> list[tuple[torch.Tensor | None, ...]]:
-    """The tensors of one rank's entries."""
+    """Returns the tensors of one rank's entries."""
     entries, offset = [], 0
     for _, outline in outlines:
         tensors: list[torch.Tensor | None] = []
@@ -280,7 +280,7 @@ def _broadcast(
 def sum_in_order(
     numbers: Sequence[Sequence[int]], make: Callable[[int], torch.Tensor], shape: Sequence[int], device: torch.device
 ) -> torch.Tensor:
-    """The sum of matrices that several ranks hold, in order, on every rank.
+    """Returns the sum of matrices that several ranks hold, in order, on every rank.
 
     Each rank adds up a slab of rows of all of them, and the slabs are put together. So a rank never holds more than
     two matrices of its own, and the sum is the one that adding matrix after matrix gives.
@@ -327,7 +327,7 @@ def sum_in_order(
 def _with_slabs(
     total: torch.Tensor | None, work: Any, mine: torch.Tensor, slabs: torch.Tensor, owners: Sequence[int]
 ) -> torch.Tensor:
-    """The sum so far with the slabs of one turn, when they have come and `mine` has gone."""
+    """Returns the sum so far with the slabs of one turn, when they have come and `mine` has gone."""
     if work is not None:
         work.wait()
     by_owner = dict(zip(sorted(owners), slabs.chunk(len(owners)), strict=True))

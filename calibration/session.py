@@ -70,11 +70,11 @@ class Store:
         return False
 
     def __contains__(self, step: str) -> bool:
-        """Whether a step was finished, though perhaps its file is damaged."""
+        """Returns whether a step was finished, though perhaps its file is damaged."""
         return False
 
     def get(self, step: str) -> Step | None:
-        """A finished step; None where there is none, or its file is damaged."""
+        """Returns a finished step; None where there is none, or its file is damaged."""
         return None
 
     def put(
@@ -111,14 +111,16 @@ class Store:
         """Waits until everything is written, also by other ranks where this one uses their results."""
 
     def seconds_to_write(self, nbytes: int) -> float:
-        """Seconds that `nbytes` take to write at the speed that was last measured."""
+        """Returns the seconds that `nbytes` take to write at the speed that was last measured."""
         return 0.0
 
     def refresh(self) -> None:
         """Reads the steps that other ranks have written meanwhile."""
 
     def moving(self, made_of: Mapping[str, str]) -> Any:
-        """The log that moves steps into the files of the checkpoint as these are written; None where none is kept.
+        """Returns the log that moves steps into the files of the checkpoint as these are written.
+
+        None where none is kept.
 
         Args:
             made_of: by name of each tensor of the checkpoint, the name of the model's layer or tensor it is made of.
@@ -126,7 +128,7 @@ class Store:
         return None
 
     def shards(self) -> list[str]:
-        """The checkpoint's files that were begun in `directory`."""
+        """Returns the checkpoint's files that were begun in `directory`."""
         return []
 
     def finish(self) -> None:
@@ -169,7 +171,7 @@ class Session:
         store: Store | None = None,
         seed: int = 0,
     ) -> Session:
-        """A session from the arguments of a public function.
+        """Returns a session from the arguments of a public function.
 
         Args:
             device: "auto", "cpu", "cuda", "cuda:N", or a device; None is where the model is.
@@ -196,7 +198,7 @@ class Session:
         return self if elsewhere(model, self.device) else replace(self, device=None)
 
     def usable_memory(self) -> int | None:
-        """Bytes of memory that the run may use now; None where the system does not tell.
+        """Returns the bytes of memory that the run may use now; None where the system does not tell.
 
         A container's limit holds whatever the user allows: beyond it the kernel ends the process.
         """

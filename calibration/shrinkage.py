@@ -57,7 +57,7 @@ class MomentSpread:
         self.squared_tokens += rows * length**2
 
     def shrinkage(self) -> torch.Tensor:
-        """λ in 0..1, float32 scalar.
+        """Returns λ in 0..1, float32 scalar.
 
         One piece has no spread. Then λ is that of independent tokens with independent channels, columns / (columns +
         tokens).
@@ -79,7 +79,7 @@ class MomentSpread:
 
 
 def shrink(moment: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
-    """(1 - λ) M + λ diag(M), in place.
+    """Returns (1 - λ) M + λ diag(M), in place.
 
     Args:
         moment: M `[in, in]`, or blocks of one, `[blocks, k, k]`.

@@ -59,7 +59,7 @@ class LayerStats:
     outputs: LayerStats | None = None
 
     def blocks(self, width: int) -> torch.Tensor:
-        """Diagonal blocks of the second moment, `[in / width, width, width]`."""
+        """Returns the diagonal blocks of the second moment, `[in / width, width, width]`."""
         if self.block_moments is not None and self.block_moments.shape[-1] == width:
             return self.block_moments
         assert self.second_moment is not None
@@ -81,7 +81,10 @@ class LayerStats:
 
 
 def diagonal_blocks(matrix: torch.Tensor, width: int) -> torch.Tensor:
-    """Diagonal blocks of a square matrix, `[blocks, width, width]`; a short last one is completed by an identity."""
+    """Returns the diagonal blocks of a square matrix, `[blocks, width, width]`.
+
+    A short last one is completed by an identity.
+    """
     # Padding up to the next multiple; an identity there stays invertible and couples with nothing.
     short = -len(matrix) % width
     if short:
@@ -94,7 +97,7 @@ def diagonal_blocks(matrix: torch.Tensor, width: int) -> torch.Tensor:
 def pooled_stats(
     parts: Sequence[LayerStats], tokens: int | None = None, before: LayerStats | None = None
 ) -> LayerStats | None:
-    """The statistics of all tokens together, without the drift.
+    """Returns the statistics of all tokens together, without the drift.
 
     Args:
         parts: some statistics.
@@ -198,7 +201,7 @@ class MomentSum:
         self.spread.add(x, rows)
 
     def stats(self) -> LayerStats | None:
-        """The means, second moment and drift shrunk towards their diagonals; None if no token came.
+        """Returns the means, second moment and drift shrunk towards their diagonals; None if no token came.
 
         Second moments are None where another rank has them.
         """
@@ -221,14 +224,17 @@ class MomentSum:
 
 
 def add_up(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:
-    """Sum, treating None as zero."""
+    """Returns sum, treating None as zero."""
     if total is None or part is None:
         return part if total is None else total
     return total + part
 
 
 def rows_of(x: torch.Tensor) -> int:
-    """Calibration rows in a layer's input; 1 behind a router, which gathers tokens of all rows in one matrix."""
+    """Returns calibration rows in a layer's input.
+
+    1 behind a router, which gathers tokens of all rows in one matrix.
+    """
     return len(x) if x.dim() == 3 else 1
 
 
@@ -240,7 +246,7 @@ def _block_products(x: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _add_symmetric(total: torch.Tensor, x: torch.Tensor, width: int = 512) -> None:
-    """`total += xᵀ x`, computing only the blocks on and above the diagonal where there are several."""
+    """Returns `total += xᵀ x`, computing only the blocks on and above the diagonal where there are several."""
     if has_pairs(x):
         return add_second_moment(total, x)
     columns = range(0, x.shape[1], width)
@@ -255,7 +261,9 @@ def _add_symmetric(total: torch.Tensor, x: torch.Tensor, width: int = 512) -> No
 def static_input_scale(
     amax: torch.Tensor, activation: Format, dtype: torch.dtype, name: str | None = None
 ) -> torch.Tensor | None:
-    """Static scale of inputs whose largest magnitude is `amax`, float32 scalar; None for formats that measure theirs.
+    """Returns the static scale of inputs whose largest magnitude is `amax`, float32 scalar.
+
+    None for formats that measure theirs.
 
     Args:
         amax: float32 scalar.
@@ -282,7 +290,7 @@ def static_input_scale(
 
 
 def round_activation(x: torch.Tensor, activation: Format | None, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """An input as the matmul sees it; None leaves it."""
+    """Returns an input as the matmul sees it; None leaves it."""
     if activation is None:
         return x
     if x.is_cuda and activation.is_nvfp4 and x.shape[-1] % activation.block[1] == 0 and x.numel():

@@ -207,7 +207,7 @@ def _remove(path: Path) -> None:
 
 
 def _lock(path: Path, *, wait: bool) -> int | None:
-    """A handle that holds the lock of a file or directory until it is closed; None where it cannot be had."""
+    """Returns a handle that holds the lock of a file or directory until it is closed; None where it cannot be had."""
     if sys.platform == "win32":
         return None
     import fcntl

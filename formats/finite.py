@@ -24,7 +24,7 @@ _SIGNED = {8: (np.int64, torch.int64), 4: (np.int32, torch.int32), 2: (np.int16,
 
 
 def is_finite(x: torch.Tensor) -> bool:
-    """Whether `x` holds neither NaN nor infinity. Integers and meta tensors do not."""
+    """Returns whether `x` holds neither NaN nor infinity. Integers and meta tensors do not."""
     return not _exceeds(x, _LARGEST.get(x.dtype), _LARGEST.get(x.dtype))
 
 
@@ -37,7 +37,7 @@ def is_finite_or_mask(x: torch.Tensor) -> bool:
 
 
 def is_positive(x: torch.Tensor) -> bool:
-    """Whether every value of a float tensor is a finite number above zero."""
+    """Returns whether every value of a float tensor is a finite number above zero."""
     if x.device.type != "cpu" or x.is_meta:
         return x.is_meta or bool(((x > 0) & x.isfinite()).all())
     bits = _bits(x)
@@ -45,7 +45,7 @@ def is_positive(x: torch.Tensor) -> bool:
 
 
 def _exceeds(x: torch.Tensor, positive: int | None, negative: int | None) -> bool:
-    """Whether the bits of a value are above `positive`, or without its sign above `negative`."""
+    """Returns whether the bits of a value are above `positive`, or without its sign above `negative`."""
     if positive is None or negative is None or x.is_meta:
         return False
     if x.device.type != "cpu":
@@ -63,10 +63,10 @@ def _exceeds(x: torch.Tensor, positive: int | None, negative: int | None) -> boo
 
 
 def _bits(x: torch.Tensor) -> np.ndarray:
-    """The bits of `x` as signed integers, flat, sharing its memory where it is contiguous."""
+    """Returns the bits of `x` as signed integers, flat, sharing its memory where it is contiguous."""
     return x.detach().contiguous().view(_SIGNED[x.dtype.itemsize][1]).flatten().numpy()
 
 
 def is_wide_float(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds floating-point values of 16 bit or more; FP8 tensors are codes or scales."""
+    """Returns whether a tensor holds floating-point values of 16 bit or more; FP8 tensors are codes or scales."""
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1

@@ -84,18 +84,18 @@ class Format:
         return self.global_scale or self.per_tensor
 
     def block_shape(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Block (rows, columns) for a tensor of `shape`, whole axes filled in. A 1-D tensor is one row."""
+        """Returns block (rows, columns) for a tensor of `shape`, whole axes filled in. A 1-D tensor is one row."""
         rows, columns = _matrix(shape)
         return self.block[0] or max(rows, 1), self.block[1] or max(columns, 1)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the block scales of a tensor of `shape`; a short last block has a scale of its own."""
+        """Returns the shape of the block scales of a tensor of `shape`; a short last block has a scale of its own."""
         rows, columns = _matrix(shape)
         block_rows, block_columns = self.block_shape(shape)
         return (*shape[:-2], math.ceil(rows / block_rows), math.ceil(columns / block_columns))
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the stored codes of a tensor of `shape`: the last axis is in bytes where codes are packed."""
+        """Returns the shape of the stored codes of a tensor of `shape`; packed codes count bytes in the last axis."""
         return (*shape[:-1], packed_width(shape[-1], self.element))
 
     @property
@@ -104,18 +104,18 @@ class Format:
         return self.has_square_blocks and self.element.bits == 8
 
     def divides(self, shape: Sequence[int]) -> bool:
-        """Whether `shape` has no short last block along the reduction axis and no half-used byte."""
+        """Returns whether `shape` has no short last block along the reduction axis and no half-used byte."""
         columns = shape[-1]
         return columns % self.block_shape(shape)[1] == 0 and columns * self.element.bits % 8 == 0
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes that a tensor of `shape` takes in this format: codes, block scales and global scales."""
+        """Returns the bytes that a tensor of `shape` takes in this format: codes, block scales and global scales."""
         codes = math.prod(self.codes_shape(shape))
         scales = math.prod(self.scale_shape(shape)) * self.scale.bits // 8
         return codes + scales + (4 * math.prod(shape[:-2]) if self.global_scale else 0)
 
     def bits_per_weight(self, shape: Sequence[int] | None = None) -> float:
-        """Bits per weight with every scale and pad counted; without a shape, the limit for large matrices."""
+        """Returns bits per weight with every scale and pad counted; without a shape, the limit for large matrices."""
         if shape is not None:
             return 8 * self.nbytes(shape) / math.prod(shape)
         rows, columns = self.block
@@ -123,7 +123,7 @@ class Format:
 
 
 def packed_width(columns: int, number: Number) -> int:
-    """Bytes per row of `columns` codes: 4- and 6-bit codes are packed, all others take a byte each."""
+    """Returns the bytes per row of `columns` codes: 4- and 6-bit codes are packed, all others take a byte each."""
     return math.ceil(columns * number.bits / 8) if number.bits in (4, 6) else columns
 
 
@@ -159,7 +159,7 @@ FORMATS: dict[str, Format] = {f.name: f for f in _ALL}
 
 
 def get_format(name: str) -> Format:
-    """The format called `name`.
+    """Returns the format called `name`.
 
     Raises:
         ValueError: unknown name; the message lists the known ones.
@@ -171,12 +171,12 @@ def get_format(name: str) -> Format:
 
 
 def is_16bit(name: str | None) -> bool:
-    """Whether `name` stands for 16 bit, which is no format."""
+    """Returns whether `name` stands for 16 bit, which is no format."""
     return name is None or name in ("keep", "16bit", "bf16", "fp16")
 
 
 def parse_format(name: str | None) -> Format | None:
-    """The format that a user names, or None where the name stands for 16 bit.
+    """Returns the format that a user names, or None where the name stands for 16 bit.
 
     Raises:
         ValueError: unknown name; the message lists the known ones.

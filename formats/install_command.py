@@ -16,7 +16,7 @@ _DISTRIBUTION = "blockscale"
 
 
 def install_command(extra: str) -> str:
-    """The command that adds an extra of `pyproject.toml` to this installation.
+    """Returns the command that adds an extra of `pyproject.toml` to this installation.
 
     Args:
         extra: `hf`, or several: `hf,data`.
@@ -41,7 +41,7 @@ def _is_ours(directory: Path) -> bool:
 
 
 def _source_directory() -> Path | None:
-    """The directory that pip installed this copy from, as it notes in `direct_url.json` (PEP 610)."""
+    """Returns the directory that pip installed this copy from, as it notes in `direct_url.json` (PEP 610)."""
     try:
         noted = metadata.distribution(_DISTRIBUTION).read_text("direct_url.json")
     except metadata.PackageNotFoundError:

@@ -20,7 +20,7 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON writes it, and as Python sho
 
 
 def read_json(path: str | Path, what: str, make: Callable[[Any], T]) -> T:
-    """The object that `make` makes of a JSON file.
+    """Returns the object that `make` makes of a JSON file.
 
     Args:
         path: the file.
@@ -39,7 +39,7 @@ def read_json(path: str | Path, what: str, make: Callable[[Any], T]) -> T:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """A JSON document; ValueError if it is none, or nested too deeply."""
+    """Returns a JSON document; ValueError if it is none, or nested too deeply."""
     if isinstance(text, bytes):
         text = text.decode("utf-8")
     try:

@@ -18,7 +18,7 @@ _POPULATE_READ = 22  # of Linux's mman.h
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, its pages in memory where they are contiguous.
+    """Returns the tensor, its pages in memory where they are contiguous.
 
     Raises:
         ValueError: as `populate`.
@@ -45,7 +45,7 @@ def populate(part: torch.Tensor) -> None:
 
 @cache
 def _madvise() -> Callable[..., int] | None:
-    """The system's call; None where there is none."""
+    """Returns the system's call; None where there is none."""
     try:
         return ctypes.CDLL(None, use_errno=True).madvise
     except (OSError, AttributeError, TypeError):

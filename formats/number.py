@@ -107,7 +107,7 @@ class Number:
         return self.values()[: self.max_code + 1]
 
     def values(self) -> torch.Tensor:
-        """The value of every code: float32 of shape [2**bits], NaN where the code means none.
+        """Returns the value of every code: float32 of shape [2**bits], NaN where the code means none.
 
         Raises:
             ValueError: the number is a wide dtype, whose codes are not enumerated.

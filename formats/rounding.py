@@ -21,7 +21,7 @@ _FP32_MANTISSA, _FP32_BIAS = 23, 127
 
 
 def encode(x: torch.Tensor, number: Number) -> torch.Tensor:
-    """Codes of the values of `number` that are nearest to `x`.
+    """Returns the codes of the values of `number` that are nearest to `x`.
 
     Args:
         x: any shape, floating point; the maths is in float32 (FP64 input is rounded to FP32 first).
@@ -49,7 +49,7 @@ def encode(x: torch.Tensor, number: Number) -> torch.Tensor:
 
 
 def _magnitude_code(bits: torch.Tensor, number: Number) -> torch.Tensor:
-    """Codes, int32, of the non-negative float32 values whose bit patterns are `bits` (int32, overwritten)."""
+    """Returns the codes, int32, of non-negative float32 values with these bit patterns (int32, overwritten)."""
     e_min = 1 - number.bias
     magnitude = bits.view(torch.float32)
     # Below the smallest normal the ruler gets no finer: subnormals of the target share the step at e_min.
@@ -63,7 +63,7 @@ def _magnitude_code(bits: torch.Tensor, number: Number) -> torch.Tensor:
 
 
 def encode_power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """E8M0 codes, uint8, of non-negative `x`: the nearest exponent not below x (rounding up).
+    """Returns E8M0 codes, uint8, of non-negative `x`: the nearest exponent not below x (rounding up).
 
     Scales are rounded up so that no element of the block saturates. Zero gets the smallest scale; NaN and infinity get
     NaN, code 255.
@@ -77,7 +77,7 @@ def encode_power_of_two(x: torch.Tensor) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, number: Number) -> torch.Tensor:
-    """Values of `codes`, float32, same shape. The inverse of `encode`; also reads wide scale dtypes."""
+    """Returns the values of `codes`, float32, same shape. The inverse of `encode`; also reads wide scale dtypes."""
     if codes.dtype.is_floating_point or codes.dtype is torch.int8:
         return codes.float()
     if not number.signed:
@@ -87,7 +87,7 @@ def decode(codes: torch.Tensor, number: Number) -> torch.Tensor:
 
 
 def decode_power_of_two(codes: torch.Tensor) -> torch.Tensor:
-    """2^(code - 127), float32, from E8M0 codes (uint8). Exact: code 0 is a float32 subnormal, 255 is NaN."""
+    """Returns 2^(code - 127), float32, from E8M0 codes (uint8). Exact: code 0 is a float32 subnormal, 255 is NaN."""
     # Both exponents have the bias 127, so a code is the exponent field; field 0 would be zero, where E8M0 has 2^-127.
     bits = codes.int() << _FP32_MANTISSA
     bits = torch.where(codes == 0, 1 << (_FP32_MANTISSA - 1), bits)
@@ -95,7 +95,7 @@ def decode_power_of_two(codes: torch.Tensor) -> torch.Tensor:
 
 
 def round_to(x: torch.Tensor, number: Number) -> torch.Tensor:
-    """`x` rounded to the grid of `number`: `decode(encode(x))`, float32, without materialising codes."""
+    """Returns `x` rounded to the grid of `number`: `decode(encode(x))`, float32, without materialising codes."""
     x = x.float()
     if number.torch_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         return x.clamp(-number.max, number.max).to(number.torch_dtype).float()

@@ -40,17 +40,20 @@ _SHRINK = [1 - 0.01 * k for k in range(65)]
 
 
 def amax_over_blocks(blocks: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of each block: `[..., R, rows, C, columns]` to `[..., R, 1, C, 1]`; NaN if not finite."""
+    """Returns the largest magnitude of each block: `[..., R, rows, C, columns]` to `[..., R, 1, C, 1]`.
+
+    NaN if not finite.
+    """
     return finite_or_nan(blocks.abs().amax(dim=(-3, -1), keepdim=True))
 
 
 def finite_or_nan(x: torch.Tensor) -> torch.Tensor:
-    """`x` with NaN in place of infinity."""
+    """Returns `x` with NaN in place of infinity."""
     return x.masked_fill(x.isinf(), torch.nan)
 
 
 def divided(x: torch.Tensor, number: float) -> torch.Tensor:
-    """`x / number`, correctly rounded on every device.
+    """Returns `x / number`, correctly rounded on every device.
 
     On CUDA, PyTorch turns a division by a Python number into a product with its reciprocal, which can be one unit in
     the last place off; a division by a tensor on the device is a division.
@@ -59,17 +62,20 @@ def divided(x: torch.Tensor, number: float) -> torch.Tensor:
 
 
 def scale_of(amax: torch.Tensor, largest: float) -> torch.Tensor:
-    """The float32 scale that maps magnitudes `amax` to `largest`; 1 where `amax` is zero, NaN where it is infinite."""
+    """Returns the float32 scale that maps magnitudes `amax` to `largest`.
+
+    1 where `amax` is zero, NaN where it is infinite.
+    """
     return nonzero(finite_or_nan(divided(amax.float(), largest)))
 
 
 def nonzero(scale: torch.Tensor) -> torch.Tensor:
-    """`scale`, which is not negative, with 1 in place of zero, so that a division by it changes nothing."""
+    """Returns `scale`, which is not negative, with 1 in place of zero, so that a division by it changes nothing."""
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def global_scale_of(amax: torch.Tensor, format: Format, rule: str = "max") -> torch.Tensor:
-    """The FP32 second-level scale of a matrix whose largest magnitude is `amax`; 1 for an all-zero matrix."""
+    """Returns the FP32 second-level scale of a matrix whose largest magnitude is `amax`; 1 for an all-zero matrix."""
     return scale_of(amax, format.element.max * HEADROOM.get(rule, E4M3.max))
 
 
@@ -135,7 +141,7 @@ def mse_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -
 
 
 def candidate_scales(amax: torch.Tensor, format: Format, global_scale: torch.Tensor) -> list[torch.Tensor]:
-    """The scales worth trying for blocks of largest magnitude `amax`, each of the shape of `amax`.
+    """Returns the scales worth trying for blocks of largest magnitude `amax`, each of the shape of `amax`.
 
     For coded scales the list, with the scale nearest to amax / max, contains the optimum of the squared error.
     Let s be the first scale at which nothing saturates. A scale t of 2s or more has only every other point of
@@ -158,7 +164,7 @@ def candidate_scales(amax: torch.Tensor, format: Format, global_scale: torch.Ten
 
 
 def _squared_error(blocks: torch.Tensor, format: Format, step: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """Squared error of each block in units of its amax, because 1e-30 and 1e30 squared are beyond float32."""
+    """Returns the squared error of each block in units of its amax: 1e-30 and 1e30 squared are beyond float32."""
     steps = blocks / step
     error = round_to(steps, format.element).sub_(steps).square_().sum(dim=(-3, -1), keepdim=True)
     return error.mul_((step / nonzero(amax)).square_())

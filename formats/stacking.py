@@ -46,11 +46,11 @@ class Stacking:
         return (self.experts, columns, rows) if self.transposed else (self.experts, rows, columns)
 
     def read(self, stored: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """`matrices` for a parameter that is read from its file, one expert at a time."""
+        """Returns `matrices` for a parameter that is read from its file, one expert at a time."""
         return stored if self.is_plain else ReadMatrices(self, stored)
 
     def matrices(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The parameter as `[experts, out, in]`: a view, unless rows are interleaved."""
+        """Returns the parameter as `[experts, out, in]`: a view, unless rows are interleaved."""
         stack = parameter.unflatten(0, (self.experts, -1)) if parameter.dim() == 2 else parameter
         stack = stack.transpose(1, 2) if self.transposed else stack
         return stack.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if self.interleaved else stack
@@ -62,7 +62,7 @@ class Stacking:
         return torch.stack([self.hold(matrix) for matrix in matrices]).reshape(self.shape)
 
     def matrix(self, stored: torch.Tensor) -> torch.Tensor:
-        """The matrix `[out, in]` of one expert, from its part of the parameter."""
+        """Returns the matrix `[out, in]` of one expert, from its part of the parameter."""
         rows = stored.t() if self.transposed else stored
         return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if self.interleaved else rows
 
@@ -72,7 +72,7 @@ class Stacking:
         return rows.t() if self.transposed else rows
 
     def outputs(self, y: torch.Tensor) -> torch.Tensor:
-        """Outputs `[..., out]` of a matrix in the order of the parameter's rows."""
+        """Returns the outputs `[..., out]` of a matrix in the order of the parameter's rows."""
         return y.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) if self.interleaved else y
 
 

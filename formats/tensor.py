@@ -55,7 +55,7 @@ class BlockScaledTensor:
         return self.format.nbytes(self.shape)
 
     def element_values(self) -> torch.Tensor:
-        """Decoded elements before any scale, float32 of the logical shape."""
+        """Returns decoded elements before any scale, float32 of the logical shape."""
         element, columns = self.format.element, self.shape[-1]
         if element.bits == 4:
             # One table look-up a byte gives both of its values, as the 64 bits that they are together.
@@ -65,11 +65,11 @@ class BlockScaledTensor:
         return decode(unpack(self.codes, 6, columns) if element.bits == 6 else self.codes, element)
 
     def scale_values(self) -> torch.Tensor:
-        """Block scale times global scale, float32, of the shape of `scale`."""
+        """Returns block scale times global scale, float32, of the shape of `scale`."""
         return _step(decode(self.scale, self.format.scale), self.global_scale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values, `[..., out, in]`, rounded once to `dtype`."""
+        """Returns the values, `[..., out, in]`, rounded once to `dtype`."""
         out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
         rows = out.shape[-2]
         block_rows, block_columns = self.format.block_shape(self.shape)
@@ -88,7 +88,7 @@ class BlockScaledTensor:
         return BlockScaledTensor(self.codes[index], self.scale[index], self.format, self.shape[1:], global_scale)
 
     def rows(self, start: int, stop: int) -> BlockScaledTensor:
-        """Rows of a matrix `[out, in]`, sharing its memory; `start` is the first row of a block."""
+        """Returns the rows of a matrix `[out, in]`, sharing its memory; `start` is the first row of a block."""
         height = self.format.block_shape(self.shape)[0]
         scale = self.scale[start // height : -(-stop // height)]
         return replace(self, codes=self.codes[start:stop], scale=scale, shape=(stop - start, self.shape[1]))
@@ -147,7 +147,7 @@ def quantize(
 def choose_scale(
     weight: torch.Tensor, format: Format, rule: str, amax: torch.Tensor, global_scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """Block scale values of `weight` by `rule`: float32 of shape `format.scale_shape(weight.shape)`.
+    """Returns the block scale values of `weight` by `rule`: float32 of shape `format.scale_shape(weight.shape)`.
 
     Args:
         weight: `[..., out, in]`, finite.
@@ -228,7 +228,7 @@ def round_with_scale(
     global_scale: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """`quantize_with_scale(…).dequantize(dtype)`, without the codes: the weight that a deployed model multiplies by.
+    """Returns `quantize_with_scale(…).dequantize(dtype)` without making codes: the weight of a deployed model.
 
     Arguments are those of `quantize_with_scale`; the result has the shape of `weight`, rounded once to `dtype`.
     """
@@ -254,7 +254,7 @@ def _round_rows(
 
 
 def _step(scale: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
-    """Block scale times global scale, rounded once to float32."""
+    """Returns block scale times global scale, rounded once to float32."""
     if global_scale is None:
         return scale
     # Float64 holds the product of two float32 exactly, so this is one rounding, on every device alike.
@@ -262,14 +262,14 @@ def _step(scale: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tenso
 
 
 def _store_scale(scale: torch.Tensor, format: Format) -> torch.Tensor:
-    """Scale values as they are stored: E4M3 in float8, E8M0 in uint8, floats in float32."""
+    """Returns scale values as they are stored: E4M3 in float8, E8M0 in uint8, floats in float32."""
     return scale if format.scale.is_wide else encode(scale, format.scale)
 
 
 def fake_quantize(
     x: torch.Tensor, format: Format, *, scale: torch.Tensor | None = None, global_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x` rounded to the values that `format` can hold, in its own dtype: the activation a matmul really sees.
+    """Returns `x` rounded to the values that `format` can hold, in its own dtype: the activation a matmul really sees.
 
     NaN and infinity make everything NaN that shares their scale, or, under a static `scale`, themselves.
 
@@ -292,14 +292,17 @@ def fake_quantize(
 
 
 def round_activation(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """`fake_quantize` with a layer's input scale: the second level where the format has one, else the scale itself."""
+    """Returns `fake_quantize` with a layer's input scale.
+
+    It is the second level where the format has one, and the scale itself otherwise.
+    """
     if format.global_scale:
         return fake_quantize(x, format, global_scale=input_scale)
     return fake_quantize(x, format, scale=input_scale)
 
 
 def checked_amax(weight: torch.Tensor, name: str) -> torch.Tensor:
-    """Largest magnitude of each matrix, float32 of shape `weight.shape[:-2]`.
+    """Returns the largest magnitude of each matrix, float32 of shape `weight.shape[:-2]`.
 
     Raises:
         ValueError: NaN or infinity in `weight` (their count is named); an empty, 1-D or non-floating tensor.
@@ -320,7 +323,7 @@ def checked_amax(weight: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _row_chunks(x: torch.Tensor, start: int, stop: int, multiple: int = 1) -> Iterator[slice]:
-    """Slices of rows of a matrix, a multiple of `multiple` long, of about as many elements as suit its device."""
+    """Yields slices of rows, a multiple of `multiple` long, of about as many elements as suit the device."""
     elements = _GPU_CHUNK_ELEMENTS if x.is_cuda else _CHUNK_ELEMENTS
     step = max(elements // max(x.shape[1], 1) // multiple, 1) * multiple
     for first in range(start, stop, step):
@@ -328,7 +331,7 @@ def _row_chunks(x: torch.Tensor, start: int, stop: int, multiple: int = 1) -> It
 
 
 def _to_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """`[rows, columns]` as blocks `[R, block rows, C, block columns]`, short last blocks padded with zeros."""
+    """Returns `[rows, columns]` as blocks `[R, block rows, C, block columns]`, short last blocks padded with zeros."""
     rows, columns = x.shape
     if rows % block[0] or columns % block[1]:
         x = pad(x, (0, -columns % block[1], 0, -rows % block[0]))
@@ -342,7 +345,7 @@ def _from_blocks(blocks: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 @cache
 def _pair_table(number: Number) -> torch.Tensor:
-    """The two values in each byte of packed 4-bit codes, low nibble first: the bits of two float32, int64 `[256]`."""
+    """Returns both values of each byte of packed 4-bit codes, low nibble first, as bits of float32: int64 `[256]`."""
     byte = torch.arange(256, dtype=torch.uint8, device="cpu")
     values = number.values()
     return torch.stack([values[(byte & 0x0F).int()], values[(byte >> 4).int()]], dim=-1).view(torch.int64)[:, 0]

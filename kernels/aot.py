@@ -116,7 +116,7 @@ def _compile(
 
 
 def without_scratch(ptx: str, keep: int) -> tuple[str, str]:
-    """The entry's name, and the PTX with only the first `keep` parameters of that entry.
+    """Returns the entry's name, and the PTX with only the first `keep` parameters of that entry.
 
     Raises:
         ValueError: there is not one entry, it has fewer parameters, or it uses one that would be cut.

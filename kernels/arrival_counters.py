@@ -28,7 +28,7 @@ _buffers: dict[tuple[int, int, bool], tuple[int, torch.Tensor]] = {}
 
 
 def arrival_counters(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Zeros, int32, at least `count`, on the device of `x`, for a launch on its current stream."""
+    """Returns zeros, int32, at least `count`, on the device of `x`, for a launch on its current stream."""
     device = x.get_device()
     # A buffer for each stream, since launches on two streams may count at the same time.
     stream, capture = 0, 0
@@ -64,7 +64,7 @@ def _zeros(x: torch.Tensor, count: int, *, captured: bool) -> torch.Tensor:
 
 
 def _capture_number(stream: int) -> int:
-    """The number that the driver gave to the capture that `stream` is in; it gives none twice."""
+    """Returns the number that the driver gave to the capture that `stream` is in; it gives none twice."""
     status, number, null = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     error = cuda_driver().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), null, null, null

@@ -92,11 +92,11 @@ class AttentionOptions(NamedTuple):
         return [n for scale in self.scales for n in scale.stride()] if self.scales else [0] * 9
 
     def sequences(self, batch: int) -> int:
-        """The number of sequences: packed ones, or entries of the batch."""
+        """Returns the number of sequences: packed ones, or entries of the batch."""
         return batch if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1
 
     def scale_of(self, dim: int) -> float:
-        """The factor on q·k."""
+        """Returns the factor on q·k."""
         return 1 / math.sqrt(dim) if self.softmax_scale is None else float(self.softmax_scale)
 
     def check(self, where: str) -> None:
@@ -174,17 +174,17 @@ class AttentionInputs:
         return None if cu is None else len(cu) - 1
 
     def blocks(self, x: torch.Tensor) -> int:
-        """Scale blocks along the tokens of `x`."""
+        """Returns scale blocks along the tokens of `x`."""
         return scale_blocks(x.shape[2], self.sequences)
 
 
 def scale_blocks(tokens: int, sequences: int | None = None) -> int:
-    """Scale blocks along the tokens of a head, of one sequence or of packed ones."""
+    """Returns scale blocks along the tokens of a head, of one sequence or of packed ones."""
     return -(-tokens // SCALE_BLOCK) if sequences is None else tokens // SCALE_BLOCK + sequences
 
 
 def block_starts(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Index of the first scale block of each packed sequence.
+    """Returns the index of the first scale block of each packed sequence.
 
     Counting from cu // 128 plus the number of the sequence leaves room for every sequence's blocks, whatever the
     lengths, and depends on the sequence's own entry alone: tokens // 128 + sequences blocks in all.
@@ -193,12 +193,12 @@ def block_starts(cu_seqlens: torch.Tensor) -> torch.Tensor:
 
 
 def sequence_of_rows(cu_seqlens: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """The packed sequence of each row."""
+    """Returns the packed sequence of each row."""
     return torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
 
 
 def block_of_rows(cu_seqlens: torch.Tensor | None, row: torch.Tensor) -> torch.Tensor:
-    """The scale block of each row."""
+    """Returns the scale block of each row."""
     if cu_seqlens is None:
         return row // SCALE_BLOCK
     sequence = sequence_of_rows(cu_seqlens, row)
@@ -206,7 +206,7 @@ def block_of_rows(cu_seqlens: torch.Tensor | None, row: torch.Tensor) -> torch.T
 
 
 def scale_of_rows(scale: torch.Tensor, shape: torch.Size, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    """Scales per tensor, per head or per block, so that they broadcast to `[batch, heads, rows, 1]`."""
+    """Returns scales per tensor, per head or per block, so that they broadcast to `[batch, heads, rows, 1]`."""
     if scale.dim() < 2:
         return scale.reshape(1, -1, 1, 1)
     if scale.dim() == 2:
@@ -215,7 +215,7 @@ def scale_of_rows(scale: torch.Tensor, shape: torch.Size, cu_seqlens: torch.Tens
 
 
 def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-    """V as Hopper's FP8 kernel reads it: K-major, as FP8 operands must be, and its keys in the order of P's columns.
+    """Returns V as Hopper's FP8 kernel reads it: K-major, with its keys in the order of P's columns.
 
     An accumulator's thread holds 2 neighbours of every 8 columns, and a left operand's wants 4 of every 16. So the
     order of 16 keys is 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15.
@@ -241,7 +241,7 @@ def restore_v(v: torch.Tensor, tokens: int, cu_seqlens: torch.Tensor | None = No
 
 
 def _padded_rows(v: torch.Tensor, tokens: int, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    """The place of each of the tokens of `v` among whole blocks."""
+    """Returns the place of each of the tokens of `v` among whole blocks."""
     # Blocks of 128 keys never hold two sequences, so each packed sequence starts at a block of its own.
     row = torch.arange(tokens, device=v.device)
     if cu_seqlens is None:

@@ -39,7 +39,7 @@ def reference(
     round_p: bool = True,
     **keywords: Unpack[AttentionKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quant.kernels.attention.forward.attention` with every option, in plain PyTorch.
+    """Returns `quant.kernels.attention.forward.attention` with every option, in plain PyTorch.
 
     Args:
         q, k, v: operands of any floating dtype.
@@ -79,7 +79,7 @@ def fp8_attention_reference(
     dtype: torch.dtype = torch.bfloat16,
     whole: bool = False,
 ) -> torch.Tensor:
-    """`quant.kernels.attention.forward.fp8_attention` in plain PyTorch, for the same arguments.
+    """Returns `quant.kernels.attention.forward.fp8_attention` in plain PyTorch, for the same arguments.
 
     `whole` takes all queries at once, as a graph of dynamic size needs it; otherwise memory is bounded.
     """
@@ -100,7 +100,7 @@ def _dequantized(
 def _sequences(
     seq_q: int, seq_kv: int, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None
 ) -> list[tuple[slice, slice]]:
-    """The queries and the keys of each sequence."""
+    """Returns the queries and the keys of each sequence."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return [(slice(0, seq_q), slice(0, seq_kv))]
     bounds = [[slice(a, b) for a, b in pairwise(cu.tolist())] for cu in (cu_seqlens_q, cu_seqlens_k)]
@@ -115,7 +115,7 @@ def _in_pieces(
     rounded_to: torch.dtype | None,
     whole: bool = False,
 ) -> Iterator[_Piece]:
-    """Attention of one sequence, as many queries at a time as memory allows, or all of them."""
+    """Yields the attention of one sequence, as many queries at a time as memory allows, or all of them."""
     seq_q, seq_kv = query.shape[-2], key.shape[-2]
     pieces = [slice(None)]
     if not whole:
@@ -133,7 +133,7 @@ def _in_pieces(
 
 
 def _visible(position: torch.Tensor, seq_kv: int, options: AttentionOptions) -> torch.Tensor:
-    """The keys that queries at `place` see, bool `[queries, seq_kv]`."""
+    """Returns the keys that queries at `place` see, bool `[queries, seq_kv]`."""
     ahead = torch.arange(seq_kv, device=position.device) - position[:, None]
     visible = ahead <= 0 if options.causal else torch.ones_like(ahead, dtype=torch.bool)
     return visible if options.window is None else visible & (ahead.abs() < options.window)
@@ -142,7 +142,7 @@ def _visible(position: torch.Tensor, seq_kv: int, options: AttentionOptions) -> 
 def _softmax_times(
     scores: torch.Tensor, values: torch.Tensor, rounded_to: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scores) @ values, and the log-sum-exp of each row."""
+    """Returns softmax(scores) @ values, and the log-sum-exp of each row."""
     top = scores.amax(-1, keepdim=True)
     # A query that sees no key has a maximum of −inf, and −inf − −inf would be NaN.
     shift = torch.where(top == -math.inf, 0.0, top)

@@ -23,7 +23,7 @@ class Tiles:
 
 
 def tiles_for(dim: int, arch: int, itemsize: int = 1) -> Tiles:
-    """Tiles of the Triton kernels.
+    """Returns the tiles of the Triton kernels.
 
     Args:
         dim: head dimension, one of `DIMS`.
@@ -67,7 +67,7 @@ class DecodeTiles:
 
 
 def decode_tiles_for(pages: KVPages, rows: int, programs: int, max_length: int, sms: int) -> DecodeTiles:
-    """The launch for `rows` query rows a KV head, of `programs` sequences times KV heads, on a GPU of `sms` SMs."""
+    """Returns the launch for `rows` query rows a KV head, with `programs` sequences × KV heads on `sms` SMs."""
     # Chunks of a prompt have many rows: they are limited by products, and splits would only add work.
     if rows > _ROWS[-1]:
         return DecodeTiles(64, 32 if pages.dim > 128 else 64, 4, 2, 1)

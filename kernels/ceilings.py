@@ -59,7 +59,7 @@ def measure_ceilings(index: int = 0) -> list[Ceiling]:
 
 
 def copy_rate() -> float:
-    """Bytes a second that a copy of a gibibyte reads and writes on the current GPU, the faster of two ways."""
+    """Returns the bytes a second of the faster of two copies of a gibibyte on the current GPU, reads and writes."""
     source = torch.ones(_BYTES // 4, device="cuda")
     target = torch.empty_like(source)
     ways: list[Callable[[], Any]] = [lambda: target.copy_(source), lambda: torch.neg(source, out=target)]

@@ -23,7 +23,7 @@ _LOG_BYTES = 8192
 
 @cache
 def cuda_driver() -> Any:
-    """The driver's library.
+    """Returns the driver's library.
 
     Raises:
         ValueError: there is none on this machine.

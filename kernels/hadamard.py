@@ -18,7 +18,7 @@ import torch
 
 
 def hadamard_transform(x: torch.Tensor, block: int | None = None) -> torch.Tensor:
-    """`x` times the orthonormal Sylvester-Hadamard matrix along the last axis, block by block.
+    """Returns `x` times the orthonormal Sylvester-Hadamard matrix along the last axis, block by block.
 
     Args:
         x: `[..., n]`; float64 is computed in float64, everything else in float32.
@@ -50,12 +50,12 @@ def hadamard_transform(x: torch.Tensor, block: int | None = None) -> torch.Tenso
 
 
 def hadamard_block(n: int) -> int:
-    """The largest power of two that divides `n`."""
+    """Returns the largest power of two that divides `n`."""
     return n & -n
 
 
 def random_sign_rotation(x: torch.Tensor) -> torch.Tensor:
-    """The random-sign Hadamard rotation of a head of attention, in float32; orthonormal.
+    """Returns the random-sign Hadamard rotation of a head of attention, in float32; orthonormal.
 
     It acts on pairs of halves, so that it and the rotary embedding need the same two registers:
 
@@ -90,7 +90,7 @@ def sign_matrices(dim: int, dtype: torch.dtype, device: torch.device) -> torch.T
 
 @lru_cache(maxsize=32)
 def _signs(dim: int, device: torch.device) -> torch.Tensor:
-    """The random signs, float32 `[dim]`: the same for every model."""
+    """Returns the random signs, float32 `[dim]`: the same for every model."""
     generator = torch.Generator().manual_seed(dim)
     with torch.inference_mode(False):  # they are kept, and may be needed for a gradient later
         return (torch.randint(0, 2, (dim,), generator=generator, device="cpu") * 2 - 1).float().to(device)

@@ -112,13 +112,13 @@ CAPABILITIES: dict[str, tuple[int, int]] = {
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed; it comes with a CUDA build of PyTorch."""
+    """Returns whether Triton is installed; it comes with a CUDA build of PyTorch."""
     return find_spec("triton") is not None
 
 
 @cache
 def current(index: int = 0) -> Hardware:
-    """The GPU that PyTorch calls `cuda:index`, by the driver's own numbers where the driver has them.
+    """Returns the GPU that PyTorch calls `cuda:index`, by the driver's own numbers where the driver has them.
 
     Raises:
         ValueError: PyTorch sees no such GPU.
@@ -139,23 +139,26 @@ def current(index: int = 0) -> Hardware:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """The compute capability of an NVIDIA GPU; (0, 0) for any other device."""
+    """Returns the compute capability of an NVIDIA GPU; (0, 0) for any other device."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return torch.cuda.get_device_capability(device) if nvidia else (0, 0)
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether `device` runs the kernels for Hopper."""
+    """Returns whether `device` runs the kernels for Hopper."""
     return capability_of(device)[0] == 9
 
 
 def has_fp8_tensor_cores(device: torch.device) -> bool:
-    """Whether `device` multiplies in FP8: an NVIDIA GPU from Ada (8.9) on."""
+    """Returns whether `device` multiplies in FP8: an NVIDIA GPU from Ada (8.9) on."""
     return capability_of(device) >= (8, 9)
 
 
 def _recognise(name: str, capability: tuple[int, int]) -> Hardware:
-    """The target whose name the driver's name holds; else the nearest one that is not newer, marked as a likeness."""
+    """Returns the target whose name the driver's name holds.
+
+    Else the nearest one that is not newer, marked as a likeness.
+    """
     for target in TARGETS.values():
         # "rtxpro6000" is "NVIDIA RTX PRO 6000 Blackwell" to the driver: spaces may stand between letters and digits.
         spaced = re.sub(r"(?<=rtx)(?=pro)|(?<=[a-z])(?=[0-9])", r"\\s*", target.name)

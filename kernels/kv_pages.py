@@ -80,7 +80,7 @@ class KVPages:
         return self.k_scale is not None and self.k_scale.dim() == 3
 
     def read(self, pages: Sequence[int] | torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the first `length` tokens in `pages`, dequantized: float32 `[kv_heads, length, dim]`."""
+        """Returns K and V of the first `length` tokens in `pages`, dequantized: float32 `[kv_heads, length, dim]`."""
         index = torch.as_tensor(pages, dtype=torch.int64, device=self.k.device)
 
         def gather(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -94,7 +94,7 @@ class KVPages:
 
 
 def token_bytes(format: Format | None, dim: int) -> int:
-    """Bytes of one token's key or value in one head."""
+    """Returns the bytes of one token's key or value in one head."""
     if format is None:
         return 2 * dim
     scales = dim // 16 if format.global_scale else 4 if format.per_row else 0
@@ -112,7 +112,7 @@ def check_kv_format(format: Format | None, dim: int) -> None:
 def encode_kv(
     x: torch.Tensor, format: Format, scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The codes, scales (of `fp8_token`) and block scales (of `nvfp4`) that a cache stores for `x`.
+    """Returns the codes, scales (of `fp8_token`) and block scales (of `nvfp4`) that a cache stores for `x`.
 
     Args:
         x: `[…, kv_heads, tokens, dim]`.
@@ -135,7 +135,7 @@ def encode_kv(
 
 
 def block_scales(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """NVFP4's block scales for a cache: of `CANDIDATES`, the one with the smallest squared error.
+    """Returns NVFP4's block scales for a cache: of `CANDIDATES`, the one with the smallest squared error.
 
     On normal values its error is 0.6% above the minimum over all codes; the error of the `max` rule is 37% above it.
     Errors are integers, in units of 2⁻⁸ of the power of two below the scale of the `max` rule: their sums do not
@@ -168,7 +168,7 @@ def block_scales(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def decode_kv(
     codes: torch.Tensor, format: Format | None, scale: torch.Tensor | None, blocks: torch.Tensor | None
 ) -> torch.Tensor:
-    """The values, float32 `[…, kv_heads, tokens, dim]`; `scale` is per head or per token."""
+    """Returns the values, float32 `[…, kv_heads, tokens, dim]`; `scale` is per head or per token."""
     if format is None:
         return codes.float()
     assert scale is not None
@@ -182,7 +182,7 @@ def decode_kv(
 
 
 def round_kv(x: torch.Tensor, format: Format | None, scale: torch.Tensor | None) -> torch.Tensor:
-    """`x` `[…, kv_heads, tokens, dim]` as it comes back from a cache, in its own dtype."""
+    """Returns `x` `[…, kv_heads, tokens, dim]` as it comes back from a cache, in its own dtype."""
     if format is None:
         return x
     codes, token_scale, blocks = encode_kv(x, format, scale)
@@ -190,7 +190,7 @@ def round_kv(x: torch.Tensor, format: Format | None, scale: torch.Tensor | None)
 
 
 def first_scale(x: torch.Tensor, format: Format | None) -> torch.Tensor | None:
-    """Scales float32 `[kv_heads]` from the first tokens `[batch, kv_heads, tokens, dim]` of a cache, with headroom."""
+    """Returns scales `[kv_heads]` from the first tokens `[batch, kv_heads, tokens, dim]` of a cache, with headroom."""
     if format is None or format.per_row:
         return None
     amax = x.abs().amax(dim=(0, 2, 3)).float() * HEADROOM
@@ -198,7 +198,7 @@ def first_scale(x: torch.Tensor, format: Format | None) -> torch.Tensor | None:
 
 
 def kv_format(name: str | None) -> Format | None:
-    """The cache format called `name`; None, `keep` and `16bit` are no quantization.
+    """Returns the cache format called `name`; None, `keep` and `16bit` are no quantization.
 
     Raises:
         ValueError: unknown name; the message lists the known ones.
@@ -231,5 +231,5 @@ def write_reference(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """FP8 as bytes, since not every indexing function takes FP8."""
+    """Returns FP8 as bytes, since not every indexing function takes FP8."""
     return x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x

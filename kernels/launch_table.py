@@ -40,7 +40,7 @@ class Timing:
 
 
 def look_up(gpu: Hardware, format: Format, tokens: int, shape: tuple[int, int], prepacked: bool) -> Choice | None:
-    """The launch that was measured for a shape and these tokens, or for the next larger number of them, or None."""
+    """Returns the launch measured for a shape and this number of tokens, or for the next larger one, or None."""
     table, count = _table(gpu.name), matmul_tiles.bucket(tokens)
     if count <= matmul_tiles.FEW:
         most = max(_SAME, count)
@@ -58,14 +58,14 @@ def look_up(gpu: Hardware, format: Format, tokens: int, shape: tuple[int, int], 
 
 
 def key(format: Format, tokens: int, shape: tuple[int, int], prepacked: bool) -> str:
-    """Name of an entry; to the kernel for prepacked weights, MXFP4 is NVFP4."""
+    """Returns the name of an entry; to the kernel for prepacked weights, MXFP4 is NVFP4."""
     layout = "nvfp4|prepacked" if prepacked else f"{format}|checkpoint"
     return f"{layout}|{matmul_tiles.bucket(tokens)}|{shape[0]}|{shape[1]}"
 
 
 @lru_cache(maxsize=8)
 def _table(gpu: str) -> dict[str, Choice]:
-    """Shipped entries, and those measured here on top."""
+    """Returns shipped entries, and those measured here on top."""
     entries: dict[str, Choice] = {}
     for path in (_SHIPPED / f"{gpu}.json", cache_file(gpu)):
         if path.exists():
@@ -81,7 +81,7 @@ def _choices(document: Any) -> dict[str, Choice]:
 
 
 def count_entries(gpu: Hardware) -> int:
-    """How many shapes have a measured launch."""
+    """Returns how many shapes have a measured launch."""
     return len(_table(gpu.name))
 
 
@@ -116,5 +116,5 @@ def store(gpu: Hardware, entries: dict[str, Timing]) -> Path:
 
 
 def to_entry(timing: Timing) -> dict[str, Any]:
-    """JSON-ready."""
+    """Returns the entry of a table, JSON-ready."""
     return {"choice": matmul_tiles.to_dict(timing.choice), "microseconds": round(timing.microseconds, 2)}

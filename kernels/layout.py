@@ -58,27 +58,30 @@ _BASE = 105
 
 
 def prefers_prepacked(codes: torch.Tensor) -> bool:
-    """Whether the kernels for the GPU of `codes` are fastest with weights in this layout: those for Hopper."""
+    """Returns whether the kernels for the GPU of `codes` are fastest with weights in this layout: those for Hopper."""
     return codes.is_cuda and has_triton() and current(codes.device.index or 0).has_wgmma
 
 
 def is_prepacked(weight: BlockScaledTensor) -> bool:
-    """Whether the codes are in a layout of this module, not in that of a checkpoint."""
+    """Returns whether the codes are in a layout of this module, not in that of a checkpoint."""
     return weight.codes.dtype is torch.int32 or _is_widened(weight)
 
 
 def as_computed(weight: BlockScaledTensor) -> BlockScaledTensor:
-    """`weight`; where it is MXFP6 with codes widened to E4M3, the same bytes as an MXFP8 weight."""
+    """Returns `weight`; where it is MXFP6 with codes widened to E4M3, the same bytes as an MXFP8 weight."""
     return replace(weight, format=FORMATS["mxfp8"]) if _is_widened(weight) else weight
 
 
 def takes_any_dtype(format: Format) -> bool:
-    """Whether the layout of `format` also serves inputs that are not in BF16: codes as E4M3 are a format themselves."""
+    """Returns whether the layout of `format` also serves inputs that are not BF16.
+
+    Codes that are stored as E4M3 are a format themselves.
+    """
     return _becomes_e4m3(format)
 
 
 def _becomes_e4m3(format: Format) -> bool:
-    """Whether `prepack` widens the codes to E4M3, as it does of MXFP6."""
+    """Returns whether `prepack` widens the codes to E4M3, as it does of MXFP6."""
     return format.element.bits == 6
 
 
@@ -87,7 +90,7 @@ def _is_widened(weight: BlockScaledTensor) -> bool:
 
 
 def prepack_refusal(weight: BlockScaledTensor) -> str:
-    """The reason why `prepack` would refuse `weight`, empty if it would not."""
+    """Returns the reason why `prepack` would refuse `weight`, empty if it would not."""
     format = weight.format
     if not (format.element is E2M1 or _becomes_e4m3(format)):
         return f"{format} has no kernel layout"
@@ -114,7 +117,7 @@ def prepack_refusal(weight: BlockScaledTensor) -> str:
 
 
 def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
-    """`weight` in the layout of the Hopper kernel: the same bytes in another order, as int32; MXFP6 as E4M3.
+    """Returns `weight` in the layout of the Hopper kernel: the same bytes in another order, as int32; MXFP6 as E4M3.
 
     Args:
         weight: NVFP4 or MXFP4 `[out, in]`, or NVFP4 `[experts, out, in]`; out and in are multiples of 64. MXFP6
@@ -190,7 +193,7 @@ def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
 
 @cache
 def _scale_table() -> torch.Tensor:
-    """The stored byte of each E4M3 code, int32 `[256]`; -1 for negative codes and NaN, which have none."""
+    """Returns the stored byte of each E4M3 code, int32 `[256]`; -1 for negative codes and NaN, which have none."""
     # s · 2^119 as a bfloat16: bits 11 to 4 hold all that differs, exponent and three bits of mantissa.
     values = E4M3.values()
     bits = (values.double() * 2.0**119).to(torch.bfloat16).view(torch.int16).int()
@@ -200,7 +203,7 @@ def _scale_table() -> torch.Tensor:
 
 
 def _widened(weight: BlockScaledTensor) -> BlockScaledTensor:
-    """MXFP6 with its codes in E4M3."""
+    """Returns MXFP6 with its codes in E4M3."""
     rows, columns = weight.shape
     wide = torch.empty(rows, columns, dtype=torch.uint8, device=weight.codes.device)
     table = _e4m3_codes(weight.format.element).to(wide.device)
@@ -221,7 +224,7 @@ def _narrowed(weight: BlockScaledTensor) -> BlockScaledTensor:
 
 @cache
 def _e4m3_codes(element: Number) -> torch.Tensor:
-    """The E4M3 code of each number of `element`, by its code: uint8."""
+    """Returns the E4M3 code of each number of `element`, by its code: uint8."""
     values = element.values()
     codes = values.to(torch.float8_e4m3fn)
     assert torch.equal(codes.to(values.dtype), values)
@@ -229,7 +232,7 @@ def _e4m3_codes(element: Number) -> torch.Tensor:
 
 
 def _tall(weight: BlockScaledTensor) -> tuple[int, int]:
-    """Rows of all matrices of a stack, and columns."""
+    """Returns the rows of all matrices of a stack, and columns."""
     return math.prod(weight.shape[:-1]), weight.shape[-1]
 
 

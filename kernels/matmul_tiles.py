@@ -169,7 +169,7 @@ _SHARED_BYTES = 227 << 10
 
 
 def to_dict(choice: Choice) -> dict[str, Any]:
-    """JSON-ready."""
+    """Returns the fields, JSON-ready."""
     kind = next(name for name, cls in _KINDS.items() if isinstance(choice, cls))
     return {"kernel": kind, **asdict(choice)}
 
@@ -180,7 +180,9 @@ def from_dict(data: dict[str, Any]) -> Choice:
 
 
 def bucket(tokens: int) -> int:
-    """Number of tokens that stands for `tokens` in tables: the next power of two, or multiple of 64; at most 4096.
+    """Returns the number of tokens that stands for `tokens` in tables: the next power of two, or multiple of 64.
+
+    At most 4096.
 
     With few tokens the time hardly depends on their number; with many, on how evenly their tiles fill the SMs.
     """
@@ -190,7 +192,7 @@ def bucket(tokens: int) -> int:
 def guess(
     format: Format, tokens: int, shape: tuple[int, int], hardware: Hardware, prepacked: bool, *, stored: bool = True
 ) -> Choice:
-    """A launch for a shape without a measurement; the same for every call, and found at once.
+    """Returns a launch for a shape without a measurement; the same for every call, and found at once.
 
     With few tokens reading W takes all the time, and needs a few programs on every SM: K is split until there are.
     With many, Hopper's kernel decodes the weight while it multiplies; a weight that it does not take is written in 16
@@ -216,7 +218,7 @@ def guess(
 
 
 def takes_stored(format: Format, shape: tuple[int, int], hardware: Hardware) -> bool:
-    """Whether the kernel for many tokens takes a weight in the order of a checkpoint: rows that TMA can address."""
+    """Returns whether the kernel for many tokens takes a weight in checkpoint order, with rows that TMA can address."""
     rows, columns = shape
     # 16 bytes of codes; of E8M0, two scales.
     least = 64 if format.scale.bits == 8 else 128 // format.element.bits
@@ -225,12 +227,12 @@ def takes_stored(format: Format, shape: tuple[int, int], hardware: Hardware) -> 
 
 
 def _is_many(format: Format, tokens: int) -> bool:
-    """Whether Hopper's kernel is the fastest for stored codes at this number of tokens."""
+    """Returns whether Hopper's kernel is the fastest for stored codes at this number of tokens."""
     return tokens > STORED_FEW and (tokens <= STORED_MOST or not format.block[1])
 
 
 def _quickest(tokens: int, shape: tuple[int, int], hardware: Hardware, format: Format | None = None) -> Choice:
-    """The launch for many tokens with the least predicted time, from times measured on an H100.
+    """Returns the launch for many tokens with the least predicted time, from times measured on an H100.
 
     `format` is the format of codes in the checkpoint's order; it is None for a prepacked weight.
 
@@ -299,7 +301,7 @@ def candidates(
 
 
 def _splits(tiles: int, columns: int, block_k: int, programs: int) -> int:
-    """Parts of K that give about `programs` programs, each with two steps or more."""
+    """Returns the parts of K that give about `programs` programs, each with two steps or more."""
     # Powers of two, so that few variants are compiled.
     ideal = programs / max(tiles, 1)
     most = max(columns // (2 * block_k), 1)
@@ -310,7 +312,7 @@ def _splits(tiles: int, columns: int, block_k: int, programs: int) -> int:
 
 
 def deal(tiles: int, programs: int, steps: int) -> tuple[int, int, int, int]:
-    """How `tiles` of `steps` units each go to `programs`, one on each SM.
+    """Returns how `tiles` of `steps` units each go to `programs`, one on each SM.
 
     Returns:
         Programs that have work, tiles that are dealt out whole, tiles of the last round that are cut, and parts of
@@ -325,7 +327,7 @@ def deal(tiles: int, programs: int, steps: int) -> tuple[int, int, int, int]:
 
 
 def gluon_tiles(block_m: int, warps: int, resident: int, hardware: Hardware, depth: int = 2) -> GluonTiles:
-    """A launch that fills every SM: as many stages as its shared memory has room for."""
+    """Returns a launch that fills every SM: as many stages as its shared memory has room for."""
     slot = depth * (block_m * 128 + warps // 4 * 2304) + 16
     # Each program has a kilobyte of the system's own.
     stages = min(((_SHARED_BYTES // resident) - 2048) // slot, 16)
@@ -335,7 +337,7 @@ def gluon_tiles(block_m: int, warps: int, resident: int, hardware: Hardware, dep
 def prefill_tiles(
     block_m: int, halves: int, hardware: Hardware, format: Format | None = None, *, groups: int | None = None
 ) -> PrefillTiles:
-    """A launch for many tokens, with as many stages as fit in shared memory next to a tile of y in 16 bit.
+    """Returns a launch for many tokens, with as many stages as fit in shared memory next to a tile of y in 16 bit.
 
     `format` is the format of codes in the checkpoint's order; None is a prepacked weight, whose scales are fetched
     with it. By default, tiles of prepacked words have the number of groups that was fastest: two from 64 tokens on.

@@ -30,7 +30,7 @@ def cores() -> int:
 
 
 def quota(root: Path = _ROOT) -> float | None:
-    """CPUs' worth of time that the process's control groups allow, such as 1.5; None for no limit."""
+    """Returns CPUs' worth of time that the process's control groups allow, such as 1.5; None for no limit."""
     allowances = []
     for group in _groups("cpu", root):
         # cgroup v2 has one file with both numbers, v1 has two.
@@ -43,12 +43,14 @@ def quota(root: Path = _ROOT) -> float | None:
 
 
 def memory_limit(root: Path = _ROOT) -> int | None:
-    """Bytes that the process's control groups may hold, the tightest of them; None for no limit."""
+    """Returns the bytes that the process's control groups may hold, the tightest of them; None for no limit."""
     return min((limit for _, limit in _memory_groups(root)), default=None)
 
 
 def memory_left(root: Path = _ROOT) -> int | None:
-    """Bytes that the process may still take, of the machine's and of each control group's; None if nothing tells.
+    """Returns the bytes that the process may still take, of the machine's and of each control group's.
+
+    None if nothing tells.
 
     The page cache is not counted as taken: the kernel drops it when memory is asked for.
     """
@@ -84,7 +86,7 @@ def set_up_threads(environment: MutableMapping[str, str]) -> str | None:
 
 
 def describe_processor(root: Path = _ROOT) -> str:
-    """Name of the processor and its widest vector units: "AMD EPYC, AVX-512 BF16"."""
+    """Returns the name of the processor and its widest vector units: "AMD EPYC, AVX-512 BF16"."""
     fields = dict(line.partition(":")[::2] for line in reversed(_lines(root / "proc/cpuinfo")) if ":" in line)
     facts = {name.strip(): value.strip() for name, value in fields.items()}
     flags = set(facts.get("flags", facts.get("Features", "")).split())
@@ -94,7 +96,7 @@ def describe_processor(root: Path = _ROOT) -> str:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
-    """Control groups with a limit on memory, and the limit in bytes."""
+    """Yields control groups with a limit on memory, and the limit in bytes."""
     for group in _groups("memory", root):
         for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
             for word in _words(group / name):
@@ -103,7 +105,10 @@ def _memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _page_cache(group: Path) -> int:
-    """Bytes of files that a control group holds and the kernel may drop; v1 counts those of the groups within apart."""
+    """Returns the bytes of files that a control group holds and the kernel may drop.
+
+    Version 1 counts those of the groups within apart.
+    """
     sizes = dict(line.split() for line in _lines(group / "memory.stat"))
     kinds = ("inactive_file", "active_file")
     return sum(int(sizes.get(f"total_{kind}", sizes.get(kind, 0))) for kind in kinds)

@@ -22,12 +22,12 @@ def printable(text: str) -> str:
 
 
 def counted(n: int, noun: str) -> str:
-    """`1 layer`, `2 layers`: how messages count."""
+    """Returns `1 layer`, `2 layers`: how messages count."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def megabytes(nbytes: float) -> str:
-    """Decimal units, three to four digits: '86.5 MB', '1.23 GB'."""
+    """Returns decimal units, three to four digits: '86.5 MB', '1.23 GB'."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             value = nbytes / size
@@ -36,6 +36,6 @@ def megabytes(nbytes: float) -> str:
 
 
 def listed(names: Iterable[str], limit: int = 8) -> str:
-    """`a, b and 3 more`: the first `limit` of `names`, and the number of the rest."""
+    """Returns `a, b and 3 more`: the first `limit` of `names`, and the number of the rest."""
     names = list(names)
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

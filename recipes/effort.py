@@ -19,7 +19,7 @@ DEFAULT = 2
 
 
 def solver_of(effort: int, activation: str, *, experts: bool = False) -> str:
-    """The solver that an effort stands for.
+    """Returns the solver that an effort stands for.
 
     Args:
         effort: from 0 to 3.

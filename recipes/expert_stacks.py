@@ -14,7 +14,7 @@ EXPERT_NAMES = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w1", "w2",
 
 
 def stacking_of(module: nn.Module, name: str) -> Stacking | None:
-    """How the parameter `name` of a module holds the matrices of experts; None where it holds something else.
+    """Returns how the parameter `name` of a module holds the matrices of experts; None where it holds something else.
 
     Two parameters together show whether matrices are transposed:
 
@@ -46,7 +46,7 @@ def stacking_of(module: nn.Module, name: str) -> Stacking | None:
 
 
 def expert_matrices(model: nn.Module, name: str, held: Any = None) -> Any:
-    """The matrices `[experts, out, in]` of a parameter, or a sequence that reads them one by one from its file.
+    """Returns the matrices `[experts, out, in]` of a parameter, or a sequence that reads them one by one from its file.
 
     Args:
         model: that holds it.
@@ -67,6 +67,6 @@ def expert_matrices(model: nn.Module, name: str, held: Any = None) -> Any:
 
 
 def are_transposed(fused: Sequence[int], down: Sequence[int]) -> bool:
-    """Whether `gate_up_proj` and `down_proj` of these shapes are `[experts, in, out]`."""
+    """Returns whether `gate_up_proj` and `down_proj` of these shapes are `[experts, in, out]`."""
     # gate_up [experts, a, b] and down [experts, c, d]: transposed where a = d (hidden) and b = 2 c (twice the width).
     return len(fused) == len(down) == 3 and tuple(fused[1:]) == (down[2], 2 * down[1])

@@ -41,7 +41,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def group_unseen(layers: Sequence[Layer], model: nn.Module | None = None) -> list[Layer]:
-    """`layers` with groups for the linear ones that no pass has called, and that have none.
+    """Returns `layers` with groups for the linear ones that no pass has called, and that have none.
 
     Args:
         layers: as `Watched.of` or `layers_of_state_dict` gives them.
@@ -61,7 +61,7 @@ def group_unseen(layers: Sequence[Layer], model: nn.Module | None = None) -> lis
 
 
 def without_group(layers: Iterable[Layer]) -> list[Layer]:
-    """Layers of which nothing tells whether a runtime merges them: uncalled, as siblings are, and in no group.
+    """Returns the layers of which nothing tells whether a runtime merges them: uncalled and in no group.
 
     Layers of one module that have one input size may be merged, if they are no numbered ones of a sequence.
     """
@@ -77,7 +77,7 @@ def without_group(layers: Iterable[Layer]) -> list[Layer]:
 
 
 def patterns(names: Iterable[str]) -> list[str]:
-    """Names with `*` for their numbers, each once: blocks and experts of a model repeat."""
+    """Returns names with `*` for their numbers, each once: blocks and experts of a model repeat."""
     return list(dict.fromkeys(map(_numberless, names)))
 
 
@@ -90,7 +90,7 @@ def _numberless(name: str) -> str:
 
 
 def _by_sibling(layers: Sequence[Layer], unseen: dict[str, Layer]) -> dict[str, str]:
-    """Groups by name of an unseen layer, as a layer that differs in numbers has them."""
+    """Returns the groups by name of an unseen layer, as a layer that differs in numbers has them."""
     members: dict[str, list[str]] = {}
     for layer in layers:
         if layer.group is not None and layer.input_dims is not None:
@@ -112,13 +112,13 @@ def _by_sibling(layers: Sequence[Layer], unseen: dict[str, Layer]) -> dict[str, 
 
 
 def _twin_keys(name: str) -> list[tuple[str, ...]]:
-    """Two keys of a name: without the number of its block but with the numbers of experts, and without any number."""
+    """Returns two keys of a name: without the number of its block, and without any number."""
     pattern = _numberless(name)
     return [(pattern, *_NUMBER.findall(name)[1:]), (pattern, "any")]
 
 
 def _moved(member: str, twin: str, name: str) -> str:
-    """A name of `twin`'s group, with the numbers of `twin` replaced by the numbers of `name`."""
+    """Returns a name of `twin`'s group, with the numbers of `twin` replaced by the numbers of `name`."""
     numbers = iter(zip(_NUMBER.findall(twin), _NUMBER.findall(name), strict=True))
 
     def new(number: re.Match[str]) -> str:
@@ -129,7 +129,7 @@ def _moved(member: str, twin: str, name: str) -> str:
 
 
 def _by_name(layers: Iterable[Layer], model: nn.Module | None) -> dict[str, str]:
-    """Groups by layer name, of layers in one module whose names runtimes merge."""
+    """Returns the groups by layer name, of layers in one module whose names runtimes merge."""
     modules: dict[str, dict[str, Layer]] = {}
     for layer in layers:
         parent, _, last = layer.name.rpartition(".")

@@ -29,7 +29,7 @@ class Guard:
 
     @classmethod
     def parse(cls, text: str) -> Guard:
-        """A guard from `LIMIT [FORMAT …]`; without formats, a layer beyond the limit stays in 16 bit.
+        """Returns a guard from `LIMIT [FORMAT …]`; without formats, a layer beyond the limit stays in 16 bit.
 
         Raises:
             ValueError: the limit is no positive number, or a format is unknown.
@@ -48,6 +48,6 @@ class Guard:
         return cls(limit, formats or (None,))
 
     def formats_for(self, layer: LayerPlan) -> tuple[Format | None, ...]:
-        """The list for one layer, its present format first where it is not in it."""
+        """Returns the list for one layer, its present format first where it is not in it."""
         # A layer may have been given a format further along the list, from which it is promoted.
         return self.formats if layer.weight in self.formats else (layer.weight, *self.formats)

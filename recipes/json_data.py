@@ -25,7 +25,7 @@ class JsonData:
     """Base of dataclasses of numbers, strings, `StrEnum`, mappings, tuples, lists, and other such dataclasses."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready fields."""
+        """Returns JSON-ready fields."""
         assert dataclasses.is_dataclass(self)
         return dataclasses.asdict(self)
 
@@ -65,7 +65,7 @@ def check_fields(fields: Any, cls: type, where: str, more: Mapping[str, Any] | N
 
 
 def typed(kind: Any, value: Any, where: str) -> Any:
-    """`value` as its annotation has it: lists become tuples where a tuple is annotated, objects become dataclasses.
+    """Returns `value` in the type of its annotation: lists become tuples, and objects become dataclasses.
 
     Args:
         kind: the annotation.

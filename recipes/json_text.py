@@ -12,7 +12,7 @@ from typing import Any
 
 
 def json_text(value: Any, **options: Any) -> str:
-    """`value` as JSON.
+    """Returns `value` as JSON.
 
     Args:
         value: of dicts, lists, tuples, strings and numbers.
@@ -22,7 +22,7 @@ def json_text(value: Any, **options: Any) -> str:
 
 
 def text_as_in_source(value: Any, **options: Any) -> str:
-    """`value` as JSON in which NaN and Infinity stay bare words, for files of a model that held them so.
+    """Returns `value` as JSON in which NaN and Infinity stay bare words, for files of a model that held them so.
 
     JSON has no such words, but Mamba-2's released config.json has `"time_step_limit": [0.0, Infinity]`, and its readers
     know it. Only documents that were read from a model's own files are written by this.
@@ -35,7 +35,7 @@ def text_as_in_source(value: Any, **options: Any) -> str:
 
 
 def finite(value: Any, instead: str | None = None) -> Any:
-    """A copy of `value` with `instead` for every float that is NaN or infinite, and lists for tuples."""
+    """Returns a copy of `value` with `instead` for every float that is NaN or infinite, and lists for tuples."""
     if isinstance(value, Mapping):
         return {key: finite(item, instead) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -27,7 +27,7 @@ class LayerKind(StrEnum):
         return self in (LayerKind.EXPERTS, LayerKind.PARAMETER)
 
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape `[..., out, in]` that formats divide into blocks.
+        """Returns the shape `[..., out, in]` that formats divide into blocks.
 
         Args:
             shape: of the weight; a convolution's `[out, in / groups, kernel...]` becomes

@@ -128,7 +128,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
 
 def _kept_parameter(path: str, name: str) -> str | None:
-    """Why a parameter is no weight of a linear layer although a linear layer multiplies by it; None otherwise.
+    """Returns why a parameter is no weight of a linear layer although a linear layer multiplies by it; None otherwise.
 
     Args:
         path: of the parameter in the model.
@@ -146,7 +146,7 @@ def _places(model: nn.Module) -> Counter[int]:
 
 
 def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
-    """Layers guessed from the tensor names and shapes of a bare state dict, when there is no module to look at.
+    """Returns layers guessed from the tensor names and shapes of a bare state dict, when there is no module to look at.
 
     A 2-D `*.weight` counts as a linear unless its name says embedding, norm or head; 3-D parameters with an expert
     name are fused experts. Where GPT-2's `c_attn` is `[in, 3 * in]`, layers of its names are stored transposed.
@@ -199,7 +199,7 @@ def _kind(module: nn.Module, name: str, weight: torch.Tensor) -> LayerKind:
 
 
 def _obstacle(module: nn.Module, kind: LayerKind, tried: dict[Any, bool]) -> str | None:
-    """Why the weight of `module` cannot be quantized, judging by the module alone; None if it can.
+    """Returns why the weight of `module` cannot be quantized, judging by the module alone; None if it can.
 
     Args:
         module: holds it.
@@ -221,7 +221,10 @@ def _obstacle(module: nn.Module, kind: LayerKind, tried: dict[Any, bool]) -> str
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Whether a module's weight is stored with its input axis first, be it behind one that stands for the module."""
+    """Returns whether a module's weight is stored with its input axis first.
+
+    A wrapper in front of the module does not matter.
+    """
     from torch import nn
 
     conv = isinstance(module, nn.modules.conv._ConvNd) and module.transposed
@@ -229,7 +232,7 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def _shape(module: nn.Module, name: str, parameter: torch.Tensor, transposed: bool) -> tuple[int, ...]:
-    """Shape of a weight with output channels before input channels, in whichever order the parameter is stored."""
+    """Returns the shape of a weight with output channels first, in whichever order the parameter is stored."""
     if (stacking := stacking_of(module, name)) is not None:
         return stacking.weight_shape
     if not transposed or hasattr(module, "stands_for"):
@@ -241,7 +244,7 @@ def _shape(module: nn.Module, name: str, parameter: torch.Tensor, transposed: bo
 
 
 def _routers(model: nn.Module) -> set[str]:
-    """Names of the linear layers that choose among experts: in a block of experts, with one output for each."""
+    """Returns the names of routers: linear layers in a block of experts with one output for each expert."""
     from torch import nn
 
     experts: dict[str, int] = {}
@@ -274,12 +277,12 @@ def _kind_by_name(stem: str, shape: Sequence[int]) -> LayerKind:
 
 
 def _is_head(name: str) -> bool:
-    """Whether a linear layer's name is one by which heads go."""
+    """Returns whether a linear layer's name is one by which heads go."""
     first, *deeper = name.split(".")
     return first in _TOP_HEADS or not _HEADS.isdisjoint((first, *deeper))
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """The module that turns hidden states into logits, as transformers knows it; None where there is none."""
+    """Returns the module that turns hidden states into logits, as transformers knows it; None where there is none."""
     find = getattr(model, "get_output_embeddings", None)
     return find() if callable(find) else None

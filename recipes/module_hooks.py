@@ -21,7 +21,7 @@ _HOOKS = (
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anything happens to the inputs or outputs of a module around its forward."""
+    """Returns whether anything happens to the inputs or outputs of a module around its forward."""
     return bool(module._forward_pre_hooks or module._forward_hooks or "_hf_hook" in vars(module))
 
 

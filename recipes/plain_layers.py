@@ -36,7 +36,7 @@ def patched_forward(module: nn.Module) -> Any:
 
 
 def hook_obstacle(module: nn.Module) -> str | None:
-    """Why a hook of accelerate on a module cannot move to another one; None if it can, or there is none."""
+    """Returns why a hook of accelerate on a module cannot move to another one; None if it can, or there is none."""
     hook = vars(module).get("_hf_hook")
     hooks = [] if hook is None else getattr(hook, "hooks", [hook])
     other = next((type(each).__name__ for each in hooks if type(each).__name__ not in _MOVING_HOOKS), None)
@@ -44,7 +44,7 @@ def hook_obstacle(module: nn.Module) -> str | None:
 
 
 def linear_obstacle(linear: nn.Module, tried: dict[Any, bool]) -> str | None:
-    """Why a linear layer, or a `Conv1D` of GPT-2, does not compute `x Wᵀ + b`; None if it does.
+    """Returns why a linear layer, or a `Conv1D` of GPT-2, does not compute `x Wᵀ + b`; None if it does.
 
     Args:
         linear: of any class with a weight of two dimensions.
@@ -68,7 +68,7 @@ def linear_obstacle(linear: nn.Module, tried: dict[Any, bool]) -> str | None:
 
 
 def conv_obstacle(conv: nn.Module) -> str | None:
-    """Why a convolution does more than torch's own class of it; None if it does not."""
+    """Returns why a convolution does more than torch's own class of it; None if it does not."""
     from torch import nn
 
     kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -83,13 +83,16 @@ def conv_obstacle(conv: nn.Module) -> str | None:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is the `Conv1D` of transformers' GPT-2: a linear layer whose weight is stored `[in, out]`."""
+    """Returns whether it is the `Conv1D` of transformers' GPT-2: a linear layer whose weight is stored `[in, out]`."""
     transformers = sys.modules.get("transformers.pytorch_utils")  # without which there is no such module
     return transformers is not None and type(module) is transformers.Conv1D
 
 
 def _alike(linear: nn.Module, patch: Any) -> Any:
-    """A key for modules that compute alike for equal weights: class, shapes and attributes; None for no such key."""
+    """Returns a key for modules that compute alike for equal weights: class, shapes and attributes.
+
+    None for no such key.
+    """
     function = getattr(patch, "__func__", None)
     if linear._modules or (patch is not None and function is None):
         return None
@@ -103,7 +106,7 @@ def _alike(linear: nn.Module, patch: Any) -> Any:
 
 
 def _multiplies(linear: nn.Module) -> bool:
-    """Whether a linear layer gives `x Wᵀ + b`, and has no parameter besides W and b."""
+    """Returns whether a linear layer gives `x Wᵀ + b`, and has no parameter besides W and b."""
     import torch
 
     state = dict(linear.named_parameters(remove_duplicate=False))
@@ -121,7 +124,7 @@ def _multiplies(linear: nn.Module) -> bool:
 
 
 def _multiplies_in(linear: nn.Module, dtype: torch.dtype, shape: Sequence[int]) -> bool:
-    """Whether outputs agree for an input `[*shape, in]`."""
+    """Returns whether outputs agree for an input `[*shape, in]`."""
     import torch
 
     twin, state = _with_values(linear, dtype)
@@ -140,7 +143,7 @@ def _multiplies_in(linear: nn.Module, dtype: torch.dtype, shape: Sequence[int]) 
 
 
 def _with_values(linear: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A copy of a module with other values, in evaluation mode and without hooks, and its parameters by name."""
+    """Returns a copy of a module with other values, in evaluation mode and without hooks, and its parameters."""
     import torch
     from torch import nn
 
@@ -165,7 +168,7 @@ def _with_values(linear: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, dict
 
 
 def _values(shape: Sequence[int], dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Values that look random and take no time: one short row of them, repeated at a period that is a prime."""
+    """Returns values that look random and take no time: one short row, repeated with a prime period."""
     import torch
 
     # A prime period never divides a row's length, so no two rows are alike.

@@ -57,15 +57,15 @@ class Parts:
 
     @classmethod
     def of(cls, parts: Any) -> Parts:
-        """The parts of a quantized linear's `RunTimeParts`."""
+        """Returns the parts of a quantized linear's `RunTimeParts`."""
         return cls(parts.pre_scale is not None, parts.hadamard, parts.rank)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that are set."""
+        """Returns the fields that are set."""
         return {name: value for name, value in vars(self).items() if value}
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of the 16-bit tensors that go with a weight of `shape`."""
+        """Returns the bytes of the 16-bit tensors that go with a weight of `shape`."""
         # The branch is B · A with A [rank, in] and B [out, rank]; the scale of the input is a vector [in]. A Hadamard
         # matrix is not stored.
         rows, columns = shape[-2:] if self.rank or self.pre_scale else (0, 0)
@@ -156,7 +156,7 @@ class LayerPlan:
         return self.weight.bits_per_weight(self.matrix) + 8 * self.parts.nbytes(self.shape) / self.numel
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready fields; formats by name, unset optional fields left out."""
+        """Returns JSON-ready fields; formats by name, unset optional fields left out."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         # Plans are read by people: formats by name, and no field that is at its default and says nothing.
         fields["shape"] = list(self.shape)
@@ -232,7 +232,7 @@ class Plan:
         return f"Plan({'; '.join([f'{len(self.layers)} layers: {formats}', *run_time, size])})"
 
     def _repr_html_(self) -> str:
-        """A table of the layers, for notebooks."""
+        """Returns a table of the layers, for notebooks."""
         cells = (
             (layer.name, "×".join(map(str, layer.shape)), layer.formats, layer.solver or "", layer.reason)
             for layer in self.layers
@@ -262,11 +262,11 @@ class Plan:
         return bits_per_weight(self.quantized)
 
     def groups(self) -> dict[str, list[LayerPlan]]:
-        """Members of each fusion group, in model order."""
+        """Returns the members of each fusion group, in model order."""
         return {name: members for name, members in groups_of(self.layers).items() if members[0].group is not None}
 
     def replace_layers(self, layers: Iterable[LayerPlan]) -> Plan:
-        """A plan in which the layers of the same names are replaced by `layers`."""
+        """Returns a plan in which the layers of the same names are replaced by `layers`."""
         new = {layer.name: layer for layer in layers}
         return dataclasses.replace(self, layers=tuple(new.get(layer.name, layer) for layer in self.layers))
 
@@ -279,7 +279,7 @@ class Plan:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form, as in the module docstring."""
+        """Returns JSON-ready form, as in the module docstring."""
         return {
             "schema_version": SCHEMA_VERSION,
             "layers": [layer.to_dict() for layer in self.layers],
@@ -324,7 +324,10 @@ class Plan:
             raise ValueError(f"fusion group {name!r} {what}; give its members one: they are fused")
 
     def mixed_groups(self) -> Iterator[tuple[str, str]]:
-        """Fusion groups whose members differ, with the difference; members are fused at run time and solved as one."""
+        """Yields fusion groups whose members differ, with the difference.
+
+        Members are fused at run time and solved as one.
+        """
         for name, members in self.groups().items():
             for what, values in (
                 ("formats", [m.formats for m in members]),
@@ -354,7 +357,7 @@ class Plan:
         return read_json(path, "a valid plan", cls.from_dict)
 
     def digest(self) -> str:
-        """SHA-256 over every field but the provenance: the plan's identity for exporters, ranks and resumed runs."""
+        """Returns SHA-256 over every field but the provenance: the plan's identity for exporters, ranks and resume."""
         # Sorted keys, so that the digest does not depend on the order of fields in a file.
         executed = {key: value for key, value in self.to_dict().items() if key != "provenance"}
         return hashlib.sha256(json_text(executed, sort_keys=True).encode()).hexdigest()
@@ -386,7 +389,7 @@ def _from_version_1(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def groups_of(layers: Iterable[LayerPlan]) -> dict[str, list[LayerPlan]]:
-    """Layers by fusion group in order of first appearance; a layer alone is its own group."""
+    """Returns layers by fusion group in order of first appearance; a layer alone is its own group."""
     groups: dict[str, list[LayerPlan]] = {}
     for layer in layers:
         groups.setdefault(layer.group or layer.name, []).append(layer)
@@ -394,7 +397,7 @@ def groups_of(layers: Iterable[LayerPlan]) -> dict[str, list[LayerPlan]]:
 
 
 def bits_per_weight(layers: Iterable[LayerPlan]) -> float:
-    """Exact bits per weight over `layers`, tied weights once; 16 for none."""
+    """Returns the exact bits per weight over `layers`, tied weights once; 16 for none."""
     own = [layer for layer in layers if layer.tied_to is None]
     weights = sum(layer.numel for layer in own)
     return 8 * sum(layer.nbytes for layer in own) / weights if weights else 16.0

@@ -72,12 +72,12 @@ class Recipe:
     rules: tuple[Rule, ...] = ()
 
     def with_rules(self, *rules: Rule) -> Recipe:
-        """The recipe with more rules at its end."""
+        """Returns the recipe with more rules at its end."""
         return dataclasses.replace(self, rules=self.rules + rules)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], where: str = "recipe") -> Recipe:
-        """A recipe from parsed TOML.
+        """Returns a recipe from parsed TOML.
 
         Raises:
             ValueError: unknown key or format (the message lists the known ones), or a value that is not a string.
@@ -123,7 +123,7 @@ class Recipe:
 
 
 def presets() -> dict[str, Recipe]:
-    """The recipes that ship with the package, by name."""
+    """Returns the recipes that ship with the package, by name."""
     files = [f for f in resources.files("quant.recipes").iterdir() if f.name.endswith(".toml")]
     recipes = {}
     for file in sorted(files, key=lambda f: f.name):
@@ -133,7 +133,7 @@ def presets() -> dict[str, Recipe]:
 
 
 def get_recipe(name: str) -> Recipe:
-    """The preset called `name`, or the recipe in a file whose name ends in `.toml`.
+    """Returns the preset called `name`, or the recipe in a file whose name ends in `.toml`.
 
     Raises:
         ValueError: unknown name, the message lists the known ones; or a file that cannot be read.
@@ -147,7 +147,7 @@ def get_recipe(name: str) -> Recipe:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """The end of a message that suggests a name: one that begins with `name`, or else the nearest one."""
+    """Returns the end of a message that suggests a name: one that begins with `name`, or else the nearest one."""
     choices, name = list(choices), name.lower()
     longer = [each for each in choices if name and each.startswith(name)]
     # The shortest one first: "nvfp4" means the preset of that name, and not nvfp4a16.
@@ -156,7 +156,7 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 def named_format(name: str | None, where: str) -> Format | None:
-    """The format of a name in the recipe `where`, which errors name; None for 16 bit.
+    """Returns the format of a name in the recipe `where`, which errors name; None for 16 bit.
 
     Raises:
         ValueError: an unknown name.

@@ -198,7 +198,7 @@ def _override(choice: Rule, rule: Rule, recipe: Recipe) -> Rule:
 
 
 def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | None:
-    """Why `layer` cannot take `weight` with inputs in `activation`, one clause; None if it can."""
+    """Returns why `layer` cannot take `weight` with inputs in `activation`, one clause; None if it can."""
     if layer.kind not in (*QUANTIZABLE, LayerKind.HEAD, LayerKind.EMBEDDING):
         return f"{weight} is for linear layers; this is a layer of kind '{layer.kind}'"
     if layer.kind == LayerKind.CONV and (why := _conv_obstacle(weight, activation)):
@@ -222,7 +222,7 @@ def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | N
 
 
 def _conv_obstacle(weight: Format, activation: Format | None) -> str | None:
-    """Why no convolution is in these formats: kernels take one scale a channel, and one a tensor or image."""
+    """Returns why no convolution is in these formats: kernels take one scale a channel, and one a tensor or image."""
     for format, takes in (
         (weight, "fp8, fp8_channel or int8"),
         (activation, "fp8, fp8_token, int8_token or int8_tensor"),
@@ -233,7 +233,7 @@ def _conv_obstacle(weight: Format, activation: Format | None) -> str | None:
 
 
 def _keep_shared(layers: list[LayerPlan]) -> list[LayerPlan]:
-    """A weight that another layer shares stays in 16 bit: the two could not be stored once and read twice."""
+    """Returns a weight that another layer shares stays in 16 bit: the two could not be stored once and read twice."""
     # `tied_to` names the owner; here the owner looks up a sharer.
     sharers = {layer.tied_to: layer.name for layer in layers if layer.tied_to is not None}
     return [
@@ -259,7 +259,7 @@ def _without_routers(layers: list[LayerPlan]) -> list[LayerPlan]:
 
 
 def _keep_whole_groups(layers: list[LayerPlan]) -> list[LayerPlan]:
-    """Members of a fusion group share a format; where one was kept for its shape, all are."""
+    """Returns the members of a fusion group share a format; where one was kept for its shape, all are."""
     groups = groups_of(layers)
 
     def whole(layer: LayerPlan) -> LayerPlan:

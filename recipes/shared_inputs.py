@@ -45,7 +45,7 @@ class Watched:
         self.input_dims |= {name: other.input_dims[name] for name in new}
 
     def of(self, layers: Sequence[Layer]) -> list[Layer]:
-        """`layers` with fusion groups and the dimensions of inputs filled in."""
+        """Returns `layers` with fusion groups and the dimensions of inputs filled in."""
         return [
             replace(layer, group=self.groups.get(layer.name, layer.group), input_dims=self.input_dims.get(layer.name))
             for layer in layers
@@ -107,7 +107,7 @@ def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
 
 
 def group_experts(layers: Sequence[Layer]) -> list[Layer]:
-    """`layers` with the experts of one module put into one group each, for they run in one grouped matmul."""
+    """Returns `layers` with the experts of one module put into one group each, for they run in one grouped matmul."""
     return [
         replace(layer, group=layer.name.rpartition(".")[0]) if layer.kind == LayerKind.EXPERTS else layer
         for layer in layers
@@ -115,18 +115,18 @@ def group_experts(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def parent_of(name: str) -> str:
-    """Path of the module that holds a layer."""
+    """Returns the path of the module that holds a layer."""
     return name.rpartition(".")[0]
 
 
 def _block_of(name: str) -> str:
-    """The first numbered module that a layer is in: `model.layers.0`; empty where it is in none."""
+    """Returns the first numbered module that a layer is in: `model.layers.0`; empty where it is in none."""
     match = _NUMBERED.match(name)
     return match[0] if match else ""
 
 
 def group_name(names: Sequence[str]) -> str:
-    """`a.q_proj`, `a.k_proj` -> `a.(k_proj|q_proj)`."""
+    """Returns `a.q_proj`, `a.k_proj` -> `a.(k_proj|q_proj)`."""
     prefixes = [name.rpartition(".")[0] for name in names]
     if len(set(prefixes)) > 1:
         return "|".join(names)

@@ -74,7 +74,7 @@ class SolverSpec:
 def parse_solver(
     name: str, roundings: tuple[str, ...] = ROUNDINGS, transforms: tuple[str, ...] = TRANSFORMS
 ) -> SolverSpec:
-    """The parts of a solver's name. Each name is parsed once in a process.
+    """Returns the parts of a solver's name. Each name is parsed once in a process.
 
     Args:
         name: as recipes and `--solver` spell it.
@@ -130,7 +130,7 @@ def check_observer(name: str) -> None:
 
 
 def with_branch(name: str, rank: int) -> str:
-    """The solver `name` with a branch of `rank` taken off before its rounding, in place of one that it may name.
+    """Returns the solver `name` with a low-rank branch before its rounding, in place of one that it may name.
 
     Raises:
         ValueError: as `parse_solver`.

@@ -84,18 +84,21 @@ class Target:
     misread: Mapping[str, str] = field(default_factory=dict)
 
     def pair(self, weight: Format, activation: Format | None) -> Pair | None:
-        """The entry for two formats, if the runtime accepts them together."""
+        """Returns the entry for two formats, if the runtime accepts them together."""
         names = (weight.name, activation.name if activation else None)
         return next((pair for pair in self.pairs if (pair.weight, pair.activation) == names), None)
 
     def why_not(self, layer: LayerPlan) -> str | None:
-        """Why the runtime is known to stop at a layer's formats, or to take them for others; None if it is not."""
+        """Returns why the runtime is known to stop at a layer's formats, or to take them for others.
+
+        None if it is not.
+        """
         # A pair is more specific than its weight format, so it is looked up first.
         reasons = {**self.refused, **self.misread}
         return reasons.get(_name(layer.weight, layer.activation)) or reasons.get(str(layer.weight))
 
     def problems(self, layer: LayerPlan, *, merged: bool = False, mixed: bool = False) -> list[str]:
-        """Why the runtime cannot run `layer` as planned, one clause each; none if it can.
+        """Returns why the runtime cannot run `layer` as planned, one clause each; none if it can.
 
         Args:
             layer: one entry of a plan.
@@ -137,7 +140,7 @@ class Target:
         return f"{self.name} has no {weight}; it has {', '.join(dict.fromkeys(pair.weight for pair in self.pairs))}"
 
     def kv_cache_problem(self, format: Format | None) -> str | None:
-        """Why the runtime cannot keep its KV cache in `format`, or None."""
+        """Returns why the runtime cannot keep its KV cache in `format`, or None."""
         if format is None or format.name in self.kv_cache:
             return None
         return f"{self.name} cannot keep the KV cache in {format}; it has {', '.join((*self.kv_cache, '16bit'))}"
@@ -368,7 +371,7 @@ TARGETS: dict[str, Target] = {target.name: target for target in _ALL}
 
 
 def get_target(name: str) -> Target:
-    """The target called `name`.
+    """Returns the target called `name`.
 
     Raises:
         ValueError: unknown name; the message lists the known ones.

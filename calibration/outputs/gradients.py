@@ -75,7 +75,7 @@ def output_moments(
     session: Session,
     draws: int | None = None,
 ) -> OutputMoments:
-    """A of the outputs of fusion groups, from this and the other ranks' batches.
+    """Returns A of the outputs of fusion groups, from this and the other ranks' batches.
 
     Args:
         model: called as `model(batch)`.
@@ -111,7 +111,7 @@ def output_moments(
 
 
 def _width(groups: Sequence[Sequence[LayerPlan]], session: Session) -> int | None:
-    """How many outputs a block of A spans; None where not even the least fits."""
+    """Returns how many outputs a block of A spans; None where not even the least fits."""
     device = session.device
     on_gpu = device is not None and device.type == "cuda"
     memory = free_memory(device) if on_gpu and device is not None else session.usable_memory()
@@ -127,7 +127,7 @@ def _outputs(members: Sequence[LayerPlan]) -> int:
 
 
 def _even_width(members: Sequence[LayerPlan], width: int) -> int | None:
-    """Width of even blocks of at most `width` outputs; None for one block."""
+    """Returns the width of even blocks of at most `width` outputs; None for one block."""
     size = _outputs(members)
     if size <= width:
         return None
@@ -136,7 +136,7 @@ def _even_width(members: Sequence[LayerPlan], width: int) -> int | None:
 
 
 def _fault(stats: LayerStats | None) -> str:
-    """Why an A is of no use; empty where it is."""
+    """Returns why an A is of no use; empty where it is."""
     if stats is None:
         return "no gradient reached it"
     moment = stats.second_moment if stats.second_moment is not None else stats.block_moments
@@ -148,7 +148,7 @@ def _fault(stats: LayerStats | None) -> str:
 
 
 def _over_ranks(total: MomentSum, device: torch.device) -> LayerStats | None:
-    """The statistics of all ranks' batches."""
+    """Returns the statistics of all ranks' batches."""
     if rank_and_world()[1] == 1:
         return total.stats()
     everywhere = MomentSum(total.width)
@@ -229,7 +229,7 @@ class _Pass:
                 session.report("gradients", index + 1, len(joined))
 
     def _joined(self, batches: Sequence[Any]) -> Sequence[Any]:
-        """Batches of token rows put together on a GPU, where small ones wait for launches most of the time.
+        """Returns the batches of token rows put together on a GPU, where small ones wait for launches most of the time.
 
         On a CPU some of the batches, evenly from all of them.
         """
@@ -243,7 +243,7 @@ class _Pass:
         return list(torch.cat(list(batches)).split(max(_TOGETHER // batches[0].shape[1], 1)))
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, Callable[[torch.Generator], torch.Tensor]]:
-        """The last tensor with a graph, and a function that draws a gradient for it."""
+        """Returns the last tensor with a graph, and a function that draws a gradient for it."""
         if isinstance(batch, torch.Tensor) and not batch.is_floating_point() and self.logits.head is not None:
             with torch.no_grad():
                 self.logits.decide(batch)
@@ -258,7 +258,10 @@ class _Pass:
         return output, lambda generator: draw(generator=generator)
 
     def _head_gradient(self, hidden: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """The gradient for the inputs of the head, a slice of positions at a time: logits of all would not fit."""
+        """Returns the gradient for the inputs of the head.
+
+        It takes a slice of positions at a time, because logits of all positions would not fit.
+        """
         gradient, head = torch.empty_like(hidden), self.logits.head
         assert head is not None
         tensors = self._elsewhere(head)
@@ -309,12 +312,12 @@ class _Pass:
             yield
 
     def _run_block(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A block on the device, with 16-bit weights widened on a CPU."""
+        """Returns a block on the device, with 16-bit weights widened on a CPU."""
         tensors = self._elsewhere(block)
         return self._run_with(block, tensors, forward, *args, **kwargs) if tensors else forward(*args, **kwargs)
 
     def _elsewhere(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Tensors of a module that it has to be called with instead of its own: on the device, or wider."""
+        """Returns the tensors of a module that it has to be called with instead of its own: on the device, or wider."""
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if tensor.is_meta:
@@ -356,7 +359,7 @@ def _is_narrow(value: Any) -> bool:
 
 
 def _label_gradient(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The gradient of ln p(label) with labels drawn from p, for logits `[..., classes]`: one-hot less p."""
+    """Returns the gradient of ln p(label) with labels drawn from p, for logits `[..., classes]`: one-hot less p."""
     probabilities = logits.float().softmax(-1).flatten(0, -2)
     # The label is the first class whose cumulative probability exceeds a number drawn from 0..1.
     cumulative = probabilities.cumsum(-1)
@@ -369,7 +372,7 @@ def _label_gradient(logits: torch.Tensor, generator: torch.Generator) -> torch.T
 
 
 def _clipped(gradients: torch.Tensor) -> torch.Tensor:
-    """`[tokens, out]` with no token larger than `CLIP` times the median."""
+    """Returns `[tokens, out]` with no token larger than `CLIP` times the median."""
     size = gradients.norm(dim=1, keepdim=True)
     scale: torch.Tensor = (CLIP * size.median() / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(max=1)
     return gradients * scale

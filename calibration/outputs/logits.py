@@ -34,7 +34,7 @@ class Logits:
         self.cap: float | None = getattr(text_config(getattr(model, "config", None)), "final_logit_softcapping", None)
 
     def hidden(self, rows: torch.Tensor) -> torch.Tensor:
-        """Inputs of the head `[positions, hidden]`, or logits `[positions, vocabulary]` where it is not split off."""
+        """Returns the inputs of the head `[positions, hidden]`, or logits `[positions, vocabulary]` otherwise."""
         self.decide(rows)
         return (self._before_head(rows) if self.split else logits_of(self.model, rows))[:, :-1].flatten(0, 1)
 
@@ -44,18 +44,18 @@ class Logits:
             self.split = self._can_split(few_of(rows))
 
     def parts(self, hidden: torch.Tensor) -> list[slice]:
-        """Slices of positions, each with about as many logits as suit the device."""
+        """Returns the slices of positions, each with about as many logits as suit the device."""
         with torch.no_grad():
             vocabulary = self.logits(hidden[:1]).shape[-1]
         step = max(_SLICE_ELEMENTS.get(hidden.device.type, _SLICE_ELEMENTS["cpu"]) // vocabulary, 1)
         return [slice(start, min(start + step, len(hidden))) for start in range(0, len(hidden), step)]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits `[positions, vocabulary]` from the result of `hidden`."""
+        """Returns logits `[positions, vocabulary]` from the result of `hidden`."""
         return self._head(hidden) if self.split else hidden
 
     def logp(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities, float32."""
+        """Returns log-probabilities, float32."""
         return self.logits(hidden).float().log_softmax(dim=-1)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -86,6 +86,6 @@ class Logits:
 
 
 def logits_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    """The logits of a model for token ids, or the first of its outputs if it has no logits."""
+    """Returns the logits of a model for token ids, or the first of its outputs if it has no logits."""
     result = model(rows)
     return result.logits if hasattr(result, "logits") else output_of(result)

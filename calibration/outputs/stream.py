@@ -129,7 +129,7 @@ class Stream:
             yield
 
     def error(self, name: str, batch: int) -> torch.Tensor | None:
-        """The change of a layer's output that would make up for the stream's error, `[tokens, out]`.
+        """Returns the change of a layer's output that would make up for the stream's error, `[tokens, out]`.
 
         None where the layer does not write, or a hidden state was not seen in this pass.
         """
@@ -199,7 +199,7 @@ class _State:
 def find_writers(
     block: nn.Module, run: Callable[[], Any], layers: Sequence[str], experts: Sequence[str] = ()
 ) -> tuple[dict[str, Writer], Any]:
-    """The layers of a block that write to the residual stream.
+    """Returns the layers of a block that write to the residual stream.
 
     Args:
         block: in its original state.
@@ -261,7 +261,7 @@ def _output(result: Any) -> Any:
 
 
 def _once(states: list[_State]) -> list[_State]:
-    """The states of points that one pass meets once: a module that is called twice names no state."""
+    """Returns the states of points that one pass meets once: a module that is called twice names no state."""
     counts: dict[Point, int] = {}
     for state in states:
         counts[state.point] = counts.get(state.point, 0) + 1
@@ -269,7 +269,7 @@ def _once(states: list[_State]) -> list[_State]:
 
 
 def _distinct(states: Iterable[_State]) -> list[_State]:
-    """The first of all states that have one value."""
+    """Returns the first of all states that have one value."""
     distinct: list[_State] = []
     for state in states:
         if not any(state.key == other.key for other in distinct):
@@ -349,7 +349,7 @@ class _Search:
         return None
 
     def _sum(self, name: str, own: _State, beside: _State | None, not_the_stream: Sequence[_State]) -> Any:
-        """The point a with a + m y (+ m' y') = b for some b, and m and m'; None where there is none."""
+        """Returns the point a with a + m y (+ m' y') = b for some b, and m and m'; None where there is none."""
         outputs = torch.stack([s.sample for s in (own, beside) if s is not None], dim=1)
         if not bool(torch.isfinite(outputs).all()):
             return None  # the walk names the weight or the row that holds NaN
@@ -372,7 +372,7 @@ class _Search:
         return None
 
     def _outermost(self, state: _State, name: str) -> Point:
-        """The point with the same value, before the module `name`, whose own module is the outermost.
+        """Returns the point with the same value, before the module `name`, whose own module is the outermost.
 
         Modules inside others do not run in every pass.
         """
@@ -382,7 +382,10 @@ class _Search:
 
 
 def _channel_gain(y: torch.Tensor, out: torch.Tensor, eps: float) -> torch.Tensor | None:
-    """v `[channels]` where out = u v ⊙ y with one u for a token; None where that is not so, as behind a bias."""
+    """Returns v `[channels]` where out = u v ⊙ y with one u for a token.
+
+    None where that is not so, as behind a bias.
+    """
     ratio = out / torch.where(y == 0, torch.ones_like(y), y)
     reference = ratio.abs().median(1).values[:, None]
     # A padding token may be zero throughout, and tells nothing.

@@ -92,11 +92,11 @@ class Baseline:
         return self._mean(total)
 
     def loss_of(self, divergence: Divergence) -> float:
-        """The mean divergence of another model, which `divergence` runs, from the original of this one."""
+        """Returns the mean divergence of another model, which `divergence` runs, from the original of this one."""
         return self._mean(sum(self._measured(i, divergence) for i in range(len(self.batches))))
 
     def losses(self, choice: Mapping[str, str]) -> list[float]:
-        """The mean divergence of each batch in `choice`, with a whole run."""
+        """Returns the mean divergence of each batch in `choice`, with a whole run."""
         self._remember_references()
         self.switchable.set(choice)
         losses = self.losses_of(self.divergence)
@@ -104,12 +104,12 @@ class Baseline:
         return losses
 
     def losses_of(self, divergence: Divergence) -> list[float]:
-        """The mean divergence on each batch of another model, which `divergence` runs."""
+        """Returns the mean divergence on each batch of another model, which `divergence` runs."""
         sums = [self._measured(i, divergence) for i in range(len(self.batches))]
         return [max(s, 0.0) / self.divergence.count(batch) for s, batch in zip(sums, self.batches, strict=True)]
 
     def _measured(self, i: int, divergence: Divergence | None = None) -> float:
-        """Summed divergence on batch number `i`."""
+        """Returns summed divergence on batch number `i`."""
         divergence = divergence or self.divergence
         return divergence.measure(self.batches[i], self.references[i], i * self.batch_rows)
 
@@ -149,7 +149,7 @@ class Baseline:
 
 
 def _chain(switchable: SwitchableModel, few: torch.Tensor) -> list[str]:
-    """Names of the model's blocks if they form a single chain, else none."""
+    """Returns the names of the model's blocks if they form a single chain, else none."""
     chains = (
         find_chains(switchable.model, switchable.blocks, lambda: switchable.model(few)) if switchable.blocks else []
     )

@@ -57,14 +57,14 @@ class CandidateWeights:
         self._dense.clear()
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A weight where the model runs and as it is used there."""
+        """Returns a weight where the model runs and as it is used there."""
         return tensor.to(self.device, self._dtype_of(tensor))
 
     def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
         return self.dtype if self.dtype is not None and tensor.dtype in NARROW else tensor.dtype
 
     def solved(self, group: str, candidate: Candidate) -> dict[str, BlockScaledTensor]:
-        """Codes and scales of a group in a format, solved when first asked for."""
+        """Returns the codes and scales of a group in a format, solved when first asked for."""
         key = (group, candidate.name)
         if key in self.solutions:
             return dict(self.solutions[key].weights)
@@ -82,12 +82,12 @@ class CandidateWeights:
         return self._solved[key]
 
     def _parts(self, weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """The weights that are solved together: a whole group, but each fused-experts projection apart."""
+        """Returns the weights that are solved together: a whole group, but each fused-experts projection apart."""
         stacked = [name for name, weight in weights.items() if weight.dim() == 3]
         return [{name: weights[name]} for name in stacked] if stacked else [weights]
 
     def dense(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor:
-        """The weight `[out, in]` in a format, of expert `index` if it is given."""
+        """Returns the weight `[out, in]` in a format, of expert `index` if it is given."""
         key = (layer.plan.name, candidate.name)
         if key in self._dense:
             return self._dense[key] if index is None else self._dense[key][index]
@@ -100,7 +100,7 @@ class CandidateWeights:
         return self._values(layer, candidate, index)
 
     def _restored(self, layer: SwitchableLayer, candidate: Candidate, quantized: BlockScaledTensor) -> torch.Tensor:
-        """Dense values for the input as the model gives it, a branch included."""
+        """Returns dense values for the input as the model gives it, a branch included."""
         dense = quantized.to(self.device or quantized.codes.device).dequantize(self._dtype_of(layer.original))
         solution = self.solutions.get((layer.group, candidate.name))
         if solution is not None and layer.plan.name in solution.branches:
@@ -111,7 +111,9 @@ class CandidateWeights:
     def branch_output(
         self, layer: SwitchableLayer, candidate: Candidate, x: torch.Tensor, rounded: torch.Tensor
     ) -> torch.Tensor | None:
-        """The branch's output for the rounding error x − x_q, `[..., out]`; None without a branch or rounded input.
+        """Returns the branch's output for the rounding error x − x_q, `[..., out]`.
+
+        None without a branch or rounded input.
 
         `dense` includes B A and is multiplied by x_q, so only (x − x_q) (B A)ᵀ is missing.
         """
@@ -125,13 +127,16 @@ class CandidateWeights:
         return error @ down.t() @ up.t()
 
     def narrow(self, layer: SwitchableLayer, candidate: Candidate) -> torch.Tensor:
-        """The weight for products with small differences: BF16 where that is fast."""
+        """Returns the weight for products with small differences: BF16 where that is fast."""
         return self._narrowed(layer, (candidate.name, "narrow"), lambda: self._values(layer, candidate))
 
     def difference(
         self, layer: SwitchableLayer, candidate: Candidate, present: Candidate, index: int | None = None
     ) -> torch.Tensor | None:
-        """The weight in `candidate` minus the weight in `present`, `[out, in]`, as `narrow`; None if they are equal."""
+        """Returns the weight in `candidate` minus the weight in `present`, `[out, in]`, as `narrow`.
+
+        None if they are equal.
+        """
         # Two candidates with one weight format have equal weights, unless a solver from data fitted each to its inputs.
         solved = {(layer.group, candidate.name), (layer.group, present.name)} & self.solutions.keys()
         if candidate.weight == present.weight and not solved:
@@ -168,6 +173,6 @@ class CandidateWeights:
         return weight
 
     def _fits(self, layer: SwitchableLayer, dtype: torch.dtype) -> bool:
-        """Whether the cache has room for one more weight."""
+        """Returns whether the cache has room for one more weight."""
         cached = sum(weight.nbytes for weight in self._dense.values())
         return cached + layer.plan.numel * dtype.itemsize <= self.budget

@@ -40,7 +40,7 @@ class Candidate:
         return self.activation is not None and self.activation.is_static
 
     def applied(self, layer: LayerPlan) -> LayerPlan:
-        """The layer in these formats, with the solver that splits off the branch, and without any other extra parts."""
+        """Returns the layer in these formats, with the solver that splits off the branch and no other extra parts."""
         rank = min(self.rank, *layer.shape[-2:]) if self.rank else 0
         solver = with_branch(layer.solver, rank) if rank else layer.solver
         planned = replace(layer, weight=self.weight, activation=self.activation)
@@ -51,7 +51,7 @@ KEPT = Candidate(KEEP, None, None)
 
 
 def parse_candidates(names: str | Iterable[str]) -> tuple[Candidate, ...]:
-    """Candidates by name, in the order given, `keep` last.
+    """Returns candidates by name, in the order given, `keep` last.
 
     Args:
         names: a list, or one string with commas.

@@ -38,7 +38,7 @@ from quant.recipes.plan import LayerPlan, Plan
 
 
 def group_bytes(members: Sequence[LayerPlan], candidate: Candidate) -> int:
-    """Bytes of a fusion group's weights in a format, tied weights once."""
+    """Returns the bytes of a fusion group's weights in a format, tied weights once."""
     return sum(candidate.applied(layer).nbytes for layer in members)
 
 
@@ -69,7 +69,7 @@ class Memory:
 
 
 def memory_of(plan: Plan, *, unplanned: int = 0, kv_cache: int = 0, tokens: int = 0) -> Memory:
-    """Memory of a plan.
+    """Returns the memory of a plan.
 
     Args:
         plan: all layers that own a weight.
@@ -93,7 +93,7 @@ def memory_of(plan: Plan, *, unplanned: int = 0, kv_cache: int = 0, tokens: int 
 
 
 def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None = None) -> int:
-    """Bytes of the key-value cache of `batch` sequences of `context` tokens.
+    """Returns the bytes of the key-value cache of `batch` sequences of `context` tokens.
 
     Layers with a sliding window hold at most the window's tokens; layers of linear attention, whose state does not
     grow, hold none, and so do layers that reuse the keys and values of another; latent attention (DeepSeek) holds one
@@ -124,7 +124,7 @@ def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None 
 
 
 def _cached_layers(config: Any) -> Iterator[tuple[Any, str]]:
-    """The config and the kind of attention of each layer with a cache that grows."""
+    """Yields the config and the kind of attention of each layer with a cache that grows."""
     layers = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
     # Layers that reuse the keys and values of an earlier one (Gemma 3n, Gemma 4) cache none of their own.
@@ -138,7 +138,7 @@ def _cached_layers(config: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _has_cache(config: Any) -> bool:
-    """Whether a model of this config generates token by token, and so has a cache."""
+    """Returns whether a model of this config generates token by token, and so has a cache."""
     names = getattr(config, "architectures", None) or []
     return bool(getattr(config, "is_decoder", False)) or any("CausalLM" in n or "Conditional" in n for n in names)
 
@@ -148,7 +148,7 @@ def _latent(config: Any) -> bool:
 
 
 def _cached(config: Any) -> tuple[int, int]:
-    """Shape (heads, width) of the keys of one token in one layer."""
+    """Returns the shape (heads, width) of the keys of one token in one layer."""
     if _latent(config):
         # The compressed vector, and the part of the key that carries the rotary positions.
         return 1, config.kv_lora_rank + config.qk_rope_head_dim
@@ -171,11 +171,11 @@ class Timing(Protocol):
     def measured(self) -> bool: ...
 
     def linear(self, layer: LayerPlan, tokens: int) -> float:
-        """Seconds of `layer`'s matmul, in its formats, on `tokens` tokens."""
+        """Returns the seconds of `layer`'s matmul, in its formats, on `tokens` tokens."""
         ...
 
     def read(self, nbytes: int) -> float:
-        """Seconds to read `nbytes` of memory."""
+        """Returns the seconds to read `nbytes` of memory."""
         ...
 
 
@@ -192,15 +192,15 @@ class Roofline:
         return self.gpu.name
 
     def linear(self, layer: LayerPlan, tokens: int) -> float:
-        """Seconds of a matmul that is bound by memory or by arithmetic, whichever is slower."""
+        """Returns the seconds of a matmul that is bound by memory or by arithmetic, whichever is slower."""
         return max(self.read(layer.nbytes), 2 * tokens * layer.numel / self._peak(layer.weight, layer.activation))
 
     def read(self, nbytes: int) -> float:
-        """Seconds to read `nbytes`."""
+        """Returns seconds to read `nbytes`."""
         return nbytes / self.gpu.bandwidth
 
     def _peak(self, *formats: Format | None) -> float:
-        """Operations/s of the narrowest dtype that holds both operands and that the GPU's tensor cores multiply."""
+        """Returns the operations/s of the narrowest dtype that holds both operands and that tensor cores multiply."""
         # Integers multiply integers only: a weight in INT8 with 16-bit inputs runs as a 16-bit product.
         if all(format is not None and format.element.is_integer for format in formats):
             return 1e12 * self.gpu.tflops["int8"]
@@ -261,7 +261,7 @@ class LatencyTable:
         return cls(name, bandwidth, {key: sorted(listed) for key, listed in times.items()})
 
     def linear(self, layer: LayerPlan, tokens: int) -> float:
-        """Seconds of a matmul.
+        """Returns the seconds of a matmul.
 
         Raises:
             ValueError: the table has no such shape in such formats; the message names both.
@@ -279,12 +279,12 @@ class LatencyTable:
         return branch + count * float(np.interp(tokens, [t for t, _ in points], [s for _, s in points]))
 
     def read(self, nbytes: int) -> float:
-        """Seconds to read `nbytes`."""
+        """Returns seconds to read `nbytes`."""
         return nbytes / self.bandwidth
 
 
 def get_timing(name: str) -> Timing:
-    """A GPU by name, or a table by the path of its file.
+    """Returns a GPU by name, or a table by the path of its file.
 
     Raises:
         ValueError: neither; the message lists the GPUs.
@@ -311,7 +311,7 @@ _EXAMPLES = {"size": "24GB or 500MiB", "count": "32k or 4096", "time": "12ms or 
 
 
 def parse_quantity(text: str, kind: str) -> float:
-    """A number with a unit: `24GB`, `32k` (1,024 each, as contexts are counted), `12ms`, `1%`.
+    """Returns a number with a unit: `24GB`, `32k` (1,024 each, as contexts are counted), `12ms`, `1%`.
 
     Args:
         text: the user's input.

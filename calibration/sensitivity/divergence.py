@@ -43,7 +43,7 @@ class NotFinite(ValueError):  # noqa: N818 -- a statement about the measured val
 
 
 def finite(value: float, position: str, quantity: str) -> float:
-    """`value`; raises NotFinite if it is NaN or infinite, with its position and quantity in the message."""
+    """Returns `value`; raises NotFinite if it is NaN or infinite, with its position and quantity in the message."""
     if not math.isfinite(value):
         raise NotFinite(
             f"{position}: NaN or infinity in {quantity}; find the layer that makes it, or keep it in 16 bit"
@@ -52,7 +52,7 @@ def finite(value: float, position: str, quantity: str) -> float:
 
 
 def finite_sum(values: torch.Tensor, name_of: Callable[[int], str], quantity: str) -> float:
-    """The sum in float64.
+    """Returns the sum in float64.
 
     Args:
         values: one for each position, `[positions]`.
@@ -88,11 +88,13 @@ class Divergence(Protocol):
     def by_token(self) -> bool: ...
 
     def count(self, rows: torch.Tensor) -> int:
-        """The number of values that a sum over `rows` adds up."""
+        """Returns the number of values that a sum over `rows` adds up."""
         ...
 
     def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
-        """The output of the original model, in the form that `measure` compares with; call it before any change.
+        """Returns the output of the original model, in the form that `measure` compares with.
+
+        Call it before any change.
 
         Args:
             rows: the text.
@@ -101,7 +103,7 @@ class Divergence(Protocol):
         ...
 
     def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
-        """Summed divergence of the model as it is now.
+        """Returns the summed divergence of the model as it is now.
 
         Args:
             rows: the text.
@@ -123,7 +125,10 @@ class Divergence(Protocol):
 
 
 def divergence_of(model: nn.Module, rows: torch.Tensor) -> Divergence:
-    """The divergence for `model`: next tokens if it has an output head, classes if it returns one vector a row."""
+    """Returns the divergence for `model`.
+
+    It compares next tokens if the model has an output head, and classes if it returns one vector a row.
+    """
     head = output_head(model)
     if head is not None:
         return NextToken(model, head)
@@ -165,12 +170,12 @@ class NextToken(Logits):
         return finite_sum(values, lambda i: self._position_name(rows, part.start + i, first_row), quantity)
 
     def _position_name(self, rows: torch.Tensor, position: int, first_row: int) -> str:
-        """The name of a position in errors."""
+        """Returns the name of a position in errors."""
         row, token = divmod(position, rows.shape[1] - 1)
         return f"row {first_row + row}, token {token}"
 
     def _difference(self, hidden: torch.Tensor, base: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """Logits of the model minus the base's logits; 0 for tokens that the base rules out."""
+        """Returns the logits of the model minus the base's logits; 0 for tokens that the base rules out."""
         # d = (h' − h) Wᵀ; a bias of the head would cancel, and a soft cap is not linear.
         if self.split and self.cap is None and type(self.head) is nn.Linear:
             if self.narrow is None:
@@ -181,7 +186,7 @@ class NextToken(Logits):
         return difference if self.split else difference.masked_fill(p == 0, 0)
 
     def nll(self, rows: torch.Tensor, first_row: int = 0) -> float:
-        """Summed negative log-likelihood of the next tokens, in nats; raises as `measure` does."""
+        """Returns the summed negative log-likelihood of the next tokens, in nats; raises as `measure` does."""
         targets = rows[:, 1:].flatten()
         total = 0.0
         with torch.no_grad():
@@ -224,7 +229,7 @@ class NextToken(Logits):
         return total
 
     def _base(self, reference: Any, index: int, part: slice) -> torch.Tensor:
-        """The original's distribution at the positions of slice number `index`, float32 `[positions, vocabulary]`."""
+        """Returns the original's distribution at the positions of slice `index`, float32 `[positions, vocabulary]`."""
         hidden, distributions = reference
         if distributions is not None:
             return distributions[index]  # type: ignore[no-any-return]
@@ -296,17 +301,17 @@ class Embeddings:
         return total
 
     def _embed(self, rows: torch.Tensor) -> torch.Tensor:
-        """Mean of the last hidden states, normalized: `[rows, hidden]`."""
+        """Returns the mean of the last hidden states, normalized: `[rows, hidden]`."""
         return torch.nn.functional.normalize(last_hidden(self.model(rows)).float().mean(dim=1), dim=-1)
 
 
 def last_hidden(result: Any) -> torch.Tensor:
-    """The last hidden states in an encoder's output, `[rows, tokens, hidden]`."""
+    """Returns the last hidden states in an encoder's output, `[rows, tokens, hidden]`."""
     return result.last_hidden_state if hasattr(result, "last_hidden_state") else output_of(result)
 
 
 def _kl(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-    """KL of distributions to those whose logits are larger by `d`, float32 `[positions]`.
+    """Returns KL of distributions to those whose logits are larger by `d`, float32 `[positions]`.
 
     Args:
         p: float32 `[positions, vocabulary]`; its sums, which a softmax over a large vocabulary gives to 2⁻¹⁵ only, are
@@ -328,7 +333,7 @@ def _kl(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
 
 
 def _narrowed(weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """The head's weight `[vocabulary, hidden]` minus the mean of its rows, in `dtype`; None leaves it as it is.
+    """Returns the head's weight `[vocabulary, hidden]` minus the mean of its rows, in `dtype`; None leaves it as it is.
 
     The mean moves all logits together, and so far that rounding to `dtype` would hide the differences between them.
     """
@@ -336,7 +341,7 @@ def _narrowed(weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _drawn(p: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A token drawn from each distribution of `p` `[positions, vocabulary]`, int64 `[positions, 1]`."""
+    """Returns a token drawn from each distribution of `p` `[positions, vocabulary]`, int64 `[positions, 1]`."""
     # The uniform numbers come from the CPU, so that the same seed draws the same tokens on every device.
     uniform = torch.rand(len(p), 1, generator=generator).to(p.device)
     cumulative = p.cumsum(dim=-1)

@@ -136,7 +136,7 @@ def solve_each_group(
 
 
 def digest_of(solutions: Mapping[Key, GroupSolution]) -> str:
-    """SHA-256 of some scales of each solution, a part of the key of sensitivity tables."""
+    """Returns SHA-256 of some scales of each solution, a part of the key of sensitivity tables."""
     digest = hashlib.sha256()
     for key, solution in sorted(solutions.items(), key=lambda item: item[0]):
         digest.update(repr(key).encode())
@@ -150,7 +150,7 @@ def digest_of(solutions: Mapping[Key, GroupSolution]) -> str:
 def _parts(
     groups: Mapping[str, Sequence[LayerPlan]], needed: Mapping[str, Sequence[Candidate]], device_type: str
 ) -> list[dict[str, Sequence[Candidate]]]:
-    """Groups whose second moments fit together, in model order."""
+    """Returns groups whose second moments fit together, in model order."""
     parts: list[dict[str, Sequence[Candidate]]] = [{}]
     part_bytes = 0
     for group, choices in needed.items():
@@ -219,7 +219,7 @@ class _Inputs:
             self.sample.setdefault(group, []).append(x[:: self.every].clone())
 
     def of(self, group: str) -> GroupInputs:
-        """The statistics in the form that transforms take."""
+        """Returns the statistics in the form that transforms take."""
         sample = torch.cat(self.sample[group])
         mean = self.total[group] / self.tokens[group]
         return GroupInputs(sample, mean, self.amax[group])
@@ -270,7 +270,7 @@ class _Work:
             self.input_scale = static_input_scale(amax.amax(), candidate.activation, task.stored)
 
     def solve(self) -> GroupSolution | None:
-        """The group solved in the format; None without statistics of its input."""
+        """Returns the group solved in the format; None without statistics of its input."""
         stored = self.task.stored
         stats: LayerStats | None = self.moment.stats()
         # AWQ with plain rounding needs the divisor and no second moment.

@@ -68,7 +68,7 @@ class Problem:
         return allowed
 
     def total(self, resource: str, choice: Sequence[int] | np.ndarray) -> float:
-        """Sum of `resource` (a key of `costs`, or "score") over a choice."""
+        """Returns the sum of `resource` (a key of `costs`, or "score") over a choice."""
         table = self.scores if resource == SCORE else self.costs[resource]
         return float(table[np.arange(len(self.groups)), choice].sum())
 
@@ -89,7 +89,7 @@ class Near:
 def solve(
     problem: Problem, limits: Mapping[str, float], *, minimize: str = SCORE, near: Near | None = None
 ) -> np.ndarray:
-    """The best choice within `limits`.
+    """Returns the best choice within `limits`.
 
     Args:
         problem: the groups.
@@ -123,7 +123,7 @@ def require_scipy() -> None:
 
 
 def smallest(problem: Problem, resource: str) -> float:
-    """The smallest sum of `resource` over all choices, with no limit on the other resources."""
+    """Returns the smallest sum of `resource` over all choices, with no limit on the other resources."""
     table = problem.scores if resource == SCORE else problem.costs[resource]
     return float(np.where(problem.allowed, table, np.inf).min(axis=1).sum())
 
@@ -137,7 +137,7 @@ def check_feasible(problem: Problem, limits: Mapping[str, float]) -> None:
 
 
 def pareto(problem: Problem, resource: str, points: int = 25) -> list[np.ndarray]:
-    """Best choices for `points` limits of `resource`, from its smallest sum to the sum of the least lossy choice.
+    """Returns the best choices for `points` limits of `resource`, from its smallest sum to that of the best choice.
 
     Limits are denser near the smallest sum, where the curve bends most and where budgets lie.
     """
@@ -154,7 +154,7 @@ def pareto(problem: Problem, resource: str, points: int = 25) -> list[np.ndarray
 
 
 def _milp(problem: Problem, limits: Mapping[str, float], minimize: str, near: Near | None) -> np.ndarray:
-    """The optimum, up to the solver's tolerances."""
+    """Returns the optimum, up to the solver's tolerances."""
     rows, columns = problem.allowed.nonzero()  # one variable for each allowed pair
     program = _program(problem, rows, columns, limits, minimize, near)
     x = _run_milp(program)

@@ -36,7 +36,7 @@ class Method:
         self.names = [f"row {i}" for i in range(len(self.rows))]
 
     def work(self, name: str) -> Result:
-        """Sums of one unit, by group and format."""
+        """Returns the sums of one unit, by group and format."""
         raise NotImplementedError
 
     def finish(self, sums: Result) -> Result:

@@ -150,7 +150,7 @@ def _entry(
 
 
 def _key_settings(scoring: Scoring, seed: int, amax: Mapping[str, torch.Tensor] | None) -> list[Any]:
-    """The settings that scores depend on; their order is part of the key in files of earlier runs."""
+    """Returns the settings that scores depend on; their order is part of the key in files of earlier runs."""
     ranges = None if amax is None else {name: float(value) for name, value in amax.items()}
     settings = [scoring.method, scoring.solver, scoring.dtype, seed, ranges]
     return [*settings, digest_of(scoring.solutions)] if scoring.solutions else settings
@@ -163,7 +163,7 @@ def _key(
     rows: torch.Tensor,
     *settings: Any,
 ) -> str:
-    """SHA-256 over everything that the scores depend on; of each weight, its shape and a few of its values."""
+    """Returns SHA-256 over everything that the scores depend on; of each weight, its shape and a few of its values."""
     # 256 values of each weight tell models apart, and hashing all would read 16 GB for an 8B model.
     digest = hashlib.sha256(repr(settings).encode())
     for name, members in groups.items():

@@ -99,13 +99,13 @@ class SwitchableLayer(nn.Module):
         object.__setattr__(self, "bias", bias)
 
     def forward(self, x: torch.Tensor, index: int | None = None) -> torch.Tensor:
-        """`[..., in]` to `[..., out]`; `index` is the expert's."""
+        """Maps `[..., in]` to `[..., out]`; `index` is the expert's."""
         if torch.is_grad_enabled():
             return _Probe.apply(x, self.owner.anchor, self, index)  # type: ignore[no-any-return, no-untyped-call]
         return self.compute(x, index)
 
     def compute(self, x: torch.Tensor, index: int | None) -> torch.Tensor:
-        """The output in the present format."""
+        """Returns the output in the present format."""
         owner = self.owner
         candidate = owner.current(self.group)
         unrounded, x = x, owner.round_input(self.group, x, candidate)
@@ -136,11 +136,11 @@ class SwitchableExperts(SwitchableLayer, ExpertStack):
         self.stacking = stacking
 
     def dense(self, index: int) -> torch.Tensor:
-        """The values `[out, in]` of one expert in the present format."""
+        """Returns the values `[out, in]` of one expert in the present format."""
         return self.owner.weights.dense(self, self.owner.current(self.group), index)
 
     def forward(self, x: torch.Tensor, index: int | None = None) -> torch.Tensor:
-        """`[tokens, in]` to `[tokens, out]`, in the order of the parameter's rows."""
+        """Maps `[tokens, in]` to `[tokens, out]`, in the order of the parameter's rows."""
         return self.stacking.outputs(super().forward(x, index))
 
 
@@ -169,5 +169,8 @@ class _Probe(torch.autograd.Function):
 
 
 def same_tensor(a: torch.Tensor | None, b: torch.Tensor) -> bool:
-    """Whether two tensors share memory and shape; in a recomputed block every use of a tensor is another object."""
+    """Returns whether two tensors share memory and shape.
+
+    In a recomputed block every use of a tensor is another object.
+    """
     return a is b or (a is not None and a.data_ptr() == b.data_ptr() and a.shape == b.shape)

@@ -177,7 +177,7 @@ class SwitchableModel:
         self.choice = dict(choice)
 
     def current(self, group: str) -> Candidate:
-        """The candidate that is chosen for a group."""
+        """Returns the candidate that is chosen for a group."""
         return self.candidates[self.choice.get(group, KEPT.name)]
 
     @contextmanager
@@ -190,7 +190,10 @@ class SwitchableModel:
             self.cache = None
 
     def round_input(self, group: str, x: torch.Tensor, candidate: Candidate) -> torch.Tensor:
-        """The input `x` rounded as a group sees it in a format; the results are kept until another input comes."""
+        """Returns the input `x` rounded as a group sees it in a format.
+
+        The results are kept until another input comes.
+        """
         if candidate.activation is None:
             return x
         if self._rounded[0] != group or not same_tensor(self._rounded[1], x):
@@ -210,7 +213,7 @@ class SwitchableModel:
         self._rounded = ("", None, {})
 
     def input_scale(self, group: str, candidate: Candidate) -> torch.Tensor | None:
-        """Static scale of a group's inputs; None for formats that measure theirs."""
+        """Returns the static scale of a group's inputs; None for formats that measure theirs."""
         if not candidate.has_static_scale:
             return None
         if (group, candidate.name) in self.solutions:
@@ -245,7 +248,10 @@ def measure_amax(
     rows: torch.Tensor,
     session: Session,
 ) -> dict[str, torch.Tensor]:
-    """Largest input magnitude of each layer, as `SwitchableModel.amax` takes it; empty if no candidate needs it."""
+    """Returns the largest input magnitude of each layer, as `SwitchableModel.amax` takes it.
+
+    Empty if no candidate needs it.
+    """
     if not any(candidate.has_static_scale for candidate in candidates.values()):
         return {}
     names = [layer.name for members in groups.values() for layer in members]

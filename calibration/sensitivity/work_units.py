@@ -30,7 +30,7 @@ def run_units(
     key: str = "",
     path: Path | None = None,
 ) -> dict[str, Result]:
-    """Results of all units by name.
+    """Returns the results of all units by name.
 
     Args:
         names: the units, the same on every rank.
@@ -57,12 +57,12 @@ def run_units(
 
 
 def _from_all(mine: dict[str, Result]) -> dict[str, Result]:
-    """The results that all ranks have between them."""
+    """Returns the results that all ranks have between them."""
     return {name: result for part in gathered(mine) for name, result in part.items()}
 
 
 def total(results: dict[str, Result]) -> Result:
-    """The sum over units, in their order."""
+    """Returns the sum over units, in their order."""
     sums: Result = {}
     for result in results.values():
         for group, scores in result.items():

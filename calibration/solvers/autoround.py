@@ -142,7 +142,7 @@ def reconstruct_block(
 
 
 def reconstruction_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean over tokens of ‖output - target‖² / ‖target‖², float32 scalar."""
+    """Returns the mean over tokens of ‖output - target‖² / ‖target‖², float32 scalar."""
     size = target.float().square().sum(-1)
     wrong = (output.float() - target.float()).square().sum(-1)
     return (wrong / size.clamp(min=torch.finfo(torch.float32).tiny)).mean()
@@ -197,14 +197,14 @@ def _is_fused(x: torch.Tensor, format: Format) -> bool:
 
 
 def _spread(scale: torch.Tensor, shape: tuple[int, ...], format: Format) -> torch.Tensor:
-    """Block scales as one value a weight."""
+    """Returns block scales as one value a weight."""
     rows, columns = shape
     block_rows, block_columns = format.block_shape((rows, columns))
     return scale.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(block_columns, 1)[:, :columns]
 
 
 def _block_sums(x: torch.Tensor, format: Format) -> torch.Tensor:
-    """The sum of each block of `x` `[out, in]`, one value a scale."""
+    """Returns the sum of each block of `x` `[out, in]`, one value a scale."""
     rows, columns = x.shape
     block_rows, block_columns = format.block_shape((rows, columns))
     x = pad(x, (0, -columns % block_columns, 0, -rows % block_rows))
@@ -240,7 +240,7 @@ class _Learned(nn.Module):
         self.factor = nn.Parameter(torch.zeros_like(self.first_scale), requires_grad=self.learns_scale)
 
     def _scale(self) -> torch.Tensor:
-        """Block scales on their grid; the gradient sees no grid."""
+        """Returns block scales on their grid; the gradient sees no grid."""
         if not self.learns_scale:
             return self.first_scale
         free = self.first_scale * self.factor.exp()
@@ -253,7 +253,7 @@ class _Learned(nn.Module):
         return matrix_of(self.values(), self.layer.parts).to(self.dtype)
 
     def values(self) -> torch.Tensor:
-        """Values on their grid, `[out, in]`, float32."""
+        """Returns values on their grid, `[out, in]`, float32."""
         step = self._scale() * self.second if self.learns_scale else self.first_step
         return _Rounded.apply(self.latent, step, self.first_step, self.format)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -264,7 +264,7 @@ class _Learned(nn.Module):
         return y if branch is None else y + branch
 
     def state(self) -> BlockScaledTensor:
-        """Codes and scales as they stand."""
+        """Returns codes and scales as they stand."""
         with torch.no_grad():
             # Straight-through sums may miss the grid by a last place, which must not reach the codes.
             scale = round_to(self._scale(), E4M3) if self.learns_scale else self.first_scale

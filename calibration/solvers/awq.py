@@ -71,7 +71,7 @@ class SmoothQuant:
 
 
 def channel_scale(magnitude: Tensor, weight: Tensor, power: float, weight_power: float, owner: Tensor | None) -> Tensor:
-    """s = magnitude^power / max|w|^weight_power, centred on 1.
+    """Returns s = magnitude^power / max|w|^weight_power, centred on 1.
 
     Args:
         magnitude: of each input channel, `[in]`, non-negative.
@@ -103,7 +103,7 @@ def search_scale(
     owner: Tensor | None = None,
     rank: int = 0,
 ) -> Tensor:
-    """The scale `[in]` that AWQ's search finds.
+    """Returns the scale `[in]` that AWQ's search finds.
 
     Args:
         weight: `[out, in]`, all layers that read this input, stacked.

@@ -32,7 +32,7 @@ class Solver(Protocol):
     def __call__(
         self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
     ) -> BlockScaledTensor:
-        """Codes and scales for `weight`.
+        """Returns codes and scales for `weight`.
 
         Args:
             weight: `[..., out, in]`.
@@ -69,7 +69,7 @@ class Transform(Protocol):
     def __call__(
         self, weight: Tensor, inputs: GroupInputs, format: Format, activation: Format | None, owner: Tensor | None
     ) -> Tensor:
-        """The scale `[in]`.
+        """Returns the scale `[in]`.
 
         Args:
             weight: of the whole group, `[out, in]`, float32.
@@ -82,7 +82,7 @@ class Transform(Protocol):
 
 
 def required_stats(stats: LayerStats | None, name: str, solver: str) -> LayerStats:
-    """`stats`, which a solver cannot do without.
+    """Returns `stats`, which a solver cannot do without.
 
     Raises:
         ValueError: there are none; the message names the way out.
@@ -95,7 +95,7 @@ def required_stats(stats: LayerStats | None, name: str, solver: str) -> LayerSta
 
 
 def shared_global_scale(amax: Tensor, format: Format, rule: str) -> Tensor:
-    """Second-level scale of a fusion group whose largest magnitude is `amax`, float32 of the shape of `amax`.
+    """Returns the second-level scale of a fusion group whose largest magnitude is `amax`, float32, shaped as `amax`.
 
     One checkpoint layout stores this scale and the other its reciprocal. Rounding through the reciprocal once
     (at most one unit in the last place) gives a value that survives both, so the scale of the solver is the scale that

@@ -23,7 +23,7 @@ from quant.formats.scaling import SCALE_RULES, candidate_scales
 
 
 def search_threads(rows: int, inputs: int) -> int:
-    """How many threads a search over a weight `[rows, inputs]` is worth, a power of two.
+    """Returns how many threads a search over a weight `[rows, inputs]` is worth, a power of two.
 
     Python's own part takes as long for a few rows as for many, and is not shared, so n threads need n² times the work:
     some for each weight, and products that grow with `inputs`. Measured on two cores, GPTQ of 1536 × 576 takes twice as
@@ -36,7 +36,7 @@ def search_threads(rows: int, inputs: int) -> int:
 def round_with_feedback(
     block: torch.Tensor, inverse: torch.Tensor, step: torch.Tensor, element: Number
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and errors e of a block on each of several grids, both `[k, candidates, n]`.
+    """Returns the values and errors e of a block on each of several grids, both `[k, candidates, n]`.
 
     Args:
         block: `[k, n]`.
@@ -59,7 +59,7 @@ def round_with_feedback(
 def search_block(
     block: torch.Tensor, inverse: torch.Tensor, format: Format, global_scale: torch.Tensor, shortlist: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The best values found for a block, and their scale.
+    """Returns the best values found for a block, and their scale.
 
     All candidate scales are tried without feedback first; the best `shortlist` of each row are tried with it.
 
@@ -84,7 +84,7 @@ def search_block(
 
 
 def block_scales(block: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
-    """Candidate scales of each row, `[candidates, n]`."""
+    """Returns the candidate scales of each row, `[candidates, n]`."""
     amax = block.abs().amax(0)
     if format.scale is E4M3:
         return torch.stack(candidate_scales(amax, format, global_scale))
@@ -95,7 +95,7 @@ def block_scales(block: torch.Tensor, format: Format, global_scale: torch.Tensor
 
 
 def to_errors(inverse: torch.Tensor) -> torch.Tensor:
-    """U⁻ᵀ, which maps w - q to the errors e."""
+    """Returns u⁻ᵀ, which maps w - q to the errors e."""
     eye = torch.eye(len(inverse), dtype=inverse.dtype, device=inverse.device)
     errors: torch.Tensor = torch.linalg.solve_triangular(inverse.t(), eye, upper=False)
     return errors
@@ -110,7 +110,7 @@ def _losses(block: torch.Tensor, inverse: torch.Tensor, format: Format, step: to
 
 
 def _nearest(x: torch.Tensor, number: Number) -> torch.Tensor:
-    """`round_to` in fewer passes over memory, for float grids that no dtype has; zeros lose their sign."""
+    """Returns `round_to` in fewer passes over memory, for float grids that no dtype has; zeros lose their sign."""
     if number.torch_dtype is not None or number.is_integer:
         return round_to(x, number)
     x = x.clamp(-number.max, number.max)

@@ -36,7 +36,9 @@ class Factor:
 
 
 def block_order(power: Tensor, width: int) -> Tensor:
-    """Inputs, the loudest first, int64 `[in]`: blocks of `width` by their sums, and the inputs within each block.
+    """Returns the order of the inputs, int64 `[in]`, the loudest first.
+
+    Blocks of `width` inputs are sorted by their sums, and then the inputs within each block.
 
     Args:
         power: the second moment's diagonal, `[in]`.
@@ -108,7 +110,7 @@ def _slabs(upper: Tensor) -> dict[int, int]:
 
 
 def _times_inverse(x: Tensor, upper: Tensor) -> Tensor:
-    """`x` M⁻¹ = (`x` Uᵀ) U of `[n, in]`, U's zeros left out: little more than half of the operations."""
+    """Returns `x` M⁻¹ = (`x` Uᵀ) U of `[n, in]`, U's zeros left out: little more than half of the operations."""
     product, result = torch.empty_like(x), torch.empty_like(x)
     for start, stop in _slabs(upper).items():
         product[:, start:stop] = x[:, start:] @ upper[start:stop, start:].t()
@@ -118,7 +120,7 @@ def _times_inverse(x: Tensor, upper: Tensor) -> Tensor:
 
 
 def corrected_weight(weight: Tensor, drift: Tensor | None, factor: Factor, residual: Tensor | None = None) -> Tensor:
-    """W + (W drift + residual) M⁻¹: maps the inputs as they are closest to the outputs as they should be.
+    """Returns W + (W drift + residual) M⁻¹: maps the inputs as they are closest to the outputs as they should be.
 
     Args:
         weight: `[out, in]`.

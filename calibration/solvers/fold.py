@@ -44,7 +44,7 @@ class Fold:
 
 
 def find_fold(block: nn.Module, call: Call, readers: Sequence[str], producers: Sequence[str]) -> Fold | None:
-    """The nearest module into which an input scale of `readers` can go, or None.
+    """Returns the nearest module into which an input scale of `readers` can go, or None.
 
     Args:
         block: in float64; left as it was.
@@ -131,7 +131,7 @@ def _is_neutral(
     owner: torch.Tensor,
     style: str,
 ) -> bool:
-    """Whether dividing the producer and multiplying the readers leaves the block's output as it was."""
+    """Returns whether dividing the producer and multiplying the readers leaves the block's output as it was."""
     channels = len(module.weight)  # type: ignore[arg-type]
     factors = torch.linspace(1, 2, channels, dtype=torch.float64, device=before.device)
     weights = [block.get_submodule(name).weight for name in readers]
@@ -162,7 +162,7 @@ def _scaled(module: nn.Module, factors: torch.Tensor, style: str) -> Iterator[No
 
 
 def _run(block: nn.Module, call: Call, reader: str | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The reader's input and the block's output."""
+    """Returns the reader's input and the block's output."""
     seen: list[torch.Tensor] = []
     watched = [] if reader is None else [block.get_submodule(reader)]
     hooks = [module.register_forward_pre_hook(lambda module, args: seen.append(args[0])) for module in watched]
@@ -176,7 +176,7 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def modules_in_order(block: nn.Module, call: Call) -> list[str]:
-    """Names of the modules that have a weight for every output channel, in order of execution."""
+    """Returns the names of the modules that have a weight for every output channel, in order of execution."""
     order: list[str] = []
     hooks = [
         module.register_forward_hook(lambda m, args, result, name=name: order.append(name))

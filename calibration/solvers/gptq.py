@@ -100,7 +100,7 @@ class Gptq:
         return solve_by_rows(lambda part, residual: solve(part, residual=residual), weight, format, stats.residual)
 
     def factor(self, stats: LayerStats, format: Format, name: str) -> Factor:
-        """The factor of the inputs' second moment, in the order in which inputs are rounded.
+        """Returns the factor of the inputs' second moment, in the order in which inputs are rounded.
 
         Raises:
             ValueError: the second moment holds NaN or infinity; `name` is the layer's.
@@ -171,7 +171,7 @@ class FixedScales:
 
 
 def fixed_scales(weight: Tensor, format: Format, global_scale: Tensor | None, factor: Factor) -> FixedScales | None:
-    """The scales of `weight` `[out, in]`; None where the loop chooses those of blocks within a row."""
+    """Returns the scales of `weight` `[out, in]`; None where the loop chooses those of blocks within a row."""
     if format.block[0] == 1 and 0 < format.block[1] <= _LAZY:
         return None
     scale = choose_scale(weight, format, "mse", weight.abs().amax(), global_scale)
@@ -179,7 +179,7 @@ def fixed_scales(weight: Tensor, format: Format, global_scale: Tensor | None, fa
 
 
 def by_input(weight: Tensor, factor: Factor) -> Tensor:
-    """`weight` `[out, in]` as solvers lay it out: `[in, out]`, inputs in the factor's order."""
+    """Returns `weight` `[out, in]` as solvers lay it out: `[in, out]`, inputs in the factor's order."""
     return weight.t().contiguous() if factor.order is None else weight.t()[factor.order]
 
 
@@ -240,7 +240,7 @@ def encoded(
     format: Format,
     global_scale: Tensor | None,
 ) -> BlockScaledTensor:
-    """Codes and scales of `values` `[in, out]` with `scales` `[blocks, out]`, inputs in their own order again."""
+    """Returns the codes and scales of `values` `[in, out]` with `scales` `[blocks, out]`, in the original order."""
     order, width = factor.order, _width(format)
     if order is not None:
         values = torch.empty_like(values).index_copy_(0, order, values)
@@ -253,14 +253,14 @@ def encoded(
 
 
 def _nvfp4_window(second: Tensor) -> _SolveWindow:
-    """`_solve_window` as one kernel for windows of whole NVFP4 blocks on a GPU."""
+    """Returns `_solve_window` as one kernel for windows of whole NVFP4 blocks on a GPU."""
     from quant.kernels.portable.nvfp4_solvers import solve_nvfp4_window
 
     return partial(solve_nvfp4_window, second)
 
 
 def _steps_of(scale: Tensor, weight: Tensor, format: Format, order: Tensor | None) -> Tensor:
-    """The grid step of every weight, `[in, out]`, where scales are chosen beforehand; inputs in `order`."""
+    """Returns the grid step of every weight, `[in, out]`, where scales are chosen beforehand; inputs in `order`."""
     rows, columns = format.block_shape(weight.shape)
     step = scale.repeat_interleave(rows, 0)[: len(weight)].repeat_interleave(columns, 1)
     step = step[:, : weight.shape[1]].t()
@@ -268,7 +268,7 @@ def _steps_of(scale: Tensor, weight: Tensor, format: Format, order: Tensor | Non
 
 
 def _width(format: Format) -> int:
-    """How many columns are solved together: those that share a scale, where that is chosen in the loop."""
+    """Returns how many columns are solved together: those that share a scale, where that is chosen in the loop."""
     rows, columns = format.block
     return columns if rows == 1 and 0 < columns <= _LAZY else _FIXED_WIDTH
 
@@ -338,7 +338,7 @@ def _windows(inputs: int, width: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _by_blocks(blocks: Tensor, x: Tensor) -> Tensor:
-    """The block-diagonal matrix of `blocks` `[n, k, k]` times `x`, whose last block may be short."""
+    """Returns the block-diagonal matrix of `blocks` `[n, k, k]` times `x`, whose last block may be short."""
     count, width, _ = blocks.shape
     whole = pad(x, (0, 0, 0, count * width - len(x))).view(count, width, -1)
     return torch.bmm(blocks, whole).flatten(0, 1)[: len(x)]

@@ -66,7 +66,10 @@ def solve_group(
 
 
 def _cut(stats: Mapping[str, LayerStats | None], weights: Mapping[str, torch.Tensor]) -> dict[str, LayerStats | None]:
-    """Statistics of members that are solved one by one, of whose outputs the group's speak one after the other."""
+    """Returns the statistics of each member of a group whose members are solved one by one.
+
+    The group's statistics hold the outputs of its members one after the other.
+    """
     parts: dict[str, LayerStats | None] = {}
     start = 0
     for name, weight in weights.items():
@@ -79,7 +82,7 @@ def _cut(stats: Mapping[str, LayerStats | None], weights: Mapping[str, torch.Ten
 
 
 def _global_scale(weights: Mapping[str, torch.Tensor], format: Format, solver: Solver) -> torch.Tensor:
-    """The second-level scale of the group: s2 = amax / (largest element · largest scale), for all members together."""
+    """Returns the second-level scale of all members of a group: s2 = amax / (largest element · largest scale)."""
     amax = torch.stack([checked_amax(weight, name) for name, weight in weights.items()]).amax(dim=0)
     if isinstance(solver, Peer):
         return amax  # a peer derives its own scale, in its own arithmetic
@@ -87,7 +90,7 @@ def _global_scale(weights: Mapping[str, torch.Tensor], format: Format, solver: S
 
 
 def _split(tall: BlockScaledTensor, members: Mapping[str, torch.Tensor]) -> dict[str, BlockScaledTensor]:
-    """The members of a group that was solved as one tall weight."""
+    """Returns the members of a group that was solved as one tall weight."""
     parts, start = {}, 0
     for name, weight in members.items():
         part = tall.rows(start, start + len(weight))
@@ -102,7 +105,7 @@ def all_solved(
     outlines: Sequence[tuple[Mapping[str, tuple[int, ...]], Format]],
     device: torch.device,
 ) -> list[dict[str, BlockScaledTensor]]:
-    """The solutions of several groups, of which each rank has some.
+    """Returns the solutions of several groups, of which each rank has some.
 
     Args:
         own: this rank's solutions, by number of the group.

@@ -66,7 +66,10 @@ class Kfac(Gptq):
 
 
 def output_blocks(stats: LayerStats, rows: int) -> list[Tensor]:
-    """The diagonal blocks of A, `[k, k]` each, whose sizes add up to the `rows` of the weight; none without A."""
+    """Returns the diagonal blocks of A, `[k, k]` each, whose sizes add up to the `rows` of the weight.
+
+    None without A.
+    """
     outputs = stats.outputs
     if outputs is None:
         return []
@@ -130,7 +133,7 @@ class _TwoSided:
         self.target = by_input(weight, factor)[:, self.order]
 
     def solve(self) -> BlockScaledTensor:
-        """Codes and scales."""
+        """Returns codes and scales."""
         start = self._rounding(slice(0, len(self.order)), self.target)
         self._run(start, lambda rows: start.feed_back(rows))
         for _ in range(self.solver.sweeps):
@@ -152,7 +155,7 @@ class _TwoSided:
         in_parts(lambda start, stop: work(slice(start, stop)), rounding.target, rows, search_threads(rows, inputs))
 
     def _descended(self, start: Rounding) -> tuple[Tensor, Tensor | None]:
-        """Values and scales after every piece of `start` was revisited with the others fixed."""
+        """Returns values and scales after every piece of `start` was revisited with the others fixed."""
         errors = self.target - start.values
         pieces = []
         for index, (first, last) in enumerate(pairwise(self.bounds)):
@@ -173,7 +176,7 @@ class _TwoSided:
         return torch.cat([piece.values for piece in pieces], dim=1), torch.cat(scales, dim=1) if scales else None
 
     def _loss(self, errors: Tensor) -> float:
-        """tr(A E M Eᵀ) of errors `[in, out]`."""
+        """Returns tr(A E M Eᵀ) of errors `[in, out]`."""
         weighted = self.factor.moment @ errors
         total = errors.new_zeros(())
         for output in self.outputs:
@@ -182,7 +185,7 @@ class _TwoSided:
 
 
 def _shifts(moment: Tensor, spans: Sequence[slice]) -> list[Tensor]:
-    """A_:r A_rr⁻¹ `[k, r]` for every piece r of a block A `[k, k]`, whose sizes differ by one at most."""
+    """Returns A_:r A_rr⁻¹ `[k, r]` for every piece r of a block A `[k, k]`, whose sizes differ by one at most."""
     size = max(span.stop - span.start for span in spans)
     # One factorization of all pieces, because a GPU takes as long for one of them; shorter ones end in an identity.
     own = torch.eye(size, device=moment.device).repeat(len(spans), 1, 1)

@@ -60,7 +60,7 @@ def take_branches(
 def lowrank_branch(
     weight: torch.Tensor, noise: torch.Tensor, rank: int, dtype: torch.dtype, name: str = "weight"
 ) -> Branch:
-    """The branch of rank `rank` that leaves the least noise.
+    """Returns the branch of rank `rank` that leaves the least noise.
 
     Args:
         weight: `[out, in]`.
@@ -91,13 +91,13 @@ def lowrank_branch(
 
 
 def residual_weight(weight: torch.Tensor, branch: Branch) -> torch.Tensor:
-    """`weight` less the product of its stored branch, in its dtype; the product is taken in float64."""
+    """Returns `weight` less the product of its stored branch, in its dtype; the product is taken in float64."""
     down, up = branch
     return (weight.double() - up.double() @ down.double()).to(weight.dtype)
 
 
 def _output_directions(weighted: torch.Tensor, rank: int) -> torch.Tensor:
-    """Left singular vectors of W L that belong to its largest singular values, `[out, rank]`."""
+    """Returns the left singular vectors of W L that belong to its largest singular values, `[out, rank]`."""
     rows, columns = weighted.shape
     if rows <= columns:
         directions: torch.Tensor = torch.linalg.eigh(weighted @ weighted.t())[1][:, -rank:].flip(1)

@@ -42,7 +42,7 @@ class Peer:
 
 
 def quantize_like_modelopt(weight: Tensor, format: Format, amax: Tensor | None) -> BlockScaledTensor:
-    """`weight` as nvidia-modelopt 0.47 quantizes it.
+    """Returns `weight` as nvidia-modelopt 0.47 quantizes it.
 
     Args:
         weight: `[..., out, in]`.
@@ -62,7 +62,7 @@ def quantize_like_modelopt(weight: Tensor, format: Format, amax: Tensor | None) 
 def round_like_modelopt(
     weight: Tensor, format: Format, scale: Tensor, global_scale: Tensor | None = None
 ) -> BlockScaledTensor:
-    """`weight` as nvidia-modelopt 0.47 rounds it under scales that are chosen.
+    """Returns `weight` as nvidia-modelopt 0.47 rounds it under scales that are chosen.
 
     Args:
         weight: `[..., out, in]`.
@@ -91,7 +91,7 @@ def round_like_modelopt(
 
 
 def quantize_like_compressed_tensors(weight: Tensor, format: Format, amax: Tensor | None) -> BlockScaledTensor:
-    """`weight` as compressed-tensors 0.19 quantizes it. Arguments as for `quantize_like_modelopt`."""
+    """Returns `weight` as compressed-tensors 0.19 quantizes it. Arguments as for `quantize_like_modelopt`."""
     if format.scale.is_wide:
         ours = quantize(weight, format)
         return _requantize(ours, _quotient(weight, ours).to(weight.dtype))
@@ -110,7 +110,7 @@ def quantize_like_compressed_tensors(weight: Tensor, format: Format, amax: Tenso
 
 
 def _quotient(weight: Tensor, ours: BlockScaledTensor) -> Tensor:
-    """Weight over block scale, float32 of the shape of `weight`."""
+    """Returns weight over block scale, float32 of the shape of `weight`."""
     rows, columns = weight.shape[-2:]
     block_rows, block_columns = ours.format.block_shape(weight.shape)
     scale = ours.scale_values().repeat_interleave(block_rows, -2)[..., :rows, :]
@@ -118,6 +118,6 @@ def _quotient(weight: Tensor, ours: BlockScaledTensor) -> Tensor:
 
 
 def _requantize(ours: BlockScaledTensor, quotient: Tensor) -> BlockScaledTensor:
-    """`ours` with the elements that rounding `quotient` gives; scales as they are."""
+    """Returns `ours` with the elements that rounding `quotient` gives; scales as they are."""
     ones = torch.ones_like(ours.scale, dtype=torch.float32)
     return replace(ours, codes=quantize_with_scale(quotient, replace(ours.format, scale=FP32), ones).codes)

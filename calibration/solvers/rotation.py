@@ -27,18 +27,21 @@ LARGEST_BLOCK = 128
 
 
 def rotation_block(columns: int, largest: int = LARGEST_BLOCK) -> int:
-    """The largest power of two that divides `columns`, at most `largest`; 0 where that is 1 and nothing would turn."""
+    """Returns the largest power of two that divides `columns`, at most `largest`.
+
+    0 where that is 1 and nothing would turn.
+    """
     block = min(hadamard_block(columns), largest)
     return block if block > 1 else 0
 
 
 def rotate_weight(weight: torch.Tensor, block: int) -> torch.Tensor:
-    """W Hᵀ for a weight `[..., out, in]`, in blocks along its inputs; 0 leaves it. float64 stays float64."""
+    """Returns W Hᵀ for a weight `[..., out, in]`, in blocks along its inputs; 0 leaves it. float64 stays float64."""
     return hadamard_transform(weight, block) if block else weight
 
 
 def matrix_of(weight: torch.Tensor, parts: RunTimeParts) -> torch.Tensor:
-    """The matrix `[out, in]` by which a layer multiplies its input: its weight with the operations of run time.
+    """Returns the matrix `[out, in]` by which a layer multiplies its input: its weight with the operations of run time.
 
     Args:
         weight: dense, `[out, in]`, as it was rounded: scaled, rotated and without its branch.

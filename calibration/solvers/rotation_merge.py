@@ -194,7 +194,7 @@ class _Trace(TorchFunctionMode):
         return out
 
     def source(self, x: torch.Tensor) -> str | None:
-        """The module that gave `x`, or a view of it."""
+        """Returns the module that gave `x`, or a view of it."""
         while id(x) not in self.outputs:
             name, operands = self.made.get(id(x), ("", []))
             if name not in _PASSES or len(operands) != 1 or operands[0].shape[-1] != x.shape[-1]:
@@ -203,7 +203,7 @@ class _Trace(TorchFunctionMode):
         return self.outputs[id(x)]
 
     def writers(self, x: torch.Tensor, norm: str) -> list[str]:
-        """The modules whose outputs add up to `x`."""
+        """Returns the modules whose outputs add up to `x`."""
         if id(x) in self.outputs:
             return [self.outputs[id(x)]]
         name, operands = self.made.get(id(x), ("", []))
@@ -244,7 +244,7 @@ def _is_norm(module: nn.Module, width: int) -> bool:
 
 
 def _take_gain(module: nn.Module, name: str) -> torch.Tensor:
-    """The factors of an RMS norm, float64, which it then no longer applies.
+    """Returns the factors of an RMS norm, float64, which it then no longer applies.
 
     Raises:
         ValueError: the module does something else than divide by the root mean square and multiply by its weight,

@@ -27,7 +27,7 @@ def solve_by_rows(
     format: Format,
     residual: torch.Tensor | None = None,
 ) -> BlockScaledTensor:
-    """Codes and scales of a weight; where ranks share it, each solves some of the parts.
+    """Returns the codes and scales of a weight; where ranks share it, each solves some of the parts.
 
     Args:
         solve: gives them for some rows of `weight`, and the same rows of `residual`.

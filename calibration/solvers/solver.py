@@ -100,7 +100,7 @@ class Pipeline:
         return bool(self.spec.rotation or self.spec.rank or self.spec.merges_rotations or self.reconstruction)
 
     def shares(self, rounded: bool) -> Shares:
-        """How much of the errors of earlier layers this one makes up for; `rounded` says whether inputs are."""
+        """Returns how much of the errors of earlier layers this one makes up for; `rounded` says whether inputs are."""
         if not isinstance(self.rounding, Gptq):
             return Shares()
         return self.rounding.rounded_shares if rounded else self.rounding.shares
@@ -124,7 +124,7 @@ class Pipeline:
 
 
 def get_solver(name: str) -> Solver:
-    """The solver called `name`: a key of `SOLVERS`, or transforms and one such key joined by "+".
+    """Returns the solver called `name`: a key of `SOLVERS`, or transforms and one such key joined by "+".
 
     Raises:
         ValueError: an unknown part, or parts in an order that makes no sense; the message lists the known ones.
@@ -133,7 +133,7 @@ def get_solver(name: str) -> Solver:
 
 
 def get_pipeline(name: str) -> Pipeline:
-    """The solver called `name`, taken apart: scaling, rotation, branch, rounding, reconstruction, in this order.
+    """Returns the stages of the solver called `name`: scaling, rotation, branch, rounding, reconstruction.
 
     Raises:
         ValueError: an unknown part, a part out of order, or a number that a part does not take.
@@ -150,7 +150,7 @@ def get_pipeline(name: str) -> Pipeline:
 
 
 def supports(solver: Solver, format: Format) -> bool:
-    """Whether a rounding solver can give weights in `format`."""
+    """Returns whether a rounding solver can give weights in `format`."""
     rows, columns = format.block
     if isinstance(solver, LocalHessian):
         # Its sums are over blocks [1, k] of one row; tiles of several rows and whole rows have none.
@@ -174,7 +174,7 @@ def check_solvers(plan: Plan) -> None:
 
 
 def with_supported_solver(layer: LayerPlan) -> LayerPlan:
-    """`layer`, which has a new format, with "mse" in place of a rounding solver that does not know that format."""
+    """Returns `layer` with "mse" in place of a rounding solver that does not support the layer's new format."""
     pipeline = get_pipeline(layer.solver)
     if layer.weight is None or supports(pipeline.rounding, layer.weight):
         return layer

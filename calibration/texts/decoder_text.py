@@ -23,7 +23,7 @@ TOKENS = 32
 
 
 def lacks_decoder_text(inputs: Inputs) -> bool:
-    """Whether a call has a decoder that would read its start token alone."""
+    """Returns whether a call has a decoder that would read its start token alone."""
     return any(_lacks_text(kwargs) for _, kwargs in inputs.calls)
 
 
@@ -56,7 +56,7 @@ def _lacks_text(kwargs: dict[str, Any]) -> bool:
 
 
 def _decode_greedily(model: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """The decoder's start token and at most `TOKENS` tokens after it, int64 `[1, tokens]`."""
+    """Returns the decoder's start token and at most `TOKENS` tokens after it, int64 `[1, tokens]`."""
     device = device_of(model)
     arguments = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items() if k != DECODER}
     encoder = model.get_encoder()
@@ -81,7 +81,7 @@ def _decode_greedily(model: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _end_tokens(model: Any) -> list[int]:
-    """The tokens that end a text."""
+    """Returns the tokens that end a text."""
     tokens: set[int] = set()
     for part in (getattr(model, "generation_config", None), model.config):
         ids = getattr(part, "eos_token_id", None)

@@ -32,7 +32,7 @@ Document = tuple[torch.Tensor, bool]
 
 
 def read_documents(items: Iterable[Any], tokenizer: Any | None, name: str, column: str | None) -> Iterator[Document]:
-    """The documents in `items`, in order; those without a token are left out.
+    """Yields the documents in `items`, in order; those without a token are left out.
 
     Args:
         items: as the module docstring lists them.
@@ -79,7 +79,7 @@ def _documents(item: Any, tokenizer: Any | None, name: str, column: str | None) 
 
 
 def choose_column(record: Mapping[str, Any], column: str | None, name: str) -> str:
-    """The column of `record` that holds its document."""
+    """Returns the column of `record` that holds its document."""
     if column is None:
         texts = [key for key, value in record.items() if isinstance(value, str)]
         usual = [key for key in (*_CHATS, "text") if record.get(key) is not None]
@@ -98,7 +98,7 @@ def _need(tokenizer: Any | None, name: str) -> Any:
 
 
 def _id_documents(ids: Any, mask: Any | None, name: str) -> Iterator[Document]:
-    """Ids `[tokens]` or `[documents, tokens]`, as tensor, array or ragged lists, without masked tokens."""
+    """Yields ids `[tokens]` or `[documents, tokens]`, as tensor, array or ragged lists, without masked tokens."""
     nested = ids.ndim == 2 if isinstance(ids, torch.Tensor | np.ndarray) else bool(ids) and not _is_number(ids[0])
     rows, masks = (ids, mask) if nested else ([ids], [mask])
     for i, row in enumerate(rows):
@@ -126,7 +126,7 @@ def _is_chat(item: Sequence[Any]) -> bool:
 
 
 def chat_ids(turns: Sequence[Mapping[str, Any]], tokenizer: Any, name: str, *, ask: bool = False) -> torch.Tensor:
-    """Token ids of a chat through the tokenizer's template.
+    """Returns the token ids of a chat through the tokenizer's template.
 
     Args:
         turns: messages with `role` and `content`, or `from` and `value`.
@@ -155,7 +155,7 @@ def chat_ids(turns: Sequence[Mapping[str, Any]], tokenizer: Any, name: str, *, a
 
 
 def shuffled(documents: Iterable[Document], seed: int) -> Iterator[Document]:
-    """The documents in a random order, each drawn from the next `SHUFFLE_WINDOW` ones."""
+    """Yields the documents in a random order, each drawn from the next `SHUFFLE_WINDOW` ones."""
     generator = random.Random(seed)
     window: list[Document] = []
     for document in documents:
@@ -170,7 +170,7 @@ def shuffled(documents: Iterable[Document], seed: int) -> Iterator[Document]:
 
 
 def start_token(tokenizer: Any | None) -> int | None:
-    """The start token (BOS) with which the tokenizer begins every text; None where it begins with none."""
+    """Returns the start token (BOS) with which the tokenizer begins every text; None where it begins with none."""
     bos = getattr(tokenizer, "bos_token_id", None)
     if tokenizer is None or bos is None:
         return None
@@ -180,7 +180,9 @@ def start_token(tokenizer: Any | None) -> int | None:
 
 
 def cut_rows(ids: torch.Tensor, seqlen: int, start: int | None = None) -> torch.Tensor:
-    """Rows of `seqlen` tokens from documents `[documents, tokens]`; no row crosses documents, remainders are dropped.
+    """Returns the rows of `seqlen` tokens from documents `[documents, tokens]`.
+
+    No row crosses documents, remainders are dropped.
 
     With a start token, every row begins with it, and one that a document begins with already is not doubled.
     """
@@ -204,7 +206,7 @@ def pack_rows(
     name: str,
     start: int | None = None,
 ) -> torch.Tensor:
-    """Rows cut every `seqlen` tokens from the chain of all documents; no more are read than the rows need.
+    """Returns rows cut every `seqlen` tokens from the chain of all documents; no more are read than the rows need.
 
     Args:
         end: id of the token that closes a text; None puts in none.
@@ -236,7 +238,7 @@ def pack_rows(
 
 
 def whole_rows(documents: Iterable[Document], samples: int | None, seqlen: int, name: str) -> torch.Tensor:
-    """The beginning of every document that has `seqlen` tokens.
+    """Returns the beginning of every document that has `seqlen` tokens.
 
     Raises:
         ValueError: there are not enough such documents.

@@ -56,7 +56,7 @@ def generate_rows(
     temperatures: Sequence[float] = (1.0,),
     session: Session = _ALONE,
 ) -> torch.Tensor:
-    """Rows of tokens drawn from a causal language model.
+    """Returns the rows of tokens drawn from a causal language model.
 
     Args:
         model: transformers' or any module that maps ids `[rows, tokens]` to logits `[rows, tokens, vocabulary]`.
@@ -94,7 +94,10 @@ def generate_rows(
 
 
 def _rows_at_once(model: nn.Module, seqlen: int) -> int:
-    """How many rows grow together: as many as the memory for their cache allows, if the config tells its size."""
+    """Returns how many rows are generated together.
+
+    It is as many as the memory for their cache allows, if the config gives its size.
+    """
     config: Any = getattr(model, "config", None)
     layers, width = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     device = device_of(model)
@@ -109,19 +112,25 @@ def _rows_at_once(model: nn.Module, seqlen: int) -> int:
 
 
 def _of_all_layers(config: Any, name: str) -> Any:
-    """A field of a config; None where its layers differ in it (Gemma 4), for transformers raises an error then."""
+    """Returns a field of a config.
+
+    None where its layers differ in it (Gemma 4), for transformers raises an error then.
+    """
     return None if name in (getattr(config, "per_layer_attributes", None) or ()) else getattr(config, name, None)
 
 
 def _uniform(seed: int, row: int, seqlen: int) -> torch.Tensor:
-    """The numbers in [0, 1) that decide row `row`, whatever the other rows are."""
+    """Returns the numbers in [0, 1) that decide row `row`, whatever the other rows are."""
     # A multiplicative hash: neighbouring seeds and rows get streams that do not overlap.
     generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + row * 0xD1B54A32D192ED03) % 2**63)
     return torch.rand(seqlen, generator=generator)
 
 
 def _template(openings: Sequence[Sequence[int]], start: int | None, seqlen: int) -> torch.Tensor:
-    """How each token is chosen, int64 `[rows, seqlen]`: an id for itself, `_LIKELY` by argmax, `_DRAWN` at random."""
+    """Returns how each token is chosen, int64 `[rows, seqlen]`.
+
+    An id stands for itself, `_LIKELY` for argmax, and `_DRAWN` for a random draw.
+    """
     template = torch.full((len(openings), seqlen), _DRAWN)
     for row, opening in zip(template, openings, strict=True):
         if start is None and not len(opening):
@@ -188,7 +197,7 @@ def _draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _step(model: Any, prefix: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-    """Logits of the positions that are new, and the cache, None where the model keeps none."""
+    """Returns the logits of the positions that are new, and the cache, None where the model keeps none."""
     if hasattr(model, "prepare_inputs_for_generation"):
         new = prefix if cache is None else prefix[:, -1:]
         output = model(input_ids=new, use_cache=True, **cache_argument(model, cache))
@@ -217,7 +226,10 @@ def _check_length(model: nn.Module, seqlen: int) -> None:
 
 
 def first_token(model: nn.Module, tokenizer: Any | None) -> int | None:
-    """The start token (BOS) that a model's text begins with; None where neither tokenizer nor configs name one."""
+    """Returns the start token (BOS) that a model's text begins with.
+
+    None where neither tokenizer nor configs name one.
+    """
     for source in (tokenizer, getattr(model, "generation_config", None), getattr(model, "config", None)):
         token = getattr(source, "bos_token_id", None)
         if isinstance(token, int):
@@ -226,7 +238,7 @@ def first_token(model: nn.Module, tokenizer: Any | None) -> int | None:
 
 
 def _drawable(model: nn.Module, tokenizer: Any | None) -> torch.Tensor:
-    """Bool `[vocabulary]`, on the device of the embedding: tokens that may stand in the middle of a text."""
+    """Returns bool `[vocabulary]`, on the device of the embedding: tokens that may stand in the middle of a text."""
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None:
         raise ValueError(f"{type(model).__name__} {_NO_TEXT}: it has no embedding of token ids")

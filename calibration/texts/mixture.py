@@ -72,7 +72,7 @@ def mixture_rows(
     seqlen: int,
     own_only: bool = False,
 ) -> tuple[torch.Tensor, Record]:
-    """Rows of calibration text as the module docstring describes them, and how they came about.
+    """Returns the rows of calibration text as the module docstring describes them, and how they came about.
 
     Args:
         writer: of own text. Without it, or where its model cannot write, samples replace own text.
@@ -123,18 +123,18 @@ def mixture_rows(
 
 
 def rows_hash(rows: torch.Tensor) -> str:
-    """SHA-256 of token ids, int64 `[rows, seqlen]`."""
+    """Returns SHA-256 of token ids, int64 `[rows, seqlen]`."""
     return hashlib.sha256(rows.contiguous().numpy().tobytes()).hexdigest()
 
 
 def sample_texts(name: str) -> list[str]:
-    """The documents of a file of samples, separated by lines with a single %."""
+    """Returns the documents of a file of samples, separated by lines with a single %."""
     file = resources.files("quant.calibration.texts") / "sample_texts" / f"{name}.txt"
     return [document.strip("\n") for document in file.read_text(encoding="utf-8").split("\n%\n")]
 
 
 def turns(document: str) -> list[dict[str, str]]:
-    """The messages of a sample of dialogue, whose turns begin with `user: ` and `assistant: `."""
+    """Returns the messages of a sample of dialogue, whose turns begin with `user: ` and `assistant: `."""
     parts = re.split(r"^(user|assistant): ", document, flags=re.MULTILINE)[1:]
     return [{"role": r, "content": c.strip()} for r, c in zip(parts[::2], parts[1::2], strict=True)]
 
@@ -142,7 +142,7 @@ def turns(document: str) -> list[dict[str, str]]:
 def _shuffled_pieces(
     tokenizer: Any, length: int, start: int | None, end: int | None, generator: random.Random
 ) -> dict[str, list[torch.Tensor]]:
-    """The pieces of all files of samples, by part, each part in a random order."""
+    """Returns the pieces of all files of samples, by part, each part in a random order."""
     stock = {name: _pieces(name, tokenizer, length, start, end) for name in SHARES if name != OWN}
     for pieces in stock.values():
         generator.shuffle(pieces)
@@ -150,7 +150,7 @@ def _shuffled_pieces(
 
 
 def _pieces(name: str, tokenizer: Any, length: int, start: int | None, end: int | None) -> list[torch.Tensor]:
-    """A file of samples as pieces of at most `length` tokens, the end-of-text token included."""
+    """Returns a file of samples as pieces of at most `length` tokens, the end-of-text token included."""
     pieces = []
     for document in sample_texts(name):
         ids = _chat(turns(document), tokenizer, start) if name == CHAT else _text(document, tokenizer, start)
@@ -162,12 +162,14 @@ def _pieces(name: str, tokenizer: Any, length: int, start: int | None, end: int 
 
 
 def _text(text: str, tokenizer: Any, start: int | None) -> torch.Tensor:
-    """Token ids of a text without its start token."""
+    """Returns the token ids of a text without its start token."""
     return _bare(torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64), start)
 
 
 def _chat(messages: list[dict[str, str]], tokenizer: Any, start: int | None, *, ask: bool = False) -> torch.Tensor:
-    """Token ids of a chat without the start token: through the template, or with the roles' names where there is none.
+    """Returns the token ids of a chat without the start token.
+
+    The chat goes through the template, or is joined with the names of its roles where there is none.
 
     Args:
         messages: as templates take them.
@@ -236,7 +238,10 @@ def _own_pieces(
 
 
 def _apportioned(count: int, shares: Mapping[str, float]) -> dict[str, int]:
-    """`count` pieces divided by shares into whole numbers by largest remainders; on a tie the first part gets one."""
+    """Returns `count` pieces divided by shares into whole numbers by largest remainders.
+
+    On a tie the first part gets one.
+    """
     total = sum(shares.values())
     exact = {name: count * share / total for name, share in shares.items()}
     counts = {name: int(number) for name, number in exact.items()}
@@ -249,7 +254,7 @@ def _apportioned(count: int, shares: Mapping[str, float]) -> dict[str, int]:
 def _first_pieces(
     stock: Mapping[str, list[torch.Tensor]], counts: Mapping[str, int], length: int
 ) -> dict[str, list[torch.Tensor]]:
-    """The first pieces of every part, until they hold about as many tokens as `counts` pieces of `length`."""
+    """Returns the first pieces of every part, until they hold about as many tokens as `counts` pieces of `length`."""
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in stock}
     for name, pieces in stock.items():
         # Half a piece less, so that parts end above their share as often as below it.
@@ -261,7 +266,7 @@ def _first_pieces(
 
 
 def _without_own(stock: Mapping[str, list[torch.Tensor]], needed: int, length: int) -> dict[str, list[torch.Tensor]]:
-    """The first pieces of every part by its share of the samples, until they hold `needed` tokens or are used up."""
+    """Returns the first pieces of every part by its share, until they hold `needed` tokens or are used up."""
     shares = {name: SHARES[name] for name in stock}
     parts: dict[str, list[torch.Tensor]] = {}
     count = -(-needed // length)
@@ -272,7 +277,7 @@ def _without_own(stock: Mapping[str, list[torch.Tensor]], needed: int, length: i
 
 
 def _interleaved(parts: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """The pieces of all parts, each part spread evenly over the whole."""
+    """Returns the pieces of all parts, each part spread evenly over the whole."""
     # Piece i of n stands at (i + ½) / n of the whole, whatever n is.
     placed = [((i + 0.5) / len(pieces), piece) for pieces in parts.values() for i, piece in enumerate(pieces)]
     return [piece for _, piece in sorted(placed, key=lambda pair: pair[0])]

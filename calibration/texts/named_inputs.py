@@ -29,7 +29,9 @@ _MEDIA = {"pixel_values", "input_features", "input_values"}
 def read_inputs(
     source: str | Path, model: nn.Module, processor: Callable[[], Any], *, samples: int, seqlen: int
 ) -> Inputs | None:
-    """The first `samples` inputs of a source; None where it holds rows of tokens, or a text for a model of tokens.
+    """Returns the first `samples` inputs of a source.
+
+    None where it holds rows of tokens, or a text for a model of tokens.
 
     Args:
         source: as in the module docstring.
@@ -76,7 +78,7 @@ def _texts(source: str | Path, tokenizer: Any, samples: int, seqlen: int) -> lis
 
 
 def _named_tensors(path: Path, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
-    """The tensors of a file that is made of a model's arguments; None where it holds token ids alone."""
+    """Returns the tensors of a file that is made of a model's arguments; None where it holds token ids alone."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

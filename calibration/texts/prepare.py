@@ -57,7 +57,7 @@ class Preparer:
         return getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
 
     def inputs(self, samples: Sequence[Sample]) -> Inputs:
-        """A call for each sample; `about` describes their source in a few words."""
+        """Returns a call for each sample; `about` describes their source in a few words."""
         inputs = inputs_of([self._call(sample) for sample in samples], self.model)
         first, with_text = samples[0], sum(bool(sample.texts) for sample in samples)
         kind = "sounds" if first.has_sound else "images" if first.has_image else "texts"
@@ -96,12 +96,12 @@ class Preparer:
         return call
 
     def _target(self, sample: Sample) -> str:
-        """The decoder's text; empty for a sample without one."""
+        """Returns the decoder's text; empty for a sample without one."""
         index = 0 if sample.has_sound or sample.has_image else 1
         return sample.texts[index] if len(sample.texts) > index else ""
 
     def _prepare(self, sample: Sample) -> Any:
-        """The processor's result for a sample, arguments by name."""
+        """Returns the processor's result for a sample, arguments by name."""
         if sample.has_sound:
             return self._prepare_sound(sample)
         if sample.has_image:
@@ -136,7 +136,7 @@ class Preparer:
         return self.processor(text=text, truncation=True, max_length=self.length, **image)
 
     def _chat(self, texts: Sequence[str]) -> str:
-        """A dialogue about an image through the chat template: the question, and the caption as its answer if any."""
+        """Returns a dialogue about an image through the chat template: a question, and the caption as its answer."""
         if not self._template:
             return f"{self.processor.image_token}\n{texts[0] if texts else _QUESTION}"
         question = [{"type": "image"}, {"type": "text", "text": _QUESTION}]
@@ -150,7 +150,7 @@ class Preparer:
 
 
 def decoder_ids(model: nn.Module, tokenizer: Any, target: str, length: int) -> torch.Tensor:
-    """The decoder's input while it writes a text: its start token, then the text, int64 `[1, tokens]`.
+    """Returns the decoder's input while it writes a text: its start token, then the text, int64 `[1, tokens]`.
 
     Raises:
         ValueError: the config names no start token.
@@ -164,7 +164,7 @@ def decoder_ids(model: nn.Module, tokenizer: Any, target: str, length: int) -> t
 
 
 def start_of(model: nn.Module) -> int:
-    """The token with which a decoder begins.
+    """Returns the token with which a decoder begins.
 
     Raises:
         ValueError: the config names none.
@@ -183,7 +183,7 @@ def start_of(model: nn.Module) -> int:
 
 
 def _positions(config: Any, otherwise: int) -> int:
-    """The number of positions that a model's config names; `otherwise` if it names none."""
+    """Returns the number of positions that a model's config names; `otherwise` if it names none."""
     parts = (config, getattr(config, "text_config", None), getattr(config, "decoder", None))
     names = ("max_target_positions", "max_position_embeddings")
     values = [getattr(part, name, None) for part in parts for name in names]

@@ -44,7 +44,9 @@ class Corpus:
 
 
 def parse_corpus(spec: str) -> Corpus | None:
-    """The corpus that a string names, as the module docstring lists them; None for anything else, such as a text file.
+    """Returns the corpus that a string names, as the module docstring lists them.
+
+    None for anything else, such as a text file.
 
     Raises:
         ValueError: `hf:` without a name.
@@ -67,7 +69,7 @@ def parse_corpus(spec: str) -> Corpus | None:
 
 
 def read_records(corpus: Corpus, *, seed: int | None = None) -> Iterator[dict[str, Any]]:
-    """The records in order, or shuffled by `seed`.
+    """Yields the records in order, or shuffled by `seed`.
 
     Raises:
         FileNotFoundError: no such file.
@@ -95,7 +97,7 @@ def read_records(corpus: Corpus, *, seed: int | None = None) -> Iterator[dict[st
 
 
 def _undecoded(datasets: Any, records: Any) -> Any:
-    """The records with images and sounds as the bytes of their files: callers that need them decode them."""
+    """Returns the records with images and sounds as the bytes of their files: callers that need them decode them."""
     for name, feature in (records.features or {}).items():
         if isinstance(feature, datasets.Image | datasets.Audio):
             records = records.cast_column(name, type(feature)(decode=False))
@@ -122,7 +124,7 @@ def _explained(corpus: Corpus) -> Iterator[None]:
 
 
 def _open(datasets: Any, corpus: Corpus) -> Any:
-    """An iterable of records, or a dict of them by split."""
+    """Returns an iterable of records, or a dict of them by split."""
     if corpus.reader:
         options = {"sep": "\t"} if ".tsv" in corpus.path.lower() else {}
         return datasets.load_dataset(corpus.reader, data_files=corpus.path, streaming=True, **options)

@@ -66,7 +66,7 @@ class RowOptions:
     column: str | None = None
 
     def applied(self, corpus: Corpus) -> Corpus:
-        """The corpus with the configuration, split and column that are given here."""
+        """Returns the corpus with the configuration, split and column that are given here."""
         overrides = {"config": self.config, "split": self.split, "column": self.column}
         return replace(corpus, **{key: value for key, value in overrides.items() if value is not None})
 
@@ -82,7 +82,7 @@ def calibration_rows(
     progress: Callable[[int, int], None] | None = None,
     **options: Unpack[RowArguments],
 ) -> torch.Tensor:
-    """Calibration rows from any source.
+    """Returns calibration rows from any source.
 
     Args:
         source: None or `"self"` for text that `model` writes; a text, a token or a data set file, a folder of these,
@@ -147,7 +147,7 @@ def token_rows(
     seqlen: int,
     seed: int | None = None,
 ) -> torch.Tensor:
-    """Rows of token ids from a text file or from ids that exist already.
+    """Returns the rows of token ids from a text file or from ids that exist already.
 
     Args:
         text: a UTF-8 text file, whose rows begin with BOS where the tokenizer's texts do; a `.safetensors` file of
@@ -187,7 +187,7 @@ def token_rows(
 
 
 def _read_ids(text: Text, tokenizer: Any | None, name: str) -> tuple[torch.Tensor, int | None]:
-    """Token ids as int64 `[documents, tokens]`, and the start token that every row of them is to have."""
+    """Returns token ids as int64 `[documents, tokens]`, and the start token that every row of them is to have."""
     start = None
     if isinstance(text, torch.Tensor):
         ids = text
@@ -250,7 +250,7 @@ def _check_vocabulary(ids: torch.Tensor, size: int, name: str, owner: str = "tok
 
 
 def few_of(rows: torch.Tensor) -> torch.Tensor:
-    """A little of the calibration rows, to try things on: tokens of the first row, or whole inputs of another kind."""
+    """Returns a small part of the calibration rows for trial runs: the first tokens, or a whole input."""
     if not rows.is_floating_point():
         return rows[:1, :FEW]
     # Vectors are one token each; images and sequences have many.

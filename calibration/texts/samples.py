@@ -59,14 +59,14 @@ class Sample:
         return self.content is not None and not self.has_sound
 
     def sound(self, rate: int) -> np.ndarray:
-        """The sound at a sampling rate, float32 `[samples]`."""
+        """Returns the sound at a sampling rate, float32 `[samples]`."""
         if self.array is not None:
             return resampled(*self.array, rate).astype(np.float32)
         assert self.content is not None
         return read_sound(self.content, self.name, rate)
 
     def image(self) -> Any:
-        """The image in RGB, as pillow has it.
+        """Returns the image in RGB, as pillow has it.
 
         Raises:
             ValueError: it cannot be read, or pillow is missing.
@@ -86,7 +86,9 @@ class Sample:
 
 
 def read_samples(source: str | Path, count: int, *, pairs: bool) -> list[Sample] | None:
-    """The first `count` samples of a folder or data set, or fewer; None where it holds neither images nor sounds.
+    """Returns the first `count` samples of a folder or data set, or fewer.
+
+    None where it holds neither images nor sounds.
 
     Args:
         source: as in the module docstring.
@@ -115,7 +117,7 @@ def read_samples(source: str | Path, count: int, *, pairs: bool) -> list[Sample]
 
 
 def _text_of(file: Path) -> tuple[str, ...]:
-    """The caption or transcript of a file, from the .txt file of the same name."""
+    """Returns the caption or transcript of a file, from the .txt file of the same name."""
     text = file.with_suffix(".txt")
     if not text.is_file():
         return ()
@@ -141,7 +143,7 @@ def _samples(records: Iterator[Mapping[str, Any]], corpus: Corpus, name: str) ->
 
 
 def _media(record: Mapping[str, Any]) -> str | None:
-    """The first column that holds an image or a sound, as `datasets` gives one that it has not decoded."""
+    """Returns the first column that holds an image or a sound, as `datasets` gives one that it has not decoded."""
     held = ({"bytes", "path"}, {"array", "sampling_rate"})
     return next(
         (
@@ -164,7 +166,7 @@ def _content(value: Any, record_name: str) -> bytes:
 
 
 def _texts_of(record: Mapping[str, Any], corpus: Corpus, name: str) -> tuple[str, ...]:
-    """The texts of a record: of the columns that were named, or else of those with usual names."""
+    """Returns the texts of a record: of the columns that were named, or else of those with usual names."""
     named = corpus.column.split(",") if corpus.column else None
     if named is None:
         # {"translation": {"en": …, "de": …}}

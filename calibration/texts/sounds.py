@@ -21,12 +21,12 @@ _MAGIC = {b"RIFF": "WAV", b"fLaC": "FLAC", b"OggS": "Ogg", b"ID3": "MP3", b"\xff
 
 
 def is_sound(content: bytes) -> bool:
-    """Whether a file begins with the magic number of a sound format. A WebP image begins with RIFF, too."""
+    """Returns whether a file begins with the magic number of a sound format. A WebP image begins with RIFF, too."""
     return content.startswith(tuple(_MAGIC)) and content[8:12] != b"WEBP"
 
 
 def read_sound(content: bytes, name: str, rate: int) -> np.ndarray:
-    """The first `SECONDS` of a sound at a sampling rate.
+    """Returns the first `SECONDS` of a sound at a sampling rate.
 
     Args:
         content: of the file.
@@ -50,7 +50,7 @@ def read_sound(content: bytes, name: str, rate: int) -> np.ndarray:
 
 
 def resampled(sound: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
-    """A sound `[samples]` at another sampling rate; rates are samples per second."""
+    """Returns a sound `[samples]` at another sampling rate; rates are samples per second."""
     if rate == new_rate:
         return sound
     length = max(round(len(sound) * new_rate / rate), 1)
@@ -60,7 +60,10 @@ def resampled(sound: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
 
 
 def _read_pcm(content: bytes) -> tuple[np.ndarray, int | None]:
-    """Samples `[samples, channels]` and sampling rate of a WAV file with PCM; the rate is None for any other file."""
+    """Returns samples `[samples, channels]` and sampling rate of a WAV file with PCM.
+
+    The rate is None for any other file.
+    """
     try:
         with wave.open(io.BytesIO(content)) as file:
             width, count, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
@@ -79,7 +82,7 @@ def _read_pcm(content: bytes) -> tuple[np.ndarray, int | None]:
 
 
 def _read_any(content: bytes, name: str) -> tuple[np.ndarray, int]:
-    """Samples `[samples, channels]` and sampling rate of a file in another format, by the package soundfile."""
+    """Returns samples `[samples, channels]` and sampling rate of a file in another format, by the package soundfile."""
     kind = next((kind for magic, kind in _MAGIC.items() if content.startswith(magic)), None)
     if kind is None:
         raise ValueError(f"{name}: no sound that can be read; give WAV files with PCM samples")

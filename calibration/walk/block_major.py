@@ -82,7 +82,7 @@ def blocks_first(
 
 
 def _replaced(result: Any, hidden: torch.Tensor) -> Any:
-    """The result of a block with another hidden state in it."""
+    """Returns the result of a block with another hidden state in it."""
     if isinstance(result, torch.Tensor):
         return hidden
     if isinstance(result, tuple | list):

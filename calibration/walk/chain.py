@@ -92,7 +92,7 @@ class Chain:
         self.few: HandedOn = {}
 
     def take_states(self, session: Session, dtype: torch.dtype) -> tuple[States, torch.device | None]:
-        """The hidden states in front of the first block, in `dtype`, and the device where there is room for them.
+        """Returns the hidden states in front of the first block, in `dtype`, on the device if they fit there.
 
         The chain itself keeps none of them, so that they go when the first block is finished.
         """

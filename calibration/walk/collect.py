@@ -31,7 +31,7 @@ def collect_input_amax(
     session: Session | None = None,
     observers: Mapping[str, Observer] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Largest magnitude of the input of each named layer over `rows`, one forward pass a row.
+    """Returns the largest magnitude of the input of each named layer over `rows`, one forward pass a row.
 
     Ranks share the rows, unless there are observers, whose counts depend on the order of the rows.
 
@@ -94,7 +94,7 @@ def _check_called(names: Collection[str], called: Collection[str]) -> None:
 
 
 def _largest(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The largest value of all ranks by name."""
+    """Returns the largest value of all ranks by name."""
     largest: dict[str, torch.Tensor] = {}
     for part in gathered({name: value.cpu() for name, value in own.items()}):
         largest |= {name: torch.maximum(largest.get(name, value), value) for name, value in part.items()}
@@ -153,7 +153,7 @@ class WatchedExperts(ExpertStack):
         self.matrices, self.stacking, self.observe = matrices, stacking, observe
 
     def dense(self, index: int) -> torch.Tensor:
-        """The weight of one expert."""
+        """Returns the weight of one expert."""
         return self.matrices[index]
 
     def product(self, x: torch.Tensor, index: int) -> torch.Tensor:

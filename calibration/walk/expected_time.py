@@ -62,7 +62,7 @@ class ExpectedTime:
 def expected_time(
     model: nn.Module, plan: Plan, session: Session | None = None, *, rows: int, seqlen: int, written: int = 0
 ) -> ExpectedTime:
-    """How long `solve_plan` and the writing of its calibration text will take.
+    """Returns how long `solve_plan` and the writing of its calibration text will take.
 
     Args:
         model: its shapes are read.
@@ -110,7 +110,7 @@ def operations(pipeline: Pipeline) -> int:
 
 
 def passes(pipeline: Pipeline, on_gpu: bool) -> int:
-    """How often all calibration tokens go through each block, those of reconstruction apart; 0 without data."""
+    """Returns how often all calibration tokens go through each block, those of reconstruction apart; 0 without data."""
     if not pipeline.needs_data:
         return 0
     return _PASSES + (_GRADIENT_PASSES[on_gpu] if pipeline.two_sided else 0)
@@ -130,12 +130,12 @@ class _Speed:
             return 2 * tokens * _WIDTH**2 / self._seconds(lambda: x @ weight.T)
 
     def of_elements(self) -> float:
-        """Elements a second of an elementwise operation."""
+        """Returns the elements a second of an elementwise operation."""
         x = torch.ones(16 if self.device.type == "cuda" else 1, _WIDTH, _WIDTH, device=self.device)
         return x.numel() / self._seconds(lambda: x * x)
 
     def _seconds(self, call: Callable[[], torch.Tensor]) -> float:
-        """Seconds of a call, the mean of `_MEASURED` seconds: in so long, other processes take their share as well."""
+        """Returns the seconds of a call, a mean over `_MEASURED` seconds which includes other processes' share."""
         call()
         started, calls, passed = time.perf_counter(), 0, 0.0
         while passed < _MEASURED:
@@ -147,7 +147,7 @@ class _Speed:
 
 
 def in_words(seconds: float) -> str:
-    """A rough time as a person would say it: 20 s, 3 min, 2.5 h."""
+    """Returns a rough time as a person would say it: 20 s, 3 min, 2.5 h."""
     if seconds < 90:
         return f"{max(1, round(seconds, -1 if seconds >= 20 else None)):.0f} s"
     if seconds < 5400:

@@ -115,7 +115,7 @@ class FusedExperts:
             self.replaced.enter_context(forwarding(self.module, partial(experts_forward, self.module)))
 
     def results(self) -> list[tuple[LayerPlan, Solved | None]]:
-        """The solved projections. The original parameters are back in the module."""
+        """Returns the solved projections. The original parameters are back in the module."""
         put_back(self.module, self.originals)
         self.replaced.close()
         return self.solved
@@ -187,7 +187,7 @@ class FusedExperts:
         return stats_of(list(sums.values()), self.device, list(map(_owner, experts)))
 
     def _tokens(self, projection: str, count: int, run: Run) -> list[int]:
-        """How many tokens of all ranks reach each expert."""
+        """Returns how many tokens of all ranks reach each expert."""
         total = torch.zeros(count + 1, dtype=torch.int64)
         if not self.alone:
 
@@ -244,23 +244,28 @@ class FusedExperts:
 
 
 def _moment_width(member: LayerPlan) -> int | None:
-    """Width of the diagonal blocks of the second moment that a solver looks at; None for all of it."""
+    """Returns the width of the diagonal blocks of the second moment that a solver looks at; None for all of it."""
     assert member.weight is not None
     return member.weight.block[1] if isinstance(get_pipeline(member.solver).rounding, LocalHessian) else None
 
 
 def _trusted(tokens: int, inputs: int) -> float:
-    """Share of a fit of `inputs` coefficients to `tokens` errors that is worth making; few tokens fit by chance."""
+    """Returns the share of a fit of `inputs` coefficients to `tokens` errors that is worth making.
+
+    Few tokens fit by chance.
+    """
     return max(1 - 2 * inputs / max(tokens, 1), 0.0)
 
 
 def _owner(expert: int) -> int:
-    """The rank that solves an expert."""
+    """Returns the rank that solves an expert."""
     return expert % rank_and_world()[1]
 
 
 def stacked(matrices: Iterable[BlockScaledTensor], count: int, scratch: Scratch = IN_MEMORY) -> BlockScaledTensor:
-    """The matrices of all experts as one weight `[experts, out, in]`; each is dropped before the next is asked for.
+    """Returns the matrices of all experts as one weight `[experts, out, in]`.
+
+    Each is dropped before the next is asked for.
 
     Where they would take much of the memory, they lie in a file of `scratch`.
     """

@@ -65,7 +65,7 @@ class Settings:
     guard: Guard | None = None
 
     def dtype_for(self, stored: torch.dtype) -> torch.dtype:
-        """The dtype of the forward passes of a model that is stored in `stored`."""
+        """Returns the dtype of the forward passes of a model that is stored in `stored`."""
         return self.dtype or (torch.float32 if stored.itemsize < 4 else stored)
 
 
@@ -125,7 +125,7 @@ class Group:
         return re.sub(r"\d+", "#", "|".join(self.names)) + f":{self.members[0].shape[-1]}"
 
     def input(self, x: torch.Tensor) -> torch.Tensor:
-        """The input as the quantized layer sees it, but for its rounding."""
+        """Returns the input as the quantized layer sees it, but for its rounding."""
         return self.parts.input(x)
 
     def pool(self, device: torch.device, tokens: int) -> None:
@@ -146,16 +146,16 @@ class Group:
             yield x
 
     def original(self, batch: int) -> torch.Tensor:
-        """The input of the original model, `[tokens, in]`, scaled and rotated as the quantized one is."""
+        """Returns the input of the original model, `[tokens, in]`, scaled and rotated as the quantized one is."""
         return self.scaled(self.inputs[batch])
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        """An original input, scaled and rotated as the quantized one is."""
+        """Returns an original input, scaled and rotated as the quantized one is."""
         x = x if self.divisor is None else x / self.divisor.to(x)
         return RunTimeParts(hadamard=self.parts.hadamard).input(x)
 
     def round_input(self, x: torch.Tensor) -> torch.Tensor:
-        """The input as the quantized layer sees it."""
+        """Returns the input as the quantized layer sees it."""
         return round_activation(self.input(x), self.activation, self.input_scale)
 
     def fix_input_scale(self, observer: str, stored: torch.dtype) -> None:
@@ -176,7 +176,7 @@ class Group:
 
 
 def gather(members: Sequence[LayerPlan], prefix: str) -> list[Group]:
-    """Linear layers by fusion group; names within the block leave `prefix` out."""
+    """Returns linear layers by fusion group; names within the block leave `prefix` out."""
     return [
         Group(group, [layer.name.removeprefix(prefix) for layer in group], get_pipeline(group[0].solver))
         for group in groups_of(members).values()

@@ -17,7 +17,7 @@ from quant.recipes.recipe import presets
 
 
 def relative_error(reference: torch.Tensor, output: torch.Tensor) -> float:
-    """‖output - reference‖ / ‖reference‖, Frobenius norms in float64.
+    """Returns ‖output - reference‖ / ‖reference‖, Frobenius norms in float64.
 
     Infinite where `output` has NaN or infinity, or differs from a reference that is all zeros.
 
@@ -38,7 +38,7 @@ def relative_error(reference: torch.Tensor, output: torch.Tensor) -> float:
 
 
 def promote(layer: LayerPlan, error: float, limit: float, ladder: Sequence[Format | None]) -> LayerPlan:
-    """`layer` with the next format of its list where `error` exceeds `limit`, else `layer` itself.
+    """Returns `layer` with the next format of its list where `error` exceeds `limit`, else `layer` itself.
 
     An activation in the format that goes with the weight's moves with it; one in another format, or none, stays.
 
@@ -77,7 +77,7 @@ def promote(layer: LayerPlan, error: float, limit: float, ladder: Sequence[Forma
 
 
 def activation_of(weight: Format) -> Format | None:
-    """The format of inputs that goes with a weight format: as its preset says, or the same one."""
+    """Returns the format of inputs that goes with a weight format: as its preset says, or the same one."""
     preset = presets().get(weight.name)
     if preset is None:
         return weight

@@ -26,7 +26,9 @@ HandedOn = Mapping[Slot, "UserDict[Any, Any]"]
 
 
 def handed_on(calls: Mapping[str, Call], device: torch.device | None, dtype: torch.dtype | None) -> HandedOn:
-    """The mappings that the blocks of one pass hand on, as they are before the first block; on `device`, in `dtype`.
+    """Returns the mappings that the blocks of one pass hand on, as they are before the first block.
+
+    On `device`, in `dtype`.
 
     Args:
         calls: of the blocks, in order of execution.
@@ -54,5 +56,5 @@ def copied(mappings: HandedOn) -> HandedOn:
 
 
 def is_filled(call: Call) -> bool:
-    """Whether a mapping among the arguments of a block holds something."""
+    """Returns whether a mapping among the arguments of a block holds something."""
     return any(_is_mapping(value) and value for value in (*call.args, *call.kwargs.values()))

@@ -65,12 +65,12 @@ def block_bytes(
 
 
 def _widest(layers: Sequence[LayerPlan]) -> int:
-    """Numbers in the largest second moment."""
+    """Returns numbers in the largest second moment."""
     return max((layer.shape[-1] ** 2 for layer in layers if get_pipeline(layer.solver).needs_moment), default=0)
 
 
 def _together(layer: LayerPlan) -> int:
-    """Bytes of the second moments of experts that a rank holds together."""
+    """Returns the bytes of the second moments of experts that a rank holds together."""
     count, columns = layer.shape[0], layer.shape[-1]
     part = at_a_time(count, columns)[0]
     held = -(-(part.stop - part.start) // rank_and_world()[1])

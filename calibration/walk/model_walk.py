@@ -97,7 +97,7 @@ class ModelWalk:
             self.outputs = output_moments(self.model, groups, self.batches, self.session)
 
     def find_chains(self) -> tuple[list[list[str]], list[Chain]]:
-        """The names of the blocks of each chain, and the first chain that is planned, while the model is placed."""
+        """Returns the names of the blocks of each chain, and the first planned chain, while the model is placed."""
         names = block_names(self.model)
         with self._placed() as run:
             chains = find_chains(self.model, names, partial(run, self.few)) if names else []
@@ -105,12 +105,12 @@ class ModelWalk:
             return chains, [self._capture(walked, run) for walked in planned[:1]]
 
     def up_to_the_last_planned(self, chain: list[str]) -> list[str]:
-        """The blocks of a chain up to the last one with a planned layer."""
+        """Returns the blocks of a chain up to the last one with a planned layer."""
         planned = [position for position, name in enumerate(chain) if self._layers_of(name)]
         return chain[: planned[-1] + 1] if planned else []
 
     def capture(self, names: list[str]) -> Chain:
-        """A chain behind others, which are quantized by now: the model runs up to it once more."""
+        """Returns a chain behind others, which are quantized by now: the model runs up to it once more."""
         with self._placed() as run:
             return self._capture(names, run)
 
@@ -124,7 +124,7 @@ class ModelWalk:
             yield lambda batch: self.model(batch.to(device))
 
     def begin(self, chain: Chain) -> tuple[States, Sequence[str]]:
-        """The hidden states in front of the first block that is not finished, and the blocks from there on."""
+        """Returns the hidden states in front of the first block that is not finished, and the blocks from there on."""
         states, home = chain.take_states(self.session, self.dtype)
         # Without saved states no block is skipped, unless the whole chain is finished.
         finished, saved = self.store.resume(chain.names)
@@ -137,7 +137,7 @@ class ModelWalk:
     # ---- one block
 
     def open_block(self, chain: Chain, name: str, copies: list[torch.Tensor], states: States) -> Block:
-        """A block with its weights and its calls on the device where it is worked on.
+        """Returns a block with its weights and its calls on the device where it is worked on.
 
         Args:
             chain: holds it.
@@ -179,9 +179,10 @@ class ModelWalk:
         return self.store.end(name, outputs)
 
     def open_outside(self, chains: Sequence[Sequence[str]]) -> Block | None:
-        """The layers outside every block: the model itself is their block, with quantized blocks in place already.
+        """Opens the layers outside every block as a block of their own.
 
-        None where there are no such layers, or they are finished.
+        The model itself is their block, with its quantized blocks in place already. Returns None where there are no
+        such layers, or they are finished.
         """
         inside = {layer.name for chain in chains for name in chain for layer in self._layers_of(name)}
         members = [layer for layer in self.layers if layer.name not in inside]
@@ -199,7 +200,7 @@ class ModelWalk:
     def _block(
         self, module: nn.Module, copies: DeviceCopies, members: Sequence[LayerPlan], calls: BlockCalls, prefix: str
     ) -> Block:
-        """The block with the planned layers `members`, whose names begin with `prefix`."""
+        """Returns the block with the planned layers `members`, whose names begin with `prefix`."""
         scratch = Scratch.of(self.session)
         projections: dict[str, list[LayerPlan]] = {}
         for layer in members:
@@ -222,7 +223,7 @@ class ModelWalk:
         return [layer for layer in self.layers if layer.name.startswith(f"{block}.")]
 
     def tensors_of(self, block: str) -> list[torch.Tensor]:
-        """Parameters and buffers of a block."""
+        """Returns the parameters and buffers of a block."""
         return tensors_of(self.model.get_submodule(block).modules())
 
     def _device_of_whole(self) -> torch.device:
@@ -232,7 +233,7 @@ class ModelWalk:
 
 
 def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
-    """The weight of a layer as it is now; a parameter that goes home keeps no reference to it."""
+    """Returns the weight of a layer as it is now; a parameter that goes home keeps no reference to it."""
     if layer.kind == LayerKind.EXPERTS:
         return expert_matrices(model, layer.name)  # type: ignore[no-any-return]
     return weight_of(model, layer.name).data

@@ -51,7 +51,7 @@ def naming_the_culprit(model: nn.Module) -> Iterator[None]:
 
 
 def _culprit(model: nn.Module, block: str) -> str | None:
-    """The first tensor of a model that holds NaN or infinity, with its shape and how many values do."""
+    """Returns the first tensor of a model that holds NaN or infinity, with its shape and how many values do."""
     for is_buffer, tensors in ((False, model.named_parameters()), (True, model.named_buffers())):
         for name, tensor in tensors:
             # Reading every other block from its files would take minutes; their layers were seen before this one.

@@ -34,15 +34,15 @@ class Scratch:
 
     @classmethod
     def of(cls, session: Session) -> Scratch:
-        """The files of a run that keeps finished steps in a directory; memory for one that keeps none."""
+        """Returns the files of a run that keeps finished steps in a directory; memory for one that keeps none."""
         return cls(session.store.directory, session.usable_memory())
 
     def takes(self, nbytes: int) -> bool:
-        """Whether results of `nbytes` go to a file, because they would take much of the memory."""
+        """Returns whether results of `nbytes` go to a file, because they would take much of the memory."""
         return self.directory is not None and self.memory is not None and nbytes > self.memory * _SHARE
 
     def empty(self, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """An uninitialised tensor in a file, with the dtype of `like`; where that is on a GPU, one there.
+        """Returns an uninitialised tensor in a file, with the dtype of `like`; where that is on a GPU, one there.
 
         Raises:
             OSError: there is no room for it.

@@ -142,7 +142,7 @@ def solve_block(block: Block, *, needs_output: bool) -> States | None:
 
 
 def _makes_up(block: Block) -> bool:
-    """Whether a layer of the block is to make up for the error of the residual stream."""
+    """Returns whether a layer of the block is to make up for the error of the residual stream."""
     # The model itself as the block of layers outside of blocks takes token ids, and has no stream.
     in_stream = block.calls.few.hidden.is_floating_point()
     members = [*(g.members[0] for g in block.groups), *(m for e in block.experts for m in e.members)]
@@ -154,7 +154,10 @@ def _stream_error(block: Block, name: str) -> torch.Tensor | None:
 
 
 def _run_few(block: Block) -> torch.Tensor:
-    """The output of the original block on a few tokens; the same pass finds the layers that write to the stream."""
+    """Returns the output of the original block on a few tokens.
+
+    The same pass finds the layers that write to the stream.
+    """
     few = block.calls.few
     run = partial(block.module, *few.args, **few.kwargs)
     if not _makes_up(block):

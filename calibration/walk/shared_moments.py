@@ -75,7 +75,7 @@ def at_a_time(count: int, columns: int, width: int | None = None) -> list[slice]
 def stats_of(
     moments: Sequence[Moments], device: torch.device, owners: Sequence[int] | None = None, *, again: bool = False
 ) -> list[LayerStats | None]:
-    """The means of several sums over all ranks; None where no token came. All ranks must ask together.
+    """Returns the means of several sums over all ranks; None where no token came. All ranks must ask together.
 
     Args:
         moments: the sums, which are empty afterwards.
@@ -110,7 +110,7 @@ def pooled(
     tokens: int | None = None,
     before: LayerStats | None = None,
 ) -> LayerStats | None:
-    """The statistics of all tokens together, from sums of which each has its second moment at its owner.
+    """Returns the statistics of all tokens together, from sums of which each has its second moment at its owner.
 
     `tokens` and `before` are as of `pooled_stats`.
     """

@@ -70,7 +70,7 @@ class StandIn(nn.Module):
         return matrix_of(self.dense, self.parts)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """The output without its bias."""
+        """Returns the output without its bias."""
         # The low-rank branch below reads the input unrounded, as kernels do at run time.
         out = nn.functional.linear(self.group.round_input(x), self.dense)
         branch = self.parts.branch(self.parts.input(x)) if self.parts.lowrank else None
@@ -88,7 +88,7 @@ class StandIn(nn.Module):
 
 
 def weight_of(block: nn.Module, name: str) -> torch.Tensor:
-    """The weight of the module called `name`."""
+    """Returns the weight of the module called `name`."""
     weight = block.get_submodule(name).weight
     assert isinstance(weight, torch.Tensor)
     return weight

@@ -82,7 +82,7 @@ def _value_problem(name: str, tensor: torch.Tensor, format: Format, shape: tuple
 
 
 def scale_problem(scale: torch.Tensor) -> str | None:
-    """The fault of float scales that are not all positive and finite."""
+    """Returns the fault of float scales that are not all positive and finite."""
     if scale.dtype not in _FLOATS:
         return f"is {_named(scale.dtype)}, expected a float"
     if is_positive(scale):
@@ -94,7 +94,7 @@ def scale_problem(scale: torch.Tensor) -> str | None:
 
 
 def value_problem(tensor: torch.Tensor, *, is_buffer: bool = False) -> str | None:
-    """The fault of a float tensor that holds NaN or infinity; a buffer may be a mask, which holds -infinity."""
+    """Returns the fault of a float tensor that holds NaN or infinity; a buffer may be a mask, which holds -infinity."""
     if is_finite_or_mask(tensor) if is_buffer else is_finite(tensor):
         return None
     wide = tensor.float()
@@ -143,7 +143,7 @@ def plan_problems(
 
 
 def _config_of_plan(layout: Layout, plan: Plan, names: StoredNames) -> Mapping[str, Any] | None:
-    """The config that is written for a plan; None where the layout cannot hold the plan."""
+    """Returns the config that is written for a plan; None where the layout cannot hold the plan."""
     try:
         layout.check_plan(plan)
     except ValueError:

@@ -35,7 +35,7 @@ from quant.recipes.plan import Plan
 
 
 def expected_tensors(format: Format, activation: Format | None, shape: tuple[int, ...]) -> dict[str, ExpectedTensor]:
-    """The tensors that are stored for a matrix `[out, in]`, by their names below the layer's."""
+    """Returns the tensors that are stored for a matrix `[out, in]`, by their names below the layer's."""
     (rows, columns), element = shape, format.element
     scale_dtypes = () if format.scale.is_wide else (format.scale.torch_dtype or torch.uint8,)
     tensors = {"weight_scale": ExpectedTensor(format.scale_shape(shape), scale_dtypes)}
@@ -58,7 +58,7 @@ def compress(
     dtype: torch.dtype,
     activation: Format | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of one linear layer, by their names below the layer's; the inverse of `decompress`.
+    """Returns the tensors of one linear layer, by their names below the layer's; the inverse of `decompress`.
 
     Args:
         weight: `[out, in]`.
@@ -93,19 +93,19 @@ def compress(
 
 
 def stored_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A float scale in the model's dtype if that holds it without loss, else in float32."""
+    """Returns a float scale in the model's dtype if that holds it without loss, else in float32."""
     # A copy: gate and up of an expert may share a scale, and safetensors refuses tensors that share memory.
     stored = scale.to(dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32, copy=True)
     return stored if torch.equal(stored.float(), scale.float()) else scale.to(torch.float32, copy=True)
 
 
 def holds(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a layer's tensors are named as in this layout alone. With eight bits the layouts may agree."""
+    """Returns whether a layer's tensors are named as in this layout alone. With eight bits the layouts may agree."""
     return not tensors.keys().isdisjoint(("weight_packed", "weight_global_scale", "input_global_scale"))
 
 
 def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[BlockScaledTensor, torch.Tensor | None]:
-    """The weight and static activation scale of a layer; KeyError if a tensor of the format is missing."""
+    """Returns the weight and static activation scale of a layer; KeyError if a tensor of the format is missing."""
     # A matrix `[out, in]` has codes of [out, in · bits / 8] bytes, INT4 of [out, in / 8] words.
     codes = tensors["weight_packed" if format.element.bits < 8 else "weight"]
     if format.element is INT4:
@@ -123,17 +123,17 @@ def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[Blo
 
 
 def stored_kv_scale(name: str, scale: torch.Tensor, dtype: torch.dtype) -> tuple[str, torch.Tensor]:
-    """The name and form on disk of a scale of the KV cache: one number, or one a head."""
+    """Returns the name and form on disk of a scale of the KV cache: one number, or one a head."""
     return name, stored_scale(scale if scale.dim() else scale.reshape(1), dtype)
 
 
 def kv_name_of_module(name: str) -> str:
-    """The name in the model of a scale of the KV cache, which this layout keeps."""
+    """Returns the name in the model of a scale of the KV cache, which this layout keeps."""
     return name
 
 
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    """The stored reciprocal of a scale: in float32 if that gives the scale back, else in float64."""
+    """Returns the stored reciprocal of a scale: in float32 if that gives the scale back, else in float64."""
     # Two adjacent float32 numbers may have one float32 reciprocal, and then the way back is ambiguous. A float64 tensor
     # tells `write_tensors` to keep the exact number in the file's metadata.
     exact = 1 / scale.double().reshape(1)
@@ -142,12 +142,12 @@ def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _inverse(reciprocal: torch.Tensor) -> torch.Tensor:
-    """The scale of a stored reciprocal: in float32 if that gives the reciprocal back, else in float64."""
+    """Returns the scale of a stored reciprocal: in float32 if that gives the reciprocal back, else in float64."""
     exact = 1 / reciprocal.double().reshape(())
     single = exact.float()
     return single if torch.equal((1 / single.double()).to(reciprocal.dtype), reciprocal.reshape(())) else exact
 
 
 def own_files(plan: Plan, names: StoredNames | None = None) -> dict[str, dict[str, Any]]:
-    """The layout has no config file beside config.json."""
+    """Returns the layout has no config file beside config.json."""
     return {}

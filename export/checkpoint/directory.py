@@ -158,7 +158,7 @@ def _check_files(path: Path, overwrite: bool) -> None:
 
 
 def umask() -> int:
-    """The mask that new files get, which can only be read by setting it."""
+    """Returns the mask that new files get, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

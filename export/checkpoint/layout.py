@@ -60,7 +60,7 @@ class Layout(Protocol):
     def expected_tensors(
         self, format: Format, activation: Format | None, shape: tuple[int, ...]
     ) -> dict[str, ExpectedTensor]:
-        """The tensors that are stored for a matrix `[out, in]`, by their names below the layer's."""
+        """Returns the tensors that are stored for a matrix `[out, in]`, by their names below the layer's."""
 
     def compress(
         self,
@@ -69,7 +69,7 @@ class Layout(Protocol):
         dtype: torch.dtype,
         activation: Format | None = None,
     ) -> dict[str, torch.Tensor]:
-        """The tensors of one linear layer, by their names below the layer's; the inverse of `decompress`.
+        """Returns the tensors of one linear layer, by their names below the layer's; the inverse of `decompress`.
 
         Args:
             weight: `[out, in]`.
@@ -79,29 +79,32 @@ class Layout(Protocol):
         """
 
     def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a layer's tensors are named as in this layout alone. With eight bits the layouts may agree."""
+        """Returns whether a layer's tensors are named as in this layout alone.
+
+        With eight bits the layouts may agree.
+        """
 
     def decompress(
         self, tensors: Mapping[str, torch.Tensor], format: Format
     ) -> tuple[BlockScaledTensor, torch.Tensor | None]:
-        """The weight and static activation scale of a layer; KeyError if a tensor of the format is missing."""
+        """Returns the weight and static activation scale of a layer; KeyError if a tensor of the format is missing."""
 
     def stored_kv_scale(self, name: str, scale: torch.Tensor, dtype: torch.dtype) -> tuple[str, torch.Tensor]:
-        """The name and form on disk of a scale of the KV cache, `….self_attn.k_scale` or `….v_scale`."""
+        """Returns the name and form on disk of a scale of the KV cache, `….self_attn.k_scale` or `….v_scale`."""
 
     def kv_name_of_module(self, name: str) -> str:
-        """The name in the model of a scale of the KV cache; any other name stays."""
+        """Returns the name in the model of a scale of the KV cache; any other name stays."""
 
     def quantization_config(self, plan: Plan, names: StoredNames | None = None) -> dict[str, Any]:
-        """`quantization_config` for config.json, of a plan that `check_plan` has passed."""
+        """Returns `quantization_config` for config.json, of a plan that `check_plan` has passed."""
 
     def own_files(self, plan: Plan, names: StoredNames | None = None) -> dict[str, dict[str, Any]]:
-        """The contents of the config files that the layout has beside config.json, by file name."""
+        """Returns the contents of the config files that the layout has beside config.json, by file name."""
 
     def read_config(
         self, config: Mapping[str, Any], names: StoredNames, tensors: Container[str] = ()
     ) -> tuple[FormatsOf, Format | None]:
-        """The formats that a config gives to matrices, and the format of the KV cache.
+        """Returns the formats that a config gives to matrices, and the format of the KV cache.
 
         Args:
             config: the `quantization_config`, or the table of the layout's own file.
@@ -120,11 +123,11 @@ class Layout(Protocol):
         """
 
     def agrees(self, layer: LayerPlan, weight: Format | None, activation: Format | None) -> bool:
-        """Whether formats that `read_config` gave for a layer mean the formats of its plan."""
+        """Returns whether formats that `read_config` gave for a layer mean the formats of its plan."""
 
 
 def same_values(a: Format | None, b: Format | None) -> bool:
-    """Whether two formats round alike, whatever their names; None is 16 bit."""
+    """Returns whether two formats round alike, whatever their names; None is 16 bit."""
     if a is None or b is None:
         return a is b
     return (a.element, a.scale, a.block, a.global_scale) == (b.element, b.scale, b.block, b.global_scale)

@@ -15,10 +15,10 @@ LAYOUTS: dict[str, Layout] = {MODELOPT: modelopt, COMPRESSED_TENSORS: compressed
 
 
 def layout_of_config(config: Mapping[str, Any]) -> Layout:
-    """The layout that a config describes; the table in ModelOpt's own file does not name its method."""
+    """Returns the layout that a config describes; the table in ModelOpt's own file does not name its method."""
     return LAYOUTS.get(str(config.get("quant_method")), LAYOUTS[MODELOPT])
 
 
 def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> Layout:
-    """The layout of one layer's tensors, given by their names below the layer's."""
+    """Returns the layout of one layer's tensors, given by their names below the layer's."""
     return next((layout for layout in LAYOUTS.values() if layout.holds(tensors)), LAYOUTS[COMPRESSED_TENSORS])

@@ -41,7 +41,7 @@ _KV_SCALE_STORED = re.compile(r"(.+)\.([kv])_proj\.\2_scale")
 
 
 def expected_tensors(format: Format, activation: Format | None, shape: tuple[int, ...]) -> dict[str, ExpectedTensor]:
-    """The tensors that are stored for a matrix `[out, in]`, by their names below the layer's."""
+    """Returns the tensors that are stored for a matrix `[out, in]`, by their names below the layer's."""
     (rows, columns), element = shape, format.element
     scale_dtypes = () if format.scale.is_wide else (format.scale.torch_dtype or torch.uint8,)
     codes_shape = (rows // 2, columns) if element is INT4 else (rows, packed_width(columns, element))
@@ -62,7 +62,7 @@ def compress(
     dtype: torch.dtype = torch.float32,
     activation: Format | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of one linear layer, by their names below the layer's; the inverse of `decompress`.
+    """Returns the tensors of one linear layer, by their names below the layer's; the inverse of `decompress`.
 
     `weight` is `[out, in]`, and `input_scale` its static activation scale, a scalar (for NVFP4 the second-level scale).
     All scales are float32 here; `dtype` and `activation` matter to the other layout only.
@@ -84,7 +84,7 @@ def compress(
 
 
 def _pack_rows(weight: BlockScaledTensor) -> torch.Tensor:
-    """INT4 codes, two rows to a byte."""
+    """Returns INT4 codes, two rows to a byte."""
     # ours      [out, in / 2]    byte (r, c) = code (r, 2c)  | code (r, 2c + 1) << 4
     # theirs    [out / 2, in]    byte (r, c) = code (2r, c)  | code (2r + 1, c) << 4
     codes = unpack(weight.codes, 4, weight.shape[-1])
@@ -102,12 +102,12 @@ def _float32_if_exact(scale: torch.Tensor) -> torch.Tensor:
 
 
 def holds(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a layer's tensors are named as only this layout does. With eight bits both layouts may agree."""
+    """Returns whether a layer's tensors are named as only this layout does. With eight bits both layouts may agree."""
     return "weight_scale_2" in tensors or ("weight" in tensors and tensors["weight"].dtype is torch.uint8)
 
 
 def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[BlockScaledTensor, torch.Tensor | None]:
-    """The weight and static activation scale of a layer; KeyError if a tensor of the format is missing."""
+    """Returns the weight and static activation scale of a layer; KeyError if a tensor of the format is missing."""
     codes, scale = tensors["weight"], tensors["weight_scale"]
     codes = _unpack_rows(codes) if format.element is INT4 else codes
     shape = (codes.shape[0], codes.shape[1] * 8 // format.element.bits)
@@ -118,7 +118,7 @@ def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[Blo
 
 
 def stored_kv_scale(name: str, scale: torch.Tensor, dtype: torch.dtype) -> tuple[str, torch.Tensor]:
-    """The name and form on disk of a scale of the KV cache: `….k_scale` becomes `….k_proj.k_scale`, float32.
+    """Returns the name and form on disk of a scale of the KV cache: `….k_scale` becomes `….k_proj.k_scale`, float32.
 
     Raises:
         ValueError: one scale a head, for which the layout has no place.
@@ -134,6 +134,6 @@ def stored_kv_scale(name: str, scale: torch.Tensor, dtype: torch.dtype) -> tuple
 
 
 def kv_name_of_module(name: str) -> str:
-    """The name in the model of a scale of the KV cache; any other name stays."""
+    """Returns the name in the model of a scale of the KV cache; any other name stays."""
     match = _KV_SCALE_STORED.fullmatch(name)
     return f"{match[1]}.{match[2]}_scale" if match else name

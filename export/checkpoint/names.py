@@ -66,7 +66,7 @@ class StoredNames:
     carried_modules: tuple[str, ...] = ()
 
     def stored(self, name: str) -> str:
-        """The name on disk of the tensor `name`, whatever the suffix of a quantized weight's part."""
+        """Returns the name on disk of the tensor `name`, whatever the suffix of a quantized weight's part."""
         return _as_weight(name, lambda weight: _apply(self.renamings, _swap(weight, self.experts)))
 
     def of_model(self, name: str) -> str:
@@ -75,12 +75,12 @@ class StoredNames:
         return _as_weight(name, lambda weight: self.parameters.get(weight) or _swap(_apply(self.back, weight), ours))
 
     def both(self, layer: str) -> list[str]:
-        """A layer's name as transformers knows it, and, where that differs, as the files have it."""
+        """Returns a layer's name as transformers knows it, and, where that differs, as the files have it."""
         return list(dict.fromkeys((layer, self.stored(f"{layer}.weight").removesuffix(".weight"))))
 
 
 def stored_names(model: nn.Module | None) -> StoredNames:
-    """The names for a model of transformers; for any other, nothing changes."""
+    """Returns the names for a model of transformers; for any other, nothing changes."""
     # A model of transformers cannot exist while its library is not loaded.
     if model is None or "transformers" not in sys.modules or not hasattr(model, "base_model_prefix"):
         return StoredNames()
@@ -122,7 +122,7 @@ def _is_apart(model: nn.Module) -> bool:
 
 
 def _placeless(model: nn.Module, fused: Collection[str]) -> Iterator[tuple[str, Stacking]]:
-    """Parameters of experts that no rule of transformers joins from the matrices of single experts."""
+    """Yields the parameters of experts that no rule of transformers joins from the matrices of single experts."""
     for path, module in model.named_modules():
         held = [last for last, _ in module.named_parameters(recurse=False)]
         for last in (*held, *(last for last, child in module.named_children() if isinstance(child, ExpertStack))):
@@ -131,28 +131,28 @@ def _placeless(model: nn.Module, fused: Collection[str]) -> Iterator[tuple[str, 
 
 
 def _servers_know(stored: str, stacking: Stacking) -> bool:
-    """Whether servers read a stack of this name; an empty one would stop them, too."""
+    """Returns whether servers read a stack of this name; an empty one would stop them, too."""
     return stacking.is_plain and stored.endswith((".experts.gate_up_proj", ".experts.down_proj"))
 
 
 def _state_names(model: Any) -> list[str]:
-    """Names of the tensors that a model stores, those of fused experts left out: rules name their parts."""
+    """Returns the names of the tensors that a model stores, those of fused experts left out: rules name their parts."""
     return [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.dim() != 3]
 
 
 def matrix_names(name: str, expert: int) -> list[str]:
-    """Names of the matrices of one expert in a parameter, in the order of its rows."""
+    """Returns the names of the matrices of one expert in a parameter, in the order of its rows."""
     stem, _, last = name.rpartition(".")
     return [f"{stem}.{expert}.{part}".rstrip(".") for part in EXPERT_PARTS.get(last, (last,))]
 
 
 def expert_names(name: str, experts: int) -> list[str]:
-    """Names on disk of the matrices in a fused parameter that stays in 16 bit, expert by expert."""
+    """Returns the names on disk of the matrices in a fused parameter that stays in 16 bit, expert by expert."""
     return [f"{matrix}.weight" for expert in range(experts) for matrix in matrix_names(name, expert)]
 
 
 def cut_experts(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The matrices `[experts, out, in]` of a parameter as one for each of `expert_names`: views."""
+    """Returns the matrices `[experts, out, in]` of a parameter as one for each of `expert_names`: views."""
     # [experts, gate and up rows, in] is one run of rows: expert 0's gate, its up, expert 1's gate, …
     names = expert_names(name, len(weight))
     return dict(zip(names, weight.flatten(0, 1).chunk(len(names)), strict=True))
@@ -172,7 +172,7 @@ def _renaming(rule: Any) -> Rename:
 
 
 def _fused(rules: Iterable[Any]) -> dict[str, tuple[str, ...]]:
-    """Names on disk of an expert's matrices, by the parameter that they are stacked in."""
+    """Returns the names on disk of an expert's matrices, by the parameter that they are stacked in."""
     names_on_disk = {}
     for rule in rules:
         # Experts are stacked; gate and up of each are concatenated before.
@@ -187,7 +187,10 @@ def _fused(rules: Iterable[Any]) -> dict[str, tuple[str, ...]]:
 
 
 def _as_weight(name: str, rename: Rename) -> str:
-    """`name` renamed; the rules have names of weights only, and the parts of a quantized weight follow the weight."""
+    """Returns `name` renamed.
+
+    The rules have names of weights only, and the parts of a quantized weight follow the weight.
+    """
     # experts.3.gate_proj.weight_scale  ->  experts.3.gate_proj.weight  ->  experts.3.w1.weight  ->  … .weight_scale
     stem, _, suffix = name.rpartition(".")
     if not suffix.startswith(("weight_", "input_")):
@@ -202,7 +205,7 @@ def _apply(renamings: Iterable[Rename], name: str) -> str:
 
 
 def _swap(name: str, parts: Mapping[str, str]) -> str:
-    """`name`, in which the matrix of an expert has its name of `parts`."""
+    """Returns `name`, in which the matrix of an expert has its name of `parts`."""
     match = _EXPERT.fullmatch(name)
     if match is None or match[2] not in parts:
         return name

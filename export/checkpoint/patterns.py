@@ -43,7 +43,7 @@ Part = Callable[[str, int], int]
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a regular expression matches at the start of `name`, as `re.match` says.
+    """Returns whether a regular expression matches at the start of `name`, as `re.match` says.
 
     Raises:
         ValueError: too long, no regular expression, or with parts that take more than the positions (back references,
@@ -68,7 +68,7 @@ def _compiled(pattern: str) -> Part:
 
 
 def _tokens(pattern: str) -> Iterator[re.Match[str]]:
-    """The tokens of a pattern that `re` accepts, without comments."""
+    """Yields the tokens of a pattern that `re` accepts, without comments."""
     end = 0
     while end < len(pattern):
         token = _TOKENS.match(pattern, end)
@@ -82,7 +82,7 @@ def _tokens(pattern: str) -> Iterator[re.Match[str]]:
 
 
 def _branches(tokens: Iterator[re.Match[str]], pattern: str) -> Part:
-    """The part up to the end of its group: the branches between `|`."""
+    """Returns the part up to the end of its group: the branches between `|`."""
     # a(b|c)*d   is the sequence of a, the repetition of the branches b and c, and d
     branches: list[list[Part]] = [[]]
     char = ""  # the last token, if it is a character that a repetition may follow
@@ -107,7 +107,7 @@ def _branches(tokens: Iterator[re.Match[str]], pattern: str) -> Part:
 
 
 def _bounds(token: re.Match[str]) -> tuple[int, int | None]:
-    """The least and greatest count of a repetition; None is without limit."""
+    """Returns the least and greatest count of a repetition; None is without limit."""
     if token["repeat"][0] in "*+?":
         return int(token["repeat"][0] == "+"), 1 if token["repeat"][0] == "?" else None
     if token["least"] is None:
@@ -119,7 +119,7 @@ def _bounds(token: re.Match[str]) -> tuple[int, int | None]:
 
 @lru_cache(4096)
 def _where(token: str, name: str) -> int:
-    """The positions of a name at which a character, a set of characters or an anchor stands."""
+    """Returns the positions of a name at which a character, a set of characters or an anchor stands."""
     return sum(1 << match.start() for match in re.finditer(token, name))
 
 
@@ -168,7 +168,7 @@ def _either(branches: list[Part]) -> Part:
 
 
 def _ahead(part: Part, expected: bool) -> Part:
-    """A look-ahead: the positions from which `part` matches, or does not."""
+    """Returns a look-ahead: the positions from which `part` matches, or does not."""
 
     @lru_cache(4096)
     def holds(name: str, position: int) -> bool:

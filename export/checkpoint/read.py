@@ -33,7 +33,7 @@ RUN_TIME_PARTS = ("pre_scale", "lowrank_down", "lowrank_up")
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold the tensors of a checkpoint."""
+    """Returns the files that hold the tensors of a checkpoint."""
     return sorted(directory.glob("*.safetensors"))
 
 
@@ -100,16 +100,16 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         return _by_module(self)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Returns the shape of a tensor."""
         handle, stored, _ = self._where[name]
         return tuple(handle.get_slice(stored).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
+        """Returns the dtype of a tensor."""
         return self[name].dtype
 
     def is_mapped(self, name: str) -> bool:
-        """Whether reading a tensor takes no memory."""
+        """Returns whether reading a tensor takes no memory."""
         return name in self._where
 
     def matrix(self, name: str, index: int) -> torch.Tensor:
@@ -117,11 +117,11 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         return self[name][index]
 
     def stored_name(self, name: str) -> str:
-        """The name that a tensor has in its file."""
+        """Returns the name that a tensor has in its file."""
         return self._where[name][1]
 
     def place(self, name: str) -> str:
-        """The file that a tensor is in and its name there, for messages; the directory where there is none."""
+        """Returns the file that a tensor is in and its name there, for messages; the directory where there is none."""
         if name not in self._where:
             return f"{self._directory}: {name}"
         _, stored, file = self._where[name]
@@ -129,13 +129,13 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
 
 def carried_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors in a checkpoint that its model's class ignores, by their names on disk."""
+    """Returns the shapes of the tensors in a checkpoint that its model's class ignores, by their names on disk."""
     files = TensorFiles(directory, meta=True)
     return {name: files.shape(name) for name in files if name in files.carried}
 
 
 def head_shapes(directory: Path) -> dict[str, tuple[int, int]]:
-    """The shapes `[out, in]` of a checkpoint's quantized layers that the model's class ignores, by their names.
+    """Returns the shapes `[out, in]` of a checkpoint's quantized layers that the model's class ignores, by their names.
 
     Raises:
         ValueError: damaged metadata; the message names the file.
@@ -162,7 +162,7 @@ def _opened(file: Path) -> Any:
 
 
 def _carried_names(handle: Any, file: Path) -> list[str]:
-    """Names in the metadata of a file, which it holds."""
+    """Returns the names in the metadata of a file, which it holds."""
     try:
         names = typed(list[str], parse_json((handle.metadata() or {}).get(CARRIED, "[]")), "names")
     except ValueError as error:
@@ -171,7 +171,7 @@ def _carried_names(handle: Any, file: Path) -> list[str]:
 
 
 def _exact_scales(handle: Any, file: Path) -> dict[str, float]:
-    """The scales of a file that float32 does not hold, by name."""
+    """Returns the scales of a file that float32 does not hold, by name."""
     try:
         texts = typed(dict[str, str], parse_json((handle.metadata() or {}).get(EXACT, "{}")), "scales")
         scales = {name: float.fromhex(text) for name, text in texts.items()}
@@ -186,7 +186,7 @@ def _exact_scales(handle: Any, file: Path) -> dict[str, float]:
 
 
 def _by_module(names: Iterable[str]) -> dict[str, list[str]]:
-    """The last parts of tensors' names, by the module before them."""
+    """Returns the last parts of tensors' names, by the module before them."""
     by_module: dict[str, list[str]] = {}
     for name in names:
         module, _, last = name.rpartition(".")
@@ -195,13 +195,16 @@ def _by_module(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def layer_tensor_names(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> list[str]:
-    """Names of the tensors that belong to a quantized layer, other than its bias."""
+    """Returns the names of the tensors that belong to a quantized layer, other than its bias."""
     below = tensors.below if isinstance(tensors, TensorFiles) else _by_module(tensors)
     return [f"{name}.{own}" for name, _ in _matrices(layer) for own in below.get(name, ()) if own != "bias"]
 
 
 def _matrices(layer: LayerPlan) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the matrices of a layer; a fused-expert projection has one or two for each expert."""
+    """Returns the names and shapes of the matrices of a layer.
+
+    A fused-expert projection has one or two for each expert.
+    """
     if layer.kind != LayerKind.EXPERTS:
         return [(layer.name, layer.matrix)]
     names = [matrix_names(layer.name, expert) for expert in range(layer.shape[0])]
@@ -273,7 +276,7 @@ def _read_linear(
 
 
 def place(tensors: Mapping[str, torch.Tensor], name: str) -> str:
-    """How messages call a tensor: by its file and its name there, where it is in one."""
+    """Returns how messages call a tensor: by its file and its name there, where it is in one."""
     return tensors.place(name) if isinstance(tensors, TensorFiles) else name
 
 

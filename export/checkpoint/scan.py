@@ -99,7 +99,7 @@ def _runs(file: Path) -> list[_Run]:
 
 
 def _suspects(file: Path, run: _Run, start: int) -> list[str]:
-    """Names of the tensors of a run in whose pieces, of one task from `start` on, there is NaN or infinity."""
+    """Returns the names of the tensors with NaN or infinity in the pieces of one task, from `start` on."""
     if not hasattr(_own, "buffer"):
         _own.buffer = torch.empty(_PIECE, dtype=torch.uint8)
     names: list[str] = []

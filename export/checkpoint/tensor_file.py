@@ -65,7 +65,7 @@ class FileLog(Protocol):
     """Records how far files were written, so that a later run continues them."""
 
     def begun(self, file: str) -> tuple[int, Any]:
-        """How many bytes of a file are whole, up to the end of a tensor, and the state of their SHA-256."""
+        """Returns how many bytes of a file are whole, up to the end of a tensor, and the state of their SHA-256."""
 
     def reached(self, file: str, size: int, sha256: str, tensors: Sequence[str]) -> None:
         """Records that the first `size` bytes are on the disk, and `tensors` that ended since the last call."""
@@ -180,7 +180,7 @@ def _pieces(
     masks: Collection[str] | None,
     resume_at: int,
 ) -> Iterator[tuple[str | None, memoryview]]:
-    """The bytes of the file after the first `resume_at`, and with the last piece of a tensor its name.
+    """Yields the bytes of the file after the first `resume_at`, and with the last piece of a tensor its name.
 
     A piece is valid until `_UNHASHED` + 1 more have been yielded.
     """
@@ -205,7 +205,7 @@ def _pieces(
 
 
 def _pieces_of(name: str, tensor: torch.Tensor | DeferredTensor, masks: Collection[str] | None) -> Iterator[memoryview]:
-    """The bytes of one tensor."""
+    """Yields the bytes of one tensor."""
     tensor = tensor.compute() if isinstance(tensor, DeferredTensor) else tensor
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
     # On a GPU one look at the whole tensor is fast; on the CPU a piece is checked while it is in the cache.

@@ -22,7 +22,7 @@ FLAG = "tie_word_embeddings"
 
 
 def untied_pairs(model: nn.Module, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
-    """Tensors that a tied model would share with another and that differ from it here.
+    """Returns the tensors that a tied model would share with another and that differ from it here.
 
     Args:
         model: of transformers, perhaps with quantized modules in place.
@@ -48,7 +48,7 @@ def _pairs(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
 
 
 def _differ(target: str, source: str, tensors: Mapping[str, torch.Tensor], quantized: tuple[str, ...]) -> bool:
-    """Whether two tensors are stored apart; codes of a quantized layer are nobody else's."""
+    """Returns whether two tensors are stored apart; codes of a quantized layer are nobody else's."""
     owned = [name.startswith(quantized) for name in (target, source)]
     if any(owned):
         return all(own or name in tensors for own, name in zip(owned, (target, source), strict=True))
@@ -58,7 +58,7 @@ def _differ(target: str, source: str, tensors: Mapping[str, torch.Tensor], quant
 
 
 def same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors hold the same values; without data (on the meta device), whether they are one."""
+    """Returns whether two tensors hold the same values; without data (on the meta device), whether they are one."""
     if a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and not a.is_meta):
         return True
     if a.is_meta or b.is_meta:

@@ -90,7 +90,7 @@ def checkpoint_tensors(
 def _unquantized_tensors(
     model: nn.Module, quantized: Collection[str], state: Mapping[str, torch.Tensor] | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a model outside its `quantized` modules, and the biases of these; tied tensors once."""
+    """Yields the tensors of a model outside its `quantized` modules, and the biases of these; tied tensors once."""
     own = tuple(f"{name}." for name in quantized)
     unquantized = model.state_dict() if state is None else state
     # Where one tensor is untied, the flag that would tie the others too is cleared (`clear_flag`).
@@ -120,7 +120,7 @@ def _one_of(make: Callable[[], Mapping[str, torch.Tensor]], name: str) -> torch.
 
 
 def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
-    """`plan` with the run-time parts that the model's quantized linears have: input scale, rotation, branch."""
+    """Returns `plan` with the run-time parts that the model's quantized linears have: input scale, rotation, branch."""
     layers = []
     for layer in plan.quantized:
         if layer.kind not in (LayerKind.EXPERTS, LayerKind.EMBEDDING):
@@ -140,7 +140,7 @@ def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
 
 
 def layer_weights(name: str, weight: BlockScaledTensor) -> dict[str, BlockScaledTensor]:
-    """A layer's matrices by their names in the checkpoint.
+    """Returns a layer's matrices by their names in the checkpoint.
 
     A linear is itself. A fused-expert projection `experts.gate_up_proj` becomes one matrix per expert, gate and up
     apart (`experts.3.gate_proj`, `experts.3.up_proj`): the names that runtimes look for, or that `stored_names` turns
@@ -156,7 +156,7 @@ def layer_weights(name: str, weight: BlockScaledTensor) -> dict[str, BlockScaled
 
 
 def split_rows(weight: BlockScaledTensor, parts: int) -> list[BlockScaledTensor]:
-    """`weight` cut into `parts` equal runs of rows. Per-tensor scales are shared by all of them.
+    """Returns `weight` cut into `parts` equal runs of rows. Per-tensor scales are shared by all of them.
 
     Raises:
         ValueError: the cut would go through a block.
@@ -238,6 +238,6 @@ def write_tensors(
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
+    """Returns SHA-256 of a file, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -32,7 +32,7 @@ from quant.kernels.attention_reference import fp8_attention_reference
 
 
 def attention_translations() -> dict[Any, Callable[..., Any]]:
-    """ONNX translations by PyTorch op."""
+    """Returns ONNX translations by PyTorch op."""
     return {
         torch.ops.quant.onnx_attention.default: _attention,
         torch.ops.quant.onnx_scatter.default: _scatter,
@@ -49,7 +49,7 @@ def _attention_body(
     scales: list[float],
     kind: str,
 ) -> torch.Tensor:
-    """The attention that an exported graph holds as one op, in PyTorch.
+    """Returns the attention that an exported graph holds as one op, in PyTorch.
 
     Args:
         q: `[batch, heads, seq_q, dim]`.
@@ -126,7 +126,7 @@ def _attention(
 
 
 def _spelled_attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool) -> Any:
-    """Attention in FP32 from single nodes: TensorRT refuses the op, for which it has no fused kernel."""
+    """Returns attention in FP32 from single nodes: TensorRT refuses the op, for which it has no fused kernel."""
     op = opset()
     heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[3]
     # [batch, kv_heads, query heads of each, tokens, dim]: keys and values are broadcast and not repeated.
@@ -148,7 +148,7 @@ def _spelled_attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: 
 
 
 def _scatter_body(cache: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The cache `[batch, kv_heads, capacity, dim]` with `x` in each row from position `index` `[batch]` on."""
+    """Returns the cache `[batch, kv_heads, capacity, dim]` with `x` in each row from position `index` `[batch]` on."""
     out = cache.clone()
     for row in range(len(cache)):
         out[row, :, index[row] : index[row] + x.shape[2]] = x[row]

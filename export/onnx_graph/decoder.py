@@ -75,7 +75,7 @@ class Attention:
         sliding_window: int | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """The signature of transformers' attention functions."""
+        """Returns the signature of transformers' attention functions."""
         name = self.names[module]
         for option in ("softcap", "s_aux", "position_bias"):
             if options.get(option) is not None:
@@ -92,7 +92,7 @@ class Attention:
         return out.transpose(1, 2), None
 
     def attended(self, name: str, keys: Keys, window: int | None) -> Keys:
-        """The keys that queries attend to, from those of the tokens of this pass."""
+        """Returns the keys that queries attend to, from those of the tokens of this pass."""
         if window is not None and (self.window is None or self.window > window):
             raise ValueError(
                 f"{name}: its window slides over {window} tokens, which fused attention cannot; limit the "
@@ -141,7 +141,7 @@ class Graph(nn.Module):
         self.attention = attention
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The model's outputs."""
+        """Returns the model's outputs."""
         options: dict[str, Any] = {"use_cache": False} if self.model.can_generate() else {}
         out = self.model(**inputs, **options)
         names = ("logits", "last_hidden_state", "pooler_output")
@@ -153,14 +153,14 @@ class Graph(nn.Module):
 
 
 def is_decoder(model: nn.Module) -> bool:
-    """Whether `model` is a causal language model of transformers."""
+    """Returns whether `model` is a causal language model of transformers."""
     can_generate: Any = getattr(model, "can_generate", None)
     config: Any = getattr(model, "config", None)
     return callable(can_generate) and can_generate() and not config.is_encoder_decoder
 
 
 def model_inputs(model: Any) -> dict[str, GraphInput]:
-    """The inputs of a transformers model without a KV cache; ValueError if they are not known."""
+    """Returns the inputs of a transformers model without a KV cache; ValueError if they are not known."""
     longest = getattr(model.config, "max_position_embeddings", None) or _TOKENS
     tokens = torch.zeros(2, min(_TOKENS, longest), dtype=torch.long)
     dims: Dims = ("batch", "sequence")
@@ -184,7 +184,7 @@ def model_inputs(model: Any) -> dict[str, GraphInput]:
 
 
 def operand_scales(scales: Mapping[str, AttentionScales]) -> dict[str, tuple[float, float, float, float]]:
-    """FP8 scales of q, k, v and the probabilities by attention module, from those of `collect_attention_scales`.
+    """Returns FP8 scales of q, k, v and p by attention module, from those of `collect_attention_scales`.
 
     Raises ValueError for scales per head, or in another format than FP8.
     """

@@ -115,7 +115,7 @@ def write_onnx(
 def _planned_scales(
     plan: Plan, inputs: Mapping[str, GraphInput] | None, attention_scales: Mapping[str, AttentionScales] | None
 ) -> Mapping[str, Sequence[float]]:
-    """FP8 scales of attention's operands, as the plan wants them; ValueError if they are missing."""
+    """Returns FP8 scales of attention's operands, as the plan wants them; ValueError if they are missing."""
     if inputs is not None:
         raise ValueError(f"{plan.attention} attention is exported from transformers models; pass attention='none'")
     if not attention_scales:
@@ -129,7 +129,7 @@ def _planned_scales(
 def _forward_program(
     model: nn.Module, shapes: str | Sequence[str] | None, attention: str, scales: Mapping[str, Sequence[float]]
 ) -> Any:
-    """The ONNX model of one forward pass of a transformers model, as an `onnx_ir.Model`."""
+    """Returns the ONNX model of one forward pass of a transformers model, as an `onnx_ir.Model`."""
     inputs = model_inputs(model)
     names = {module: name for name, module in model.named_modules()}
     # Sliding windows need not cut sequences that are no longer than they are.

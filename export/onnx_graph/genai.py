@@ -67,14 +67,14 @@ class GenaiGraph(nn.Module):
         self.attention = attention
 
     def forward(self, inputs: dict[str, torch.Tensor], past: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Logits, then the cache."""
+        """Returns logits, then the cache."""
         self.attention.begin(inputs, past)
         out = self.model(input_ids=inputs[IDS], position_ids=inputs[_POSITIONS], use_cache=False)
         return (out.logits, *self.attention.new)
 
 
 def genai_program(model: nn.Module, *, kind: str, scales: Mapping[str, Sequence[float]]) -> Any:
-    """The ONNX model of a decoder, as an `onnx_ir.Model`; arguments and errors as in `serving_program`."""
+    """Returns the ONNX model of a decoder, as an `onnx_ir.Model`; arguments and errors as in `serving_program`."""
     check_decoder(model, None)
     names = {module: name for name, module in model.named_modules()}
     function = GenaiAttention(names, kind=kind, scales=scales)
@@ -128,7 +128,7 @@ def write_genai_files(model: Any, source: Path, folder: Path) -> None:
 
 
 def genai_config(model: Any) -> dict[str, Any]:
-    """The library's description of the model, with the sampling of its generation config."""
+    """Returns the library's description of the model, with the sampling of its generation config."""
     config: Any = text_config(model.config)
     generation = model.generation_config
     ends = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id

@@ -72,7 +72,7 @@ _NATIVE_HEAD_DIMS = (64, 128)
 def layer_problem(
     weight: Format, activation: Format | None, shape: tuple[int, ...], *, static_scale: bool = True
 ) -> str | None:
-    """The reason why a linear `[out, in]` cannot be exported and an alternative, in one clause; None if it can.
+    """Returns the reason why a linear `[out, in]` cannot be exported and an alternative, in one clause; None if it can.
 
     `static_scale` says whether the layer has a calibrated input scale; `activation` is None for 16-bit inputs.
     """

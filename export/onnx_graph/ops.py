@@ -69,7 +69,7 @@ class ConvCall(NamedTuple):
 
 
 def translations(packed: dict[Any, int]) -> dict[Any, Translation]:
-    """ONNX translations by PyTorch op, for `torch.onnx.export(custom_translation_table=...)`.
+    """Returns ONNX translations by PyTorch op, for `torch.onnx.export(custom_translation_table=...)`.
 
     `packed` is filled while the graph is translated: the ONNX type of each value that holds packed 4-bit codes.
     """
@@ -134,7 +134,7 @@ def _conv(*arguments: Any) -> Any:
 
 
 def _weight(format: Format, codes: Any, scale: Any, global_scale: Any, dtype: Any) -> Any:
-    """The dequantized weight `[out, in]` in `dtype`."""
+    """Returns the dequantized weight `[out, in]` in `dtype`."""
     # codes ─> DequantizeLinear ─> Cast                     NVFP4: the step is itself dequantized, in float32
     # scale ─> DequantizeLinear ─┘
     op, trt = opset(), trt_opset()
@@ -153,7 +153,7 @@ def _weight(format: Format, codes: Any, scale: Any, global_scale: Any, dtype: An
 
 
 def _dequantized(format: Format, codes: Any, scale: Any, dtype: Any, axis: int) -> Any:
-    """Weights with one scale, or one for each index of `axis`, in `dtype`."""
+    """Returns weights with one scale, or one for each index of `axis`, in `dtype`."""
     op = opset()
     if format.per_tensor:
         wide = op.DequantizeLinear(codes, op.Squeeze(scale))
@@ -163,7 +163,7 @@ def _dequantized(format: Format, codes: Any, scale: Any, dtype: Any, axis: int) 
 
 
 def _activation(format: Format, x: Any, input_scale: Any, axes: Sequence[int] = (-1,)) -> tuple[Any, Any]:
-    """`x` rounded to `format`, and the factor of the output, if there is one: `axes` share it."""
+    """Returns `x` rounded to `format`, and the factor of the output, if there is one: `axes` share it."""
     op, trt = opset(), trt_opset()
     block = format.block[1]
     if format.global_scale:

@@ -25,7 +25,7 @@ FLOAT, FLOAT8E4M3FN = 1, 17
 
 @functools.cache
 def opset() -> Any:
-    """ONNX's operators."""
+    """Returns ONNX's operators."""
     from onnxscript import opset23
 
     return opset23
@@ -33,7 +33,7 @@ def opset() -> Any:
 
 @functools.cache
 def serving_opset() -> Any:
-    """ONNX's operators of `SERVING_OPSET`, which onnxscript has no module for."""
+    """Returns ONNX's operators of `SERVING_OPSET`, which onnxscript has no module for."""
     from onnxscript.values import Opset
 
     return Opset("", SERVING_OPSET)
@@ -41,7 +41,7 @@ def serving_opset() -> Any:
 
 @functools.cache
 def trt_opset() -> Any:
-    """The opset of TensorRT's domain."""
+    """Returns the opset of TensorRT's domain."""
     from onnxscript.values import Opset
 
     return Opset(TRT_DOMAIN, 1)
@@ -49,14 +49,14 @@ def trt_opset() -> Any:
 
 @functools.cache
 def plugin_opset() -> Any:
-    """The opset of our attention plugin."""
+    """Returns the opset of our attention plugin."""
     from onnxscript.values import Opset
 
     return Opset(PLUGIN_DOMAIN, 1)
 
 
 def round_trip(format: Format, x: Any, scale: Any, dtype: Any) -> Any:
-    """A float32 `x` rounded to `format` with a static scale, in `dtype`: TensorRT's pattern of a quantized operand.
+    """Returns a float32 `x` rounded to `format` with a static scale: TensorRT's pattern of a quantized operand.
 
     onnxruntime moves QuantizeLinear and DequantizeLinear across reshapes, and makes an invalid graph of them where x
     or the result has another dtype than the scale; casts stop it.
@@ -67,17 +67,17 @@ def round_trip(format: Format, x: Any, scale: Any, dtype: Any) -> Any:
 
 
 def narrowed(x: Any, dtype: Any) -> Any:
-    """A float32 value in `dtype`."""
+    """Returns a float32 value in `dtype`."""
     return x if int(dtype) == FLOAT else opset().Cast(x, to=int(dtype))
 
 
 def widened(x: Any) -> Any:
-    """An input of an operator in float32."""
+    """Returns an input of an operator in float32."""
     return x if int(x.dtype) == FLOAT else opset().Cast(x, to=FLOAT)
 
 
 def element_type(format: Format) -> int:
-    """ONNX's number of the type of a format's codes."""
+    """Returns ONNX's number of the type of a format's codes."""
     import onnx_ir
 
     types = {E2M1: "FLOAT4E2M1", E4M3: "FLOAT8E4M3FN", INT4: "INT4", INT8: "INT8"}
@@ -85,7 +85,7 @@ def element_type(format: Format) -> int:
 
 
 def _parameters(text: str) -> list[Any]:
-    """`x:T mask?:bool`: names and types of inputs or outputs; `?` marks an optional one."""
+    """Returns `x:T mask?:bool`: names and types of inputs or outputs; `?` marks an optional one."""
     from onnx.defs import OpSchema
 
     option, parameters = OpSchema.FormalParameterOption, []
@@ -133,7 +133,7 @@ def _like_input(attribute: str | None) -> Callable[[Any], None]:
 
 
 def _codes_and_scales(codes: int, scale: int) -> Callable[[Any], None]:
-    """Codes of the first input's shape, and a scale for each block of its last axis."""
+    """Returns the codes of the first input's shape, and a scale for each block of its last axis."""
 
     def infer(context: Any) -> None:
         type = context.get_input_type(0)

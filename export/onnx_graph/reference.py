@@ -22,7 +22,7 @@ _E4M3_MAX, _E2M1_MAX = np.float32(448), np.float32(6)
 
 
 def evaluator(model: Any, more: Sequence[type] = ()) -> Any:
-    """An `onnx.reference.ReferenceEvaluator` of a model that knows these operators, and `more`."""
+    """Returns an `onnx.reference.ReferenceEvaluator` of a model that knows these operators, and `more`."""
     from onnx.reference import ReferenceEvaluator
 
     register_schemas()
@@ -30,7 +30,9 @@ def evaluator(model: Any, more: Sequence[type] = ()) -> Any:
 
 
 def quantize_nvfp4(x: np.ndarray, global_scale: np.ndarray, block: int = 16) -> tuple[np.ndarray, np.ndarray]:
-    """E2M1 codes `[..., n]` and E4M3 block scales `[..., n / block]` along the last axis, n a multiple of `block`.
+    """Returns E2M1 codes `[..., n]` and E4M3 block scales `[..., n / block]` along the last axis.
+
+    `n` is a multiple of `block`.
 
     `global_scale` is a static float32 scalar.
     """
@@ -47,7 +49,10 @@ def quantize_nvfp4(x: np.ndarray, global_scale: np.ndarray, block: int = 16) -> 
 
 
 def quantize_mxfp8(x: np.ndarray, block: int = 32) -> tuple[np.ndarray, np.ndarray]:
-    """E4M3 codes and E8M0 block scales (their exponents, uint8) along the last axis; exponents are rounded up."""
+    """Returns E4M3 codes and E8M0 block scales (their exponents, uint8) along the last axis.
+
+    Exponents are rounded up.
+    """
     import ml_dtypes
 
     blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, block)
@@ -60,7 +65,7 @@ def quantize_mxfp8(x: np.ndarray, block: int = 32) -> tuple[np.ndarray, np.ndarr
 
 
 def dequantize_blocks(codes: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """`codes` times its scales, one a block of the last two axes; float32."""
+    """Returns `codes` times its scales, one a block of the last two axes; float32."""
     rows, columns = codes.shape[-2:]
     wide = np.repeat(np.repeat(scale.astype(np.float32), block[0], -2), block[1], -1)
     values: np.ndarray = codes.astype(np.float32) * wide[..., :rows, :columns]
@@ -69,7 +74,10 @@ def dequantize_blocks(codes: np.ndarray, scale: np.ndarray, block: tuple[int, in
 
 @functools.cache
 def operators() -> tuple[type, ...]:
-    """The operators as classes that `onnx.reference` takes; built on the first call, because onnx is optional."""
+    """Returns the operators as classes that `onnx.reference` takes.
+
+    Built on the first call, because onnx is optional.
+    """
     from onnx.helper import tensor_dtype_to_np_dtype
     from onnx.reference.ops.op_conv import Conv
     from onnx.reference.ops.op_conv_transpose import ConvTranspose
@@ -97,7 +105,7 @@ def operators() -> tuple[type, ...]:
 
 
 def _wide(base: Any) -> type:
-    """An operator of `onnx.reference` that computes in float32 and rounds once, to the dtype of its first input."""
+    """Returns an operator of `onnx.reference` that computes in float32 and rounds once to its input's dtype."""
 
     def run(self: Any, *inputs: Any, **attributes: Any) -> tuple[np.ndarray, ...]:
         wide = [None if x is None else x.astype(np.float32) for x in inputs]
@@ -107,7 +115,7 @@ def _wide(base: Any) -> type:
 
 
 def operator(name: str, run: Callable[..., tuple[np.ndarray, ...]], domain: str = TRT_DOMAIN) -> type:
-    """An operator for `onnx.reference`: inputs are positional arguments of `run`, attributes keywords."""
+    """Returns an operator for `onnx.reference`: inputs are positional arguments of `run`, attributes keywords."""
     from onnx.reference.op_run import OpRun
 
     return type(name, (OpRun,), {"op_domain": domain, "_run": staticmethod(run)})

@@ -26,19 +26,25 @@ _TRIED = "1.32"
 
 
 def layer_of_tensorrt(model: nn.Module) -> tuple[str, str] | None:
-    """The first layer in a format that TensorRT alone runs, and that format; None if onnxruntime runs all of them."""
+    """Returns the first layer in a format that TensorRT alone runs, and that format.
+
+    None if onnxruntime runs all of them.
+    """
     layers = {n: m.weight_format.name for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantConv)}
     return next(((name, format) for name, format in layers.items() if format in _OF_TENSORRT), None)
 
 
 def main_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of a model's tensors that are not quantized: the narrowest of the parameters."""
+    """Returns the dtype of a model's tensors that are not quantized: the narrowest of the parameters."""
     dtypes = {tensor.dtype for tensor in model.parameters() if tensor.dtype.is_floating_point}
     return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), torch.float32)
 
 
 def onnxruntime_problem(model: nn.Module, *, fp8_attention: bool = False) -> str | None:
-    """Why onnxruntime cannot load the ONNX file of a model, with the way out, in one sentence; None if it can."""
+    """Returns why onnxruntime cannot load the ONNX file of a model, with the way out, in one sentence.
+
+    None if it can.
+    """
     of_tensorrt = layer_of_tensorrt(model)
     runners = "TensorRT-RTX and TensorRT run it (--to tensorrt)"
     if of_tensorrt is not None:
@@ -56,7 +62,7 @@ def onnxruntime_problem(model: nn.Module, *, fp8_attention: bool = False) -> str
 
 
 def loaded(path: Path) -> Any:
-    """The onnxruntime session of a file with default options, on the processor.
+    """Returns the onnxruntime session of a file with default options, on the processor.
 
     Raises:
         ValueError: onnxruntime is not installed, or refuses the file; the message is its own.

@@ -84,7 +84,7 @@ class CachedAttention(Attention):
         return Keys(key, value, self.masks[window], False)
 
     def cached(self, past: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The cache `[batch, kv_heads, tokens, dim]` with the new tokens in it."""
+        """Returns the cache `[batch, kv_heads, tokens, dim]` with the new tokens in it."""
         written: torch.Tensor = torch.ops.quant.onnx_scatter(past, x, self.inputs[LENGTHS])
         return written
 
@@ -110,7 +110,7 @@ class ServingGraph(nn.Module):
         self.attention = attention
 
     def forward(self, inputs: dict[str, torch.Tensor], past: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Logits `[batch, vocabulary]`, then the cache."""
+        """Returns logits `[batch, vocabulary]`, then the cache."""
         self.attention.begin(inputs, past)
         with last_token_alone(self.model, inputs[LAST]):
             positions = self.attention.positions()
@@ -126,7 +126,7 @@ def serving_program(
     kind: str,
     scales: Mapping[str, Sequence[float]],
 ) -> Any:
-    """The ONNX model of a decoder's serving graph, as an `onnx_ir.Model`.
+    """Returns the ONNX model of a decoder's serving graph, as an `onnx_ir.Model`.
 
     Args:
         model: causal language model of transformers.
@@ -189,7 +189,7 @@ def check_decoder(model: nn.Module, capacity: int | None) -> None:
 
 
 def cache_shapes(model: nn.Module, function: CachedAttention) -> list[tuple[int, int, torch.dtype]]:
-    """KV heads, dimension and dtype of keys and values, in order of the layers, by running the model without values."""
+    """Returns KV heads, dimension and dtype of keys and values of each layer, from a run without values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     function.begin({}, [])
@@ -226,5 +226,5 @@ def last_token_alone(model: Any, last: torch.Tensor) -> Iterator[None]:
 
 
 def cache_names(prefix: str, layers: int) -> list[str]:
-    """Names of keys and values, in the graph's order."""
+    """Returns the names of keys and values, in the graph's order."""
     return [f"{prefix}_{part}.{layer}" for layer in range(layers) for part in ("key", "value")]

@@ -41,7 +41,7 @@ class Input:
 
 
 def graph_inputs(model: Any) -> list[Input]:
-    """Inputs of an ONNX model; a dynamic dimension without a name gets one of its own."""
+    """Returns the inputs of an ONNX model; a dynamic dimension without a name gets one of its own."""
     constants = {tensor.name for tensor in model.graph.initializer}
     inputs = []
     for value in model.graph.input:
@@ -99,13 +99,13 @@ def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int])
 
 
 def default_range(dim: str, floor: int) -> Range:
-    """The range of a dimension that `--shapes` leaves out."""
+    """Returns the range of a dimension that `--shapes` leaves out."""
     low, best, high = next(value for key, value in DEFAULT_RANGES.items() if dim.startswith(key))
     return max(low, floor), max(best, floor), max(high, floor)
 
 
 def format_profile(shapes: Shapes) -> str:
-    """The text that `parse_profile` reads."""
+    """Returns the text that `parse_profile` reads."""
     return ",".join(f"{name}=" + ":".join("x".join(map(str, s)) for s in three) for name, three in shapes.items())
 
 

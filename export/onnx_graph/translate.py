@@ -39,7 +39,7 @@ _PLAIN_LINEARS = (
 def dimension_ranges(
     inputs: Mapping[str, GraphInput], shapes: str | Sequence[str] | None
 ) -> dict[str, tuple[int, int]]:
-    """Smallest and largest value of each dynamic dimension that `shapes` limits."""
+    """Returns the smallest and largest value of each dynamic dimension that `shapes` limits."""
     ranges: dict[str, tuple[int, int]] = {}
     parsed_inputs = [Input(name, x.dims) for name, x in inputs.items()]
     for text in [shapes] if isinstance(shapes, str) else shapes or ():
@@ -59,7 +59,7 @@ def trace(
     split: int | None = None,
     longest: int | None = None,
 ) -> torch.export.ExportedProgram:
-    """The module as a graph over named dimensions.
+    """Returns the module as a graph over named dimensions.
 
     Args:
         module: to be traced.
@@ -118,7 +118,7 @@ def translate(
     prefix: str,
     opset: int = OPSET,
 ) -> Any:
-    """The ONNX model of a graph, as an `onnx_ir.Model`."""
+    """Returns the ONNX model of a graph, as an `onnx_ir.Model`."""
     from onnxscript import optimizer
 
     # Filled by the translations: values of packed 4-bit codes, and their ONNX types.
@@ -243,12 +243,12 @@ def _name_dims(model: Any, inputs: Mapping[str, GraphInput]) -> None:
 
 
 def layer_of(node: Any) -> str:
-    """The layer that a node of an exported file belongs to; empty for other nodes."""
+    """Returns the layer that a node of an exported file belongs to; empty for other nodes."""
     return next((entry.value for entry in node.metadata_props if entry.key == LAYER_KEY), "")
 
 
 def module_of(node: Any) -> str:
-    """The module that a node of an exported file was traced in; empty for nodes of the whole model."""
+    """Returns the module that a node of an exported file was traced in; empty for nodes of the whole model."""
     return next((entry.value for entry in node.metadata_props if entry.key == MODULE_KEY), "")
 
 

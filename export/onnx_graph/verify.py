@@ -50,7 +50,7 @@ def verify(
     checkpoint: Callable[[str], BlockScaledTensor] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """The receipt of an exported file.
+    """Returns the receipt of an exported file.
 
     Args:
         model: the exported model.
@@ -77,7 +77,7 @@ def verify(
 
 
 def worst_layer(receipt: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The layer that fails by most, or else the one that comes nearest to it; None without layers."""
+    """Returns the layer that fails by most, or else the one that comes nearest to it; None without layers."""
 
     def badness(layer: dict[str, Any]) -> tuple[bool, float]:
         return not layer["passed"], max(layer["onnx"] or 0.0, layer["checkpoint"] or 0.0)
@@ -114,14 +114,14 @@ class LayerGraphs:
         self.outputs = {layer_of(node): node.output[0] for node in graph.node if layer_of(node)}
 
     def linear(self, name: str) -> tuple[Any, str]:
-        """The layer's nodes as a model, and the name of its input; ValueError if they are not a linear's."""
+        """Returns the layer's nodes as a model, and the name of its input; ValueError if they are not a linear's."""
         if name not in self.outputs:
             raise ValueError(f"{self.path}: no nodes of layer {name}; export the model again")
         output = self.outputs[name]
         return self._cut(output, lambda value: self._is_own(value, output), name)
 
     def weight(self, name: str) -> Any:
-        """A model that computes the layer's weight `[out, in]`, float32, before any cast to half."""
+        """Returns a model that computes the layer's weight `[out, in]`, float32, before any cast to half."""
         from onnx import TensorProto, helper
 
         nodes = [node for node in self.model.graph.node if f"{name}.codes" in node.input]
@@ -147,7 +147,7 @@ class LayerGraphs:
         return node is not None and all(x in self.constants or self._is_constant(x) for x in node.input if x)
 
     def _cut(self, output: str, own: Callable[[str], bool], name: str, inputs: int = 1) -> tuple[Any, str]:
-        """The nodes that compute `output`, as far back as `own` says, as a model."""
+        """Returns the nodes that compute `output`, as far back as `own` says, as a model."""
         from onnx import helper
         from onnx.external_data_helper import load_external_data_for_tensor
 
@@ -229,7 +229,7 @@ def _compare_conv(
 def _entry(
     name: str, module: QuantLinear | QuantConv, errors: Mapping[str, _Error], has_checkpoint: bool, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """A layer's entry in the receipt."""
+    """Returns a layer's entry in the receipt."""
     of_output, of_weight, fake_quant = (errors[key].relative for key in ("output", "weight", "fake_quant"))
     checkpoint = errors["checkpoint"].relative if has_checkpoint else None
     passed = (
@@ -266,7 +266,7 @@ class _Error:
 
 
 def _model_rows(model: Any, weight: BlockScaledTensor, start: int, stop: int) -> Any:
-    """The model that `LayerGraphs` cut out, for some rows of the weight.
+    """Returns the model that `LayerGraphs` cut out, for some rows of the weight.
 
     Constants with an entry for each row, or for each block of rows, are sliced by their bytes.
     """
@@ -299,7 +299,7 @@ def _is_by_token(module: QuantLinear | QuantConv) -> bool:
 
 
 def _textbook(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, module: QuantLinear) -> torch.Tensor:
-    """The layer in float64, for the rows of `weight`."""
+    """Returns the layer in float64, for the rows of `weight`."""
     format = module.activation_format
     if format is not None:
         second = format.global_scale
@@ -313,7 +313,7 @@ def _textbook(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
 
 
 def _conv_textbook(x: torch.Tensor, module: QuantConv) -> torch.Tensor:
-    """The convolution in float64."""
+    """Returns the convolution in float64."""
     if module.activation_format is not None:
         x = round_samples(x, module.activation_format, module.input_scale)
     return torch.convolution(
@@ -330,7 +330,7 @@ def _conv_textbook(x: torch.Tensor, module: QuantConv) -> torch.Tensor:
 
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:
-    """A tensor as numpy, BF16 and FP8 as `ml_dtypes` have them."""
+    """Returns a tensor as numpy, BF16 and FP8 as `ml_dtypes` have them."""
     import ml_dtypes
 
     kinds: dict[torch.dtype, tuple[torch.dtype, Any]] = {

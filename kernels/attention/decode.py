@@ -32,7 +32,7 @@ def paged_attention(
     tiles: DecodeTiles | None = None,
     **keywords: Unpack[ScoreKeywords],
 ) -> torch.Tensor:
-    """softmax(cap(q kᵀ · softmax_scale) + mask) v over the keys and values in `pages`.
+    """Returns softmax(cap(q kᵀ · softmax_scale) + mask) v over the keys and values in `pages`.
 
     Args:
         q: `[batch, heads, new, dim]`, BF16, FP16 or FP32; `pages.kv_heads` divides `heads`. A GPU's tensor cores take
@@ -95,7 +95,7 @@ def _check(where: str, q: torch.Tensor, pages: KVPages, block_table: torch.Tenso
 
 
 def _checked_lengths(where: str, pages: KVPages, block_table: torch.Tensor, lengths: torch.Tensor) -> tuple[int, int]:
-    """The smallest and the largest length, once every page that they reach is known to exist."""
+    """Returns the smallest and the largest length, once every page that they reach is known to exist."""
     counts, table = lengths.tolist(), block_table.tolist()
     for row, (count, entries) in enumerate(zip(counts, table, strict=True)):
         # Only pages that the length reaches are read; the rest of a row may hold anything.
@@ -114,7 +114,7 @@ def paged_reference(
     compute: torch.dtype = torch.float32,
     **keywords: Unpack[ScoreKeywords],
 ) -> torch.Tensor:
-    """The oracle: each sequence's pages gathered and dequantized, then plain attention in `compute`."""
+    """Returns the oracle: each sequence's pages gathered and dequantized, then plain attention in `compute`."""
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
         k, v = pages.read(block_table[row, : -(-length // pages.page_size)], length)

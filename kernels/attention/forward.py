@@ -59,7 +59,7 @@ def attention(
     return_lse: bool = False,
     **keywords: Unpack[AttentionKeywords],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(cap(q kᵀ · softmax_scale) + mask) v.
+    """Returns softmax(cap(q kᵀ · softmax_scale) + mask) v.
 
     Args:
         q: `[batch, heads, seq_q, dim]`, E4M3 with scales, or BF16 or FP16 without; any strides.
@@ -85,7 +85,7 @@ def attention(
 def _resolved(
     where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> AttentionOptions:
-    """The options, checked, with scales per block and no default left open."""
+    """Returns the options, checked, with scales per block and no default left open."""
     cu_q, cu_k, longest = options.cu_seqlens_q, options.cu_seqlens_k, options.max_seqlen_q
     # A laid-out V is `[batch, kv_heads, dim, keys]`, keys padded to whole blocks of 128.
     if options.v_laid_out and k.dim() == 4:
@@ -119,7 +119,7 @@ def _blocks(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
 def _expanded_scale(
     where: str, scale: torch.Tensor | None, x: torch.Tensor, cu_seqlens: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """A view `[batch, heads, blocks]`, of stride 0 where one scale serves many."""
+    """Returns a view `[batch, heads, blocks]`, of stride 0 where one scale serves many."""
     if scale is None:
         return None
     shape = (x.shape[0], x.shape[1], _blocks(x, cu_seqlens))
@@ -158,7 +158,7 @@ def fp8_attention(
     softmax_scale: float | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """softmax(q kᵀ · softmax_scale) v over E4M3 operands.
+    """Returns softmax(q kᵀ · softmax_scale) v over E4M3 operands.
 
     Args:
         q: E4M3 `[batch, heads, seq_q, dim]`.
@@ -239,7 +239,7 @@ def run_fp8_attention(
     *,
     in_graph: bool = False,
 ) -> torch.Tensor:
-    """The body of `quant::fp8_attention`; `in_graph` makes it one that a compiler can trace."""
+    """Returns the body of `quant::fp8_attention`; `in_graph` makes it one that a compiler can trace."""
     if not has_fp8_tensor_cores(q.device):
         return fp8_attention_reference(
             q, k, v, scales, causal=causal, softmax_scale=softmax_scale, dtype=dtype, whole=in_graph

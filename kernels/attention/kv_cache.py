@@ -100,7 +100,7 @@ class PagedKVCache:
         return scales
 
     def _tensors(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Width and dtype, for a token of a head, of each tensor by name."""
+        """Returns the width and dtype, for a token of a head, of each tensor by name."""
         if self.format is None:
             if dtype not in (torch.bfloat16, torch.float16):
                 raise ValueError(f"KV cache: {dtype}; a cache that is not quantized is in bfloat16 or float16")
@@ -127,11 +127,11 @@ class PagedKVCache:
         return sum(pool.nbytes for pool in self._pools.values())
 
     def add(self) -> int:
-        """A new, empty sequence."""
+        """Returns a new, empty sequence."""
         return self._register([], [0] * self.layers)
 
     def fork(self, sequence: int) -> int:
-        """A new sequence that begins as `sequence` does and shares its pages until one of them writes."""
+        """Returns a new sequence that begins as `sequence` does and shares its pages until one of them writes."""
         pages = self._of(sequence)
         for page in pages:
             self._owners[page] += 1
@@ -154,7 +154,7 @@ class PagedKVCache:
         self._version += 1
 
     def length(self, sequence: int, layer: int = 0) -> int:
-        """Tokens written so far."""
+        """Returns tokens written so far."""
         self._of(sequence)
         return self._lengths[sequence][layer]
 
@@ -163,7 +163,7 @@ class PagedKVCache:
         return tuple(self._of(sequence))
 
     def layer(self, layer: int) -> KVPages:
-        """The pages of one layer, as attention takes them."""
+        """Returns the pages of one layer, as attention takes them."""
         if not 0 <= layer < self.layers:
             raise ValueError(f"KV cache: layer {layer} of {self.layers}")
         parts = {name: pool[layer] for name, pool in self._pools.items()}
@@ -225,7 +225,7 @@ class PagedKVCache:
     def attend(
         self, layer: int, sequences: Sequence[int], q: torch.Tensor, **keywords: Unpack[ScoreKeywords]
     ) -> torch.Tensor:
-        """Causal attention of the newest tokens over all cached tokens: see `paged_attention`."""
+        """Returns the causal attention of the newest tokens over all cached tokens: see `paged_attention`."""
         counts = [self.length(sequence, layer) for sequence in sequences]
         return paged_attention(
             q,
@@ -238,7 +238,7 @@ class PagedKVCache:
         )
 
     def read(self, layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a sequence, dequantized: float32 `[kv_heads, length, dim]`."""
+        """Returns K and V of a sequence, dequantized: float32 `[kv_heads, length, dim]`."""
         return self.layer(layer).read(self._of(sequence), self.length(sequence, layer))
 
     def block_table(self, sequences: Sequence[int]) -> torch.Tensor:
@@ -252,7 +252,7 @@ class PagedKVCache:
         return self._table[2]
 
     def _tensor_of(self, counts: Sequence[int]) -> torch.Tensor:
-        """Counts on the device; all layers of a step have the same."""
+        """Returns counts on the device; all layers of a step have the same."""
         key = tuple(counts)
         if self._counts is None or self._counts[0] != key:
             self._counts = (key, torch.tensor(key, dtype=torch.int32).to(self.device))

@@ -74,7 +74,7 @@ class AttentionOperands:
     def attend(
         self, *, return_lse: bool = False, **keywords: Unpack[MaskKeywords]
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """`attention` over these operands, with the log-sum-exp of the scores before K was smoothed."""
+        """Returns `attention` over these operands, with the log-sum-exp of the scores before K was smoothed."""
         options = self.options._replace(**keywords)
         if options.softcap is not None and self.score_shift is not None:
             raise ValueError(
@@ -105,7 +105,7 @@ def quantize_attention(
     max_seqlen_k: int | None = None,
     laid_out: bool | None = None,
 ) -> AttentionOperands:
-    """E4M3 operands of attention.
+    """Returns E4M3 operands of attention.
 
     Args:
         q: `[batch, heads, seq_q, dim]`, BF16 or FP16; any strides whose last is 1.
@@ -177,7 +177,7 @@ def _check(
 
 
 def _rotated_by_position(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-    """RoPE in float32, rounded once."""
+    """Returns RoPE in float32, rounded once."""
     if rope is None:
         return x
     half = x.shape[-1] // 2
@@ -198,7 +198,7 @@ def _key_means(work: AttentionInputs) -> torch.Tensor:
 
 
 def _prepared(work: AttentionInputs) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Q, K and V in float32 right before they are rounded, and the shift of the scores."""
+    """Returns Q, K and V in float32 right before they are rounded, and the shift of the scores."""
     q, k = (_rotated_by_position(x, work.rope) for x in (work.q, work.k))
     shift = None
     if work.mean is not None:
@@ -230,7 +230,7 @@ def _amax_of_blocks(x: torch.Tensor, blocks: int, cu_seqlens: torch.Tensor | Non
 
 
 def _measure(work: AttentionInputs) -> list[torch.Tensor]:
-    """The largest magnitude of each block of Q, K and V."""
+    """Returns the largest magnitude of each block of Q, K and V."""
     cu = (work.options.cu_seqlens_q, work.options.cu_seqlens_k, work.options.cu_seqlens_k)
     return [_amax_of_blocks(x, work.blocks(x), c) for x, c in zip(_prepared(work)[0], cu, strict=True)]
 

@@ -51,7 +51,7 @@ _Keys = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | No
 
 
 def shard(x: torch.Tensor, rank: int, world: int, dim: int = 2) -> torch.Tensor:
-    """The tokens of `rank`, an early and a late piece, out of all tokens along `dim`.
+    """Returns the tokens of `rank`, an early and a late piece, out of all tokens along `dim`.
 
     Raises:
         ValueError: the tokens do not fall into 2 · world equal pieces.
@@ -73,7 +73,7 @@ def unshard(parts: Sequence[torch.Tensor], dim: int = 2) -> torch.Tensor:
 
 
 def quantize_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 codes of `[batch, heads, tokens, dim]` and scales `[batch, heads, blocks]`, one for 128 tokens of a head."""
+    """Returns E4M3 codes of `[batch, heads, tokens, dim]` and scales `[batch, heads, blocks]` of 128 tokens each."""
     tokens = x.shape[2]
     blocks = pad(x.float(), (0, 0, 0, -tokens % SCALE_BLOCK)).unflatten(2, (-1, SCALE_BLOCK))
     scale = scale_of(blocks.abs().amax((-2, -1)), E4M3.max)
@@ -108,7 +108,7 @@ class _Message:
         return sum(_rounded_up(math.prod(shape) * dtype.itemsize) for dtype, shape in self.parts)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of K, then those of V, in `buffer`."""
+        """Returns the parts of K, then those of V, in `buffer`."""
         views, start = [], 0
         for dtype, shape in self.parts:
             nbytes = math.prod(shape) * dtype.itemsize
@@ -129,7 +129,7 @@ class _Message:
                 target.view(torch.uint8).copy_(part.contiguous().view(torch.uint8))
 
     def read(self, buffer: torch.Tensor, piece: int, dtype: torch.dtype) -> _Keys:
-        """Piece 0 or 1 as attention takes it: k, v, and their block scales where they are E4M3."""
+        """Returns piece 0 or 1 as attention takes it: k, v, and their block scales where they are E4M3."""
         views = [view[piece] for view in self.views(buffer)]
         if self.format is None:
             return views[0], views[1], None, None
@@ -144,7 +144,7 @@ def _rounded_up(nbytes: int) -> int:
 
 
 def _encoded(x: torch.Tensor, format: Format | None) -> tuple[torch.Tensor, ...]:
-    """The parts of a message for one piece of K or V."""
+    """Returns the parts of a message for one piece of K or V."""
     if format is None:
         return (x,)
     if not format.global_scale:
@@ -178,13 +178,13 @@ def _append(targets: Sequence[torch.Tensor], pair: tuple[torch.Tensor, torch.Ten
 
 
 def _power_of_two(x: torch.Tensor, format: Format) -> torch.Tensor:
-    """NVFP4's scale of each head, a power of two, so that code · block scale · scale is exact in BF16."""
+    """Returns NVFP4's scale of each head, a power of two, so that code · block scale · scale is exact in BF16."""
     # Rounded up, so that no block scale exceeds E4M3's largest number.
     return torch.exp2(torch.ceil(torch.log2(global_scale_of(x.abs().amax((2, 3)).float(), format))))
 
 
 def _exact(parts: Sequence[torch.Tensor], format: Format, dtype: torch.dtype) -> torch.Tensor:
-    """The values of a piece from its codes, block scales and global scales."""
+    """Returns the values of a piece from its codes, block scales and global scales."""
     codes, blocks, scale = parts
     if codes.is_cuda:
         from quant.kernels.portable.attention.paged_kv_cache import read_nvfp4_kv
@@ -195,7 +195,7 @@ def _exact(parts: Sequence[torch.Tensor], format: Format, dtype: torch.dtype) ->
 
 
 def message_bytes(k: torch.Tensor, format: Format | None) -> int:
-    """Bytes that a rank sends at each of the `world` − 1 steps, for its own `k` `[batch, kv_heads, tokens, dim]`."""
+    """Returns the bytes that a rank sends at each of the `world` − 1 steps for its own `k`."""
     return _Message.of(k, format).nbytes
 
 
@@ -210,7 +210,7 @@ def ring_attention(
     group: dist.ProcessGroup | None = None,
     check: bool = True,
 ) -> torch.Tensor:
-    """Attention of this rank's queries over the keys and values of all ranks.
+    """Returns the attention of this rank's queries over the keys and values of all ranks.
 
     Args:
         q: `[batch, heads, tokens, dim]`, this rank's share from `shard`; BF16, FP16 or, on a CPU, FP32. Under `fp8` it
@@ -252,7 +252,7 @@ def ring_attention(
 
 
 def _work(rank: int, owner: int, causal: bool) -> Iterator[tuple[int, int, bool]]:
-    """The queries, the piece of the keys of `owner` that they attend to, and whether a causal mask applies."""
+    """Yields the queries, the piece of the keys of `owner` that they attend to, and whether a causal mask applies."""
     if not causal:
         yield from ((_BOTH, _EARLY, False), (_BOTH, _LATE, False))
     # Pieces in order: early of owner < early of rank < late of rank < late of owner.

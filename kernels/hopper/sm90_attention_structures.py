@@ -59,12 +59,12 @@ TILES = {
 
 
 def _constant(function: Callable[[Any], Any]) -> Any:
-    """A property that compiled code sees as a constant."""
+    """Returns a property that compiled code sees as a constant."""
     return property(lambda self: gl.constexpr(function(self)))
 
 
 def _words(keys: int, fp8: bool) -> gl.DistributedLinearLayout:
-    """P in the layout of a wgmma's product, [64, words, 4, pairs of a word, 2], a word in a register."""
+    """Returns P in the layout of a wgmma's product, [64, words, 4, pairs of a word, 2], a word in a register."""
     # A word is four codes of E4M3 or two of 16 bits: one register, innermost.
     size = 2 if fp8 else 1
     word = [[0, 0, 0, 0, 1], [0, 0, 0, 1, 0]][:size]
@@ -80,7 +80,7 @@ def _words(keys: int, fp8: bool) -> gl.DistributedLinearLayout:
 
 
 def _octets(columns: int) -> gl.DistributedLinearLayout:
-    """A wgmma's product as [64, columns / 8, 4, 2]."""
+    """Returns a wgmma's product as [64, columns / 8, 4, 2]."""
     # A register: pair of columns, row r or r + 8, octet. A lane: one of 4 pairs, one of 8 rows. A warp: 16 rows.
     octets = [[0, 1 << i, 0, 0] for i in range((columns // 8).bit_length() - 1)]
     lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
@@ -121,7 +121,7 @@ class Kind:
     output_column = _constant(lambda self: gl.SliceLayout(0, self.output.value))
 
     def product(self, columns: int) -> gl.NVMMADistributedLayout:
-        """Layout of the 64 rows that a wgmma's product has in a warpgroup."""
+        """Returns the layout of the 64 rows that a wgmma's product has in a warpgroup."""
         # An instruction takes 32 bytes of K: 32 columns of FP8, 16 of 16 bits.
         shape = [16, columns, 32 if self.fp8 else 16]
         return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=shape)

@@ -588,7 +588,7 @@ def prepare_gemm_many(
     tiles: PrefillTiles,
     offsets: torch.Tensor | None = None,
 ) -> Launch:
-    """A function that computes `x @ weight.T + bias` for arguments like these, which have been checked.
+    """Returns a function that computes `x @ weight.T + bias` for arguments like these, which have been checked.
 
     Everything is decided here that does not depend on the values of the arguments.
 
@@ -666,7 +666,7 @@ def prepare_gemm_many(
 
 
 def constants_of(tiles: PrefillTiles, form: str, *, experts: int, split: bool, has_bias: bool) -> Constants:
-    """The constants of a launch; `experts` is how many there are, or 0. See `Constants`."""
+    """Returns the constants of a launch; `experts` is how many there are, or 0. See `Constants`."""
     wide = 1 << tiles.block_m.bit_length() - 1
     return Constants(
         form, tiles.groups, tiles.halves, wide, tiles.block_m - wide, tiles.stages, tiles.depth, tiles.unroll,
@@ -676,7 +676,7 @@ def constants_of(tiles: PrefillTiles, form: str, *, experts: int, split: bool, h
 
 
 def grouped_tiles(tokens: int, experts: int, rows: int, hardware: Hardware) -> PrefillTiles:
-    """A tile for half as much again as an expert gets on average, as tall as leaves one for every SM.
+    """Returns a tile for half as much again as an expert gets on average, as tall as leaves one for every SM.
 
     An expert with more tokens than that gets one more tile, which is rare.
     """

@@ -76,13 +76,13 @@ def scaling(form):
 
 @gluon.constexpr_function
 def whole_scale(form):
-    """Whether all of a matrix has one scale."""
+    """Returns whether all of a matrix has one scale."""
     return form in FORMATS and FORMATS[form].per_tensor
 
 
 @gluon.constexpr_function
 def scales_by_row(form):
-    """Whether each row of the sum has a scale of its own."""
+    """Returns whether each row of the sum has a scale of its own."""
     return form in FORMATS and FORMATS[form].per_row
 
 
@@ -94,13 +94,13 @@ def tile_bytes(form):
 
 @gluon.constexpr_function
 def assembly(form):
-    """PTX of a pair of codes of a format."""
+    """Returns PTX of a pair of codes of a format."""
     return _DECODED[FORMATS[form].element.name] + _SCALED[scaling(form)]
 
 
 @gluon.constexpr_function
 def _groups(form):
-    """Scales of a row in 64 columns."""
+    """Returns the scales of a row in 64 columns."""
     return max(64 // (FORMATS[form].block[1] or 64), 1)
 
 
@@ -111,7 +111,7 @@ def _block(form):
 
 @gluon.constexpr_function
 def pairs_layout(warps, groups):
-    """A thread's pairs of codes in `[2, 8 · warps, groups, 32 / groups]`."""
+    """Returns a thread's pairs of codes in `[2, 8 · warps, groups, 32 / groups]`."""
     # Bits of a pair's index: 1 and 2 are q, 4 is a, 8 and 16 are s; `groups` splits off the highest ones.
     inner = 32 // groups
     q, a_s = ([[0, 0, pair // inner, pair % inner] for pair in pairs] for pairs in ((1, 2), (4, 8, 16)))
@@ -209,7 +209,10 @@ def codes_operand(tile, scale, first: gl.constexpr, form: gl.constexpr, warps: g
 
 
 def codes_descriptor(weight: BlockScaledTensor, rows: int) -> TensorDescriptor:
-    """The tile that is fetched at once: 64 columns of so many rows, even rows before odd ones, by pairs of codes."""
+    """Returns the descriptor of the tile that is fetched at once.
+
+    The tile has 64 columns of the rows, even rows before odd ones, by pairs of codes.
+    """
     pairs = code_pairs(weight)
     (N, pitch), nbytes = pairs.shape, pairs.itemsize
     # A row of the tile is 32 pairs of one or two bytes, and the swizzle is as wide.
@@ -218,17 +221,17 @@ def codes_descriptor(weight: BlockScaledTensor, rows: int) -> TensorDescriptor:
 
 
 def code_pairs(weight: BlockScaledTensor) -> torch.Tensor:
-    """The codes `[out, in / 2]` by pairs of neighbours in a row: a byte of two of 4 bits, or int16."""
+    """Returns the codes `[out, in / 2]` by pairs of neighbours in a row: a byte of two of 4 bits, or int16."""
     return weight.codes if weight.format.element.bits == 4 else weight.codes.view(torch.int16)
 
 
 def stored_scales(weight: BlockScaledTensor) -> torch.Tensor:
-    """Block scales as the kernel reads them: E8M0 scales in pairs, for 64 columns."""
+    """Returns block scales as the kernel reads them: E8M0 scales in pairs, for 64 columns."""
     return weight.scale.view(torch.int16) if weight.format.scale.bits == 8 else weight.scale
 
 
 def numbers_only(weight: BlockScaledTensor) -> bool:
-    """Whether no code is an infinity or a NaN, which are not decoded as such.
+    """Returns whether no code is an infinity or a NaN, which are not decoded as such.
 
     Waits for the GPU, once for each weight. While a graph is captured nothing can wait: it is False for a new weight.
     """

@@ -156,7 +156,7 @@ def nvfp4_row_scales_kernel(scales, global_scale, unit, scale, K, largest: tl.co
 
 
 def dequantize_prepacked(weight: BlockScaledTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """`[out, in]` of a prepacked weight in `dtype`, each value rounded once."""
+    """Returns `[out, in]` of a prepacked weight in `dtype`, each value rounded once."""
     N, K = weight.shape
     out = torch.empty(N, K, dtype=dtype, device=weight.codes.device)
     _dequantizer(N, K)(weight.codes, weight.scale, weight.global_scale, out, K)
@@ -165,13 +165,13 @@ def dequantize_prepacked(weight: BlockScaledTensor, dtype: torch.dtype = torch.b
 
 @lru_cache(maxsize=256)
 def _dequantizer(N: int, K: int) -> CachedLaunch:
-    """The launch of `sm90_nvfp4_dequantize` for weights of a shape."""
+    """Returns the launch of `sm90_nvfp4_dequantize` for weights of a shape."""
     tiles = _tiles_of(K)
     return CachedLaunch(sm90_nvfp4_dequantize, (K // 64 // tiles, N // 64), {"tiles": tiles, "num_warps": 4})
 
 
 def prepacked_to_e4m3(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A prepacked weight as E4M3 with one scale a row: `[out, in]` and float32 `[out]`.
+    """Returns a prepacked weight as E4M3 with one scale a row: `[out, in]` and float32 `[out]`.
 
     The second rounding moves a value by up to one part in 16: E4M3 has three bits of mantissa, where the product of an
     E2M1 element and an E4M3 scale has five.
@@ -185,7 +185,7 @@ def prepacked_to_e4m3(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Te
 
 
 def row_scales(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 scales of the rows of a prepacked weight, without and with the global scale, float32 `[out]` each."""
+    """Returns E4M3 scales of the rows of a prepacked weight without and with the global scale, `[out]` each."""
     N, K = weight.shape
     unit, scale = torch.empty(2, N, dtype=torch.float32, device=weight.codes.device).unbind(0)
     nvfp4_row_scales_kernel[(N // 64,)](
@@ -195,5 +195,5 @@ def row_scales(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _tiles_of(K: int) -> int:
-    """Tiles along K of one program: up to four, as many as divide them."""
+    """Returns the tiles along K of one program: up to four, as many as divide them."""
     return next(tiles for tiles in (4, 2, 1) if K // 64 % tiles == 0)

@@ -682,6 +682,6 @@ def attend(
 
 
 def _heads_at_once(items: int, ratio: int, nbytes: int) -> int:
-    """Heads that are processed together: as many as fit the L2 cache, in whole groups that share a KV head."""
+    """Returns how many heads are processed together: whole groups that share a KV head and fit the L2 cache."""
     fits = max(1, _RESIDENT // nbytes) * ratio
     return max(n for n in range(1, items + 1) if items % n == 0 and (n <= fits or n == 1))

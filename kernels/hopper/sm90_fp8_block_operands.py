@@ -206,7 +206,7 @@ _GRADIENTS = _Tiling(8, 4, 4, 2)
 
 @lru_cache
 def _options(tiling: _Tiling) -> dict[str, Any]:
-    """The layout of a tile, and the same with the elements of each thread in the order of columns."""
+    """Returns the layout of a tile, and the same with the elements of each thread in the order of columns."""
     across, down = _bits([0, 1], 8), _bits([1, 0], tiling.rows)
     lanes_across = 32 // tiling.lanes_down
     rows, columns = tiling.rows * tiling.lanes_down, 8 * lanes_across
@@ -225,7 +225,7 @@ def _options(tiling: _Tiling) -> dict[str, Any]:
 
 
 def _bits(step: list[int], count: int) -> list[list[int]]:
-    """The offsets of `count` neighbours at `step`, one for each bit of their number."""
+    """Returns the offsets of `count` neighbours at `step`, one for each bit of their number."""
     return [[size << bit for size in step] for bit in range(count.bit_length() - 1)]
 
 
@@ -238,7 +238,7 @@ def sm90_fp8_block_operands(
     columns: bool = True,
     up: torch.Tensor | None = None,
 ) -> Operands:
-    """`x` in FP8 blocks for sums over its columns, its rows, or both.
+    """Returns `x` in FP8 blocks for sums over its columns, its rows, or both.
 
     Args:
         x: `[R, C]`, float32, BF16 or FP16.
@@ -267,7 +267,7 @@ def sm90_fp8_block_operands(
 def sm90_fp8_block_swiglu_gradients(
     dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str
 ) -> tuple[Operands, Operands]:
-    """The operands of d gate and d up.
+    """Returns the operands of d gate and d up.
 
     Args:
         dh: gradient of silu(gate) · up, `[R, C]`.

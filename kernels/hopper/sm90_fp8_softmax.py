@@ -57,7 +57,7 @@ def softmax(first: bool) -> str:
 
 
 def _powers() -> Iterator[str]:
-    """2^x of all numbers, and their sums."""
+    """Yields 2^x of all numbers, and their sums."""
     factor, bias = _operand("factor"), _operand("bias")
     for j, numbers in enumerate(_ROWS):
         yield f"add.rn.f32 t, {bias}, {_hex(START)}; sub.rn.f32 shift{j}, t, new{j};"
@@ -73,7 +73,7 @@ def _powers() -> Iterator[str]:
 
 
 def _words() -> Iterator[str]:
-    """Codes, and `any`, where the highest bit of a byte says that a code is 448 (0x7E) or NaN (0x7F)."""
+    """Yields codes, and `any`, where the highest bit of a byte says that a code is 448 (0x7E) or NaN (0x7F)."""
     for i in range(0, NUMBERS, 8):
         for j in (0, 1):
             at = i + 2 * j
@@ -85,7 +85,7 @@ def _words() -> Iterator[str]:
 
 
 def _found(first: bool) -> Iterator[str]:
-    """The reference of rows that have outgrown theirs, or, in the first tile, of all rows that see a key."""
+    """Yields the reference of rows that have outgrown theirs, or, in the first tile, of all rows that see a key."""
     for j, numbers in enumerate(_ROWS):
         yield f"mov.f32 top{j}, {_operand('scores', numbers[0])};"
         yield from (f"max.f32 top{j}, top{j}, {_operand('scores', i)};" for i in numbers[1:])

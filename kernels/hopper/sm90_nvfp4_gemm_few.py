@@ -257,7 +257,7 @@ def _collect(
 
 @gluon.constexpr_function
 def _layout_of(block_m, warps, width):
-    """The layout of a sum of `width` tokens, of a tile of `block_m`."""
+    """Returns the layout of a sum of `width` tokens, of a tile of `block_m`."""
     if block_m <= ALONE:
         return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 16])
@@ -370,7 +370,7 @@ def sm90_nvfp4_gemm_few(
 def prepare_gemm_few(
     x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: GluonTiles
 ) -> Launch:
-    """A function that computes `x @ weight.T + bias` for arguments like these, which have been checked.
+    """Returns a function that computes `x @ weight.T + bias` for arguments like these, which have been checked.
 
     Everything is decided here that does not depend on the values of the arguments.
 

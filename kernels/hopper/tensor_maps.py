@@ -22,7 +22,7 @@ Fields = dict[str, object]
 
 
 def fields_of(descriptor: TensorDescriptor) -> Fields:
-    """The fields of a descriptor that has checked them, without its tensor."""
+    """Returns the fields of a descriptor that has checked them, without its tensor."""
     return {name: value for name, value in vars(descriptor).items() if name != "base"}
 
 

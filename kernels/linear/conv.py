@@ -38,7 +38,7 @@ _GEOMETRY = (
 
 
 def conv_matrix(weight: torch.Tensor, groups: int, transposed: bool) -> torch.Tensor:
-    """A convolution's parameter, or its codes, as `[out, in / groups · kernel]`: a view unless it is transposed."""
+    """Returns a convolution's parameter or codes as `[out, in / groups · kernel]`, a view unless transposed."""
     if transposed:
         # [in, out / groups, kernel…] → [groups, in / groups, out / groups, …] → [out, in / groups, …]
         weight = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
@@ -54,7 +54,7 @@ def conv_parameter(matrix: torch.Tensor, shape: Sequence[int], groups: int, tran
 
 
 def weight_of_conv(conv: nn.Module) -> torch.Tensor:
-    """The weight of an unquantized convolution as the matrix that formats see."""
+    """Returns the weight of an unquantized convolution as the matrix that formats see."""
     assert isinstance(conv, nn.modules.conv._ConvNd)
     return conv_matrix(conv.weight.detach(), conv.groups, conv.transposed)
 
@@ -80,11 +80,11 @@ class ConvGeometry:
             setattr(self, name, getattr(conv, name, None))
 
     def convolve(self, x: torch.Tensor, output_padding: Sequence[int]) -> torch.Tensor:
-        """The product with an input `[batch, in, size…]` that `padded` gave."""
+        """Returns the product with an input `[batch, in, size…]` that `padded` gave."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
-        """`[batch, in, size…]` to `[batch, out, size…]`, in the dtype of `x`; the batch may be left out.
+        """Maps `[batch, in, size…]` to `[batch, out, size…]`, in the dtype of `x`; the batch may be left out.
 
         Args:
             x: the input.
@@ -101,7 +101,7 @@ class ConvGeometry:
         return self.convolve(self.padded(x), output_padding)
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
-        """The input with the padding that the op does not do, which pads both sides with as many zeros."""
+        """Returns the input with the padding that the op does not do, which pads both sides with as many zeros."""
         if self.op_padding is self.padding:
             return x
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
@@ -155,7 +155,7 @@ class QuantConv(ConvGeometry, QuantizedModule):
         return self.weight_in(self.dtype).clone()
 
     def weight_in(self, dtype: torch.dtype) -> torch.Tensor:
-        """`weight` in another dtype, rounded to it once."""
+        """Returns `weight` in another dtype, rounded to it once."""
         return _dense(self.codes, self.scale, self.weight_format.name, self.groups, self.transposed, dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantConv:
@@ -164,7 +164,7 @@ class QuantConv(ConvGeometry, QuantizedModule):
         return self
 
     def convolve(self, x: torch.Tensor, output_padding: Sequence[int]) -> torch.Tensor:
-        """The op on an input `[batch, in, size…]` that `padded` gave."""
+        """Returns the op on an input `[batch, in, size…]` that `padded` gave."""
         y: torch.Tensor = torch.ops.quant.conv.default(
             x,
             self.codes,
@@ -188,14 +188,14 @@ class QuantConv(ConvGeometry, QuantizedModule):
 
 
 def round_samples(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """The input of a convolution, `[batch, in, size…]`, rounded: each sample is one row of the format."""
+    """Returns the input of a convolution, `[batch, in, size…]`, rounded: each sample is one row of the format."""
     return round_activation(x.flatten(1), format, input_scale).view(x.shape)
 
 
 def _dense(
     codes: torch.Tensor, scale: torch.Tensor, format: str, groups: int, transposed: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The dequantized parameter of a convolution, in the shape of its codes."""
+    """Returns the dequantized parameter of a convolution, in the shape of its codes."""
     matrix = conv_matrix(codes, groups, transposed)
     weight = BlockScaledTensor(matrix, scale, FORMATS[format], tuple(matrix.shape))
     return conv_parameter(dense_view(weight, codes, dtype), codes.shape, groups, transposed)
@@ -216,7 +216,7 @@ def _convolve(
     output_padding: Sequence[int],
     groups: int,
 ) -> torch.Tensor:
-    """The op `quant::conv` on any device."""
+    """Returns the op `quant::conv` on any device."""
     if activation:
         # One row for each sample: see the module docstring on scales of windows that overlap.
         x = round_samples(x.contiguous(), FORMATS[activation], input_scale)

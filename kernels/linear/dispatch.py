@@ -51,7 +51,7 @@ def linear_on_gpu(
     weight_format: str,
     activation: str,
 ) -> torch.Tensor:
-    """The op `quant::linear` (`kernels/linear/ops.py`) on a GPU; the weight is in either layout.
+    """Returns the op `quant::linear` (`kernels/linear/ops.py`) on a GPU; the weight is in either layout.
 
     Raises:
         ValueError: an argument is on another device, strided, or of a wrong dtype or shape; nothing was launched.
@@ -182,7 +182,7 @@ def _prepare_gemm(
 
 
 def choose_launch(weight: BlockScaledTensor, x: torch.Tensor) -> matmul_tiles.Choice:
-    """How to multiply x `[tokens, in]`, in 16 bit with aligned rows, by `weight`."""
+    """Returns how to multiply x `[tokens, in]`, in 16 bit with aligned rows, by `weight`."""
     choice = _choose_for_numbers(weight, x)
     if _reads_stored_codes(choice, weight):
         from quant.kernels.hopper.sm90_decode_codes import numbers_only
@@ -192,7 +192,7 @@ def choose_launch(weight: BlockScaledTensor, x: torch.Tensor) -> matmul_tiles.Ch
 
 
 def _choose_for_numbers(weight: BlockScaledTensor, x: torch.Tensor) -> matmul_tiles.Choice:
-    """`choose_launch`, for a weight whose codes are all numbers."""
+    """Returns `choose_launch`, for a weight whose codes are all numbers."""
     prepacked = is_prepacked(weight)
     # Hopper's decoder makes BF16 alone: a code in FP16 would need other shifts.
     if prepacked and x.dtype is not torch.bfloat16:
@@ -207,27 +207,27 @@ def _choose_for_numbers(weight: BlockScaledTensor, x: torch.Tensor) -> matmul_ti
 
 
 def _choose_without_tma(weight: BlockScaledTensor, x: torch.Tensor) -> matmul_tiles.Choice:
-    """`choose_launch`, for codes of a checkpoint that Hopper's kernel for many tokens does not take."""
+    """Returns `choose_launch`, for codes of a checkpoint that Hopper's kernel for many tokens does not take."""
     gpu, shape = hardware.current(x.device.index or 0), (weight.shape[0], weight.shape[1])
     return matmul_tiles.guess(weight.format, x.shape[0], shape, gpu, False, stored=False)
 
 
 def _reads_stored_codes(choice: matmul_tiles.Choice, weight: BlockScaledTensor) -> bool:
-    """Whether Hopper's kernel for many tokens reads codes in the order of a checkpoint."""
+    """Returns whether Hopper's kernel for many tokens reads codes in the order of a checkpoint."""
     return isinstance(choice, matmul_tiles.PrefillTiles) and not is_prepacked(weight)
 
 
 def multiply_with(
     x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, choice: matmul_tiles.Choice
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` by `choice`; x `[tokens, in]`, FP16 or BF16, rows contiguous and aligned."""
+    """Returns `x @ weight.T + bias` by `choice`; x `[tokens, in]`, FP16 or BF16, rows contiguous and aligned."""
     return prepare_launch(x, weight, bias, choice)(x, weight, bias)
 
 
 def prepare_launch(
     x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, choice: matmul_tiles.Choice
 ) -> Launch:
-    """`multiply_with` for arguments like these, with everything decided that does not depend on their values."""
+    """Returns `multiply_with` for such arguments, with everything decided that does not depend on values."""
     if isinstance(choice, matmul_tiles.Tiles):
         from quant.kernels.portable import codes_gemm
 
@@ -248,12 +248,12 @@ def _multiply_dequantized(x: torch.Tensor, weight: BlockScaledTensor, bias: torc
 
 
 def can_dequantize(dtype: torch.dtype) -> bool:
-    """Whether `dequantize` gives this dtype here."""
+    """Returns whether `dequantize` gives this dtype here."""
     return dtype in (*_FLOATS, torch.float32) and hardware.has_triton()
 
 
 def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
-    """`[out, in]` of `weight`, on a GPU, in `dtype`: FP16, BF16 or FP32."""
+    """Returns `[out, in]` of `weight`, on a GPU, in `dtype`: FP16, BF16 or FP32."""
     weight = as_computed(weight)
     if is_prepacked(weight):
         from quant.kernels.hopper import sm90_decode_nvfp4

@@ -26,7 +26,7 @@ EMBEDDING = "quant::embedding"
 
 
 def quantized_embedding(ids: torch.Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows `ids` of `weight`, dequantized.
+    """Returns the rows `ids` of `weight`, dequantized.
 
     Args:
         ids: integers of any shape, each from 0 to rows − 1.
@@ -70,19 +70,19 @@ class QuantEmbedding(QuantizedModule):
         self.register_buffer("_dtype", torch.empty(0, dtype=dtype), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """`[...]` to `[..., dim]`."""
+        """Maps `[...]` to `[..., dim]`."""
         return quantized_embedding(ids, self.stored_weight, self._dtype.dtype)
 
 
 def embedding_refusal(module: nn.Module) -> str:
-    """The reason why `QuantEmbedding` cannot replace `module`, empty if it can."""
+    """Returns the reason why `QuantEmbedding` cannot replace `module`, empty if it can."""
     if type(module) is not nn.Embedding:
         return f"it is a {type(module).__name__}, which does more than look up"
     return "it renormalizes rows as they are read" if module.max_norm is not None else ""
 
 
 def _rows(ids: torch.Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
-    """The oracle: the rows as a tensor of their own, each with its scales."""
+    """Returns the oracle: the rows as a tensor of their own, each with its scales."""
     format = weight.format
     flat = ids.flatten().long()
     columns = weight.shape[1]

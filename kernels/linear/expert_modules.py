@@ -64,23 +64,26 @@ class QuantExperts(QuantizedModule, ExpertStack):
         return super().__getitem__(index)
 
     def dense(self, index: int) -> torch.Tensor:
-        """The values `[out, in]` of one expert."""
+        """Returns the values `[out, in]` of one expert."""
         return as_stored(self.stored_weight.matrix(index)).dequantize(self.dtype)
 
     def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """`[tokens, in]` to `[tokens, out]` through expert `index`."""
+        """Maps `[tokens, in]` to `[tokens, out]` through expert `index`."""
         self._settle(x)
         return quantized_linear(x, self.stored_weight.matrix(index), None, self.input_scale, self.activation_format)
 
     def every(self, x: torch.Tensor) -> torch.Tensor:
-        """`[experts, tokens, in]` to `[experts, tokens, out]`, each expert with its own tokens."""
+        """Maps `[experts, tokens, in]` to `[experts, tokens, out]`, each expert with its own tokens."""
         # As many tokens for each expert: the offsets of a batched product are multiples of that number.
         offsets = torch.arange(len(x) + 1, device=x.device, dtype=torch.int32) * x.shape[1]
         y: torch.Tensor = self.grouped(x.flatten(0, 1), offsets).unflatten(0, x.shape[:2])
         return y
 
     def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """`[tokens, in]`, sorted by expert, to `[tokens, out]`; rows of expert e are those from `offsets[e]` on."""
+        """Returns `[tokens, in]`, sorted by expert, to `[tokens, out]`.
+
+        Rows of expert e are those from `offsets[e]` on.
+        """
         self._settle(x)
         y = grouped_linear(x, self.stored_weight, offsets, self.input_scale, self.activation_format)
         return self.stacking.outputs(y)
@@ -94,7 +97,7 @@ def experts_forward(
     observe: Callable[[str, int, torch.Tensor], None] | None = None,
     until: str | None = None,
 ) -> torch.Tensor:
-    """Forward of a transformers experts module whose projections are `QuantExperts`.
+    """Returns the forward of a transformers experts module whose projections are `QuantExperts`.
 
     On a GPU all experts run in one grouped matmul a projection, elsewhere one at a time. Registered with transformers
     as the experts implementation "quant".
@@ -147,7 +150,7 @@ def experts_forward(
 
 
 def runs_experts_alone(module: nn.Module) -> bool:
-    """Whether `experts_forward` can replace the forward of a transformers experts module."""
+    """Returns whether `experts_forward` can replace the forward of a transformers experts module."""
     return hasattr(module, "has_gate")
 
 

@@ -29,11 +29,11 @@ class ExpertStack(nn.Module):
     stacking: Stacking
 
     def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """`[tokens, in]` to `[tokens, out]` through the matrix of one expert."""
+        """Maps `[tokens, in]` to `[tokens, out]` through the matrix of one expert."""
         raise NotImplementedError
 
     def dense(self, index: int) -> torch.Tensor:
-        """The values `[out, in]` of one expert."""
+        """Returns the values `[out, in]` of one expert."""
         raise NotImplementedError
 
     def opened(self) -> AbstractContextManager[object]:
@@ -41,11 +41,11 @@ class ExpertStack(nn.Module):
         return nullcontext()
 
     def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """`product`, its outputs in the order of the parameter's rows."""
+        """Returns `product`, its outputs in the order of the parameter's rows."""
         return self.stacking.outputs(self.product(x, index))
 
     def every(self, x: torch.Tensor) -> torch.Tensor:
-        """`[experts, tokens, in]` to `[experts, tokens, out]`, each expert with its own tokens."""
+        """Maps `[experts, tokens, in]` to `[experts, tokens, out]`, each expert with its own tokens."""
         return torch.stack([self(rows, index) for index, rows in enumerate(x)])
 
     @property
@@ -54,18 +54,18 @@ class ExpertStack(nn.Module):
         return torch.Size(self.stacking.shape)
 
     def tensor(self) -> torch.Tensor:
-        """The parameter with dequantized values."""
+        """Returns the parameter with dequantized values."""
         return self.stacking.parameter(torch.stack([self.dense(index) for index in range(self.stacking.experts)]))
 
     def view(self, *shape: Any) -> ExpertStack:
-        """The stack itself: modeling code views a parameter of two dimensions as one of three to index it."""
+        """Returns the stack itself: modeling code views a parameter of two dimensions as one of three to index it."""
         return self
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, index: int | torch.Tensor) -> Any:
-        """The matrix of one expert, or the values of several, as the parameter holds them."""
+        """Returns the matrix of one expert, or the values of several, as the parameter holds them."""
         if isinstance(index, torch.Tensor) and index.dim():
             return torch.stack([self.stacking.hold(self.dense(int(i))) for i in index])
         return ExpertMatrix(self, int(index), self.stacking.transposed)
@@ -98,7 +98,7 @@ class ExpertMatrix:
         return ExpertMatrix(self.stack, self.index, not self.transposed)
 
     def tensor(self) -> torch.Tensor:
-        """Dequantized values."""
+        """Returns dequantized values."""
         held = self.stack.stacking.hold(self.stack.dense(self.index))
         return held if self.transposed == self.stack.stacking.transposed else held.t()
 

@@ -36,7 +36,7 @@ def grouped_linear(
     input_scale: torch.Tensor | None = None,
     activation: Format | None = None,
 ) -> torch.Tensor:
-    """`y[i] = x[i] · W[expert of i]ᵀ`; rows beyond the last offset are undefined.
+    """Returns `y[i] = x[i] · W[expert of i]ᵀ`; rows beyond the last offset are undefined.
 
     Args:
         x: `[T, in]`, sorted by expert.
@@ -70,7 +70,9 @@ def grouped_linear(
 
 
 def sort_by_expert(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Order of the flattened slots of `index` by expert, and int32 offsets `[experts + 1]`; the host does not wait.
+    """Returns the order of the flattened slots of `index` by expert, and int32 offsets `[experts + 1]`.
+
+    The host does not wait.
 
     Args:
         index: expert of each token and slot, `[tokens, k]`; those from `experts` on come last, beyond all offsets.
@@ -85,7 +87,7 @@ def sort_by_expert(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, tor
 def grouped_experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """`experts_forward` of `kernels/linear/expert_modules.py`, with one grouped matmul for each projection."""
+    """Returns `experts_forward` of `kernels/linear/expert_modules.py`, with one grouped matmul for each projection."""
     tokens, slots = top_k_index.shape
     order, offsets = sort_by_expert(top_k_index, self.num_experts)
     expert = top_k_index.flatten()[order].clamp(max=self.num_experts - 1)
@@ -132,7 +134,7 @@ def _grouped(
 
 
 def _rows_stand_alone(format: Format | None, input_scale: torch.Tensor | None) -> bool:
-    """Whether no scale is measured over several rows, which belong to several experts."""
+    """Returns whether no scale is measured over several rows, which belong to several experts."""
     return format is None or input_scale is not None or (format.block[0] == 1 and not format.global_scale)
 
 

@@ -28,7 +28,7 @@ _STEP = 16
 
 
 def takes_fp8(weight: Format, activation: Format | None, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether `fp8_linear` computes a linear of `shape` `[out, in]` for an input of `dtype`."""
+    """Returns whether `fp8_linear` computes a linear of `shape` `[out, in]` for an input of `dtype`."""
     if activation is None or not (_is_per_row(weight) or _is_per_tensor(weight)):
         return False
     if not (_is_per_row(activation) or _is_per_tensor(activation)) or any(size % _STEP for size in shape):
@@ -51,7 +51,7 @@ def _is_per_row(format: Format) -> bool:
 
 
 def round_to_e4m3(x: torch.Tensor, activation: Format, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[tokens, in]` in E4M3 and its scale, as `fake_quantize` rounds it.
+    """Returns `[tokens, in]` in E4M3 and its scale, as `fake_quantize` rounds it.
 
     Args:
         x: `[tokens, in]`.
@@ -75,7 +75,7 @@ def fp8_linear(
     input_scale: torch.Tensor | None,
     activation: Format,
 ) -> torch.Tensor:
-    """`[..., in]` to `[..., out]`, where `takes_fp8` says so, in PyTorch alone.
+    """Maps `[..., in]` to `[..., out]`, where `takes_fp8` says so, in PyTorch alone.
 
     Args:
         x: `[..., in]`; its dtype is the output's.
@@ -89,7 +89,7 @@ def fp8_linear(
 
 
 def prepare_fp8_linear(x: torch.Tensor, activation: Format, input_scale: torch.Tensor | None) -> Product:
-    """`fp8_linear` in two launches, where there is a kernel that rounds x in one pass, for arguments like these.
+    """Returns `fp8_linear` in two launches, where a kernel rounds x in one pass.
 
     Args:
         x: `[tokens, in]`.
@@ -127,7 +127,7 @@ def prepare_fp8_linear(x: torch.Tensor, activation: Format, input_scale: torch.T
 def _scaled_mm(
     x8: torch.Tensor, sx: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`[tokens, out]` in `dtype`, from E4M3 `[tokens, in]` under scales `[]` or `[tokens, 1]`."""
+    """Returns `[tokens, out]` in `dtype`, from E4M3 `[tokens, in]` under scales `[]` or `[tokens, 1]`."""
     tokens, out = x8.shape[0], weight.codes.shape[0]
     if sx.dim() == 0 and weight.scale.numel() == 1:
         sx, sw = sx.reshape(1, 1), weight.scale.reshape(1, 1)
@@ -142,7 +142,7 @@ def _scaled_mm(
 
 
 def takes_prefill(weight: BlockScaledTensor, activation: Format, tokens: int, dtype: torch.dtype) -> bool:
-    """Whether `prefill_linear` multiplies: its weight is prepacked, and the plan gave the layer FP8 activations."""
+    """Returns whether `prefill_linear` multiplies: the weight is prepacked, and its input format is FP8."""
     from quant.kernels.portable import casts
 
     is_fp8 = activation.name in casts.FORMATS_OUT and (_is_per_tensor(activation) or _is_per_row(activation))
@@ -158,7 +158,7 @@ def prefill_linear(
     *,
     activation: Format,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` in FP8: NVFP4 codes become E4M3 with a scale a row in one pass, x as its format says.
+    """Returns `x @ weight.T + bias` in FP8: NVFP4 codes become E4M3 with a scale for each row in one pass.
 
     The library multiplies FP8 at nearly twice the rate of 16 bit. The price is one more rounding of the weight, of up
     to one part in 16 (`benchmarks/gemm.py` prints the error of the product).

@@ -18,7 +18,10 @@ Rounding = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def aligned_rows(rows: torch.Tensor) -> torch.Tensor:
-    """`[tokens, in]`, rows contiguous, at multiples of 16 bytes where their length is one; a copy only where needed."""
+    """Returns `[tokens, in]`, rows contiguous, at multiples of 16 bytes where their length is one.
+
+    A copy only where needed.
+    """
     length, stride = rows.shape[1] * rows.itemsize, rows.stride(0) * rows.itemsize
     # Rows of an odd length cannot all start at multiples of 16; kernels then load four bytes at a time.
     unit = 16 if length % 16 == 0 else 4
@@ -29,13 +32,13 @@ def aligned_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def round_rows(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """`round_activation` of x `[tokens, in]`, in two passes where there is a kernel: to codes, and back."""
+    """Returns `round_activation` of x `[tokens, in]`, in two passes where there is a kernel: to codes, and back."""
     x = aligned_rows(x)
     return prepare_rounding(x, format, input_scale)(x, input_scale)
 
 
 def prepare_rounding(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> Rounding:
-    """`round_rows` for arguments like these, with everything decided that does not depend on their values."""
+    """Returns `round_rows` for arguments like these, with everything decided that does not depend on their values."""
     from quant.kernels.portable import casts, codes_gemm
 
     columns = x.shape[-1]

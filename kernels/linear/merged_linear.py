@@ -84,7 +84,7 @@ def _merged_quantized(members: Sequence[QuantLinear], dtype: torch.dtype) -> Qua
 
 
 def _bias_of(members: Sequence[nn.Linear | QuantLinear]) -> nn.Parameter | None:
-    """The biases one after the other; zero where a member has none."""
+    """Returns the biases one after the other; zero where a member has none."""
     present = [member.bias for member in members if member.bias is not None]
     if not present:
         return None
@@ -95,7 +95,7 @@ def _bias_of(members: Sequence[nn.Linear | QuantLinear]) -> nn.Parameter | None:
 
 
 def _share_scale(weights: Sequence[BlockScaledTensor]) -> bool:
-    """Whether the second-level scale is the same; MXFP4 has one in the layout of kernels alone."""
+    """Returns whether the second-level scale is the same; MXFP4 has one in the layout of kernels alone."""
     return all(_are_equal(weight.global_scale, weights[0].global_scale) for weight in weights)
 
 

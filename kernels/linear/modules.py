@@ -44,13 +44,13 @@ class RunTimeParts:
         return 0 if self.lowrank is None else self.lowrank[0].shape[0]
 
     def input(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., in]` as the weight and the branch see it, in the dtype of `x`."""
+        """Returns `[..., in]` as the weight and the branch see it, in the dtype of `x`."""
         if self.pre_scale is not None:
             x = x * self.pre_scale.to(x.dtype)
         return hadamard_transform(x, self.hadamard) if self.hadamard else x
 
     def branch(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The branch's share of the output, `[..., out]`, for an input that `input` returned."""
+        """Returns the branch's share of the output, `[..., out]`, for an input that `input` returned."""
         if self.lowrank is None:
             return None
         down, up = self.lowrank
@@ -154,7 +154,7 @@ class QuantLinear(QuantizedModule):
         return RunTimeParts(self.pre_scale, self.hadamard, lowrank)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., in]` to `[..., out]`, in the dtype of `x`."""
+        """Maps `[..., in]` to `[..., out]`, in the dtype of `x`."""
         # Reading a buffer as an attribute is one more Python call before the launch.
         buffers = self._buffers
         codes = buffers["codes"]

@@ -26,7 +26,7 @@ _verdicts: dict[tuple[str, str, int], bool] = {}
 
 
 def multiplies_natively(x: torch.Tensor, weight: BlockScaledTensor, activation: Format) -> bool:
-    """Whether tensor cores of this GPU take both sides as they are stored, and got a first product right."""
+    """Returns whether tensor cores of this GPU take both sides as they are stored, and got a first product right."""
     from quant.kernels.portable import block_scaled_gemm, casts
 
     format, columns = weight.format, weight.shape[1]
@@ -74,7 +74,7 @@ def _multiplies_right(format: Format, activation: Format, index: int) -> bool:
 def multiply_codes(
     x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """`[tokens, out]`: x `[tokens, in]` is rounded to codes, then codes are multiplied by codes."""
+    """Returns `[tokens, out]`: x `[tokens, in]` is rounded to codes, then codes are multiplied by codes."""
     from quant.kernels.portable import block_scaled_gemm, casts, fp8_block_gemm
 
     if weight.format.has_square_blocks:

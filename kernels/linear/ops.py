@@ -60,7 +60,7 @@ def quantized_linear(
     input_scale: torch.Tensor | None = None,
     activation: Format | None = None,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` through the custom op.
+    """Returns `x @ weight.T + bias` through the custom op.
 
     Args:
         x: `[..., in]`, FP16, BF16 or FP32.
@@ -90,14 +90,17 @@ def quantized_linear(
 
 
 def dense(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
-    """`[out, in]` of a weight in either layout, in `dtype`: by a kernel on a GPU."""
+    """Returns `[out, in]` of a weight in either layout, in `dtype`: by a kernel on a GPU."""
     if weight.codes.is_cuda and dispatch.can_dequantize(dtype):
         return dispatch.dequantize(weight, dtype)
     return oracle.as_stored(weight).dequantize(dtype)
 
 
 def input_gradient(gradient: torch.Tensor, weight: BlockScaledTensor) -> torch.Tensor:
-    """dY · W, `[..., in]`; a large weight is dequantized in slices of rows, whose products are added in float32."""
+    """Returns dY · W, `[..., in]`.
+
+    A large weight is dequantized in slices of rows, whose products are added in float32.
+    """
     rows = gradient.reshape(-1, weight.shape[0])
     pieces = list(row_slices(weight))
     if len(pieces) == 1:
@@ -111,7 +114,7 @@ def input_gradient(gradient: torch.Tensor, weight: BlockScaledTensor) -> torch.T
 
 
 def _reference(*arguments: Any) -> torch.Tensor:
-    """The op `quant::linear` on a device without kernels."""
+    """Returns the op `quant::linear` on a device without kernels."""
     call = LinearCall(*arguments)
     return oracle.reference_linear(call.x, call.weight, call.bias, call.input_scale, call.rounding)
 
@@ -152,24 +155,24 @@ class _Linear(torch.autograd.Function):
 
 
 def is_traced() -> bool:
-    """Whether torch.compile, or a mode such as that of fake tensors, records the ops that run."""
+    """Returns whether torch.compile, or a mode such as that of fake tensors, records the ops that run."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs a backward pass, in which a forward pass is a repetition by gradient checkpointing."""
+    """Returns whether autograd runs a backward pass, so that a forward pass repeats one for checkpointing."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._current_graph_task_id() != -1
 
 
 def runs_eagerly(x: torch.Tensor) -> bool:
-    """Whether x is on a GPU and nothing records its ops: calling a body then saves 100 to 200 µs of dispatch."""
+    """Returns whether x is on a GPU and nothing records its ops: a direct call then saves 100 to 200 µs."""
     return x.is_cuda and type(x) in (torch.Tensor, torch.nn.Parameter) and has_triton() and not is_traced()
 
 
 def below_autograd(op: Any, keyset: Any, *args: Any) -> torch.Tensor:
-    """The op as it is for tensors that need no gradient."""
+    """Returns the op as it is for tensors that need no gradient."""
     with torch._C._AutoDispatchBelowAutograd():
         return op._handle.redispatch_boxed(keyset & torch._C._after_autograd_keyset, *args)  # type: ignore[no-any-return]
 
@@ -212,7 +215,7 @@ def register(
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype in which autocast computes on the kind of device that `x` is on; None where it is off."""
+    """Returns the dtype in which autocast computes on the kind of device that `x` is on; None where it is off."""
     # `torch.amp.is_autocast_available`, which knows every kind, breaks the graphs of torch.compile before torch 2.13.
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
@@ -234,7 +237,7 @@ _AUTOCAST_KEYS = {
 
 
 def _in_autocast(op: Any, kind: str) -> Any:
-    """`op` as autocast calls it on a kind of device: its first argument and its bias are cast."""
+    """Returns `op` as autocast calls it on a kind of device: its first argument and its bias are cast."""
     positions = [i for i, argument in enumerate(op._schema.arguments) if i == 0 or argument.name == "bias"]
 
     def cast(*args: Any) -> torch.Tensor:

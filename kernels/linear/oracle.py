@@ -33,7 +33,7 @@ def reference_linear(
     input_scale: torch.Tensor | None,
     activation: Format | None,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` on any device, `[..., in]` to `[..., out]`; the weight is in either layout."""
+    """Returns `x @ weight.T + bias` on any device, `[..., in]` to `[..., out]`; the weight is in either layout."""
     weight = as_stored(weight)
     if activation is not None:
         x = round_activation(x, activation, input_scale)
@@ -64,19 +64,19 @@ class ReferenceProduct:
 
 
 def dense_view(weight: BlockScaledTensor, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A dequantized weight whose codes are a view or copy of `codes`, kept as long as those of linears are."""
+    """Returns a dequantized weight whose codes are a view or copy of `codes`, kept as long as those of linears are."""
     dense = _cache.get(weight, dtype, codes)
     return weight.dequantize(dtype) if dense is None else dense
 
 
 def as_stored(weight: BlockScaledTensor) -> BlockScaledTensor:
-    """`weight` in a layout that `BlockScaledTensor.dequantize` reads."""
+    """Returns `weight` in a layout that `BlockScaledTensor.dequantize` reads."""
     weight = as_computed(weight)
     return restore(weight) if is_prepacked(weight) else weight
 
 
 def row_slices(weight: BlockScaledTensor) -> Iterator[tuple[slice, BlockScaledTensor]]:
-    """A weight `[out, in]`, in either layout, by slices of whole blocks of rows, of some dozen megabytes each."""
+    """Yields a weight `[out, in]` in either layout, by slices of whole blocks of rows, some dozen MB each."""
     elements = _GPU_SLICE_ELEMENTS if weight.codes.is_cuda else _SLICE_ELEMENTS
     rows, columns = weight.shape
     # Prepacked words are stored by tiles of 64 rows; a slice must not cut one.
@@ -120,7 +120,7 @@ class _Entry:
     scales: tuple[weakref.ref[torch.Tensor], ...]
 
     def is_of(self, codes: torch.Tensor, scales: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
-        """Whether `dense` still is the weight that `codes` and `scales` say, in `dtype`."""
+        """Returns whether `dense` still is the weight that `codes` and `scales` say, in `dtype`."""
         return (
             self.dense.dtype is dtype
             and self.versions == _versions(codes, scales)
@@ -146,7 +146,7 @@ class _Cache:
     def get(
         self, weight: BlockScaledTensor, dtype: torch.dtype, codes: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """The weight in `dtype`, or None where it does not fit; the codes of `weight` are a view of `codes`."""
+        """Returns the weight in `dtype`, or None where it does not fit; the codes of `weight` are a view of `codes`."""
         # A view for one call dies with it, and so would its entry: caching it would dequantize at every call.
         is_passing = codes is None and weight.codes._base is not None  # a view that its caller has made for one call
         codes = weight.codes if codes is None else codes
@@ -167,7 +167,7 @@ class _Cache:
 
 
 def _budget(text: str | None) -> int:
-    """The value of the environment variable, in bytes."""
+    """Returns the value of the environment variable, in bytes."""
     if text is None:
         return 2 << 30
     if not text.isdecimal():

@@ -101,7 +101,7 @@ class QuantizedModule(nn.Module):
         return self.codes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weight's values, `[..., out, in]`."""
+        """Returns the weight's values, `[..., out, in]`."""
         return self.quantized_weight.dequantize(dtype)
 
     def arrange(self, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -197,7 +197,7 @@ def restore_layout(model: nn.Module) -> None:
 
 
 def _is_offloaded(module: nn.Module) -> bool:
-    """Whether a hook of accelerate brings the weight to the device for each forward, and takes it away again."""
+    """Returns whether a hook of accelerate brings the weight to the device for each forward pass."""
     hook = getattr(module, "_hf_hook", None)
     hooks = getattr(hook, "hooks", (hook,))
     return any(getattr(each, "offload", False) and getattr(each, "offload_buffers", False) for each in hooks)

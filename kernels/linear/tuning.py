@@ -65,19 +65,19 @@ def search(
 
 
 def call_of(x: torch.Tensor, weight: BlockScaledTensor, choice: matmul_tiles.Choice) -> Callable[[], Any]:
-    """The matmul by `choice`, to be timed."""
+    """Returns the matmul by `choice`, to be timed."""
     return lambda: dispatch.multiply_with(x, weight, None, choice)
 
 
 def copies(weight: BlockScaledTensor, l2: int) -> Iterator[BlockScaledTensor]:
-    """The weight, and as many copies as make each replay read it from memory."""
+    """Yields the weight, and as many copies as make each replay read it from memory."""
     yield weight
     for _ in range(extra_copies(l2, weight.codes.nbytes)):
         yield replace(weight, codes=weight.codes.clone(), scale=weight.scale.clone())
 
 
 def extra_copies(l2: int, nbytes: int) -> int:
-    """How many more copies of `nbytes` are needed so that together they do not fit in the L2 cache."""
+    """Returns how many more copies of `nbytes` are needed so that together they do not fit in the L2 cache."""
     return min(max(3 * l2 // nbytes, 1), 32)
 
 

@@ -93,7 +93,7 @@ def block_scaled_gemm(
     *,
     offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`, nothing dequantized.
+    """Returns `x @ weight.T + bias`, nothing dequantized.
 
     Args:
         x: `[tokens, in]`, one of `SCALED_FORMATS`.
@@ -139,10 +139,13 @@ def block_scaled_gemm(
 
 
 def takes(weight: Format, rows: Format) -> bool:
-    """Whether `block_scaled_gemm` multiplies these formats."""
+    """Returns whether `block_scaled_gemm` multiplies these formats."""
     return rows is weight and weight.name in SCALED_FORMATS
 
 
 def tile_shape(bits: int, arch: int) -> dict[str, int]:
-    """Tile of y and step along K. Compute capability 12.0 keeps the sums in registers, which bounds the step."""
+    """Returns the tile of y and step along K.
+
+    Compute capability 12.0 keeps the sums in registers, which bounds the step.
+    """
     return {"block_m": 128, "block_n": 128, "block_k": 256 if bits == 4 and arch < 120 else 128}

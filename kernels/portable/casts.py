@@ -38,7 +38,7 @@ def quantize(
     scale: torch.Tensor | None = None,
     global_scale: torch.Tensor | None = None,
 ) -> BlockScaledTensor:
-    """`x` in `format`, block scales by the `max` rule: the codes of the values of `fake_quantize`.
+    """Returns `x` in `format`, block scales by the `max` rule: the codes of the values of `fake_quantize`.
 
     Args:
         x: `[..., in]`, FP16 or BF16.
@@ -64,7 +64,7 @@ Cast = Callable[..., BlockScaledTensor]
 
 
 def prepare_cast(rows: torch.Tensor, format: Format, *, contiguous: bool = True) -> Cast:
-    """`quantize` for rows like these, checked, with everything decided that does not depend on their values."""
+    """Returns `quantize` for rows like these, checked, with everything decided that does not depend on their values."""
     (tokens, columns), device = rows.shape, rows.device
     codes_shape, codes_dtype = format.codes_shape(rows.shape), format.element.torch_dtype or torch.uint8
     scale_shape = format.scale_shape(rows.shape)
@@ -180,7 +180,10 @@ def check_scales(
 
 
 def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:
-    """`[tokens, in]`, elements of a row side by side, and rows at multiples of four bytes; a copy only where needed."""
+    """Returns `[tokens, in]`, elements of a row side by side, and rows at multiples of four bytes.
+
+    A copy only where needed.
+    """
     rows = x.reshape(-1, x.shape[-1])
     aligned = rows.data_ptr() % 4 == 0 and (rows.stride(0) % 2 == 0 or rows.shape[0] == 1)
     return rows if rows.stride(1) == 1 and aligned else rows.clone(memory_format=torch.contiguous_format)

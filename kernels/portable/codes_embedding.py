@@ -47,7 +47,7 @@ def codes_embedding_kernel(
 
 
 def look_up(ids: torch.Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows `ids` of `weight` in `dtype`, `[..., dim]`.
+    """Returns the rows `ids` of `weight` in `dtype`, `[..., dim]`.
 
     Raises:
         ValueError: codes or scales that are not contiguous or not on one device; nothing was launched.

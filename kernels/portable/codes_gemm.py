@@ -238,7 +238,7 @@ def dequantize_codes_kernel(
 
 
 def codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
-    """`x @ weight.T + bias`; the arguments have been checked.
+    """Returns `x @ weight.T + bias`; the arguments have been checked.
 
     Args:
         x: `[tokens, in]`, FP16 or BF16, rows contiguous.
@@ -253,7 +253,7 @@ def codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | 
 
 
 def prepare_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: Tiles) -> Launch:
-    """`codes_gemm` for arguments like these, with everything decided that does not depend on their values."""
+    """Returns `codes_gemm` for arguments like these, with everything decided that does not depend on their values."""
     (M, K), N, form = x.shape, weight.shape[0], weight.format
     if not M * N:
         return lambda x, weight, bias: x.new_empty(M, N)
@@ -283,7 +283,7 @@ def prepare_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.T
 
 
 def dequantize_codes(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
-    """`[out, in]` of `weight` in `dtype`, in one pass; the arguments have been checked."""
+    """Returns `[out, in]` of `weight` in `dtype`, in one pass; the arguments have been checked."""
     (N, K), codes, scale = weight.shape, weight.codes, weight.scale
     out = torch.empty(N, K, dtype=dtype, device=codes.device)
     has_global = weight.global_scale is not None
@@ -296,7 +296,7 @@ def dequantize_codes(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Ten
 
 @lru_cache(maxsize=256)
 def _dequantizer(N: int, K: int, format: str, has_global: bool) -> CachedLaunch:
-    """The launch of `dequantize_codes_kernel` for weights like these."""
+    """Returns the launch of `dequantize_codes_kernel` for weights like these."""
     form, block_n = FORMATS[format], 16
     block_k = 256 if form.block[1] < 128 else 128
     constants = {**layout(form), "has_global": has_global, "block_n": block_n, "block_k": block_k, "num_warps": 4}
@@ -304,7 +304,7 @@ def _dequantizer(N: int, K: int, format: str, has_global: bool) -> CachedLaunch:
 
 
 def layout(format: Format) -> dict[str, object]:
-    """The compile-time constants by which a kernel decodes the codes and scales of a format."""
+    """Returns the compile-time constants by which a kernel decodes the codes and scales of a format."""
     return {
         "element": format.element.name,
         "bits": format.element.bits,

@@ -170,7 +170,7 @@ def largest_of_row_kernel(tops, columns, out, pieces, width: tl.constexpr, overl
 def add_rmsnorm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`h / rms(h) · weight` and h, where `h = x + residual`, or x without one.
+    """Returns `h / rms(h) · weight` and h, where `h = x + residual`, or x without one.
 
     Args:
         x: `[tokens, hidden]`, FP16 or BF16, contiguous.
@@ -200,7 +200,7 @@ def add_rmsnorm(
 
 
 def swiglu(both: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
-    """`silu(gate) · up`, `[tokens, intermediate]`.
+    """Returns `silu(gate) · up`, `[tokens, intermediate]`.
 
     Args:
         both: `[tokens, 2 · intermediate]`, gate first; FP16 or BF16, contiguous.
@@ -232,7 +232,7 @@ def rotate_and_store(
     eps: float = 0.0,
     offset: bool = False,
 ) -> torch.Tensor:
-    """Rotated q, `[batch, heads, 1, dim]`; k, rotated, and v go to the last position of each sequence.
+    """Returns rotated q, `[batch, heads, 1, dim]`; k, rotated, and v go to the last position of each sequence.
 
     Args:
         qkv: `[batch, (heads + 2 · kv_heads) · dim]`, contiguous, in the dtype of the pages.
@@ -277,7 +277,7 @@ def rotate_and_store(
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The first column of the largest logit of each row, int64 `[tokens]`; -1, no token, where a logit is NaN.
+    """Returns the first column of the largest logit of each row, int64 `[tokens]`; -1, no token, where a logit is NaN.
 
     Args:
         logits: `[tokens, vocabulary]`, FP16 or BF16, contiguous.

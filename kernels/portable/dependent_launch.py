@@ -34,7 +34,7 @@ def wait_for_previous():
 
 
 def overlap_options(x: torch.Tensor) -> dict[str, bool]:
-    """The kernel's `overlap` argument and the matching launch option, for operands on the device of x."""
+    """Returns the kernel's `overlap` argument and the matching launch option, for operands on the device of x."""
     # Only Hopper and later have the instructions; on a CPU the interpreter runs one kernel after another.
     able = x.is_cuda and hardware.current(x.device.index or 0).arch >= 90
     return {"overlap": True, "launch_pdl": True} if able else {"overlap": False}

@@ -91,7 +91,7 @@ def weigh_kernel(
 
 
 def route(x: torch.Tensor, index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of x sorted by expert, the first row of each expert, and the place of each slot among the rows.
+    """Returns the rows of x sorted by expert, the first row of each expert, and the place of each slot among the rows.
 
     Args:
         x: `[tokens, in]`, rows contiguous.

@@ -66,7 +66,7 @@ def fp8_block_gemm_kernel(
 def fp8_block_gemm(
     x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`.
+    """Returns `x @ weight.T + bias`.
 
     Args:
         x: `[tokens, in]` in `fp8_group`.
@@ -92,7 +92,7 @@ def fp8_block_gemm(
 def by_triton(
     x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`fp8_block_gemm` by the Triton kernel."""
+    """Returns `fp8_block_gemm` by the Triton kernel."""
     (tokens, columns), rows = x.shape, weight.shape[0]
     y = torch.empty(tokens, rows, dtype=dtype, device=x.codes.device)
     if tokens:
@@ -106,7 +106,7 @@ def by_triton(
 
 
 def by_cublas(x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`fp8_block_gemm` by cuBLASLt, BF16; `cublas_takes` tells where."""
+    """Returns `fp8_block_gemm` by cuBLASLt, BF16; `cublas_takes` tells where."""
     tokens = x.shape[0]
     # cuBLASLt reads the scales of x, by columns, at multiples of 16 bytes.
     missing = -tokens % 4
@@ -120,7 +120,7 @@ def by_cublas(x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tenso
 
 
 def cublas_takes(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether cuBLASLt multiplies `x` by a weight of `shape` on this GPU, and got a first product right."""
+    """Returns whether cuBLASLt multiplies `x` by a weight of `shape` on this GPU, and got a first product right."""
     rows, columns = shape
     if not x.shape[0] or rows % 128 or columns % 512 or dtype is not torch.bfloat16 or not x.is_cuda:
         return False
@@ -161,5 +161,5 @@ def _cublas_is_right(index: int) -> bool:
 
 
 def stages(arch: int) -> int:
-    """Depth of the pipeline: four steps of both tiles fit where an SM has 228 KB of shared memory, two in 100 KB."""
+    """Returns the depth of the pipeline: four steps of both tiles fit in 228 KB of shared memory, two in 100 KB."""
     return 4 if arch in (90, 100, 103) else 2

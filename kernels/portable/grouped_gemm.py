@@ -122,7 +122,7 @@ def grouped_fp8_gemm_kernel(
 
 
 def grouped_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> torch.Tensor:
-    """`y[i] = x[i] · W[expert of i]ᵀ`; rows beyond the last offset are left as they are found.
+    """Returns `y[i] = x[i] · W[expert of i]ᵀ`; rows beyond the last offset are left as they are found.
 
     Args:
         x: `[T, in]`, FP16 or BF16, sorted by expert, rows contiguous.
@@ -190,24 +190,24 @@ def grouped_fp8_gemm(
 
 
 def takes_fp8(weight: Format, rows: Format) -> bool:
-    """Whether `grouped_fp8_gemm` multiplies these formats."""
+    """Returns whether `grouped_fp8_gemm` multiplies these formats."""
     return weight.name in FP8_WEIGHTS and rows.name in FP8_ROWS and weight is FORMATS[weight.name]
 
 
 def block_rows(tokens: int, experts: int) -> int:
-    """Rows of a tile: the average of an expert, so that little of a tile is empty."""
+    """Returns the rows of a tile: the average of an expert, so that little of a tile is empty."""
     mean = -(-tokens // max(experts, 1))
     # 16 is the least that tensor cores take, 128 the most whose sums fit registers.
     return min(max(triton.next_power_of_2(mean), 16), 128)
 
 
 def weight_tile(block_m: int) -> tuple[int, int, int]:
-    """Output features and step along K of a tile of 16-bit rows, and its warps: as much as registers hold."""
+    """Returns output features and step along K of a tile of 16-bit rows, and its warps: as much as registers hold."""
     return 32 if block_m == 16 else 64, 128 if block_m <= 32 else 64, 4 if block_m <= 64 else 8
 
 
 def most_tiles(tokens: int, experts: int, block_m: int) -> int:
-    """Tiles that there can be: each expert may have one that is not full."""
+    """Returns the tiles that there can be: each expert may have one that is not full."""
     return min(tokens, tokens // block_m + min(experts, tokens))
 
 

@@ -133,7 +133,7 @@ def solve_nvfp4_window(
     start: int,
     improve: bool,
 ) -> torch.Tensor:
-    """`gptq._solve_window` for whole blocks of sixteen, with every candidate scale tried with feedback.
+    """Returns `gptq._solve_window` for whole blocks of sixteen, with every candidate scale tried with feedback.
 
     Args:
         global_scale: float32 scalar.
@@ -154,7 +154,7 @@ def solve_nvfp4_window(
 def search_nvfp4_blocks(
     blocks: torch.Tensor, inverses: torch.Tensor, global_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best values and scales of independent blocks, all in one launch.
+    """Returns the best values and scales of independent blocks, all in one launch.
 
     Args:
         blocks: `[16 · blocks, n]`, float32, contiguous.
@@ -242,7 +242,7 @@ def nvfp4_learned_kernel(
 
 
 def fake_quantize_nvfp4(x: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
-    """`fake_quantize(x, nvfp4, global_scale=global_scale)`, the same to the bit but for the sign of zeros.
+    """Returns `fake_quantize(x, nvfp4, global_scale=global_scale)`, the same to the bit but for the sign of zeros.
 
     Args:
         x: `[..., in]` on a GPU, `in` a multiple of sixteen; any float dtype up to float32.
@@ -260,7 +260,7 @@ def fake_quantize_nvfp4(x: torch.Tensor, global_scale: torch.Tensor | None) -> t
 
 
 def learned_values(latent: torch.Tensor, first_step: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """step · nearest(latent · first_step / step), float32 `[out, in]`.
+    """Returns step · nearest(latent · first_step / step), float32 `[out, in]`.
 
     Args:
         latent: `[out, in]`, float32, contiguous.
@@ -274,7 +274,7 @@ def learned_values(latent: torch.Tensor, first_step: torch.Tensor, step: torch.T
 def learned_gradient(
     latent: torch.Tensor, first_step: torch.Tensor, step: torch.Tensor, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of `latent`, `[out, in]`, and of `step`, `[out, in / 16]`, from the `gradient` of the values."""
+    """Returns the gradients of `latent` `[out, in]` and of `step` `[out, in / 16]`."""
     of_latent, of_step = torch.empty_like(latent), torch.empty_like(step)
     _launch_learned(latent, first_step, step, gradient.contiguous(), of_latent, of_step, backward=True)
     return of_latent, of_step

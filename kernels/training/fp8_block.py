@@ -31,7 +31,7 @@ _LEAST = 2.0**-126
 
 
 def _blocks(x: torch.Tensor, rule: str, square: bool, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` in blocks along its columns, padded to `[rows, columns]`: codes of that shape, and their scales."""
+    """Returns `x` in blocks along its columns, padded to `[rows, columns]`: codes of that shape, and their scales."""
     filled = functional.pad(x.float(), (0, columns - x.shape[1], 0, rows - x.shape[0]))
     height = BLOCK if square else 1
     blocks = filled.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, height))  # [R / height, height, C / 128, 128]
@@ -141,7 +141,7 @@ def _fake_product(
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether cuBLASLt multiplies FP8 blocks on this device: on Hopper, with CUDA 12.9 or later."""
+    """Returns whether cuBLASLt multiplies FP8 blocks on this device: on Hopper, with CUDA 12.9 or later."""
     if device.type != "cuda":
         return False
     version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))

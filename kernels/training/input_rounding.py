@@ -32,7 +32,7 @@ _SHORT = 32  # inputs of a block whose scale has a gradient
 
 
 def round_input(x: torch.Tensor, activation: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """An input `[..., in]` as a packed linear rounds it, with straight-through gradients.
+    """Returns an input `[..., in]` as a packed linear rounds it, with straight-through gradients.
 
     Inputs beyond the range of a static scale have no gradient. The largest of a short block has that of its scale, too.
     """
@@ -58,7 +58,7 @@ def _round_input(x: torch.Tensor, input_scale: torch.Tensor | None, activation: 
 def _input_gradient(
     gradient: torch.Tensor, x: torch.Tensor, rounded: torch.Tensor, input_scale: torch.Tensor | None, activation: str
 ) -> torch.Tensor:
-    """The gradient of an input, in the dtype of `gradient`: straight through, and of the scales of short blocks."""
+    """Returns the gradient of an input, straight through, plus that of the scales of short blocks."""
     format = FORMATS[activation]
     if not _follows(format):
         assert input_scale is not None
@@ -90,7 +90,7 @@ def _input_gradient(
 
 
 def _follows(format: Format) -> bool:
-    """Whether the scales of an input are those of short blocks, and follow the largest magnitude of each."""
+    """Returns whether the scales of an input are those of short blocks, and follow the largest magnitude of each."""
     rows, columns = format.block
     return rows == 1 and 0 < columns <= _SHORT
 
@@ -103,7 +103,7 @@ def _in_reach(amax: torch.Tensor, input_scale: torch.Tensor, format: Format) -> 
 
 
 def _passed(gradient: torch.Tensor, x: torch.Tensor, input_scale: torch.Tensor, format: Format) -> torch.Tensor:
-    """The gradient with zeros where an input is beyond the range of a static scale."""
+    """Returns the gradient with zeros where an input is beyond the range of a static scale."""
     largest = format.element.max * (format.scale.max if format.global_scale else 1)
     if runs_eagerly(gradient) and x.is_contiguous():
         from quant.kernels.portable.training import fake_rounding

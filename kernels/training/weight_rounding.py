@@ -43,7 +43,7 @@ def round_weight(
     stored: torch.dtype = torch.float32,
     clips: bool = True,
 ) -> torch.Tensor:
-    """The weight that a packed model multiplies by, with straight-through gradients.
+    """Returns the weight that a packed model multiplies by, with straight-through gradients.
 
     Args:
         weight: `[..., out, in]`, finite.
@@ -68,7 +68,7 @@ def round_weight(
 def measured_scale(
     weight: torch.Tensor, format: Format, rule: str, global_scale: torch.Tensor | None, stored: torch.dtype
 ) -> torch.Tensor:
-    """Block scale values of `weight` by `rule`, as a model whose weights are in `stored` would be quantized.
+    """Returns the block scale values of `weight` by `rule`, as a model stored in `stored` is quantized.
 
     Returns:
         float32 `format.scale_shape(weight.shape)`.
@@ -80,7 +80,7 @@ def measured_scale(
 
 
 def as_stored_scale(scale: torch.Tensor, format: Format, stored: torch.dtype) -> torch.Tensor:
-    """Float scales rounded to the dtype in which a checkpoint stores them; `scale` may be overwritten."""
+    """Returns float scales rounded to the dtype in which a checkpoint stores them; `scale` may be overwritten."""
     if not format.scale.is_wide or stored not in _FLOATS:
         return scale
     info = torch.finfo(stored)
@@ -89,13 +89,13 @@ def as_stored_scale(scale: torch.Tensor, format: Format, stored: torch.dtype) ->
 
 
 def group_amax(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Largest magnitude of weights `[..., out, in]` that share a scale: float32 `[...]`, over all shards of them."""
+    """Returns the largest magnitude of weights `[..., out, in]` that share a scale, over all their shards."""
     amax = [_amax(weight) for weight in weights]
     return amax[0] if len(amax) == 1 else torch.stack(amax).amax(dim=0)
 
 
 def measured_global_scale(weights: Sequence[torch.Tensor], format: Format) -> torch.Tensor:
-    """The second-level scale of weights `[..., out, in]` that share one, by the `max` rule: float32 `[...]`.
+    """Returns the second-level scale of weights `[..., out, in]` that share one, by the `max` rule: float32 `[...]`.
 
     It has gone through the reciprocal that files may store.
     """
@@ -109,7 +109,7 @@ def measured_global_scale(weights: Sequence[torch.Tensor], format: Format) -> to
 
 
 def _amax(weight: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of each matrix, float32, over all shards of the weight."""
+    """Returns the largest magnitude of each matrix, float32, over all shards of the weight."""
     if not hasattr(weight, "full_tensor"):  # as one kernel, which DTensor does not have
         amax: torch.Tensor = torch.linalg.vector_norm(weight, torch.inf, dim=(-2, -1), dtype=torch.float32)
         return amax
@@ -147,7 +147,7 @@ def _weight_gradient(
     global_scale: torch.Tensor | None,
     format_name: str,
 ) -> torch.Tensor:
-    """The gradient with zeros where a weight is beyond the range of its block, in the dtype of the weight."""
+    """Returns the gradient with zeros where a weight is beyond the range of its block, in the dtype of the weight."""
     format = FORMATS[format_name]
     if weight.is_cuda and has_triton() and weight.dim() == 2:
         from quant.kernels.portable.training import fake_rounding
@@ -171,7 +171,7 @@ def _scale_gradient(
     global_scale: torch.Tensor | None,
     format_name: str,
 ) -> torch.Tensor:
-    """LSQ's gradient of block scales, float32 of their shape."""
+    """Returns LSQ's gradient of block scales, float32 of their shape."""
     format = FORMATS[format_name]
     if weight.is_cuda and has_triton() and weight.dim() == 2:
         from quant.kernels.portable.training import fake_rounding
@@ -194,7 +194,7 @@ def _scale_gradient(
 def weight_steps(
     scale: torch.Tensor, global_scale: torch.Tensor | None, format: Format, shape: torch.Size
 ) -> torch.Tensor:
-    """Block scale times global scale for each weight of `shape`."""
+    """Returns block scale times global scale for each weight of `shape`."""
     rows, columns = format.block_shape(shape)
     step = scale if global_scale is None else scale * global_scale[..., None, None]
     step = step.repeat_interleave(rows, dim=-2)[..., : shape[-2], :]

@@ -83,7 +83,7 @@ class Allocation:
 
 
 def _on_linears(work: Callable[Concatenate[nn.Module, _P], _R]) -> Callable[Concatenate[nn.Module, _P], _R]:
-    """`work` on a model in evaluation mode whose `Conv1D` modules are linear layers meanwhile."""
+    """Returns `work` on a model in evaluation mode whose `Conv1D` modules are linear layers meanwhile."""
 
     @functools.wraps(work)
     def wrapped(model: nn.Module, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -240,7 +240,7 @@ class _Texts(NamedTuple):
 
 
 def _divided(rows: torch.Tensor, held_out: HeldOut | None, effort: Effort) -> _Texts:
-    """Calibration rows for scores, for the joint loss unless `held_out` is given, and for the search, in this order.
+    """Returns calibration rows for scores, for the joint loss without `held_out`, and for the search, in this order.
 
     With too few rows, the later uses take the rows of the scores again.
     """
@@ -254,7 +254,7 @@ def _divided(rows: torch.Tensor, held_out: HeldOut | None, effort: Effort) -> _T
 
 
 def _scoring(model: nn.Module, space: Space, rows: torch.Tensor, options: Options, session: Session) -> Scoring:
-    """How groups are scored: with the solver itself, or with a stand-in and solutions for each group from data.
+    """Returns how groups are scored: with the solver itself, or with a stand-in and solutions for each group from data.
 
     A switchable model rounds with a solver that needs no data. Groups are solved one by one for a solver that works
     from data, and for candidates with a branch.
@@ -272,7 +272,7 @@ def _scoring(model: nn.Module, space: Space, rows: torch.Tensor, options: Option
 
 
 def _chosen(best: MeasuredChoice, loop: Loop) -> Chosen:
-    """The chosen allocation with its costs, for the record."""
+    """Returns the chosen allocation with its costs, for the record."""
     space, problem, formats = loop.space, loop.problem, best.choice
     return Chosen(
         bits=space.bits(formats),
@@ -286,7 +286,7 @@ def _chosen(best: MeasuredChoice, loop: Loop) -> Chosen:
 
 
 def _with_verified(plan: Plan, verified: Sequence[Verified]) -> Plan:
-    """The plan with the losses on the text that verifies its allocation, in its provenance."""
+    """Returns the plan with the losses on the text that verifies its allocation, in its provenance."""
     if not verified:
         return plan
     note = {**plan.provenance["allocation"], "verified": [each.to_dict() for each in verified]}

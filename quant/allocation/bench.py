@@ -99,7 +99,7 @@ class Bench:
         return {n: Baseline(self.switchable, self.divergence, rows) for n, rows in self.held_out.check.items()}
 
     def loss(self, choice: np.ndarray) -> float:
-        """Mean divergence of a choice on the check rows; of several texts, on the worst."""
+        """Returns the mean divergence of a choice on the check rows; of several texts, on the worst."""
         key = key_of(choice)
         if key not in self.losses:
             # The worst text counts, or an easy text could pay for a hard one.
@@ -108,11 +108,11 @@ class Bench:
         return self.losses[key]
 
     def loss_of(self, divergence: Divergence) -> float:
-        """`loss` of a model that is quantized for real, which `divergence` runs."""
+        """Returns `loss` of a model that is quantized for real, which `divergence` runs."""
         return max(each.loss_of(divergence) for each in self.checked.values())
 
     def perplexity_increase(self, choice: np.ndarray) -> float:
-        """Relative increase of perplexity on the check rows; of several texts, on the worst.
+        """Returns the relative increase of perplexity on the check rows; of several texts, on the worst.
 
         Raises:
             UserError: the model has no next tokens.
@@ -121,7 +121,7 @@ class Bench:
         return self._increase(self._nlls(choice))
 
     def perplexity_increase_of(self, divergence: Divergence) -> float:
-        """`perplexity_increase` of a model that is quantized for real, which `divergence` runs."""
+        """Returns `perplexity_increase` of a model that is quantized for real, which `divergence` runs."""
         self._next_token()
         return self._increase(_nlls_of(divergence, self.held_out.check))
 
@@ -132,7 +132,7 @@ class Bench:
         return {n: Baseline(self.switchable, self.divergence, rows, by_row=True) for n, rows in verify.items()}
 
     def verified(self, choice: np.ndarray) -> tuple[Verified, ...]:
-        """The loss of a choice on the rows that verify, text by text."""
+        """Returns the loss of a choice on the rows that verify, text by text."""
         named = self.space.named(choice)
         if not self.by_perplexity:
             return tuple(_verified(name, each.losses(named)) for name, each in self.verifying.items())
@@ -146,7 +146,7 @@ class Bench:
         return self._verified_nlls(nlls)
 
     def verified_of(self, divergence: Divergence) -> tuple[Verified, ...]:
-        """`verified` of a model that is quantized for real; call `verified` for a choice before."""
+        """Returns `verified` of a model that is quantized for real; call `verified` for a choice before."""
         if not self.by_perplexity:
             return tuple(_verified(name, each.losses_of(divergence)) for name, each in self.verifying.items())
         return self._verified_nlls({name: _row_nlls(divergence, rows) for name, rows in self.held_out.verify.items()})
@@ -174,7 +174,7 @@ class Bench:
         return max(_expm1(nlls[name] - before[name]) for name in nlls)
 
     def _nlls(self, choice: np.ndarray | None) -> dict[str, float]:
-        """Mean negative log-likelihood on the check rows of each text."""
+        """Returns the mean negative log-likelihood on the check rows of each text."""
         key = () if choice is None else key_of(choice)  # () is the model in 16 bit
         if key not in self.nlls:
             self.switchable.set({} if choice is None else self.space.named(choice))
@@ -184,7 +184,9 @@ class Bench:
         return self.nlls[key]
 
     def gains(self, choice: np.ndarray, problem: Problem) -> np.ndarray:
-        """Estimated change of the loss if one group of a choice changed its format, `[G, F]`; one backward pass a row.
+        """Returns the estimated change of the loss if one group of a choice changed its format, `[G, F]`.
+
+        One backward pass a row.
 
         The first order comes from the gradient at the quantized model, which includes the errors of other groups; the
         second order from the scores of the group's present and new format.
@@ -214,7 +216,7 @@ class Bench:
         return np.where(problem.allowed, table, np.inf)
 
     def uniform(self, problem: Problem) -> tuple[Uniform, ...]:
-        """The loss of each choice of one format for all groups."""
+        """Returns the loss of each choice of one format for all groups."""
         return tuple(
             Uniform(name, self.space.bits(choice), self.loss(choice))
             for name, choice in uniform_choices(problem).items()
@@ -240,12 +242,12 @@ def uniform_choices(problem: Problem) -> dict[str, np.ndarray]:
 
 
 def _nlls_of(divergence: Divergence, texts: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Mean negative log-likelihood of a model's next tokens on each text."""
+    """Returns the mean negative log-likelihood of a model's next tokens on each text."""
     return {name: fmean(_row_nlls(divergence, rows)) for name, rows in texts.items()}
 
 
 def _row_nlls(divergence: Divergence, rows: torch.Tensor) -> list[float]:
-    """Mean negative log-likelihood of the next tokens of each row."""
+    """Returns the mean negative log-likelihood of the next tokens of each row."""
     assert isinstance(divergence, NextToken)
     return [divergence.nll(row, i) / divergence.count(row) for i, row in enumerate(rows.split(1))]
 
@@ -255,5 +257,5 @@ def _verified(text: str, losses: list[float]) -> Verified:
 
 
 def _expm1(nll: float) -> float:
-    """exp(x) − 1, finite where a double overflows: a broken model's perplexity is still a number."""
+    """Returns exp(x) − 1, finite where a double overflows: a broken model's perplexity is still a number."""
     return math.expm1(min(nll, 700.0))

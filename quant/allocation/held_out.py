@@ -50,7 +50,7 @@ class HeldOut:
 
     @classmethod
     def from_calibration(cls, rows: torch.Tensor) -> tuple[torch.Tensor, HeldOut]:
-        """The rows that are left to calibrate with, and both parts taken out of them.
+        """Returns the rows that are left to calibrate with, and both parts taken out of them.
 
         Raises:
             UserError: there are fewer than 3 rows.
@@ -71,7 +71,7 @@ class HeldOut:
 
     @classmethod
     def without_verification(cls, check: torch.Tensor) -> HeldOut:
-        """Calibration rows that a budget is checked on."""
+        """Returns the calibration rows that a budget is checked on."""
         return cls({_CALIBRATION: check}, {})
 
     def to(self, device: torch.device) -> HeldOut:

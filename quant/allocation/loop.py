@@ -58,7 +58,7 @@ class Loop:
     last: np.ndarray | None = None
 
     def run(self) -> MeasuredChoice:
-        """The best choice, measured.
+        """Returns the best choice, measured.
 
         Raises:
             Infeasible: the budgets cannot be kept, or not together with the limit on the loss.
@@ -73,7 +73,7 @@ class Loop:
         return self._against_uniform(best)
 
     def curve(self) -> tuple[CurvePoint, ...]:
-        """Predicted Pareto curve by rising bits, with losses where they were measured."""
+        """Returns predicted Pareto curve by rising bits, with losses where they were measured."""
         choices = {key_of(c): c for c in pareto(self.problem, "bytes", self.effort.points)}
         points = [
             CurvePoint(self.space.bits(c), self.problem.total(SCORE, c), self.bench.losses.get(key))
@@ -86,7 +86,7 @@ class Loop:
         return MeasuredChoice(choice, self._note(choice, self.problem.total(SCORE, choice)))
 
     def _within_loss(self) -> MeasuredChoice:
-        """The smallest model on the curve of the scores whose measured loss is within the limit, by bisection.
+        """Returns the smallest model on the curve of the scores whose measured loss is within the limit, by bisection.
 
         A point of the curve is given by the sum of scores that is allowed. The first is the limit itself, which would
         be the answer if scores were exact, and each measurement rescales the next guess.
@@ -124,7 +124,7 @@ class Loop:
         return MeasuredChoice(good, self.bench.loss(good))
 
     def _next(self, allowance: float, ratio: float, low: float, high: float) -> float:
-        """The next sum of scores to try: rescaled by the measurement, or halfway if that is outside the interval."""
+        """Returns the next sum of scores to try: rescaled by the measurement, or halfway if outside the interval."""
         # As if the loss were proportional to the scores. A choice exactly at the limit may have room for 2 % more.
         guess = allowance / max(ratio, 0.05) if ratio != 1 else 1.02 * allowance
         if high == math.inf:
@@ -142,7 +142,7 @@ class Loop:
         return self.space.bytes(choice) > smallest(self.problem, "bytes")
 
     def _is_close(self, good: np.ndarray, high: float, budgets: Mapping[str, float]) -> bool:
-        """Whether the smallest choice that may still keep the limit would save at most 0.3 % more."""
+        """Returns whether the smallest choice that may still keep the limit would save at most 0.3 % more."""
         try:
             next_one = self._smallest_within(high * (1 - 1e-6), budgets)
         except Infeasible:
@@ -156,13 +156,13 @@ class Loop:
         return math.log1p(self.goal.max_ppl_increase or 0.0) / self.scale
 
     def limit_text(self) -> str:
-        """The limit as the user named it."""
+        """Returns the limit as the user named it."""
         if self.goal.max_kl is not None:
             return f"max_kl {self.goal.max_kl:g}"
         return f"max_ppl_increase {100 * (self.goal.max_ppl_increase or 0.0):g}%"
 
     def _ratio(self, choice: np.ndarray, predicted: float) -> float:
-        """The measured loss of a choice as a fraction of the limit; the round is recorded."""
+        """Returns the measured loss of a choice as a fraction of the limit; the round is recorded."""
         return self._ratio_of(choice, self._note(choice, predicted))
 
     def _ratio_of(self, choice: np.ndarray, measured: float) -> float:
@@ -211,7 +211,7 @@ class Loop:
         return present
 
     def _search(self, present: MeasuredChoice) -> MeasuredChoice:
-        """The least loss near a choice at its size, by measuring."""
+        """Returns the least loss near a choice at its size, by measuring."""
         bench, count = self.bench, self.effort.probes(self.bench.searched)
         if present.measured == 0 or count == 0:
             return present
@@ -251,7 +251,7 @@ class Loop:
         return best
 
     def uniform_within_budgets(self) -> dict[str, np.ndarray]:
-        """The choices of one format that every budget has room for, by the format's name."""
+        """Returns the choices of one format that every budget has room for, by the format's name."""
         limits = self.space.limits(self.goal)
         return {
             name: choice
@@ -265,7 +265,10 @@ class Loop:
         self.corrected = dict.fromkeys(self.problem.groups, reason)
 
     def _step(self, present: MeasuredChoice, gains: np.ndarray, changes: int) -> tuple[np.ndarray | None, float]:
-        """The best choice near the present one by the gains, and the loss that they predict; None if there is none."""
+        """Returns the best choice near the present one by the gains, and the loss that they predict.
+
+        None if there is none.
+        """
         near = Near(present.choice, changes)
         # Gains are differences and may be negative; the solver is indifferent to that.
         local = Problem(self.problem.groups, self.problem.candidates, gains, self.problem.costs)

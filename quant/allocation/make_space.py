@@ -27,7 +27,7 @@ from quant.recipes.targets import TARGETS, Target, get_target
 
 
 def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
-    """The choices that an allocation has for `model`.
+    """Returns the choices that an allocation has for `model`.
 
     Raises:
         UserError: no layer can take any of the formats, a runtime has none of them, or a constraint leaves a group
@@ -73,7 +73,7 @@ def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
 
 
 def _plan_each(model: nn.Module, candidates: Sequence[Candidate], options: Options) -> dict[str, Plan]:
-    """The plan of each candidate for all layers, by its name; candidates that no layer can take are left out.
+    """Returns the plan of each candidate for all layers, by its name; candidates that no layer can take are left out.
 
     Raises:
         UserError: no layer can take any of them.
@@ -94,7 +94,7 @@ def _plan_each(model: nn.Module, candidates: Sequence[Candidate], options: Optio
 
 
 def _without_convs(plan: Plan) -> Plan:
-    """The plan with its convolutions in 16 bit; UserError if nothing else is quantized."""
+    """Returns the plan with its convolutions in 16 bit; UserError if nothing else is quantized."""
     reason = (
         "convolution: scores and searches are for linear layers; without a budget, it is quantized as its format says"
     )
@@ -115,7 +115,7 @@ def _recipe_of(candidate: Candidate, solver: str, kv_cache: str | None) -> Recip
 
 
 def _fits(candidate: Candidate, layer: LayerPlan, plan: Plan | None, runtimes: Sequence[Target], mixed: bool) -> bool:
-    """Whether a layer can take a candidate: the candidate's plan quantizes it, and every runtime has the result."""
+    """Returns whether a layer can take a candidate: its plan quantizes the layer, and every runtime runs it."""
     planned = candidate.weight is None or (plan is not None and plan.by_name[layer.name].weight is not None)
     # Branches are made for plain linear layers only.
     planned = planned and (layer.kind == LayerKind.LINEAR or not candidate.rank)
@@ -123,7 +123,10 @@ def _fits(candidate: Candidate, layer: LayerPlan, plan: Plan | None, runtimes: S
 
 
 def _bytes_read(fixed: Sequence[LayerPlan]) -> int:
-    """Bytes of layers with a fixed format that a decoding step reads; of an embedding, only a row a token."""
+    """Returns the bytes of layers with a fixed format that a decoding step reads.
+
+    Of an embedding, only a row a token.
+    """
     # A head that is tied to an embedding has no bytes of its own in the plan, but each step reads it in 16 bit.
     heads = (2 * layer.numel for layer in fixed if layer.kind == LayerKind.HEAD and layer.tied_to is not None)
     return sum(layer.nbytes for layer in fixed if layer.kind != LayerKind.EMBEDDING) + sum(heads)

@@ -58,7 +58,7 @@ class RealSolver:
     uniform: dict[str, float] = field(default_factory=dict)
 
     def within_budget(self, estimated: MeasuredChoice) -> tuple[MeasuredChoice, Quantized]:
-        """The choice, or one format for all groups if its measured loss is smaller."""
+        """Returns the choice, or one format for all groups if its measured loss is smaller."""
         loop = self.loop
         quantized = self._quantized(estimated.choice)
         best = MeasuredChoice(estimated.choice, self._measured(quantized, estimated))
@@ -76,7 +76,7 @@ class RealSolver:
         return best, quantized
 
     def within_loss(self, estimated: MeasuredChoice) -> tuple[MeasuredChoice, Quantized]:
-        """The smallest choice that keeps the limit, searched again while it is missed.
+        """Returns the smallest choice that keeps the limit, searched again while it is missed.
 
         Raises:
             Infeasible: no quantization kept it.
@@ -106,7 +106,7 @@ class RealSolver:
         return best
 
     def verified(self, quantized: Quantized) -> tuple[Verified, ...]:
-        """The loss of a quantized copy on the rows that verify, text by text."""
+        """Returns the loss of a quantized copy on the rows that verify, text by text."""
         with self._running(quantized) as divergence:
             return self.loop.bench.verified_of(divergence)
 
@@ -118,7 +118,7 @@ class RealSolver:
         return solve_plan(copy.deepcopy(self.model), plan, self.rows, session)
 
     def _measured(self, quantized: Quantized, estimated: MeasuredChoice) -> float:
-        """The joint loss of a quantized copy; the measurement is recorded as a round."""
+        """Returns the joint loss of a quantized copy; the measurement is recorded as a round."""
         with self._running(quantized) as divergence:
             measured = self.loop.bench.loss_of(divergence)
         predicted = estimated.measured * self.loop.scale
@@ -126,13 +126,13 @@ class RealSolver:
         return measured
 
     def _alone(self, estimated: MeasuredChoice) -> float:
-        """The limited figure, loss or increase of perplexity, of groups solved alone, which the loop has measured."""
+        """Returns the limited figure of groups solved alone, as the loop measured it."""
         if not self.loop.goal.by_perplexity:
             return estimated.measured
         return self.loop.bench.perplexity_increase(estimated.choice)
 
     def _limited(self, quantized: Quantized, measured: float) -> float:
-        """The limited figure of a quantized copy whose loss is known."""
+        """Returns the limited figure of a quantized copy whose loss is known."""
         if not self.loop.goal.by_perplexity:
             return measured
         with self._running(quantized) as divergence:
@@ -148,7 +148,7 @@ class RealSolver:
 
 
 def _reasons(quantized: Plan, planned: Plan) -> Plan:
-    """The executed plan, with the reasons of the planned one."""
+    """Returns the executed plan, with the reasons of the planned one."""
     return quantized.replace_layers(
         replace(layer, reason=planned.by_name[layer.name].reason) for layer in quantized.quantized
     )

@@ -51,7 +51,7 @@ class Search:
     losses: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def improve(self, choice: np.ndarray) -> np.ndarray:
-        """The best choice found; `choice` itself if none is better."""
+        """Returns the best choice found; `choice` itself if none is better."""
         present = self._start(choice)
         while self.measurements > 0:
             flips = self._flips(choice, present)
@@ -65,7 +65,7 @@ class Search:
         return choice
 
     def loss_of(self, choice: np.ndarray) -> float:
-        """The loss of a choice that the search has measured."""
+        """Returns the loss of a choice that the search has measured."""
         return self.losses[key_of(choice)]
 
     def _start(self, choice: np.ndarray) -> float:
@@ -84,7 +84,7 @@ class Search:
         return self.losses[key]
 
     def _flips(self, choice: np.ndarray, present: float) -> np.ndarray:
-        """Change of the loss by each change of one group, `[G, F]`; infinite where it was not measured."""
+        """Returns the change of the loss by each change of one group, `[G, F]`; infinite where it was not measured."""
         table = np.full(self.problem.scores.shape, np.inf)
         # The present format costs nothing to keep.
         table[np.arange(len(choice)), choice] = 0.0
@@ -112,7 +112,7 @@ class Search:
         return [move for side in sides for move in side[: max(count // 2, 1)]]
 
     def _step(self, choice: np.ndarray, present: float, flips: np.ndarray) -> np.ndarray | None:
-        """The best of the knapsack's answers near `choice`."""
+        """Returns the best of the knapsack's answers near `choice`."""
         local = Problem(self.problem.groups, self.problem.candidates, flips, self.problem.costs)
         best, least = None, present * (1 - _LEAST_GAIN)
         for changes in _STEPS:
@@ -126,7 +126,7 @@ class Search:
         return best
 
     def _swap(self, choice: np.ndarray, present: float, flips: np.ndarray) -> np.ndarray | None:
-        """The first exchange of two groups that helps."""
+        """Returns the first exchange of two groups that helps."""
         rows = np.arange(len(choice))
         # All pairs of measured flips at once: [moves, moves] matrices of their summed gains and costs.
         moves = np.argwhere(np.isfinite(flips) & (np.arange(flips.shape[1]) != choice[:, None]))
@@ -149,7 +149,7 @@ class Search:
 
 
 def _changed(choice: np.ndarray, moves: Iterable[Sequence[int] | np.ndarray]) -> np.ndarray:
-    """A copy of a choice with other formats for some groups; `moves` are pairs of group and format."""
+    """Returns a copy of a choice with other formats for some groups; `moves` are pairs of group and format."""
     changed = np.array(choice)
     for group, format_ in moves:
         changed[group] = format_

@@ -53,7 +53,7 @@ class Space:
     batch: int
 
     def problem(self, scores: Sensitivity | None = None) -> Problem:
-        """The knapsack problem; without scores all losses are zero, which is enough to check budgets."""
+        """Returns the knapsack problem; without scores all losses are zero, which is enough to check budgets."""
         names = tuple(self.candidates)
         shape = (len(self.groups), len(names))
         loss = np.full(shape, np.inf)  # infinite where a format is not allowed
@@ -73,12 +73,12 @@ class Space:
         return sum(layer.numel for members in self.groups.values() for layer in members)
 
     def named(self, choice: np.ndarray) -> dict[str, str]:
-        """Names of the formats of a choice, by group."""
+        """Returns the names of the formats of a choice, by group."""
         names = list(self.candidates)
         return {group: names[j] for group, j in zip(self.groups, choice, strict=True)}
 
     def bytes(self, choice: np.ndarray) -> int:
-        """Bytes of the weights that formats are chosen for."""
+        """Returns the bytes of the weights that formats are chosen for."""
         return sum(
             self.candidates[name].applied(layer).nbytes
             for group, name in self.named(choice).items()
@@ -86,11 +86,11 @@ class Space:
         )
 
     def bits(self, choice: np.ndarray) -> float:
-        """Effective bits per weight."""
+        """Returns effective bits per weight."""
         return 8 * self.bytes(choice) / self.numel
 
     def seconds(self, choice: np.ndarray, problem: Problem) -> float | None:
-        """Seconds of a decode step, fixed layers and cache included; None without kernel times."""
+        """Returns the seconds of a decode step, fixed layers and cache included; None without kernel times."""
         return None if self.timing is None else problem.total("seconds", choice) + self.fixed_seconds
 
     @property
@@ -101,7 +101,7 @@ class Space:
         return f"{self.timing.name}, {'measured' if self.timing.measured else 'roofline'}"
 
     def limits(self, goal: Goal) -> dict[str, float]:
-        """The budgets as limits on the sums of the groups' costs, by resource, without fixed bytes and seconds."""
+        """Returns the budgets as limits on the groups' costs by resource, less fixed bytes and seconds."""
         limits: dict[str, float] = {}
         if goal.bits is not None:
             # Whole bytes; 1e-6 makes up for bits that have no exact binary fraction, such as 4.8.
@@ -137,7 +137,7 @@ class Space:
     def plan(
         self, choice: np.ndarray, problem: Problem, scores: Sensitivity, goal: Goal, corrected: Mapping[str, str]
     ) -> Plan:
-        """The plan of a choice, with a reason for every layer."""
+        """Returns the plan of a choice, with a reason for every layer."""
         layers = []
         # Rank 1 is the group that loses most in its worst format.
         ranks = {g.name: i for i, g in enumerate(sorted(scores.groups, key=lambda g: -max(g.scores.values())), 1)}
@@ -165,12 +165,12 @@ class Space:
 
 
 def key_of(choice: np.ndarray) -> tuple[int, ...]:
-    """A choice as a key of dictionaries."""
+    """Returns a choice as a key of dictionaries."""
     return tuple(int(j) for j in choice)
 
 
 def _reason(entry: Any, name: str, rank: int, count: int) -> str:
-    """The reason for a group's format, in one sentence."""
+    """Returns the reason for a group's format, in one sentence."""
     own = f"{name if name != KEPT.name else '16 bit'} at {entry.bits[name]:.2f} bits, score {entry.scores[name]:.3g}"
     # The reason names the nearest alternatives: the next smaller format, and the next larger one that loses less.
     smaller = [c for c in entry.bytes if entry.bytes[c] < entry.bytes[name]]

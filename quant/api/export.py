@@ -85,7 +85,7 @@ class ExportJob:
     progress: Callable[[str, int, int], None]
 
     def onnx_options(self) -> dict[str, Any]:
-        """Arguments of `export_onnx`."""
+        """Returns the arguments of `export_onnx`."""
         return {
             "shapes": list(self.shapes) or None,
             "inputs": self.inputs,
@@ -97,7 +97,10 @@ class ExportJob:
         }
 
     def cache_capacity(self) -> int:
-        """Tokens of the KV cache: as asked for, or `DEFAULT_CAPACITY` for a decoder; 0 for a graph without one."""
+        """Returns the tokens of the KV cache: as asked for, or `DEFAULT_CAPACITY` for a decoder.
+
+        0 for a graph without one.
+        """
         if "capacity" not in KINDS[self.kind][1] or self.inputs is not None or self.genai:
             return self.capacity or 0
         if self.capacity is None and is_decoder(self.model):
@@ -116,7 +119,7 @@ class ExportJob:
         return Checkpoint(self.directory, self.model)
 
     def stored(self, name: str) -> BlockScaledTensor:
-        """The weight of a layer, read from the checkpoint's files."""
+        """Returns the weight of a layer, read from the checkpoint's files."""
         assert self.plan is not None
         return read_layer(self.opened.tensors, self.plan.by_name[name])[0]
 
@@ -353,7 +356,7 @@ EXPORTERS: dict[str, Callable[[ExportJob], dict[str, Any]]] = {
 
 
 def _verified(job: ExportJob, path: Path) -> dict[str, Any]:
-    """The receipt of an ONNX file; UserError if a layer in it differs from PyTorch's."""
+    """Returns the receipt of an ONNX file; UserError if a layer in it differs from PyTorch's."""
     check_file(path)
     receipt = verify(
         job.model,

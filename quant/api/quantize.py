@@ -128,7 +128,7 @@ def quantize(
 def _data_of(
     model: nn.Module, data: Any, forward_loop: Callable[[nn.Module], Any] | None
 ) -> torch.Tensor | Inputs | None:
-    """Calibration data as a run takes it: rows of token ids, or calls of the model."""
+    """Returns calibration data as a run takes it: rows of token ids, or calls of the model."""
     if forward_loop is not None:
         if data is not None:
             raise UserError("data= and forward_loop= both give calibration inputs; pass one of them")

@@ -72,7 +72,7 @@ def carry_over(model: Any, tensors: Tensors, names: StoredNames, source: Path) -
 
 
 def carried_note(model: Any, names: StoredNames, source: Path | None) -> list[str]:
-    """A sentence on the tensors that were carried over, if there are any and `source` is no checkpoint of ours."""
+    """Returns a sentence on the tensors that were carried over; empty for none, or for a checkpoint of ours."""
     if not names.carried or source is None or (source / PLAN_FILE).is_file():
         return []
     return [
@@ -82,14 +82,14 @@ def carried_note(model: Any, names: StoredNames, source: Path | None) -> list[st
 
 
 def _deferred(name: str, original: Mapping[str, torch.Tensor]) -> torch.Tensor | DeferredTensor:
-    """A tensor of the source; one that is dequantized is so when it is written."""
+    """Returns a tensor of the source; one that is dequantized is so when it is written."""
     if isinstance(original, QuantizedTensors) and name in original.packed:
         return DeferredTensor(torch.Size(original.shape(name)), original.dtype, partial(original.__getitem__, name))
     return original[name].contiguous()
 
 
 def source_tensors(source: Path, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-    """The tensors of a model's directory, read when asked for; of a quantized one, dequantized to `dtype`.
+    """Returns the tensors of a model's directory, read when asked for; of a quantized one, dequantized to `dtype`.
 
     A checkpoint of ours is not dequantized.
     """
@@ -109,7 +109,7 @@ def source_tensors(source: Path, dtype: torch.dtype) -> Mapping[str, torch.Tenso
 
 
 def is_quantized(name: str, written: Collection[str]) -> bool:
-    """Whether a checkpoint holds codes in the place of the tensor `name` of the source.
+    """Returns whether a checkpoint holds codes in the place of the tensor `name` of the source.
 
     A stack of experts `….experts.gate_up_proj` may be stored matrix by matrix: `….experts.0.gate_proj.weight_packed`.
     """
@@ -127,7 +127,7 @@ def unused_tensors(
     names: StoredNames,
     asked: Iterable[str] | None = None,
 ) -> list[str]:
-    """Names of the source's tensors that the model's class has no use for, and that are not written.
+    """Returns the names of the source's tensors that the model's class has no use for, and that are not written.
 
     Of all of them, or of those that are `asked` about.
     """
@@ -152,7 +152,7 @@ def unused_tensors(
 def _unexpected(
     model: Any, original: Mapping[str, torch.Tensor], asked: list[str], names: StoredNames
 ) -> Collection[str]:
-    """The tensors among `asked` that transformers finds no parameter for; no data is read."""
+    """Returns the tensors among `asked` that transformers finds no parameter for; no data is read."""
     if not asked:
         return ()
     config = copy.deepcopy(model.config)
@@ -173,7 +173,7 @@ def _unexpected(
 
 
 def _in_model(name: str) -> list[str]:
-    """The names that a tensor may have once transformers has joined the matrices of experts: its own, or a stack's.
+    """Returns the names that a tensor may have once transformers has joined experts: its own, or a stack's.
 
     `….experts.3.up_proj.weight` is a part of `….experts.gate_up_proj`.
     """
@@ -185,7 +185,7 @@ def _in_model(name: str) -> list[str]:
 
 
 def main_dtype(original: Mapping[str, torch.Tensor]) -> torch.dtype | None:
-    """The floating-point dtype that most elements have, after dequantization."""
+    """Returns the floating-point dtype that most elements have, after dequantization."""
     if isinstance(original, QuantizedTensors):
         return original.dtype
     elements: Counter[torch.dtype] = Counter()
@@ -198,7 +198,7 @@ def main_dtype(original: Mapping[str, torch.Tensor]) -> torch.dtype | None:
 def _as_in_source(
     name: str, tensor: torch.Tensor | DeferredTensor, original: Mapping[str, torch.Tensor]
 ) -> torch.Tensor | DeferredTensor:
-    """The source's tensor, if `tensor` is that one cast to another floating-point dtype; else `tensor`."""
+    """Returns the source's tensor, if `tensor` is that one cast to another floating-point dtype; else `tensor`."""
     if isinstance(tensor, DeferredTensor) or name not in original or not is_wide_float(tensor):
         return tensor
     if isinstance(original, QuantizedTensors) and name in original.packed:

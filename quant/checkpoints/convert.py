@@ -122,7 +122,7 @@ def convert(
 
 
 def _converted(opened: Checkpoint, dtype: torch.dtype, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a checkpoint by their names and in their form in `layout`."""
+    """Yields the tensors of a checkpoint by their names and in their form in `layout`."""
     tensors, names = opened.tensors, opened.names
     owned: set[str] = set()
     # Codes and scales go through our own form, `BlockScaledTensor`, which both layouts read and write without rounding.

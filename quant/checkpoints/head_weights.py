@@ -48,5 +48,5 @@ def head_weights(model: nn.Module, source: Path, is_asked: Callable[[str], bool]
 
 
 def _stem(name: str) -> str:
-    """The name of a tensor; of the matrices of all experts of a block, their common part."""
+    """Returns the name of a tensor; of the matrices of all experts of a block, their common part."""
     return name.partition(".experts.")[0] if ".experts." in name else name

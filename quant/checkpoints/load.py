@@ -32,12 +32,12 @@ from quant.report.saved_report import saved_report
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Whether `path` is a directory that holds a quantized checkpoint of a known layout."""
+    """Returns whether `path` is a directory that holds a quantized checkpoint of a known layout."""
     return quantization_config(Path(path)) is not None or (Path(path) / PLAN_FILE).is_file()
 
 
 def can_run(path: str | Path) -> bool:
-    """Whether `load` knows the formats of a quantized checkpoint, as far as its config tells."""
+    """Returns whether `load` knows the formats of a quantized checkpoint, as far as its config tells."""
     config = quantization_config(Path(path))
     # A plan names formats of this toolkit alone, so a checkpoint with a plan can always run.
     if config is None or (Path(path) / PLAN_FILE).is_file():
@@ -93,7 +93,7 @@ def _load(directory: Path, model: nn.Module | None) -> nn.Module:
 
 
 def no_checkpoint(directory: Path) -> UserError:
-    """The error for a directory that `load` cannot read."""
+    """Returns the error for a directory that `load` cannot read."""
     if not directory.exists():
         return UserError(f"{directory}: no such directory")
     file = directory / "config.json"
@@ -113,14 +113,17 @@ def no_checkpoint(directory: Path) -> UserError:
 
 
 def quantization_configs(directory: Path) -> dict[str, dict[str, Any] | None]:
-    """The table about quantization in each config file that a checkpoint has, by file name; None without a table."""
+    """Returns the table about quantization in each config file that a checkpoint has, by file name.
+
+    None without a table.
+    """
     files = {name: directory / name for name in CONFIG_TABLES if (directory / name).is_file()}
     tables = {name: config_in(file, CONFIG_TABLES[name]) for name, file in files.items()}
     return tables if any(tables.values()) else dict.fromkeys(tables)
 
 
 def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
-    """Plan and saved report (None without one) of a checkpoint, read without building the model.
+    """Returns plan and saved report (None without one) of a checkpoint, read without building the model.
 
     The plan of another tool's checkpoint is made from its config, with the model on the meta device.
 

@@ -72,12 +72,12 @@ def write_card(
 
 
 def is_own_card(file: Path) -> bool:
-    """Whether a file is a card that `write_card` wrote, and may replace."""
+    """Returns whether a file is a card that `write_card` wrote, and may replace."""
     return file.is_file() and _MARK in file.read_text(encoding="utf-8", errors="replace")
 
 
 def _front_matter(text: str) -> dict[str, Any]:
-    """The fields between the lines `---` at the start of a card; none where there are none that YAML reads."""
+    """Returns the fields between the lines `---` at the start of a card; none where there are none that YAML reads."""
     if not text.startswith("---\n") or "\n---" not in text[3:]:
         return {}
     yaml = require("yaml", "hf")
@@ -89,7 +89,7 @@ def _front_matter(text: str) -> dict[str, Any]:
 
 
 def _head(fields: Mapping[str, Any], plan: Plan, base: Any, layout: str) -> Iterator[str]:
-    """The front matter. JSON is YAML too, and quotes whatever a source's card may hold."""
+    """Yields the front matter. JSON is YAML too, and quotes whatever a source's card may hold."""
     head: dict[str, Any] = {}
     if base is not None:
         head = {"base_model": base, "base_model_relation": "quantized"}
@@ -126,7 +126,7 @@ def _formats(plan: Plan, title: Any) -> Iterator[str]:
 
 
 def _loss(report: Mapping[str, Any] | None) -> Iterator[str]:
-    """The measured figures, one row for each text; nothing where none were measured."""
+    """Yields the measured figures, one row for each text; nothing where none were measured."""
     evaluation = (report or {}).get("evaluation")
     if not evaluation:
         return
@@ -144,7 +144,7 @@ def _loss(report: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def _use(plan: Plan, model: nn.Module, layout: str) -> Iterator[str]:
-    """How to verify, load and serve; a runtime's lines only where its table of formats has the plan's."""
+    """Yields how to verify, load and serve; a runtime's lines only where its table of formats has the plan's."""
     yield from ("", "## Use", "", "`DIR` is this directory. Blockscale checks and loads it:", "")
     yield from ("```console", "$ quant verify DIR", "```", "", "```python")
     yield from ("import quant", "", 'model = quant.load("DIR")', "```")

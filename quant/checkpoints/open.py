@@ -118,7 +118,7 @@ class Checkpoint:
 
 
 def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
-    """The model of a checkpoint with the tensors of its files.
+    """Returns the model of a checkpoint with the tensors of its files.
 
     Args:
         opened: the files and the model, which is changed in place.
@@ -154,7 +154,7 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
 
 
 def outline(directory: Path, like: type[nn.Module] | None = None) -> nn.Module:
-    """The model that config.json describes: parameters on the meta device, computed buffers real.
+    """Returns the model that config.json describes: parameters on the meta device, computed buffers real.
 
     Args:
         directory: with config.json.
@@ -190,13 +190,16 @@ def outline(directory: Path, like: type[nn.Module] | None = None) -> nn.Module:
 
 
 def config_in(file: Path, key: str) -> dict[str, Any] | None:
-    """A table in a config file, or None."""
+    """Returns a table in a config file, or None."""
     table = read_fields(file).get(key)
     return table if isinstance(table, dict) else None
 
 
 def quantization_config(directory: Path) -> dict[str, Any] | None:
-    """The table about quantization of a known layout, or None. Older exports of ModelOpt have it in their own file."""
+    """Returns the table about quantization of a known layout, or None.
+
+    Older exports of ModelOpt have it in their own file.
+    """
     for name, key in CONFIG_TABLES.items():
         file = directory / name
         if file.is_file() and (config := config_in(file, key)) is not None:
@@ -206,7 +209,7 @@ def quantization_config(directory: Path) -> dict[str, Any] | None:
 
 
 def _with_group_size(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """A config with the group size of INT4, which ModelOpt writes into its own file alone."""
+    """Returns a config with the group size of INT4, which ModelOpt writes into its own file alone."""
     file = directory / modelopt.CONFIG_FILE
     if config.get("quant_method") != MODELOPT or "config_groups" in config or not file.is_file():
         return config
@@ -215,7 +218,7 @@ def _with_group_size(config: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def kv_scale_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """The scales of a KV cache that are not positive and finite, or that K has and V lacks."""
+    """Yields the scales of a KV cache that are not positive and finite, or that K has and V lacks."""
     scales = {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)}
     for name, scale in scales.items():
         if problem := scale_problem(scale):
@@ -227,13 +230,13 @@ def kv_scale_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
 
 
 def untied_in(opened: Checkpoint, plan: Plan) -> dict[str, Any]:
-    """`untied_pairs` of a checkpoint, from its files; a head that `plan` quantizes is never its embedding."""
+    """Returns `untied_pairs` of a checkpoint, from its files; a head that `plan` quantizes is never its embedding."""
     codes = {layer.tensor_name: torch.empty(0) for layer in plan.quantized}
     return untied_pairs(opened.model, ChainMap(codes, opened.tensors))  # type: ignore[arg-type]
 
 
 def flag_problems(opened: Checkpoint, plan: Plan) -> Iterator[str]:
-    """The output heads that config.json says are the embedding, and that have other values in the files."""
+    """Yields the output heads that config.json says are the embedding, and that have other values in the files."""
     file, untied = opened.directory / "config.json", untied_in(opened, plan)
     if untied and file.is_file() and clear_flag(read_fields(file), opened.model, untied.values()):
         yield (
@@ -243,7 +246,7 @@ def flag_problems(opened: Checkpoint, plan: Plan) -> Iterator[str]:
 
 
 def suspect_problems(model: nn.Module, scan: Scan, tensors: TensorFiles) -> Iterator[str]:
-    """The tensors that hold NaN or infinity.
+    """Yields the tensors that hold NaN or infinity.
 
     Args:
         model: the checkpoint's.
@@ -265,7 +268,7 @@ def suspect_problems(model: nn.Module, scan: Scan, tensors: TensorFiles) -> Iter
 def dtype_problems(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]
 ) -> Iterator[str]:
-    """The tensors that hold integers where the model has floats, or the other way round.
+    """Yields the tensors that hold integers where the model has floats, or the other way round.
 
     Args:
         model: that they are for.
@@ -290,7 +293,7 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 def _as_in_transformers(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors in the dtype in which transformers runs them: that of the model's parameter, or float32 for some.
+    """Returns tensors in the dtype in which transformers runs them: that of the model's parameter, or float32 for some.
 
     A checkpoint keeps the dtype of its source, such as float32 for a router's bias in a BF16 model.
     """
@@ -358,7 +361,7 @@ def _untie(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 def with_fused_experts(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`tensors` in which experts in 16 bit are stacked as in the model; files hold them one by one."""
+    """Returns `tensors` in which experts in 16 bit are stacked as in the model; files hold them one by one."""
     joined = dict(tensors)
     for path, module in model.named_modules():
         for last, parameter in module.named_parameters(recurse=False):

@@ -77,7 +77,7 @@ def _save_in_training(model: Any, *args: Any, **options: Any) -> None:
 
 
 def _packed_buffers(model: nn.Module) -> list[str]:
-    """Names of the buffers of quantized layers: they never change, and gloo knows no FP8.
+    """Returns the names of the buffers of quantized layers: they never change, and gloo knows no FP8.
 
     DDP looks for them under the names that they have in the model that it gets, which may be a `PeftModel`.
     """
@@ -201,7 +201,7 @@ def _refuse_adapters(model: nn.Module) -> None:
 
 
 def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, if it is whole and in memory; UserError otherwise."""
+    """Returns the tensor, if it is whole and in memory; UserError otherwise."""
     # A DTensor, of FSDP or tensor parallelism.
     if hasattr(tensor, "full_tensor"):
         raise UserError(

@@ -120,7 +120,7 @@ def check_runtime(
 
 
 def _rows(directory: Path) -> torch.Tensor:
-    """Token ids `[TEXTS, TOKENS]`: of texts of several kinds, or drawn where the checkpoint has no tokenizer."""
+    """Returns the token ids `[TEXTS, TOKENS]` of several kinds of texts, or drawn at random without a tokenizer."""
     config = json.loads((directory / "config.json").read_text())
     vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 256)
     if not (directory / "tokenizer.json").is_file():
@@ -131,7 +131,7 @@ def _rows(directory: Path) -> torch.Tensor:
 
 
 def _probe(runtime: str, directory: Path, request: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Any]:
-    """The facts and tensors that `runtime_probe` has written."""
+    """Returns the facts and tensors that `runtime_probe` has written."""
     (folder / "rows.json").write_text(json_text(request))
     command = [sys.executable, "-m", "quant.checkpoints.runtime_probe", runtime, str(directory)]
     done = subprocess.run(
@@ -143,7 +143,7 @@ def _probe(runtime: str, directory: Path, request: dict[str, Any], folder: Path)
 
 
 def _last_error(log: str) -> str:
-    """The line of a log that names the error; servers print many after it."""
+    """Returns the line of a log that names the error; servers print many after it."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     named = [line for line in lines if "Error: " in line or line.endswith("Error")]
     # The first error is the cause of the others.
@@ -182,7 +182,7 @@ def _compare(
 
 
 def _module(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
-    """Our module of the runtime's name; models with several towers differ in what precedes `layers`."""
+    """Returns the our module of the runtime's name; models with several towers differ in what precedes `layers`."""
     if name in modules:
         return modules[name]
     tail = name[name.find("layers.") :] if "layers." in name else name.rpartition(".")[2]
@@ -227,7 +227,10 @@ def _inputs_in_16_bit(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _output(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """`[tokens, out]`, float32. A linear layer with inputs in 16 bit is computed in float64, by no kernel of ours."""
+    """Returns `[tokens, out]`, float32.
+
+    A linear layer with inputs in 16 bit is computed in float64, by no kernel of ours.
+    """
     if isinstance(module, QuantLinear) and module.activation_format is None:
         bias = None if module.bias is None else module.bias.double()
         return nn.functional.linear(x.double(), module.weight.double(), bias).float()

@@ -60,7 +60,7 @@ class Notes:
 
 
 def kernel_name(module: nn.Module) -> str:
-    """The class that multiplies in a layer of vLLM: "MarlinNvFp4", "BlockscaleNvFp4", "16 bit"."""
+    """Returns the class that multiplies in a layer of vLLM: "MarlinNvFp4", "BlockscaleNvFp4", "16 bit"."""
     method, scheme = getattr(module, "quant_method", None), getattr(module, "scheme", None)
     owners = [owner for owner in (scheme, method) if owner is not None]
     kernel = next((k for key in KERNEL_NAMES for owner in owners if (k := getattr(owner, key, None)) is not None), None)
@@ -94,7 +94,7 @@ def watch_vllm(model: nn.Module, notes: Notes) -> None:
 
 
 def _noted(apply: Callable[..., Any], notes: Notes, names: dict[int, tuple[str, list[str]]]) -> Callable[..., Any]:
-    """`apply(layer, x, bias)` of a method of vLLM, noted for the layers in `names`."""
+    """Returns `apply(layer, x, bias)` of a method of vLLM, noted for the layers in `names`."""
 
     def noted(layer: nn.Module, x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         # A kernel may use its input as a workspace, so the rows are copied before.
@@ -181,14 +181,17 @@ def probe_transformers(directory: Path, request: Mapping[str, Any], out: Path) -
 
 
 def score(model: Any, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Log-probability of every token of `rows` but the first, and the likeliest token in its place."""
+    """Returns the log-probability of every token of `rows` but the first, and the likeliest token in its place."""
     logits = torch.cat([model(input_ids=row[None]).logits[:, :-1].float().cpu() for row in rows])
     own = logits.log_softmax(-1).gather(-1, rows[:, 1:, None].cpu())[..., 0]
     return {"logprobs": own, "likeliest": logits.argmax(-1)}
 
 
 def continue_greedily(model: Any, rows: torch.Tensor, new: int) -> torch.Tensor:
-    """The next `new` tokens after each row, int64 `[rows, new]`, without a cache: each step reads the whole text."""
+    """Returns the next `new` tokens after each row, int64 `[rows, new]`, without a cache.
+
+    Each step reads the whole text.
+    """
     text = rows
     for _ in range(new):
         following = torch.cat([model(input_ids=row[None]).logits[:, -1].argmax(-1) for row in text])

@@ -121,7 +121,7 @@ def save(
 
 
 def _own_plan(model: nn.Module) -> Plan:
-    """The plan that a quantized model carries."""
+    """Returns the plan that a quantized model carries."""
     plan = getattr(model, "quantization_plan", None)
     if not isinstance(plan, Plan):
         raise UserError(
@@ -210,7 +210,7 @@ def _write_companions(model: Any, tokenizer: Any, directory: Path, source: Path 
 
 
 def _is_of_source(saved: Any, source: Path | None) -> bool:
-    """Whether a tokenizer or a generation config is the one in the directory of the source, unchanged."""
+    """Returns whether a tokenizer or a generation config is the one in the directory of the source, unchanged."""
     if source is None:
         return False
     with tempfile.TemporaryDirectory() as folder, huggingface.quiet():
@@ -229,7 +229,7 @@ def _is_of_source(saved: Any, source: Path | None) -> bool:
 
 
 def _plain(file: Path) -> Any:
-    """The content of a file, without the fields that say how it was read."""
+    """Returns the content of a file, without the fields that say how it was read."""
     if file.name not in ("tokenizer_config.json", "generation_config.json"):
         return file.read_bytes()
     fields = json.loads(file.read_text(encoding="utf-8"))

@@ -134,7 +134,7 @@ class _Pair:
         return modules | experts
 
     def is_quantized(self, name: str) -> bool:
-        """Whether there are codes in the place of a tensor of the source."""
+        """Returns whether there are codes in the place of a tensor of the source."""
         if name in self.written and self.written.shape(name) == (0,):
             return True  # an empty tensor at which transformers stops, in the place of quantized experts
         module, _, last = name.rpartition(".")
@@ -160,7 +160,7 @@ def _tensor_differences(pair: _Pair) -> Iterator[Difference]:
 
 
 def _tensor_problem(pair: _Pair, name: str) -> str | None:
-    """How a tensor deviates; None where dtype, shape and bytes are the same."""
+    """Returns how a tensor deviates; None where dtype, shape and bytes are the same."""
     if isinstance(pair.original, QuantizedTensors) and name in pair.original.packed:
         return None  # dequantized, and no bytes of the source
     written, original = pair.written[name], pair.original[name]
@@ -172,12 +172,12 @@ def _tensor_problem(pair: _Pair, name: str) -> str | None:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, uint8 `[n]`: NaN equals itself there, and -0.0 differs from 0.0."""
+    """Returns the bytes of a tensor, uint8 `[n]`: NaN equals itself there, and -0.0 differs from 0.0."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 def _why_missing(pair: _Pair, name: str) -> str | None:
-    """Why a tensor that the model uses has not its own name in the checkpoint."""
+    """Returns why a tensor that the model uses has not its own name in the checkpoint."""
     tied = getattr(pair.model, "all_tied_weights_keys", {})
     ours = pair.names.of_model(name)
     twins = [*(source for target, source in tied.items() if target == ours), *(t for t, s in tied.items() if s == ours)]
@@ -208,7 +208,7 @@ def _why_changed(pair: _Pair, name: str, problem: str) -> str | None:
 
 
 def _folds_scale(layer: LayerPlan) -> bool:
-    """Whether a layer's input scale, if it has any, is in the weights of another module."""
+    """Returns whether a layer's input scale, if it has any, is in the weights of another module."""
     return bool(parse_solver(layer.solver).transforms) and not layer.parts.pre_scale
 
 
@@ -245,7 +245,7 @@ def _leaves(fields: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[
 
 
 def _at(fields: Any, path: tuple[str, ...]) -> Any:
-    """The value of a path in nested fields; `_MISSING` where there is none."""
+    """Returns the value of a path in nested fields; `_MISSING` where there is none."""
     for key in path:
         if not isinstance(fields, dict) or key not in fields:
             return _MISSING

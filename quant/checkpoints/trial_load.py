@@ -140,7 +140,7 @@ def trial_load(
 
 
 def _is_told_of_experts(name: str, plan: Plan, tensors: Mapping[str, torch.Tensor | DeferredTensor]) -> bool:
-    """Whether transformers says of a tensor of fused experts what `runtime_warnings` has told the user already.
+    """Returns whether transformers says of a tensor of fused experts what `runtime_warnings` has told the user already.
 
     transformers 5.17 counts tensors as unexpected that 5.24 skips or stops at: the global scale of experts in NVFP4,
     and the matrices of experts whose stack is an empty tensor in the checkpoint.
@@ -155,7 +155,7 @@ def _is_told_of_experts(name: str, plan: Plan, tensors: Mapping[str, torch.Tenso
 
 
 def _failure(error: Exception, version: str, loads_dequantized: bool) -> str:
-    """The warning for a checkpoint at which transformers stops, with the way to load it all the same."""
+    """Returns the warning for a checkpoint at which transformers stops, with the way to load it all the same."""
     way_out = "load it with quant.load"
     if loads_dequantized:
         way_out = "pass it quantization_config=CompressedTensorsConfig(dequantize=True), or load it with quant.load"
@@ -163,7 +163,7 @@ def _failure(error: Exception, version: str, loads_dequantized: bool) -> str:
 
 
 def _kv_cache_note(version: str) -> str:
-    """The warning for scales of the KV cache that transformers drops."""
+    """Returns the warning for scales of the KV cache that transformers drops."""
     # compressed-tensors 0.20 finds attention by its argument `past_key_values`, which transformers 5.24 renamed.
     peer = importlib.metadata.version("compressed-tensors")
     return (
@@ -173,7 +173,7 @@ def _kv_cache_note(version: str) -> str:
 
 
 def _unread_layers(layers: Collection[LayerPlan], version: str, outcome: str) -> str:
-    """The warning for layers that transformers cannot load quantized; `outcome` says how loading them ends."""
+    """Returns the warning for layers that transformers cannot load quantized; `outcome` says how loading them ends."""
     first = next(iter(layers))
     noun = "convolution" if first.kind == LayerKind.CONV else "Conv1D"
     need = f"{first.name} needs" if len(layers) == 1 else f"{len(layers)} layers, {first.name} first, need"
@@ -232,7 +232,7 @@ def _silence() -> Iterator[None]:
 
 
 def _loads_dequantized(directory: Path, cls: Any, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether transformers loads the checkpoint when it dequantizes the weights on the way."""
+    """Returns whether transformers loads the checkpoint when it dequantizes the weights on the way."""
     try:
         config = require("transformers", "hf").CompressedTensorsConfig(dequantize=True)
         info = _load(directory, cls, tensors, quantization_config=config)

@@ -191,7 +191,7 @@ class _Subject:
 
 
 def _report(document: Any) -> Mapping[str, Any]:
-    """A report, as far as it is compared with."""
+    """Returns a report, as far as it is compared with."""
     # A report that was edited by hand must give a finding and no TypeError; other fields are compared by `.get`.
     fields = typed(dict[str, Any], document, "report")
     return {**fields, "files": typed(dict[str, str], fields.get("files"), "files")}
@@ -249,7 +249,7 @@ def _tensors(subject: _Subject, failed: bool) -> Iterator[str]:
 
 
 def _groups(subject: _Subject, failed: bool) -> Iterator[str]:
-    """vLLM requantizes siblings in FP8 that differ, so only where our plan made them one group is that a finding."""
+    """Yields a finding where our plan fused FP8 siblings whose scales differ, which vLLM would requantize."""
     _ = subject.opened  # without it `_tensors` read no scales
     groups = {name: members for name, members in subject.plan.groups().items() if members[0].kind != LayerKind.EXPERTS}
     for members in groups.values() or _siblings(subject.plan.quantized):
@@ -267,7 +267,7 @@ def _groups(subject: _Subject, failed: bool) -> Iterator[str]:
 
 
 def _siblings(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
-    """Layers with a global scale that vLLM merges, for a checkpoint of another tool."""
+    """Returns layers with a global scale that vLLM merges, for a checkpoint of another tool."""
     siblings: dict[tuple[str, tuple[str, ...]], list[LayerPlan]] = {}
     for layer in layers:
         parent, _, last = layer.name.rpartition(".")

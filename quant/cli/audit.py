@@ -190,7 +190,7 @@ def print_findings(findings: list[Finding]) -> None:
 
 
 def _load(checkpoint: Path | None, model_factory: str | None) -> nn.Module | None:
-    """The model of a checkpoint, its files mapped."""
+    """Returns the model of a checkpoint, its files mapped."""
     if checkpoint is None:
         return None
     from quant.checkpoints.load import is_checkpoint, load, no_checkpoint
@@ -202,7 +202,7 @@ def _load(checkpoint: Path | None, model_factory: str | None) -> nn.Module | Non
 
 
 def _read_receipt(path: Path) -> dict[str, Any]:
-    """The receipt next to an engine; empty if there is none."""
+    """Returns the receipt next to an engine; empty if there is none."""
     if not path.is_file():
         return {}
     try:

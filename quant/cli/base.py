@@ -101,7 +101,10 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attention_options(model: Path | None, attention: str | None, kv_cache: str | None) -> RunTimeFormats:
-    """--attention and --kv-cache; one that was not given is taken from the plan of the checkpoint `model`, if any."""
+    """Returns the --attention and --kv-cache.
+
+    One that was not given is taken from the plan of the checkpoint `model`, if any.
+    """
     # Only a checkpoint of ours has a plan; a model of the hub attends in 16 bit unless an option says otherwise.
     file = Path(PLAN_FILE) if model is None else model / PLAN_FILE
     if model is not None and file.is_file() and None in (attention, kv_cache):
@@ -221,7 +224,7 @@ def _at_revision(params: dict[str, Any], revision: str) -> None:
 
 
 def command_line(ctx: click.Context) -> str:
-    """The command as it was given."""
+    """Returns the command as it was given."""
     return shlex.join([str(ctx.info_name), *ctx.meta[_ARGUMENTS]])
 
 
@@ -254,7 +257,7 @@ def _join_ranks(ctx: click.Context) -> Watch | None:
 
 
 def _is_broken_connection(message: str) -> bool:
-    """Whether an error says that another rank does not answer."""
+    """Returns whether an error says that another rank does not answer."""
     return any(word in message for word in ("gloo", "NCCL", "onnection closed", "onnection reset", "Broken pipe"))
 
 
@@ -278,7 +281,10 @@ def _identity(out: Any) -> tuple[int, int] | None:
 
 
 def _goes_on(params: Mapping[str, Any]) -> str:
-    """The end of a stopped command's message, if its next run can continue after the finished steps; else empty."""
+    """Returns the end of a stopped command's message, if its next run can continue after the finished steps.
+
+    Else empty.
+    """
     partial, out = (
         sys.modules.get("quant.execution.store"),
         params.get("out"),
@@ -289,7 +295,7 @@ def _goes_on(params: Mapping[str, Any]) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether Python, numpy or torch found no memory, on a CPU or a GPU."""
+    """Returns whether Python, numpy or torch found no memory, on a CPU or a GPU."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
         and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error))

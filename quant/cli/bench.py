@@ -104,7 +104,7 @@ def _weights(model: str, what: str) -> list[BlockScaledTensor]:
 
 
 def _read_numbers(text: str, option: str) -> list[int]:
-    """Positive numbers from "1,16,64", sorted; UserError names the option."""
+    """Returns positive numbers from "1,16,64", sorted; UserError names the option."""
     try:
         numbers = sorted({int(part) for part in text.split(",")})
     except ValueError:

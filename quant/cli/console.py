@@ -64,14 +64,14 @@ _STAGES = {
 
 
 def page() -> Console:
-    """Standard output; a pipe or a file is as wide as needed, so that no line or cell is broken there."""
+    """Returns standard output; a pipe or a file is as wide as needed, so that no line or cell is broken there."""
     # Without markup: rich would read the brackets of a glob such as `*.[0-9]` as one of its tags.
     out = _Console(markup=False)
     return out if out.is_terminal else _Console(markup=False, width=_PIPE_WIDTH)
 
 
 def table(*columns: str, title: str | None = None, **style: Any) -> Table:
-    """An empty table. Columns named with `!` keep their text in one line, those with `>` align it right."""
+    """Returns an empty table. Columns named with `!` keep their text in one line, those with `>` align it right."""
     grid = Table(title=title, title_justify="left", **style)
     for column in columns:
         name = column.lstrip("!>")
@@ -105,7 +105,7 @@ def _print_fitting(columns: Mapping[str, Sequence[str]], out: Console) -> list[s
 
 
 def status(text: str, quiet: bool) -> Any:
-    """A spinner with `text` while the block runs."""
+    """Returns a spinner with `text` while the block runs."""
     return nullcontext() if quiet else CONSOLE.status(text)
 
 
@@ -119,16 +119,16 @@ class Printer(Listener):
         CONSOLE.print(text, soft_wrap=True)
 
     def step(self, text: str) -> AbstractContextManager[Any]:
-        """A spinner with `text`."""
+        """Returns a spinner with `text`."""
         return CONSOLE.status(text)
 
     def stages(self) -> AbstractContextManager[Stages]:
-        """A progress bar for each stage."""
+        """Returns a progress bar for each stage."""
         return stages(quiet=False)
 
 
 def listener(quiet: bool) -> Listener:
-    """A listener that prints, unless it is to be quiet."""
+    """Returns a listener that prints, unless it is to be quiet."""
     return SILENT if quiet else Printer()
 
 
@@ -178,7 +178,7 @@ class Stages:
         self.bars.update(self.tasks[stage], completed=done, total=total, facts=", ".join((*facts, _memory())))
 
     def line(self) -> str | None:
-        """The stage that runs in one line; None while none does."""
+        """Returns the stage that runs in one line; None while none does."""
         return None if self.stage is None or self._task(self.stage).finished else self._line(self.stage)
 
     def last_lines(self) -> list[str]:
@@ -233,7 +233,7 @@ def _printed_now_and_then(running: Stages) -> Iterator[None]:
 
 
 def _memory() -> str:
-    """The most memory that the process has taken so far, and its tensors on a GPU."""
+    """Returns the most memory that the process has taken so far, and its tensors on a GPU."""
     from quant.report.report import peak_rss
 
     # Not imported for this line: some stages run before torch is loaded.

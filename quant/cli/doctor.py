@@ -41,7 +41,7 @@ def doctor_command(as_json: bool) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Versions, CPU, GPUs, and each optional package with its extra, JSON-ready."""
+    """Returns versions, CPU, GPUs, and each optional package with its extra, JSON-ready."""
     import torch
 
     from quant.cli.doctor_gpu import driver_version, examine_gpus, examine_links
@@ -118,7 +118,7 @@ def _print_gpu(out: Console, gpu: dict[str, Any]) -> None:
 
 
 def _reading(name: str, value: float) -> str:
-    """`power_watts` and 123.4 as "power 123 W"."""
+    """Returns `power_watts` and 123.4 as "power 123 W"."""
     units = {"watts": "W", "celsius": "°C", "mhz": "MHz", "bytes": "GiB"}
     # The keys of `--json` carry their unit, such as `power_watts`.
     what, _, unit = name.rpartition("_")

@@ -40,7 +40,10 @@ def examine_gpus() -> list[dict[str, Any]]:
 
 
 def examine_links() -> dict[str, str]:
-    """How each pair of GPUs is connected: NVLink, or the PCIe path between them; empty where NVML cannot say."""
+    """Returns how each pair of GPUs is connected: NVLink, or the PCIe path between them.
+
+    Empty where NVML cannot say.
+    """
     count = torch.cuda.device_count()
     links = {}
     with _nvml() as nvml:
@@ -52,7 +55,7 @@ def examine_links() -> dict[str, str]:
 
 
 def driver_version() -> str | None:
-    """The driver's version, or None without NVML."""
+    """Returns the driver's version, or None without NVML."""
     with _nvml() as nvml:
         return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
 
@@ -74,7 +77,7 @@ def _nvml() -> Iterator[Any]:
 
 
 def _handle(nvml: Any, index: int) -> Any:
-    """NVML counts GPUs in its own order; PyTorch's are found by their UUID."""
+    """Returns NVML's handle of a GPU of PyTorch, found by its UUID, because NVML numbers GPUs in its own order."""
     # torch prints the UUID without the prefix "GPU-" that NVML expects.
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     return nvml.nvmlDeviceGetHandleByUUID((uuid if uuid.startswith("GPU-") else f"GPU-{uuid}").encode())

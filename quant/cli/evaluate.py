@@ -156,7 +156,7 @@ def _print_evaluation(result: Evaluation) -> None:
 
 
 def _figures(result: Evaluation) -> dict[str, str]:
-    """The figures on one text, by label."""
+    """Returns the figures on one text, by label."""
     from quant.report.summary import interval_text
 
     # Labels are in the order of the table; a figure that one text lacks leaves its cell empty.

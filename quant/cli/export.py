@@ -186,7 +186,7 @@ def _attention_scales(
     hears: Listener,
     **size: Any,
 ) -> Mapping[str, AttentionScales]:
-    """FP8 scales of attention's operands, measured: a checkpoint has no place for them."""
+    """Returns FP8 scales of attention's operands, measured: a checkpoint has no place for them."""
     from quant.calibration.kv_cache import collect_attention_scales
     from quant.calibration.session import Session
     from quant.execution.sources import Rows, as_rows, read_calibration
@@ -208,7 +208,7 @@ def _attention_scales(
 
 
 def _parse_inputs(texts: tuple[str, ...]) -> dict[str, GraphInput]:
-    """`x:fp32:batch,3,224,224`: a name, a dtype, and dimensions, of which those with a name are dynamic."""
+    """Returns `x:fp32:batch,3,224,224`: a name, a dtype, and dimensions, of which those with a name are dynamic."""
     import torch
 
     from quant.export.onnx_graph.decoder import GraphInput

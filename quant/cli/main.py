@@ -49,7 +49,7 @@ class LazyGroup(click.Group):
         self.lazy = lazy
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names in the order of the table."""
+        """Returns the names in the order of the table."""
         # click would sort by name; the table is in the order of a user's work.
         return list(self.lazy)
 

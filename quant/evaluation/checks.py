@@ -43,7 +43,7 @@ def check_evaluable(model: nn.Module, rows: torch.Tensor | Inputs) -> None:
 
 
 def run_probe(model: nn.Module, probe: torch.Tensor) -> torch.Tensor:
-    """The logits of a model for token ids, int64 `[rows, tokens]`, or its first output where it has no logits.
+    """Returns the logits of a model for token ids, int64 `[rows, tokens]`, or its first output where it has no logits.
 
     Raises:
         ValueError: it does not run on them.
@@ -56,7 +56,7 @@ def run_probe(model: nn.Module, probe: torch.Tensor) -> torch.Tensor:
 
 
 def predicts_tokens(model: nn.Module, probe: torch.Tensor) -> bool:
-    """Whether a model returns logits; a Hugging Face encoder without a head returns hidden states."""
+    """Returns whether a model returns logits; a Hugging Face encoder without a head returns hidden states."""
     # A module outside of transformers is taken to return logits.
     find_head = getattr(model, "get_output_embeddings", None)
     if not callable(find_head) or find_head() is not None:

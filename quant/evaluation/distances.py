@@ -18,7 +18,7 @@ _SOURCES = ("the model's logits", "the baseline's logits", "KL")
 
 
 def prediction_sums(logits: Sequence[Logits], batch: torch.Tensor, first_row: int) -> torch.Tensor:
-    """Sums of each row over its next-token predictions.
+    """Returns the sums of each row over its next-token predictions.
 
     Args:
         logits: of the model, and of the baseline if there is one.
@@ -70,7 +70,7 @@ def _check_finite(values: torch.Tensor, first_position: int, positions_per_row: 
 
 
 def _kl_(logp_base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
-    """KL(base‖model) at each position, float32 `[positions]`, from log-probabilities `[positions, vocabulary]`.
+    """Returns KL(base‖model) at each position, float32 `[positions]`, from log-probabilities `[positions, vocabulary]`.
 
     Overwrites `logp_base`: at this size, memory that the system must first hand out costs more than the arithmetic.
     """
@@ -80,7 +80,7 @@ def _kl_(logp_base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
 
 
 def embedding_sums(models: Sequence[nn.Module], batch: torch.Tensor, first_row: int) -> torch.Tensor:
-    """Sums of each row `[rows, 3]` of the last hidden states of a model and its baseline, as `embedded` gives them.
+    """Returns the sums of each row `[rows, 3]` over the last hidden states of a model and its baseline.
 
     Raises:
         NotFinite: NaN or infinity in an embedding, with the row named.

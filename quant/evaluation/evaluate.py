@@ -130,7 +130,10 @@ def evaluate(
 
 
 def _evaluate_predictions(logits: Sequence[Logits], rows: torch.Tensor, size: int, report: Reporter) -> Evaluation:
-    """The figures over the next tokens of rows of text; `logits` are of the model, then of the baseline if any."""
+    """Returns the figures over the next tokens of rows of text.
+
+    `logits` are of the model, then of the baseline if any.
+    """
     sums = torch.cat(
         _in_order((start, prediction_sums(logits, batch, start)) for start, batch in _batches(rows, size, report))
     )
@@ -150,7 +153,7 @@ def _evaluate_predictions(logits: Sequence[Logits], rows: torch.Tensor, size: in
 
 
 def _evaluate_embeddings(models: Sequence[nn.Module], rows: torch.Tensor, size: int, report: Reporter) -> Evaluation:
-    """The figures of an encoder, whose last hidden states are compared with the baseline's."""
+    """Returns the figures of an encoder, whose last hidden states are compared with the baseline's."""
     if len(models) < 2:
         raise UserError(
             f"{type(models[0]).__name__} predicts no tokens: its embeddings can only be compared; name a --baseline"
@@ -163,7 +166,7 @@ def _evaluate_embeddings(models: Sequence[nn.Module], rows: torch.Tensor, size: 
 
 
 def _evaluate_calls(models: Sequence[nn.Module], inputs: Inputs, size: int, report: Reporter) -> Evaluation:
-    """The figures of a model, and of its baseline if there is one, on inputs of any kind."""
+    """Returns the figures of a model, and of its baseline if there is one, on inputs of any kind."""
     batches, starts = inputs.split(size), [0]
     for batch in batches:
         starts.append(starts[-1] + len(batch))
@@ -188,7 +191,7 @@ def _evaluate_calls(models: Sequence[nn.Module], inputs: Inputs, size: int, repo
 
 
 def _of_logits(of_rows: torch.Tensor, *, compared: bool, own_text: bool) -> Evaluation:
-    """The figures of a model that is compared by its logits.
+    """Returns the figures of a model that is compared by its logits.
 
     Args:
         of_rows: sums of each row, as `compare` gives them, `[rows, 6]`.
@@ -217,7 +220,7 @@ def _of_logits(of_rows: torch.Tensor, *, compared: bool, own_text: bool) -> Eval
 
 
 def _of_embeddings(sums: Mapping[str, torch.Tensor], count: int, unit: str) -> Evaluation:
-    """The figures of a model that is compared by its outputs, from the sums of each row as `compare` gives them."""
+    """Returns the figures of a model that is compared by its outputs, from the sums of each row."""
     distances = tuple(
         OutputDistance(name, float(v[:, DISTANCE].mean()), math.sqrt(float(v[:, ERROR].sum() / v[:, SQUARE].sum())))
         for name, v in sums.items()
@@ -265,11 +268,11 @@ def _batches(rows: torch.Tensor, size: int, report: Reporter) -> Iterator[tuple[
 
 
 def _in_order(own: Iterable[tuple[int, T]]) -> list[T]:
-    """The results of all ranks, in the order of their numbers."""
+    """Returns the results of all ranks, in the order of their numbers."""
     results = [entry for part in gathered(list(own)) for entry in part]
     return [value for _, value in sorted(results, key=lambda entry: entry[0])]
 
 
 def _exp(nll: float) -> float:
-    """exp, infinite where a double overflows: a broken model's perplexity is still a number."""
+    """Returns exp, infinite where a double overflows: a broken model's perplexity is still a number."""
     return math.exp(nll) if nll < 700 else math.inf

@@ -35,7 +35,7 @@ class Fingerprint(JsonData):
 
 
 def fingerprint(model: nn.Module) -> Fingerprint:
-    """The fingerprint of a model.
+    """Returns the fingerprint of a model.
 
     Raises:
         TypeError: it does not run on token ids.
@@ -47,7 +47,9 @@ def fingerprint(model: nn.Module) -> Fingerprint:
 
 
 def fingerprint_problem(model: nn.Module, expected: Fingerprint | None) -> str | None:
-    """The reason why a model is not the one that `expected` was taken of, or that its logits hold NaN; None if it is.
+    """Returns the reason why a model is not the one that `expected` was taken of, or that its logits hold NaN.
+
+    None if it is.
 
     Machines sum in different orders, and rounding of inputs amplifies the differences. So logits count as the same
     within a quarter of their standard deviation. Without a fingerprint only NaN and infinity are looked for.
@@ -73,7 +75,7 @@ def fingerprint_problem(model: nn.Module, expected: Fingerprint | None) -> str |
 
 
 def _last_logits(model: nn.Module) -> torch.Tensor:
-    """Logits at the last of the fixed token ids, float32 `[vocabulary]`."""
+    """Returns the logits at the last of the fixed token ids, float32 `[vocabulary]`."""
     try:
         embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     except (NotImplementedError, AttributeError):  # transformers' answer for a model that looks up no tokens

@@ -22,7 +22,7 @@ LEVEL = 0.95
 
 
 def mean_interval(values: Sequence[float], *, least: float = -math.inf) -> tuple[float, float] | None:
-    """The interval of 95 % around the mean of `values`, one a row.
+    """Returns the interval of 95 % around the mean of `values`, one a row.
 
     Args:
         values: one for each row.
@@ -39,7 +39,7 @@ def mean_interval(values: Sequence[float], *, least: float = -math.inf) -> tuple
 
 
 def student_point(freedom: int) -> float:
-    """The t for which a share of `LEVEL` of Student's distribution lies between −t and t, by bisection."""
+    """Returns the t for which a share of `LEVEL` of Student's distribution lies between −t and t, by bisection."""
     # t = √freedom · tan(angle) maps all t ≥ 0 onto angles below π/2; 60 halvings exhaust a double's digits.
     low, high = 0.0, math.pi / 2
     for _ in range(60):
@@ -49,7 +49,7 @@ def student_point(freedom: int) -> float:
 
 
 def _share_within(angle: float, freedom: int) -> float:
-    """The share between −t and t, with t = √freedom · tan(angle): a finite sum (Abramowitz and Stegun 26.7.3–4)."""
+    """Returns the share between −t and t, t = √freedom · tan(angle) (Abramowitz and Stegun 26.7.3–4)."""
     cosine, total = math.cos(angle), 0.0
     odd = freedom % 2
     term = cosine if odd else 1.0

@@ -34,7 +34,7 @@ Sums = dict[str, torch.Tensor]
 
 
 def compare(model: nn.Module, call: Mapping[str, Any], result: Any, base: Any | None, call_name: str) -> Sums:
-    """The sums of the rows of one call.
+    """Returns the sums of the rows of one call.
 
     Args:
         model: that gave `result`.
@@ -70,7 +70,7 @@ def compare(model: nn.Module, call: Mapping[str, Any], result: Any, base: Any | 
 
 
 def _logits(result: Any) -> torch.Tensor | None:
-    """Logits `[rows, classes]` or `[rows, positions, classes]`; None for a model without logits."""
+    """Returns logits `[rows, classes]` or `[rows, positions, classes]`; None for a model without logits."""
     logits = getattr(result, "logits", None)
     if logits is None and isinstance(result, torch.Tensor) and result.dim() == 2:
         logits = result  # of a classifier that is no model of transformers
@@ -78,7 +78,7 @@ def _logits(result: Any) -> torch.Tensor | None:
 
 
 def _embeddings(result: Any) -> dict[str, torch.Tensor]:
-    """The embeddings of a model, `[rows, …]`: outputs with `_embeds` in their name, or else its last hidden state."""
+    """Returns the embeddings of a model, `[rows, …]`: outputs named `…_embeds`, or its last hidden state."""
     if isinstance(result, Mapping):
         named = {k: v for k, v in result.items() if k.endswith("_embeds") and isinstance(v, torch.Tensor)}
         if named:
@@ -128,7 +128,7 @@ def _predictions(
 def _targets(
     model: nn.Module, call: Mapping[str, Any], logits: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The next token of each position, and the positions that count, bool: both `[rows, positions - 1]`.
+    """Returns the next token of each position, and the positions that count, bool: both `[rows, positions - 1]`.
 
     For logits that are not over next tokens, the first is None, and the second is of all positions, or None if all
     of them count.
@@ -148,20 +148,20 @@ def _targets(
 
 
 def _unpadded(call: Mapping[str, Any], positions: tuple[int, ...]) -> torch.Tensor | None:
-    """The positions `[rows, tokens]` of an output that are no padding, bool; None if no mask has this shape."""
+    """Returns the positions `[rows, tokens]` of an output that are no padding, bool; None if no mask has this shape."""
     mask = call.get("decoder_attention_mask" if DECODER in call else "attention_mask")
     return mask.bool() if isinstance(mask, torch.Tensor) and mask.shape == positions else None
 
 
 def _media_tokens(config: Any) -> Iterable[int]:
-    """Ids of the tokens that stand for pieces of images and sounds."""
+    """Yields the ids of the tokens that stand for pieces of images and sounds."""
     for name in dir(config) if config is not None else ():
         if _MEDIA_TOKENS.match(name) and isinstance(value := getattr(config, name, None), int):
             yield value
 
 
 def embedded(values: torch.Tensor, base: torch.Tensor, name: str, unpadded: torch.Tensor | None = None) -> torch.Tensor:
-    """The sums `[rows, 3]` of embeddings of two models, float64: columns `DISTANCE`, `ERROR` and `SQUARE`.
+    """Returns the sums `[rows, 3]` of embeddings of two models, float64: columns `DISTANCE`, `ERROR` and `SQUARE`.
 
     Args:
         values: embeddings of the model, float64 `[rows, …]`.

@@ -42,12 +42,15 @@ class NoTextError(UserError):
 
 
 def solver_needs_data(layer: LayerPlan) -> bool:
-    """Whether the layer's solver looks at its inputs."""
+    """Returns whether the layer's solver looks at its inputs."""
     return get_pipeline(layer.solver).needs_data
 
 
 def lacks_data(plan: Plan) -> str | None:
-    """The error message for a plan that needs calibration text and has none; None where the plan needs no text."""
+    """Returns the error message for a plan that needs calibration text and has none.
+
+    None where the plan needs no text.
+    """
     # The order is that of specificity: a solver or a static scale names a layer, guard and KV cache the whole plan.
     way_out = "pass calibration data: --calib SOURCE, or data= in Python"
     for layer in plan.quantized:
@@ -70,7 +73,7 @@ def mixed_text(
     seqlen: int = 512,
     own_only: bool = False,
 ) -> tuple[torch.Tensor, Record]:
-    """Calibration rows for a plan that needs data and has none: see `quant.calibration.texts.mixture`.
+    """Returns calibration rows for a plan that needs data and has none: see `quant.calibration.texts.mixture`.
 
     Args:
         model: a causal language model, which writes half of it; for other models of text, the samples alone.
@@ -118,7 +121,7 @@ def mixed_text(
 
 
 def _too_large(model: nn.Module, session: Session) -> str | None:
-    """The reason why `model` should not write text on a device where its weights would be read again for each token."""
+    """Returns why `model` should not write text on a device where each token would read its weights again."""
     device = session.device
     if is_visited(model, device):
         return f"the model does not fit on {device}"
@@ -137,7 +140,7 @@ def calibrate(
     device: Device = None,
     progress: Progress | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Static activation scales by layer name, float32 scalars; one for all members of a fusion group.
+    """Returns static activation scales by layer name, float32 scalars; one for all members of a fusion group.
 
     The model runs in evaluation mode on `device`, one block at a time if it does not fit there; by default where it is.
 
@@ -151,7 +154,7 @@ def calibrate(
 def input_scales_of(
     model: nn.Module, plan: Plan, data: torch.Tensor | None, session: Session, step: str = "input scales"
 ) -> dict[str, torch.Tensor]:
-    """`calibrate` in a session, whose store keeps the scales under the name `step`, so that they are measured once."""
+    """Returns the scales of `calibrate`; the session's store keeps them as `step`, so they are measured once."""
     finished = session.store.get(step)
     if finished is not None:
         return {name: scale.clone() for name, scale in finished.tensors.items()}
@@ -189,7 +192,7 @@ def _measured_scales(
 
 
 def observer_of(plan: Plan) -> str:
-    """Key of `OBSERVERS` that the plan names: how its static activation scales are chosen.
+    """Returns the key of `OBSERVERS` that the plan names: how its static activation scales are chosen.
 
     Raises:
         ValueError: there is no such observer.
@@ -199,7 +202,7 @@ def observer_of(plan: Plan) -> str:
 
 
 def by_input(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
-    """Layers gathered by the input they read: fusion groups, but each fused-expert projection apart."""
+    """Returns layers gathered by the input they read: fusion groups, but each fused-expert projection apart."""
     return [
         part
         for members in groups_of(list(layers)).values()

@@ -198,12 +198,15 @@ class BlockKeeper(BlockStore):
         return states if saved is None else _states(saved.tensors)
 
     def _is_due(self, nbytes: int) -> tuple[bool, bool]:
-        """Whether hidden states of `nbytes` take much of the memory, and whether it is time to write them."""
+        """Returns whether hidden states of `nbytes` take much of the memory, and whether it is time to write them."""
         large = self.memory is not None and nbytes > self.memory * _STATES_SHARE
         return large, time.perf_counter() - self.kept_states > _SHARE * self.store.seconds_to_write(nbytes)
 
     def _changed(self, block: str) -> dict[str, torch.Tensor]:
-        """Tensors of the finished block that a solver changed; unchanged ones point to their first memory again."""
+        """Returns the tensors of the finished block that a solver changed.
+
+        Unchanged ones point to their first memory again.
+        """
         changed = {}
         for name, tensor in _stored(self.model.get_submodule(block)).items():
             if name not in self.before:
@@ -222,14 +225,14 @@ class BlockKeeper(BlockStore):
 
 
 def _stored(block: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a block, without the buffers of quantized weights."""
+    """Returns the parameters and buffers of a block, without the buffers of quantized weights."""
     quantized = tuple(f"{name}." for name, module in block.named_modules() if hasattr(module, "quantized_weight"))
     tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
     return {name: t for name, t in tensors.items() if not name.startswith(quantized) or name.endswith(".bias")}
 
 
 def _of_all_ranks(kinds: Mapping[str, Sequence[torch.Tensor]], device: torch.device) -> dict[str, torch.Tensor]:
-    """The hidden states of all batches by name, on the first rank; nothing on the others.
+    """Returns the hidden states of all batches by name, on the first rank; nothing on the others.
 
     States of several ranks are collected on `device`; with one rank they stay where they are.
     """

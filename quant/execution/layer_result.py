@@ -54,7 +54,7 @@ class LayerResult(JsonData):
 
 
 def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockScaledTensor | None) -> LayerResult:
-    """The result for one layer, its error measured in chunks of rows.
+    """Returns the result for one layer, its error measured in chunks of rows.
 
     Args:
         plan_layer: its format and solver, as decided.
@@ -86,7 +86,7 @@ def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockSc
 
 
 def unmeasured_result(plan_layer: LayerPlan) -> LayerResult:
-    """The result for one layer as it was planned, without its error."""
+    """Returns the result for one layer as it was planned, without its error."""
     return LayerResult(
         name=plan_layer.name,
         format=plan_layer.weight.name if plan_layer.weight else None,
@@ -114,7 +114,7 @@ def loss_warnings(results: Sequence[LayerResult]) -> list[str]:
 
 
 def _energies(weight: torch.Tensor, quantized: BlockScaledTensor) -> tuple[float, float]:
-    """‖w‖² and ‖w − w_q‖², summed in float64."""
+    """Returns ‖w‖² and ‖w − w_q‖², summed in float64."""
     elements = 64 * _CHUNK_ELEMENTS if quantized.codes.is_cuda else _CHUNK_ELEMENTS  # a GPU is slow in small bites
     signal = noise = torch.zeros((), dtype=torch.float64, device=quantized.codes.device)  # no part is waited for
     for index in range(len(weight)) if weight.dim() > 2 else [...]:

@@ -112,7 +112,7 @@ class MovedSteps:
 
 
 def _hash_of_start(file: Path, size: int) -> Any:
-    """SHA-256 of the first `size` bytes of a file; None where it has fewer."""
+    """Returns SHA-256 of the first `size` bytes of a file; None where it has fewer."""
     hashed = hashlib.sha256()
     if not file.is_file() or file.stat().st_size < size:
         return None

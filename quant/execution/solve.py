@@ -134,7 +134,7 @@ def solve_plan(
 def _with_scales(
     model: nn.Module, plan: Plan, heads: Plan, data: Any, session: Session
 ) -> tuple[Plan, dict[str, torch.Tensor]]:
-    """The plan of the prediction heads, and their static input scales by layer, measured on layers of the model."""
+    """Returns the plan of the prediction heads and their static input scales, measured on layers of the model."""
     heads, donors = scale_donors(plan, heads, stored_names(model))
     if not donors:
         return heads, {}
@@ -144,12 +144,12 @@ def _with_scales(
 
 
 def _looks_at_data(plan: Plan) -> bool:
-    """Whether weights are solved on the inputs that they get, block by block."""
+    """Returns whether weights are solved on the inputs that they get, block by block."""
     return plan.guard is not None or any(solver_needs_data(layer) for layer in plan.quantized)
 
 
 def _kv_scales(model: nn.Module, plan: Plan, data: Any, session: Session) -> dict[str, torch.Tensor]:
-    """Scales of the KV cache of the quantized model, measured once."""
+    """Returns the scales of the KV cache of the quantized model, measured once."""
     step = "scales of the KV cache"
     finished = session.store.get(step)
     if finished is not None:
@@ -164,7 +164,7 @@ def _kv_scales(model: nn.Module, plan: Plan, data: Any, session: Session) -> dic
 
 
 def _needed_throughout(model: nn.Module, plan: Plan) -> list[str]:
-    """Parameters in their files that are not read for their own layer alone: those that may stay, or be changed."""
+    """Returns the parameters in files that other steps than solving their own layer read or change."""
     unread = stored_in(model)
     rotates = any(get_pipeline(layer.solver).spec.merges_rotations for layer in plan.quantized)
     # Merged rotations change other layers too; a weight that a guard keeps in 16 bit must be in memory.
@@ -175,7 +175,7 @@ def _needed_throughout(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def with_data(plan: Plan, find: Callable[[], tuple[T, list[Record]]]) -> tuple[Plan, T | None]:
-    """The data that `find` gives for a plan, and the plan with their records.
+    """Returns the data that `find` gives for a plan, and the plan with their records.
 
     Where it finds none, and an effort chose the solver that needs some, the plan of effort 1 and no data.
 
@@ -198,10 +198,10 @@ def with_data(plan: Plan, find: Callable[[], tuple[T, list[Record]]]) -> tuple[P
 
 
 def with_calibration(plan: Plan, records: Sequence[Mapping[str, Any]]) -> Plan:
-    """`plan` with a record of the calibration text in its provenance, one for each source."""
+    """Returns `plan` with a record of the calibration text in its provenance, one for each source."""
     return replace(plan, provenance={**plan.provenance, "calibration": list(records)})
 
 
 def _settings(plan: Plan) -> Settings:
-    """The settings of the walk that the plan fixes."""
+    """Returns the settings of the walk that the plan fixes."""
     return Settings(observer=observer_of(plan), guard=Guard.parse(plan.guard) if plan.guard is not None else None)

@@ -40,7 +40,7 @@ Rounded = Callable[[str, torch.Tensor], None]
 def solve_blocks(
     model: nn.Module, plan: Plan, data: torch.Tensor, settings: Settings, session: Session, rounded: Rounded | None
 ) -> tuple[Plan, list[LayerResult]]:
-    """Linear layers and fused experts by the sequential walk; then heads, which it does not take.
+    """Returns linear layers and fused experts by the sequential walk; then heads, which it does not take.
 
     Returns:
         The plan with the formats and notes of the walk, and the results in its order.
@@ -112,7 +112,7 @@ def _check_memory(
 
 
 def _before_rounding(layer: LayerPlan, weight: torch.Tensor, parts: RunTimeParts) -> torch.Tensor:
-    """The matrix that was rounded, for a weight that may be rotated and have a branch."""
+    """Returns the matrix that was rounded, for a weight that may be rotated and have a branch."""
     if layer.kind == LayerKind.EXPERTS or (not parts.hadamard and parts.lowrank is None):
         return weight
     rotated = rotate_weight(weight.float(), parts.hadamard)
@@ -120,7 +120,7 @@ def _before_rounding(layer: LayerPlan, weight: torch.Tensor, parts: RunTimeParts
 
 
 def _result(layer: LayerPlan, weight: torch.Tensor, before: torch.Tensor, solved: Solved) -> LayerResult:
-    """The result of a layer that may be rotated and have a branch: its error counts both together."""
+    """Returns the result of a layer that may be rotated and have a branch: its error counts both together."""
     if layer.kind == LayerKind.EXPERTS:
         return layer_result(layer, weight, solved.weight)
     result = layer_result(replace(layer, parts=Parts.of(solved.parts)), before, solved.weight)

@@ -60,7 +60,7 @@ def apply_plan(
 def solve_weights(
     model: nn.Module, plan: Plan, input_scales: Mapping[str, torch.Tensor], session: Session
 ) -> list[LayerResult]:
-    """`apply_plan` in a session, whose store keeps finished groups and may have some."""
+    """Returns `apply_plan` in a session, whose store keeps finished groups and may have some."""
     store, results, done = session.store, dict[str, LayerResult](), 0
     # A fusion group is solved at once: its members share one tensor scale.
     groups = by_input(plan.quantized)
@@ -106,7 +106,7 @@ def _step(members: Sequence[LayerPlan]) -> str:
 
 
 def _own_groups(groups: list[list[LayerPlan]], session: Session) -> list[list[LayerPlan]]:
-    """The groups that this rank solves: all of them, or its share of those that are not in the store."""
+    """Returns the groups that this rank solves: all of them, or its share of those that are not in the store."""
     if not session.store.keeps or session.world == 1:
         return groups
     names = from_first(lambda: {m[0].name for m in groups if session.store.get(_step(m)) is None})
@@ -172,7 +172,7 @@ def solve_state_dict(
 
 
 def _stored_weight(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> torch.Tensor:
-    """The weight of a layer in a bare state dict, `[..., out, in]`."""
+    """Returns the weight of a layer in a bare state dict, `[..., out, in]`."""
     weight = tensors[layer.tensor_name]
     return weight.t() if layer.transposed else weight
 
@@ -180,7 +180,7 @@ def _stored_weight(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> tor
 def _solve(
     members: Sequence[LayerPlan], weights: Mapping[str, torch.Tensor], session: Session
 ) -> dict[str, BlockScaledTensor]:
-    """Codes and scales by name. Experts that are read one by one are solved so on the session's device."""
+    """Returns codes and scales by name. Experts that are read one by one are solved so on the session's device."""
     first = members[0]
     assert first.weight is not None
     if not isinstance(whole := weights[first.name], torch.Tensor):
@@ -195,7 +195,10 @@ def _solve(
 
 
 def _weight_of(model: nn.Module, layer: LayerPlan, copy: torch.Tensor | None = None) -> torch.Tensor:
-    """The weight of a layer, or its copy on another device; for one that is still in its files, a lazy reader."""
+    """Returns the weight of a layer, or its copy on another device.
+
+    For one that is still in its files, a lazy reader.
+    """
     if layer.kind == LayerKind.EXPERTS:
         return expert_matrices(model, layer.name, copy)  # type: ignore[no-any-return]
     if copy is not None:
@@ -205,7 +208,7 @@ def _weight_of(model: nn.Module, layer: LayerPlan, copy: torch.Tensor | None = N
 
 
 def _parameter_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
-    """The parameter of a layer; of a convolution that is quantized, the matrix that formats see."""
+    """Returns the parameter of a layer; of a convolution that is quantized, the matrix that formats see."""
     if layer.kind == LayerKind.CONV and layer.weight is not None:
         return weight_of_conv(model.get_submodule(layer.name))
     return model.get_parameter(layer.tensor_name)

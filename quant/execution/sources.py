@@ -72,12 +72,15 @@ class Rows:
         return any(name in WRITTEN for name in self.names)
 
     def of_source(self, index: int) -> int:
-        """Rows of the source of that index, when all sources share them evenly."""
+        """Returns the rows of the source of that index, when all sources share them evenly."""
         return self.samples // len(self.names) + (index < self.samples % len(self.names))
 
 
 def sources_of(names: Sequence[str]) -> tuple[str, ...]:
-    """The sources in `names` one by one: `mix+text.txt` is `mix` and `text.txt`. No name stands for the mixture."""
+    """Returns the sources in `names` one by one: `mix+text.txt` is `mix` and `text.txt`.
+
+    No name stands for the mixture.
+    """
     sources: list[str] = []
     for name in names or (MIX,):
         while name.startswith((f"{MIX}+", f"{SELF}+")):
@@ -105,14 +108,14 @@ def check_sources(names: Sequence[str], option: str) -> None:
 
 
 def share_written(names: Sequence[str], *, has_tokenizer: bool) -> float:
-    """Share of the calibration text that the model writes."""
+    """Returns the share of the calibration text that the model writes."""
     sources = sources_of(names)
     mixed = SHARES[OWN] if has_tokenizer else 1.0
     return sum({MIX: mixed, SELF: 1.0}.get(source, 0.0) for source in sources) / len(sources)
 
 
 def tokenizer_if_any(source: Source) -> Any:
-    """The model's tokenizer, or None."""
+    """Returns the model's tokenizer, or None."""
     try:
         return source.load_tokenizer()
     except UserError:
@@ -120,13 +123,13 @@ def tokenizer_if_any(source: Source) -> Any:
 
 
 def within_context(source: Source, seqlen: int) -> int:
-    """Tokens of a row that a model writes: at most its context."""
+    """Returns the tokens of a row that a model writes: at most its context."""
     context = getattr(source.config, "max_position_embeddings", None)
     return min(seqlen, context) if isinstance(context, int) and context > 0 else seqlen
 
 
 def named_inputs(source: Source, rows: Rows) -> Inputs | None:
-    """Inputs by name, images, sounds or pairs of texts; None where the sources are rows of tokens.
+    """Returns inputs by name, images, sounds or pairs of texts; None where the sources are rows of tokens.
 
     Raises:
         UserError: one source holds inputs and another one text.
@@ -157,7 +160,7 @@ def read_calibration(
     listener: Listener = SILENT,
     plan: Plan | None = None,
 ) -> tuple[torch.Tensor | Inputs, list[Record]]:
-    """Calibration data, rows of each source in turn, and a record of each source.
+    """Returns the calibration data, rows of each source in turn, and a record of each source.
 
     Args:
         source: the model.
@@ -211,7 +214,7 @@ def read_calibration(
 
 
 def _file_rows(source: Source, name: str, rows: Rows) -> tuple[torch.Tensor, Record]:
-    """Rows of one text or data set, and their record."""
+    """Returns the rows of one text or data set, and their record."""
     samples = None if rows.at_most else rows.samples
     text = calibration_rows(name, _tokenizer_for(source, name), samples=samples, seqlen=rows.seqlen, seed=rows.seed)
     text = text[: rows.samples]
@@ -234,7 +237,7 @@ def _check_runs(source: Source, name: str, rows: torch.Tensor) -> None:
 
 
 def read_texts(source: Source, rows: Rows) -> dict[str, torch.Tensor]:
-    """Token rows `[samples, seqlen]` of each source; files of token ids need no tokenizer."""
+    """Returns the token rows `[samples, seqlen]` of each source; files of token ids need no tokenizer."""
     return {
         name: token_rows(Path(name), _tokenizer_for(source, name), samples=rows.samples, seqlen=rows.seqlen)
         for name in rows.sources
@@ -249,7 +252,7 @@ def read_evaluation(
     writer: nn.Module | None = None,
     listener: Listener = SILENT,
 ) -> dict[str, torch.Tensor | Inputs]:
-    """Evaluation data by the name of its source: inputs of the model, or rows of a text.
+    """Returns evaluation data by the name of its source: inputs of the model, or rows of a text.
 
     Args:
         source: the model.
@@ -272,7 +275,7 @@ def read_evaluation(
 
 
 def with_decoder_text(model: nn.Module, inputs: Inputs, session: Session) -> Inputs:
-    """The inputs; where a decoder has no text, the model writes it."""
+    """Returns the inputs; where a decoder has no text, the model writes it."""
     if not lacks_decoder_text(inputs):
         return inputs
     with placed(model, session.device):
@@ -280,7 +283,7 @@ def with_decoder_text(model: nn.Module, inputs: Inputs, session: Session) -> Inp
 
 
 def as_rows(model: nn.Module, data: torch.Tensor | Inputs, option: str) -> torch.Tensor:
-    """Calibration data as one tensor, for measurements that work on nothing else.
+    """Returns calibration data as one tensor, for measurements that work on nothing else.
 
     Raises:
         UserError: the calls take several tensors, or tensors of several shapes.
@@ -295,7 +298,7 @@ def as_rows(model: nn.Module, data: torch.Tensor | Inputs, option: str) -> torch
 
 
 def digest_of(rows: torch.Tensor | Inputs) -> str:
-    """SHA-256 of the values of rows or calls."""
+    """Returns SHA-256 of the values of rows or calls."""
     if isinstance(rows, torch.Tensor):
         return tensor_hash(rows)
     return hashlib.sha256("".join(map(tensor_hash, rows.tensors())).encode()).hexdigest()

@@ -35,7 +35,7 @@ class StepFile:
 
     @classmethod
     def read(cls, path: Path) -> StepFile | None:
-        """The file at `path`; None where it is no longer there, or its header is damaged."""
+        """Returns the file at `path`; None where it is no longer there, or its header is damaged."""
         try:
             with safe_open(path, framework="pt") as opened:
                 step = (opened.metadata() or {}).get("step")
@@ -78,20 +78,20 @@ class StepFile:
         return int(self.path.name[:5])
 
     def is_whole(self) -> bool:
-        """Whether the contents are those that were written."""
+        """Returns whether the contents are those that were written."""
         return self.path.is_file() and sha256_of(self.path) == self.path.stem.rpartition("-")[2]
 
     def record(self) -> Any:
-        """The record of the step."""
+        """Returns the record of the step."""
         with safe_open(self.path, framework="pt") as opened:
             return parse_json(opened.metadata()["record"].encode())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors, as views of the mapped file."""
+        """Returns the tensors, as views of the mapped file."""
         with safe_open(self.path, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
 def is_step_file(name: str) -> bool:
-    """Whether a file name is that of a step, and so leads nowhere else."""
+    """Returns whether a file name is that of a step, and so leads nowhere else."""
     return _NAME.fullmatch(name) is not None

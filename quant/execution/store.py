@@ -183,11 +183,11 @@ class Partial(Store):
             ) from error
 
     def __contains__(self, step: str) -> bool:
-        """Whether a step was finished, though perhaps its file is damaged."""
+        """Returns whether a step was finished, though perhaps its file is damaged."""
         return step in self._steps
 
     def get(self, step: str) -> Step | None:
-        """A finished step; None where there is none, or its file is damaged."""
+        """Returns a finished step; None where there is none, or its file is damaged."""
         file = self._steps.get(step)
         if file is None:
             return None
@@ -260,7 +260,7 @@ class Partial(Store):
         self._keep(StepFile.write(self._next_start(), step, {}, record, durable=True))
 
     def _next_start(self) -> Path:
-        """The path of the next step's file, up to its hash."""
+        """Returns the path of the next step's file, up to its hash."""
         self._number += 1
         return self.path / (f"{self._number:05d}-{self.rank}" if self.rank else f"{self._number:05d}")
 
@@ -301,11 +301,11 @@ class Partial(Store):
         return bool(self._moved.files)
 
     def shards(self) -> list[str]:
-        """The checkpoint's files of which something was written."""
+        """Returns the checkpoint's files of which something was written."""
         return [step.removeprefix(NOTE) for step in self._steps if step.startswith(NOTE)]
 
     def moving(self, made_of: Mapping[str, str]) -> MovedSteps:
-        """The log that moves kept tensors into the checkpoint's files; `made_of` as of `MovedSteps.begin`."""
+        """Returns the log that moves kept tensors into the checkpoint's files; `made_of` as of `MovedSteps.begin`."""
         self._moved.begin(made_of)
         return self._moved
 
@@ -319,7 +319,7 @@ class Partial(Store):
         return tensors
 
     def seconds_to_write(self, nbytes: int) -> float:
-        """Seconds that `nbytes` take to write at the speed that was last measured."""
+        """Returns the seconds that `nbytes` take to write at the speed that was last measured."""
         return nbytes / self._bytes_per_second
 
     def flush(self) -> None:
@@ -347,7 +347,7 @@ class Partial(Store):
 
 
 def _read_run(file: Path) -> dict[str, Any]:
-    """The contents of `run.json`."""
+    """Returns the contents of `run.json`."""
 
     def make(document: Any) -> dict[str, Any]:
         run: dict[str, Any] = typed(dict[str, dict[str, Any]], document, "run")
@@ -368,23 +368,23 @@ def _trim() -> None:
 
 
 def partial_path(out: Path) -> Path:
-    """The directory in which a run that writes to `out` keeps finished steps."""
+    """Returns the directory in which a run that writes to `out` keeps finished steps."""
     out = out.resolve()
     return out.parent / f".{out.name}.partial"
 
 
 def is_finished(out: Path) -> bool:
-    """Whether an earlier run to `out` got as far as a whole checkpoint, and not to its own end."""
+    """Returns whether an earlier run to `out` got as far as a whole checkpoint, and not to its own end."""
     return (partial_path(out) / COMPLETE).exists()
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's values."""
+    """Returns SHA-256 of a tensor's values."""
     return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _difference(old: Any, new: Any, name: str = "") -> str:
-    """The first thing in which two values differ, in words; nothing where they are equal."""
+    """Returns the first thing in which two values differ, in words; nothing where they are equal."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in dict.fromkeys((*old, *new)):
             if difference := _difference(old.get(key), new.get(key), f"{name} {key}".lstrip()):

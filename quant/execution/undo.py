@@ -72,10 +72,13 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A copy of the values of a vector or a number."""
+    """Returns a copy of the values of a vector or a number."""
     return tensor.detach().clone() if tensor.dim() < 2 and not tensor.is_meta else None
 
 
 def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bit for bit, NaN included; a vector that did not change is never written, for it may be a file's."""
+    """Returns whether they are equal bit for bit, NaN included.
+
+    A vector that did not change is never written, for it may be a file's.
+    """
     return torch.equal(*(each.detach().reshape(-1).contiguous().view(torch.uint8) for each in (a, b)))

@@ -19,7 +19,7 @@ class DenseExperts(nn.Module):
 
 
 def dense_linear(module: QuantLinear) -> nn.Linear:
-    """A linear layer with the weight that a quantized one multiplies by, in the model's dtype."""
+    """Returns a linear layer with the weight that a quantized one multiplies by, in the model's dtype."""
     # The constructor would fill a matrix with random numbers, only for the next lines to replace it.
     with torch.device("meta"):
         linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)

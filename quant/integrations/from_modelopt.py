@@ -70,17 +70,17 @@ class _Quantizers:
     packed: Any = None
 
     def tensor_amax(self) -> torch.Tensor | None:
-        """Largest magnitude of the weight; None where its quantizers hold none of the whole tensor."""
+        """Returns the largest magnitude of the weight; None where its quantizers hold none of the whole tensor."""
         amaxes = [tensor_amax(quantizer) for quantizer in self.weight]
         return amaxes[0] if len(amaxes) == 1 else None
 
     def pre_scale(self) -> torch.Tensor | None:
-        """Factor of the inputs, `[in]`."""
+        """Returns the factor of the inputs, `[in]`."""
         scale = getattr(self.input, "pre_quant_scale", None)
         return None if scale is None else scale.detach().reshape(-1)
 
     def lowrank(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """SVDQuant's branch: `[rank, in]` and `[out, rank]`."""
+        """Returns SVDQuant's branch: `[rank, in]` and `[out, rank]`."""
         down, up = (getattr(self.weight[0], f"svdquant_lora_{side}", None) for side in "ab")
         return None if down is None or up is None else (down.detach(), up.detach())
 
@@ -135,7 +135,7 @@ def from_modelopt(model: nn.Module, *, run: Callable[[nn.Module], Any] | None = 
 
 
 def _read(model: nn.Module) -> tuple[dict[str, _Quantizers], dict[str, dict[str, Any]]]:
-    """Enabled quantizers of weights by layer, and those of keys and values by attention module."""
+    """Returns the enabled quantizers of weights by layer, and those of keys and values by attention module."""
     layers: dict[str, _Quantizers] = {}
     caches: dict[str, dict[str, Any]] = {}
     unsupported, dropped = [], []
@@ -189,7 +189,10 @@ def _read(model: nn.Module) -> tuple[dict[str, _Quantizers], dict[str, dict[str,
 
 
 def _members(part: nn.Module) -> tuple[nn.Module, ...]:
-    """The quantizers that a child of a module is, or holds one for each expert; none where it is something else."""
+    """Returns the quantizers that a child of a module is, or holds one for each expert.
+
+    None where it is something else.
+    """
     if is_quantizer(part):
         return (part,)
     inside = tuple(part.children()) if isinstance(part, nn.ModuleList) else ()
@@ -197,7 +200,7 @@ def _members(part: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def _role(child: str) -> tuple[str, str]:
-    """The parameter that a quantizer is for, empty for the module's weight, and its role: weight, input or other."""
+    """Returns a quantizer's parameter, empty for the module's weight, and its role: weight, input or other."""
     for role in ("weight", "input"):
         for end in (f"{role}_quantizer", f"{role}_quantizers"):
             if child == end or child.endswith(f"_{end}"):
@@ -223,7 +226,7 @@ def _formats(name: str, quantizers: _Quantizers) -> LayerFormats:
 
 
 def _kv_cache(caches: Mapping[str, Mapping[str, Any]]) -> tuple[Format | None, dict[str, torch.Tensor]]:
-    """Format of the KV cache, and its scales by name."""
+    """Returns the format of the KV cache, and its scales by name."""
     scales, formats = {}, set()
     for name, pair in caches.items():
         # `pair` has the quantizers of k and v.
@@ -299,7 +302,7 @@ def _remove_quantizers(model: nn.Module) -> None:
 
 
 def _differ(members: list[_Quantizers], layer: LayerPlan) -> bool:
-    """Whether fused layers keep scales of their own, as they do in ModelOpt's export.
+    """Returns whether fused layers keep scales of their own, as they do in ModelOpt's export.
 
     The export gives fused layers one second-level scale in NVFP4, and leaves each its own in FP8. Layers with a factor
     of their inputs share no input here, and packed codes keep the scales that they were rounded under.
@@ -322,7 +325,7 @@ def _number(amax: torch.Tensor | None) -> float | None:
 def _amaxes(
     plan: Plan, layer: LayerPlan, quantizers_of: Mapping[str, _Quantizers]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Largest magnitudes of the weight and of the input of a layer, or of those that are fused with it."""
+    """Returns the largest magnitudes of the weight and of the input of a layer, or of those that are fused with it."""
     # Runtimes merge q, k and v, or gate and up, under one second-level scale, so the largest member decides for all.
     members = [layer.name]
     if layer.group is not None and layer.kind == LayerKind.LINEAR:

@@ -80,7 +80,7 @@ class QuantConfig(CompressedTensorsConfig):  # type: ignore[misc]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """The config of a checkpoint whose own says everything."""
+        """Returns the config of a checkpoint whose own says everything."""
         return (cls(), kwargs) if return_unused_kwargs else cls()
 
     def get_loading_attributes(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         yield WeightConverter([r"\.weight_scale$", r"\.input_scale$"], [".codes"], reads)
 
     def layer_tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """The buffers of a quantized module by their full names."""
+        """Returns the buffers of a quantized module by their full names."""
         assert self._checkpoint is not None
         layer: LayerPlan = self._checkpoint.plan.by_name[name]
         weight, input_scale = read_layer(self._checkpoint.tensors, layer)

@@ -125,7 +125,7 @@ def _check_shape(layer: LayerPlan, weight: BlockScaledTensor) -> None:
 
 
 def _differ(members: list[_Read]) -> bool:
-    """Whether fused layers have tensor scales of their own, which torchao gives to each."""
+    """Returns whether fused layers have tensor scales of their own, which torchao gives to each."""
     first = members[0]
 
     def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -251,7 +251,7 @@ _READERS: dict[str, Callable[[str, Any], _Read]] = {
 
 
 def _format(name: str, tensor: Any, number: Any) -> Format:
-    """The weight format with a float scale for each of torchao's blocks."""
+    """Returns the weight format with a float scale for each of torchao's blocks."""
     shape, block = tuple(tensor.shape), tuple(tensor.block_size)
     # A format's block has 0 for a whole axis, torchao's has its size; a row is a row in both.
     rows, columns = (0 if size == whole else size for size, whole in zip(block[-2:], shape[-2:], strict=True))
@@ -266,7 +266,7 @@ def _format(name: str, tensor: Any, number: Any) -> Format:
 
 
 def _inputs(name: str, granularity: Any, kind: str) -> Format:
-    """The format of inputs that torchao gives a scale to each token, group or the tensor."""
+    """Returns the format of inputs that torchao gives a scale to each token, group or the tensor."""
     which = type(granularity).__name__
     sizes = getattr(granularity, "block_size", getattr(granularity, "group_size", None))
     size = sizes[-1] if isinstance(sizes, tuple | list) else sizes
@@ -287,7 +287,7 @@ def _weight(codes: torch.Tensor, scale: torch.Tensor, format: Format) -> BlockSc
 
 
 def _pre_scale(tensor: Any) -> torch.Tensor | None:
-    """The factor of the inputs, `[in]`."""
+    """Returns the factor of the inputs, `[in]`."""
     return None if tensor.act_pre_scale is None else tensor.act_pre_scale.reshape(-1)
 
 
@@ -300,14 +300,14 @@ def _check_symmetric(name: str, zero_point: torch.Tensor | None) -> None:
 
 
 def _contiguous(name: str, codes: Any) -> Any:
-    """Packed codes, whose last axis is that of the inputs."""
+    """Returns packed codes, whose last axis is that of the inputs."""
     if codes.stride(-1) != 1:
         raise UserError(f"{name}: torchao holds it transposed; take the model over before its weights are transposed")
     return codes.contiguous()
 
 
 def _block_scale(tensor: Any, format: Format) -> Any:
-    """The block scales `[..., out, blocks]`, which torchao may hold in tiles, as cuBLAS reads them."""
+    """Returns the block scales `[..., out, blocks]`, which torchao may hold in tiles, as cuBLAS reads them."""
     shape = format.scale_shape(tensor.shape)
     if not tensor.is_swizzled_scales:
         return tensor.scale.reshape(shape).contiguous()

@@ -187,20 +187,20 @@ def merge_lora(
 
 
 def _together(plan: Plan) -> list[list[LayerPlan]]:
-    """Quantized layers in runs that are solved together: fusion groups that share a scale, other layers alone."""
+    """Returns the quantized layers that are solved together: fusion groups that share a scale, or one layer."""
     shared = {name: members for name, members in plan.groups().items() if _shares_scale(members)}
     alone = [[layer] for layer in plan.quantized if layer.group not in shared]
     return [*shared.values(), *alone]
 
 
 def _shares_scale(members: Sequence[LayerPlan]) -> bool:
-    """Whether the layers of a group have scales in common, of their weights or of their input."""
+    """Returns whether the layers of a group have scales in common, of their weights or of their input."""
     first = members[0]
     return first.weight is not None and (first.weight.global_scale or first.weight.per_tensor or first.has_static_scale)
 
 
 def _anew(layer: LayerPlan, adapted: Any) -> LayerPlan:
-    """The plan of a layer that is solved again: transforms that its neighbours absorbed are not repeated.
+    """Returns the plan of a layer that is solved again: transforms that its neighbours absorbed are not repeated.
 
     The dequantized layer holds its weight `[out, in]`, also where the original model has it transposed.
     """

@@ -50,14 +50,17 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
         return y
 
     def _is_plain(self, x: torch.Tensor, name: str, autocast: torch.dtype | None) -> bool:
-        """Whether an adapter is two products in one dtype, autocast's or that of the input."""
+        """Returns whether an adapter is two products in one dtype, autocast's or that of the input."""
         down, up = self.lora_A[name], self.lora_B[name]
         same = autocast is not None or down.weight.dtype == up.weight.dtype == x.dtype
         plain = same and up.bias is None and not _is_hooked(up)
         return plain and name not in self.lora_variant and x.dtype is not torch.float64
 
     def _is_one_product(self, name: str) -> bool:
-        """Whether `_Adapted` computes the layer with this adapter; a compiler does better with separate products."""
+        """Returns whether `_Adapted` computes the layer with this adapter.
+
+        A compiler does better with separate products.
+        """
         base, dropout = self.base_layer, self.lora_dropout[name]
         return (
             torch.is_grad_enabled()
@@ -75,7 +78,7 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Whether a call does more than the class's forward: of hooks, or of accelerate, which brings weights for it."""
+    """Returns whether a call does more than the class's forward, by a hook or by accelerate."""
     return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
@@ -174,7 +177,7 @@ class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
         return self.base_layer.dtype  # type: ignore[no-any-return]
 
     def _factors(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[experts, r, in]` and `[experts, out, r]`, the scaling included."""
+        """Returns `[experts, r, in]` and `[experts, out, r]`, the scaling included."""
         down, up = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         up = up.view(self.out_features, -1, self.num_experts).permute(2, 0, 1)
         return down.view(self.num_experts, -1, self.in_features), up * self.scaling[adapter]
@@ -186,11 +189,11 @@ class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
         return [self._factors(name) for name in self.active_adapters if name in self.lora_A]
 
     def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """`[tokens, in]` to `[tokens, out]` through expert `index`, the adapters included."""
+        """Maps `[tokens, in]` to `[tokens, out]` through expert `index`, the adapters included."""
         return _add(self.base_layer.product(x, index), x, index, self._active)
 
     def dense(self, index: int) -> torch.Tensor:
-        """The values `[out, in]` of one expert, the adapters included."""
+        """Returns the values `[out, in]` of one expert, the adapters included."""
         weight: torch.Tensor = self.base_layer.dense(index)
         for down, up in self._active:
             weight = (weight + up[index] @ down[index]).to(weight.dtype)
@@ -223,7 +226,7 @@ class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
 def _add(
     y: torch.Tensor, x: torch.Tensor, expert: int, active: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
-    """The output of an expert for `x` and that of its adapters, in the dtype of `x`."""
+    """Returns the output of an expert for `x` and that of its adapters, in the dtype of `x`."""
     for down, up in active:
         y = y + functional.linear(functional.linear(x.to(down.dtype), down[expert]), up[expert])
     return y.to(x.dtype)

@@ -46,7 +46,7 @@ class LoraQATLinear(Linear):  # type: ignore[misc]
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool = False, adapter_names: list[str] | None = None
     ) -> QATLinear:
-        """The layer in training without the adapter, or with it in its weight."""
+        """Returns the layer in training without the adapter, or with it in its weight."""
         if merge:
             self.merge(safe_merge, adapter_names)
         base: QATLinear = self.get_base_layer()

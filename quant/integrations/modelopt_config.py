@@ -18,7 +18,7 @@ from quant.recipes.plan import LayerPlan, Plan
 
 
 def modelopt_config(plan: Plan) -> dict[str, Any]:
-    """The config with which `mtq.quantize` quantizes the layers of `plan` to its formats.
+    """Returns the config with which `mtq.quantize` quantizes the layers of `plan` to its formats.
 
     Layers that differ by numbers alone share an entry where all that match it have the same formats.
 
@@ -55,7 +55,7 @@ def modelopt_config(plan: Plan) -> dict[str, Any]:
 
 
 def _pattern(plan: Plan, layer: LayerPlan) -> tuple[str, set[str]]:
-    """A pattern for `layer` and all that are like it, and the names of those that match it."""
+    """Returns a pattern for `layer` and all that are like it, and the names of those that match it."""
     pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", _literal(layer.name))
     matching = [other for other in plan.layers if fnmatchcase(other.name, pattern)]
     if all((other.kind, other.weight, other.activation) == (layer.kind, layer.weight, layer.activation)
@@ -65,7 +65,7 @@ def _pattern(plan: Plan, layer: LayerPlan) -> tuple[str, set[str]]:
 
 
 def _literal(name: str) -> str:
-    """`name` as a pattern that matches nothing else."""
+    """Returns `name` as a pattern that matches nothing else."""
     return re.sub(r"([*?[])", r"[\1]", name)
 
 

@@ -32,12 +32,12 @@ _HEADROOM = 256.0  # block scales of four-over-six end there instead of at 448
 
 
 def is_quantizer(module: nn.Module) -> bool:
-    """Whether a module is one of ModelOpt's quantizers."""
+    """Returns whether a module is one of ModelOpt's quantizers."""
     return any(kind.__name__ in _CLASSES for kind in type(module).__mro__)
 
 
 def is_enabled(quantizer: nn.Module) -> bool:
-    """Whether a quantizer rounds."""
+    """Returns whether a quantizer rounds."""
     parts = list(quantizer.children()) if _is_sequence(quantizer) else [quantizer]
     return any(getattr(part, "is_enabled", False) for part in parts)
 
@@ -47,7 +47,7 @@ def _is_sequence(quantizer: nn.Module) -> bool:
 
 
 def format_of(quantizer: Any, name: str, *, inputs: bool = False) -> Format:
-    """The format that a quantizer simulates.
+    """Returns the format that a quantizer simulates.
 
     Args:
         quantizer: of a weight, or of inputs.
@@ -84,7 +84,7 @@ def format_of(quantizer: Any, name: str, *, inputs: bool = False) -> Format:
 
 
 def described(quantizer: Any) -> str:
-    """The fields that say the format."""
+    """Returns the fields that say the format."""
     blocks = quantizer.block_sizes
     return f"num_bits={quantizer.num_bits}, " + (f"block_sizes={dict(blocks)}" if blocks else f"axis={quantizer.axis}")
 
@@ -115,7 +115,7 @@ def _is_element(number: Number, quantizer: Any) -> bool:
 
 
 def _has_scale(format: Format, quantizer: Any) -> bool:
-    """Whether the block scales of a format are those of a quantizer, where they are coded: E4M3 and E8M0 are."""
+    """Returns whether a format has the block scales of a quantizer, where they are coded (E4M3 and E8M0)."""
     bits = (quantizer.block_sizes or {}).get("scale_bits")
     if bits is None:
         return format.scale.is_wide
@@ -123,7 +123,10 @@ def _has_scale(format: Format, quantizer: Any) -> bool:
 
 
 def _block(quantizer: Any, inputs: bool) -> tuple[int, int] | None:
-    """(rows, columns) that share a scale, 0 for the whole axis, as formats say it; None for another division."""
+    """Returns the (rows, columns) that share a scale, 0 for the whole axis, as formats say it.
+
+    None for another division.
+    """
     sizes = {axis: size for axis, size in (quantizer.block_sizes or {}).items() if isinstance(axis, int)}
     # A block of None on the last axis is the whole row.
     if sizes == {-1: None}:
@@ -169,7 +172,7 @@ def _amax(quantizer: Any) -> torch.Tensor | None:
 
 
 def tensor_amax(quantizer: Any) -> torch.Tensor | None:
-    """Largest magnitude of the tensor, float32 scalar, where the format has one scale for all of it.
+    """Returns the largest magnitude of the tensor, float32 scalar, where the format has one scale for all of it.
 
     Of inputs that calibration never saw (zero or NaN) it is the largest element, as ModelOpt's export has it.
     """
@@ -182,14 +185,14 @@ def tensor_amax(quantizer: Any) -> torch.Tensor | None:
 
 
 def input_scale_of(amax: torch.Tensor, format: Format) -> torch.Tensor:
-    """The static input scale, float32 scalar, as ModelOpt's export makes it of the largest magnitude."""
+    """Returns the static input scale, float32 scalar, as ModelOpt's export makes it of the largest magnitude."""
     amax = torch.where((amax == 0) | amax.isnan(), format.element.max, amax)
     # NVFP4 divides by 6 · 448, so that the largest block scale of the input is E4M3's largest; FP8 divides by 448.
     return divided(amax, format.element.max * (E4M3.max if format.global_scale else 1.0))
 
 
 def weight_of(quantizer: Any, weight: torch.Tensor, format: Format, amax: torch.Tensor | None) -> BlockScaledTensor:
-    """The codes and scales that ModelOpt's export writes of a weight.
+    """Returns the codes and scales that ModelOpt's export writes of a weight.
 
     Args:
         quantizer: of the weight.
@@ -212,7 +215,7 @@ def weight_of(quantizer: Any, weight: torch.Tensor, format: Format, amax: torch.
 
 
 def _with_block_amax(quantizer: Any, weight: torch.Tensor, format: Format, amax: torch.Tensor) -> BlockScaledTensor:
-    """NVFP4 under block scales that a search chose, as `NVFP4QTensor.get_weights_scaling_factor_from_quantizer`."""
+    """Returns NVFP4 under searched block scales, as `get_weights_scaling_factor_from_quantizer` of `NVFP4QTensor`."""
     blocks = _amax(quantizer)
     assert blocks is not None
     # scale · second = step, with second = amax / (element.max · largest); four-over-six keeps room for blocks that are
@@ -224,7 +227,7 @@ def _with_block_amax(quantizer: Any, weight: torch.Tensor, format: Format, amax:
 
 
 def is_compressed(weight: Any) -> bool:
-    """Whether a parameter holds the codes of a weight, as `mtq.compress` leaves it."""
+    """Returns whether a parameter holds the codes of a weight, as `mtq.compress` leaves it."""
     return type(weight).__name__ == "QTensorWrapper"
 
 
@@ -237,7 +240,7 @@ def check_compressed(quantizer: Any, format: Format, name: str) -> None:
 
 
 def compressed_weight(quantizer: Any, packed: Any, format: Format) -> BlockScaledTensor:
-    """The codes and scales of a weight that `mtq.compress` has packed, as they are.
+    """Returns the codes and scales of a weight that `mtq.compress` has packed, as they are.
 
     Args:
         quantizer: of the weight, which keeps its scales.

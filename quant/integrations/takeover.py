@@ -80,7 +80,7 @@ def plan_takeover(
     solver: str,
     run: Callable[[nn.Module], Any] | None,
 ) -> Plan:
-    """The plan of a model whose original modules are in their places, and the layers it quantizes.
+    """Returns the plan of a model whose original modules are in their places, and the layers it quantizes.
 
     Args:
         model: reads no weight of it, but for fusion groups where it does not run on the meta device.
@@ -119,7 +119,10 @@ def plan_takeover(
 
 
 def _without_kept(plan: Plan) -> Plan:
-    """Groups of those members alone that are quantized, and in one format; others are fused with nothing."""
+    """Returns the groups of those members alone that are quantized, and in one format.
+
+    Others are fused with nothing.
+    """
     regrouped = []
     for members in plan.groups().values():
         quantized = [member for member in members if member.weight is not None]
@@ -133,7 +136,10 @@ def _without_kept(plan: Plan) -> Plan:
 
 
 def ungrouped(plan: Plan, differ: Callable[[list[LayerPlan]], bool]) -> Plan:
-    """`plan` without the groups of linear layers for whose members `differ` is true: their scales are not shared."""
+    """Returns `plan` without the groups of linear layers for whose members `differ` is true.
+
+    Their scales are not shared.
+    """
     groups = [members for members in plan.groups().values() if members[0].kind == LayerKind.LINEAR and differ(members)]
     return plan.replace_layers(replace(member, group=None) for members in groups for member in members)
 

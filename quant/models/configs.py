@@ -38,7 +38,7 @@ _LONGEST = 500  # characters of a message that is not ours
 
 
 def read_fields(file: Path) -> dict[str, Any]:
-    """The fields of a JSON file that came with a model.
+    """Returns the fields of a JSON file that came with a model.
 
     Raises:
         UserError: it cannot be read, or holds no JSON object.
@@ -125,7 +125,7 @@ def check_sizes(config: Any, files: Iterable[Path], where: Path) -> None:
 
 
 def _sizes(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Whole numbers of a config that sizes of its model follow from, those of its parts too."""
+    """Yields the whole numbers of a config that sizes of its model follow from, those of its parts too."""
     for name, value in fields.items():
         if isinstance(value, dict):
             yield from _sizes(value)
@@ -149,7 +149,10 @@ def explained(where: str | Path) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error, on one line; with its class where the message alone says little, as of a KeyError."""
+    """Returns the message of an error, on one line.
+
+    With its class where the message alone says little, as of a KeyError.
+    """
     message = " ".join(str(error).split())
     if not message or not isinstance(error, ValueError | OSError | RuntimeError):
         message = f"{type(error).__name__}: {message}".removesuffix(": ")

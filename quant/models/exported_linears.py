@@ -34,7 +34,10 @@ def restore_linears(model: nn.Module) -> None:
 
 
 def _module_path(call: Node) -> str:
-    """Path of the module with a call's parameters: `a` for `a.weight` and `a.bias`; empty where there is none."""
+    """Returns the path of the module with a call's parameters: `a` for `a.weight` and `a.bias`.
+
+    Empty where there is none.
+    """
     weight, bias = call.args[1], call.args[2] if len(call.args) > 2 else None
     if not isinstance(weight, Node) or weight.op != "get_attr" or call.kwargs:
         return ""
@@ -45,7 +48,7 @@ def _module_path(call: Node) -> str:
 
 
 def _is_alone(call: Node, calls: list[Node]) -> bool:
-    """Whether nothing but `calls` reads the parameters of one of them, which all read the same."""
+    """Returns whether nothing but `calls` reads the parameters of one of them, which all read the same."""
     parameters = [node for node in call.args[1:] if isinstance(node, Node)]
     targets = [node.target for node in parameters]
     reads = [node for node in call.graph.nodes if node.op == "get_attr" and node.target in targets]

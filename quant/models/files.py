@@ -37,7 +37,7 @@ class SourceKind(StrEnum):
 
 
 def find_model(name: str) -> Path:
-    """The directory or file that the user means.
+    """Returns the directory or file that the user means.
 
     Args:
         name: a path, an alias, or a model on the Hugging Face hub: `org/name` or `org/name@revision`. A path that is
@@ -65,13 +65,16 @@ def find_model(name: str) -> Path:
 
 
 def find_checkpoint(directory: str | Path) -> Path:
-    """The directory of a quantized checkpoint, which may be one on the Hugging Face hub; any other path as it is."""
+    """Returns the directory of a quantized checkpoint, which may be one on the Hugging Face hub.
+
+    Any other path as it is.
+    """
     path = Path(directory)
     return find_model(str(directory)) if not path.exists() and split_revision(str(directory)) else path
 
 
 def with_revision(name: str, revision: str) -> str:
-    """The name of a model on the Hugging Face hub at a revision.
+    """Returns the name of a model on the Hugging Face hub at a revision.
 
     Raises:
         UserError: `name` is something on the disk, or no such name.
@@ -86,7 +89,7 @@ def with_revision(name: str, revision: str) -> str:
 
 
 def safetensors_file(path: Path, framework: str = "numpy") -> Any:
-    """A safetensors file, its header checked against its size; tensors are read when asked for.
+    """Returns a safetensors file, its header checked against its size; tensors are read when asked for.
 
     Raises:
         UserError: not a safetensors file, or a truncated one.
@@ -100,7 +103,7 @@ def safetensors_file(path: Path, framework: str = "numpy") -> Any:
 
 
 def shard_names(weight_map: Mapping[str, str], index: Path) -> list[str]:
-    """Names of the weight files in an index; UserError for one outside its directory."""
+    """Returns the names of the weight files in an index; UserError for one outside its directory."""
     names = set(weight_map.values())
     if outside := sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts):
         raise UserError(f"{index}: names the file {outside[0]!r} outside its directory; download the model again")
@@ -108,7 +111,7 @@ def shard_names(weight_map: Mapping[str, str], index: Path) -> list[str]:
 
 
 def companion_files(directory: Path) -> list[Path]:
-    """The files of a model beside its weights and its config: tokenizer, templates, code, licences, folders of parts.
+    """Returns the files of a model besides weights and config: tokenizer, templates, code, licences, folders.
 
     Hidden files belong to the tools that made them. A folder with weights is another form of the model (`onnx/`) or
     another model (`checkpoint-500/`) and is left out, unless modules.json of sentence-transformers lists it as a layer

@@ -37,7 +37,7 @@ _COMPUTED = re.compile(r"^rope_(freqs|factors_long|factors_short)\.weight$|\.att
 
 
 def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
-    """The model in a GGUF file, dequantized, in evaluation mode, with a config like any other model's.
+    """Returns the model in a GGUF file, dequantized, in evaluation mode, with a config like any other model's.
 
     Args:
         path: the file.
@@ -80,7 +80,7 @@ def _dropped_tensors() -> Iterator[list[str]]:
 
 
 def _recording(process: Any, dropped: list[str]) -> Any:
-    """A processor's method that also notes tensors without a name in the model.
+    """Returns a processor's method that also notes tensors without a name in the model.
 
     The loader calls it for each tensor of the file. The result's name is None where the method put the tensor into the
     model itself.
@@ -126,14 +126,14 @@ def _refuse_dropped(model: Any, path: Path, names: list[str]) -> None:
 
 
 def _repeats_embedding(file: Any) -> bool:
-    """Whether a file holds the same bytes as output head and as embedding."""
+    """Returns whether a file holds the same bytes as output head and as embedding."""
     stored = {tensor.name: tensor for tensor in file.tensors}
     head, embedding = stored["output.weight"], stored.get("token_embd.weight")
     return embedding is not None and head.data.tobytes() == embedding.data.tobytes()
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The tokenizer whose vocabulary a GGUF file holds.
+    """Returns the tokenizer whose vocabulary a GGUF file holds.
 
     Raises:
         UserError: the file has none that transformers can use, or this version of transformers reads it wrongly.
@@ -186,7 +186,7 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def read_config(path: Path) -> Any:
-    """The transformers config that the file's metadata describe; the first parse, so damage shows here."""
+    """Returns the transformers config that the file's metadata describe; the first parse, so damage shows here."""
     gguf, transformers = require("gguf", "hf"), require("transformers", "hf")
     try:
         file = gguf.GGUFReader(path)

@@ -41,13 +41,13 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def split_revision(name: str) -> tuple[str, str | None] | None:
-    """Name and revision that `org/name@revision` stands for; None for any other name."""
+    """Returns the name and revision that `org/name@revision` stands for; None for any other name."""
     match = _NAME.fullmatch(name)
     return None if match is None else (match[1], match[2])
 
 
 def snapshot(name: str, revision: str | None = None) -> Path:
-    """The directory of a model of the hub, downloaded as far as it is not in the cache.
+    """Returns the directory of a model of the hub, downloaded as far as it is not in the cache.
 
     Raises:
         UserError: it is not there; the message names the way out.
@@ -56,14 +56,17 @@ def snapshot(name: str, revision: str | None = None) -> Path:
 
 
 def commit_of(path: Path | None) -> str | None:
-    """The commit that a directory of the hub's cache holds; None for any other directory."""
+    """Returns the commit that a directory of the hub's cache holds; None for any other directory."""
     # The hub's cache has models--org--name/snapshots/COMMIT/, with links to ../../blobs.
     is_commit = path is not None and path.parent.name == "snapshots" and _COMMIT.fullmatch(path.name)
     return path.name if path is not None and is_commit else None
 
 
 def hub_name(path: Path) -> str | None:
-    """The name `org/name` of the model that a directory of the hub's cache holds; None for any other directory."""
+    """Returns the name `org/name` of the model that a directory of the hub's cache holds.
+
+    None for any other directory.
+    """
     if commit_of(path) is None:
         return None
     kind, _, name = path.parent.parent.name.partition("--")
@@ -71,7 +74,7 @@ def hub_name(path: Path) -> str | None:
 
 
 def cached_snapshot(name: str, commit: str | None) -> Path | None:
-    """The directory of a model that is in the hub's cache, at a commit; None where it is not there."""
+    """Returns the directory of a model that is in the hub's cache, at a commit; None where it is not there."""
     if split_revision(name) is None:
         return None
     hub = require("huggingface_hub", "hf")
@@ -103,7 +106,7 @@ def _snapshot(name: str, revision: str | None) -> Path:
 
 
 def _download(hub: Any, name: str, revision: str | None) -> str:
-    """The folder of a repository's files that are the model."""
+    """Returns the folder of a repository's files that are the model."""
     try:
         about = hub.HfApi().model_info(name, revision=revision)
     except Exception as error:
@@ -121,7 +124,7 @@ def _download(hub: Any, name: str, revision: str | None) -> str:
 
 
 def _files_of_model(names: Collection[str], parts: Collection[str]) -> list[str]:
-    """The files of a repository that are the model: its weights in one form, and everything beside them."""
+    """Returns the files of a repository that are the model: its weights in one form, and everything beside them."""
     top = [name for name in names if "/" not in name and not name.startswith("consolidated")]
     suffix = ".safetensors" if any(name.endswith(".safetensors") for name in top) else ".bin"
     weights = [name for name in top if name.endswith((suffix, f"{suffix}.index.json"))]
@@ -149,7 +152,7 @@ def companion_names(names: Iterable[str], parts: Collection[str]) -> list[str]:
 
 
 def _folders(name: str) -> list[str]:
-    """`a`, `a/b` for `a/b/c.txt`."""
+    """Returns `a`, `a/b` for `a/b/c.txt`."""
     parts = name.split("/")
     return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
 
@@ -159,7 +162,7 @@ def _is_hidden(part: str) -> bool:
 
 
 def has_weights(name: str) -> bool:
-    """Whether a file holds weights, or lists the files that do."""
+    """Returns whether a file holds weights, or lists the files that do."""
     return PurePosixPath(name).suffix.lower() in _WEIGHTS or name.endswith(
         (".safetensors.index.json", ".bin.index.json")
     )
@@ -178,12 +181,12 @@ def listed_modules(file: Path) -> set[str]:
 
 
 def _kinds(error: Exception) -> set[str]:
-    """The names of an exception's classes: those of huggingface_hub are known without importing it."""
+    """Returns the names of an exception's classes: those of huggingface_hub are known without importing it."""
     return {kind.__name__ for kind in type(error).__mro__}
 
 
 def _why(error: Exception, name: str, revision: str | None) -> str:
-    """Why there is no snapshot, in words."""
+    """Returns why there is no snapshot, in words."""
     kinds = _kinds(error)
     if "GatedRepoError" in kinds:
         return f"accept its terms on https://huggingface.co/{name}, and log in with hf auth login"

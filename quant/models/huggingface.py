@@ -54,7 +54,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 def load(
     path: Path, dtype: torch.dtype | None, meta: bool, stream: bool = False
 ) -> tuple[nn.Module, Quantization | None]:
-    """The model in a directory, in evaluation mode, and how its files were quantized if they were.
+    """Returns the model in a directory, in evaluation mode, and how its files were quantized if they were.
 
     Args:
         path: the directory.
@@ -110,7 +110,7 @@ def _forget_quantization(config: Any) -> None:
 
 
 def _are_stored_apart(shards: list[Path]) -> bool:
-    """Whether some experts have matrices of their own in the weight files, as their names tell."""
+    """Returns whether some experts have matrices of their own in the weight files, as their names tell."""
     files = (safetensors_file(shard) for shard in shards if shard.suffix == ".safetensors")
     return any(_EXPERT.search(name) for file in files for name in file.keys())  # noqa: SIM118
 
@@ -118,7 +118,7 @@ def _are_stored_apart(shards: list[Path]) -> bool:
 def _open_streamed(
     cls: Any, config: Any, dtype: torch.dtype, path: Path, tensors: QuantizedTensors | None = None
 ) -> nn.Module | None:
-    """The model with weights where they are stored; None where only transformers can read it."""
+    """Returns the model with weights where they are stored; None where only transformers can read it."""
     # Buffers such as rotary frequencies are computed and in no file, so they must not be on the meta device.
     with explained(path), require("accelerate", "hf").init_empty_weights(include_buffers=False):
         model: nn.Module = cls._from_config(config, dtype=dtype)
@@ -136,7 +136,7 @@ def _name(model: Any, path: Path) -> None:
 
 
 def read_config(path: Path) -> Any:
-    """The transformers config of a directory.
+    """Returns the transformers config of a directory.
 
     Raises:
         UserError: transformers does not know it, or would have to run code for it.
@@ -222,7 +222,7 @@ def _refuse_guessed_class(cls: Any, config: Any, path: Path, unexpected: list[st
 
 
 def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
-    """The tokenizer in a directory, or in a GGUF file in it.
+    """Returns the tokenizer in a directory, or in a GGUF file in it.
 
     Raises:
         UserError: there is none, or it cannot be read.
@@ -258,7 +258,7 @@ def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
 
 
 def load_processor(path: Path) -> Any:
-    """The processor in a directory: of images, of sounds, of texts, or of several of them.
+    """Returns the processor in a directory: of images, of sounds, of texts, or of several of them.
 
     Raises:
         UserError: there is none, or it cannot be read.
@@ -281,7 +281,7 @@ def load_processor(path: Path) -> Any:
 
 
 def model_class(config: Any, where: str) -> Any:
-    """The class that `config.architectures` names; without any, the fullest that fits the config.
+    """Returns the class that `config.architectures` names; without any, the fullest that fits the config.
 
     Raises:
         UserError: the installed transformers has no such class.
@@ -311,7 +311,9 @@ def model_class(config: Any, where: str) -> Any:
 
 
 def _class_of_directory(config: Any) -> tuple[str, str] | None:
-    """The class of the model in the directory's own Python files, and the auto class it stands for; None without.
+    """Returns the class of the model in the directory's own Python files, and the auto class it stands for.
+
+    None without.
 
     It is the one that `architectures` names, or else the fullest: a causal language model before a bare `AutoModel`.
     """
@@ -339,7 +341,7 @@ def remote_code(trusted: bool) -> Iterator[None]:
 
 
 def local_options() -> dict[str, bool]:
-    """Arguments for every `from_pretrained`: nothing is downloaded, and no code of the directory runs unasked."""
+    """Returns arguments for every `from_pretrained`: no downloads, and no code of the directory without consent."""
     return {"local_files_only": True, "trust_remote_code": TRUSTED.get()}
 
 
@@ -362,7 +364,7 @@ def quiet() -> Iterator[None]:
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:
-    """The contents of config.json."""
+    """Returns the contents of config.json."""
     file = path / "config.json"
     if not file.is_file():
         files = sorted(p.name for p in path.iterdir() if p.suffix in (".gguf", ".safetensors", ".pt", ".pt2"))
@@ -372,7 +374,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
 
 
 def find_shards(path: Path) -> list[Path]:
-    """The weight files, each there, none empty, and safetensors files complete."""
+    """Returns the weight files, each there, none empty, and safetensors files complete."""
     for name in _WEIGHTS:
         index = path / f"{name}.index.json"
         if (path / name).is_file():
@@ -396,7 +398,7 @@ def find_shards(path: Path) -> list[Path]:
 
 
 def _first_dtype(shard: Path) -> torch.dtype:
-    """The dtype of the first floating-point tensor, for configs that do not say."""
+    """Returns the dtype of the first floating-point tensor, for configs that do not say."""
     if shard.suffix == ".safetensors":
         for tensor in open_safetensors(shard, None, meta=True).values():
             if tensor.dtype.is_floating_point:

@@ -102,7 +102,7 @@ class Source:
         return any(c.__name__ in names for c in type(self.model).__mro__)
 
     def load_tokenizer(self) -> Any:
-        """The transformers tokenizer.
+        """Returns the transformers tokenizer.
 
         Raises:
             UserError: there is none; the message says the way out.
@@ -118,7 +118,7 @@ class Source:
         )
 
     def load_processor(self) -> Any:
-        """The transformers processor, which prepares images, sounds and texts.
+        """Returns the transformers processor, which prepares images, sounds and texts.
 
         Raises:
             UserError: there is none; the message says the way out.
@@ -209,7 +209,7 @@ def open_model(
 def _open_file(
     kind: SourceKind, path: Path, dtype: torch.dtype | None, unsafe_load: bool, meta: bool
 ) -> tuple[nn.Module | None, Mapping[str, torch.Tensor] | None]:
-    """The model or the bare state dict in a file."""
+    """Returns the model or the bare state dict in a file."""
     if kind == SourceKind.GGUF:
         return gguf.load(path, dtype or torch.bfloat16, meta), None
     if kind == SourceKind.EXPORTED:
@@ -220,7 +220,7 @@ def _open_file(
 
 
 def _open_directory(path: Path, dtype: torch.dtype | None, meta: bool) -> Mapping[str, torch.Tensor]:
-    """The tensors in the weight files of a directory as one state dict.
+    """Returns the tensors in the weight files of a directory as one state dict.
 
     Raises:
         UserError: a file is damaged, or holds codes of quantized weights or pickled code.
@@ -253,7 +253,7 @@ def _refuse_factory(model_factory: str | None, what: str) -> None:
 
 
 def _parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
-    """The dtype asked for; None for "auto"."""
+    """Returns the dtype asked for; None for "auto"."""
     if dtype == "auto":
         return None
     parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -264,7 +264,7 @@ def _parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
 
 
 def _main_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
-    """The floating-point dtype that most elements have; float32 where there are none."""
+    """Returns the floating-point dtype that most elements have; float32 where there are none."""
     elements: Counter[torch.dtype] = Counter()
     for tensor in tensors:
         if tensor.dtype.is_floating_point:

@@ -13,7 +13,10 @@ from quant.models.hub import cached_snapshot
 
 
 def origin_of(model: Any) -> Path | None:
-    """The directory with the config.json from which transformers loaded a model; None where there is none any more."""
+    """Returns the directory with the config.json from which transformers loaded a model.
+
+    None where there is none any more.
+    """
     config = getattr(model, "config", None)
     name = getattr(config, "_name_or_path", None)
     # transformers notes the name or path here. Configs of other libraries may use the attribute for anything, and a
@@ -27,7 +30,7 @@ def origin_of(model: Any) -> Path | None:
 
 
 def source_directory(model: Any, source: str | Path | None = None) -> Path | None:
-    """The directory of the model that a checkpoint is made from.
+    """Returns the directory of the model that a checkpoint is made from.
 
     Args:
         model: of transformers; for any other module the answer is None.
@@ -50,12 +53,14 @@ def source_directory(model: Any, source: str | Path | None = None) -> Path | Non
 
 
 def described_by(model: Any, directory: Path | None) -> Path | None:
-    """`directory`, if its config.json describes the model."""
+    """Returns `directory`, if its config.json describes the model."""
     return directory if directory is not None and difference_of_class(model, directory) is None else None
 
 
 def difference_of_class(model: Any, directory: Path) -> str | None:
-    """Why config.json of a directory does not describe a model: another architecture or class; None where it does.
+    """Returns why config.json of a directory does not describe a model: another architecture or class.
+
+    None where it does.
 
     A text model that was taken out of one with images has other names of tensors and another config.
     """

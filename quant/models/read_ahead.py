@@ -40,7 +40,7 @@ def read_ahead(*models: str | Path) -> threading.Thread | None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The weight files that loading `path` will read, in that order."""
+    """Returns the weight files that loading `path` will read, in that order."""
     if path.is_file():
         return [path]
     for pattern in ("model*.safetensors", "pytorch_model*.bin"):
@@ -66,7 +66,7 @@ def _read(files: Sequence[Path], limit: int) -> None:
 
 
 def _is_cached(file: int, offset: int, size: int) -> bool:
-    """Whether a chunk seems to be in the page cache: its first and its middle byte are."""
+    """Returns whether a chunk seems to be in the page cache: its first and its middle byte are."""
     nowait = getattr(os, "RWF_NOWAIT", None)  # Linux has it
     if nowait is None:
         return False

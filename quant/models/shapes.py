@@ -22,7 +22,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def stored_layers(model: str, plan: Plan) -> list[Layer] | None:
-    """The layers of a model from the headers of its files; None where that takes the model itself.
+    """Returns the layers of a model from the headers of its files; None where that takes the model itself.
 
     Args:
         model: as for `quantize`.
@@ -37,7 +37,7 @@ def stored_layers(model: str, plan: Plan) -> list[Layer] | None:
 
 
 def _of_directory(path: Path) -> Shapes | None:
-    """Shapes by tensor name from safetensors headers; None where the directory is not one of a plain model."""
+    """Returns shapes by tensor name from safetensors headers; None where the directory is not one of a plain model."""
     try:
         config = _fields(path / "config.json")
         shards = [path / "model.safetensors"]
@@ -61,7 +61,10 @@ def _fields(file: Path) -> dict[str, Any]:
 
 
 def _of_gguf(path: Path, plan: Plan) -> Shapes | None:
-    """Shapes of a GGUF file under the names that `plan` has for its layers; None where it cannot be read so."""
+    """Returns the shapes of a GGUF file under the names that `plan` has for its layers.
+
+    None where it cannot be read so.
+    """
     try:
         import gguf
 
@@ -77,7 +80,7 @@ def _of_gguf(path: Path, plan: Plan) -> Shapes | None:
 
 @cache
 def gguf_reader() -> type[Any]:
-    """`gguf.GGUFReader` over a plain array: the same mapped bytes, without the cost of `np.memmap`'s slices.
+    """Returns `gguf.GGUFReader` over a plain array: the same mapped bytes, without the cost of `np.memmap`'s slices.
 
     It makes about 300,000 slices of a vocabulary of 49,152 tokens, and slicing `np.memmap` takes three times as long.
     """
@@ -97,7 +100,10 @@ def gguf_reader() -> type[Any]:
 
 
 def _settled(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> list[Layer] | None:
-    """The plan's layers as `shapes` has them, if the two name the same weights; None if that takes a closer look."""
+    """Returns the plan's layers as `shapes` has them, if the two name the same weights.
+
+    None if that takes a closer look.
+    """
     stored = {}
     for name, shape in shapes.items():
         stem, _, last = name.rpartition(".")

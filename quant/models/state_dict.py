@@ -54,7 +54,7 @@ class LazyStateDict(Mapping[str, torch.Tensor]):
 
 
 def sniff(path: Path) -> SourceKind:
-    """The kind of a file, by its first bytes.
+    """Returns the kind of a file, by its first bytes.
 
     Raises:
         UserError: empty, unreadable, a TorchScript archive, or nothing that is known.
@@ -107,7 +107,7 @@ def _sniff_zip(path: Path) -> SourceKind:
 
 
 def open_safetensors(path: Path, dtype: torch.dtype | None, meta: bool) -> LazyStateDict:
-    """The tensors of one file, mapped and read when asked for; with `meta` on the meta device, from the header.
+    """Returns the tensors of one file, mapped and read when asked for; with `meta` on the meta device, from the header.
 
     Raises:
         UserError: not a safetensors file, or one with codes or scales of quantized weights.
@@ -130,7 +130,7 @@ def open_safetensors(path: Path, dtype: torch.dtype | None, meta: bool) -> LazyS
 
 
 def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: bool) -> nn.Module:
-    """The module that `factory` makes, holding `tensors`: their memory and dtype, not the factory's.
+    """Returns the module that `factory` makes, holding `tensors`: their memory and dtype, not the factory's.
 
     Parameters that the factory ties stay tied; the file needs only one of their names. Names may have the parts that
     wrappers of PyTorch add: `module.` of DDP, `_orig_mod.` of torch.compile.
@@ -171,13 +171,13 @@ def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: b
 
 
 def _without_wrappers(name: str, expected: Container[str]) -> str:
-    """The name of a tensor without the parts of wrappers, if the module has such a tensor; else `name`."""
+    """Returns the name of a tensor without the parts of wrappers, if the module has such a tensor; else `name`."""
     plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
     return plain if name not in expected and plain in expected else name
 
 
 def call_factory(factory: str, *, meta: bool = False) -> nn.Module:
-    """The module that "package.module:function" builds, on the meta device if asked.
+    """Returns the module that "package.module:function" builds, on the meta device if asked.
 
     Raises:
         UserError: it cannot be imported, or gives no module.

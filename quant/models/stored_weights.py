@@ -33,13 +33,13 @@ class Files(Protocol):
     def __iter__(self) -> Iterator[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, which is not read for that."""
+        """Returns the shape of a tensor, which is not read for that."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor, which is not read for that."""
+        """Returns the dtype of a tensor, which is not read for that."""
 
     def is_mapped(self, name: str) -> bool:
-        """Whether reading a tensor takes no memory."""
+        """Returns whether reading a tensor takes no memory."""
 
     def matrix(self, name: str, index: int) -> torch.Tensor:
         """One matrix of a stack."""
@@ -70,7 +70,7 @@ class StoredWeight:
         return len(self.shape)
 
     def __getitem__(self, expert: int) -> torch.Tensor:
-        """The matrix of one expert; the last one that was read is kept."""
+        """Returns the matrix of one expert; the last one that was read is kept."""
         if self.last is None or self.last[0] != expert:
             self.last = (expert, self._matrix(expert))
         return self.last[1]
@@ -79,7 +79,7 @@ class StoredWeight:
         return self.files.matrix(self.name, expert)
 
     def tensor(self) -> torch.Tensor:
-        """The whole parameter."""
+        """Returns the whole parameter."""
         return self.files[self.name]
 
 
@@ -107,7 +107,7 @@ class StoredExperts(StoredWeight):
         return stack
 
     def fits(self) -> bool:
-        """Whether the matrices have the shapes that the parameter needs, side by side."""
+        """Returns whether the matrices have the shapes that the parameter needs, side by side."""
         shapes = [self.files.shape(name) for name in self.names]
         rows = sum(shape[0] for shape in shapes[: self.parts])
         same = shapes == shapes[: self.parts] * len(self)
@@ -173,7 +173,7 @@ def open_stored(model: nn.Module, files: Files) -> bool:
 
 
 def stored_in(model: nn.Module) -> dict[str, StoredWeight]:
-    """The parameters of a model that are read when they are needed, by name."""
+    """Returns the parameters of a model that are read when they are needed, by name."""
     return {name: p.stored for name, p in model.named_parameters() if hasattr(p, "stored")}
 
 

@@ -53,7 +53,7 @@ def skip_image_packages(*models: str | Path) -> bool:
 
 
 def is_text_model(directory: Path) -> bool:
-    """Whether a directory holds a causal language model of text alone, whose code is transformers' own.
+    """Returns whether a directory holds a causal language model of text alone, whose code is transformers' own.
 
     False for a config that cannot be read: the loader's message names the reason.
     """
@@ -72,7 +72,7 @@ def is_text_model(directory: Path) -> bool:
 
 
 def _field_names(fields: Any) -> Iterator[str]:
-    """Names of the fields of a config, and of the configs in it."""
+    """Yields the names of the fields of a config, and of the configs in it."""
     remaining = [fields]  # no recursion, which a file of nested brackets could exhaust
     while remaining:
         current = remaining.pop()

@@ -29,7 +29,7 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model")
 def load(
     path: Path, dtype: torch.dtype | None, unsafe: bool, meta: bool
 ) -> tuple[nn.Module | None, LazyStateDict | None]:
-    """The module or the state dict in a `torch.save` file; exactly one of the two.
+    """Returns the module or the state dict in a `torch.save` file; exactly one of the two.
 
     Args:
         path: the file.
@@ -72,7 +72,7 @@ def _read(path: Path, unsafe: bool) -> Any:
 
 
 def _unwrap(content: Any) -> Any:
-    """The state dict or module inside a training checkpoint `{"model": …, "optimizer": …}`."""
+    """Returns the state dict or module inside a training checkpoint `{"model": …, "optimizer": …}`."""
     while isinstance(content, Mapping):
         inner = next((content[k] for k in _WRAPPERS if isinstance(content.get(k), Mapping | nn.Module)), None)
         if inner is None:
@@ -92,7 +92,7 @@ def _state_dict_of(content: Any, path: Path) -> dict[str, torch.Tensor]:
 
 
 def load_exported(path: Path, dtype: torch.dtype | None, unsafe: bool) -> nn.Module:
-    """The module of a `torch.export.save` archive, with its linear layers as modules again.
+    """Returns the module of a `torch.export.save` archive, with its linear layers as modules again.
 
     Args:
         path: the file.

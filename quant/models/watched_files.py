@@ -25,7 +25,7 @@ class WatchedFiles:
         self._stamps = {file: _stamp(file) for file in self.files}
 
     def fingerprints(self) -> dict[str, str]:
-        """Size, time of the last change and a hash of the header of each file, by name.
+        """Returns the size, time of the last change and a hash of the header of each file, by name.
 
         Raises:
             ValueError: as `check`.
@@ -34,7 +34,7 @@ class WatchedFiles:
         return {file.name: f"{stamp} {_header(file)}" for file, stamp in self._stamps.items()}
 
     def changed(self) -> Path | None:
-        """The first file that has changed; None where none has."""
+        """Returns the first file that has changed; None where none has."""
         return next((file for file, stamp in self._stamps.items() if _stamp(file) != stamp), None)
 
     def check(self) -> None:

@@ -29,7 +29,7 @@ _PACKED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
 
 
 def unwrapped(model: Any, taker: str) -> nn.Module:
-    """The module inside the wrappers of torch.compile, DDP and `nn.DataParallel`.
+    """Returns the module inside the wrappers of torch.compile, DDP and `nn.DataParallel`.
 
     Raises:
         UserError: `model` is no module, but a path or an object that holds a module; the message names `taker`.
@@ -43,7 +43,7 @@ def unwrapped(model: Any, taker: str) -> nn.Module:
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The model inside the wrappers of DDP, nn.DataParallel or torch.compile."""
+    """Returns the model inside the wrappers of DDP, nn.DataParallel or torch.compile."""
     while True:
         # Wrappers nest: DDP around torch.compile and the other way round are both in use.
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -134,7 +134,7 @@ def _base_of(module: nn.Module) -> Any:
 
 
 def _quantized_by(module: nn.Module) -> str | None:
-    """The toolkit that has quantized a module, its own submodules apart; None where it is in 16 or 32 bit."""
+    """Returns the toolkit that has quantized a module, its own submodules apart; None where it is in 16 or 32 bit."""
     # On the class: a property, which on the object would decode the weight to answer.
     if hasattr(type(module), "quantized_weight"):
         return "Blockscale"

@@ -41,7 +41,7 @@ class Problem(JsonData):
 
 
 def read_plan(path: str | Path) -> tuple[Plan, list[Problem]]:
-    """A plan file with everything in it that can be read, and a problem for every part that cannot.
+    """Returns a plan file with everything in it that can be read, and a problem for every part that cannot.
 
     `Plan.load` stops at the first mistake; this goes on, so that all can be mended at once.
 
@@ -98,7 +98,7 @@ def validate(plan: Plan, layers: Sequence[Layer] | None = None, target: Target |
 
 
 def first_problem(plan: Plan, target: str) -> str | None:
-    """The first reason why a runtime, a key of `TARGETS`, would not take a plan; None if it takes it."""
+    """Returns the first reason why a runtime, a key of `TARGETS`, would not take a plan; None if it takes it."""
     return next((f"{each.where}: {each.what}" for each in validate(plan, target=TARGETS[target])), None)
 
 
@@ -163,7 +163,10 @@ def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
 
 
 def _as_multiplied(layer: Layer | LayerPlan) -> str:
-    """How a weight is read. A plan must agree with the model in this, and shapes alone do not always show it."""
+    """Returns how a weight is read.
+
+    A plan must agree with the model in this, and shapes alone do not always show it.
+    """
     what = "a convolution" if layer.kind == LayerKind.CONV else "a matrix"
     return f"{what} stored with its inputs first" if layer.transposed else what
 
@@ -195,12 +198,15 @@ def _check_solvers(plan: Plan) -> list[Problem]:
 
 
 def sharers_of(plan: Plan) -> dict[str, str]:
-    """Layers whose weight another layer has too, and which."""
+    """Returns layers whose weight another layer has too, and which."""
     return {layer.tied_to: layer.name for layer in plan.layers if layer.tied_to is not None}
 
 
 def layer_problem(layer: LayerPlan, sharer: str | None) -> str | None:
-    """Why no runtime could store the layer as planned, or None; `sharer` is another layer with the same weight."""
+    """Returns why no runtime could store the layer as planned, or None.
+
+    `sharer` is another layer with the same weight.
+    """
     if layer.weight is None:
         return None
     if len(layer.shape) < 2:

@@ -30,7 +30,7 @@ class Change:
         return "shape, group or run-time parts"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Returns JSON-ready form."""
         sides = {"before": self.before, "after": self.after}
         return {
             "name": self.name,
@@ -43,7 +43,7 @@ class Change:
 
 
 def diff(before: Plan, after: Plan) -> list[Change]:
-    """Layers whose decision differs, in the order of `after`; reasons, scores and costs do not count."""
+    """Returns layers whose decision differs, in the order of `after`; reasons, scores and costs do not count."""
     changes = [
         Change(layer.name, before.by_name.get(layer.name), layer)
         for layer in after.layers

@@ -67,7 +67,7 @@ def parse_setting(text: str) -> Setting:
 
 
 def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False) -> Plan:
-    """The plan with `settings` applied in order.
+    """Returns the plan with `settings` applied in order.
 
     Norms, embeddings and the like, and convolutions in 16 bit, are passed over where a glob also matches linear layers.
     A layer that changes loses its score, which was another format's, and the run-time parts of its old solver.
@@ -101,7 +101,9 @@ def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False)
 
 
 def edit_plan(plan: Plan, *settings: str, whole_groups: bool = False) -> Plan:
-    """The plan with other formats for some layers: `quant.edit_plan(plan, "*.down_proj=fp8_channel@fp8_token")`.
+    """Returns the plan with other formats for some layers.
+
+    For example, `quant.edit_plan(plan, "*.down_proj=fp8_channel@fp8_token")`.
 
     Args:
         plan: not modified.
@@ -115,7 +117,7 @@ def edit_plan(plan: Plan, *settings: str, whole_groups: bool = False) -> Plan:
 
 
 def set_guard_and_observer(plan: Plan, guard: str | None = None, observer: str | None = None) -> Plan:
-    """`plan` with another guard and observer.
+    """Returns `plan` with another guard and observer.
 
     Args:
         plan: not modified.
@@ -181,7 +183,10 @@ def _set(layer: LayerPlan, setting: Setting, inputs_too: bool) -> LayerPlan:
 
 @cache
 def input_of(weight: Format) -> Format | None:
-    """The input format that belongs to a weight format, as a preset combines them; None where no preset does."""
+    """Returns the input format that belongs to a weight format, as a preset combines them.
+
+    None where no preset does.
+    """
     for recipe in presets().values():
         if recipe.weight == weight.name and (activation := parse_format(recipe.activation)):
             return activation
@@ -189,7 +194,7 @@ def input_of(weight: Format) -> Format | None:
 
 
 def set_kv_cache(plan: Plan, name: str) -> Plan:
-    """The plan with another format of the KV cache; `keep` or `16bit` for none.
+    """Returns the plan with another format of the KV cache; `keep` or `16bit` for none.
 
     Raises:
         UserError: an unknown format.

@@ -31,7 +31,9 @@ _DATA_FREE = "mse"  # the solver of effort 1
 
 
 def counterpart(name: str, plan: Plan, names: StoredNames, shape: Sequence[int] | None = None) -> LayerPlan | None:
-    """The layer of the model that plays the part of a head's layer in the last block that has one; None without.
+    """Returns the layer of the model that plays the part of a head's layer in the last block that has one.
+
+    None without.
 
     Args:
         name: of the head's layer, on disk.
@@ -57,7 +59,7 @@ def counterpart(name: str, plan: Plan, names: StoredNames, shape: Sequence[int] 
 
 
 def _matrix_of(layer: LayerPlan) -> tuple[int, ...]:
-    """The shape of the layer's matrix as checkpoints store it: gate and up of an expert apart."""
+    """Returns the shape of the layer's matrix as checkpoints store it: gate and up of an expert apart."""
     if layer.kind != LayerKind.EXPERTS:
         return layer.shape
     parts = len(EXPERT_PARTS.get(layer.name.rpartition(".")[2], ("",)))
@@ -96,13 +98,13 @@ def plan_heads(plan: Plan, weights: Mapping[str, torch.Tensor], names: StoredNam
 
 
 def split_heads(plan: Plan, heads: Collection[str]) -> tuple[Plan, Plan]:
-    """The plan of the model's own layers, and that of its heads."""
+    """Returns the plan of the model's own layers, and that of its heads."""
     own = tuple(layer for layer in plan.layers if layer.name not in heads)
     return replace(plan, layers=own), replace(plan, layers=tuple(layer for layer in plan.layers if layer.name in heads))
 
 
 def scale_donors(plan: Plan, heads: Plan, names: StoredNames) -> tuple[Plan, dict[str, LayerPlan]]:
-    """The layers of the model whose inputs give heads their static input scales.
+    """Returns the layers of the model whose inputs give heads their static input scales.
 
     Args:
         plan: of the model.

@@ -98,7 +98,7 @@ def make_plan(
 def _with_solver_of(
     effort: int, recipe: Recipe, layers: Sequence[Layer], can_run: bool
 ) -> tuple[Recipe, dict[str, Any]]:
-    """`recipe` with the solver of an effort, and the record of that choice for the provenance.
+    """Returns `recipe` with the solver of an effort, and the record of that choice for the provenance.
 
     Args:
         effort: as asked for; without a model that runs, there is no data for more than effort 1.
@@ -115,7 +115,7 @@ def _with_solver_of(
 
 
 def _head_rules(layers: Sequence[Layer], lm_head: str) -> list[Rule]:
-    """The rules that give output heads a format."""
+    """Returns the rules that give output heads a format."""
     try:
         parse_format(lm_head)
     except ValueError as error:
@@ -127,7 +127,7 @@ def _head_rules(layers: Sequence[Layer], lm_head: str) -> list[Rule]:
 
 
 def without_data(plan: Plan, why: str) -> Plan | None:
-    """`plan` with the solver of effort 1 where its effort chose one that needs data; None where it chose none.
+    """Returns `plan` with the solver of effort 1 where its effort chose one that needs data; None where it chose none.
 
     Args:
         plan: as `make_plan` gives it.
@@ -144,7 +144,7 @@ def without_data(plan: Plan, why: str) -> Plan | None:
 
 
 def _odd_inputs(layers: Sequence[Layer], plan: Plan) -> list[str]:
-    """Layers whose inputs get a scale for each token and are no `[batch, tokens, in]`."""
+    """Returns layers whose inputs get a scale for each token and are no `[batch, tokens, in]`."""
     seen = {layer.name: layer.input_dims for layer in layers if layer.input_dims not in (None, 3)}
     return [
         layer.name
@@ -154,7 +154,7 @@ def _odd_inputs(layers: Sequence[Layer], plan: Plan) -> list[str]:
 
 
 def _why_none(plan: Plan, include: Sequence[str]) -> str:
-    """The reasons of layers that a recipe might have quantized: those that --include names first, most frequent first.
+    """Returns why a recipe kept layers that it might have quantized: first those of --include, then the most frequent.
 
     Args:
         plan: that quantizes nothing.
@@ -179,7 +179,9 @@ def _reasons(layers: Sequence[LayerPlan]) -> list[tuple[str, int]]:
 
 
 def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> tuple[list[Layer], str | None]:
-    """The layers of a model with their fusion groups, and why those are not known if so; `run` as in `make_plan`.
+    """Returns the layers of a model with their fusion groups, and why those are not known if so.
+
+    `run` as in `make_plan`.
 
     Layers that no run calls get the groups of their siblings, or those that their names suggest.
     """
@@ -208,7 +210,7 @@ def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
 
 
 def _fusion_record(layers: Sequence[Layer], plan: Plan, unknown: str | None) -> dict[str, Any]:
-    """The record in a plan's provenance about fusion groups of quantized layers that no run has called.
+    """Returns the record in a plan's provenance about fusion groups of quantized layers that no run has called.
 
     Args:
         layers: of the model.
@@ -271,7 +273,7 @@ def _run_one_row(model: nn.Module) -> None:
 
 
 def kv_cache_name(name: str, option: str) -> str:
-    """A format of the KV cache as recipes spell it.
+    """Returns a format of the KV cache as recipes spell it.
 
     Args:
         name: as the user writes it, who may call 16 bit `16bit`.

@@ -17,7 +17,7 @@ NOT_SEEN = "layers_not_called"
 
 
 def fusion_warnings(plan: Plan) -> list[str]:
-    """A warning, in one sentence, where it is unknown whether a runtime fuses layers with static scales."""
+    """Returns a warning, in one sentence, where it is unknown whether a runtime fuses layers with static scales."""
     # Only formats with a tensor scale (NVFP4, FP8) suffer: block scales alone do not change when rows are concatenated.
     static = [layer for layer in plan.quantized if layer.weight is not None and layer.weight.is_static]
     unknown, unseen = plan.provenance.get("fusion_groups"), plan.provenance.get(NOT_SEEN)

@@ -79,7 +79,7 @@ def _add(parent: nn.Module, name: str, child: nn.Module) -> None:
 
 
 def head_layers(model: nn.Module) -> set[str]:
-    """Names of the layers of prediction heads that `attach_head_layer` gave a model."""
+    """Returns the names of the layers of prediction heads that `attach_head_layer` gave a model."""
     parts = [f"{name}." for name, module in model.named_modules() if isinstance(module, HeadPart)]
     return {
         name

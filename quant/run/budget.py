@@ -43,7 +43,7 @@ class AllocationRequest:
     search: int | None = None
 
     def goal(self, spell: Spelling = as_option) -> Goal | None:
-        """The goal of the allocation; None where no budget and no limit is given.
+        """Returns the goal of the allocation; None where no budget and no limit is given.
 
         Raises:
             UserError: a quantity that cannot be read, or an option that has no meaning without a budget.
@@ -64,7 +64,7 @@ class AllocationRequest:
         )
 
     def options(self) -> dict[str, Any]:
-        """The arguments of `allocate` that are given here."""
+        """Returns the arguments of `allocate` that are given here."""
         constraints = [Constraint.parse(kind, text) for kind in ConstraintKind for text in getattr(self, kind)]
         return {
             "formats": self.formats or FORMATS,
@@ -99,7 +99,7 @@ class AllocationRequest:
 
 
 def read_quantity(option: str, text: str | None, kind: str) -> float | None:
-    """A quantity with its unit, such as 24GB.
+    """Returns a quantity with its unit, such as 24GB.
 
     Raises:
         UserError: it cannot be read; the message names the option.

@@ -34,7 +34,7 @@ Data = torch.Tensor | Inputs
 
 
 def read_data(job: Job, decision: Decision) -> Decision:
-    """The decision with calibration data, where its plan needs some and has none.
+    """Returns the decision with calibration data, where its plan needs some and has none.
 
     Without a source that the user names, a plan whose effort chose the solver falls back to effort 1 where the model
     can write no text.
@@ -57,7 +57,10 @@ def read_data(job: Job, decision: Decision) -> Decision:
 
 
 def _kept_data(job: Job, plan: Plan) -> tuple[Data, list[Record]]:
-    """Calibration data and its records. Text that the model wrote is kept in the store, for writing takes long."""
+    """Returns calibration data and its records.
+
+    Text that the model wrote is kept in the store, for writing takes long.
+    """
     rows, store = job.request.calibration_rows, job.session.store
     step = f"calibration rows of {rows.label}"
     stored = store.get(step) if rows.is_written else None
@@ -79,7 +82,7 @@ def _kept_data(job: Job, plan: Plan) -> tuple[Data, list[Record]]:
 
 
 def calibration_data(job: Job, plan: Callable[[], Plan]) -> tuple[Data, list[Record]]:
-    """Calibration data of a request and a record of each source; `plan` needs it, which messages say."""
+    """Returns the calibration data of a request and a record of each source; `plan` needs it, which messages say."""
     rows = job.request.calibration_rows
     return read_calibration(
         job.source, rows, job.session, listener=job.listener, plan=plan() if rows.is_written else None
@@ -87,7 +90,7 @@ def calibration_data(job: Job, plan: Callable[[], Plan]) -> tuple[Data, list[Rec
 
 
 def evaluation_data(job: Job) -> dict[str, Data]:
-    """Rows or inputs of each evaluation source by its name; the model runs on all of them."""
+    """Returns the rows or inputs of each evaluation source by its name; the model runs on all of them."""
     data = read_evaluation(job.source, job.request.evaluation_rows, job.session, listener=job.listener)
     for rows in data.values():
         check_evaluable(job.model, rows)
@@ -95,7 +98,7 @@ def evaluation_data(job: Job) -> dict[str, Data]:
 
 
 def unseen_data(job: Job, decision: Decision) -> Mapping[str, Data]:
-    """Evaluation data that took no part in the choice of formats: the half of each text that the choice left."""
+    """Returns the evaluation data that the choice of formats did not use: the other half of each text."""
     data = evaluation_data(job)
     if decision.allocation is None or not decision.allocation.record.verified or not data:
         return data

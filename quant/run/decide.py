@@ -31,7 +31,7 @@ from quant.run.same_on_ranks import check_same
 
 
 def decide(job: Job) -> Decision:
-    """The plan of a run. Where a checkpoint is to be written, its layout can hold the plan.
+    """Returns the plan of a run. Where a checkpoint is to be written, its layout can hold the plan.
 
     Raises:
         ValueError: the plan does not fit the model, or the layout has no place for one of its formats.
@@ -116,7 +116,7 @@ def _for_budget(job: Job, goal: Goal) -> Decision:
 
 
 def _solved_well(allocation: Allocation) -> Allocation:
-    """The allocation with the solvers of the default effort in its plan, for one measured with rounding to nearest."""
+    """Returns an allocation measured with rounding to nearest, with the default effort's solvers in its plan."""
     plan = allocation.plan
     experts = any(layer.kind == LayerKind.EXPERTS or ".experts." in layer.name for layer in plan.quantized)
 
@@ -137,5 +137,5 @@ def _provenance(job: Job) -> dict[str, Any] | None:
 
 
 def _in_place(allocation: Allocation) -> Allocation:
-    """The allocation without its quantized copy, since the module itself is to be quantized."""
+    """Returns the allocation without its quantized copy, since the module itself is to be quantized."""
     return replace(allocation, quantized=None)

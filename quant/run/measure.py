@@ -45,7 +45,7 @@ class Baseline:
 
 
 def baseline_of(job: Job, decision: Decision, texts: Mapping[str, torch.Tensor | Inputs]) -> Baseline:
-    """The original model, to be taken before the model is quantized.
+    """Returns the original model, to be taken before the model is quantized.
 
     An allocation that quantized a copy left the model as it was. Otherwise it is opened again, which maps its files
     once more, or copied.
@@ -104,7 +104,7 @@ def _measured(job: Job, model: nn.Module, solved: Solved, baseline: Baseline) ->
 
 
 def _record(measured: Measured) -> dict[str, object]:
-    """The figures, JSON-ready."""
+    """Returns the figures, JSON-ready."""
     assert measured.evaluation is not None
     logits = None if measured.fingerprint is None else measured.fingerprint.to_dict()
     return {"evaluation": measured.evaluation.to_dict(), "fingerprint": logits}

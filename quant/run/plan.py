@@ -32,7 +32,7 @@ from quant.run.request import PlanFile, Request
 
 
 def plan_for(request: Request, source: Source) -> Plan:
-    """The plan that the recipe of a request makes for a model, or the plan that it names, which fits the model."""
+    """Returns the plan that a request's recipe makes for a model, or the plan that the request names."""
     recipe = request.chosen_recipe
     plan = _recipe_plan(request, source, recipe) if isinstance(recipe, Recipe) else _given_plan(request, source, recipe)
     return set_guard_and_observer(plan, request.guard, request.observer)
@@ -122,7 +122,7 @@ def refuse_heads(request: Request, source: Source) -> None:
 
 
 def _with_heads(plan: Plan, source: Source, weights: Mapping[str, torch.Tensor]) -> Plan:
-    """`plan` with the layers of prediction heads, which get modules in the model."""
+    """Returns `plan` with the layers of prediction heads, which get modules in the model."""
     if not weights:
         return plan
     assert source.model is not None
@@ -149,7 +149,7 @@ def _attach_planned(source: Source, plan: Plan) -> None:
 
 
 def _as_model(model: nn.Module, weight: torch.Tensor) -> torch.Tensor:
-    """A weight on the device of the model: a dry run's is on meta."""
+    """Returns a weight on the device of the model: a dry run's is on meta."""
     parameter = next(model.parameters())
     return weight.to(parameter.device, stored_dtype(model))
 
@@ -167,7 +167,7 @@ def example_run(request: Request, source: Source) -> Callable[[nn.Module], Any] 
 
 
 def provenance(request: Request, source: Source, **more: str) -> dict[str, Any] | None:
-    """The origin of a plan, as it is written into it; a module in memory has none."""
+    """Returns the origin of a plan, as it is written into it; a module in memory has none."""
     if request.is_in_memory:
         return None
     command = {"command": request.command, "seed": request.seed, "versions": versions()}
@@ -175,6 +175,6 @@ def provenance(request: Request, source: Source, **more: str) -> dict[str, Any] 
 
 
 def _origin(source: Source) -> dict[str, str]:
-    """The commit of the model that a plan was made for, and the format of files that hold it quantized."""
+    """Returns the commit of the model that a plan was made for, and the format of files that hold it quantized."""
     origin = {"revision": source.revision, "source_format": source.quantization}
     return {key: value for key, value in origin.items() if value is not None}

@@ -96,7 +96,7 @@ class Request:
         return isinstance(self.model, nn.Module)
 
     def spell(self, field: str) -> str:
-        """A field's name as the user wrote it."""
+        """Returns a field's name as the user wrote it."""
         return as_parameter(field) if self.is_in_memory else as_option(field)
 
     @property
@@ -239,7 +239,7 @@ class Request:
             )
 
     def _first_given(self, *names: str) -> str | None:
-        """The first of some options that is given, as the user wrote it."""
+        """Returns the first of some options that is given, as the user wrote it."""
         names_given = (name for name in names if (value := getattr(self, name)) is not None and value not in ((), []))
         return next(map(self.spell, names_given), None)
 

@@ -60,7 +60,7 @@ def _compute(job: Job, decision: Decision) -> tuple[Decision, Solved, Measured]:
 
 
 def _is_idle_rank(job: Job) -> bool:
-    """Whether this rank has nothing to do, since one rank alone solves a bare state dict."""
+    """Returns whether this rank has nothing to do, since one rank alone solves a bare state dict."""
     if job.source.model is not None:
         return False
     is_first = rank_and_world()[0] == 0
@@ -69,7 +69,7 @@ def _is_idle_rank(job: Job) -> bool:
 
 
 def _finished(job: Job, decision: Decision) -> Outcome:
-    """A checkpoint that an earlier run wrote whole gets its name."""
+    """Returns a checkpoint that an earlier run wrote whole gets its name."""
     job.session.store.finish()
     wait_for_all()
     assert job.request.out is not None

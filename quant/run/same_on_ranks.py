@@ -54,7 +54,7 @@ def check_same(values: Mapping[str, str], session: Session, files: Sequence[Path
 
 
 def kind_of(session: Session) -> str:
-    """The kind of device that a session computes on."""
+    """Returns the kind of device that a session computes on."""
     device = session.device
     return torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else "cpu"
 

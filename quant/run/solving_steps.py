@@ -15,7 +15,7 @@ from quant.recipes.plan import Plan
 def solving_steps(
     model: nn.Module, plan: Plan, data: torch.Tensor | Inputs | None
 ) -> tuple[list[str], list[float], str]:
-    """The layers that `solve_plan` goes through: the block of each, how much work it is, and the unit of that.
+    """Returns the layers that `solve_plan` goes through: the block of each, how much work it is, and the unit of that.
 
     With calibration text the work is its tokens, and each layer has the share of its weights; a model's worth of layers
     has taken all tokens. Without, it is the megabytes that are read.

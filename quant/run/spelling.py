@@ -12,10 +12,10 @@ _OPTIONS = {"recipe": "--format", "recipe_file": "--recipe", "plan_file": "--pla
 
 
 def as_option(field: str) -> str:
-    """The option of the command `quantize`."""
+    """Returns the option of the command `quantize`."""
     return _OPTIONS.get(field) or f"--{field.replace('_', '-')}"
 
 
 def as_parameter(field: str) -> str:
-    """The parameter of `quant.quantize`."""
+    """Returns the parameter of `quant.quantize`."""
     return f"{field}="

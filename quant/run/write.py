@@ -88,7 +88,7 @@ def _finish(job: Job, plan: Plan, report: Report) -> Finish:
 
 
 def _differences(job: Job, directory: Path) -> list[str]:
-    """How a checkpoint deviates from the directory that it was made from, outside the quantized weights.
+    """Returns how a checkpoint deviates from the directory that it was made from, outside the quantized weights.
 
     Raises:
         UserError: there is a deviation that no step of the run explains; the message names it.
@@ -147,7 +147,7 @@ def _stored_tensors(job: Job, solved: Solved) -> Mapping[str, torch.Tensor]:
 
 
 def _as_stored(results: Sequence[LayerResult], plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[LayerResult]:
-    """The results, with the size that layers have in the checkpoint where they stay in a dtype other than 16 bit.
+    """Returns the results with the sizes of layers that stay in a dtype other than 16 bit in the checkpoint.
 
     Args:
         results: of the plan's layers.

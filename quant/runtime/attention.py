@@ -159,14 +159,19 @@ def _named(attention: str | None, kv_cache: str | None) -> tuple[str, Format | N
 
 
 def turns(module: nn.Module, format: Format | None, fp8: bool) -> bool:
-    """Whether queries and keys are turned before a cache in `format`; `fp8` says whether attention is in FP8."""
+    """Returns whether queries and keys are turned before a cache in `format`.
+
+    `fp8` says whether attention is in FP8.
+    """
     return fp8 or (format is not None and not _is_calibrated(module, format))
 
 
 def scales_of(
     module: nn.Module, format: Format, kv_heads: int, turned: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Calibrated scales of K and V for a cache in `format`, float32 `[kv_heads]`; None where nothing was calibrated.
+    """Returns the calibrated scales of K and V for a cache in `format`, float32 `[kv_heads]`.
+
+    None where nothing was calibrated.
 
     K was calibrated without turning, so its scale serves unturned keys alone. Where keys are turned, values get the
     headroom of a measured scale: saturating values that calibration did not meet costs SmolLM2 0.2% of perplexity,
@@ -184,7 +189,7 @@ def scales_of(
 
 
 def _is_calibrated(module: nn.Module, format: Format) -> bool:
-    """Whether a module has scales for a cache in `format`; checkpoints keep scales for FP8 alone."""
+    """Returns whether a module has scales for a cache in `format`; checkpoints keep scales for FP8 alone."""
     return format.is_fp8 and format.per_tensor and isinstance(getattr(module, "k_scale", None), torch.Tensor)
 
 
@@ -211,7 +216,7 @@ def _mask(
 
 
 def _is_window(mask_function: Any, size: int | None) -> bool:
-    """Whether this is the causal window of `size` keys, judged by the keys at both ends for two queries."""
+    """Returns whether this is the causal window of `size` keys, judged by the keys at both ends for two queries."""
     if size is None:
         return False
     # Two queries, because one could not tell a window that slides from a fixed block of keys.
@@ -233,7 +238,9 @@ def _attend(
     fp8: bool,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers calls, with q `[batch, heads, new, dim]` and k, v `[batch, kv_heads, …, dim]`.
+    """Returns the function that transformers calls, with q `[batch, heads, new, dim]`.
+
+    k and v are `[batch, kv_heads, …, dim]`.
 
     Of the keywords it reads the fields of `AttentionCall`.
 
@@ -264,7 +271,7 @@ def _attend(
 def _rounded(
     module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8: bool, **options: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, KVScales | None]:
-    """q, k and v as a cache in the config's format would return them, and the scales of K and V in FP8."""
+    """Returns q, k and v as a cache in the config's format would return them, and the scales of K and V in FP8."""
     format = kv_format(getattr(getattr(module, "config", None), "quant_kv_cache", None))
     if format is not None and is_latent(module):
         # The cache holds no expanded keys: `_latents_rounded` has rounded the vector that they come from.
@@ -294,7 +301,7 @@ def _latents_rounded(model: nn.Module, format: Format | None) -> AbstractContext
 
 
 def _through_latent_cache(module: nn.Module, x: torch.Tensor, format: Format) -> torch.Tensor:
-    """A part of the cached vector, `[batch, 1, tokens, dim]`, as a cache in `format` returns it."""
+    """Returns a part of the cached vector, `[batch, 1, tokens, dim]`, as a cache in `format` returns it."""
     k_scale, _ = scales_of(module, format, 1, turned=False)
     return round_kv(x, format, first_scale(x, format) if k_scale is None else k_scale)
 
@@ -302,7 +309,7 @@ def _through_latent_cache(module: nn.Module, x: torch.Tensor, format: Format) ->
 def _dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: KVScales | None, fp8: bool, **options: Any
 ) -> torch.Tensor:
-    """Attention by our kernels, or by their oracle on a CPU and for FP32 without FP8.
+    """Returns attention by our kernels, or by their oracle on a CPU and for FP32 without FP8.
 
     `scales` belong to k and v that are values of E4M3 already: the same codes come out, so nothing is rounded twice.
     A GPU's quantizer takes 16 bit, so the operands of a float32 model are rounded as on a CPU.
@@ -340,7 +347,7 @@ def _dense(
 def _scales_of_heads(
     q: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scales `[batch, heads]`: of q measured, of k and v as given."""
+    """Returns the scales `[batch, heads]`: of q measured, of k and v as given."""
     q_scale = scale_of(q.abs().amax((2, 3)), E4M3.max)
     return q_scale, k_scale.expand(len(q), -1).contiguous(), v_scale.expand(len(q), -1).contiguous()
 
@@ -355,7 +362,7 @@ def _masked(
     softmax_scale: float | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention under any mask, in PyTorch: operands rounded to FP8 where asked, probabilities unrounded."""
+    """Returns attention under any mask, in PyTorch: operands rounded to FP8 where asked, probabilities unrounded."""
     dtype = q.dtype
     if fp8:
         q, k, v = (_dequantized(x) for x in (q, k, v))

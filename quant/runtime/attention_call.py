@@ -28,7 +28,7 @@ class AttentionCall(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module, keywords: Mapping[str, Any]) -> AttentionCall:
-        """The options among all keywords of a call, which differ from model to model."""
+        """Returns the options among all keywords of a call, which differ from model to model."""
         # The fields bear transformers' keywords as names. Models pass more keywords, such as `position_ids`, that
         # change no result here.
         options = [keywords.get(name) for name in cls._fields[1:]]

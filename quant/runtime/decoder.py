@@ -46,7 +46,7 @@ _HARMLESS = frozenset({
 
 
 def decoder_refusal(model: nn.Module) -> str:
-    """The reason why `Decoder` does not take a model; empty where it does."""
+    """Returns the reason why `Decoder` does not take a model; empty where it does."""
     family, config = type(model).__name__, getattr(model, "config", None)
     if config is None or family not in FAMILIES:
         return f"{family} is none of {', '.join(FAMILIES)}"
@@ -151,7 +151,7 @@ class Decoder:
         return logits
 
     def agrees(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Whether the logits of a step are those of transformers, but for the order of sums.
+        """Returns whether the logits of a step are those of transformers, but for the order of sums.
 
         In BF16 that is some 2%. Where inputs are rounded to four bits, a last bit changes their codes, and the
         logits of a small model by as much as computing them in float32 does.
@@ -168,7 +168,7 @@ class Decoder:
         self.replay = graph.replay
 
     def run(self, start: int, end: int, stops: Sequence[int], *, steps_done: int = 0) -> Iterator[list[int]]:
-        """The tokens at positions `start` to `end`, or up to one of `stops`, some at a time.
+        """Yields the tokens at positions `start` to `end`, or up to one of `stops`, some at a time.
 
         Positions after the end of the text may be written, too.
 
@@ -261,7 +261,7 @@ class _Layer:
         lengths: torch.Tensor,
         room: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output of the MLP, which the next layer adds to the hidden state of the token, and that state."""
+        """Returns the output of the MLP, which the next layer adds to the hidden state of the token, and that state."""
         from quant.kernels.portable.attention.paged_kv_cache import write_kv
         from quant.kernels.portable.decoder_step import add_rmsnorm, rotate_and_store, swiglu
 
@@ -289,24 +289,24 @@ class _Layer:
 
 
 def _of_norm(norm: Any) -> dict[str, Any]:
-    """The arguments of `add_rmsnorm` for the norm of a module. Gemma's adds its weight to 1."""
+    """Returns the arguments of `add_rmsnorm` for the norm of a module. Gemma's adds its weight to 1."""
     eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
     return {"weight": norm.weight, "eps": eps, "offset": type(norm).__name__.startswith("Gemma")}
 
 
 def _gate(config: Any) -> str:
-    """The activation of the MLP's gate."""
+    """Returns the activation of the MLP's gate."""
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
 
 
 def _side_by_side(members: Sequence[nn.Module], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The outputs of linears with the same input, in one tensor; in one launch where they can be merged."""
+    """Returns the outputs of linears with the same input, in one tensor; in one launch where they can be merged."""
     merged = merge_rows(members, dtype)
     return merged if merged is not None else lambda x: torch.cat([member(x) for member in members], -1)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of activations, which is the dtype of the norms."""
+    """Returns the dtype of activations, which is the dtype of the norms."""
     return model.model.norm.weight.dtype  # type: ignore[union-attr, return-value]
 
 

@@ -205,13 +205,16 @@ def _decode(
 
 
 def _ends(model: nn.Module) -> tuple[int, ...]:
-    """Ids of the tokens that end a text."""
+    """Returns the ids of the tokens that end a text."""
     stops: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
     return () if stops is None else tuple(stops) if isinstance(stops, list | tuple) else (int(stops),)
 
 
 def _check_logits(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """The logits as they are; transformers calls this before it chooses a token, and would choose one of NaN, too."""
+    """Returns the logits as they are.
+
+    Transformers calls this before it chooses a token, and would choose one of NaN, too.
+    """
     # NaN compares as false, so one comparison finds both NaN and infinity.
     if bool((logits < torch.inf).all()):  # a token that must not come has -infinity
         return logits
@@ -232,7 +235,7 @@ def _refuse_logits(model: nn.Module, count: int) -> NoReturn:
 
 
 def _cache(model: nn.Module, kv_cache: str | None) -> Any:
-    """The quantized cache that was asked for; None leaves the cache to transformers."""
+    """Returns the quantized cache that was asked for; None leaves the cache to transformers."""
     if is_16bit(kv_cache):
         return None
     from quant.runtime.kv_cache import QuantizedKVCache
@@ -271,7 +274,7 @@ def _wide_logits(model: nn.Module) -> Iterator[None]:
 
 
 def _widened_product(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`row @ weight.T` of 16-bit operands in float32."""
+    """Returns `row @ weight.T` of 16-bit operands in float32."""
     if row.is_cuda:
         return torch.mm(row, weight.T, out_dtype=torch.float32)
     return torch.cat([row.float() @ part.float().T for part in weight.split(_HEAD_ROWS)], 1)
@@ -307,7 +310,7 @@ def cast_unquantized(model: nn.Module, dtype: str) -> None:
 
 
 def _multiplies(device: torch.device) -> str:
-    """The kernels that multiply by quantized weights on `device`, in words."""
+    """Returns the kernels that multiply by quantized weights on `device`, in words."""
     if device.type != "cuda":
         return "PyTorch reference"
     return "Triton" if has_triton() else "PyTorch reference (Triton is not installed)"

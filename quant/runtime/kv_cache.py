@@ -146,7 +146,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         return pages.k_scale, pages.v_scale
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Causal attention of the newest tokens over the pages."""
+        """Returns the causal attention of the newest tokens over the pages."""
         assert self._pages is not None
         return self._pages.attend(0, self._sequences, q, **options)
 
@@ -156,7 +156,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._turn
 
     def reserve(self, room: int) -> tuple[KVPages, torch.Tensor]:
-        """The pages and the block table, with pages for `room` tokens of each sequence, which the caller writes."""
+        """Returns the pages and the block table, with pages for `room` more tokens of each sequence."""
         assert self._pages is not None
         self._pages.reserve(self._sequences, room)
         return self._pages.layer(0), self._pages.block_table(self._sequences)
@@ -173,11 +173,11 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         return torch.stack([k for k, _ in read]).to(dtype), torch.stack([v for _, v in read]).to(dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that the next `query_length` tokens may see, and the position of the first."""
+        """Returns the keys that the next `query_length` tokens may see, and the position of the first."""
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens that are cached."""
+        """Returns the tokens that are cached."""
         return self.length
 
     def get_max_length(self) -> int:
@@ -256,7 +256,7 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
 
 
 def _attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The attention modules of a decoder, by their `layer_idx`."""
+    """Returns the attention modules of a decoder, by their `layer_idx`."""
     text = text_config(model.config)
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     shared = getattr(text, "kv_sharing_modes", None) or getattr(text, "num_kv_shared_layers", None)

@@ -19,7 +19,7 @@ from quant.runtime.attention_call import AttentionCall
 
 
 def ring_format(attention: str, format: Format | None) -> Format | None:
-    """The format in which keys and values go around a ring."""
+    """Returns the format in which keys and values go around a ring."""
     kv_cache = "16bit" if format is None else format.name
     # FP8 attention multiplies codes, so they travel as codes. Attention in 16 bit dequantizes NVFP4 where it arrives,
     # which is under a third of the bytes.
@@ -54,7 +54,7 @@ def attend_in_ring(
     group: dist.ProcessGroup,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers calls, where each process of a group has a share of the tokens.
+    """Returns the function that transformers calls, where each process of a group has a share of the tokens.
 
     Args:
         module: the attention module.

@@ -62,23 +62,23 @@ class Turn:
     center: torch.Tensor
 
     def q(self, q: torch.Tensor) -> torch.Tensor:
-        """q', from q `[batch, heads, tokens, dim]`."""
+        """Returns q', from q `[batch, heads, tokens, dim]`."""
         grouped: torch.Tensor = q.float().unflatten(1, (len(self.of_q), -1)) @ self.of_q[:, None]
         return grouped.flatten(1, 2).to(q.dtype)
 
     def k(self, k: torch.Tensor) -> torch.Tensor:
-        """k', from k `[batch, kv_heads, tokens, dim]`."""
+        """Returns k', from k `[batch, kv_heads, tokens, dim]`."""
         return ((k.float() - self.center) @ self.of_k).to(k.dtype)
 
     def back(self, k: torch.Tensor) -> torch.Tensor:
-        """k from k'."""
+        """Returns k from k'."""
         return (k.float() @ self.of_q.mT + self.center).to(k.dtype)
 
 
 def turning(
     q: torch.Tensor, k: torch.Tensor, *, softmax_scale: float | None = None, softcap: float | None = None
 ) -> Turn:
-    """The turn that suits q `[batch, heads, tokens, dim]` and k `[batch, kv_heads, tokens, dim]` of the same tokens."""
+    """Returns the rotation that suits q `[batch, heads, tokens, dim]` and k `[batch, kv_heads, tokens, dim]`."""
     center = torch.zeros_like(k[0, :, :1], dtype=torch.float32)
     if softcap is None:
         center = _center(q, k, k.shape[3] ** -0.5 if softmax_scale is None else softmax_scale)
@@ -100,7 +100,7 @@ def _rotation(dim: int, device: torch.device) -> torch.Tensor:
 
 
 def _center(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """Mean of the keys, weighted by causal attention, float32 `[kv_heads, 1, dim]`."""
+    """Returns the mean of the keys, weighted by causal attention, float32 `[kv_heads, 1, dim]`."""
     # At most `SAMPLED` keys over the whole batch, evenly spread.
     stride = -(-k.shape[0] * k.shape[2] // SAMPLED)
     keys = k[:, :, ::stride].float()
@@ -114,7 +114,10 @@ def _center(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> torch.Ten
 
 
 def _by_eigenvalues(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x^-¼ and x^¼ of symmetric matrices; eigenvalues that rounding made negative or zero are raised slightly."""
+    """Returns x^-¼ and x^¼ of symmetric matrices.
+
+    Eigenvalues that rounding made negative or zero are raised slightly.
+    """
     values, vectors = torch.linalg.eigh(x)
     values = values.clamp(min=1e-14 * values.amax(-1, keepdim=True))[:, None]
     inverse, root = ((vectors * values**exponent) @ vectors.mT for exponent in (-0.25, 0.25))
@@ -145,7 +148,7 @@ def _by_products(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _moment(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Mean of x xᵀ over the rows of a KV head, with the prior: float64 `[kv_heads, dim, dim]`, positive definite."""
+    """Returns the mean of x xᵀ over the rows of a KV head, plus the prior: positive definite, float64."""
     stride = -(-x.shape[0] * x.shape[2] // SAMPLED)
     rows = x[:, :, ::stride].float().unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 3)
     seen = rows.shape[1]

@@ -48,7 +48,7 @@ class Passes:
         self.replays = False
 
     def __call__(self, batch: torch.Tensor) -> float:
-        """The loss of a batch, token ids int64 `[batch, seqlen]`; parameters have its gradients."""
+        """Returns the loss of a batch, token ids int64 `[batch, seqlen]`; parameters have its gradients."""
         if self._may_record and self._graph is None and len(self._seconds) == 2:
             self._record(batch)
         started = time.perf_counter()
@@ -108,6 +108,6 @@ class Passes:
         self._graph = graph
 
     def _generators(self) -> tuple[object, ...]:
-        """The states of the generators of random numbers."""
+        """Returns the states of the generators of random numbers."""
         states = torch.get_rng_state(), torch.cuda.get_rng_state(self._device)
         return (random.getstate(), *(state.numpy().tobytes() for state in states))

@@ -45,7 +45,7 @@ def distill(
     temperature: float = 1.0,
     hidden: float = 0.0,
 ) -> torch.Tensor:
-    """The distillation loss of one batch, with gradients.
+    """Returns the distillation loss of one batch, with gradients.
 
     Args:
         student: a causal language model, perhaps wrapped by DDP or compiled; in the mode that the caller chose.
@@ -105,7 +105,7 @@ def distill(
 def _run_teacher(
     teacher: nn.Module, inputs: Mapping[str, Any], wants_hidden: bool
 ) -> tuple[LogitTeacher, list[torch.Tensor]]:
-    """The teacher's next tokens for a batch, and its hidden states if they are wanted."""
+    """Returns the teacher's next tokens for a batch, and its hidden states if they are wanted."""
     with evaluating(teacher), torch.no_grad():
         device = device_of(teacher)
         moved = {name: value.to(device) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
@@ -143,14 +143,14 @@ class DistillMixin:
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, **options: Any
     ) -> Any:
-        """The distillation loss, which a Trainer takes in the place of the model's own."""
+        """Returns the distillation loss, which a Trainer takes in the place of the model's own."""
         loss = distill(model, self.teacher, inputs, temperature=self.temperature, hidden=self.hidden)
         return (loss, {"loss": loss.detach()}) if return_outputs else loss
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
-        """The loss alone: logits are not kept."""
+        """Returns the loss alone: logits are not kept."""
         with torch.no_grad():
             loss = self.compute_loss(model, self._prepare_inputs(inputs))  # type: ignore[attr-defined]
         return loss.detach(), None, None
@@ -207,7 +207,7 @@ def _counted(inputs: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def _distance(states: list[torch.Tensor], theirs: list[torch.Tensor], counted: torch.Tensor | None) -> torch.Tensor:
-    """Mean over layers and positions of the squared distance of hidden states, relative to the teacher's there.
+    """Returns the mean squared distance of hidden states over layers and positions, relative to the teacher's.
 
     Relative at each position, because the first one of a row often has more than all others together.
     """

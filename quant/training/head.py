@@ -51,7 +51,7 @@ class Tail:
     cap: float | None = None
 
     def __call__(self, products: torch.Tensor) -> torch.Tensor:
-        """The logits, in the model's own operations."""
+        """Returns the logits, in the model's own operations."""
         logits = products if self.times == 1 else products * self.times
         logits = logits if self.over == 1 else logits / self.over
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
@@ -79,7 +79,7 @@ _TAILS: WeakKeyDictionary[nn.Module, Tail | None] = WeakKeyDictionary()
 def run_to_head(
     model: nn.Module, inputs: Mapping[str, Any], wants_hidden: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor], Head]:
-    """Inputs of the head `[rows, seqlen, hidden]`, hidden states of the layers, and from these inputs to logits.
+    """Returns the head's inputs `[rows, seqlen, hidden]`, the hidden states, and the map from inputs to logits.
 
     Of a model that is taken whole, its logits `[rows, seqlen, vocabulary]` and the identity.
     """
@@ -138,7 +138,7 @@ def _without_head(
 
 @torch.no_grad()
 def _find_tail(products: torch.Tensor, logits: torch.Tensor, config: Any) -> Tail | None:
-    """The tail of those that a config names which makes `logits` of `products`; None if there is none."""
+    """Returns the tail of those that a config names which makes `logits` of `products`; None if there is none."""
     if products.shape != logits.shape:
         return None
     logits = logits.to(products.device)
@@ -152,13 +152,13 @@ def _find_tail(products: torch.Tensor, logits: torch.Tensor, config: Any) -> Tai
 
 
 def _named(config: Any, names: tuple[str, ...], none: float | None) -> list[Any]:
-    """The numbers that a config has under `names`, and `none` as the last one."""
+    """Returns the numbers that a config has under `names`, and `none` as the last one."""
     values = [getattr(config, name, None) for name in names]
     return [*(float(value) for value in values if isinstance(value, int | float) and value), none]
 
 
 def _logits(result: Any, named: bool = False) -> torch.Tensor:
-    """The logits in a model's output; a transformers model without a head has none."""
+    """Returns the logits in a model's output; a transformers model without a head has none."""
     if hasattr(result, "logits"):
         return result.logits  # type: ignore[no-any-return]
     if named and isinstance(result, Mapping):

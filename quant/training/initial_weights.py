@@ -31,7 +31,7 @@ _TURNS = 4
 
 
 def starting_weight(packed: BlockScaledTensor, original: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """The weight to train: it rounds to the codes of `packed` under its scales.
+    """Returns the weight to train: it rounds to the codes of `packed` under its scales.
 
     Args:
         packed: the quantized weight.
@@ -62,7 +62,7 @@ def starting_weight(packed: BlockScaledTensor, original: torch.Tensor | None, dt
 
 
 def before_rounding(packed: BlockScaledTensor, parts: RunTimeParts, original: torch.Tensor) -> torch.Tensor | None:
-    """The values that were rounded to `packed`, recovered from the original model's weight.
+    """Returns the values that were rounded to `packed`, recovered from the original model's weight.
 
     Args:
         packed: the quantized weight.
@@ -82,7 +82,10 @@ def before_rounding(packed: BlockScaledTensor, parts: RunTimeParts, original: to
 
 
 def _scaled(weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
-    """`weight` with rows and columns scaled to be nearest to `wanted`; itself where that gains no more than chance."""
+    """Returns `weight` with rows and columns scaled to be nearest to `wanted`.
+
+    Itself where that gains no more than chance.
+    """
 
     def factor(matrix: torch.Tensor, dim: int) -> torch.Tensor:
         tiny = torch.finfo(torch.float32).tiny

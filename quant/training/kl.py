@@ -58,7 +58,7 @@ class LogitTeacher:
     head: Head
 
     def gradient(self, logits: torch.Tensor, part: slice, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """KL at each position of a slice, and its gradient by the student's logits, both without the factor T².
+        """Returns KL at each position of a slice, and its gradient by the student's logits, both without the factor T².
 
         Args:
             logits: the student's, float32 `[positions, vocabulary]`; overwritten.
@@ -195,7 +195,9 @@ def chunked_kl(
     mask: torch.Tensor | None = None,
     parameters: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Mean forward KL from a teacher's to the student's next tokens, times T²; logits are kept of a slice at a time.
+    """Returns the mean forward KL from a teacher's to the student's next tokens, times T².
+
+    Logits are kept of a slice at a time.
 
     Args:
         hidden: inputs of the student's head, `[positions, hidden]`.
@@ -217,17 +219,17 @@ def chunked_kl(
 
 
 def _slice_power(slices: list[slice]) -> float:
-    """The power of two that a slice's gradients are multiplied by: the more positions add up, the smaller."""
+    """Returns the power of two that a slice's gradients are multiplied by: the more positions add up, the smaller."""
     return 2.0 ** math.floor(math.log2(_SLICE_SUM / slices[0].stop)) if slices else 1.0
 
 
 def _product(tensor: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor · factor`, computed in float32 and rounded once; no tensor in float32 is kept on the way."""
+    """Returns `tensor · factor`, computed in float32 and rounded once; no tensor in float32 is kept on the way."""
     return torch.mul(tensor, factor, out=torch.empty_like(tensor, dtype=dtype))
 
 
 def _slices(hidden: torch.Tensor, head: Head) -> list[slice]:
-    """Slices of positions, each with about as many logits as suit the device."""
+    """Returns the slices of positions, each with about as many logits as suit the device."""
     if not len(hidden):
         return []
     with torch.no_grad():

@@ -46,14 +46,14 @@ class Start:
 
     @classmethod
     def of_original(cls, model: nn.Module, plan: Plan) -> Start:
-        """Weights and biases of a model in 16 bit, whose solvers will tell the values that they round."""
+        """Returns the weights and biases of a model in 16 bit, whose solvers will tell the values that they round."""
         weights = {layer.name: model.get_parameter(layer.tensor_name) for layer in plan.quantized}
         owners = {layer.name: model.get_submodule(layer.tensor_name.rpartition(".")[0]) for layer in plan.quantized}
         return cls(weights, {name: getattr(owner, "bias", None) for name, owner in owners.items()}, {})
 
 
 def weights_before_rounding(model: nn.Module, plan: Plan, original: nn.Module) -> dict[str, torch.Tensor]:
-    """The values that were rounded to the codes of a quantized model, by layer, where the original shows them."""
+    """Returns the values that were rounded to a quantized model's codes, by layer, where the original has them."""
     parameters = dict(original.named_parameters())
     rounded = {}
     with torch.no_grad():
@@ -125,7 +125,7 @@ def put_layer(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _initial_values(layer: LayerPlan, packed: Any, start: Start, scales: str, dtype: torch.dtype) -> torch.Tensor:
-    """The weight that training starts with, in the shape of the layer's parameter."""
+    """Returns the weight that training starts with, in the shape of the layer's parameter."""
     original = start.weights.get(layer.name)
     values = None if original is None else _matrix(layer, packed, original.detach())
     if scales != "recomputed" or original is not None:  # from a guess other scales might be measured
@@ -142,7 +142,7 @@ def _initial_values(layer: LayerPlan, packed: Any, start: Start, scales: str, dt
 
 
 def _matrix(layer: LayerPlan, packed: Any, parameter: torch.Tensor) -> torch.Tensor:
-    """The matrices `[..., out, in]` of a parameter of the 16-bit model."""
+    """Returns the matrices `[..., out, in]` of a parameter of the 16-bit model."""
     if isinstance(packed, QuantExperts):
         return packed.stacking.matrices(parameter)
     if isinstance(packed, QuantConv):
@@ -151,7 +151,7 @@ def _matrix(layer: LayerPlan, packed: Any, parameter: torch.Tensor) -> torch.Ten
 
 
 def _is_trained_whole(layer: LayerPlan, packed: Any, parameter: nn.Parameter) -> bool:
-    """Whether a parameter holds the weight as it is trained: a convolution's in its own shape, no matrix transposed."""
+    """Returns whether a parameter has the shape that is trained: a convolution's own, no transposed matrix."""
     matrix = _matrix(layer, packed, parameter.detach())
     is_same = matrix.shape == parameter.shape and matrix.stride() == parameter.stride()
     return is_same or isinstance(packed, QuantConv)
@@ -160,7 +160,7 @@ def _is_trained_whole(layer: LayerPlan, packed: Any, parameter: nn.Parameter) ->
 def _in_training(
     packed: Any, weight: nn.Parameter, bias: nn.Parameter | None, scales: str, stored: torch.dtype
 ) -> RoundedWeight:
-    """The layer in training that stands for a quantized one."""
+    """Returns the layer in training that stands for a quantized one."""
     if isinstance(packed, QuantExperts):
         return QATExperts(weight, packed, scales, stored)
     if isinstance(packed, QuantEmbedding):

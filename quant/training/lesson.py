@@ -107,7 +107,7 @@ def check_tokenizers(teacher: str, directory: Path, of_teacher: Any, of_student:
 def _training_rows(
     source: Source, options: DistillOptions, session: Session, progress: StageProgress, listener: Listener
 ) -> torch.Tensor:
-    """Rows of training text; no more are read than the steps use."""
+    """Returns the rows of training text; no more are read than the steps use."""
     samples = min(options.samples, options.steps * options.batch_size)
     source_rows = Rows(options.data, samples, options.seqlen, session.seed, at_most=True)
     rows, _ = read_calibration(source, source_rows, replace(session, progress=progress), listener=listener)

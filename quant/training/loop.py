@@ -112,7 +112,7 @@ def train(
 
 
 def default_rate(plan: Plan) -> float:
-    """A peak learning rate that did well in benchmarks/training.py: weights alone want smaller steps."""
+    """Returns a peak learning rate that did well in benchmarks/training.py: weights alone want smaller steps."""
     return 1e-4 if any(layer.activation is not None for layer in plan.layers) else 6e-5
 
 
@@ -147,7 +147,7 @@ class StoredDtypes:
 
 
 def _batches(rows: torch.Tensor, size: int, seed: int) -> Iterator[torch.Tensor]:
-    """Batches without end; each row once before any comes again."""
+    """Yields batches without end; each row once before any comes again."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(rows), generator=generator)
@@ -156,6 +156,6 @@ def _batches(rows: torch.Tensor, size: int, seed: int) -> Iterator[torch.Tensor]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by all their names."""
+    """Yields parameters and buffers by all their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)

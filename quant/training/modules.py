@@ -53,7 +53,7 @@ class QATLinear(RoundedWeight, nn.Linear):  # type: ignore[misc]
         return RunTimeParts(self.pre_scale, self.hadamard, lowrank)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., in]` to `[..., out]`, as the packed layer computes it."""
+        """Maps `[..., in]` to `[..., out]`, as the packed layer computes it."""
         self.remember_dtype()
         parts, common = self.parts, self.fusion.common(self, x)
         if common.rounded is None:
@@ -72,7 +72,7 @@ class QATLinear(RoundedWeight, nn.Linear):  # type: ignore[misc]
         return y if branch is None else y + branch
 
     def packed(self) -> QuantLinear:
-        """The packed layer."""
+        """Returns the packed layer."""
         return QuantLinear(
             self.packed_weight(), self.bias, self.activation_format, self.input_scale,
             dtype=self.dtype, **vars(self.parts),
@@ -111,7 +111,7 @@ class QATConv(RoundedWeight, ConvGeometry, nn.modules.conv._ConvNd):  # type: ig
         )
 
     def packed(self) -> QuantConv:
-        """The packed convolution."""
+        """Returns the packed convolution."""
         conv = QuantConv(self.packed_weight(), self, self.activation_format, self.input_scale)
         conv.dtype = self.dtype
         return conv
@@ -145,11 +145,11 @@ class QATExperts(RoundedWeight, ExpertStack):
         return super().__getitem__(index)
 
     def dense(self, index: int) -> torch.Tensor:
-        """The rounded values `[out, in]` of one expert."""
+        """Returns the rounded values `[out, in]` of one expert."""
         return self._one(index, self.dtype)
 
     def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """`[tokens, in]` to `[tokens, out]` through expert `index`."""
+        """Maps `[tokens, in]` to `[tokens, out]` through expert `index`."""
         operand = x.to(_computed_dtype(x))
         if self.activation_format is not None:
             watch_input([self], operand)
@@ -164,7 +164,7 @@ class QATExperts(RoundedWeight, ExpertStack):
         return self._round(matrix, dtype, own, None if second is None else second[index])
 
     def packed(self) -> QuantExperts:
-        """The packed experts."""
+        """Returns the packed experts."""
         scale: Any = self.input_scale
         return QuantExperts(self.packed_weight(), self.activation_format, scale, self.dtype, self.stacking)
 
@@ -178,15 +178,15 @@ class QATEmbedding(RoundedWeight):
         self.padding_idx = packed.padding_idx
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """`[...]` to `[..., dim]`."""
+        """Maps `[...]` to `[..., dim]`."""
         self.remember_dtype()
         return functional.embedding(ids, self.rounded(self.dtype), self.padding_idx)
 
     def packed(self) -> QuantEmbedding:
-        """The packed embedding."""
+        """Returns the packed embedding."""
         return QuantEmbedding(self.packed_weight(), self.dtype, self.padding_idx)
 
 
 def _computed_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which `quant::linear` multiplies `x`: autocast's where it is on."""
+    """Returns the dtype in which `quant::linear` multiplies `x`: autocast's where it is on."""
     return x.dtype if x.dtype is torch.float64 else autocast_dtype(x) or x.dtype

@@ -190,7 +190,7 @@ def _plan_of_original(
     include: Sequence[str],
     exclude: Sequence[str],
 ) -> Plan:
-    """The plan of a model in 16 bit, which it is quantized by first."""
+    """Returns the plan of a model in 16 bit, which it is quantized by first."""
     if plan is None:
         raise UserError("the model is not quantized: name a recipe, such as 'nvfp4', or pass a plan")
     if not isinstance(plan, Plan):
@@ -211,7 +211,7 @@ def _plan_of_quantized(
     include: Sequence[str],
     exclude: Sequence[str],
 ) -> Plan:
-    """The plan of a model that is quantized already."""
+    """Returns the plan of a model that is quantized already."""
     own = plan or getattr(model, "quantization_plan", None)
     if own is None:
         raise UserError("the model is quantized already: pass its plan, which quant.quantize returned with it")
@@ -320,6 +320,6 @@ def _check_optimizers(
 
 
 def _is_kept_in(dtype: torch.dtype, state: Mapping[str, Any], parameter: torch.Tensor) -> bool:
-    """Whether an optimizer has tensors of a parameter in the dtype that this one no longer has."""
+    """Returns whether an optimizer has tensors of a parameter in the dtype that this one no longer has."""
     states = [each for each in state.values() if isinstance(each, torch.Tensor) and each.dim()]
     return parameter.dtype != dtype and any(each.dtype == dtype for each in states)

@@ -25,7 +25,9 @@ _WORSE = 1.02  # times the KL before training; rounding alone does not change it
 def report_of(
     source: Source, plan: Plan, record: Distillation, evaluation: Evaluation | None, start: Path, session: Session
 ) -> Report:
-    """The report of a trained checkpoint; sizes before quantization and warnings are those of its start's report.
+    """Returns the report of a trained checkpoint.
+
+    Sizes before quantization and warnings are those of its start's report.
 
     Args:
         source: the trained model.
@@ -64,14 +66,14 @@ def report_of(
 
 
 def losses_by_tenth(losses: list[float]) -> tuple[float, ...]:
-    """The mean loss of each tenth of the steps."""
+    """Returns the mean loss of each tenth of the steps."""
     # Rounded up, so that there are at most ten parts; runs of fewer than ten steps have one for each step.
     size = -(-len(losses) // 10)
     return tuple(fmean(losses[i : i + size]) for i in range(0, len(losses), size))
 
 
 def worse_texts(record: Distillation, evaluation: Evaluation | None) -> list[str]:
-    """A warning for each text on which the trained model is further from its teacher than its start was."""
+    """Returns a warning for each text on which the trained model is further from its teacher than its start was."""
     if record.before is None or evaluation is None:
         return []
     return [

@@ -137,7 +137,7 @@ class CachedTeacher:
         return cls(path, rows, temperature, vocabulary, tokens, logp, index)
 
     def of(self, batch: torch.Tensor, temperature: float) -> TopTeacher:
-        """The teacher's next tokens for a batch of its rows, int64 `[n, seqlen]`, in any order.
+        """Returns the teacher's next tokens for a batch of its rows, int64 `[n, seqlen]`, in any order.
 
         Raises:
             UserError: another temperature, a row that the teacher has not read, or a damaged file.
@@ -161,7 +161,7 @@ class CachedTeacher:
 
 
 def is_cached_teacher(path: str | Path) -> bool:
-    """Whether `path` is a file that `cache_teacher` wrote."""
+    """Returns whether `path` is a file that `cache_teacher` wrote."""
     if not Path(path).is_file():
         return False
     try:

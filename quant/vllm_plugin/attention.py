@@ -41,7 +41,7 @@ logger = init_logger("vllm.blockscale")
 
 
 def cache_refusal(config: Any) -> str:
-    """The reason why a cache in NVFP4 cannot serve under these settings; empty if it can."""
+    """Returns the reason why a cache in NVFP4 cannot serve under these settings; empty if it can."""
     if getattr(config, "kv_transfer_config", None) is not None or getattr(
         config.cache_config, "kv_offloading_size", None
     ):
@@ -103,7 +103,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         self._pages: dict[tuple[int, int, int], KVPages] = {}
 
     def scales(self, layer: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Second-level scales of keys and of values, float32 `[kv_heads]`.
+        """Returns the second-level scales of keys and of values, float32 `[kv_heads]`.
 
         They are made in the first forward pass, by which vLLM measures its memory. Made while a CUDA graph is
         captured, they would exist only once that graph was replayed.
@@ -118,7 +118,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         return self._scales
 
     def pages(self, layer: Any, cache: torch.Tensor) -> KVPages:
-        """The pages in the buffer that vLLM has bound to the layer."""
+        """Returns the pages in the buffer that vLLM has bound to the layer."""
         key = (cache.data_ptr(), len(cache), cache.stride(0))
         if key not in self._pages:
             if self.shares_with is None:
@@ -143,7 +143,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`[tokens, heads, dim]`, into `output`; query alike, key and value `[tokens, kv_heads, dim]`."""
+        """Returns `[tokens, heads, dim]`, into `output`; query alike, key and value `[tokens, kv_heads, dim]`."""
         from quant.kernels.portable.attention.paged_kv_cache import write_kv_slots
 
         assert output is not None
@@ -171,7 +171,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
     def _attend(
         self, q: torch.Tensor, pages: KVPages, table: torch.Tensor, lengths: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        """Paged attention of q `[sequences, heads, new, dim]`, each sequence's last tokens."""
+        """Returns the paged attention of q `[sequences, heads, new, dim]`, each sequence's last tokens."""
         from quant.kernels.portable.attention.paged_attention import attend_pages
 
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
@@ -207,7 +207,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
 
 
 def values_of(pages: KVPages, table: torch.Tensor, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Keys and values `[length, kv_heads, dim]` of the first tokens in the pages that `table` names."""
+    """Returns keys and values `[length, kv_heads, dim]` of the first tokens in the pages that `table` names."""
     from quant.kernels.portable.attention.paged_kv_cache import read_nvfp4_kv
 
     # Rows of the block table end in entries of no meaning; only pages up to `length` are read.

@@ -94,13 +94,13 @@ class Builder(AttentionMetadataBuilder[Batch]):
 
 
 def rows_and_tokens(new: int, rows: list[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """An entry of `Batch.verified` for sequences with `new` tokens, each with its first token."""
+    """Returns an entry of `Batch.verified` for sequences with `new` tokens, each with its first token."""
     index = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
     return index[:, 0], index[:, 1:] + torch.arange(new, device=device)
 
 
 def chunk_starts(chunks: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
-    """`Batch.starts` of some chunks."""
+    """Returns `Batch.starts` of some chunks."""
     starts = [0]
     for _, first, last, _ in chunks:
         starts.append(starts[-1] + last - first)
@@ -108,6 +108,6 @@ def chunk_starts(chunks: list[tuple[int, int, int, int]], device: torch.device) 
 
 
 def chunk_ends(chunks: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
-    """`Batch.ends` of some chunks."""
+    """Returns `Batch.ends` of some chunks."""
     ends = [[[0, stop - first], [0, length]] for _, first, stop, length in chunks]
     return torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)

@@ -160,7 +160,7 @@ class _Sum(mk.TopKWeightAndReduce):
 
 
 def self_test_failure() -> str:
-    """Why experts cannot take our kernels on this GPU, empty if they can."""
+    """Returns why experts cannot take our kernels on this GPU, empty if they can."""
     if not torch.cuda.is_available():
         return ""
     return self_test.experts_failure("nvfp4", torch.device("cuda", torch.cuda.current_device()))

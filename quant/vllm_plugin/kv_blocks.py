@@ -20,14 +20,14 @@ NVFP4 = FORMATS["nvfp4"]
 
 
 def cell_bytes(dim: int) -> int:
-    """Bytes of a token's key and value in one head."""
+    """Returns the bytes of a token's key and value in one head."""
     return 2 * token_bytes(NVFP4, dim)
 
 
 def pages_of(
     cache: torch.Tensor, kv_heads: int, page_size: int, dim: int, scales: tuple[torch.Tensor, torch.Tensor]
 ) -> KVPages:
-    """The pages in a layer's cache, uint8 `[blocks, kv_heads, page_size, cell]`, under scales of keys and of values.
+    """Returns the pages in a layer's cache, uint8 `[blocks, kv_heads, page_size, cell]`, with their scales.
 
     Raises:
         ValueError: a block is not one piece of memory.

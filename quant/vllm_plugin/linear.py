@@ -43,7 +43,9 @@ _formats_installed: set[str] = set()
 
 
 def refusal(format: str, quantization: str, class_name: str) -> str:
-    """Why a class of ours takes no layer in `format`; `quantization` is vLLM's name for such layers. Empty if it does.
+    """Returns why a class of ours takes no layer in `format`; `quantization` is vLLM's name for such layers.
+
+    Empty if it does.
 
     A failed self-test is told once in the log; what the user chose, the user knows.
     """
@@ -58,7 +60,7 @@ def refusal(format: str, quantization: str, class_name: str) -> str:
 
 
 def has_our_layers() -> bool:
-    """Whether a linear layer of this process uses our kernels, on one GPU.
+    """Returns whether a linear layer of this process uses our kernels, on one GPU.
 
     With tensor parallelism vLLM joins the norm after a layer to the reduction over GPUs, and keeps its norms.
     """
@@ -97,7 +99,7 @@ class _OverMarlin:
         return reason is None, reason
 
     def weight_of(self, layer: Layer) -> BlockScaledTensor:
-        """The weight in the parameters that vLLM has loaded."""
+        """Returns the weight in the parameters that vLLM has loaded."""
         raise NotImplementedError
 
     def process_weights_after_loading(self, layer: Layer) -> None:
@@ -132,13 +134,13 @@ class BlockscaleNvFp4LinearKernel(_OverMarlin, MarlinNvFp4LinearKernel):
 
 
 def takes_weight_only_nvfp4() -> bool:
-    """Whether NVFP4 layers without scales for inputs take our kernel: vLLM asks no list for them."""
+    """Returns whether NVFP4 layers without scales for inputs take our kernel: vLLM asks no list for them."""
     cls = BlockscaleNvFp4LinearKernel
     return MarlinNvFp4LinearKernel.is_supported()[0] and not refusal("nvfp4", "nvfp4_w4a16", cls.__name__)
 
 
 def weight_only_nvfp4(config: NvFp4LinearLayerConfig) -> MarlinNvFp4LinearKernel:
-    """The kernel of such a layer, where vLLM constructs Marlin's class by itself."""
+    """Returns the kernel of such a layer, where vLLM constructs Marlin's class by itself."""
     return (BlockscaleNvFp4LinearKernel if takes_weight_only_nvfp4() else MarlinNvFp4LinearKernel)(config)
 
 

@@ -69,7 +69,7 @@ register("quant::swiglu", "(Tensor both) -> Tensor", _half, default=_swiglu)
 
 
 def takes_rows(x: torch.Tensor) -> bool:
-    """Whether our kernels take these rows, in a model that has linear layers of ours."""
+    """Returns whether our kernels take these rows, in a model that has linear layers of ours."""
     return linear.has_our_layers() and x.dim() == 2 and x.dtype is torch.bfloat16 and x.is_contiguous()
 
 

@@ -52,14 +52,14 @@ def register() -> None:
 
 
 def vllm_version() -> str:
-    """The version of vLLM, "0.29.0"."""
+    """Returns the version of vLLM, "0.29.0"."""
     import vllm
 
     return str(vllm.__version__)
 
 
 def plugin_refusal() -> str:
-    """The reason why vLLM is left as it is, empty if it is not."""
+    """Returns the reason why vLLM is left as it is, empty if it is not."""
     from vllm.platforms import current_platform
 
     if not has_triton():

@@ -36,7 +36,10 @@ def rebind(name: str, ours: Callable[..., Any], owner: Any) -> None:
 
 
 def user_linear_backend(quantization: str) -> str:
-    """The user's `--linear-backend` for layers of a kind ("nvfp4_w4a16", "mxfp4", …); "auto" leaves it to vLLM."""
+    """Returns the user's `--linear-backend` for layers of a kind ("nvfp4_w4a16", "mxfp4", …).
+
+    "auto" leaves it to vLLM.
+    """
     from vllm.model_executor.kernels import linear
 
     chosen = linear._get_linear_backend
@@ -46,7 +49,7 @@ def user_linear_backend(quantization: str) -> str:
 
 
 def is_free_to_choose(quantization: str, class_name: str) -> bool:
-    """Whether the user left the kernel of such layers to vLLM, with ours among the candidates."""
+    """Returns whether the user left the kernel of such layers to vLLM, with ours among the candidates."""
     from vllm import envs
 
     if envs.VLLM_BATCH_INVARIANT or class_name in envs.VLLM_DISABLED_KERNELS:
@@ -55,21 +58,21 @@ def is_free_to_choose(quantization: str, class_name: str) -> bool:
 
 
 def limits_activations() -> bool:
-    """Whether the base class of experts applies a limit of SwiGLU by itself."""
+    """Returns whether the base class of experts applies a limit of SwiGLU by itself."""
     from vllm.model_executor.layers.fused_moe import activation
 
     return hasattr(activation, "ApplyMoEActivationConfig")
 
 
 def spec_with_cell_bytes(spec: Any, cell_bytes: int) -> Any:
-    """`spec` of a layer's cache with so many bytes for a token's key and value in one head."""
+    """Returns `spec` of a layer's cache with so many bytes for a token's key and value in one head."""
     # Before 0.28 vLLM counts the bytes of NVFP4 by itself, and they are the same.
     names = {field.name for field in fields(spec)}
     return replace(spec, state_content_bytes=cell_bytes) if "state_content_bytes" in names else spec
 
 
 def contiguous_block_layouts() -> tuple[Any, ...]:
-    """vLLM's layouts in which a block of one layer is one piece of memory; those with compact layers first."""
+    """Returns vLLM's layouts in which a block of one layer is one piece of memory; those with compact layers first."""
     from vllm.v1 import kv_cache_interface
 
     layouts = getattr(kv_cache_interface, "KVCacheLayout", ())
@@ -77,7 +80,7 @@ def contiguous_block_layouts() -> tuple[Any, ...]:
 
 
 def signature_problems(cls: type) -> list[str]:
-    """Abstract methods that `cls` leaves, and methods that cannot be called with the arguments of vLLM's base class."""
+    """Returns the abstract methods that `cls` leaves, and methods whose arguments differ from vLLM's base class."""
     problems = [f"{cls.__name__}.{name} is missing" for name in sorted(getattr(cls, "__abstractmethods__", ()))]
     for base in cls.__mro__[1:]:
         if not base.__module__.startswith("vllm."):

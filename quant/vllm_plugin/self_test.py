@@ -33,22 +33,22 @@ OUT, IN, TOKENS, EXPERTS = 128, 256, (1, 80), 4
 
 
 def product_failure(format: str, device: torch.device) -> str:
-    """Why linear layers in a format cannot take our kernels here, empty if they can."""
+    """Returns why linear layers in a format cannot take our kernels here, empty if they can."""
     return _failure_of(f"linear layers in {format}", lambda: _linear_error(format, device), str(device))
 
 
 def experts_failure(format: str, device: torch.device) -> str:
-    """Why fused experts in a format cannot take our kernels here, empty if they can."""
+    """Returns why fused experts in a format cannot take our kernels here, empty if they can."""
     return _failure_of(f"experts in {format}", lambda: _experts_error(format, device), str(device))
 
 
 def norm_failure(device: torch.device) -> str:
-    """Why norms and SwiGLU between our layers cannot take our kernels here, empty if they can."""
+    """Returns why norms and SwiGLU between our layers cannot take our kernels here, empty if they can."""
     return _failure_of("norms and SwiGLU", lambda: _norm_error(device), str(device))
 
 
 def attention_failure(device: torch.device) -> str:
-    """Why attention over an NVFP4 cache cannot take our kernels here, empty if it can."""
+    """Returns why attention over an NVFP4 cache cannot take our kernels here, empty if it can."""
     return _failure_of("attention over an NVFP4 cache", lambda: _attention_error(device), str(device))
 
 
@@ -87,7 +87,7 @@ def _relative(y: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _largest(errors: list[float]) -> float:
-    """NaN if one of them is, which Python's `max` would pass over."""
+    """Returns the naN if one of them is, which Python's `max` would pass over."""
     return float(torch.tensor(errors).amax())
 
 
@@ -97,7 +97,7 @@ def _to(weight: BlockScaledTensor, device: torch.device) -> BlockScaledTensor:
 
 
 def _linear_error(format: str, device: torch.device) -> float:
-    """Largest error over the numbers of tokens, against float64."""
+    """Returns the largest error over the numbers of tokens, against float64."""
     weight = quantize(_sample(OUT, IN, 0) / 16, FORMATS[format])
     layer = torch.nn.Module()
     weights.hold(layer, weights.arranged(_to(weight, device))[0])

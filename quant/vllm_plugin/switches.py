@@ -14,11 +14,11 @@ KNOWN = ("0", "1", "layers", "fp8-prefill")
 
 
 def switches() -> frozenset[str]:
-    """The words that are set."""
+    """Returns the words that are set."""
     return frozenset(word for word in os.environ.get("BLOCKSCALE_VLLM", "1").split(",") if word)
 
 
 def unknown_switches() -> str:
-    """A sentence about words that mean nothing; empty if there are none."""
+    """Returns a sentence about words that mean nothing; empty if there are none."""
     unknown = sorted(switches() - set(KNOWN))
     return f"BLOCKSCALE_VLLM: no switch {unknown[0]!r}; known: {', '.join(KNOWN)}" if unknown else ""

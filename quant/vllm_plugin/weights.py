@@ -30,38 +30,40 @@ from quant.vllm_plugin.switches import switches
 
 
 def nvfp4_weight(codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> BlockScaledTensor:
-    """An NVFP4 weight `[out, in]`, or a stack of experts `[experts, out, in]` with a global scale each."""
+    """Returns an NVFP4 weight `[out, in]`, or a stack of experts `[experts, out, in]` with a global scale each."""
     shape = (*codes.shape[:-1], codes.shape[-1] * 2)
     second = global_scale.float().reshape(codes.shape[:-2])
     return BlockScaledTensor(codes, scale, FORMATS["nvfp4"], shape, second)
 
 
 def mxfp4_weight(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
-    """An MXFP4 weight `[out, in]`."""
+    """Returns an MXFP4 weight `[out, in]`."""
     return BlockScaledTensor(codes, scale, FORMATS["mxfp4"], (codes.shape[0], codes.shape[1] * 2))
 
 
 def mxfp8_weight(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
-    """An MXFP8 weight `[out, in]`."""
+    """Returns an MXFP8 weight `[out, in]`."""
     return BlockScaledTensor(codes, scale, FORMATS["mxfp8"], tuple(codes.shape))
 
 
 def int4_weight(words: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
-    """An INT4 weight `[out, in]` from words of eight codes along `in`, each offset by 8."""
+    """Returns an INT4 weight `[out, in]` from words of eight codes along `in`, each offset by 8."""
     # Codes offset by 8 become two's complement when bit 3 of each nibble is flipped.
     codes = words.contiguous().view(torch.uint8) ^ 0x88
     return BlockScaledTensor(codes, scale.float().contiguous(), FORMATS["int4"], (codes.shape[0], codes.shape[1] * 2))
 
 
 def fp8_weight(codes: torch.Tensor, scale: torch.Tensor, *, blocks: bool) -> BlockScaledTensor:
-    """An FP8 weight `[out, in]` with a scale for each row, or for each 128 × 128 block."""
+    """Returns an FP8 weight `[out, in]` with a scale for each row, or for each 128 × 128 block."""
     format = FORMATS["fp8_block" if blocks else "fp8_channel"]
     shape = tuple(codes.shape)
     return BlockScaledTensor(codes.contiguous(), scale.float().reshape(format.scale_shape(shape)), format, shape)
 
 
 def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
-    """`weight` in the layout of this GPU's fastest kernel; or as it is, with the reason why it has no such layout.
+    """Returns `weight` in the layout of this GPU's fastest kernel.
+
+    Or as it is, with the reason why it has no such layout.
 
     A format that kernels read in the order of the checkpoint stays as it is for no reason. The buffers in which
     kernels count arrivals are made here too, for they must exist before a CUDA graph is captured.
@@ -75,7 +77,7 @@ def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
 
 
 def dtype_refusal(dtype: torch.dtype) -> str:
-    """Why a model in `dtype` cannot have our kernels, empty if it can."""
+    """Returns why a model in `dtype` cannot have our kernels, empty if it can."""
     return "" if dtype is torch.bfloat16 else f"our kernels take inputs in bfloat16, not in {dtype}"
 
 
@@ -92,7 +94,7 @@ def hold(layer: Any, weight: BlockScaledTensor, codes: str = "weight") -> None:
 
 
 def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T + bias`, `[..., out]`, with the parameters that `hold` has left."""
+    """Returns `x @ weight.T + bias`, `[..., out]`, with the parameters that `hold` has left."""
     scale, second, format = layer.weight_scale, layer.weight_global_scale, layer.blockscale_format
     if format == "nvfp4" and "fp8-prefill" in switches():
         return torch.ops.quant.linear_fp8_prefill(x, codes, scale, second, bias, format)  # type: ignore[no-any-return]

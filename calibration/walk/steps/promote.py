@@ -61,7 +61,7 @@ def promote_group(block: Block, group: Group, targets: Mapping[str, torch.Tensor
 def _output_error(
     block: Block, group: Group, targets: Mapping[str, torch.Tensor], held_out: Sequence[HeldOut]
 ) -> float:
-    """The largest relative error of the members' outputs.
+    """Returns the largest relative error of the members' outputs.
 
     The members of a group share a format, so that the worst of them decides.
     """

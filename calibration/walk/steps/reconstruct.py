@@ -70,7 +70,7 @@ def _on_first_rank(
     layers: Mapping[str, BlockLayer],
     settings: Reconstruction,
 ) -> Reconstructed:
-    """The weights that the first rank learns from the rows of all ranks, on every rank."""
+    """Returns the weights that the first rank learns from the rows of all ranks, on every rank."""
     if rank_and_world()[1] == 1:
         return reconstruct_block(block.module, calls, outputs, layers, settings)
     cpu = torch.device("cpu")

@@ -47,7 +47,7 @@ class _Rounded:
 
 
 def stages_of(block: Block) -> list[list[Group]]:
-    """Groups whose statistics one pass collects: sibling experts together, all others one by one."""
+    """Returns groups whose statistics one pass collects: sibling experts together, all others one by one."""
     routed = {group.pattern for group in block.groups if group.tokens < block.tokens}
     stages: dict[str, list[Group]] = {}
     for index, group in enumerate(block.groups):
@@ -70,7 +70,7 @@ def round_stage(block: Block, stage: list[Group]) -> None:
 
 
 def _owners(stage: Sequence[Group]) -> list[int] | None:
-    """The rank that solves each of several groups; None where all ranks solve the only one together."""
+    """Returns the rank that solves each of several groups; None where all ranks solve the only one together."""
     if len(stage) == 1:
         return None
     if any(group.pipeline.reconstruction for group in stage):
@@ -82,7 +82,7 @@ def _owners(stage: Sequence[Group]) -> list[int] | None:
 
 
 def _collect(block: Block, stage: list[Group]) -> tuple[list[Moments], list[list[HeldOut]]]:
-    """Sums over the inputs of each group; for the guard also its inputs on held-out rows."""
+    """Returns the sums over the inputs of each group; for the guard also its inputs on held-out rows."""
     # Tokens that a router has sent to many experts take less memory than the experts' moments.
     columns = stage[0].members[0].shape[-1]
     later = len(stage) > 1 and sum(group.tokens for group in stage) < len(stage) * columns
@@ -116,13 +116,13 @@ def _collect(block: Block, stage: list[Group]) -> tuple[list[Moments], list[list
 
 
 def _held_out_batches(block: Block) -> range:
-    """Batches that only judge, where there is a guard: the last eighth, at least one."""
+    """Returns the batches that only judge, where there is a guard: the last eighth, at least one."""
     count = block.batches
     return range(count - max(count // 8, 1), count) if block.settings.guard else range(0)
 
 
 def _drift(block: Block, group: Group, x: torch.Tensor) -> torch.Tensor | None:
-    """The part of the input error r - x that the solver corrects for; None where it corrects nothing.
+    """Returns the part of the input error r - x that the solver corrects for; None where it corrects nothing.
 
     Where inputs are rounded, x is the input before that: against the noise of rounding, least squares would shrink the
     weights, layer after layer, and the model would lose more than it gains.
@@ -134,7 +134,10 @@ def _drift(block: Block, group: Group, x: torch.Tensor) -> torch.Tensor | None:
 
 
 def _residual(block: Block, group: Group) -> torch.Tensor | None:
-    """The part of the residual stream's error that the group's output makes up for; None where it does not write."""
+    """Returns the part of the residual stream's error that the group's output makes up for.
+
+    None where it does not write.
+    """
     share = group.pipeline.shares(group.activation is not None).residual
     # The members of a group are one weight for the solver, and would have to write in turn.
     if not share or len(group.names) > 1 or not _is_aligned(block, group):
@@ -144,7 +147,7 @@ def _residual(block: Block, group: Group) -> torch.Tensor | None:
 
 
 def _is_aligned(block: Block, group: Group) -> bool:
-    """Whether each token reaches the group once, so that its original input can be told."""
+    """Returns whether each token reaches the group once, so that its original input can be told."""
     return group.calls == 1 and group.tokens == block.tokens
 
 
@@ -224,7 +227,7 @@ def _solve_part(
 
 
 def _tokens_of(group: Group, stats: LayerStats | None) -> int:
-    """Tokens that the solution of a group rests on; 0 for pooled statistics."""
+    """Returns the tokens that the solution of a group rests on; 0 for pooled statistics."""
     if not group.pipeline.needs_moment:
         return group.tokens
     return 0 if stats is None else stats.tokens
@@ -233,7 +236,7 @@ def _tokens_of(group: Group, stats: LayerStats | None) -> int:
 def _statistics_for(
     block: Block, group: Group, stats: LayerStats | None, siblings: LayerStats | None
 ) -> LayerStats | None:
-    """The statistics that a group is solved on: its own, or its siblings'; a note for the plan says which."""
+    """Returns the statistics that a group is solved on: its own, or its siblings'; a note for the plan says which."""
     if block.settings.guard is None:
         group.inputs.clear()
         group.batch_numbers.clear()
@@ -266,7 +269,7 @@ def _solve_without_data(group: Group) -> None:
 def _take_branches(
     block: Block, group: Group, stats: LayerStats | None
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Branch], LayerStats | None]:
-    """The weights to be rounded, the low-rank branches taken off them, and the statistics for them."""
+    """Returns the weights to be rounded, the low-rank branches taken off them, and the statistics for them."""
     targets = _targets_of(block, group)
     if not group.pipeline.spec.rank:
         return targets, {}, stats
@@ -276,7 +279,10 @@ def _take_branches(
 
 
 def _rounded_by_all(block: Block, groups: Sequence[Group], own: Mapping[int, _Rounded]) -> Iterator[_Rounded]:
-    """The solutions of all ranks' groups; of other ranks' the weights before rounding have no branch taken off."""
+    """Yields the solutions of all ranks' groups.
+
+    Of other ranks' the weights before rounding have no branch taken off.
+    """
     outlines = [({m.name: m.shape for m in group.members}, group.weight_format) for group in groups]
     solved = all_solved({index: rounded.weights for index, rounded in own.items()}, outlines, block.device)
     sent = [
@@ -294,7 +300,7 @@ def _rounded_by_all(block: Block, groups: Sequence[Group], own: Mapping[int, _Ro
 
 
 def _targets_of(block: Block, group: Group) -> dict[str, torch.Tensor]:
-    """The weights of a group that are to be rounded, by the layers' names."""
+    """Returns the weights of a group that are to be rounded, by the layers' names."""
     return {member.name: block.targets[name] for member, name in zip(group.members, group.names, strict=True)}
 
 

@@ -61,7 +61,10 @@ def check_plan(plan: Plan) -> None:
 
 
 def _can_name(activation: Format) -> bool:
-    """Whether readers of the config round inputs as `activation` does: the config cannot tell E5M2 from E4M3."""
+    """Returns whether readers of the config round inputs as `activation` does.
+
+    The config cannot tell E5M2 from E4M3.
+    """
     try:
         read = activation_format_of(_activation_arguments(activation))
     except ValueError:
@@ -82,7 +85,7 @@ def _can_name(activation: Format) -> bool:
 
 
 def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[str, Any]:
-    """`quantization_config` for config.json, with one group per pair of formats.
+    """Returns `quantization_config` for config.json, with one group per pair of formats.
 
     A group that holds every quantized linear targets the class, as peers write it, and an output head by name, which is
     no linear in vLLM; other groups list their layers.
@@ -207,7 +210,7 @@ def _arguments(
 
 
 def weight_format_of(arguments: Mapping[str, Any]) -> Format:
-    """The format that a config's `weights` block describes; ValueError, with its request, if none fits."""
+    """Returns the format that a config's `weights` block describes; ValueError, with its request, if none fits."""
     # Other arguments say how scales were found, and not how they are read. The order of columns that `actorder` may
     # ask for comes as a tensor `weight_g_idx`, which `check` refuses.
     keys = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric")
@@ -219,7 +222,7 @@ def weight_format_of(arguments: Mapping[str, Any]) -> Format:
 
 
 def activation_format_of(arguments: Mapping[str, Any] | None) -> Format | None:
-    """The format that an `input_activations` block describes, None for 16 bit; ValueError if none fits."""
+    """Returns the format that an `input_activations` block describes, None for 16 bit; ValueError if none fits."""
     if arguments is None:
         return None
     keys = ("num_bits", "type", "strategy", "group_size")
@@ -233,7 +236,7 @@ def activation_format_of(arguments: Mapping[str, Any] | None) -> Format | None:
 def read_config(
     config: Mapping[str, Any], names: StoredNames, tensors: Container[str] = ()
 ) -> tuple[FormatsOf, Format | None]:
-    """The formats that a `quantization_config` gives to matrices, and the format of the KV cache.
+    """Returns the formats that a `quantization_config` gives to matrices, and the format of the KV cache.
 
     The config names every quantized matrix, so that `tensors` are not asked.
 
@@ -292,12 +295,15 @@ def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[s
 
 
 def agrees(layer: LayerPlan, weight: Format | None, activation: Format | None) -> bool:
-    """Whether the config's formats are those of the plan; configs have no name for a format, only its arguments."""
+    """Returns whether the config's formats are those of the plan.
+
+    Configs have no name for a format, only its arguments.
+    """
     return same_values(layer.weight, weight) and same_values(layer.activation, activation)
 
 
 def _matches(name: str, target: str) -> bool:
-    """Whether a layer is meant by an entry of `targets` or `ignore`: a pattern, the class, or the layer's name."""
+    """Returns whether an entry of `targets` or `ignore` means a layer: by a pattern, its class, or its name."""
     if target.startswith("re:"):
         return matches(target[3:], name)
     return target in ("Linear", name)

@@ -84,7 +84,7 @@ def _part_warnings(plan: Plan) -> Iterator[str]:
 
 
 def _format_warnings(plan: Plan) -> Iterator[str]:
-    """Pairs of formats that vLLM stops at or TensorRT-LLM misreads, and embeddings."""
+    """Yields the pairs of formats that vLLM stops at or TensorRT-LLM misreads, and embeddings."""
     vllm, trtllm = get_target("vllm"), get_target("tensorrt-llm-compressed-tensors")
     by_formats: dict[str, list[LayerPlan]] = {}
     for layer in plan.quantized:
@@ -109,7 +109,7 @@ def _format_warnings(plan: Plan) -> Iterator[str]:
 
 
 def _unpacking_warnings(plan: Plan, dtype: torch.dtype) -> Iterator[str]:
-    """Formats that transformers unpacks to BF16, whatever the model's dtype."""
+    """Yields the formats that transformers unpacks to BF16, whatever the model's dtype."""
     unpacked = [layer.weight for layer in plan.quantized if layer.weight is not None and not layer.weight.scale.is_wide]
     if unpacked and dtype != torch.bfloat16:
         yield (
@@ -119,7 +119,7 @@ def _unpacking_warnings(plan: Plan, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _expert_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
-    """Fused experts, whose second-level scale transformers drops and whose inputs it leaves in 16 bit."""
+    """Yields fused experts, whose second-level scale transformers drops and whose inputs it leaves in 16 bit."""
     fused = [] if names.apart else [layer for layer in plan.quantized if layer.kind == LayerKind.EXPERTS]
     fused = [layer for layer in fused if layer.name not in names.stopped]
     misread = [layer.name for layer in fused if f"{layer.weight}" in ("nvfp4", "mxfp8", "int8")]
@@ -137,7 +137,7 @@ def _expert_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
 
 
 def _input_warnings(plan: Plan) -> Iterator[str]:
-    """Inputs that are not `[batch, tokens, in]`, as `plan.provenance` lists them."""
+    """Yields the inputs that are not `[batch, tokens, in]`, as `plan.provenance` lists them."""
     if layers := plan.provenance.get(ODD_INPUTS):
         yield (
             f"{_counted(layers)} quant.load or a server such as vLLM for a scale for each token: transformers with "
@@ -157,7 +157,7 @@ def _narrow_expert_warnings(plan: Plan) -> Iterator[str]:
 
 
 def _kept_expert_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
-    """Experts in 16 bit beside packed layers, which transformers takes for quantized ones."""
+    """Yields experts in 16 bit beside packed layers, which transformers takes for quantized ones."""
     cut = () if names.apart else names.cut
     in_16_bit = [
         layer.name
@@ -173,7 +173,7 @@ def _kept_expert_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
 
 
 def _wide_scale_warnings(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Iterator[str]:
-    """Scales of another toolkit in float32, which the model's 16-bit dtype does not hold."""
+    """Yields the scales of another toolkit in float32, which the model's 16-bit dtype does not hold."""
     wide = [name for name, t in tensors.items() if name.endswith(".weight_scale") and t.dtype is torch.float32]
     if wide and dtype in (torch.bfloat16, torch.float16):
         count = f"{len(wide):,} weight scale{'' if len(wide) == 1 else 's'}"
@@ -184,7 +184,7 @@ def _wide_scale_warnings(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
 
 
 def _is_one_int4_group(layer: LayerPlan) -> bool:
-    """Whether it is a down projection of experts with one INT4 group a row.
+    """Returns whether it is a down projection of experts with one INT4 group a row.
 
     vLLM's `_process_weights_marlin` orders the scales of gate and up by `intermediate_size_per_partition`,
     which is the width of the other projection (vllm 0.26.0, fused_moe/oracle/int_wna16.py).
@@ -196,7 +196,7 @@ def _is_one_int4_group(layer: LayerPlan) -> bool:
 
 
 def _is_float8(format: Format) -> bool:
-    """Whether a weight in `format` is stored as a tensor of its shape in a float dtype."""
+    """Returns whether a weight in `format` is stored as a tensor of its shape in a float dtype."""
     return format.element.bits == 8 and not format.element.is_integer
 
 

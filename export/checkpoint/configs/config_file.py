@@ -76,7 +76,7 @@ def write_config(
 
 
 def _as_in_source(now: Mapping[str, Any], file: Path, cls: Any) -> dict[str, Any]:
-    """The fields of the source's config, and the values that `now` has changed in them."""
+    """Returns the fields of the source's config, and the values that `now` has changed in them."""
     fields: dict[str, Any] = read_json(file, "a config", lambda document: typed(dict[str, Any], document, "the file"))
     before = json.loads(cls.from_pretrained(file.parent, local_files_only=True).to_json_string())
     fields.pop("compression_config", None)

@@ -25,7 +25,7 @@ def plan_of_checkpoint(
     tensors: Mapping[str, torch.Tensor],
     names: StoredNames | None = None,
 ) -> Plan:
-    """The plan of a checkpoint of any layout that came without one, as its config describes it.
+    """Returns the plan of a checkpoint of any layout that came without one, as its config describes it.
 
     Layers that runtimes merge are in a fusion group if the checkpoint has one tensor scale for them.
 
@@ -77,7 +77,7 @@ def plan_of_checkpoint(
 
 
 def _ungrouped(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[LayerPlan]:
-    """Members of groups that runtimes cannot merge: their formats, or the scales of whole tensors, differ."""
+    """Returns the members of groups that runtimes cannot merge, because formats or per-tensor scales differ."""
     return [
         replace(member, group=None)
         for members in plan.groups().values()
@@ -89,7 +89,7 @@ def _ungrouped(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[LayerPla
 
 
 def _tensor_scales(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> tuple[float, ...]:
-    """Scales that a layer of any layout has for its whole weight and for its input."""
+    """Returns the scales that a layer of any layout has for its whole weight and for its input."""
     names = ["weight_scale_2", "weight_global_scale", "input_global_scale", "input_scale"]
     if layer.weight is not None and layer.weight.per_tensor:
         names.append("weight_scale")

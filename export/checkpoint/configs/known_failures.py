@@ -31,7 +31,7 @@ class Failure:
     source: str = ""
 
     def row(self) -> str:
-        """The row of docs/vllm.md."""
+        """Returns the row of docs/vllm.md."""
         return f"| {self.subject} | {self.releases} | {self.gpus} | {self.effect} | {self.source} |"
 
     @property

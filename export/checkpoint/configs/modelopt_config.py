@@ -124,12 +124,12 @@ def _algorithm(layer: LayerPlan) -> str:
 
 
 def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[str, Any]:
-    """`quantization_config` for config.json, of a plan that `check_plan` has passed."""
+    """Returns `quantization_config` for config.json, of a plan that `check_plan` has passed."""
     return _configs(plan, names or StoredNames())[0]
 
 
 def own_files(plan: Plan, names: StoredNames | None = None) -> dict[str, dict[str, Any]]:
-    """`hf_quant_config.json`, which TensorRT-LLM reads."""
+    """Returns `hf_quant_config.json`, which TensorRT-LLM reads."""
     return {CONFIG_FILE: _configs(plan, names or StoredNames())[1]}
 
 
@@ -149,7 +149,7 @@ def own_files(plan: Plan, names: StoredNames | None = None) -> dict[str, dict[st
 
 
 def _configs(plan: Plan, names: StoredNames) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`quantization_config` for config.json, and the contents of `hf_quant_config.json`.
+    """Returns `quantization_config` for config.json, and the contents of `hf_quant_config.json`.
 
     Runtimes go by the names of tensors on disk.
     """
@@ -208,7 +208,7 @@ def _arguments(format: Format) -> dict[str, Any]:
 
 
 def _excluded(plan: Plan, names: StoredNames) -> list[str]:
-    """Modules that stay in 16 bit. Experts are named by their module, as a prefix."""
+    """Returns the modules that stay in 16 bit. Experts are named by their module, as a prefix."""
     excluded = set(names.carried_modules)
     for layer in plan.layers:
         if layer.weight is not None or layer.kind == LayerKind.NORM:
@@ -225,7 +225,7 @@ def _stored(layer: str, names: StoredNames) -> str:
 
 
 def _matrices(layer: LayerPlan, names: StoredNames) -> list[str]:
-    """Names in the files of a layer's matrices, without `.weight`."""
+    """Returns the names in the files of a layer's matrices, without `.weight`."""
     return _expert_matrices(layer, names) if layer.kind == LayerKind.EXPERTS else [_stored(layer.name, names)]
 
 
@@ -234,7 +234,7 @@ def _expert_matrices(layer: LayerPlan, names: StoredNames) -> list[str]:
 
 
 def formats_of(algorithm: str, group_size: int | None = None) -> tuple[Format, Format | None]:
-    """Formats of weight and inputs that a `quant_algo` stands for.
+    """Returns the formats of weight and inputs that a `quant_algo` stands for.
 
     Raises ValueError for an unknown algorithm, or a group size that its format does not have.
     """
@@ -252,7 +252,7 @@ def formats_of(algorithm: str, group_size: int | None = None) -> tuple[Format, F
 def read_config(
     config: Mapping[str, Any], names: StoredNames, tensors: Container[str] = ()
 ) -> tuple[FormatsOf, Format | None]:
-    """The formats that a config gives to matrices with a scale among `tensors`, and the format of the KV cache.
+    """Returns the formats that a config gives to matrices with a scale among `tensors`, and the format of the KV cache.
 
     Raises:
         ValueError: an unknown algorithm; of the function, a quantized matrix that the config does not name.
@@ -274,12 +274,15 @@ def read_config(
 
 
 def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[str], int]:
-    """The layout has no rotations at run time."""
+    """Returns the layout has no rotations at run time."""
     return lambda matrix: 0
 
 
 def agrees(layer: LayerPlan, weight: Format | None, activation: Format | None) -> bool:
-    """Whether the config's formats are those of the plan, or share their `quant_algo`: `fp8_pb_wo` says no inputs."""
+    """Returns whether the config's formats are those of the plan, or share their `quant_algo`.
+
+    `fp8_pb_wo`, for example, does not say anything about inputs.
+    """
     if not same_values(layer.weight, weight):
         return False
     planned, configured = _pair(layer.weight, layer.activation), _pair(weight, activation)

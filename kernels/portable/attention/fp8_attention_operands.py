@@ -259,7 +259,7 @@ def fp8_lay_out_v_kernel(
 
 
 def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None, longest: int | None = None) -> torch.Tensor:
-    """V as the FP8 kernel reads it.
+    """Returns V as the FP8 kernel reads it.
 
     Args:
         v: E4M3 `[batch, kv_heads, tokens, dim]`, contiguous.
@@ -283,7 +283,7 @@ def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None, longest: 
 
 
 def quantize_qkv(work: AttentionInputs, scales: Scales | None) -> QuantizedParts:
-    """Codes and scales of Q, K and V, and the shift of the scores."""
+    """Returns the codes and scales of Q, K and V, and the shift of the scores."""
     q, k, v = work.q, work.k, work.v
     padded = (*v.shape[:2], v.shape[3], work.blocks(v) * SCALE_BLOCK)
     codes = [
@@ -297,14 +297,14 @@ def quantize_qkv(work: AttentionInputs, scales: Scales | None) -> QuantizedParts
 
 
 def measure(work: AttentionInputs) -> list[torch.Tensor]:
-    """The largest magnitude of each block of Q, K and V."""
+    """Returns the largest magnitude of each block of Q, K and V."""
     amax = _new_scales(work)
     _launch(work, [work.q, work.k, work.v], amax, None, static=False, measure=True)
     return amax
 
 
 def key_means(work: AttentionInputs) -> torch.Tensor:
-    """Mean of K over each sequence, `[sequences, kv_heads, dim]`."""
+    """Returns the mean of K over each sequence, `[sequences, kv_heads, dim]`."""
     k = _aligned(work.k)
     sequences = work.sequences or k.shape[0]
     longest = k.shape[2] if work.max_seqlen_k is None else work.max_seqlen_k
@@ -333,7 +333,7 @@ def _per_head(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x` so that the kernel reads rows in pieces of 16 bytes."""
+    """Returns `x` so that the kernel reads rows in pieces of 16 bytes."""
     fits = x.stride(3) == 1 and all(n % 8 == 0 for n in x.stride()[:3]) and x.data_ptr() % 16 == 0
     return x if fits else x.contiguous()
 
@@ -344,7 +344,7 @@ def _eighths(x: torch.Tensor) -> list[int]:
 
 
 def _rope_of(work: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """cos and sin, and the eighths of elements from one batch entry to the next."""
+    """Returns cos and sin, and the eighths of elements from one batch entry to the next."""
     if work.rope is None:
         return work.k, work.k, 0
     cos, sin = (part.contiguous() for part in work.rope)

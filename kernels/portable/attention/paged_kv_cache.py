@@ -205,7 +205,7 @@ def nvfp4_kv_read_kernel(codes, blocks, scale, out, tokens, dim: tl.constexpr, w
 
 
 def read_nvfp4_kv(codes: torch.Tensor, blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values of NVFP4 codes `[batch, kv_heads, tokens, dim / 2]` under scales `[batch, kv_heads]`, contiguous."""
+    """Returns the values of NVFP4 codes `[batch, kv_heads, tokens, dim / 2]` under scales `[batch, kv_heads]`."""
     batch, heads, tokens, half = codes.shape
     out = torch.empty((batch, heads, tokens, 2 * half), dtype=dtype, device=codes.device)
     width = triton.next_power_of_2(2 * half)

@@ -204,12 +204,12 @@ def within_kernel(gradient, x, scale, out, count, largest: tl.constexpr, block: 
 
 
 def can_measure(format: Format, shape: Sequence[int]) -> bool:
-    """Whether `round_weight` finds the block scales of a weight of `shape` itself: short runs, E4M3 or E8M0."""
+    """Returns whether `round_weight` finds the block scales of a weight of `shape` itself: short runs, E4M3 or E8M0."""
     return not format.scale.is_wide and format.block[1] <= 32 and can_sum(format, shape)
 
 
 def can_sum(format: Format, shape: Sequence[int]) -> bool:
-    """Whether `scale_gradient` takes a weight of `shape`: its blocks are runs of a row, and tiles hold whole ones."""
+    """Returns whether `scale_gradient` takes a weight of `shape`: tiles hold whole blocks, which are runs of a row."""
     rows, columns = format.block
     if shape[0] > _MOST_ROWS:
         return False
@@ -223,7 +223,7 @@ def round_weight(
     scale: torch.Tensor | None,
     global_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The weight `[N, K]` as a packed model multiplies by it, in one pass.
+    """Returns the weight `[N, K]` as a packed model multiplies by it, in one pass.
 
     Args:
         weight: FP32, BF16 or FP16.
@@ -249,7 +249,7 @@ def masked_gradient(
     scale: torch.Tensor,
     global_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The gradient `[N, K]` with zeros where the weight is beyond the range of its block, in the weight's dtype."""
+    """Returns the gradient `[N, K]`, with zeros where the weight is beyond the range of its block."""
     out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     return _backward(mask_kernel, out, gradient, weight, format, scale, global_scale)
 
@@ -261,7 +261,7 @@ def scale_gradient(
     scale: torch.Tensor,
     global_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """LSQ's gradient of the block scales `[N, K / columns]`, float32; `can_sum` tells for which weights."""
+    """Returns LSQ's gradient of the block scales `[N, K / columns]`, float32; `can_sum` tells for which weights."""
     out = torch.empty(scale.shape, dtype=torch.float32, device=weight.device)
     return _backward(slope_kernel, out, gradient, weight, format, scale, global_scale)
 
@@ -269,7 +269,7 @@ def scale_gradient(
 def input_gradient(
     gradient: torch.Tensor, x: torch.Tensor, rounded: torch.Tensor, format: Format, scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """The gradient `[N, K]` of inputs that were rounded in short blocks; `can_sum` tells in which.
+    """Returns the gradient `[N, K]` of inputs that were rounded in short blocks; `can_sum` tells in which.
 
     Args:
         gradient: of the rounded inputs; the result has its dtype.
@@ -287,7 +287,7 @@ def input_gradient(
 
 @lru_cache(maxsize=1024)
 def _input_launch(N: int, K: int, format: str, has_scale: bool) -> CachedLaunch:
-    """The launch of `input_kernel` for inputs of a shape and format."""
+    """Returns the launch of `input_kernel` for inputs of a shape and format."""
     form = FORMATS[format]
     constants = {
         "least": form.element.max * form.scale.min_subnormal, "most": form.element.max * form.scale.max,
@@ -297,7 +297,7 @@ def _input_launch(N: int, K: int, format: str, has_scale: bool) -> CachedLaunch:
 
 
 def within(gradient: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, largest: float) -> torch.Tensor:
-    """The gradient of `x`, which is contiguous, with zeros where `x` is beyond `largest` steps of a scalar scale."""
+    """Returns the gradient of `x`, with zeros where `x` is beyond `largest` steps of a scalar scale."""
     gradient = gradient.contiguous()
     out = torch.empty_like(gradient)
     if x.numel():
@@ -307,7 +307,7 @@ def within(gradient: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, largest
 
 @lru_cache(maxsize=1024)
 def _within(count: int, largest: float) -> CachedLaunch:
-    """The launch of `within_kernel` for a number of elements."""
+    """Returns the launch of `within_kernel` for a number of elements."""
     return CachedLaunch(within_kernel, (triton.cdiv(count, _RUN),), {"largest": largest, "block": _RUN, "num_warps": 8})
 
 
@@ -320,7 +320,7 @@ def _backward(
     scale: torch.Tensor,
     global_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`out`, contiguous, which `kernel` fills from the gradient `[N, K]` of the rounded weight."""
+    """Returns `out`, contiguous, which `kernel` fills from the gradient `[N, K]` of the rounded weight."""
     gradient, weight, scale, (N, K) = _rows(gradient), _rows(weight), scale.contiguous(), weight.shape
     has_global = global_scale is not None
     launch = _launch(kernel, N, K, format.name, has_global)
@@ -333,14 +333,14 @@ def _backward(
 
 @lru_cache(maxsize=1024)
 def _launch(kernel: Any, N: int, K: int, format: str, has_global: bool, **constants: Any) -> CachedLaunch:
-    """The launch of one of these kernels for weights of a shape and format."""
+    """Returns the launch of one of these kernels for weights of a shape and format."""
     form = FORMATS[format]
     numbers = {} if kernel is mask_kernel else _number(form)
     return CachedLaunch(kernel, _grid(N, K), constants | numbers | _common(form, has_global))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """A matrix whose rows are contiguous."""
+    """Returns a matrix whose rows are contiguous."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
@@ -349,7 +349,7 @@ def _grid(N: int, K: int) -> tuple[int, int]:
 
 
 def _number(format: Format) -> dict[str, Any]:
-    """The constants of `_on_grid` for an element's number, but for its largest value."""
+    """Returns the constants of `_on_grid` for an element's number, but for its largest value."""
     element = format.element
     return {
         "mantissa": element.mantissa, "lowest": element.min_normal, "top": 2.0**element.max_exponent,

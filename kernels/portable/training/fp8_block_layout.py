@@ -32,7 +32,7 @@ class Operands(NamedTuple):
 
 
 def allocate(x: torch.Tensor, square: bool, rows: bool, columns: bool) -> Operands:
-    """The operands of a matrix `[R, C]`, not filled."""
+    """Returns the operands of a matrix `[R, C]`, not filled."""
     height, width = x.shape
 
     def direction(lines: int, summed: int, multiple: int, is_wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,5 +49,5 @@ def allocate(x: torch.Tensor, square: bool, rows: bool, columns: bool) -> Operan
 
 
 def padded(size: int, multiple: int) -> int:
-    """`size` rounded up to a multiple."""
+    """Returns `size` rounded up to a multiple."""
     return -(-size // multiple) * multiple

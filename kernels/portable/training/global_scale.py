@@ -41,7 +41,7 @@ def global_scale_kernel(largest, out, unit: tl.constexpr):
 
 
 def global_scale(weights: Sequence[torch.Tensor], format: Format) -> torch.Tensor:
-    """The second-level scale by the `max` rule, float32 scalar, of weights on one GPU: FP32, BF16 or FP16."""
+    """Returns the second-level scale by the `max` rule, float32 scalar, of weights on one GPU: FP32, BF16 or FP16."""
     device = weights[0].device
     largest = torch.zeros((), dtype=torch.int32, device=device)
     out = torch.empty((), dtype=torch.float32, device=device)
@@ -53,11 +53,11 @@ def global_scale(weights: Sequence[torch.Tensor], format: Format) -> torch.Tenso
 
 @lru_cache(maxsize=1024)
 def _amax(count: int) -> CachedLaunch:
-    """The launch of `amax_kernel` for a number of elements."""
+    """Returns the launch of `amax_kernel` for a number of elements."""
     return CachedLaunch(amax_kernel, (triton.cdiv(count, _RUN),), {"block": _RUN, "num_warps": 8})
 
 
 @lru_cache(maxsize=64)
 def _global_scale(format: str) -> CachedLaunch:
-    """The launch of `global_scale_kernel` for a format."""
+    """Returns the launch of `global_scale_kernel` for a format."""
     return CachedLaunch(global_scale_kernel, (1,), {"unit": FORMATS[format].element.max * E4M3.max, "num_warps": 1})

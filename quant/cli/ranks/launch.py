@@ -31,12 +31,12 @@ _FAREWELL = 10.0  # seconds that ranks have to end by themselves
 
 
 def is_rank() -> bool:
-    """Whether a launcher has started this process as one of several."""
+    """Returns whether a launcher has started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def local_device(asked: str) -> str:
-    """The device of this rank, which takes the GPU of its number on its machine.
+    """Returns the device of this rank, which takes the GPU of its number on its machine.
 
     Raises:
         UserError: a single GPU is named for all ranks, or there are fewer than ranks.
@@ -60,7 +60,7 @@ def local_device(asked: str) -> str:
 
 
 def free_port() -> int:
-    """A port of this machine at which nothing listens, where ranks can meet.
+    """Returns a port of this machine at which nothing listens, where ranks can meet.
 
     It is below those that systems give to outgoing connections, of which one might take it before the ranks have met.
     """

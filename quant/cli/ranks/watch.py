@@ -133,7 +133,7 @@ def _weight(word: dict[str, Any]) -> int:
 
 
 def _kept_alive(connection: socket.socket) -> socket.socket:
-    """A connection that notices within half a minute that the other machine is gone."""
+    """Returns a connection that notices within half a minute that the other machine is gone."""
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
@@ -148,7 +148,7 @@ def _send(connection: socket.socket, **word: Any) -> None:
 
 
 def _word(connection: socket.socket) -> dict[str, Any]:
-    """The word of another rank; empty where the rank is lost."""
+    """Returns the word of another rank; empty where the rank is lost."""
     line = b""
     with suppress(OSError):
         while not line.endswith(b"\n") and (part := connection.recv(1 << 16)):

@@ -84,7 +84,7 @@ def _base(parameters: Any, fields: Mapping[str, Any]) -> float:
 
 
 def _of_metadata(fields: Mapping[str, Any], context: int) -> dict[str, Any]:
-    """The scaling that metadata name, as `rope_parameters` has it; empty without one.
+    """Returns the scaling that metadata name, as `rope_parameters` has it; empty without one.
 
     Args:
         fields: of the file, by their names below `ARCH.rope.`.
@@ -139,7 +139,10 @@ def _longrope(fields: Mapping[str, Any], tensors: Mapping[str, np.ndarray[Any, A
 
 
 def _are_proportional(parameters: Any, divisors: np.ndarray[Any, Any]) -> bool:
-    """Whether divisors only switch off the frequencies that Gemma 4 leaves out; its config says how many rotate."""
+    """Returns whether divisors only switch off the frequencies that Gemma 4 leaves out.
+
+    Its config says how many rotate.
+    """
     if not isinstance(parameters, dict) or parameters.get("rope_type") != "proportional":
         return False
     rotated = int(parameters.get("partial_rotary_factor", 1.0) * len(divisors))
@@ -147,7 +150,7 @@ def _are_proportional(parameters: Any, divisors: np.ndarray[Any, Any]) -> bool:
 
 
 def _of_divisors(divisors: np.ndarray[Any, Any], base: float, config: Any) -> dict[str, Any]:
-    """The `llama3` scaling whose divisors of frequencies these are; empty where all are 1."""
+    """Returns the `llama3` scaling whose divisors of frequencies these are; empty where all are 1."""
     if (divisors == 1).all():
         return {}
     turns = base ** (-np.arange(len(divisors)) / len(divisors)) / (2 * math.pi)  # 1 / wavelength, in tokens
@@ -169,7 +172,7 @@ def _of_divisors(divisors: np.ndarray[Any, Any], base: float, config: Any) -> di
 def _candidates(
     divisors: np.ndarray[Any, Any], turns: np.ndarray[Any, Any], factor: float
 ) -> Sequence[tuple[float, float, int]]:
-    """Values of low, high and the context that may have given the divisors, the most likely first."""
+    """Returns the values of low, high and the context that may have given the divisors, the most likely first."""
     if factor <= 1:
         return []
     between = np.flatnonzero((divisors > 1 + _TOLERANCE) & (divisors < factor * (1 - _TOLERANCE)))
@@ -193,5 +196,5 @@ def _candidates(
 
 
 def _rounded(number: float) -> float:
-    """A float32 number as a person would have written it."""
+    """Returns a float32 number as a person would have written it."""
     return float(f"{number:.6g}")

@@ -62,7 +62,10 @@ def check_tokens(tokenizer: Any, fields: Mapping[str, Any]) -> None:
 
 
 def _vocabulary_problems(tokenizer: Any, tokens: Sequence[str], types: Sequence[int]) -> Iterator[str]:
-    """Ids that have another token in the tokenizer than in the file. Several ids may have one token: any will do."""
+    """Yields the ids that have another token in the tokenizer than in the file.
+
+    Several ids may have one token: any will do.
+    """
     matched = [i for i, kind in enumerate(types) if kind in (_NORMAL, _CONTROL, _USER_DEFINED, _BYTE)]
     read = tokenizer.convert_ids_to_tokens(list(range(len(tokens))))
     ids: dict[bytes, int] = {}
@@ -79,7 +82,7 @@ def _vocabulary_problems(tokenizer: Any, tokens: Sequence[str], types: Sequence[
 
 
 def _merge_problems(tokenizer: Any, merges: Sequence[str] | None) -> Iterator[str]:
-    """The first pair that is merged in another order than the file says."""
+    """Yields the first pair that is merged in another order than the file says."""
     if not merges:
         return
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
@@ -94,7 +97,7 @@ def _merge_problems(tokenizer: Any, merges: Sequence[str] | None) -> Iterator[st
 
 
 def _edge_problems(tokenizer: Any, name: str, token: int | None, *, adds: bool) -> Iterator[str]:
-    """Whether BOS or EOS is added to a text as the file says, after the tokenizer was told so."""
+    """Yields whether BOS or EOS is added to a text as the file says, after the tokenizer was told so."""
     if token is None or _adds(tokenizer, name, token) == adds:
         return
     if hasattr(tokenizer, f"add_{name}_token"):
@@ -111,7 +114,7 @@ def _adds(tokenizer: Any, name: str, token: int) -> bool:
 
 
 def _spells_any_text(tokens: Sequence[str], model: str) -> bool:
-    """Whether each byte has a token, in the byte alphabet or as <0x41>."""
+    """Returns whether each byte has a token, in the byte alphabet or as <0x41>."""
     names = set(tokens)
     return names.issuperset(_alphabet() if model == "gpt2" else [f"<0x{byte:02X}>" for byte in range(256)])
 
@@ -124,7 +127,7 @@ def _round_trip_problems(tokenizer: Any) -> Iterator[str]:
 
 
 def _spelling(token: str) -> bytes:
-    """The bytes that a token stands for: transformers spells some tokens in another alphabet than the file."""
+    """Returns the bytes that a token stands for: transformers spells some tokens in another alphabet than the file."""
     alphabet = _alphabet()
     if all(character in alphabet for character in token):
         return bytes(alphabet[character] for character in token)
@@ -133,7 +136,7 @@ def _spelling(token: str) -> bytes:
 
 @cache
 def _alphabet() -> dict[str, int]:
-    """The byte of each character of the byte alphabet of GPT-2, which spells bytes by printable characters alone."""
+    """Returns the byte of each character of GPT-2's byte alphabet, which spells bytes by printable characters."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(unprintable)}

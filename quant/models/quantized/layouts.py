@@ -43,7 +43,7 @@ Found = tuple[str, Packed]
 
 
 def _find_scaled(name: str, tensors: QuantizedTensors, quantization: Quantization) -> Found | None:
-    """`X` with `X_scale` or `X_scale_inv`, or `X_packed`; `X` may be stacked experts."""
+    """Returns `X` with `X_scale` or `X_scale_inv`, or `X_packed`; `X` may be stacked experts."""
     original = name.removesuffix("_packed")
     # DeepSeek's `weight_scale_inv` is no reciprocal in spite of its name: codes are multiplied by it, as by
     # `weight_scale`.
@@ -82,12 +82,12 @@ def _find_scaled(name: str, tensors: QuantizedTensors, quantization: Quantizatio
 
 
 def _columns(nbytes: int, scales: int, packed: bool) -> int:
-    """How many codes a row of bytes holds: of 4 bits, or of 6, where 32 of them have a scale."""
+    """Returns how many codes a row of bytes holds: of 4 bits, or of 6, where 32 of them have a scale."""
     return nbytes * 8 // 6 if packed and nbytes == 24 * scales else 2 * nbytes
 
 
 def _group_size(columns: int, groups: int, declared: Iterable[Any]) -> int:
-    """Inputs that share a scale; a last group may be short if the config names the size."""
+    """Returns the inputs that share a scale; a last group may be short if the config names the size."""
     return next((size for size in declared if size and -(-columns // size) == groups), columns // groups)
 
 
@@ -100,7 +100,7 @@ def _pack_quantized(parts: Parts, dtype: torch.dtype, shape: Sequence[int], grou
 
 
 def _find_mxfp4(name: str, tensors: QuantizedTensors, quantization: Quantization) -> Found | None:
-    """`X_blocks` `[experts, out, in/32, 16]` and `X_scales`."""
+    """Returns `X_blocks` `[experts, out, in/32, 16]` and `X_scales`."""
     original = name.removesuffix("_blocks")
     if name == original or not tensors.on_disk(f"{original}_scales"):
         return None
@@ -112,7 +112,7 @@ def _find_mxfp4(name: str, tensors: QuantizedTensors, quantization: Quantization
 
 
 def _find_words(name: str, tensors: QuantizedTensors, quantization: Quantization) -> Found | None:
-    """`qweight`, `qzeros` and `scales`, and perhaps `g_idx`, in the place of `weight`."""
+    """Returns `qweight`, `qzeros` and `scales`, and perhaps `g_idx`, in the place of `weight`."""
     stem, _, last = name.rpartition(".")
     if last != "qweight":
         return None

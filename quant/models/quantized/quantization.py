@@ -83,7 +83,7 @@ class Quantization:
     config: Mapping[str, Any]
 
     def __str__(self) -> str:
-        """The format, for plans and the terminal."""
+        """Returns the format, for plans and the terminal."""
         config = self.config
         group = config.get("group_size")
         if self.method in (Method.GPTQ, Method.AWQ):
@@ -127,12 +127,12 @@ that shows it, and it says what to do.
 
 
 def is_in_training(fields: Mapping[str, Any]) -> bool:
-    """Whether a `quantization_config` is that of a model in training."""
+    """Returns whether a `quantization_config` is that of a model in training."""
     return str(fields.get("activation_scheme")).startswith(_IN_TRAINING)
 
 
 def quantization_of(path: Path, config: Mapping[str, Any]) -> Quantization | None:
-    """How the checkpoint in a directory is quantized; None where its config says nothing of that.
+    """Returns how the checkpoint in a directory is quantized; None where its config says nothing of that.
 
     Args:
         path: the directory.
@@ -182,7 +182,7 @@ def _check_block(block: list[int] | None, size: int | None, name: str) -> None:
 
 
 def _why_not(quantization: Quantization) -> str | None:
-    """Why nothing here decodes a checkpoint, and the way out."""
+    """Returns why nothing here decodes a checkpoint, and the way out."""
     config, method = quantization.config, quantization.method
     if method == "bitsandbytes" or config.get("load_in_4bit") or config.get("load_in_8bit"):
         return (

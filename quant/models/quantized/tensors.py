@@ -67,11 +67,11 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
         return out
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, which is not read for that."""
+        """Returns the shape of a tensor, which is not read for that."""
         return self.packed[name].shape if name in self.packed else self.stored_shape(name)
 
     def matrix(self, name: str, index: int | None = None) -> torch.Tensor:
-        """A packed matrix, or one of a packed stack."""
+        """Returns a packed matrix, or one of a packed stack."""
         packed = self.packed[name]
         parts = {part: self._read(on_disk, index) for part, on_disk in packed.parts.items()}
         try:
@@ -86,23 +86,23 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
         return tensor
 
     def file_of(self, name: str) -> Path:
-        """The file that holds a tensor."""
+        """Returns the file that holds a tensor."""
         return self._home[name]
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor as it is on disk."""
+        """Returns the shape of a tensor as it is on disk."""
         return tuple(self._files[self._home[name]].get_slice(name).get_shape())
 
     def stored_dtype(self, name: str) -> str:
-        """The dtype of a tensor on disk, as safetensors call it."""
+        """Returns the dtype of a tensor on disk, as safetensors call it."""
         return str(self._files[self._home[name]].get_slice(name).get_dtype())
 
     def on_disk(self, name: str) -> bool:
-        """Whether a tensor of this name is in the files."""
+        """Returns whether a tensor of this name is in the files."""
         return name in self._home
 
     def integers(self, name: str) -> list[int]:
-        """A small tensor of integers."""
+        """Returns a small tensor of integers."""
         return [int(value) for value in self._read(name).tolist()]
 
     def __iter__(self) -> Iterator[str]:

@@ -36,7 +36,7 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 def scaled(parts: Parts, blocks: Iterable[Block], dtype: torch.dtype) -> torch.Tensor:
-    """A matrix of floating-point or INT8 codes with scales, under compressed-tensors' or ModelOpt's names.
+    """Returns a matrix of floating-point or INT8 codes with scales, under compressed-tensors' or ModelOpt's names.
 
     Args:
         parts: `weight` or `weight_packed`, `weight_scale`, and perhaps `weight_global_scale`, `weight_scale_2` or
@@ -62,7 +62,7 @@ def scaled(parts: Parts, blocks: Iterable[Block], dtype: torch.dtype) -> torch.T
 
 
 def _format_of(codes: torch.Tensor, scale: torch.Tensor, second: bool, blocks: Iterable[Block]) -> Format:
-    """The format of a matrix, as its codes and scales tell."""
+    """Returns the format of a matrix, as its codes and scales tell."""
     if codes.dtype == torch.uint8 and scale.dim() == 2 and scale.shape[0] == 2 * codes.shape[0]:  # ModelOpt's INT4
         return Format("source", INT4, FP32, (1, codes.shape[1] // scale.shape[1]))
     # Scales of one byte are E4M3 (NVFP4) or exponents (MX, in E8M0 or uint8).
@@ -79,7 +79,7 @@ def _format_of(codes: torch.Tensor, scale: torch.Tensor, second: bool, blocks: I
 
 
 def _grid(scale: Sequence[int], shape: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of scales: `[]`, `[1]`, `[out]`, `[out, 1]`, `[rows, columns]` or `[rows, 1, columns, 1]`."""
+    """Returns the rows and columns of scales: `[]`, `[1]`, `[out]`, `[out, 1]`, or blocks in 2 or 4 dimensions."""
     sizes = list(scale)
     if len(sizes) == 4:
         return sizes[0], sizes[2]
@@ -89,7 +89,7 @@ def _grid(scale: Sequence[int], shape: tuple[int, int]) -> tuple[int, int]:
 
 
 def _block(shape: tuple[int, int], grid: tuple[int, int], declared: Iterable[Block]) -> Block:
-    """The block for which a matrix of `shape` has `grid` scales; a last block may be short."""
+    """Returns the block for which a matrix of `shape` has `grid` scales; a last block may be short."""
     blocks = ((0, 0), (1, 0), *declared)
     for rows, columns in blocks:
         if grid == (ceil(shape[0] / (rows or shape[0])), ceil(shape[1] / (columns or shape[1]))):
@@ -98,13 +98,13 @@ def _block(shape: tuple[int, int], grid: tuple[int, int], declared: Iterable[Blo
 
 
 def mxfp4_experts(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix `[in, out]` of an expert of gpt-oss, of `blocks [out, in/32, 16]` and `scales [out, in/32]`."""
+    """Returns the matrix `[in, out]` of a gpt-oss expert from `blocks [out, in/32, 16]` and `scales [out, in/32]`."""
     matrix = {"weight": parts["blocks"].flatten(-2), "weight_scale": parts["scales"]}
     return modelopt.decompress(matrix, FORMATS["mxfp4"])[0].dequantize(dtype).t().contiguous()
 
 
 def gptq(parts: Parts, dtype: torch.dtype, zeros_less_one: bool) -> torch.Tensor:
-    """A matrix `[out, in]` in GPTQ's layout; `zeros_less_one` is the layout's first version."""
+    """Returns a matrix `[out, in]` in GPTQ's layout; `zeros_less_one` is the layout's first version."""
     bits = 32 * parts["qzeros"].shape[1] // parts["scales"].shape[1]
     words = parts["qzeros"]
     if zeros_less_one:
@@ -119,7 +119,7 @@ def gptq(parts: Parts, dtype: torch.dtype, zeros_less_one: bool) -> torch.Tensor
 
 
 def awq(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-    """A matrix `[out, in]` in AWQ's layout for "gemm"."""
+    """Returns a matrix `[out, in]` in AWQ's layout for "gemm"."""
     order = torch.tensor(_AWQ_COLUMNS).argsort()
     codes, zero = (unpack_words(parts[name], 4)[..., order].flatten(-2).t() for name in ("qweight", "qzeros"))
     groups = torch.arange(codes.shape[1]) // ceil(codes.shape[1] / zero.shape[1])
@@ -127,7 +127,7 @@ def awq(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pack_quantized(parts: Parts, shape: Sequence[int], dtype: torch.dtype, group_size: int) -> torch.Tensor:
-    """A matrix of `shape` `[out, in]` in compressed-tensors' layout of integers."""
+    """Returns a matrix of `shape` `[out, in]` in compressed-tensors' layout of integers."""
     (rows, columns), packed, scale = shape, parts["weight_packed"], parts["weight_scale"]
     bits = word_bits(packed.shape[1], columns)
     codes = unpack_words(packed, bits).flatten(-2)[:, :columns]
@@ -143,12 +143,12 @@ def pack_quantized(parts: Parts, shape: Sequence[int], dtype: torch.dtype, group
 
 
 def word_bits(words: int, codes: int) -> int:
-    """Bits of a code where `codes` of them fill `words` words of 32 bits."""
+    """Returns the bits of a code where `codes` of them fill `words` words of 32 bits."""
     return 32 * words // codes
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes in int32 words `[…]`, lowest bits first: uint8 `[…, 32 / bits]`."""
+    """Returns codes in int32 words `[…]`, lowest bits first: uint8 `[…, 32 / bits]`."""
     # Byte by byte, which needs no int32 shifts: 2, 4 and 8 bits divide a byte, and words are little-endian.
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     octets = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
@@ -159,7 +159,10 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
 def _affine(
     codes: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor, groups: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`scale · (code − zero)`: codes `[out, in]`, zeros and scales `[out, groups]`, and the group of each input."""
+    """Returns `scale · (code − zero)`.
+
+    Codes are `[out, in]`, zeros and scales `[out, groups]`, and `group` names the group of each input.
+    """
     rows, columns = codes.shape
     out = torch.empty(rows, columns, dtype=dtype)
     # Chunks of rows bound the temporaries in float32 to 4 MB each.

@@ -68,7 +68,7 @@ class Fusion:
         self._is_alike: bool | None = None
 
     def common(self, member: RoundedWeight, x: torch.Tensor) -> Common:
-        """The results for `x` of members that ran before `member`; empty for the first of them."""
+        """Returns the results for `x` of members that ran before `member`; empty for the first of them."""
         if len(self.members) == 1 or _top_hooks is None or is_traced() or x.is_inference():
             return Common()
         if not self.is_alike or getattr(member, "_is_replica", False):  # replicas run at the same time
@@ -110,7 +110,7 @@ class Fusion:
 
 
 def _settings(member: Any) -> tuple[Any, ...]:
-    """The settings by which a layer rounds its weight and its input."""
+    """Returns the settings by which a layer rounds its weight and its input."""
     names = ("weight_format", "scales", "stored", "activation_format", "hadamard", "pre_scale", "input_scale")
     return tuple(getattr(member, name, None) for name in names)
 

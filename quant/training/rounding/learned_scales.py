@@ -26,7 +26,7 @@ _LARGEST = 30.0
 
 
 def learned_step(start: torch.Tensor, shift: torch.Tensor, format: Format) -> torch.Tensor:
-    """The trained steps, float32: `start` where `shift` is zero.
+    """Returns the trained steps, float32: `start` where `shift` is zero.
 
     Args:
         start: the steps that training starts with, s0.
@@ -38,7 +38,10 @@ def learned_step(start: torch.Tensor, shift: torch.Tensor, format: Format) -> to
 
 
 def nearest_scale(step: torch.Tensor, format: Format, second: torch.Tensor | None, stored: torch.dtype) -> torch.Tensor:
-    """Block scales nearest to `step` divided by the second level; gradients pass straight through the rounding."""
+    """Returns block scales nearest to `step` divided by the second level.
+
+    Gradients pass straight through the rounding.
+    """
     exact = step if second is None else step / second.float()[..., None, None]
     with torch.no_grad():
         # The smallest scale of each format takes the place of zero, by which nothing could be divided. E8M0's codes are
@@ -55,7 +58,7 @@ def nearest_scale(step: torch.Tensor, format: Format, second: torch.Tensor | Non
 
 
 def whole_shift(shift: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """The parameter of another layer, which FSDP2 may keep sharded while this one runs.
+    """Returns the parameter of another layer, which FSDP2 may keep sharded while this one runs.
 
     Args:
         shift: a tensor or a DTensor.

@@ -51,7 +51,7 @@ class Adapter(Protocol):
         ...
 
     def added(self) -> torch.Tensor | None:
-        """The matrix to add, in the shape of the weight; None while it is off, or merged."""
+        """Returns the matrix to add, in the shape of the weight; None while it is off, or merged."""
         ...
 
 
@@ -126,7 +126,7 @@ class RoundedWeight(nn.Module):
         return self.range_shift
 
     def step(self, device: torch.device) -> torch.Tensor | None:
-        """Learned block scales times second level; None for scales that are not learned.
+        """Returns learned block scales times second level; None for scales that are not learned.
 
         A replica of nn.DataParallel takes shared scales from the original model, which is on another GPU.
         """
@@ -159,11 +159,11 @@ class RoundedWeight(nn.Module):
         return self.scales == "recomputed" and self.weight_format.is_static
 
     def trained(self) -> list[nn.Parameter]:
-        """The weight, and its scales where they are learned."""
+        """Returns the weight, and its scales where they are learned."""
         return [self.weight, *([] if (shift := self.shift) is None else [shift])]
 
     def current_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Block scale values, or None where rounding measures them, and the second level."""
+        """Returns block scale values, or None where rounding measures them, and the second level."""
         format, device = self.weight_format, self.weight.device
         if (step := self.step(device)) is not None:
             return nearest_scale(step, format, self.global_scale, self.stored), self.global_scale
@@ -178,7 +178,7 @@ class RoundedWeight(nn.Module):
             return as_stored_scale(choose_scale(self.matrix, format, "max", amax, None), format, self.stored), None
 
     def rounded(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight that the packed layer multiplies by, in `dtype`; it has gradients."""
+        """Returns the weight that the packed layer multiplies by, in `dtype`; it has gradients."""
         return self._round(self.matrix, dtype, *self.current_scales())
 
     def _round(
@@ -191,7 +191,7 @@ class RoundedWeight(nn.Module):
 
     @torch.no_grad()
     def packed_weight(self) -> BlockScaledTensor:
-        """Codes and scales of the weight as it is now."""
+        """Returns the codes and scales of the weight as it is now."""
         scale, second = self.current_scales()
         weight, format = self.matrix.detach(), self.weight_format
         if scale is None:
@@ -216,14 +216,14 @@ class RoundedWeight(nn.Module):
         return self
 
     def _prepared_with(self) -> str:
-        """The settings that a saved state of this layer depends on."""
+        """Returns the settings that a saved state of this layer depends on."""
         facts = [str(self.weight_format), f"input {self.activation_format}", f"scales {self.scales}"]
         facts += [f"rotation {size}"] if (size := getattr(self, "hadamard", 0)) else []
         facts += [name for name in ("pre_scale", "lowrank_down") if getattr(self, name, None) is not None]
         return ", ".join(facts)
 
     def get_extra_state(self) -> torch.Tensor:
-        """How the layer was prepared and trained, as bytes, which safetensors can hold.
+        """Returns how the layer was prepared and trained, as bytes, which safetensors can hold.
 
         Their number is the same before and after training, as torch.distributed.checkpoint wants it.
         """
@@ -257,10 +257,10 @@ class RoundedWeight(nn.Module):
 
 
 def plan_in_training(model: nn.Module) -> Plan | None:
-    """The plan of a prepared model, or of a quantized one of transformers."""
+    """Returns the plan of a prepared model, or of a quantized one of transformers."""
     return getattr(model, PLAN, None) or getattr(model, "quantization_plan", None)
 
 
 def decoded_scale(weight: BlockScaledTensor) -> torch.Tensor:
-    """Block scale values without the second level, float32."""
+    """Returns block scale values without the second level, float32."""
     return decode(weight.scale, weight.format.scale)
