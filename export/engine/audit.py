@@ -1,6 +1,6 @@
 """Reads from a built engine in which precision each GEMM and each attention runs, without a GPU.
 
-`program` reads the kernels of an engine; each names the ONNX nodes that were fused into it.
+`contents/engine_file` reads the kernels of an engine; each names the ONNX nodes that were fused into it.
 
 A convolution is a `corrltn` or `convolution`, a transposed one a `deconvolution`; its node is a Conv or ConvTranspose.
 TensorRT-RTX 1.7 runs the first kind in INT8 and FP8, pads channels where it has to, and runs the second in half.
@@ -27,9 +27,10 @@ from typing import Any
 
 from torch import nn
 
-from quant.export.engine.program import BITS, MULTIPLYING, PRODUCTS, Engine, Kernel, Operand, read_engine
-from quant.export.engine.weights import compare_tensors
-from quant.export.engine.wiring import order_problems
+from quant.export.engine.contents.engine_file import Engine, read_engine
+from quant.export.engine.contents.program import BITS, MULTIPLYING, PRODUCTS, Kernel, Operand
+from quant.export.engine.contents.weights import compare_tensors
+from quant.export.engine.contents.wiring import order_problems
 from quant.formats.number import E8M0
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan

@@ -21,13 +21,12 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from quant.export.engine.contents.engine_file import RECORD
 from quant.formats.atomic import write_atomically
 
 # Messages up to this severity are passed on: internal error, error, warning, info, and verbose (4) kept to oneself.
 _VERBOSE = 4
 _SHORT = 2000
-RECORD = "blockscale engine "
-"""What the network's name begins with; the audit's record follows, a JSON object."""
 
 
 class BuildError(Exception):

@@ -18,7 +18,7 @@ import quant
 from quant.cli.main import main
 from quant.export.engine.audit import audit, failures, planned_precision
 from quant.export.engine.build import BuildOptions, audit_built, export_engine
-from quant.export.engine.program import read_kernels
+from quant.export.engine.contents.engine_file import read_engine
 from quant.formats.format import FORMATS
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
@@ -91,7 +91,7 @@ def test_a_layer_that_was_not_exported_is_not_missed(graphs: Any, build: Callabl
 
 def test_each_profile_has_a_program_and_each_is_audited(graphs: Any, build: Callable[..., Any]) -> None:
     engine = build(graphs.chain("nvfp4"), shapes=["tokens=1:1:1", "tokens=2:64:512"])
-    gemms = [kernel for kernel in read_kernels(engine.path) if kernel.is_gemm]
+    gemms = [kernel for kernel in read_engine(engine.path).kernels if kernel.is_gemm]
     assert len({kernel.program for kernel in gemms}) == 2
     assert [kernel.inputs[1].type for kernel in gemms] == ["fp4", "fp4"]
     assert audit(engine.path, plan_of(("nvfp4", "nvfp4")))[0].passed
@@ -104,7 +104,7 @@ def test_fused_attention(graphs: Any, build: Callable[..., Any], quantized: bool
     plan = dataclasses.replace(plan_of(), attention=FORMATS["fp8"])
     (finding,) = audit_built(engine, plan)
     assert (finding.name, finding.planned, finding.found, finding.passed) == ("attention", "fp8", word, quantized)
-    (kernel,) = [kernel for kernel in read_kernels(engine.path) if kernel.is_attention]
+    (kernel,) = [kernel for kernel in read_engine(engine.path).kernels if kernel.is_attention]
     assert kernel.name == "_gemm_mha_v2"
     assert [operand.type for operand in kernel.inputs[:3]] == [word] * 3
 

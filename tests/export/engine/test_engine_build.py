@@ -20,9 +20,9 @@ from quant.api.quantize import quantize
 from quant.export.engine import targets, worker
 from quant.export.engine.audit import audit
 from quant.export.engine.build import BuildOptions, build_engine, export_engine, summary
+from quant.export.engine.contents.engine_file import read_engine
 from quant.export.engine.graph import check_graph
 from quant.export.engine.process import run_worker
-from quant.export.engine.program import read_engine
 from quant.export.engine.targets import choose_backend, choose_common_backend, resolve_target, resolve_targets
 from quant.export.onnx_graph.shapes import Input, format_profile, parse_profile
 

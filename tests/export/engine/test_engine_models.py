@@ -20,7 +20,7 @@ from quant.calibration.kv_cache import collect_attention_scales
 from quant.calibration.texts.rows import calibration_rows
 from quant.export.engine.audit import TENSORS
 from quant.export.engine.build import BuildOptions, export_engine
-from quant.export.engine.program import read_kernels
+from quant.export.engine.contents.engine_file import read_engine
 from quant.formats.format import FORMATS
 from quant.models.huggingface import load
 from quant.models.open import open_model
@@ -68,7 +68,7 @@ def test_smollm2_with_fp8_attention(tmp_path: Path, recipe: str, target: str, wo
     assert words(receipt) == {(word, word): 210, ("fp8", "fp8"): 30, ("16 bit", "half"): 1} | (
         {("fp8", "fp8"): 240} if word == "fp8" else {}
     )
-    fused = [kernel for kernel in read_kernels(tmp_path / "model.engine") if kernel.is_attention]
+    fused = [kernel for kernel in read_engine(tmp_path / "model.engine").kernels if kernel.is_attention]
     assert {kernel.name for kernel in fused} == {"_gemm_mha_v2"}
 
 

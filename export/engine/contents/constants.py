@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.export.engine.program import PRODUCTS, Engine, Kernel, Operand
+from quant.export.engine.contents.engine_file import Engine
+from quant.export.engine.contents.program import PRODUCTS, Kernel, Operand
 from quant.formats.number import E4M3, INT8
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.modules import QuantLinear

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.export.engine.batch_norm import holds_factors, holds_folded_scales, holds_folded_weight, norms_after
-from quant.export.engine.constants import (
+from quant.export.engine.contents.batch_norm import holds_factors, holds_folded_scales, holds_folded_weight, norms_after
+from quant.export.engine.contents.constants import (
     TOKEN_STEP,
     TOLERANCES,
     WHOLE,
@@ -42,7 +42,8 @@ from quant.export.engine.constants import (
     holds_vector,
     input_factors,
 )
-from quant.export.engine.program import Engine, Kernel, Operand
+from quant.export.engine.contents.engine_file import Engine
+from quant.export.engine.contents.program import Kernel, Operand
 from quant.formats.packing import unpack
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv

@@ -15,8 +15,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.export.engine.constants import TOLERANCES, WHOLE, View, cropped, holds_vector, input_factors, is_close
-from quant.export.engine.program import Operand
+from quant.export.engine.contents.constants import (
+    TOLERANCES,
+    WHOLE,
+    View,
+    cropped,
+    holds_vector,
+    input_factors,
+    is_close,
+)
+from quant.export.engine.contents.program import Operand
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.modules import QuantLinear
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from quant.export.engine.program import Engine, Kernel
+from quant.export.engine.contents.engine_file import Engine
+from quant.export.engine.contents.program import Kernel
 
 # Lists of modules that run one after the other; other lists may run side by side, or backwards.
 _BLOCKS = re.compile(r"^(.*?\b(?:layers?|blocks?|h))\.(\d+)\.")
