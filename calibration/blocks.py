@@ -49,16 +49,16 @@ class Call:
         return self.args[self.slot] if isinstance(self.slot, int) else self.kwargs[self.slot]  # type: ignore[no-any-return]
 
     def with_hidden(self, hidden: torch.Tensor) -> Call:
-        """The same call on another hidden state."""
+        """Returns the same call on another hidden state."""
         return self.with_arguments({self.slot: hidden})
 
     def with_arguments(self, values: Mapping[int | str, Any]) -> Call:
-        """The same call with other arguments at some positions or under some keywords."""
+        """Returns the same call with other arguments at some positions or under some keywords."""
         args = tuple(values.get(slot, value) for slot, value in enumerate(self.args))
         return replace(self, args=args, kwargs={name: values.get(name, value) for name, value in self.kwargs.items()})
 
     def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Call:
-        """The same call elsewhere; `dtype` applies to floating-point tensors.
+        """Returns the same call on another device; `dtype` applies to floating-point tensors.
 
         Tensors in a `UserDict`, which the block may add to, move in place; with a `dtype` they are copied into another.
         """
@@ -192,7 +192,7 @@ def find_chains(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) 
 
 
 def capture(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> dict[str, Call]:
-    """The calls of the blocks `names` in one pass, which ends when the last of them is reached."""
+    """Records the calls of the blocks `names` in one pass, which ends when the last of them is reached."""
     calls: dict[str, Call] = {}
 
     def watch(name: str) -> Callable[..., None]:
@@ -240,7 +240,7 @@ def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
 
 
 def calls_of_chain(model: nn.Module, chain: Sequence[str], runs: Sequence[Callable[[], Any]]) -> list[dict[str, Call]]:
-    """The calls of the blocks of a chain on each batch; hidden states are kept for the first block alone.
+    """Records the calls of a chain's blocks on each batch; only the first block's hidden states are kept.
 
     The first batch runs through the whole chain. The others stop at its first block, and where that is called with
     equal arguments (the same positions, the same mask), the later blocks are taken to be too; a batch for which it
@@ -266,7 +266,7 @@ def _first_hidden(calls: dict[str, Call], chain: Sequence[str]) -> dict[str, Cal
 
 
 def without_hidden(calls: Mapping[str, Call]) -> dict[str, Call]:
-    """The calls of blocks without their hidden states."""
+    """Returns the calls of blocks without their hidden states."""
     empty = torch.empty(0)
     return {name: call.with_hidden(empty) for name, call in calls.items()}
 

@@ -86,7 +86,9 @@ def _multiplies_bf16(device_type: str) -> bool:
 
 
 def add_second_moment(total: torch.Tensor, x: torch.Tensor) -> None:
-    """`total += xᵀ x` in pairs of BF16. The product is whole before it is added, as where several ranks add up theirs.
+    """Adds `xᵀ x` to `total` by pairs of BF16 numbers.
+
+    The whole product is added at once, as where several ranks add up theirs.
 
     Args:
         total: float32 `[in, in]`.

@@ -57,7 +57,7 @@ class Histogram:
         return int(self.amax / self.width) + 1 if self.amax > 0 else 0
 
     def add(self, magnitude: torch.Tensor, amax: float) -> None:
-        """Counts a batch.
+        """Adds the counts of a batch.
 
         Args:
             magnitude: non-negative finite values of any shape; the maths is in float32.
@@ -85,7 +85,7 @@ class Histogram:
         self.counts, self.exponent = grown, exponent
 
     def merged(self, bins: int) -> Histogram:
-        """The same histogram in fewer bins, a power of two."""
+        """Returns the same histogram in fewer bins, a power of two."""
         merged = Histogram(bins)
         merged.exponent, merged.amax, merged.zeros = self.exponent, self.amax, self.zeros
         merged.counts = self.counts.view(bins, -1).sum(dim=1)

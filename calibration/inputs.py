@@ -63,7 +63,7 @@ class Inputs:
         return torch.Size((len(self.calls), max(sizes, default=1)))
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors, in the order of the calls."""
+        """Returns all tensors, in the order of the calls."""
         return [tensor for call in self.calls for tensor in _tensors(call)]
 
     def is_floating_point(self) -> bool:
@@ -80,7 +80,7 @@ class Inputs:
         return 4
 
     def to(self, device: Any) -> Inputs:
-        """The same calls elsewhere."""
+        """Returns the same calls on another device."""
         return Inputs([_move(call, device) for call in self.calls])
 
     def split(self, rows: int) -> list[Inputs]:
@@ -109,11 +109,11 @@ class Inputs:
         return torch.cat(tensors) if alike else None
 
     def named_arguments(self, model: nn.Module) -> dict[str, Any]:
-        """The calls as one, every argument by its name."""
+        """Returns the calls joined into one, every argument by its name."""
         return _by_name(self.arguments(), list(inspect.signature(model.forward).parameters))
 
     def arguments(self) -> Arguments:
-        """The calls as one: their tensors joined along the first dimension."""
+        """Returns the calls joined into one: their tensors are concatenated along the first dimension."""
         if len(self.calls) == 1:
             return self.calls[0]
         # Nested arguments, such as a list of image sizes, are joined leaf by leaf; calls of one outline have one tree.
@@ -124,7 +124,7 @@ class Inputs:
 
 
 def inputs_of(data: Any, model: nn.Module) -> Inputs:
-    """Any calibration data but one tensor as `Inputs`; floating-point tensors take the dtype of the model.
+    """Returns any calibration data but one tensor as `Inputs`, with floating-point tensors in the model's dtype.
 
     Args:
         data: named tensors, whose rows are calls; an iterable of calls, each a tensor, a tuple or a mapping, with a
@@ -160,7 +160,7 @@ def _check_arguments(call: Arguments, model: nn.Module) -> None:
 
 
 def cast_for(model: nn.Module, inputs: Inputs) -> Inputs:
-    """The same calls, floating-point tensors in the dtype of the model."""
+    """Returns the same calls with floating-point tensors in the dtype of the model."""
     dtype = stored_dtype(model)
 
     def cast(value: Any) -> Any:
@@ -170,7 +170,7 @@ def cast_for(model: nn.Module, inputs: Inputs) -> Inputs:
 
 
 def joined(parts: Sequence[Inputs]) -> Inputs:
-    """The calls of all parts, one part after the other."""
+    """Returns the calls of all parts, one part after the other."""
     inputs = Inputs([call for part in parts for call in part.calls])
     inputs.about = "; ".join(part.about for part in parts if part.about)
     inputs.own_text = any(part.own_text for part in parts)
@@ -178,7 +178,7 @@ def joined(parts: Sequence[Inputs]) -> Inputs:
 
 
 def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inputs:
-    """The calls that `forward_loop(model)` makes; it runs once, with the model in evaluation mode.
+    """Records the calls that `forward_loop(model)` makes; it runs once, with the model in evaluation mode.
 
     Raises:
         ValueError: it made none, none with more than padding, or one with a cache, whose tokens are not in the call.
@@ -244,12 +244,12 @@ def call_of(batch: torch.Tensor | Inputs) -> Call:
 
 
 def _without_empty(calls: Sequence[Arguments]) -> list[Arguments]:
-    """The calls but those without a row, such as the last batch of a filtered data set: no statistic has such a row."""
+    """Returns the calls that have rows; the last batch of a filtered data set may have none."""
     return [call for call in calls if any(tensor.numel() for tensor in _tensors(call))]
 
 
 def _without_padding(calls: Sequence[Arguments], model: nn.Module) -> list[Arguments]:
-    """The calls; padded ones as one call for each row, all of it by name."""
+    """Returns the calls, with each padded one split into a call for each row, all arguments by name."""
     takes = list(inspect.signature(model.forward).parameters)
     rows: list[Arguments] = []
     for call in calls:

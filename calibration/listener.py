@@ -22,10 +22,10 @@ class StageProgress(Protocol):
     """Counts the steps of stages: a `Progress` that may know the steps of a stage beforehand."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """`done` steps of `total` are finished."""
+        """Reports that `done` steps of `total` are finished."""
 
     def expect(self, stage: str, names: Sequence[str], amounts: Sequence[float], unit: str) -> None:
-        """A stage begins.
+        """Announces that a stage begins.
 
         Args:
             stage: its name.
@@ -46,7 +46,7 @@ class _Counts:
             self.progress(stage, done, total)
 
     def expect(self, stage: str, names: Sequence[str], amounts: Sequence[float], unit: str) -> None:
-        """A callback gets counts alone."""
+        """Does nothing: a callback gets only counts."""
 
 
 class Listener:
@@ -63,7 +63,7 @@ class Listener:
         self.progress = progress
 
     def message(self, text: str) -> None:
-        """One sentence that a user should read now: the device, or a lower effort than was asked for."""
+        """Shows one sentence that a user should read now, on the device or on an effort below the requested one."""
 
     def step(self, text: str) -> AbstractContextManager[None]:
         """Returns a step without counts, such as loading a model; it ends with the block."""

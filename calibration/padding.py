@@ -58,7 +58,7 @@ def unpadded(call: Mapping[str, Any], takes: Collection[str]) -> list[dict[str, 
 
 
 def _shown_tokens(call: Mapping[str, Any], side: str) -> torch.Tensor | None:
-    """Which token ids of a call are no padding.
+    """Returns which token ids of a call are not padding.
 
     Args:
         call: arguments of a model by name.

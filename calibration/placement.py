@@ -61,7 +61,7 @@ def describe(device: torch.device | None) -> str:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the first tensor of a model is, and where its inputs must be."""
+    """Returns the device of a model's first tensor, which is where its inputs must be."""
     return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
@@ -153,7 +153,7 @@ def fits(model: nn.Module, device: torch.device, dtype: torch.dtype | None = Non
 
 
 def home_of_states(nbytes: int, device: torch.device | None) -> torch.device | None:
-    """Where hidden states of `nbytes` are kept: on a GPU only where they leave most of it to the blocks."""
+    """Returns the device for hidden states of `nbytes`: a GPU only if they leave most of its memory to the blocks."""
     if device is None or device.type != "cuda" or nbytes < _STATES_SHARE * free_memory(device):
         return device
     return torch.device("cpu")
@@ -228,7 +228,7 @@ class DeviceCopies:
             parameter.data = value
 
     def _parameters(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, torch.Tensor]]:
-        """Each parameter as its module has it now (some devices take a new one), the original, and its data."""
+        """Yields each parameter as its module has it now (some devices take a new one), the original, and its data."""
         seen = set()
         for module, parameters, _, _ in self.originals:
             for name, (parameter, data) in parameters.items():

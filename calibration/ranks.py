@@ -40,7 +40,7 @@ _sharing: ContextVar[bool] = ContextVar("sharing", default=False)
 
 
 def rank_and_world() -> tuple[int, int]:
-    """This process's number and how many there are: (0, 1) before `join`.
+    """Returns this process's rank and the number of ranks: (0, 1) before `join`.
 
     A training script has a process group of its own, and may quantize on one of its ranks alone.
     """
@@ -145,7 +145,7 @@ def at_first(value: T) -> list[T] | None:
 
 
 def wait_for_all() -> None:
-    """Returns when every rank has come here."""
+    """Waits until every rank has come here."""
     gathered(None)
 
 

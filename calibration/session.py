@@ -193,7 +193,7 @@ class Session:
         return rank_and_world()[1]
 
     def for_model(self, model: nn.Module) -> Session:
-        """The same session; its device is None where the model is there already, and so need not be copied."""
+        """Returns the same session, with device None where the model need not be copied because it is on the device."""
         # `device=None` lets every step take the model's own tensors instead of copies.
         return self if elsewhere(model, self.device) else replace(self, device=None)
 

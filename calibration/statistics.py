@@ -66,7 +66,7 @@ class LayerStats:
         return diagonal_blocks(self.second_moment, width)
 
     def of_outputs(self, start: int, stop: int) -> LayerStats:
-        """The same statistics for some neighbouring outputs of the layers that share the input."""
+        """Returns the same statistics for some neighbouring outputs of the layers that share the input."""
         cut = slice(start, stop)
         residual = None if self.residual is None else self.residual[cut]
         outputs = self.outputs

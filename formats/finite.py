@@ -29,7 +29,7 @@ def is_finite(x: torch.Tensor) -> bool:
 
 
 def is_finite_or_mask(x: torch.Tensor) -> bool:
-    """The same, but -infinity is allowed: a mask that is added to scores holds it."""
+    """Checks the same, but allows -infinity, which a mask that is added to scores holds."""
     largest = _LARGEST.get(x.dtype)
     if largest is None or x.dtype is torch.float8_e4m3fn:  # which has no infinity
         return is_finite(x)

@@ -103,7 +103,7 @@ class Number:
         return ((self.max_exponent + self.bias) << self.mantissa) + round(fraction * (1 << self.mantissa))
 
     def grid(self) -> torch.Tensor:
-        """All representable non-negative values in rising order, float32 of shape [max_code + 1]."""
+        """Returns all representable non-negative values in rising order, float32 `[max_code + 1]`."""
         return self.values()[: self.max_code + 1]
 
     def values(self) -> torch.Tensor:

@@ -38,7 +38,7 @@ def in_parts(work: Callable[[int, int], object], x: torch.Tensor, size: int, par
 
 
 def bounds_of(size: int, parts: float) -> list[tuple[int, int]]:
-    """Where so many consecutive parts of `range(size)` start and stop."""
+    """Returns the starts and stops of consecutive parts of `range(size)`."""
     step = -(-size // max(int(parts), 1) // _ROWS) * _ROWS or 1
     return [(start, min(start + step, size)) for start in range(0, size, step)]
 

@@ -80,7 +80,7 @@ def global_scale_of(amax: torch.Tensor, format: Format, rule: str = "max") -> to
 
 
 def max_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
-    """See the module docstring: `max`."""
+    """Returns scales by the rule `max`, see the module docstring."""
     return _nearest_scale(amax_over_blocks(blocks), format, global_scale)
 
 
@@ -94,12 +94,15 @@ def _nearest_scale(amax: torch.Tensor, format: Format, global_scale: torch.Tenso
 
 
 def ocp_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
-    """See the module docstring: `ocp`."""
+    """Returns scales by the rule `ocp`, see the module docstring."""
     return _floor_scale(amax_over_blocks(blocks), format)
 
 
 def even_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
-    """See the module docstring: `even`. Eight-bit elements too round at one mantissa bit, as the peers do."""
+    """Returns scales by the rule `even`, see the module docstring.
+
+    Eight-bit elements too round at one mantissa bit, as in torchao and llm-compressor.
+    """
     _require(format, E8M0, "even")
     mantissa = format.element.mantissa if format.element.bits == 6 else E2M1.mantissa
     # Half a unit of the element's last mantissa bit, added to the bits of a float32: where amax would round up to the
@@ -116,7 +119,7 @@ def _floor_scale(amax: torch.Tensor, format: Format) -> torch.Tensor:
 
 
 def four_over_six_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
-    """See the module docstring: `four_over_six`."""
+    """Returns scales by the rule `four_over_six`, see the module docstring."""
     _require(format, E4M3, "four_over_six")
     amax = amax_over_blocks(blocks)
     six = _nearest_scale(amax, format, global_scale)
@@ -129,7 +132,7 @@ def four_over_six_rule(blocks: torch.Tensor, format: Format, global_scale: torch
 
 
 def mse_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
-    """See the module docstring: `mse`."""
+    """Returns scales by the rule `mse`, see the module docstring."""
     amax = amax_over_blocks(blocks)
     best = _nearest_scale(amax, format, global_scale)
     best_error = _squared_error(blocks, format, best * global_scale, amax)

@@ -56,7 +56,7 @@ class Stacking:
         return stack.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if self.interleaved else stack
 
     def parameter(self, matrices: torch.Tensor) -> torch.Tensor:
-        """The inverse of `matrices`."""
+        """Undoes `matrices`."""
         import torch
 
         return torch.stack([self.hold(matrix) for matrix in matrices]).reshape(self.shape)
@@ -67,7 +67,7 @@ class Stacking:
         return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if self.interleaved else rows
 
     def hold(self, matrix: torch.Tensor) -> torch.Tensor:
-        """The inverse of `matrix`."""
+        """Undoes `matrix`."""
         rows = matrix.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if self.interleaved else matrix
         return rows.t() if self.transposed else rows
 
@@ -98,5 +98,5 @@ class ReadMatrices(Sequence[Any]):
         return self.stacking.matrix(self.stored[index])
 
     def dim(self) -> int:
-        """As of a tensor."""
+        """Returns the number of dimensions, as a tensor's `dim`."""
         return len(self.shape)

@@ -83,7 +83,7 @@ class BlockScaledTensor:
         return out
 
     def matrix(self, index: int) -> BlockScaledTensor:
-        """One matrix of a stack `[n, out, in]`."""
+        """Returns one matrix of a stack `[n, out, in]`."""
         global_scale = None if self.global_scale is None else self.global_scale[index]
         return BlockScaledTensor(self.codes[index], self.scale[index], self.format, self.shape[1:], global_scale)
 
@@ -104,7 +104,7 @@ class BlockScaledTensor:
             yield chunk, self.rows(chunk.start, chunk.stop)
 
     def to(self, device: torch.device | str) -> BlockScaledTensor:
-        """The same data on `device`."""
+        """Returns the same data on `device`."""
         scale = None if self.global_scale is None else self.global_scale.to(device)
         return replace(self, codes=self.codes.to(device), scale=self.scale.to(device), global_scale=scale)
 
@@ -339,7 +339,7 @@ def _to_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 def _from_blocks(blocks: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The inverse of `_to_blocks`: `[rows, columns]`, the pads dropped."""
+    """Undoes `_to_blocks`: returns `[rows, columns]` without the pads."""
     return blocks.flatten(2).flatten(0, 1)[:rows, :columns]
 
 

@@ -235,7 +235,7 @@ def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.
 
 
 def restore_v(v: torch.Tensor, tokens: int, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-    """The inverse of `lay_out_v`."""
+    """Undoes `lay_out_v`."""
     rows: torch.Tensor = v.mT.unflatten(2, (-1, 4, 2, 2)).transpose(3, 4).flatten(2, 5)
     return rows[:, :, _padded_rows(v, tokens, cu_seqlens)]
 

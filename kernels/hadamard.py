@@ -72,7 +72,7 @@ def random_sign_rotation(x: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=32)
 def sign_matrices(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The same rotation as kernels multiply by it: H with the signs of each half, `[2, width, width]`.
+    """Returns the same rotation as kernels multiply by it: H with the signs of each half, `[2, width, width]`.
 
     Entries are 1 and −1, and zeros from half of `dim` to `width`, the next power of two.
     """

@@ -86,7 +86,7 @@ def count_entries(gpu: Hardware) -> int:
 
 
 def cache_file(gpu: str) -> Path:
-    """Where a search on this machine is kept: `$BLOCKSCALE_CACHE`, else `~/.cache/blockscale`."""
+    """Returns the file with the launches measured here: `$BLOCKSCALE_CACHE`, else `~/.cache/blockscale`."""
     folder = Path(os.environ.get("BLOCKSCALE_CACHE") or Path.home() / ".cache" / "blockscale")
     safe = "".join(c if c.isalnum() else "-" for c in gpu.lower())
     return folder / f"tuned-{safe}-triton{_version('triton')}-blockscale{_version('blockscale')}.json"

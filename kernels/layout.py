@@ -159,7 +159,7 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
 
 
 def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
-    """The inverse of `prepack`, bit for bit."""
+    """Undoes `prepack`, bit for bit."""
     if _is_widened(weight):
         return _narrowed(weight)
     rows, columns = _tall(weight)
@@ -213,7 +213,7 @@ def _widened(weight: BlockScaledTensor) -> BlockScaledTensor:
 
 
 def _narrowed(weight: BlockScaledTensor) -> BlockScaledTensor:
-    """The inverse of `_widened`."""
+    """Undoes `_widened`."""
     table = _e4m3_codes(weight.format.element)
     back = torch.zeros(256, dtype=torch.uint8, device="cpu")
     back[table.int()] = torch.arange(len(table), dtype=torch.uint8, device="cpu")

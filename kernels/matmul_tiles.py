@@ -175,7 +175,7 @@ def to_dict(choice: Choice) -> dict[str, Any]:
 
 
 def from_dict(data: dict[str, Any]) -> Choice:
-    """The inverse of `to_dict`."""
+    """Undoes `to_dict`."""
     return _KINDS[data["kernel"]](**{key: value for key, value in data.items() if key != "kernel"})
 
 

@@ -31,7 +31,7 @@ class JsonData:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`.
+        """Undoes `to_dict`.
 
         Raises:
             ValueError: an unknown or a missing field, or a value of another type; the message names the field.

@@ -96,7 +96,7 @@ class Layer:
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
-    """Every layer of `model` that owns a weight, in model order. Fusion groups are left to `watching`."""
+    """Lists every layer of `model` that owns a weight, in model order; `watching` finds their fusion groups."""
     head, routers, occurrences = output_head(model), _routers(model), _places(model)
     tried: dict[Any, bool] = {}
     owner: dict[int, str] = {}
@@ -141,7 +141,7 @@ def _kept_parameter(path: str, name: str) -> str | None:
 
 
 def _places(model: nn.Module) -> Counter[int]:
-    """In how many places of the model a module is, by its id."""
+    """Counts the occurrences of each module in the model, by its id."""
     return Counter(id(child) for module in model.modules() for child in module._modules.values())
 
 

@@ -28,7 +28,7 @@ _SIZES = (1e-2, 1.0, 1e2)  # of the tokens that a module is tried on: a clipped 
 
 
 def patched_forward(module: nn.Module) -> Any:
-    """The forward that was set on an instance; None where its class has it, be it behind a hook of accelerate."""
+    """Returns the forward that was set on an instance; None if it is the class's, also behind a hook of accelerate."""
     forward = vars(module).get("_old_forward") if "_hf_hook" in vars(module) else vars(module).get("forward")
     # accelerate remembers the class's own method in the same way.
     own = type(module).forward

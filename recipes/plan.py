@@ -169,7 +169,7 @@ class LayerPlan:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> LayerPlan:
-        """The inverse of `to_dict`.
+        """Undoes `to_dict`.
 
         Raises:
             ValueError: an unknown or missing field, kind or format; the message names the layer.
@@ -292,7 +292,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Plan:
-        """The inverse of `to_dict`; also reads schema version 1, whose guard and observer are in the provenance.
+        """Undoes `to_dict`; also reads schema version 1, whose guard and observer are in the provenance.
 
         Raises:
             ValueError: a wrong schema version, an unknown field, kind or format, a layer named twice, or a

@@ -335,7 +335,7 @@ class _Pass:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """`forward` of a module with other tensors; its result is as narrow as its inputs."""
+        """Runs `forward` of a module with other tensors; its result is as narrow as its inputs."""
         narrow = next((v.dtype for v in (*args, *kwargs.values()) if _is_narrow(v)), None)
         wide = torch.float32 if self.device.type == "cpu" else narrow
 

@@ -314,7 +314,7 @@ class _Search:
         return writers
 
     def _direct(self, name: str, outputs: dict[str, _State]) -> Writer | None:
-        """Alone, or beside one other of `outputs`."""
+        """Finds a state that `y` alone explains, or `y` with one other of `outputs`."""
         own = outputs[name]
         beside = [state for other, state in outputs.items() if other != name]
         alone = self._sum(name, own, None, [])
@@ -333,7 +333,7 @@ class _Search:
         return None if alone is None else Writer(((alone[0], 1.0),), alone[1])
 
     def _behind_norm(self, name: str, outputs: dict[str, _State]) -> Writer | None:
-        """Behind a module that multiplies tokens and channels, such as RMSNorm."""
+        """Finds a state behind a module that multiplies tokens and channels, such as RMSNorm."""
         own = outputs[name]
         for state in self.states:
             module = state.point.module

@@ -150,7 +150,7 @@ class CandidateWeights:
         )
 
     def _values(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor:
-        """As `dense`, without adding the result to the cache."""
+        """Returns the values of `dense` without adding them to the cache."""
         dense = self._dense.get((layer.plan.name, candidate.name))
         if dense is not None:
             return dense if index is None else dense[index]

@@ -116,11 +116,11 @@ class Divergence(Protocol):
         ...
 
     def probe(self, rows: torch.Tensor, generator: torch.Generator, first_row: int = 0) -> None:
-        """One backward pass from a random probe at the model as it is now; raises as `measure` does."""
+        """Runs one backward pass from a random probe through the model as it is now; raises as `measure` does."""
         ...
 
     def descend(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
-        """One backward pass from the summed divergence, which is returned; raises as `measure` does."""
+        """Runs one backward pass from the summed divergence, and returns it; raises as `measure` does."""
         ...
 
 
@@ -213,7 +213,7 @@ class NextToken(Logits):
     def _backward(
         self, rows: torch.Tensor, loss: Callable[[int, slice, torch.Tensor], torch.Tensor], first_row: int
     ) -> float:
-        """Backward from the sum of a loss of each position; the head's part runs one slice of positions at a time."""
+        """Runs backward from the summed losses of positions; the head takes one slice of positions at a time."""
         with torch.enable_grad():
             hidden = self.hidden(rows)
             # The head's backward pass runs slice by slice into `gradient`, and the body's once for the whole row: the

@@ -67,7 +67,7 @@ class GroupSolution:
     branches: Mapping[str, Branch] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> GroupSolution:
-        """The same solution on `device`."""
+        """Returns the same solution on `device`."""
         weights = {name: weight.to(device) for name, weight in self.weights.items()}
         divisor, scale = (None if t is None else t.to(device) for t in (self.divisor, self.input_scale))
         branches = {name: (down.to(device), up.to(device)) for name, (down, up) in self.branches.items()}

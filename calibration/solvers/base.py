@@ -59,7 +59,7 @@ class GroupInputs:
     amax: Tensor
 
     def divided(self, divisor: Tensor) -> GroupInputs:
-        """The same inputs divided by `divisor` `[in]`."""
+        """Returns the statistics of the same inputs divided by `divisor` `[in]`."""
         return GroupInputs(self.sample / divisor, self.mean_abs / divisor, self.amax / divisor)
 
 

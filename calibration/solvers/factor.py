@@ -80,7 +80,7 @@ def factorize(second_moment: Tensor, damping: float = 0.01, order: Tensor | None
 
 
 def inverse_of_upper(upper: Tensor) -> Tensor:
-    """The inverse of an upper triangular matrix `[in, in]`, some columns at a time.
+    """Returns the inverse of an upper triangular matrix `[in, in]`, computed some columns at a time.
 
     Columns that end at input k have zeros below it, so that k rows and columns of the matrix are enough for them: in
     all a third of the operations. Ranks that solve one weight together share the columns of a large matrix; one rank
@@ -104,7 +104,7 @@ def inverse_of_upper(upper: Tensor) -> Tensor:
 
 
 def _slabs(upper: Tensor) -> dict[int, int]:
-    """Where runs of columns of a triangular matrix start and stop."""
+    """Returns the starts and stops of runs of columns of a triangular matrix."""
     width = _SLAB_GPU if upper.is_cuda else _SLAB
     return {start: min(start + width, len(upper)) for start in range(0, len(upper), width)}
 

@@ -96,7 +96,7 @@ def apply_fold(module: nn.Module, scale: torch.Tensor, style: str, stored: torch
 def _trace_channels(
     block: nn.Module, call: Call, reader: str, before: torch.Tensor, module: nn.Module, style: str
 ) -> torch.Tensor | None:
-    """Which output channel of `module` feeds each channel of the reader's input; None if the path is not linear."""
+    """Returns which output channel of `module` feeds each channel of the reader; None if the path is not linear."""
     channels = len(module.weight)  # type: ignore[arg-type]
     factors = torch.linspace(1, 2, channels, dtype=torch.float64, device=before.device)
     with _scaled(module, factors, style):

@@ -214,12 +214,12 @@ class Rounding:
         self.scales = torch.empty(blocks, target.shape[1], device=target.device) if step is None else None
 
     def feed_back(self, rows: slice = slice(None)) -> None:
-        """GPTQ's pass over some outputs, from no values."""
+        """Runs GPTQ's pass over some outputs, from no values."""
         scales = None if self.scales is None else self.scales[:, rows]
         _feed_back(self.target[:, rows], self.values[:, rows], scales, self.factor, self.width, self._window(rows))
 
     def descend(self, rows: slice = slice(None)) -> None:
-        """One sweep of descent over some outputs."""
+        """Sweeps once over some outputs."""
         scales = None if self.scales is None else self.scales[:, rows]
         _descend(self.target[:, rows], self.values[:, rows], scales, self.factor, self.width, self._window(rows))
 
@@ -297,7 +297,7 @@ def _feed_back(
     width: int,
     window: _SolveWindow,
 ) -> None:
-    """GPTQ's pass: fills values `[in, out]` and scales `[blocks, out]`, one block of `width` inputs after the other."""
+    """Runs GPTQ's pass: fills values `[in, out]` and scales `[blocks, out]`, block by block of `width` inputs."""
     upper, left = factor.inverse, target.clone()
     blocks = diagonal_blocks(upper, width)
     for span, parts in _windows(len(target), width):
@@ -315,7 +315,7 @@ def _descend(
     width: int,
     window: _SolveWindow,
 ) -> None:
-    """One sweep of block coordinate descent, in place: every block again, with all others as they are."""
+    """Sweeps once by block coordinate descent, in place: each block is solved again with the others fixed."""
     moment = factor.moment
     residual = target - values
     inverses, uppers = block_factors(diagonal_blocks(moment, width))

@@ -201,5 +201,5 @@ def _shifts(moment: Tensor, spans: Sequence[slice]) -> list[Tensor]:
 
 
 def _bounds(sizes: Sequence[int]) -> list[int]:
-    """Where consecutive parts of these sizes start, and where the last one stops."""
+    """Returns the starts of consecutive parts of these sizes, and the end of the last one."""
     return [0, *accumulate(sizes)]

@@ -28,7 +28,7 @@ def lacks_decoder_text(inputs: Inputs) -> bool:
 
 
 def write_decoder_text(model: nn.Module, inputs: Inputs, session: Session) -> Inputs:
-    """Calibration calls in which every lone start token is followed by the model's own text.
+    """Returns calibration calls in which the model's own text follows every lone start token.
 
     Args:
         model: an encoder-decoder of transformers, on the device where it is to run.

@@ -183,7 +183,7 @@ def _fill(
 
 
 def _draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """One token a row: the first whose cumulative probability exceeds that row's uniform number.
+    """Returns one token a row: the first whose cumulative probability exceeds that row's uniform number.
 
     Args:
         logits: float32 `[rows, vocabulary]`, -inf where a token must not come.

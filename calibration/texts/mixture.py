@@ -221,7 +221,7 @@ def _own_pieces(
     end: int | None,
     session: Session,
 ) -> list[torch.Tensor]:
-    """At least `needed` tokens of own text in pieces of at most `length`, without their start tokens."""
+    """Returns at least `needed` tokens of the model's own text in pieces of at most `length`, without start tokens."""
     start = first_token(model, tokenizer)
     piece_tokens = length - (start is not None) + (end is not None)
     rows = generate_rows(

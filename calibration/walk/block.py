@@ -120,7 +120,7 @@ class Block:
             yield
 
     def remember_finished(self) -> None:
-        """From now on, modules in which every layer is solved return their outputs of the next pass, and never run."""
+        """Lets modules whose layers are all solved return their outputs of the next pass from then on."""
         unfinished = [experts.module for experts in self.experts if not experts.solved]
         for name, calls in self.module_calls.items():
             module = self.module.get_submodule(name)
@@ -137,7 +137,7 @@ class Block:
                     self.stand_ins[member].keeps = False
 
     def results(self) -> list[tuple[LayerPlan, Solved | None]]:
-        """Each layer as planned, or as the guard promoted it, with its solution; None for a layer kept in 16 bit.
+        """Returns each layer as planned, or as the guard promoted it, with its solution; None for a 16-bit layer.
 
         Puts the original modules back into the block.
         """

@@ -35,7 +35,7 @@ class States:
     few: torch.Tensor
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> States:
-        """The same states elsewhere, those on a few tokens as they are."""
+        """Returns the same states on another device; states on a few tokens stay."""
         quantized = list(map(move, self.quantized))
         # Solvers that look at original inputs alone walk with one list; two would take twice the memory.
         same = self.original is self.quantized
@@ -54,10 +54,10 @@ class BlockStore:
         return 0, None
 
     def begin(self, block: str) -> None:
-        """Is called before a block is worked on."""
+        """Prepares for a block before it is solved."""
 
     def end(self, block: str, states: States | None) -> States | None:
-        """Is called when a block is finished, with the hidden states after it; None for the last of a chain.
+        """Takes a finished block and the hidden states after it; None for the last block of a chain.
 
         Returns:
             The same hidden states, perhaps mapped from a file.
@@ -107,7 +107,7 @@ class Chain:
     def calls_of(
         self, name: str, states: States, session: Session, dtype: torch.dtype
     ) -> tuple[list[Call], list[Call], Call]:
-        """The calls of a block on the states in front of it: quantized, original, and on a few tokens."""
+        """Returns the calls of a block on the states in front of it: quantized, original, and on a few tokens."""
         device = session.device
         if states.original is states.quantized or not self.quantized:
             # The walk has followed one of the two so far, or resumes with states that an earlier run kept. States are

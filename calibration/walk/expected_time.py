@@ -103,7 +103,7 @@ def expected_time(
 
 
 def operations(pipeline: Pipeline) -> int:
-    """Elementwise operations a weight that a solver takes, about."""
+    """Estimates the elementwise operations that a solver takes for each weight."""
     steps = 0 if pipeline.reconstruction is None else pipeline.reconstruction.steps
     rounding = _ROUNDING.get(pipeline.spec.rounding, _SEARCH)
     return rounding + _SCALING * len(pipeline.transforms) + _LEARNING * steps

@@ -42,7 +42,7 @@ class Solved:
     notes: tuple[str, ...] = ()
 
     def to(self, device: torch.device) -> Solved:
-        """The same solution on `device`."""
+        """Returns the same solution on `device`."""
         scale = None if self.input_scale is None else self.input_scale.to(device)
         return replace(self, weight=self.weight.to(device), parts=self.parts.to(device), input_scale=scale)
 
@@ -138,7 +138,7 @@ class Group:
         self.tokens = tokens
 
     def inputs_of_all_ranks(self, every: int = 1) -> Iterator[torch.Tensor]:
-        """Every `every`-th token of the inputs that ranks have kept, batch by batch."""
+        """Yields every `every`-th token of the inputs that all ranks have kept, batch by batch."""
         assert self.amax is not None
         own = [(number, [x[::every]]) for number, x in zip(self.batch_numbers, self.inputs, strict=True)]
         for _, (x,) in in_order(own, self.amax.device):
@@ -159,7 +159,7 @@ class Group:
         return round_activation(self.input(x), self.activation, self.input_scale)
 
     def fix_input_scale(self, observer: str, stored: torch.dtype) -> None:
-        """The static scale of the input's format, from the original inputs, where the format has one."""
+        """Sets the static scale of the input's format, from the original inputs, where the format has one."""
         self.input_scale = None
         if self.activation is None or self.amax is None or not self.activation.is_static:
             return

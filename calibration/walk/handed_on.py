@@ -51,7 +51,7 @@ def _is_mapping(value: Any) -> bool:
 
 
 def copied(mappings: HandedOn) -> HandedOn:
-    """The same tensors in mappings of their own."""
+    """Returns the same tensors in new mappings."""
     return {slot: copy.copy(mapping) for slot, mapping in mappings.items()}
 
 

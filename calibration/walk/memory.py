@@ -32,7 +32,7 @@ def block_bytes(
     dtype: torch.dtype,
     scratch: Scratch = IN_MEMORY,
 ) -> int:
-    """About how many bytes solving a block takes at most, the page cache not counted.
+    """Estimates the peak number of bytes that solving a block takes, without the page cache.
 
     Linear layers are solved first, and then experts, of which those are in memory together that `at_a_time` says.
 

@@ -227,7 +227,7 @@ class ModelWalk:
         return tensors_of(self.model.get_submodule(block).modules())
 
     def _device_of_whole(self) -> torch.device:
-        """Where the whole model can be worked on."""
+        """Returns the device on which the whole model can be worked on."""
         device = self.session.device
         return device if device is not None and fits(self.model, device) else self.home
 

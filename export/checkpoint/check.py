@@ -31,7 +31,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def matrix_problems(
     tensors: Mapping[str, torch.Tensor], format: Format, activation: Format | None, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, str]]:
-    """Each tensor of a matrix that differs from the plan, by its name below the layer's, and how it differs.
+    """Yields each tensor of a matrix that differs from the plan, by its name below the layer's, and how it differs.
 
     Args:
         tensors: by their names below the layer's.

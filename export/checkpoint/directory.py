@@ -95,7 +95,7 @@ def finish_directory(work: Path, path: Path) -> None:
 
 
 def check_destination(path: Path, *, overwrite: bool) -> None:
-    """Checks, before anything slow, that a directory can be put at `path`.
+    """Checks, before any slow work, that a directory can be put at `path`.
 
     Raises:
         FileExistsError: it is a file, or below one; it holds files and `overwrite` is False, or Blockscale did not

@@ -48,7 +48,7 @@ class Layout(Protocol):
         names: StoredNames | None = None,
         tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> list[str]:
-        """One sentence for each feature of a checkpoint that a runtime of this layout does not support.
+        """Returns one sentence for each feature of a checkpoint that a runtime of this layout does not support.
 
         Args:
             plan: of the checkpoint.
@@ -116,7 +116,7 @@ class Layout(Protocol):
         """
 
     def read_rotations(self, config: Mapping[str, Any], names: StoredNames) -> Callable[[str], int]:
-        """From a matrix's name to the block of the Hadamard rotation that its input goes through; 0 for none.
+        """Returns a function from a matrix's name to the block of its input's Hadamard rotation; 0 for none.
 
         Raises:
             ValueError: a transform that is not supported.

@@ -92,7 +92,7 @@ def _pack_rows(weight: BlockScaledTensor) -> torch.Tensor:
 
 
 def _unpack_rows(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_pack_rows`, two columns to a byte."""
+    """Undoes `_pack_rows`: two columns to a byte."""
     return pack(torch.stack([packed & 0x0F, packed >> 4], dim=1).flatten(0, 1), 4)
 
 

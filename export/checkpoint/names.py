@@ -70,7 +70,7 @@ class StoredNames:
         return _as_weight(name, lambda weight: _apply(self.renamings, _swap(weight, self.experts)))
 
     def of_model(self, name: str) -> str:
-        """The inverse of `stored`; a name of the model's own stays."""
+        """Undoes `stored`; a name of the model's own stays."""
         ours = {theirs: ours for ours, theirs in self.experts.items()}
         return _as_weight(name, lambda weight: self.parameters.get(weight) or _swap(_apply(self.back, weight), ours))
 

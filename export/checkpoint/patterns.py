@@ -205,7 +205,7 @@ def _repeated(part: Part, least: int, most: int | None) -> Part:
 
 
 def _bits(positions: int) -> Iterator[int]:
-    """Each position of a set, as a set of its own."""
+    """Yields each position of a set, as a set of its own."""
     while positions:
         yield positions & -positions
         positions &= positions - 1

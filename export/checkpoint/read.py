@@ -113,7 +113,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         return name in self._where
 
     def matrix(self, name: str, index: int) -> torch.Tensor:
-        """One matrix of a stack."""
+        """Returns one matrix of a stack."""
         return self[name][index]
 
     def stored_name(self, name: str) -> str:
@@ -213,7 +213,7 @@ def _matrices(layer: LayerPlan) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[BlockScaledTensor, torch.Tensor | None]:
-    """One planned layer's weight and static input scale from a checkpoint's tensors, of any layout.
+    """Reads a planned layer's weight and static input scale from a checkpoint's tensors, in any layout.
 
     Raises:
         ValueError: a tensor of the layer is missing, left over, or not as the plan has it (`check`); the message names
@@ -246,7 +246,7 @@ def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[Bl
 
 
 def join_rows(weights: list[BlockScaledTensor]) -> BlockScaledTensor:
-    """The inverse of `split_rows`."""
+    """Undoes `split_rows`."""
     # Gate and up become the rows of one matrix, which has one second-level scale.
     first = weights[0]
     if len(weights) == 1:
@@ -281,13 +281,13 @@ def place(tensors: Mapping[str, torch.Tensor], name: str) -> str:
 
 
 def planned_parts(plan: LayerPlan) -> list[str]:
-    """Those of `RUN_TIME_PARTS` that a layer has by its plan."""
+    """Returns the names in `RUN_TIME_PARTS` that a layer has by its plan."""
     sizes = (plan.parts.pre_scale, plan.parts.rank, plan.parts.rank)
     return [name for name, size in zip(RUN_TIME_PARTS, sizes, strict=True) if size]
 
 
 def read_parts(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> RunTimeParts:
-    """The run-time parts of a planned layer: scale and rotation of its input, and its low-rank branch.
+    """Reads the run-time parts of a planned layer: scale and rotation of its input, and its low-rank branch.
 
     Raises:
         ValueError: a tensor that the plan promises is missing, not finite, or has another rank; the message names it.

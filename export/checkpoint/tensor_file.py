@@ -157,7 +157,7 @@ class _Writer:
             self._hashing.popleft().result()
 
     def sync(self) -> None:
-        """Returns when all pieces are on the disk."""
+        """Waits until all pieces are on the disk."""
         self.file.flush()
         os.fsync(self.file.fileno())
 

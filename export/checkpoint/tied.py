@@ -39,7 +39,7 @@ def untied_pairs(model: nn.Module, state: Mapping[str, torch.Tensor] | None = No
 
 
 def _pairs(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Both names of the tensors that may be tied, and the config whose flag says whether they are."""
+    """Yields both names of the tensors that may be tied, and the config whose flag says whether they are."""
     for prefix, module in model.named_modules():
         keys = getattr(module, "_tied_weights_keys", None)
         # Names may be patterns; those are of heads for boxes (D-FINE), which no flag of words concerns.
@@ -93,7 +93,7 @@ def clear_flag(fields: dict[str, Any], model: Any, untied: Collection[Any]) -> b
 
 
 def _tables(config: Any, fields: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Each config of transformers with its table of config.json, the outermost first."""
+    """Yields each config of transformers with its table of config.json, the outermost first."""
     yield config, fields
     for name in getattr(config, "sub_configs", ()):
         if isinstance(fields.get(name), dict):

@@ -44,7 +44,7 @@ def checkpoint_tensors(
     state: Mapping[str, torch.Tensor] | None = None,
     origins: dict[str, str] | None = None,
 ) -> dict[str, torch.Tensor | DeferredTensor]:
-    """Every tensor of a quantized model under its name in the checkpoint; tied weights once.
+    """Returns every tensor of a quantized model under its name in the checkpoint; tied weights once.
 
     A large tensor that the layout has in another form than the module is computed when it is written, so that memory
     does not grow with the number of layers.

@@ -124,7 +124,7 @@ def attending(model: nn.Module, attention: Attention, *, masked: bool) -> Iterat
 def _key_mask(
     q_length: Any, kv_length: Any, attention_mask: torch.Tensor | None = None, **_: Any
 ) -> torch.Tensor | None:
-    """Which keys are real and which padding, `[batch, 1, queries, keys]`."""
+    """Returns which keys are not padding, `[batch, 1, queries, keys]`."""
     if attention_mask is None:
         return None
     return attention_mask[:, None, None, :].to(torch.bool).expand(-1, 1, q_length, -1)

@@ -45,7 +45,7 @@ ATTENTION_KEY = "blockscale.attention"
 
 
 def export_onnx(model: nn.Module, path: str | Path, **options: Any) -> Path:
-    """As `write_onnx`, whose options it takes; warns where onnxruntime does not load the file, with the reason."""
+    """Writes as `write_onnx`, whose options it takes, and warns with the reason if onnxruntime cannot load the file."""
     plan: Plan | None = options.get("plan")
     fp8_attention = plan is not None and plan.attention is not None and options.get("attention") != "none"
     if (problem := onnxruntime_problem(model, fp8_attention=fp8_attention)) is not None:

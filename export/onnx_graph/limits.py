@@ -140,7 +140,7 @@ def check_graph(exported: torch.export.ExportedProgram) -> None:
 
 
 def linear_nodes(exported: torch.export.ExportedProgram) -> Iterator[tuple[str, Any]]:
-    """Each `quant::linear` node of a graph, with the name of its layer."""
+    """Yields each `quant::linear` node of a graph, with the name of its layer."""
     buffers: Mapping[str, str] = exported.graph_signature.inputs_to_buffers
     for node in exported.graph.nodes:
         if node.op == "call_function" and node.target is torch.ops.quant.linear.default:

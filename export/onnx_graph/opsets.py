@@ -121,7 +121,7 @@ def _register(
 
 
 def _like_input(attribute: str | None) -> Callable[[Any], None]:
-    """One output of the first input's shape; its type is named by an attribute, or is the input's."""
+    """Infers one output of the first input's shape; its type is named by an attribute, or is the input's."""
 
     def infer(context: Any) -> None:
         type = context.get_input_type(0)

@@ -69,7 +69,7 @@ class CachedAttention(Attention):
         self.inputs, self.past, self.new, self.masks = inputs, past, [], {}
 
     def attended(self, name: str, keys: Keys, window: int | None) -> Keys:
-        """All keys that the cache holds, the new ones among them, and who sees which."""
+        """Returns all keys in the cache, including the new ones, and which query sees which key."""
         if not keys.causal:
             raise ValueError(f"{name}: its attention is not causal, so it cannot decode over a cache")
         if not self.past:
@@ -89,11 +89,11 @@ class CachedAttention(Attention):
         return written
 
     def positions(self) -> torch.Tensor:
-        """Of the new tokens, `[batch, sequence]`."""
+        """Returns the positions of the new tokens, `[batch, sequence]`."""
         return self.inputs[LENGTHS][:, None] + torch.arange(self.inputs[IDS].shape[1])[None]
 
     def visible(self, tokens: int, window: int | None) -> torch.Tensor:
-        """Which of the cache's `tokens` each query sees, `[batch, sequence, tokens]`."""
+        """Returns which of the cache's `tokens` each query sees, `[batch, sequence, tokens]`."""
         columns, positions = torch.arange(tokens)[None, None], self.positions()[:, :, None]
         seen = columns <= positions
         return seen if window is None else seen & (columns > positions - window)

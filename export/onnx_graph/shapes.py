@@ -54,7 +54,7 @@ def graph_inputs(model: Any) -> list[Input]:
 
 
 def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int]) -> Shapes:
-    """One profile: min, opt and max shape of every dynamic input.
+    """Parses a profile: min, opt and max shape of every dynamic input.
 
     Args:
         text: as in the module docstring; missing entries take `DEFAULT_RANGES`.

@@ -146,7 +146,7 @@ def translate(
 
 
 def _restore_dtypes(model: Any, dtypes: Mapping[str, Any]) -> None:
-    """Weights of convolutions get back the dtype of the model.
+    """Gives weights of convolutions the dtype of the model again.
 
     onnxscript 0.7 multiplies a BatchNorm into the convolution before it, and leaves a weight in BF16 and its new bias
     in FLOAT, which no runtime takes beside an input in BF16.
@@ -164,7 +164,7 @@ def _restore_dtypes(model: Any, dtypes: Mapping[str, Any]) -> None:
 
 
 def _type_packed(packed: Mapping[Any, int]) -> None:
-    """Bytes of two codes become tensors of 4-bit numbers over the same memory."""
+    """Turns bytes of two codes into tensors of 4-bit numbers over the same memory."""
     import onnx_ir as ir
 
     for value, kind in packed.items():
@@ -218,7 +218,7 @@ def _name_layers(model: Any, prefix: str) -> None:
 
 
 def _name_dims(model: Any, inputs: Mapping[str, GraphInput]) -> None:
-    """Dimensions get the names that `inputs` give them, in every value and in sums of them."""
+    """Gives dimensions the names that `inputs` have for them, in every value and in sums of them."""
     import onnx_ir as ir
 
     names = {

@@ -135,7 +135,7 @@ def _expanded_scale(
 
 
 def _check_dtypes(where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> None:
-    """One dtype for all operands, with scales exactly where it needs them."""
+    """Checks that all operands have one dtype, and scales exactly where it needs them."""
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float8_e4m3fn, torch.bfloat16, torch.float16):
         dtypes = ", ".join(f"{name} {x.dtype}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"{where}: {dtypes}; expected one dtype of float8_e4m3fn, bfloat16 and float16")
@@ -196,7 +196,7 @@ def _has_kernel(q: torch.Tensor) -> bool:
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Body of `quant::attention`; the log-sum-exp is empty unless it is asked for."""
+    """Implements `quant::attention`; the log-sum-exp is empty unless it is requested."""
     *fields, with_lse = arguments
     options = AttentionOptions(*fields)  # type: ignore[arg-type]
     hopper = is_hopper(q.device)

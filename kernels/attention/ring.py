@@ -67,7 +67,7 @@ def shard(x: torch.Tensor, rank: int, world: int, dim: int = 2) -> torch.Tensor:
 
 
 def unshard(parts: Sequence[torch.Tensor], dim: int = 2) -> torch.Tensor:
-    """All tokens in order, from the shards of all ranks."""
+    """Returns all tokens in order, from the shards of all ranks."""
     halves = [part.chunk(2, dim) for part in parts]
     return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim)
 
@@ -160,7 +160,7 @@ def _encoded(x: torch.Tensor, format: Format | None) -> tuple[torch.Tensor, ...]
 
 
 def _append(targets: Sequence[torch.Tensor], pair: tuple[torch.Tensor, torch.Tensor], format: Format) -> None:
-    """The same for NVFP4's K and V on a GPU, with the kernel that writes caches: one page a piece and batch entry."""
+    """Quantizes NVFP4's K and V on a GPU by the kernel that writes caches: one page for a piece and batch entry."""
     from quant.kernels.portable.attention.paged_kv_cache import write_kv
 
     k, v = pair

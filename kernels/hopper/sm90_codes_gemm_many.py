@@ -574,7 +574,7 @@ def sm90_codes_gemm_many(
 
 
 def grouped_gemm_many(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> torch.Tensor:
-    """As `grouped_gemm.grouped_codes_gemm`, for BF16 rows and a prepacked weight `[experts, out, in]`."""
+    """Computes `grouped_gemm.grouped_codes_gemm` for BF16 rows and a prepacked weight `[experts, out, in]`."""
     if not len(x):
         return x.new_empty(0, weight.shape[1])
     tiles = grouped_tiles(len(x), len(offsets) - 1, weight.shape[1], current(x.device.index or 0))

@@ -64,7 +64,7 @@ _SCALED = {
 
 @gluon.constexpr_function
 def scaling(form):
-    """Where the scales of a format go: into the "sum", or into decoded values as "one" bfloat16 or "two".
+    """Returns where a format's scales go: into the "sum", or into decoded values as "one" bfloat16 or "two".
 
     All functions here take the name of a format, or another name for codes that are decoded elsewhere.
     """
@@ -88,7 +88,7 @@ def scales_by_row(form):
 
 @gluon.constexpr_function
 def tile_bytes(form):
-    """Of 64 rows by 64 columns."""
+    """Returns the bytes of a tile of 64 rows by 64 columns."""
     return 64 * 8 * FORMATS[form].element.bits
 
 

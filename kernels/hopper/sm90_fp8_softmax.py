@@ -32,7 +32,7 @@ _ROWS = [[number for number in range(NUMBERS) if number >> 1 & 1 == row] for row
 
 
 def softmax(first: bool) -> str:
-    """The program for a tile; `first` says whether it is the first of its rows.
+    """Returns the program for a tile; `first` says whether it is the first of its rows.
 
     Operands, `NUMBERS` each: out (int32), scores, reference, factor, bias. In out, number 8 i + 2 j is word i of row
     j: the codes of two neighbours in each of two groups of 8 columns. Number 1 + 2 j is the sum of row j, 9 + 2 j its

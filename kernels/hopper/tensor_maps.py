@@ -27,13 +27,13 @@ def fields_of(descriptor: TensorDescriptor) -> Fields:
 
 
 def matrix_fields(matrix: torch.Tensor, rows: int, columns: int) -> Fields:
-    """For a matrix in BF16 of which tiles `[rows, columns]` are copied, swizzled as wgmma reads them."""
+    """Returns the fields for a BF16 matrix of which tiles `[rows, columns]` are copied, swizzled for wgmma."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
     return fields_of(TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns], layout))
 
 
 def prepacked_fields(weight: BlockScaledTensor, depth: int) -> tuple[Fields, Fields]:
-    """For words and scales of a prepacked weight, of which `depth` tiles of 64 × 64 are fetched at once.
+    """Returns the fields for words and scales of a prepacked weight with `depth` tiles of 64 × 64 at a time.
 
     A tile is 512 words and 64 scales, one after another. TMA takes boxes of at most 256 elements a side.
     """

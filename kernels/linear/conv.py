@@ -46,7 +46,7 @@ def conv_matrix(weight: torch.Tensor, groups: int, transposed: bool) -> torch.Te
 
 
 def conv_parameter(matrix: torch.Tensor, shape: Sequence[int], groups: int, transposed: bool) -> torch.Tensor:
-    """The inverse of `conv_matrix`, for a parameter of `shape`."""
+    """Undoes `conv_matrix`, for a parameter of `shape`."""
     if not transposed:
         return matrix.view(shape)
     inputs, outputs, *kernel = shape

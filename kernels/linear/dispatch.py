@@ -100,7 +100,7 @@ def _prepare_product(
     input_scale: torch.Tensor | None,
     activation: Format | None,
 ) -> Product:
-    """Check, layout and architecture: how arguments like these are multiplied; x is `[tokens, in]`."""
+    """Chooses how such arguments are multiplied, by checks, layout and architecture; x is `[tokens, in]`."""
     weight = as_computed(weight)
     check_operands(x, weight, bias)
     gpu = hardware.current(x.device.index or 0)
@@ -158,7 +158,7 @@ def _prepare_gemm(
     input_scale: torch.Tensor | None,
     activation: Format | None,
 ) -> Product:
-    """x is rounded to its format, if there is one, and a kernel for 16-bit rows multiplies it."""
+    """Prepares a product in which x is rounded to its format, if any, and a kernel for 16-bit rows multiplies it."""
     # The order matters: rounding checks the input scale, and its error should come before a kernel is prepared.
     rounding = None if activation is None else prepare_rounding(x, activation, input_scale)
     choice = _choose_for_numbers(weight, x)

@@ -58,7 +58,7 @@ class QuantExperts(QuantizedModule, ExpertStack):
             self.arrange(x.dtype)
 
     def __getitem__(self, index: int | torch.Tensor) -> Any:
-        """One expert as the parameter holds it, or several. Without rounded inputs, these are dequantized values."""
+        """Returns one expert as the parameter holds it, or several; without rounded inputs, dequantized values."""
         if self.activation_format is None and not (isinstance(index, torch.Tensor) and index.dim()):
             return self.stacking.hold(self.dense(int(index)))
         return super().__getitem__(index)
@@ -155,7 +155,10 @@ def runs_experts_alone(module: nn.Module) -> bool:
 
 
 def _apply_expert(self: Any, name: str, x: torch.Tensor, expert: int) -> torch.Tensor:
-    """One expert's matmul. A projection in 16 bit is a plain parameter, whose experts may be in their files still."""
+    """Multiplies by one expert.
+
+    A projection in 16 bit is a plain parameter, whose experts may still be in their files.
+    """
     projection = getattr(self, name)
     if isinstance(projection, ExpertStack):
         y: torch.Tensor = projection(x, expert)

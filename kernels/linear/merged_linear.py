@@ -18,7 +18,7 @@ from quant.kernels.linear.modules import QuantLinear
 
 
 def merge_rows(members: Sequence[nn.Module], dtype: torch.dtype) -> nn.Module | None:
-    """One linear whose outputs are those of the members, side by side; the members share its memory from then on.
+    """Returns one linear with the outputs of all members side by side; they share its memory from then on.
 
     Args:
         members: `nn.Linear` or `QuantLinear` with the same number of inputs, on one device.

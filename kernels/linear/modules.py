@@ -57,7 +57,7 @@ class RunTimeParts:
         return nn.functional.linear(nn.functional.linear(x, down.to(x.dtype)), up.to(x.dtype))
 
     def to(self, device: torch.device) -> RunTimeParts:
-        """The same parts on `device`."""
+        """Returns the same parts on `device`."""
         scale = None if self.pre_scale is None else self.pre_scale.to(device)
         lowrank = None if self.lowrank is None else (self.lowrank[0].to(device), self.lowrank[1].to(device))
         return RunTimeParts(scale, self.hadamard, lowrank)

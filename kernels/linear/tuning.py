@@ -82,7 +82,7 @@ def extra_copies(l2: int, nbytes: int) -> int:
 
 
 def shapes_of(model: nn.Module) -> list[BlockScaledTensor]:
-    """One quantized weight for each format and shape that `model` has."""
+    """Returns one quantized weight for each format and shape that `model` has."""
     weights: dict[tuple[str, tuple[int, ...]], BlockScaledTensor] = {}
     for module in model.modules():
         if isinstance(module, QuantLinear):

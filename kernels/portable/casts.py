@@ -130,7 +130,7 @@ class _Launch:
 
 
 def _launch(tokens: int, columns: int, format: Format, contiguous: bool) -> _Launch:
-    """Blocks are cut from all elements in memory where possible, so that short rows leave no lane idle."""
+    """Launches over blocks of all elements in memory where possible, so that short rows leave no lane idle."""
     # The largest power of two that divides the number of elements: pieces of it have no tail.
     width = min(tokens * columns & -(tokens * columns), 4096)
     flat = contiguous and format.block[1] > 0 and width >= 1024

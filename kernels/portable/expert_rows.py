@@ -124,7 +124,7 @@ def route(x: torch.Tensor, index: torch.Tensor, experts: int) -> tuple[torch.Ten
 
 
 def weigh(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor) -> None:
-    """`out[token]` = Σ over its slots of weight · y, without weights Σ of y; the sums are in FP32.
+    """Sums each token's slots: `out[token]` = Σ weight · y, or Σ y without weights, in FP32.
 
     Args:
         y: `[tokens · k, out]`, contiguous, in the order that `route` gave the rows.

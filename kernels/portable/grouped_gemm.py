@@ -159,7 +159,7 @@ def grouped_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, offsets: torc
 def grouped_fp8_gemm(
     x: BlockScaledTensor, weight: BlockScaledTensor, offsets: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """As `grouped_codes_gemm`, for rows that are in FP8.
+    """Computes `grouped_codes_gemm` for rows that are in FP8.
 
     Args:
         x: `[T, in]` in one of `FP8_ROWS`.
@@ -220,7 +220,7 @@ def check(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> 
 
 
 def check_experts(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> None:
-    """`check`, for rows `x` whose shape was looked at before."""
+    """Checks the same as `check`, for rows `x` whose shape has been checked before."""
     task, shape, format = _task(weight), weight.shape, weight.format
     codes = (format.codes_shape(shape), format.element.torch_dtype or torch.uint8)
     scale_shape = format.scale_shape(shape)

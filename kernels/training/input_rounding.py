@@ -96,7 +96,7 @@ def _follows(format: Format) -> bool:
 
 
 def _in_reach(amax: torch.Tensor, input_scale: torch.Tensor, format: Format) -> torch.Tensor:
-    """Where a block's scale is neither the largest nor the smallest one, and so follows the block."""
+    """Returns where a block's scale is neither the largest nor the smallest one, and so follows the block."""
     # The block scale is amax / (largest code · input scale), clamped to the range of its number.
     unit = format.element.max * input_scale.float().reshape(())
     return (amax > format.scale.min_subnormal * unit) & (amax <= format.scale.max * unit)

@@ -160,7 +160,7 @@ def _weight_gradient(
 
 
 def _inside(weight: torch.Tensor, step: torch.Tensor, format: Format) -> torch.Tensor:
-    """Where a weight is within the range of its block."""
+    """Returns where a weight is within the range of its block."""
     return (weight >= format.element.min * step) & (weight <= format.element.max * step)
 
 

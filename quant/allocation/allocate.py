@@ -235,7 +235,7 @@ class _Texts(NamedTuple):
     searched: torch.Tensor
 
     def to(self, device: torch.device) -> _Texts:
-        """The same rows on `device`."""
+        """Returns the same rows on `device`."""
         return _Texts(self.scored.to(device), self.held_out.to(device), self.searched.to(device))
 
 

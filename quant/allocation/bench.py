@@ -233,7 +233,7 @@ class Bench:
 
 
 def uniform_choices(problem: Problem) -> dict[str, np.ndarray]:
-    """For each format: the choice of it for every group that may take it, and of the best allowed one for others."""
+    """Returns a choice for each format: all groups that may take it do, and others take the best that is allowed."""
     return {
         name: np.where(problem.allowed[:, j], j, problem.scores.argmin(axis=1))
         for j, name in enumerate(problem.candidates)

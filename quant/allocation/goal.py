@@ -126,7 +126,7 @@ class Constraint:
 
     @classmethod
     def parse(cls, kind: ConstraintKind, text: str) -> Constraint:
-        """From `GLOB=FORMAT`."""
+        """Parses `GLOB=FORMAT`."""
         # From the right: a glob may hold "=", a format may not.
         match, separator, format_ = text.rpartition("=")
         if not separator or not match or not format_:

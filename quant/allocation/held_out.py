@@ -33,7 +33,7 @@ class HeldOut:
 
     @classmethod
     def halves(cls, texts: Mapping[str, torch.Tensor]) -> HeldOut:
-        """Both parts of texts that are held out.
+        """Returns both parts of texts that are held out.
 
         Raises:
             UserError: a text has a single row.
@@ -75,6 +75,6 @@ class HeldOut:
         return cls({_CALIBRATION: check}, {})
 
     def to(self, device: torch.device) -> HeldOut:
-        """The same rows on `device`."""
+        """Returns the same rows on `device`."""
         parts = ({name: rows.to(device) for name, rows in part.items()} for part in (self.check, self.verify))
         return HeldOut(*parts)

@@ -231,7 +231,7 @@ class Loop:
         return MeasuredChoice(choice, measured)
 
     def _against_uniform(self, present: MeasuredChoice) -> MeasuredChoice:
-        """One format for all groups instead, where that is within the budgets and measured to be better.
+        """Returns one format for all groups where that is within the budgets and measured to be better.
 
         Scores and gains are estimates, and with little to choose between a mix can end worse than no mix.
         """

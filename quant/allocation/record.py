@@ -142,7 +142,7 @@ class AllocationRecord(JsonData):
         return max(self.verified, key=lambda each: each.loss, default=None)
 
     def warnings(self) -> list[str]:
-        """One sentence if the limit does not hold on the rows that verify it."""
+        """Returns a sentence if the limit does not hold on the rows that verify it."""
         worst = self.worst
         if worst is None or worst.loss <= self.budget.value:
             return []

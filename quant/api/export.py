@@ -125,7 +125,7 @@ class ExportJob:
 
 
 def export_onnx_files(job: ExportJob) -> dict[str, Any]:
-    """`--to onnx` writes a directory with the file, plan and receipt; with --genai the files that its runtime needs."""
+    """Writes a directory with the ONNX file, plan and receipt; with --genai the files that its runtime needs."""
     if job.genai:
         _check_genai(job)
     notes = [*_put_in_dtype(job), *_cache_notes(job)]
@@ -177,7 +177,7 @@ def _put_in_dtype(job: ExportJob) -> list[str]:
 
 
 def _cache_notes(job: ExportJob) -> list[str]:
-    """One sentence for the user on the KV cache in an exported graph."""
+    """Returns a sentence for the user on the KV cache in an exported graph."""
     if job.plan is None or job.plan.kv_cache is None or not (job.cache_capacity() or job.genai):
         return []
     return [
@@ -187,7 +187,7 @@ def _cache_notes(job: ExportJob) -> list[str]:
 
 
 def export_tensorrt(job: ExportJob) -> dict[str, Any]:
-    """`--to tensorrt` writes an engine and its receipt."""
+    """Writes an engine and its receipt (`--to tensorrt`)."""
     with temporary_directory(job.out) as folder:
         return _engine(job, folder / "model.onnx", job.out)
 
@@ -213,7 +213,7 @@ def _engine(job: ExportJob, path: Path, out: Path) -> dict[str, Any]:
 
 
 def export_aoti_package(job: ExportJob) -> dict[str, Any]:
-    """`--to aoti` writes a `.pt2` package."""
+    """Writes a `.pt2` package (`--to aoti`)."""
     _put_in_dtype(job)
     inputs = job.inputs or model_inputs(job.model)
     dims = {name: {axis: dim for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for name, x in inputs.items()}
@@ -230,7 +230,7 @@ def export_aoti_package(job: ExportJob) -> dict[str, Any]:
 
 
 def export_torch_tensorrt(job: ExportJob) -> dict[str, Any]:
-    """`--to torch-tensorrt` writes the lowered module as a `.pt2` program, or with --target a compiled engine."""
+    """Writes the lowered module as a `.pt2` program, or with --target a compiled engine (`--to torch-tensorrt`)."""
     check_attention(job.kind, job.plan, job.attention)
     _put_in_dtype(job)
     inputs = {name: x.example for name, x in (job.inputs or model_inputs(job.model)).items()}
@@ -246,7 +246,7 @@ def export_torch_tensorrt(job: ExportJob) -> dict[str, Any]:
 
 
 def export_triton_server(job: ExportJob) -> dict[str, Any]:
-    """`--to triton-server` adds an engine to a model repository, and writes `serve.md`."""
+    """Adds an engine to a model repository, and writes `serve.md` (`--to triton-server`)."""
     if job.attention == "plugin":
         raise UserError(
             "the plugin is unknown to a Triton server, which would have to load it first; pass --attention native"
@@ -271,13 +271,13 @@ def export_triton_server(job: ExportJob) -> dict[str, Any]:
 
 
 def export_layout(job: ExportJob) -> dict[str, Any]:
-    """`--to modelopt` and `--to compressed-tensors` rewrite the checkpoint; the job's model is an outline."""
+    """Rewrites the checkpoint (`--to modelopt`, `--to compressed-tensors`); the job's model is an outline."""
     done = convert(job.directory, job.out, job.kind, overwrite=job.overwrite, model=job.model)
     return {"out": str(job.out), **done, "passed": True}
 
 
 def export_edge_llm(job: ExportJob) -> dict[str, Any]:
-    """`--to edge-llm` writes ModelOpt's layout, and runs the exporter of TensorRT Edge-LLM if it is installed."""
+    """Writes ModelOpt's layout, and runs TensorRT Edge-LLM's exporter if it is installed (`--to edge-llm`)."""
     if job.plan is None:
         raise UserError(f"{job.directory}: no plan, and so nothing to compare the exported graph with")
     check_edge_llm(job.model, job.plan)

@@ -214,7 +214,7 @@ def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _from_checkpoint(model: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
-    """A hook of `load_state_dict`: gives the tensors of a checkpoint the names and forms that modules have."""
+    """Gives the tensors of a checkpoint the names and forms of modules, as a hook of `load_state_dict`."""
     # Our own state dict has buffers `codes` and `scale`; only a checkpoint's files have `weight_scale`.
     if not any(name.endswith(".weight_scale") for name in state):
         return

@@ -203,7 +203,7 @@ PROBES = {"vllm": probe_vllm, "transformers": probe_transformers}
 
 
 def main(arguments: Iterator[str]) -> None:
-    """The program; its arguments are those of the module's docstring."""
+    """Runs the program; its arguments are those of the module's docstring."""
     runtime, directory, rows, out = arguments
     PROBES[runtime](Path(directory), json.loads(Path(rows).read_text()), Path(out))
     sys.stdout.flush()

@@ -142,7 +142,7 @@ def write_model(
     finish: Finish | None = None,
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, str]:
-    """As `save`, for a plan that `check_plan` has passed.
+    """Saves as `save`, for a plan that `check_plan` has passed.
 
     Args:
         model, plan: as for `save`.
@@ -245,7 +245,7 @@ def save_state_dict(
     overwrite: bool = False,
     finish: Finish | None = None,
 ) -> dict[str, str]:
-    """As `save`, for a bare state dict quantized weight-only.
+    """Saves as `save`, for a bare state dict quantized weight-only.
 
     Args:
         tensors: the original state dict.

@@ -77,7 +77,7 @@ class Difference(JsonData):
 
 
 def compare_with_source(directory: str | Path, source: str | Path, model: nn.Module | None = None) -> list[Difference]:
-    """Every difference between a checkpoint and the model that it was made from.
+    """Returns every difference between a checkpoint and the model that it was made from.
 
     Args:
         directory: a quantized checkpoint of any tool.
@@ -191,7 +191,7 @@ def _why_missing(pair: _Pair, name: str) -> str | None:
 
 
 def _why_changed(pair: _Pair, name: str, problem: str) -> str | None:
-    """The step that may have changed a tensor outside the weights that the plan quantizes."""
+    """Returns the step that may have changed a tensor outside the weights that the plan quantizes."""
     if problem != _OTHER_VALUES:
         cast = main_dtype(pair.original) != stored_dtype(pair.model) and problem.startswith(("is float", "is bfloat"))
         return f"the whole model was cast to {_short(stored_dtype(pair.model))}" if cast else None
@@ -236,7 +236,7 @@ def _config_differences(pair: _Pair) -> Iterator[Difference]:
 
 
 def _leaves(fields: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value of nested fields by its path; an empty mapping is a value."""
+    """Yields every value of nested fields by its path; an empty mapping is a value."""
     for key, value in fields.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, (*above, key))

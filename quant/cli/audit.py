@@ -99,7 +99,7 @@ def _engine(text: str | None) -> dict[str, Any]:
 
 
 def _show_runtime(check: RuntimeCheck) -> None:
-    """A row for each kind of layer and kernel, and how far the whole model agrees."""
+    """Prints a row for each kind of layer and kernel, and how far the whole model agrees."""
     rows: dict[tuple[str, str, str], list[float | None]] = {}
     for layer in check.layers:
         rows.setdefault((layer.kind, layer.kernel, layer.inputs), []).append(layer.error)

@@ -93,7 +93,7 @@ def tune_command(model: str, tokens: str, quiet: bool, as_json: bool) -> None:
 
 
 def _weights(model: str, what: str) -> list[BlockScaledTensor]:
-    """One weight for each shape and format in a quantized model."""
+    """Returns one weight for each shape and format in a quantized model."""
     from quant.checkpoints.runnable import open_runnable
     from quant.kernels.linear.tuning import shapes_of
 

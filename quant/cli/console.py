@@ -182,7 +182,7 @@ class Stages:
         return None if self.stage is None or self._task(self.stage).finished else self._line(self.stage)
 
     def last_lines(self) -> list[str]:
-        """Every stage in one line."""
+        """Returns a line for every stage."""
         return [self._line(stage) for stage in self.tasks]
 
     def _task(self, stage: str) -> Task:

@@ -17,7 +17,10 @@ from quant.kernels.hardware import current
 
 
 def examine_gpus() -> list[dict[str, Any]]:
-    """Every GPU that PyTorch sees, JSON-ready. Rates are the vendor's; null for a GPU that is not in our table."""
+    """Describes every GPU that PyTorch sees, JSON-ready.
+
+    Rates are the vendor's; null for a GPU that is not in our table.
+    """
     gpus = []
     with _nvml() as nvml:
         for index in range(torch.cuda.device_count()):
@@ -84,7 +87,7 @@ def _handle(nvml: Any, index: int) -> Any:
 
 
 def _readings(nvml: Any, index: int) -> dict[str, float]:
-    """Power and clocks now and at most; a reading that a machine refuses is left out."""
+    """Returns power and clocks now and at most; a reading that a machine refuses is left out."""
     if nvml is None:
         return {}
     queries: dict[str, Callable[[Any], float]] = {

@@ -85,7 +85,7 @@ class PatientStream:
             return len(text)
 
     def flush(self) -> None:
-        """Flushes; text without a reader is dropped."""
+        """Flushes the stream; text without a reader is dropped."""
         try:
             self._stream.flush()
         except BrokenPipeError:

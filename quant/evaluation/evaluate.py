@@ -258,7 +258,7 @@ def _blocks_first(logits: Sequence[Logits], rows: torch.Tensor, size: int, dtype
 
 
 def _batches(rows: torch.Tensor, size: int, report: Reporter) -> Iterator[tuple[int, torch.Tensor]]:
-    """This rank's batches of rows and the number of their first row; each is reported when its work is done."""
+    """Yields this rank's batches of rows and the number of their first row; each is reported when it is done."""
     starts = range(0, len(rows), size)
     for start in (starts[number] for number in own_batches(len(starts))):
         batch = rows[start : start + size]

@@ -102,7 +102,7 @@ def unmeasured_result(plan_layer: LayerPlan) -> LayerResult:
 
 
 def loss_warnings(results: Sequence[LayerResult]) -> list[str]:
-    """Which layers lost most of their weight's values: one sentence, or nothing."""
+    """Returns a sentence on the layers that lost most of their weight's values, if there are any."""
     lost = [result for result in results if (result.relative_error or 0) > _LOST]
     if not lost:
         return []

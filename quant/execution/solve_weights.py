@@ -146,7 +146,7 @@ def _solve_group(
 def solve_state_dict(
     tensors: Mapping[str, torch.Tensor], plan: Plan, session: Session | None = None
 ) -> tuple[dict[str, BlockScaledTensor], list[LayerResult]]:
-    """Weight-only quantization of a bare state dict: the solved weights by layer name, and the results."""
+    """Quantizes a bare state dict weight-only; returns the solved weights by layer name, and the results."""
     session = session or Session()
     solved: dict[str, BlockScaledTensor] = {}
     results: dict[str, LayerResult] = {}

@@ -67,7 +67,7 @@ class _Original:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """All attributes of a module, the dictionaries of its parts copied."""
+    """Returns all attributes of a module, with the dictionaries of its parts copied."""
     return {name: value.copy() if name in _PARTS else value for name, value in vars(module).items()}
 
 

@@ -110,7 +110,7 @@ class QATCallback(Callback):  # type: ignore[misc, valid-type]
         self.plan = convert_qat(model)
 
     def _before_loading(self, model: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        """A hook of `load_state_dict`: a state of training, which alone says how it was prepared, needs its layers."""
+        """Prepares the layers of a training state before it is loaded, as a hook of `load_state_dict`."""
         if any(name.startswith(prefix) and name.endswith("._extra_state") for name in state):
             self._enter_training(model)
 

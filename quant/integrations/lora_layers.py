@@ -34,7 +34,7 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
         return super()._get_base_layer_device_and_dtype(base_layer)  # type: ignore[no-any-return]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As PEFT's. Where it can, the product that makes an adapter's output also adds it to the layer's."""
+        """Computes PEFT's forward; where it can, an adapter's last product also adds its output to the layer's."""
         names, dtype = [name for name in self.active_adapters if name in self.lora_A], autocast_dtype(x)
         plain = not (args or kwargs or self.disable_adapters or self.merged)
         if not (plain and all(self._is_plain(x, name, dtype) for name in names)):
@@ -200,7 +200,7 @@ class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
         return weight
 
     def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """As `QuantExperts.grouped`; the adapters take one expert after the other, and so wait for the offsets."""
+        """Computes `QuantExperts.grouped` with adapters; they take experts one by one, and wait for the offsets."""
         y, active = self.base_layer.grouped(x, offsets), self._active
         if not active:
             return y  # type: ignore[no-any-return]

@@ -50,7 +50,7 @@ def read_fields(file: Path) -> dict[str, Any]:
 
 
 def checked_fields(file: Path) -> dict[str, Any]:
-    """As `read_fields`, of a config, whose classes and the fields that forward passes go by have the right types."""
+    """Reads a config by `read_fields`, and checks the types of classes and of fields that forward passes use."""
     fields = read_fields(file)
     try:
         typed(list[str] | None, fields.get("architectures"), "architectures")

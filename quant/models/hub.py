@@ -132,7 +132,7 @@ def _files_of_model(names: Collection[str], parts: Collection[str]) -> list[str]
 
 
 def companion_names(names: Iterable[str], parts: Collection[str]) -> list[str]:
-    """Those files of a model that stand beside its weights and its config, as `companion_files` describes them.
+    """Returns the names of a model's files besides weights and config, as `companion_files` describes them.
 
     Args:
         names: of all files of the model's directory, relative to it, with `/` between folders.

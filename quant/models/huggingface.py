@@ -184,7 +184,7 @@ def build(
 def read_model(
     cls: Any, config: Any, dtype: torch.dtype, path: Path, tensors: QuantizedTensors | None = None, **options: Any
 ) -> tuple[nn.Module, list[str]]:
-    """As `build`, a model with its weights, and the names of tensors that its class has no use for."""
+    """Builds a model with its weights; also returns the names of tensors that its class has no use for."""
     source, options = (path, options) if tensors is None else (None, {**options, "state_dict": tensors.deferred()})
     with explained(f"{path}: transformers cannot load it"):
         try:

@@ -42,7 +42,7 @@ class LazyStateDict(Mapping[str, torch.Tensor]):
         return tensor.to(self._dtype) if self._dtype is not None and tensor.dtype.is_floating_point else tensor
 
     def renamed(self, names: Mapping[str, str]) -> LazyStateDict:
-        """The same tensors under other names; `names` has one for each."""
+        """Returns the same tensors under other names; `names` has one for each."""
         original = {new: name for name, new in names.items()}
         return LazyStateDict(original, lambda name: self[original[name]])
 

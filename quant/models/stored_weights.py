@@ -42,7 +42,7 @@ class Files(Protocol):
         """Returns whether reading a tensor takes no memory."""
 
     def matrix(self, name: str, index: int) -> torch.Tensor:
-        """One matrix of a stack."""
+        """Returns one matrix of a stack."""
 
 
 class StoredWeight:
@@ -66,7 +66,7 @@ class StoredWeight:
         return self.shape[0]
 
     def dim(self) -> int:
-        """As of a tensor."""
+        """Returns the number of dimensions, as a tensor's `dim`."""
         return len(self.shape)
 
     def __getitem__(self, expert: int) -> torch.Tensor:
@@ -187,7 +187,7 @@ def read_stored(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def _read(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a forward pass: the parameter itself in the place of the one without values."""
+    """Puts the parameter with its values into the module before a forward pass."""
     empty = module._parameters.get(name)
     values = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     if hasattr(empty, "stored") and not any(value.is_meta for value in values):
@@ -198,7 +198,7 @@ def _read(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _drop(name: str, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-    """After a forward pass: the parameter without values again."""
+    """Puts the parameter without values back after a forward pass."""
     read = module._parameters.get(name)
     if hasattr(read, "empty"):
         module._parameters[name] = read.empty  # type: ignore[union-attr]

@@ -83,7 +83,7 @@ def _with_layers(document: Any) -> dict[str, Any]:
 
 
 def validate(plan: Plan, layers: Sequence[Layer] | None = None, target: Target | None = None) -> list[Problem]:
-    """Everything that would stop `plan`, or make its result wrong, found from shapes alone.
+    """Finds every problem that would stop `plan` or make its result wrong, from shapes alone.
 
     Args:
         plan: as `read_plan` gives it.
@@ -264,7 +264,7 @@ def _check_fused(plan: Plan, target: Target, problems: list[Problem]) -> set[str
 
 
 def _places(names: Sequence[str], limit: int = 8) -> str:
-    """All of `names`; blocks of a model repeat, so of many names those that differ by numbers alone are one."""
+    """Returns all of `names` as a text; of many names, those that differ only by numbers become one."""
     if len(names) <= limit:
         return ", ".join(names)
     alike = Counter(re.sub(r"\d+", "*", name) for name in names)

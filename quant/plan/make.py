@@ -228,7 +228,7 @@ def _fusion_record(layers: Sequence[Layer], plan: Plan, unknown: str | None) -> 
 
 
 def _run_on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """One forward pass over shapes alone: no weight is read and no arithmetic done.
+    """Runs a forward pass over shapes alone: no weight is read and no arithmetic done.
 
     Args:
         model: stays as it is.
@@ -243,12 +243,12 @@ def _run_on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def _run_on_meta_in_bf16(model: nn.Module) -> None:
-    """The same in BF16: torch's grouped matmul, by which transformers runs experts, takes only that on meta."""
+    """Runs the same pass in BF16, the only dtype that torch's grouped matmul for experts takes on meta."""
     _run_on_meta(model, torch.bfloat16)
 
 
 def _run_stand_in(model: nn.Module) -> None:
-    """One forward pass over zeros in the shape of images, sounds or two texts, as the model's config describes them."""
+    """Runs a forward pass over zeros in the shape of images, sounds or two texts, as the model's config has them."""
     config: Any = model.config
     seeing = getattr(config, "vision_config", None) or config
     # 32 pixels are two patches of ViT's 16, enough to see which layers share an input.
@@ -268,7 +268,7 @@ def _run_stand_in(model: nn.Module) -> None:
 
 
 def _run_one_row(model: nn.Module) -> None:
-    """One forward pass over two tokens, for models that branch on their data (routers) or need real input."""
+    """Runs a forward pass over two tokens, for models that branch on their data (routers) or need real input."""
     model(torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device))
 
 

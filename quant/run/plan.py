@@ -138,7 +138,7 @@ def _with_heads(plan: Plan, source: Source, weights: Mapping[str, torch.Tensor])
 
 
 def _attach_planned(source: Source, plan: Plan) -> None:
-    """Modules for the layers of prediction heads that a plan quantizes."""
+    """Attaches modules for the layers of prediction heads that a plan quantizes."""
     if source.model is None or source.directory is None:
         return
     names = {layer.name for layer in source.layers}

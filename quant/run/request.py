@@ -190,7 +190,7 @@ class Request:
             )
 
     def _check_recipe(self) -> None:
-        """Exactly one recipe or plan is named, and a plan comes alone."""
+        """Checks that exactly one recipe or plan is named, and that a plan has no other options with it."""
         recipes = {name: getattr(self, name) for name in ("recipe", "recipe_file", "plan_file")}
         if sum(recipe is not None for recipe in recipes.values()) != 1:
             if self.is_in_memory:
@@ -205,7 +205,7 @@ class Request:
             raise UserError(f"{plan} says everything already: edit it instead of using {options}")
 
     def _check_budget(self) -> None:
-        """Nothing fixes the formats that a budget chooses."""
+        """Checks that no option fixes the formats that a budget chooses."""
         named = self._first_given("recipe", "recipe_file", "plan_file")
         if named is not None:
             recipe = f"recipe {self.recipe!r}" if self.is_in_memory else named

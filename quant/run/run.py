@@ -49,7 +49,7 @@ def run(request: Request, listener: Listener = SILENT) -> Outcome:
 
 
 def _compute(job: Job, decision: Decision) -> tuple[Decision, Solved, Measured]:
-    """Everything but writing. The original model, which measuring needs, is freed at the end."""
+    """Runs every stage but writing. The original model, which measuring needs, is freed at the end."""
     texts = unseen_data(job, decision)
     baseline = baseline_of(job, decision, texts)
     announce_time(job, decision)

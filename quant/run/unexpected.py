@@ -16,7 +16,7 @@ _REMOTE = "transformers_modules"  # where transformers puts the Python files of 
 
 
 def explained(error: Exception, message: str) -> str:
-    """One line about an exception that is no mistake of the user.
+    """Returns one line about an exception that is not a mistake of the user.
 
     Args:
         error: with its traceback.

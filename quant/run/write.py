@@ -178,7 +178,7 @@ def _warnings(decision: Decision, solved: Solved) -> list[str]:
 
 
 def _head_warnings(solved: Solved) -> list[str]:
-    """One sentence on the quantized layers of prediction heads, if there are any."""
+    """Returns a sentence on the quantized layers of prediction heads, if there are any."""
     names = set() if solved.quantized is None else head_layers(solved.quantized.model)
     heads = [layer for layer in solved.plan.quantized if layer.name in names]
     if not heads:
@@ -194,7 +194,7 @@ def _head_warnings(solved: Solved) -> list[str]:
 
 
 def _guard_warnings(decided: Plan, executed: Plan) -> list[str]:
-    """One sentence on the layers that a guard gave another format, if there are any."""
+    """Returns a sentence on the layers that a guard gave another format, if there are any."""
     changed = [layer for layer in executed.layers if layer.weight != decided.by_name[layer.name].weight]
     if not changed:
         return []

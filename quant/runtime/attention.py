@@ -202,7 +202,7 @@ def _mask(
     local_size: int | None = None,
     **arguments: Any,
 ) -> torch.Tensor | None:
-    """None for a causal mask, perhaps with a window, which our functions apply; else bool, True where seen."""
+    """Returns None for a causal mask, which our functions apply (with a window, too); else bool, True where seen."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     # A tensor of a mask costs batch · queries · keys; none is made where a kernel masks by position itself.

@@ -148,7 +148,7 @@ def generate(
 
 
 def _generate_by_transformers(model: nn.Module, ids: torch.Tensor, stream: TextStream, **options: Any) -> None:
-    """Greedy decoding by the model's own `generate`, whatever its generation config says of sampling."""
+    """Decodes greedily by the model's own `generate`, whatever its generation config says of sampling."""
     model.generate(  # type: ignore[operator]
         ids,
         # A mask of ones, and None for the options of sampling, or transformers warns: of a missing mask, and of options
@@ -317,7 +317,7 @@ def _multiplies(device: torch.device) -> str:
 
 
 def _pad_token(model: nn.Module, tokenizer: Any) -> int | None:
-    """transformers wants one although a single row is never padded."""
+    """Returns a token for padding, which transformers requires although a single row is never padded."""
     end = getattr(model.config, "eos_token_id", None)
     end = end[0] if isinstance(end, list) else end
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end

@@ -162,12 +162,12 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._pages.layer(0), self._pages.block_table(self._sequences)
 
     def read(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Everything that is cached, dequantized: `[batch, kv_heads, length, dim]`."""
+        """Returns everything that is cached, dequantized: `[batch, kv_heads, length, dim]`."""
         k, v = self.read_turned(dtype)
         return k if self._turn is None else self._turn.back(k), v
 
     def read_turned(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, with keys turned like the queries of `write`."""
+        """Returns the same as `read`, with keys turned like the queries of `write`."""
         assert self._pages is not None
         read = [self._pages.read(0, sequence) for sequence in self._sequences]
         return torch.stack([k for k, _ in read]).to(dtype), torch.stack([v for _, v in read]).to(dtype)
@@ -181,7 +181,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.length
 
     def get_max_length(self) -> int:
-        """No limit but memory."""
+        """Returns -1: only memory limits the length."""
         return -1
 
     def reset(self) -> None:
@@ -199,20 +199,20 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
                 self._pages.crop(sequence, self.length)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i continues row `beam_idx[i]`."""
+        """Lets row i continue row `beam_idx[i]`."""
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times."""
+        """Repeats each row `repeats` times."""
         self._select([row for row in range(len(self._sequences)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only the named rows."""
+        """Keeps only the named rows."""
         rows = torch.arange(len(self._sequences))
         self._select(rows[indices.cpu()].tolist())
 
     def offload(self) -> None:
-        """Refused: pages stay where they are."""
+        """Raises an error: pages stay on their device."""
         raise UserError("a quantized KV cache stays on its device; generate without offloading")
 
     def _select(self, rows: list[int]) -> None:

@@ -34,7 +34,7 @@ def ring_format(attention: str, format: Format | None) -> Format | None:
 
 
 def refuse_padding(*, attention_mask: torch.Tensor | None = None, **_: Any) -> None:
-    """No mask: a ring's attention is causal by the positions of the shares.
+    """Raises an error for a mask: a ring's attention is causal by the positions of the shares.
 
     Raises:
         UserError: some of the tokens are padding.

@@ -125,7 +125,7 @@ def _by_eigenvalues(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _by_products(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same from products alone: a GPU's eigendecomposition is many times slower than a CPU's, and synchronizes.
+    """Computes the same from products: a GPU's eigendecomposition synchronizes and is slower than a CPU's.
 
     Newton's method for x^-¼, whose iterates commute with x (Guo and Higham, 2006): with y = x / |x|,
 

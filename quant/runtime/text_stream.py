@@ -55,13 +55,13 @@ class TextStream:
         return text
 
     def put(self, value: torch.Tensor) -> None:
-        """`add` for transformers, which begins with the prompt."""
+        """Adds tokens for transformers, which begins with the prompt."""
         if not self._is_prompt:
             self.add(value.flatten().tolist())
         self._is_prompt = False
 
     def end(self) -> None:
-        """Called by transformers after the last token; there is no more to do."""
+        """Does nothing; transformers calls it after the last token."""
 
     def _give(self, text: str) -> None:
         if self._tell is not None and len(text) > len(self._told) and text.startswith(self._told):

@@ -192,7 +192,7 @@ def _check_padding(inputs: Mapping[str, Any]) -> None:
 
 
 def _counted(inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Which positions count, bool `[rows, seqlen]`; None for all."""
+    """Returns which positions count, bool `[rows, seqlen]`; None for all."""
     mask = inputs.get("attention_mask")
     # A mask of four dimensions says which positions see which, and not which of them are padding.
     if mask is not None and mask.dim() != 2:

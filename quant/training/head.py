@@ -68,7 +68,7 @@ class LogitHead:
         return self.tail(self.head(x))
 
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Of the head."""
+        """Returns the parameters of the head."""
         return tuple(self.head.parameters())
 
 

@@ -96,7 +96,7 @@ class TopTeacher:
     vocabulary: int | None = None
 
     def gradient(self, logits: torch.Tensor, part: slice, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `LogitTeacher.gradient`."""
+        """Returns the same as `LogitTeacher.gradient`."""
         tokens, logp = self.tokens[part].to(logits.device).long(), self.logp[part].to(logits.device).float()
         if self.vocabulary not in (None, logits.shape[-1]):
             raise UserError(

@@ -97,7 +97,7 @@ class QATConv(RoundedWeight, ConvGeometry, nn.modules.conv._ConvNd):  # type: ig
         return conv_matrix(self.trained_weight, self.groups, self.transposed)
 
     def convolve(self, x: torch.Tensor, output_padding: Sequence[int]) -> torch.Tensor:
-        """As the packed layer computes it."""
+        """Convolves as the packed layer does."""
         self.remember_dtype()
         x = x.to(_computed_dtype(x))
         if self.activation_format is not None:
@@ -139,7 +139,7 @@ class QATExperts(RoundedWeight, ExpertStack):
             self._matrices = None
 
     def __getitem__(self, index: int | torch.Tensor) -> Any:
-        """One expert as the parameter holds it, or several. Without rounded inputs, these are rounded values."""
+        """Returns one expert as the parameter holds it, or several; without rounded inputs, rounded values."""
         if self.activation_format is None and not (isinstance(index, torch.Tensor) and index.dim()):
             return self.stacking.hold(self.dense(int(index)))
         return super().__getitem__(index)

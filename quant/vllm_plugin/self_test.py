@@ -77,7 +77,7 @@ def _failure_of(part: str, error_of: Callable[[], float], device: str) -> str:
 
 @cache
 def _sample(rows: int, columns: int, seed: int) -> torch.Tensor:
-    """The same normal values on every machine: made on the CPU."""
+    """Draws the same normal values on every machine, by the CPU's generator."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     return torch.randn(rows, columns, generator=generator, device="cpu")
 

@@ -117,5 +117,5 @@ def _check_finite(block: Block, group: Group, amax: torch.Tensor, x: torch.Tenso
 
 
 def _dots(name: str) -> list[int]:
-    """Where the names of a module's parents end."""
+    """Returns the positions at which the names of a module's parents end."""
     return [position for position, letter in enumerate(name) if letter == "."]

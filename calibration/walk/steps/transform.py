@@ -63,7 +63,7 @@ def _scale_group(block: Block, group: Group, fold: Fold | None) -> None:
 
 
 def _find_folds(block: Block) -> list[Fold | None]:
-    """Where each group's input scale can go, tried in float64 on a few tokens."""
+    """Finds the modules that each group's input scale can go into, tried in float64 on a few tokens."""
     if any(parameter.is_meta for parameter in block.module.parameters()):
         # Experts that are still in their files: a copy without them computes unwritten memory, which proves nothing.
         return [None] * len(block.groups)
@@ -95,7 +95,7 @@ def _fold(block: Block, fold: Fold, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_gradients(block: Block, name: str, divisor: torch.Tensor) -> None:
-    """Outputs of a layer are divided from now on, so that gradients at them grow by as much: A becomes D A D."""
+    """Scales the gradients at a layer's outputs, which are divided from then on: A becomes D A D."""
     group = next(group for group in block.groups if name in group.names)
     outputs = group.outputs
     if outputs is None:

@@ -262,7 +262,7 @@ def read_config(
 
 
 def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[str], int]:
-    """From a matrix's name to the block of the Hadamard rotation that its input goes through at run time; 0 for none.
+    """Returns a function from a matrix's name to the block of its input's Hadamard rotation at run time; 0 for none.
 
     Raises:
         ValueError: another transform of inputs. The weights in the files are transformed already.

@@ -25,7 +25,7 @@ def runtime_warnings(
     names: StoredNames | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> list[str]:
-    """One sentence for each feature of a checkpoint of `plan`, a model in `dtype`, that other runtimes do not support.
+    """Returns one sentence for each feature of a checkpoint of `plan` that other runtimes do not support.
 
     Arguments are as for `Layout.runtime_warnings`.
     """
@@ -45,7 +45,7 @@ def runtime_warnings(
 
 
 def rotation_warnings(plan: Plan) -> list[str]:
-    """One sentence if inputs are rotated at run time: `transform_config` says so, and other runtimes fail at it."""
+    """Returns a sentence if inputs are rotated at run time: other runtimes fail at the `transform_config`."""
     rotated = [layer.name for layer in plan.quantized if layer.parts.hadamard]
     if not rotated:
         return []
@@ -59,7 +59,7 @@ def rotation_warnings(plan: Plan) -> list[str]:
 
 
 def stopped_warnings(plan: Plan, names: StoredNames) -> list[str]:
-    """One sentence if there are quantized experts that transformers has no place for, and stops at."""
+    """Returns a sentence if there are quantized experts that transformers has no parameters for, and stops at."""
     stopped = [layer.name for layer in plan.quantized if layer.name in names.stopped]
     if not stopped:
         return []
@@ -70,7 +70,7 @@ def stopped_warnings(plan: Plan, names: StoredNames) -> list[str]:
 
 
 def _part_warnings(plan: Plan) -> Iterator[str]:
-    """Run-time parts that the layout has no tensors for."""
+    """Yields a sentence for run-time parts that the layout has no tensors for."""
     layers_with = {
         "an input scale (pre_scale)": [layer.name for layer in plan.quantized if layer.parts.pre_scale],
         "a 16-bit low-rank branch": [layer.name for layer in plan.quantized if layer.parts.rank],

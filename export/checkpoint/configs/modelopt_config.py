@@ -90,7 +90,7 @@ def runtime_warnings(
     names: StoredNames | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> list[str]:
-    """One sentence for each reason why vLLM does not run a checkpoint of `plan` in this layout.
+    """Returns one sentence for each reason why vLLM does not run a checkpoint of `plan` in this layout.
 
     vLLM compares excluded names as substrings: a head called `output` excludes each `….output.dense`. `dtype` and
     `tensors` matter to the other layout only.

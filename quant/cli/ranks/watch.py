@@ -102,7 +102,7 @@ class Watch:
             _send(other, error="the first rank has said it")
 
     def fails(self, message: str, *, follows: bool = False) -> None:
-        """Is told of an error of this rank, and returns on the first one alone, which is to print it.
+        """Records an error of this rank; returns only on the first rank to fail, which is to print it.
 
         Args:
             message: the error.

@@ -119,7 +119,7 @@ def _of_metadata(fields: Mapping[str, Any], context: int) -> dict[str, Any]:
 
 
 def _longrope(fields: Mapping[str, Any], tensors: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
-    """LongRoPE: divisors for texts within the context of the first training, and others for longer ones."""
+    """Returns LongRoPE's divisors: for texts within the context of the first training, and for longer ones."""
     original = fields.get("scaling.original_context_length")
     missing = [name for name in FREQUENCY_TENSORS[1:] if name not in tensors]
     if missing or not original:

@@ -112,7 +112,7 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
         return len(self._plain) + len(self.packed)
 
     def deferred(self) -> dict[str, Any]:
-        """All tensors as transformers' loader takes them: each is read when it is indexed with `...`."""
+        """Returns all tensors as transformers' loader takes them: each is read when it is indexed with `...`."""
         return {name: _Deferred(self, name) for name in self}
 
 
