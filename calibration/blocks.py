@@ -35,8 +35,8 @@ class Call:
     """One call of a block.
 
     Attributes:
-        args, kwargs: its arguments.
-        slot: where among them the hidden state is: an index or a keyword.
+        args, kwargs: the arguments of the call.
+        slot: the index or keyword of the hidden state among the arguments.
     """
 
     args: tuple[Any, ...]
@@ -150,7 +150,7 @@ def find_chains(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) 
 
     Args:
         model: the model.
-        names: of its blocks.
+        names: the names of its blocks.
         run: calls the model on a small input.
 
     Returns:

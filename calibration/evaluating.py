@@ -29,8 +29,8 @@ def prepared(
 
     Args:
         models: one or several.
-        dtype: to which 16-bit parameters and buffers are widened; None leaves them.
-        device: where the models run, see `placed`; None is where each of them is.
+        dtype: the dtype to which 16-bit parameters and buffers are widened; None leaves them.
+        device: the device where the models run, see `placed`; None leaves each model where it is.
     """
     models = [models] if isinstance(models, nn.Module) else models
     away = [model for model in models if elsewhere(model, device)]

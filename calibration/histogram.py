@@ -97,7 +97,7 @@ class Histogram:
         Between two order statistics the value is interpolated, as `numpy.percentile` does by default.
 
         Args:
-            percent: from 0 to 100.
+            percent: a number from 0 to 100.
         """
         if percent == 100:
             return self.amax

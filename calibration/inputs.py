@@ -129,7 +129,7 @@ def inputs_of(data: Any, model: nn.Module) -> Inputs:
     Args:
         data: named tensors, whose rows are calls; an iterable of calls, each a tensor, a tuple or a mapping, with a
             batch dimension as a data loader gives them; or a function that calls the model, as `recorded` takes it.
-        model: is called with them.
+        model: the model that is called with them.
 
     Raises:
         ValueError: there is nothing in it, nothing but padding, or something that is no argument of a model.

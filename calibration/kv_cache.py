@@ -68,8 +68,8 @@ class AttentionScales:
         p: scale of the probabilities, [], likewise.
         amax: calibrated magnitudes of the observed operands among "q", "k" and "v", or of the "latent" vector, from
             which `attention_scale` gives the scale in any other format.
-        kv_format: of the cache, or None.
-        attention_format: of attention's operands, or None.
+        kv_format: the format of the cache, or None.
+        attention_format: the format of attention's operands, or None.
     """
 
     k: torch.Tensor | None
@@ -102,11 +102,12 @@ def collect_attention_scales(
         model: a transformers model, called as `model(row)`.
         rows: token ids, int64 `[rows, seqlen]`.
         observer: key of `OBSERVERS`.
-        kv_format: of the cache; None keeps it in 16 bit.
-        attention_format: of q, k, v and p inside attention; None keeps them in 16 bit. k and v are observed for
-            `kv_format` where both are given.
+        kv_format: the format of the cache; None keeps it in 16 bit.
+        attention_format: the format of q, k, v and p inside attention; None keeps them in 16 bit. k and v are observed
+            for `kv_format` where both are given.
         granularity: "tensor" or "head".
-        session: its device is where the model runs, see `placed`; its listener is called for "calibrate" with rows.
+        session: the session. The model runs on its device, see `placed`; its listener is called for "calibrate" with
+            rows.
 
     Ranks share the rows where the observer is absmax.
 
@@ -162,7 +163,7 @@ def _watcher(
     """Returns a function that shows the operands of every attention to observers, which it makes as modules come up.
 
     Args:
-        model: holds the attention modules.
+        model: the model that holds the attention modules.
         operands: format of q, k and v; None is not observed.
         make: an observer class.
         by_head: one observer for each KV head, or one for all.
@@ -312,8 +313,8 @@ def latents_changed(model: nn.Module, change: Callable[[nn.Module, torch.Tensor]
     """While open, latent attentions expand their keys and values from `change(attention, latent)`.
 
     Args:
-        model: with latent attentions, or without any.
-        change: takes an attention module and a latent vector `[batch, tokens, rank]`.
+        model: a model with or without latent attention.
+        change: a function of an attention module and a latent vector `[batch, tokens, rank]`.
     """
 
     def hook(attention: nn.Module, norm: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:

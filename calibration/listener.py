@@ -28,10 +28,10 @@ class StageProgress(Protocol):
         """Announces that a stage begins.
 
         Args:
-            stage: its name.
-            names: for each step, the layer or block that it works on.
+            stage: the name of the stage.
+            names: the layer or block that each step works on.
             amounts: the amount of work of each step.
-            unit: of the amounts.
+            unit: the unit of the amounts.
         """
 
 

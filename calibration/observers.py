@@ -182,7 +182,7 @@ def squared_errors(histogram: Histogram, number: Number, amax: torch.Tensor) -> 
     where the grid of a float, fine near zero, is finer than the bins.
 
     Args:
-        histogram: of magnitudes.
+        histogram: the histogram of magnitudes.
         number: the grid.
         amax: candidates, float64 `[n]`.
 

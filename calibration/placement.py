@@ -80,9 +80,9 @@ def placed(model: nn.Module, device: torch.device | None, dtype: torch.dtype | N
     """While open, `model` runs on `device` and takes its inputs there; gives that device.
 
     Args:
-        model: its weights must not be changed meanwhile.
-        device: with its index; None leaves the model where it is.
-        dtype: to which the copies of 16-bit tensors are widened; None copies them as they are.
+        model: a model whose weights must not be changed meanwhile.
+        device: the device with its index; None leaves the model where it is.
+        dtype: the dtype to which the copies of 16-bit tensors are widened; None copies them as they are.
     """
     if device is None or not elsewhere(model, device):
         yield device_of(model)
@@ -176,9 +176,9 @@ class DeviceCopies:
 
     Args:
         modules: their submodules are not counted in.
-        copies: of `tensors_of(modules)`, in that order, in the same dtypes.
-        device: where the copies are; None where the tensors are.
-        dtype: to which copies in `narrow` dtypes are widened; None leaves them.
+        copies: the copies of `tensors_of(modules)`, in that order, in the same dtypes.
+        device: the device of the copies; None for the device of the tensors.
+        dtype: the dtype to which copies in `narrow` dtypes are widened; None leaves them.
         narrow: dtypes that are widened; 16 bit by default.
     """
 

@@ -30,7 +30,7 @@ class Prefetcher:
     """Copies tensors to a device in a thread, until it is closed.
 
     Args:
-        device: with its index; None stands for where each tensor is.
+        device: the device with its index; None stands for the device of each tensor.
         whole: reads parameters that are still in their files, also experts that can be run one by one from there.
     """
 

@@ -66,7 +66,7 @@ def meet(device: torch.device | None) -> None:
     """Begins to connect the GPUs of all ranks: NCCL takes seconds for it, in which their weights are read.
 
     Args:
-        device: of this rank. All ranks must come here together.
+        device: the device of this rank. All ranks must come here together.
     """
     global _meeting
     _met()
@@ -193,7 +193,7 @@ def in_order(
 
     Args:
         own: this rank's; entries of one number stay in the order in which they are given.
-        device: of this rank's tensors, to which the tensors of other ranks are copied.
+        device: the device of this rank's tensors, to which the tensors of other ranks are copied.
     """
     rank, world = rank_and_world()
     if world == 1:
@@ -286,10 +286,10 @@ def sum_in_order(
     two matrices of its own, and the sum is the one that adding matrix after matrix gives.
 
     Args:
-        numbers: of each rank's matrices, rising.
-        make: gives the matrix of an index into this rank's; every one is asked for once.
-        shape: of the matrices, which are float32.
-        device: where they are.
+        numbers: the numbers of each rank's matrices, in rising order.
+        make: a function from an index to one of this rank's matrices, called once for each.
+        shape: the shape of the matrices, which are float32.
+        device: the device of the matrices.
     """
     _met()
     rank, world = rank_and_world()

@@ -52,7 +52,7 @@ class Store:
     """Keeps nothing.
 
     Attributes:
-        directory: where finished steps and large temporary files are kept; None keeps both in memory.
+        directory: the directory where finished steps and large temporary files are kept; None keeps both in memory.
         is_complete: whether an earlier run wrote the whole checkpoint, though perhaps not yet under its name.
         is_moving: whether some steps are in the checkpoint's files alone, so that their tensors hold zeros here.
     """
@@ -89,11 +89,11 @@ class Store:
         """Keeps a finished step; a step of this name that was kept before goes when the new one is written.
 
         Args:
-            step: its name.
-            tensors: must not change any more.
+            step: the name of the step.
+            tensors: tensors that do not change any more.
             record: JSON-ready.
-            then: called with the tensors, mapped from the file, when they are written; never by a store that keeps
-                nothing.
+            then: a function that is called with the tensors, mapped from the file, when they are written; never by a
+                store that keeps nothing.
             alone: this rank alone has computed them. A step that all ranks have is written by the first.
         """
 
@@ -123,7 +123,7 @@ class Store:
         None where none is kept.
 
         Args:
-            made_of: by name of each tensor of the checkpoint, the name of the model's layer or tensor it is made of.
+            made_of: the name of the model's layer or tensor that each tensor of the checkpoint is made of, by its name.
         """
         return None
 
@@ -148,11 +148,11 @@ class Session:
     """Device, memory, listener, store and seed that the steps of one run share.
 
     Attributes:
-        device: where blocks are worked on, with its index; None is where the model is.
+        device: the device where blocks are worked on, with its index; None is where the model is.
         memory: bytes that the user allows the run, the page cache not counted; None allows all that is left.
-        progress: called as `progress(stage, done, total)`; None tells nobody.
+        progress: a function that is called as `progress(stage, done, total)`, if given.
         store: keeps finished steps.
-        seed: of everything that is drawn.
+        seed: the seed of everything that is drawn.
     """
 
     device: torch.device | None = None

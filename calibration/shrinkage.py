@@ -35,8 +35,8 @@ class MomentSpread:
     """Running sums over pieces of text for pairs of a sample of channels.
 
     Args:
-        columns: of the input.
-        device: where the sums are.
+        columns: the number of columns of the input.
+        device: the device of the sums.
     """
 
     def __init__(self, columns: int, device: torch.device) -> None:

@@ -39,9 +39,9 @@ class LayerStats:
         residual: mean of s xᵀ, `[out, in]`, with s the share of the residual stream's error that the layer makes up
             for; None where it writes to no stream.
         block_moments: diagonal blocks of the second moment, `[in / k, k, k]`, where only they were kept.
-        mean: of x, `[in]`.
-        mean_drift: of r - x, `[in]`; None where x is the original input.
-        mean_residual: of s, `[out]`; None without `residual`.
+        mean: the mean of x, `[in]`.
+        mean_drift: the mean of r - x, `[in]`; None where x is the original input.
+        mean_residual: the mean of s, `[out]`; None without `residual`.
         noise: mean squared rounding error of x, `[in]`; None where it was not measured.
         outputs: second moment of the gradients at the layers' outputs, one after the other, or its diagonal blocks;
             None where it was not measured.
@@ -101,7 +101,7 @@ def pooled_stats(
 
     Args:
         parts: some statistics.
-        tokens: of these and of all others that are pooled with them; None where there are no others.
+        tokens: the number of these tokens and of all that are pooled with them; None if none are.
         before: the statistics that were pooled so far.
     """
     tokens = sum(stats.tokens for stats in parts) if tokens is None else tokens
@@ -268,8 +268,8 @@ def static_input_scale(
     Args:
         amax: float32 scalar.
         activation: format of the inputs.
-        dtype: of the model. Scales of FP8 inputs are stored in it, so they are rounded to it here.
-        name: of the layer, for a warning where the inputs were all zero and say nothing of a scale.
+        dtype: the dtype of the model. Scales of FP8 inputs are stored in it, so they are rounded to it here.
+        name: the name of the layer, for a warning where the inputs were all zero and say nothing of a scale.
     """
     if name and activation.is_static and bool(amax == 0):
         warnings.warn(

@@ -25,7 +25,7 @@ def read_json(path: str | Path, what: str, make: Callable[[Any], T]) -> T:
     Args:
         path: the file.
         what: kind of file, such as "a plan", for errors.
-        make: takes the document; its ValueError is raised again with the name of the file.
+        make: a function of the document; its ValueError is raised again with the name of the file.
 
     Raises:
         ValueError: the file is not UTF-8, no JSON, nested too deeply, or refused by `make`; the message names it.

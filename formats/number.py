@@ -30,7 +30,7 @@ class Number:
     """A number format, by its fields.
 
     Attributes:
-        name: as `FORMATS`, plans and reports print it.
+        name: the name as `FORMATS`, plans and reports print it.
         exponent: exponent bits; 0 for an integer.
         mantissa: mantissa bits; for an integer, the bits below the sign.
         bias: exponent bias.

@@ -29,7 +29,7 @@ def in_parts(work: Callable[[int, int], object], x: torch.Tensor, size: int, par
         work: fills its own rows of a result.
         x: a tensor of the work. On any device but the CPU, all rows are one part.
         size: rows.
-        parts: as many as are worth a thread of their own; they share the threads that PyTorch may use.
+        parts: the number of parts that are worth a thread each; they share the threads that PyTorch may use.
     """
     if x.device.type != "cpu":
         work(0, size)

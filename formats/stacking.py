@@ -23,7 +23,7 @@ class Stacking:
     """How a parameter holds the matrices of experts.
 
     Attributes:
-        shape: of the parameter.
+        shape: the shape of the parameter.
         experts: their number.
         transposed: each matrix is `[in, out]` there.
         interleaved: rows of gate and up alternate there.
@@ -80,8 +80,8 @@ class ReadMatrices(Sequence[Any]):
     """The matrices `[out, in]` of a parameter that is read one expert at a time.
 
     Args:
-        stacking: of the parameter.
-        stored: gives the part of the parameter that belongs to an expert, by index.
+        stacking: the stacking of the parameter.
+        stored: a function that returns the part of the parameter that belongs to an expert, by index.
     """
 
     is_meta = False

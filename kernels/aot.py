@@ -32,7 +32,7 @@ class CompiledKernel:
     """A kernel that any CUDA program can launch.
 
     Attributes:
-        name: of the entry point in `ptx`.
+        name: the name of the entry point in `ptx`.
         ptx: text.
         arch: compute capability as a number, such as 90.
         arguments: (name, Triton type) of each parameter, in order.
@@ -71,7 +71,7 @@ def compile_kernel(
         constants: value by name of every compile-time parameter; None for a pointer that is not passed.
         arch: a key of `ARCHITECTURES`.
         num_warps: warps of a block.
-        num_stages: of the software pipeline.
+        num_stages: the number of stages of the software pipeline.
         multiples: integer parameters that are multiples of 16, such as strides that loads are wide along.
 
     Raises:

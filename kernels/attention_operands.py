@@ -62,7 +62,8 @@ class AttentionOptions(NamedTuple):
             at index cu[i] // 128 + i, and there are tokens // 128 + sequences of them.
         max_seqlen_q: length of the longest packed sequence of queries; None reads it from `cu_seqlens_q`, which waits
             for the GPU.
-        dtype: of the output, BF16, FP16 or FP32; None is BF16 for E4M3 operands and the dtype of q for others.
+        dtype: the dtype of the output, BF16, FP16 or FP32; None is BF16 for E4M3 operands and the dtype of q for
+            others.
         v_laid_out: whether v is `lay_out_v` of the values, E4M3 `[batch, kv_heads, dim, keys]`.
     """
 
@@ -222,7 +223,7 @@ def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.
 
     Args:
         v: `[batch, kv_heads, tokens, dim]`.
-        cu_seqlens: of packed sequences, each of which starts where its scale blocks start.
+        cu_seqlens: the seqlens of packed sequences, each of which starts where its scale blocks start.
 
     Returns:
         `[batch, kv_heads, dim, keys]`, keys padded with zeros to whole blocks of 128.

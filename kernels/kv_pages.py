@@ -144,7 +144,7 @@ def block_scales(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
     Args:
         blocks: float32 `[…, 1, blocks, 16]`.
-        scale: of a head, float32, broadcast against `blocks`.
+        scale: the scale of a head, float32, broadcast against `blocks`.
 
     Returns:
         float32 `[…, 1, blocks, 1]`, representable in E4M3.

@@ -23,8 +23,8 @@ class CachedLaunch:
 
     Args:
         kernel: a Triton or Gluon kernel, whose compile-time constants come last.
-        grid: of programs, one to three numbers.
-        constants: its compile-time constants, all of them, and options such as `num_warps`.
+        grid: the grid of programs, one to three numbers.
+        constants: all compile-time constants of the kernel, and options such as `num_warps`.
     """
 
     __slots__ = ("_after", "_constants", "_device", "_grid", "_kernel", "_launches")

@@ -53,7 +53,7 @@ class GluonTiles:
     Attributes:
         block_m: tokens of a tile: 8, 16, … 256.
         programs: how many share the work evenly; the kernel keeps them on their SMs.
-        warps: that multiply: 4, 8 or 16; a program has 16 rows of W a warp.
+        warps: the number of warps that multiply: 4, 8 or 16; a program has 16 rows of W a warp.
         resident: programs on one SM at a time, which share its registers and its shared memory.
         depth: tiles of 64 columns of K that are fetched at once.
         stages: fetches in flight and in use.
@@ -75,12 +75,12 @@ class PrefillTiles:
 
     Attributes:
         block_m: tokens of a tile: a power of two of at least 32, or one plus a smaller power of two of at least 16.
-        halves: of 128 rows of W that a tile has: 1 or 2.
+        halves: the number of runs of 128 rows of W in a tile: 1 or 2.
         programs: one for each SM.
         depth: tiles of 64 columns of K that are fetched at once.
         stages: fetches in flight and in use.
         overlap: as in `GluonTiles`.
-        groups: of warps that multiply: 1, or 2 that share no barrier.
+        groups: the number of groups of warps that multiply: 1, or 2 that share no barrier.
     """
 
     block_m: int

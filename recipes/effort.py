@@ -22,7 +22,7 @@ def solver_of(effort: int, activation: str, *, experts: bool = False) -> str:
     """Returns the solver that an effort stands for.
 
     Args:
-        effort: from 0 to 3.
+        effort: a number from 0 to 3.
         activation: format of inputs, "keep" for 16 bit.
         experts: whether the model has experts. To find where scales can go, a block is copied in float64, which is too
             large with hundreds of them.

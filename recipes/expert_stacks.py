@@ -49,9 +49,9 @@ def expert_matrices(model: nn.Module, name: str, held: Any = None) -> Any:
     """Returns the matrices `[experts, out, in]` of a parameter, or a sequence that reads them one by one from its file.
 
     Args:
-        model: that holds it.
-        name: of the parameter.
-        held: its values where they are elsewhere, on another device for example.
+        model: the model that holds it.
+        name: the name of the parameter.
+        held: the parameter's values where they are elsewhere, on another device for example.
     """
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)

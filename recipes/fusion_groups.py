@@ -44,8 +44,8 @@ def group_unseen(layers: Sequence[Layer], model: nn.Module | None = None) -> lis
     """Returns `layers` with groups for the linear ones that no pass has called, and that have none.
 
     Args:
-        layers: as `Watched.of` or `layers_of_state_dict` gives them.
-        model: that they came from, whose classes tell attention across two inputs; None where there is none.
+        layers: the layers as `Watched.of` or `layers_of_state_dict` gives them.
+        model: the model that they came from, whose classes tell attention across two inputs; None where there is none.
     """
     unseen = {layer.name: layer for layer in layers if _is_unseen(layer) and layer.group is None}
     groups = _by_sibling(layers, unseen)

@@ -45,10 +45,10 @@ def check_fields(fields: Any, cls: type, where: str, more: Mapping[str, Any] | N
     """Checks the names of a dataclass's fields.
 
     Args:
-        fields: as `json` gives them.
+        fields: the fields as `json` gives them.
         cls: the dataclass.
         where: begins the message of an error.
-        more: names that may be there too.
+        more: further names that are allowed.
 
     Raises:
         ValueError: no object, an unknown or a missing field.
@@ -69,7 +69,7 @@ def typed(kind: Any, value: Any, where: str) -> Any:
 
     Args:
         kind: the annotation.
-        value: as `json` gives it.
+        value: the value as `json` gives it.
         where: the field's name, which begins the message of an error.
 
     Raises:

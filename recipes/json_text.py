@@ -15,8 +15,8 @@ def json_text(value: Any, **options: Any) -> str:
     """Returns `value` as JSON.
 
     Args:
-        value: of dicts, lists, tuples, strings and numbers.
-        options: of `json.dumps`.
+        value: a value of dicts, lists, tuples, strings and numbers.
+        options: options of `json.dumps`.
     """
     return json.dumps(finite(value), allow_nan=False, **options)
 
@@ -28,8 +28,8 @@ def text_as_in_source(value: Any, **options: Any) -> str:
     know it. Only documents that were read from a model's own files are written by this.
 
     Args:
-        value: as it was read.
-        options: of `json.dumps`.
+        value: the value as it was read.
+        options: options of `json.dumps`.
     """
     return json.dumps(value, allow_nan=True, **options)
 

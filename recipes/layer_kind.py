@@ -30,7 +30,7 @@ class LayerKind(StrEnum):
         """Returns the shape `[..., out, in]` that formats divide into blocks.
 
         Args:
-            shape: of the weight; a convolution's `[out, in / groups, kernel...]` becomes
-                `[out, in / groups * kernel]`, with one row for each output channel.
+            shape: the shape of the weight; a convolution's `[out, in / groups, kernel...]` becomes `[out, in / groups *
+                kernel]`, with one row for each output channel.
         """
         return (shape[0], math.prod(shape[1:])) if self is LayerKind.CONV else shape

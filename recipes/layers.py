@@ -67,8 +67,8 @@ class Layer:
     Attributes:
         name: module path, or parameter path for fused experts.
         kind: purpose of the weight.
-        shape: of the weight, `[..., out, in]` however the model holds it, or `[out, in / groups, kernel...]` of a
-            convolution.
+        shape: the shape of the weight, `[..., out, in]` however the model holds it, or `[out, in / groups, kernel...]`
+            of a convolution.
         group: name of its fusion group, if it has one.
         tied_to: name of the layer whose parameter it shares, if it does.
         obstacle: why it cannot be quantized at all, if so.
@@ -131,7 +131,7 @@ def _kept_parameter(path: str, name: str) -> str | None:
     """Returns why a parameter is no weight of a linear layer although a linear layer multiplies by it; None otherwise.
 
     Args:
-        path: of the parameter in the model.
+        path: the path of the parameter in the model.
         name: within its module.
     """
     if name == "in_proj_weight":
@@ -202,8 +202,8 @@ def _obstacle(module: nn.Module, kind: LayerKind, tried: dict[Any, bool]) -> str
     """Returns why the weight of `module` cannot be quantized, judging by the module alone; None if it can.
 
     Args:
-        module: holds it.
-        kind: of the layer.
+        module: the module that holds it.
+        kind: the kind of the layer.
         tried: verdicts on linear layers that are alike.
     """
     from torch import nn

@@ -47,7 +47,7 @@ def linear_obstacle(linear: nn.Module, tried: dict[Any, bool]) -> str | None:
     """Returns why a linear layer, or a `Conv1D` of GPT-2, does not compute `x Wᵀ + b`; None if it does.
 
     Args:
-        linear: of any class with a weight of two dimensions.
+        linear: a module of any class with a weight of two dimensions.
         tried: verdicts on modules that are alike, which this adds to.
     """
     from torch import nn

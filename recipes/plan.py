@@ -48,7 +48,7 @@ class Parts:
     Attributes:
         pre_scale: whether the input is scaled, by a vector that no neighbour could take up.
         hadamard: block of the Hadamard rotation that the input goes through; 0 for none.
-        rank: of the 16-bit branch next to the quantized weight; 0 for none.
+        rank: the rank of the 16-bit branch next to the quantized weight; 0 for none.
     """
 
     pre_scale: bool = False
@@ -79,7 +79,7 @@ class LayerPlan:
     Attributes:
         name: module path; of fused experts and of parameters that no module is made for, the parameter's path.
         kind: purpose of the weight.
-        shape: of the weight, `[..., out, in]`, or `[out, in / groups, kernel...]` of a convolution.
+        shape: the shape of the weight, `[..., out, in]`, or `[out, in / groups, kernel...]` of a convolution.
         weight: weight format; None keeps 16 bit.
         activation: format of the input; None keeps 16 bit.
         solver: key of `SOLVERS`, or several joined by "+".

@@ -48,7 +48,7 @@ class Recipe:
     """Defaults for all layers, and ordered exceptions.
 
     Attributes:
-        name: as the plan's reasons spell it.
+        name: the name as the plan's reasons spell it.
         weight: weight format name, or "keep".
         activation: activation format name, or "keep".
         solver: key of `SOLVERS`, or several joined by "+"; None leaves it to the effort, see `quant.recipes.effort`.

@@ -61,8 +61,8 @@ def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
     with these.
 
     Args:
-        model: called inside on any valid input, for example one token on the meta device.
-        layers: of the model, as `find_layers` gives them.
+        model: the model, called inside on any valid input, for example one token on the meta device.
+        layers: the layers of the model, as `find_layers` gives them.
     """
     import torch
 

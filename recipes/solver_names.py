@@ -47,11 +47,11 @@ class SolverSpec:
     """A solver's name, taken apart.
 
     Attributes:
-        name: as recipes and `--solver` spell it.
+        name: the name as recipes and `--solver` spell it.
         transforms: keys of the input scalings, in order.
         rotation: largest block of a rotation at run time; 0 for none.
         merged: the scalings, or "rotation", that are left out where no module around can absorb them.
-        rank: of the 16-bit branch; 0 for none.
+        rank: the rank of the 16-bit branch; 0 for none.
         rounding: key of the solver that gives codes and scales.
         autoround: optimizer steps of the block-wise reconstruction; 0 for none.
     """
@@ -77,7 +77,7 @@ def parse_solver(
     """Returns the parts of a solver's name. Each name is parsed once in a process.
 
     Args:
-        name: as recipes and `--solver` spell it.
+        name: the name as recipes and `--solver` spell it.
         roundings, transforms: the parts of these kinds that there are.
 
     Raises:

@@ -64,11 +64,11 @@ class Target:
     Attributes:
         name: key in `TARGETS`.
         description: one line.
-        pairs: of formats that it accepts.
+        pairs: the pairs of formats that it accepts.
         kv_cache: formats of the KV cache by name, besides 16 bit.
         fused: names of sibling layers that it merges into one matmul, whose formats must agree.
         parts: run-time parts that it can execute, of "pre_scale", "hadamard", "rank".
-        source: where the table comes from.
+        source: the origin of the table.
         refused: why it stops at a pair or a weight format, by name, and where in its source.
         misread: the wrong reading that it silently gives a pair, by name, and where in its source.
     """

@@ -80,8 +80,8 @@ def output_moments(
     Args:
         model: called as `model(batch)`.
         groups: linear layers that read one input; their outputs are taken one after the other.
-        batches: of this rank.
-        session: its device is where the model runs.
+        batches: the batches of this rank.
+        session: the session; the model runs on its device.
         draws: labels drawn for each token; by default four on a GPU and one on a CPU.
     """
     result = OutputMoments()
@@ -184,10 +184,10 @@ class _Pass:
     """Forward and backward passes, with hooks at the outputs of layers.
 
     Args:
-        model: on `device`, frozen.
+        model: the model, frozen and on `device`.
         groups: see `output_moments`.
         sums: filled, by the name of a group's first layer.
-        device: where the model runs.
+        device: the device where the model runs.
     """
 
     def __init__(

@@ -24,8 +24,8 @@ class Logits:
     """Logits of next tokens: of every position of a row but the last.
 
     Args:
-        model: from token ids to logits, or to an output with `.logits`.
-        head: its last linear layer, whose outputs are logits; None runs the whole model for them.
+        model: a model from token ids to logits, or to an output with `.logits`.
+        head: the model's last linear layer, whose outputs are logits; None runs the whole model for them.
     """
 
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:

@@ -69,7 +69,7 @@ class Stream:
     """The residual stream of a block while it is solved.
 
     Attributes:
-        writers: by name of the layer, or of the module of experts.
+        writers: writers by the name of the layer, or of the module of experts.
         original: hidden states of the original model by point, `[..., hidden]` for each of this rank's batches.
         token_gains: 1 / u by norm, `[tokens, 1]` for each batch.
         current: the hidden states of the pass that is running.
@@ -179,10 +179,10 @@ class _State:
     """A hidden state of the few tokens, and when it came by.
 
     Attributes:
-        point: where.
+        point: the point in the stream.
         value: `[tokens, hidden]`.
         sample: some of its elements, float64 on the CPU: sums of states are looked for among these.
-        time: its number among all states of the pass.
+        time: the state's number among all states of the pass.
     """
 
     point: Point
@@ -202,10 +202,10 @@ def find_writers(
     """Returns the layers of a block that write to the residual stream.
 
     Args:
-        block: in its original state.
+        block: the block in its original state.
         run: runs it on a few tokens.
-        layers: names of its linear layers.
-        experts: names of its modules of fused experts.
+        layers: the names of its linear layers.
+        experts: the names of its modules of fused experts.
 
     Returns:
         Writers by name, and the result of `run`.
@@ -282,10 +282,10 @@ class _Search:
     """The hidden states of one pass, among which sums are looked for.
 
     Attributes:
-        states: in the order in which they came by.
+        states: the states of the stream in order of execution.
         began: when each module was called.
-        eps: of the dtype of the pass.
-        modules: of the block.
+        eps: the machine epsilon of the dtype of the pass.
+        modules: the modules of the block.
     """
 
     states: list[_State]

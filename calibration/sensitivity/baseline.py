@@ -35,7 +35,7 @@ class Baseline:
 
     Args:
         switchable: the model, entered.
-        divergence: from the model in 16 bit.
+        divergence: the divergence from the model in 16 bit.
         rows: token ids, int64 `[rows, seqlen]`.
         by_row: whether rows run one by one, for `losses`.
 

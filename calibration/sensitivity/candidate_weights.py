@@ -36,7 +36,7 @@ class CandidateWeights:
         solver: rounds the weights; one that needs no data.
         stored: dtype that scales are rounded to; None takes the dtype of the weights.
         solutions: groups in a format that another solver has solved, as `solve_each_group` gives them.
-        device: where weights are used; None is where they are.
+        device: the device where weights are used; None leaves them where they are.
         dtype: dtype to which 16-bit weights are widened; None leaves them.
         budget: bytes of dense weights that may be cached.
     """

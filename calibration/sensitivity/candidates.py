@@ -23,10 +23,10 @@ class Candidate:
     """One choice for a fusion group.
 
     Attributes:
-        name: as the user wrote it.
+        name: the name as the user wrote it.
         weight: weight format; None keeps 16 bit.
         activation: input format; None keeps 16 bit.
-        rank: of the low-rank branch in 16 bit; 0 without a branch.
+        rank: the rank of the low-rank branch in 16 bit; 0 without a branch.
     """
 
     name: str

@@ -104,7 +104,7 @@ def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None 
         config: a transformers config, or None for a model without a cache.
         context: tokens a sequence.
         batch: sequences.
-        format: of keys and values; None is 16 bit.
+        format: the format of keys and values; None is 16 bit.
     """
     config = text_config(config)
     if not getattr(config, "num_hidden_layers", None) or not _has_cache(config):
@@ -160,7 +160,7 @@ class Timing(Protocol):
     """Seconds of kernels on one GPU.
 
     Attributes:
-        name: of the GPU or the table.
+        name: the name of the GPU or the table.
         measured: whether the times were measured.
     """
 

@@ -56,7 +56,7 @@ def finite_sum(values: torch.Tensor, name_of: Callable[[int], str], quantity: st
 
     Args:
         values: one for each position, `[positions]`.
-        name_of: gives the name of a position, for errors.
+        name_of: a function that returns the name of a position, for errors.
         quantity: name of the values, for errors.
 
     Raises:
@@ -72,7 +72,7 @@ class Divergence(Protocol):
     """A distance to the original model, over rows of token ids.
 
     Attributes:
-        unit: of the divergence.
+        unit: the unit of the divergence.
         probes: number of random probes for each row.
         by_token: whether errors of different tokens of a row count as independent. They do where each token is
             compared by itself; an average over tokens keeps only their common part.

@@ -58,7 +58,7 @@ class GroupSolution:
         weights: codes and scales by layer, of the weight times `divisor`.
         divisor: s, by which the input is divided, `[in]`; None if it is not.
         input_scale: static scale of the divided input, where its format has one.
-        branches: by layer, A `[rank, in]` and B `[out, rank]`, which take the divided input unrounded.
+        branches: the branches by layer, A `[rank, in]` and B `[out, rank]`, which take the divided input unrounded.
     """
 
     weights: Mapping[str, BlockScaledTensor]
@@ -95,8 +95,8 @@ def solve_each_group(
         rows: token ids, int64 `[rows, seqlen]`, where the model runs.
         solver: one that works from data.
         stored: dtype of the model's checkpoint, which some scales are rounded to.
-        session: its listener hears of the stage "alone", group by group.
-        home: where solutions are kept; None is where they are solved.
+        session: the session, whose listener is called for the stage "alone" with groups.
+        home: the device where solutions are kept; None keeps them where they are solved.
     """
     pipeline = get_pipeline(solver)
     batches = rows.split(max(_BATCH_TOKENS // rows.shape[1], 1))
@@ -230,11 +230,11 @@ class _Task:
     """A group to solve.
 
     Attributes:
-        model: holds its weights.
-        members: its layers.
+        model: the model that holds the weights.
+        members: the layers of the group.
         solver: name of the solver.
         stored: dtype of the model's checkpoint.
-        device: where the group is solved.
+        device: the device where the group is solved.
     """
 
     model: nn.Module

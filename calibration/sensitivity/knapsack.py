@@ -43,7 +43,7 @@ class Problem:
         groups: G names.
         candidates: F names.
         scores: expected loss, float64 `[G, F]`; infinite where the format is not allowed.
-        costs: of each resource by name, float64 `[G, F]`.
+        costs: the costs of each resource by name, float64 `[G, F]`.
 
     Raises:
         ValueError: a score is NaN, or a cost is not finite; comparisons would pass over either.

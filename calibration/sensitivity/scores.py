@@ -77,8 +77,8 @@ def score_groups(
         allowed: formats by group; `keep` needs no mention.
         rows: token ids, int64 `[rows, seqlen]`.
         scoring: the method and its settings.
-        session: where the model runs, the seed of the tokens and directions that `fisher` draws, and the listener of
-            the stages "calibrate" and "score".
+        session: the device where the model runs, the seed of the tokens and directions that `fisher` draws, and the
+            listener of the stages "calibrate" and "score".
         amax: largest input magnitude of each layer, as `measure_amax` gives it; None measures it on `rows`.
         path: file of the table: read if it was made from the same model, text and settings, and resumed after an
             interruption. None writes no file.

@@ -30,7 +30,7 @@ class LayerGradient:
     """Input and output gradient of one call of a layer, from a backward pass.
 
     Attributes:
-        x: its input, `[..., in]`.
+        x: the input of the layer, `[..., in]`.
         gradient: ∂L/∂Y, `[..., out]`.
         back: gradient · W with the weight as it is now, `[..., in]`.
         index: the expert, or None.
@@ -51,8 +51,8 @@ class CachedCall:
 
     Attributes:
         candidate: the layer's format then.
-        x: its input, rounded.
-        y: its output.
+        x: the rounded input of the layer.
+        y: the output of the layer.
     """
 
     candidate: str

@@ -63,11 +63,12 @@ class SwitchableModel:
         solutions: groups in a format that another solver has solved, as `solve_each_group` gives them.
         stored: dtype that scales are rounded to, the model's own; None takes the dtype of the weights.
         budget: bytes of dense weights that may be cached; a GPU with more free memory raises it.
-        device: where the model runs; weights are copied there as layers need them. None is where the model is.
+        device: the device where the model runs; weights are copied to it as layers need them. None leaves the model
+            where it is.
         dtype: dtype to which 16-bit weights are widened while `ready`; None leaves them.
-        blocks: names of the model's repeated blocks, found while their linears are still in place.
+        blocks: the names of the model's repeated blocks, found while their linear layers are still in place.
         layers: the switchable layers by name, while this is entered.
-        observe: called with every layer's gradients in backward passes, see `observed`.
+        observe: a function that is called with every layer's gradients in backward passes, see `observed`.
         cache: calls of one run, see `caching`.
         choice: candidate by group; groups left out are in 16 bit.
         weights: the weights of all layers in all candidates.

@@ -39,7 +39,7 @@ class GroupScores(JsonData):
 
     Attributes:
         name: the group's, or the layer's.
-        layers: names of its members, in model order.
+        layers: the names of the group's members, in model order.
         numel: weights in all of them.
         scores: loss by format name, in the unit of the table; `keep` is 0.
         bits: bits per weight by format name.
@@ -70,9 +70,9 @@ class Sensitivity(JsonData):
     Attributes:
         method: one of `METHODS`.
         formats: columns of the table, as the user named them; `keep` is always among them.
-        unit: of the scores, a value of `UNITS`.
+        unit: the unit of the scores, a value of `UNITS`.
         rows, seqlen: size of the text that they were measured on.
-        groups: in model order.
+        groups: the groups in model order.
         key: SHA-256 over model, text and settings.
         seconds: time that scoring took.
     """

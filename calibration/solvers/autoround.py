@@ -81,7 +81,7 @@ class Reconstructed:
     """The block as it is now.
 
     Attributes:
-        weights: by layer name.
+        weights: the weights by layer name.
         before, after: error on the held-out calls, as `reconstruction_error` counts it.
     """
 
@@ -100,11 +100,12 @@ def reconstruct_block(
     """Refines the codes and scales of a block's layers so that the block's output comes closer to `targets`.
 
     Args:
-        block: with any modules under the names of `layers` (they are put back); run in the dtype of its calls.
-        calls: of the block, on the hidden states that the quantized blocks before it give.
+        block: a block with any modules under the names of `layers` (they are put back); it runs in the dtype of its
+            calls.
+        calls: the calls of the block, on the hidden states that the quantized blocks before it give.
         targets: output of the original block for each call, `[..., hidden]`.
-        layers: by name within the block.
-        settings: of the optimizer.
+        layers: the layers by their names within the block.
+        settings: the settings of the optimizer.
 
     Returns:
         New weights, on the same global scales, and the errors. The error on the held-out calls is never larger than

@@ -35,8 +35,8 @@ class Awq:
         inputs_alone: where inputs are rounded too, only their rounding counts and the weights' does not. So it is
             before GPTQ, which makes up for most of the weights' error; chosen on held-out rows of SmolLM2-135M.
         rows: largest number of output rows that take part in the search.
-        rank: of the 16-bit branch that will be taken off the scaled weight; 0 for none. The branch takes the inputs
-            that matter most out of the rounding, and the residual that is left for Q wants a higher power.
+        rank: the rank of the 16-bit branch that will be taken off the scaled weight; 0 for none. The branch takes the
+            inputs that matter most out of the rounding, and the residual that is left for Q wants a higher power.
     """
 
     inputs_alone: bool = False
@@ -74,10 +74,10 @@ def channel_scale(magnitude: Tensor, weight: Tensor, power: float, weight_power:
     """Returns s = magnitude^power / max|w|^weight_power, centred on 1.
 
     Args:
-        magnitude: of each input channel, `[in]`, non-negative.
+        magnitude: the magnitude of each input channel, `[in]`, non-negative.
         weight: `[out, in]`.
         power, weight_power: exponents.
-        owner: which row of the producer feeds each channel, int64 `[in]`: channels of one row must share their
+        owner: the row of the producer that feeds each channel, int64 `[in]`: channels of one row must share their
             scale. None leaves all free.
     """
     # Centred on 1, so that scaled weights and inputs stay in the range of 16 bit.
@@ -112,7 +112,7 @@ def search_scale(
         round_weight: rounds a scaled weight.
         round_input: rounds scaled inputs; None where activations stay in 16 bit.
         owner: see `channel_scale`.
-        rank: of the branch that sees the scaled inputs unrounded.
+        rank: the rank of the branch that sees the scaled inputs unrounded.
     """
     reference = inputs @ weight.t()
     best, least = torch.ones_like(magnitude), float("inf")

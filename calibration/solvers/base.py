@@ -72,10 +72,10 @@ class Transform(Protocol):
         """Returns the scale `[in]`.
 
         Args:
-            weight: of the whole group, `[out, in]`, float32.
-            inputs: of the group.
-            format, activation: of weights and inputs.
-            owner: which row of the producer feeds each channel, int64 `[in]`: channels of one row must share their
+            weight: the weight of the whole group, `[out, in]`, float32.
+            inputs: the inputs of the group.
+            format, activation: the formats of weights and inputs.
+            owner: the row of the producer that feeds each channel, int64 `[in]`: channels of one row must share their
                 scale. None leaves all free.
         """
         ...

@@ -58,7 +58,7 @@ def factorize(second_moment: Tensor, damping: float = 0.01, order: Tensor | None
     Args:
         second_moment: M, `[in, in]`.
         damping: added to the diagonal, as a fraction of its mean.
-        order: of the inputs in the result; None leaves them in theirs.
+        order: the order of the inputs in the result; None leaves them in theirs.
 
     Raises:
         ValueError: not even a tenfold diagonal helps, which only NaN or infinity can cause.
@@ -125,7 +125,7 @@ def corrected_weight(weight: Tensor, drift: Tensor | None, factor: Factor, resid
     Args:
         weight: `[out, in]`.
         drift: mean of (r - x) xᵀ, `[in, in]`; None for no such term.
-        factor: of the second moment.
+        factor: the factor of the second moment.
         residual: mean of s xᵀ, `[out, in]`, with s the error that the output makes up for; None for no such term.
     """
     if drift is None and residual is None:

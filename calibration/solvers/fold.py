@@ -47,9 +47,9 @@ def find_fold(block: nn.Module, call: Call, readers: Sequence[str], producers: S
     """Returns the nearest module into which an input scale of `readers` can go, or None.
 
     Args:
-        block: in float64; left as it was.
+        block: a block in float64; it is restored.
         call: a call of the block on a few tokens, in float64.
-        readers: names of the linear layers that share the input.
+        readers: the names of the linear layers that share the input.
         producers: modules to try, nearest first.
     """
     before_input, before_output = _run(block, call, readers[0])

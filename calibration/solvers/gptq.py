@@ -61,8 +61,8 @@ class Shares:
     """Shares of the errors of earlier layers that a weight makes up for; 0 for none, 1 for all.
 
     Attributes:
-        drift: of the error of its input.
-        residual: of the error of the residual stream that its output is added to.
+        drift: the moment of the error of its input.
+        residual: the error of the residual stream that its output is added to.
     """
 
     drift: float = 0.0
@@ -75,7 +75,7 @@ class Gptq:
 
     Attributes:
         damping: added to the diagonal of the second moment, as a fraction of its mean.
-        shares: of the errors of earlier layers that are made up for, where inputs stay in 16 bit.
+        shares: the shares of earlier layers' errors that are made up for, where inputs stay in 16 bit.
         rounded_shares: the same where inputs are rounded, whose own rounding is not made up for.
         sweeps: rounds of coordinate descent.
         shortlist: scales of a block that are tried with feedback.
@@ -132,7 +132,7 @@ def gptq(
 
     Args:
         weight: `[out, in]`, finite; solved in float32.
-        factor: of the second moment of the inputs.
+        factor: the factor of the second moment of the inputs.
         format: the target. Scales are searched in the loop where a block lies within a row; a scale that spans
             rows, or a whole row, is chosen from `weight` beforehand.
         global_scale: second-level scale, for formats that have one.
@@ -162,7 +162,7 @@ class FixedScales:
     """Scales that are chosen before rounding, because they span rows, or whole rows.
 
     Attributes:
-        scale: as of `BlockScaledTensor`.
+        scale: the block scales, as in `BlockScaledTensor`.
         step: the grid step of every weight, `[in, out]`, inputs in the factor's order.
     """
 
@@ -188,9 +188,9 @@ class Rounding:
 
     Args:
         target: `[in, out]`, contiguous, inputs in the factor's order.
-        factor: of the second moment of the inputs.
+        factor: the factor of the second moment of the inputs.
         format, global_scale, shortlist: as of `gptq`.
-        step: of `FixedScales`, where scales are fixed.
+        step: the step of `FixedScales`, where scales are fixed.
 
     Attributes:
         values: `[in, out]`.

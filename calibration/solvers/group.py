@@ -40,7 +40,7 @@ def solve_group(
         weights: `[out, in]` by layer name; or a single `[experts, out, in]`.
         stats: input statistics by layer name; members of a group have the same, for they read one input.
         format: shared by the group.
-        solver: from `SOLVERS`.
+        solver: a solver from `SOLVERS`.
         stored: dtype of the model, where the weights come in a wider one. Wide scales (FP8, INT8) are stored in it,
             so they are chosen among its values, and elements are rounded against scales that a checkpoint can hold.
         stack: solves the members as one tall weight where the format allows it; all of them read one input.
@@ -110,7 +110,7 @@ def all_solved(
     Args:
         own: this rank's solutions, by number of the group.
         outlines: shapes of the members by name, and the format, of every group.
-        device: of the solutions.
+        device: the device of the solutions.
     """
     entries = [
         (index, [tensor for name in outlines[index][0] for tensor in _tensors(solved[name])])

@@ -45,7 +45,7 @@ class Kfac(Gptq):
     """Second-order rounding on both sides of a weight. See the module docstring.
 
     Attributes:
-        pieces: of rows.
+        pieces: the pieces of rows.
         output_damping: added to the diagonal of A, as a fraction of its mean.
     """
 
@@ -86,7 +86,7 @@ class _OutputBlock:
     """One diagonal block of A while rows are solved, its rows sorted by piece.
 
     Attributes:
-        columns: where its rows are among the outputs, which are sorted by piece first, `[k]`.
+        columns: the positions of its rows among the outputs, which are sorted by piece first, `[k]`.
         moment: A, damped, `[k, k]`.
         pieces: the columns of each piece r, and A_:r A_rr⁻¹ `[k, r]`: the worth in its rows of an error of any row.
     """

@@ -38,9 +38,10 @@ def take_branches(
 
     Args:
         weights: `[out, in]`.
-        stats: of the input; residual and branch together make up for its drift, and for the stream's error.
-        rank: of the branches; at most the smaller side of each weight is taken.
-        dtype: in which branches are stored.
+        stats: the statistics of the input; residual and branch together make up for its drift, and for the stream's
+            error.
+        rank: the rank of the branches; at most the smaller side of each weight is taken.
+        dtype: the dtype in which branches are stored.
 
     Returns:
         The residuals and the branches, by layer name, and statistics without the drift to solve the residuals with.
@@ -65,8 +66,8 @@ def lowrank_branch(
     Args:
         weight: `[out, in]`.
         noise: power of the noise of each input, in any unit, `[in]`.
-        rank: at least 1 and at most the smaller side of the weight.
-        dtype: in which the branch is stored.
+        rank: the rank of the branch, from 1 to the smaller side of the weight.
+        dtype: the dtype in which the branch is stored.
         name: how errors call the layer.
 
     Returns:

@@ -45,7 +45,7 @@ def matrix_of(weight: torch.Tensor, parts: RunTimeParts) -> torch.Tensor:
 
     Args:
         weight: dense, `[out, in]`, as it was rounded: scaled, rotated and without its branch.
-        parts: of the layer.
+        parts: the parts of the layer.
 
     Returns:
         In the dtype of `weight`; `weight` itself where there are no parts.

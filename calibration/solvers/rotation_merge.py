@@ -42,7 +42,7 @@ class Residual:
     """The residual stream as a forward pass shows it.
 
     Attributes:
-        width: of the stream.
+        width: the width of the stream.
         writers: modules that add into it, in order of execution.
         readers: linear layers that read each norm of it, by the norm's name.
         tied: readers whose weight is a writer's.
@@ -62,8 +62,8 @@ def merge_rotations(
     Args:
         model: called as `model(rows)`, without a cache.
         rows: a few token ids.
-        blocks: names of its repeated blocks.
-        layers: names of linear layers.
+        blocks: the names of its repeated blocks.
+        layers: the names of linear layers.
 
     Returns:
         A sentence on each of them.
@@ -310,7 +310,7 @@ def merge_head_rotation(block: nn.Module, call: Call, producer: str, reader: str
 
     Args:
         block: a decoder block, changed in place.
-        call: of the block, on a few tokens, without a cache.
+        call: the call of the block, on a few tokens, without a cache.
         producer, reader: linear layers by name within the block: a value projection and its output projection.
 
     Returns:

@@ -30,7 +30,7 @@ def solve_by_rows(
     """Returns the codes and scales of a weight; where ranks share it, each solves some of the parts.
 
     Args:
-        solve: gives them for some rows of `weight`, and the same rows of `residual`.
+        solve: a function that solves some rows of `weight` and the same rows of `residual`.
         weight: `[out, in]`.
         format: the target. A weight whose scales span rows is solved in one part.
         residual: `[out, in]`, or None.

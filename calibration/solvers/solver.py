@@ -71,7 +71,7 @@ class Pipeline:
     Attributes:
         spec: the name's parts.
         transforms: choose input scales, in this order.
-        rounding: gives codes and scales.
+        rounding: the solver that gives codes and scales.
         reconstruction: how the finished block is refined, if it is.
     """
 

@@ -32,8 +32,8 @@ def write_decoder_text(model: nn.Module, inputs: Inputs, session: Session) -> In
 
     Args:
         model: an encoder-decoder of transformers, on the device where it is to run.
-        inputs: its calls.
-        session: its listener hears of the stage "generate", call by call.
+        inputs: the calls of the model.
+        session: the session, whose listener is called for the stage "generate" with calls.
 
     Raises:
         ValueError: the model gives NaN or infinity.

@@ -35,10 +35,10 @@ def read_documents(items: Iterable[Any], tokenizer: Any | None, name: str, colum
     """Yields the documents in `items`, in order; those without a token are left out.
 
     Args:
-        items: as the module docstring lists them.
+        items: documents in a form that the module docstring lists.
         tokenizer: a Hugging Face tokenizer; None will do for ids.
-        name: of the source, for errors.
-        column: of records; None takes the chats, else `text`, else the only column of text.
+        name: the name of the source, for errors.
+        column: the column of records; None takes the chats, else `text`, else the only column of text.
 
     Raises:
         ValueError: an item is none of these, or has no such column; a text comes without a tokenizer.
@@ -131,7 +131,7 @@ def chat_ids(turns: Sequence[Mapping[str, Any]], tokenizer: Any, name: str, *, a
     Args:
         turns: messages with `role` and `content`, or `from` and `value`.
         tokenizer: a Hugging Face tokenizer.
-        name: of the source, for errors.
+        name: the name of the source, for errors.
         ask: ends where the assistant's answer begins.
 
     Raises:

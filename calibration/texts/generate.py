@@ -61,13 +61,14 @@ def generate_rows(
     Args:
         model: transformers' or any module that maps ids `[rows, tokens]` to logits `[rows, tokens, vocabulary]`.
             One that returns no key-value cache is run on the whole prefix at every position.
-        tokenizer: names the special tokens and the true size of the vocabulary; None takes them from the config.
+        tokenizer: the tokenizer that names the special tokens and the true size of the vocabulary; None takes them from
+            the config.
         samples: number of rows.
         seqlen: tokens in a row, the start token included.
         openings: token ids that rows begin with, behind the start token; row `i` has opening `i` modulo their number.
-        temperatures: that rows are drawn at, in turn like the openings.
-        session: its seed gives the same rows for the same model and machine, without torch's global generators; its
-            listener hears of the stage "generate", in tokens.
+        temperatures: the temperatures that rows are drawn at, in turn like the openings.
+        session: the session. Its seed gives the same rows for the same model and machine, without torch's global
+            generators; its listener hears of the stage "generate", in tokens.
 
     Returns:
         int64 `[samples, seqlen]` on the CPU.
@@ -154,7 +155,7 @@ def _fill(
     Args:
         rows: int64 `[rows, seqlen]`, filled in.
         uniform: numbers in [0, 1) that decide each drawn token, `[rows, seqlen]`.
-        template: as `_template` makes it.
+        template: the template as `_template` makes it.
         temperatures: `[rows]`.
         allowed: tokens that may be drawn, bool `[vocabulary]`.
     """

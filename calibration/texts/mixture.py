@@ -55,7 +55,7 @@ class Writer:
     """A causal language model that can be asked for text.
 
     Attributes:
-        model: on the device where it is to run.
+        model: the model, on the device where it is to run.
         why_not: the reason why the mixture should do without its text; None if it may have some.
     """
 
@@ -75,10 +75,11 @@ def mixture_rows(
     """Returns the rows of calibration text as the module docstring describes them, and how they came about.
 
     Args:
-        writer: of own text. Without it, or where its model cannot write, samples replace own text.
+        writer: the writer of the model's own text. Without it, or where its model cannot write, samples replace own
+            text.
         tokenizer: a Hugging Face tokenizer; without one all text is the model's own.
-        session: its seed chooses the pieces and the model's draws: the same rows for the same seed, model and machine.
-            Its listener hears of the stage "generate".
+        session: the session. Its seed chooses the pieces and the model's draws: the same rows for the same seed, model
+            and machine. Its listener hears of the stage "generate".
         samples: rows. There are fewer where the samples end and no model writes.
         seqlen: tokens a row.
         own_only: leaves the samples out, and own text begins from the start token alone.
@@ -172,7 +173,7 @@ def _chat(messages: list[dict[str, str]], tokenizer: Any, start: int | None, *, 
     The chat goes through the template, or is joined with the names of its roles where there is none.
 
     Args:
-        messages: as templates take them.
+        messages: the messages as templates take them.
         tokenizer, start: as in `_text`.
         ask: ends where the assistant's answer begins.
     """

@@ -35,8 +35,8 @@ def read_inputs(
 
     Args:
         source: as in the module docstring.
-        model: is called with them.
-        processor: gives the model's processor, or raises ValueError.
+        model: the model that is called with them.
+        processor: a function that returns the model's processor, or raises ValueError.
         samples: number of calls.
         seqlen: tokens of a text at most.
 

@@ -33,8 +33,8 @@ class Preparer:
     """Prepares samples for one model.
 
     Args:
-        model: will be called with the results.
-        processor: of transformers: a processor, image processor, feature extractor or tokenizer.
+        model: the model that will be called with the results.
+        processor: a processor, image processor, feature extractor or tokenizer of transformers.
         seqlen: tokens of a text at most.
     """
 

@@ -56,7 +56,7 @@ class RowOptions:
         shuffle: draws rows from a whole text, and documents of other sources within a window, instead of the first.
         pack: cuts the chain of all documents; False takes the beginning of every document that is long enough. A
             text or token file is cut by `token_rows` either way.
-        config, split, column: of a data set; they override those in the source's name.
+        config, split, column: parts of a data set's name; they override those in the source's name.
     """
 
     shuffle: bool = False
@@ -91,9 +91,9 @@ def calibration_rows(
         tokenizer: a Hugging Face tokenizer; None will do for token ids.
         samples: number of rows; None takes all of them, and is not for `"self"`.
         seqlen: tokens in a row.
-        seed: of the shuffling and of the model's draws.
+        seed: the seed of the shuffling and of the model's draws.
         model: writes the text of `"self"`.
-        progress: called as `progress(tokens done, tokens in all)` while the model writes.
+        progress: a function that is called as `progress(tokens done, tokens in all)` while the model writes.
         options: shuffle, pack, config, split and column, see `RowOptions`.
 
     Returns:

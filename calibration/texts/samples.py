@@ -37,7 +37,7 @@ class Sample:
     """An image, a sound, or texts: the material of one call.
 
     Attributes:
-        name: of the file or record, for errors.
+        name: the name of the file or record, for errors.
         content: bytes of an image or a sound; None for texts alone.
         array: samples of a sound that is decoded already, and their rate.
         texts: a caption or transcript, or the text to read and the text to write; may be empty.
@@ -93,7 +93,7 @@ def read_samples(source: str | Path, count: int, *, pairs: bool) -> list[Sample]
     Args:
         source: as in the module docstring.
         count: number of samples.
-        pairs: takes records of texts, too.
+        pairs: whether records of texts are taken, too.
 
     Raises:
         ValueError: the source cannot be read; the message names it.

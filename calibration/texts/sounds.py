@@ -29,8 +29,8 @@ def read_sound(content: bytes, name: str, rate: int) -> np.ndarray:
     """Returns the first `SECONDS` of a sound at a sampling rate.
 
     Args:
-        content: of the file.
-        name: of the file, for errors.
+        content: the content of the file.
+        name: the name of the file, for errors.
         rate: samples per second of the result.
 
     Returns:

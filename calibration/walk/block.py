@@ -31,10 +31,11 @@ class BlockCalls:
     """The calls of a block, with their hidden states.
 
     Attributes:
-        quantized: with the hidden states that the quantized blocks before give, one for each of this rank's batches.
+        quantized: calls with the hidden states that the quantized blocks before give, one for each of this rank's
+            batches.
         original: the same with the original hidden states.
         few: a call on a few tokens.
-        batch: which batch runs; the experts of the block read the same.
+        batch: the number of the batch that runs, which the experts of the block read, too.
     """
 
     quantized: Sequence[Call]
@@ -48,21 +49,21 @@ class Block:
 
     Args:
         module: the block.
-        copies: of its weights, on the device where it is worked on.
-        groups: its linear layers by fusion group.
-        experts: its modules of fused experts.
-        calls: of this rank.
+        copies: the copies of its weights, on the device where it is worked on.
+        groups: the block's linear layers by fusion group.
+        experts: the block's modules of fused experts.
+        calls: the calls of this rank.
         settings: how the walk is done.
         stored: dtype of the model's checkpoint.
 
     Attributes:
-        device: where the block is.
-        batches, tokens: of all ranks.
+        device: the device of the block.
+        batches, tokens: the numbers of batches and tokens of all ranks.
         targets: float32 weights `[out, in]` still to be rounded, by name within the block; transforms change them.
-        stand_ins: of solved layers, by name.
+        stand_ins: the modules that stand in for solved layers, by name.
         solutions: each solved layer as planned, or as the guard promoted it; None for one kept in 16 bit.
         learned: matrices before rounding, of layers that reconstruction refines, `[out, in]`.
-        original_biases: of layers whose bias was corrected.
+        original_biases: the original biases of layers whose bias was corrected.
         module_calls: how often the parents of layers were called in the reference pass, by name.
         stream: the layers that write to the residual stream, and the stream of the original model.
     """

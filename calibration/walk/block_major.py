@@ -35,9 +35,9 @@ def blocks_first(
     A model whose blocks are no single chain is left as it is, and so is one with few batches.
 
     Args:
-        model: without a cache; `placed` on `device`, block by block.
+        model: a model without a cache, `placed` on `device` block by block.
         batches: token ids, int64 `[rows, seqlen]`.
-        dtype: as of `placed`.
+        dtype: the dtype, as for `placed`.
     """
     names, device = block_names(model), device_of(model)
     run = [partial(model, batch.to(device)) for batch in batches]

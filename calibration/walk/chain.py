@@ -25,9 +25,10 @@ class States:
     """Hidden states between two blocks, one tensor a batch.
 
     Attributes:
-        quantized: as the quantized blocks before gave them.
-        original: as the original blocks gave them; the same list where the walk looks at these alone.
-        few: of the original blocks, on a few tokens.
+        quantized: the hidden states that the quantized blocks before gave.
+        original: the hidden states that the original blocks gave; the same list where the walk looks at one stream
+            alone.
+        few: the hidden states of the original blocks on a few tokens.
     """
 
     quantized: list[torch.Tensor]
@@ -69,13 +70,13 @@ class Chain:
     """Consecutive blocks of a model.
 
     Args:
-        model: is run on each batch, up to the first block at least; it is on the device where it runs.
-        names: of the blocks, in order of execution.
+        model: the model, on its device; it runs on each batch, at least up to the first block.
+        names: the names of the blocks, in order of execution.
         run_few: runs the model on a few tokens.
         runs: run it on each of this rank's batches.
 
     Attributes:
-        few_calls: of the blocks on a few tokens, by name.
+        few_calls: the calls of the blocks on a few tokens, by name.
         calls: the same for each batch, without their hidden states after `take_states`.
         original, quantized: the mappings that blocks hand on, one set a batch, beside the hidden states of that name.
         few: the same on a few tokens.

@@ -40,7 +40,8 @@ def collect_input_amax(
         names: linear modules, called with their input as the first argument; or fused-expert projections
             (`….experts.down_proj`), whose input is the largest over all experts that a token reached.
         rows: token ids, int64 `[rows, seqlen]`.
-        session: its device is where the model runs, see `placed`; its listener is called for "calibrate" with rows.
+        session: the session, whose device is where the model runs, see `placed`; its listener is called for "calibrate"
+            with rows.
         observers: observers of the layers' inputs, by name; by default the largest magnitude counts.
 
     Returns:

@@ -51,8 +51,8 @@ class ExpectedTime:
     """Seconds that a plan will take, without opening the model and writing the checkpoint.
 
     Attributes:
-        writing: of calibration text that the model writes.
-        solving: of the layers.
+        writing: the seconds for calibration text that the model writes.
+        solving: the seconds for solving the layers.
     """
 
     writing: float
@@ -65,10 +65,10 @@ def expected_time(
     """Returns how long `solve_plan` and the writing of its calibration text will take.
 
     Args:
-        model: its shapes are read.
-        plan: for it.
-        session: its device is where everything is computed.
-        rows, seqlen: of calibration.
+        model: the model, whose shapes are read.
+        plan: the plan for it.
+        session: the session; everything is computed on its device.
+        rows, seqlen: the number of calibration rows, and tokens in each.
         written: tokens of these that the model writes.
     """
     device = (session and session.device) or device_of(model)

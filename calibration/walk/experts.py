@@ -54,12 +54,12 @@ class FusedExperts:
     """The projections of one experts module from original to quantized.
 
     Args:
-        block: holds the module.
+        block: the block that holds the module.
         path: name of the module within the block.
-        members: its planned projections, in the order in which tokens pass them.
-        batch: which batch runs.
+        members: the planned projections of the module, in the order in which tokens pass them.
+        batch: the number of the batch that runs.
         input_scales: static scales of their inputs, by name.
-        scratch: takes their codes, where these are large.
+        scratch: the scratch that takes their codes, where these are large.
         stored: dtype of the model.
     """
 
@@ -94,8 +94,8 @@ class FusedExperts:
 
         Args:
             run: runs the block on this rank's calibration rows, each until `Stop`.
-            error: gives, while the block runs, the error of the residual stream that the experts' output would make
-                up for, `[tokens, hidden]`, or None.
+            error: a function that returns, while the block runs, the error of the residual stream that the experts'
+                output would make up for, `[tokens, hidden]`, or None.
         """
         if self.alone:
             with forwarding(self.module, partial(self._keep_inputs, error)):

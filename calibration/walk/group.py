@@ -53,8 +53,8 @@ class Settings:
 
     Attributes:
         batch: calibration rows in one forward pass.
-        dtype: of the forward passes; None takes the model's, or float32 where that is narrower: rounding of hidden
-            states to 16 bit, block after block, would be taken for a fault of the weights.
+        dtype: the dtype of the forward passes; None takes the model's, or float32 where that is narrower: rounding of
+            hidden states to 16 bit, block after block, would be taken for a fault of the weights.
         observer: key of `OBSERVERS`: how static input scales are chosen.
         guard: when a layer gets another format; None for never.
     """
@@ -74,12 +74,12 @@ class Group:
     """A fusion group within one block, and the statistics of its input.
 
     Attributes:
-        members: as planned; the guard may change their formats.
-        names: of the members within the block.
+        members: the planned layers; the guard may change their formats.
+        names: the names of the members within the block.
         pipeline: their solver.
         inputs: original inputs by batch of this rank, `[tokens, in]`.
-        batch_numbers: of `inputs`, among the batches of all ranks.
-        magnitudes: of each batch its number, largest magnitudes and sums of magnitudes, until they are pooled.
+        batch_numbers: the numbers of `inputs`, among the batches of all ranks.
+        magnitudes: the number, largest magnitudes and sums of magnitudes of each batch, until they are pooled.
         calls: how often the group is called in one pass of the block.
         tokens: how many reached it in the original model.
         total: sum of magnitudes by channel, `[in]`.
@@ -87,7 +87,7 @@ class Group:
         divisor: the scale that the input is divided by, `[in]`, at run time or by the module before.
         parts, input_scale: see `Solved`; branches are the members' own.
         outputs: second moment of the gradients at the members' outputs, one after the other, where it was measured.
-        notes: for the plan.
+        notes: notes for the plan.
     """
 
     members: list[LayerPlan]

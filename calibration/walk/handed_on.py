@@ -31,7 +31,7 @@ def handed_on(calls: Mapping[str, Call], device: torch.device | None, dtype: tor
     On `device`, in `dtype`.
 
     Args:
-        calls: of the blocks, in order of execution.
+        calls: the calls of the blocks, in order of execution.
         device, dtype: as for `Call.to`.
     """
     first, *later = calls.values()

@@ -37,11 +37,11 @@ def block_bytes(
     Linear layers are solved first, and then experts, of which those are in memory together that `at_a_time` says.
 
     Args:
-        block: its weights may be mapped or on the meta device.
-        layers: the planned ones in it.
-        tokens: of all calibration rows.
-        dtype: of the forward passes.
-        scratch: takes the codes of many experts.
+        block: a block, whose weights may be mapped or on the meta device.
+        layers: the planned layers in the block.
+        tokens: the number of tokens in all calibration rows.
+        dtype: the dtype of the forward passes.
+        scratch: the scratch that takes the codes of many experts.
     """
     weights = sum(p.numel() for p in block.parameters() if not hasattr(p, "stored"))
     linear = [layer for layer in layers if layer.kind == LayerKind.LINEAR]
@@ -86,8 +86,8 @@ def naming_the_block(name: Callable[[], str], session: Session) -> Iterator[None
     """While open, a device that runs out of memory raises `BlockTooLargeError`.
 
     Args:
-        name: gives the block that is worked on.
-        session: its device is where.
+        name: a function that returns the name of the block that is worked on.
+        session: the session, for its device.
     """
     try:
         yield

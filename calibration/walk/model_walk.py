@@ -140,9 +140,9 @@ class ModelWalk:
         """Returns a block with its weights and its calls on the device where it is worked on.
 
         Args:
-            chain: holds it.
-            name: of the block.
-            copies: of its tensors, on the device.
+            chain: the chain that holds the block.
+            name: the name of the block.
+            copies: copies of the block's tensors, on the device.
             states: the hidden states in front of it.
         """
         self.block_name = name
@@ -157,8 +157,8 @@ class ModelWalk:
         """Restores the original tensors of the model, and passes the solved layers to `apply`.
 
         Args:
-            name: of the block.
-            block: its layers are solved.
+            name: the name of the block.
+            block: the block whose layers are solved.
             outputs: the hidden states after it; None after the last block of a chain.
 
         Returns:

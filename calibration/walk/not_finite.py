@@ -20,7 +20,7 @@ class InputNotFiniteError(ValueError):
     """The input of a layer holds NaN or infinity.
 
     Args:
-        name: of the layer.
+        name: the name of the layer.
         where: the calibration row, or the expert, in words.
     """
 

@@ -25,7 +25,7 @@ class Scratch:
     """Tensors in files without names.
 
     Args:
-        directory: where the files are; None keeps all results in memory.
+        directory: the directory where the files are; None keeps all results in memory.
         memory: bytes that the run may use; None for no limit, and then all results are kept in memory.
     """
 

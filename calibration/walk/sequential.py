@@ -66,15 +66,16 @@ def solve_sequentially(
 
     Args:
         model: called as `model(rows)`; norms and biases that scales are folded into change in place.
-        plan: names the layers, their formats, groups and solvers.
+        plan: the plan that names the layers, their formats, groups and solvers.
         rows: calibration token ids, int64 `[rows, seqlen]`.
         apply: puts a solved layer in place of the original; called when its block is finished, with the original
             still in the model. Gets None for a layer that the guard keeps in 16 bit. Both the solution and the weight
             that was solved, the third argument, are where blocks are worked on.
-        session: its device is where blocks are worked on, one at a time; its listener is called for every layer.
+        session: the session. Blocks are worked on at its device, one at a time, and its listener is called for every
+            layer.
         settings: how the walk is done.
         input_scales: static scales of the inputs of fused experts, by name.
-        store: receives every finished block, and may have blocks of an earlier run.
+        store: the store that receives every finished block, and may have blocks of an earlier run.
 
     Raises:
         ValueError: a token id outside the vocabulary; an input that holds NaN or infinity (the weight that does is
@@ -111,7 +112,7 @@ def solve_block(block: Block, *, needs_output: bool) -> States | None:
     """Takes a block through all steps.
 
     Args:
-        block: its layers are solved, and stand-ins put in their place.
+        block: the block whose layers are solved, and replaced by stand-ins.
         needs_output: whether another block follows.
 
     Returns:

@@ -36,7 +36,7 @@ class Moments:
     """A `MomentSum` over the batches of all ranks.
 
     Args:
-        width: as of `MomentSum`.
+        width: the width, as for `MomentSum`.
         later: keeps the inputs, which `stats_of` multiplies out.
     """
 
@@ -79,7 +79,7 @@ def stats_of(
 
     Args:
         moments: the sums, which are empty afterwards.
-        device: where the inputs are.
+        device: the device of the inputs.
         owners: the rank that alone gets second moment and drift of each sum; None where all ranks get all.
         again: whether they are asked for once more, and so keep their inputs.
     """

@@ -41,9 +41,9 @@ class StandIn(nn.Module):
 
     Args:
         original: the layer.
-        dense: its quantized weight, `[out, in]`, in 16 or 32 bit.
+        dense: the quantized weight of the layer, `[out, in]`, in 16 or 32 bit.
         group: how its input is treated.
-        batch: which batch runs.
+        batch: the number of the batch that runs.
         parts: the operations of the layer at run time besides its matmul.
     """
 
@@ -98,7 +98,7 @@ class RememberedModules:
     """Modules that return their output of the pass before, until `forget`.
 
     Args:
-        batch: which batch runs.
+        batch: the number of the batch that runs.
     """
 
     def __init__(self, batch: CurrentBatch) -> None:

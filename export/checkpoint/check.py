@@ -34,8 +34,8 @@ def matrix_problems(
     """Yields each tensor of a matrix that differs from the plan, by its name below the layer's, and how it differs.
 
     Args:
-        tensors: by their names below the layer's.
-        format, activation, shape: of the matrix, as planned.
+        tensors: tensors by their names below the layer's.
+        format, activation, shape: the planned formats and shape of the matrix.
     """
     expected = layout_of_tensors(tensors).expected_tensors(format, activation, shape)
     inputs = activation or "16 bit"
@@ -113,10 +113,10 @@ def plan_problems(
     """Differences between a plan and the config of its checkpoint, which other runtimes go by.
 
     Args:
-        plan: of the checkpoint.
-        config: its `quantization_config`, or `quantization` of ModelOpt's own file; None where it has none.
-        names: of the model's tensors on disk.
-        tensors: of the checkpoint, by their names in the model.
+        plan: the plan of the checkpoint.
+        config: the `quantization_config` of the checkpoint, or `quantization` of ModelOpt's own file; None for neither.
+        names: the names of the model's tensors on disk.
+        tensors: the tensors of the checkpoint, by their names in the model.
     """
     if config is None:
         if plan.quantized:

@@ -33,11 +33,11 @@ def new_directory(
     """Gives a temporary directory that becomes `path` when the block ends without an error.
 
     Args:
-        path: of the new directory.
+        path: the path of the new directory.
         overwrite: replaces a directory at `path`.
         work: a directory next to `path` to build in. A run that is stopped after the checkpoint is whole and before it
             has its name is completed by `finish_directory`.
-        resumable: names of files that stay in `work` for the next run, if this one is stopped.
+        resumable: the names of files that stay in `work` for the next run, if this one is stopped.
 
     Raises:
         OSError: another process writes to `path`, or it is not to be replaced, as `check_destination` says.

@@ -51,10 +51,10 @@ class Layout(Protocol):
         """Returns one sentence for each feature of a checkpoint that a runtime of this layout does not support.
 
         Args:
-            plan: of the checkpoint.
-            dtype: of the model.
-            names: of the model's tensors on disk.
-            tensors: of the checkpoint by their names on disk, if its scales are to be looked at.
+            plan: the plan of the checkpoint.
+            dtype: the dtype of the model.
+            names: the names of the model's tensors on disk.
+            tensors: the tensors of the checkpoint by their names on disk, if its scales are to be looked at.
         """
 
     def expected_tensors(
@@ -108,8 +108,9 @@ class Layout(Protocol):
 
         Args:
             config: the `quantization_config`, or the table of the layout's own file.
-            names: of the model's tensors on disk.
-            tensors: names of the checkpoint's tensors in the model, from which a layout may tell quantized matrices.
+            names: the names of the model's tensors on disk.
+            tensors: the names of the checkpoint's tensors in the model, from which a layout may tell quantized
+                matrices.
 
         Raises:
             ValueError: a scheme that is not supported.

@@ -41,9 +41,9 @@ class StoredNames:
     """Names of tensors, in both directions.
 
     Attributes:
-        renamings: from a name in the model to the name on disk, one after the other.
-        back: from a name on disk to the name in the model.
-        experts: names on disk of an expert's matrices, by their names in the model.
+        renamings: renamings from a name in the model to the name on disk, applied one after the other.
+        back: renamings from a name on disk to the name in the model.
+        experts: the names on disk of an expert's matrices, by their names in the model.
         cut: fused parameters that are stored expert by expert also where they stay in 16 bit.
         apart: transformers takes the experts of a quantized checkpoint apart into linear layers.
         stopped: parameters of experts that transformers has no place for once they are quantized. It would run with

@@ -43,10 +43,11 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     A scale that float32 does not hold comes back in float64, from the metadata that `write_tensors` gave its file.
 
     Args:
-        directory: with the files.
-        rename: from a name on disk to the one that the tensor has here.
-        meta: gives tensors on the meta device, read from the headers; single numbers, such as a scale, have values.
-        files: of the directory that are read; None for all.
+        directory: the directory with the files.
+        rename: a function from a tensor's name on disk to its name in the result.
+        meta: whether tensors are on the meta device, read from the headers; single numbers, such as a scale, have
+            values.
+        files: the files of the directory that are read; None for all.
 
     Attributes:
         carried: names of the tensors that the model's class ignores.

@@ -51,7 +51,7 @@ class Scan:
     """The float tensors of safetensors files, by their headers.
 
     Args:
-        files: to read.
+        files: the files to read.
         fp8: whether to read tensors in FP8 as well.
 
     Raises:

@@ -47,7 +47,7 @@ class DeferredTensor:
     """A tensor that is computed when it is written.
 
     Attributes:
-        shape, dtype: of the tensor.
+        shape, dtype: the shape and dtype of the tensor.
         compute: returns it.
     """
 
@@ -83,13 +83,13 @@ def write_tensor_file(
     """Writes `tensors` to `path`; a file that is there is replaced, not overwritten, unless `log` knows its beginning.
 
     Args:
-        path: of the file.
-        tensors: by name.
-        metadata: for its header.
+        path: the path of the file.
+        tensors: the tensors by name.
+        metadata: the metadata for its header.
         durable: whether it is on the disk when this returns.
         masks: buffers, which may hold -infinity; every other tensor is then refused if it is not finite. None looks at
             no values.
-        log: is called every quarter of a gigabyte and at the end, when the bytes so far are on the disk.
+        log: a log that is called every quarter of a gigabyte and at the end, when the bytes so far are on the disk.
 
     Returns:
         SHA-256 of the file.
@@ -122,9 +122,9 @@ class _Writer:
     """An open file with a thread that hashes its pieces and a thread that brings them to the disk.
 
     Args:
-        file: is cut after its first `size` bytes.
+        file: the file, which is cut after its first `size` bytes.
         size: bytes that it has.
-        sha256: of these bytes.
+        sha256: the SHA-256 of these bytes.
         durable: whether the disk begins to write at once.
     """
 

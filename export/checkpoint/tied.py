@@ -25,8 +25,8 @@ def untied_pairs(model: nn.Module, state: Mapping[str, torch.Tensor] | None = No
     """Returns the tensors that a tied model would share with another and that differ from it here.
 
     Args:
-        model: of transformers, perhaps with quantized modules in place.
-        state: its tensors that are not quantized, by name; None takes the model's own.
+        model: a model of transformers, perhaps with quantized modules in place.
+        state: the tensors that are not quantized, by name; None takes the model's own.
 
     Returns:
         By name of the tensor that would be tied, such as "lm_head.weight": the config whose flag ties it.
@@ -71,7 +71,7 @@ def clear_flag(fields: dict[str, Any], model: Any, untied: Collection[Any]) -> b
 
     Args:
         fields: the contents of config.json, changed in place: at the top and in the configs inside it.
-        model: of transformers.
+        model: a model of transformers.
         untied: the configs of `untied_pairs`.
 
     Returns:

@@ -50,11 +50,12 @@ def checkpoint_tensors(
     does not grow with the number of layers.
 
     Args:
-        model: with quantized modules in place.
+        model: a model with quantized modules in place.
         dtype: the model's dtype, for float scales.
-        names: of the model's tensors on disk.
+        names: the names of the model's tensors on disk.
         state: the tensors that are not quantized, as `state_dict` names them; None takes the model's.
-        origins: is filled with the name of the model's layer or tensor that each tensor of the checkpoint comes from.
+        origins: a dictionary that is filled with the name of the model's layer or tensor that each tensor of the
+            checkpoint comes from.
     """
     origin_of: dict[str, str] = {}
     quantized = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}

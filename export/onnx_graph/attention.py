@@ -57,7 +57,7 @@ def _attention_body(
         mask: bool `[batch, 1, seq_q, seq_kv]`, True where a query sees a key; None for all.
         scale: multiplies q·k.
         causal: query i sees keys up to i.
-        scales: of q, k, v and the probabilities for FP8; empty for 16 bit.
+        scales: the scales of q, k, v and the probabilities for FP8; empty for 16 bit.
         kind: "native" or "plugin".
     """
     if scales and kind == "plugin":

@@ -48,11 +48,11 @@ class Attention:
     """The function that attention modules call while a graph is traced.
 
     Attributes:
-        names: of the attention modules.
+        names: the names of the attention modules.
         kind: one of `ATTENTIONS`.
         scales: FP8 scales by module name; empty keeps attention in 16 bit.
         window: largest sequence that sliding windows need not cut.
-        outputs: names of the model's outputs, filled while the model runs; torch.export would reset an attribute of
+        outputs: the names of the model's outputs, filled while the model runs; torch.export would reset an attribute of
             `Graph`.
     """
 

@@ -69,14 +69,14 @@ def write_onnx(
 
     Args:
         model: quantized or not; a transformers model needs nothing else. It is not changed.
-        path: of the file; weights of a big model go to `<path>.data`.
+        path: the path of the file; weights of a big model go to `<path>.data`.
         shapes: ranges of the dynamic dimensions, as `--shapes` takes them, or several of them; None sets no limits.
         inputs: examples of a module's positional inputs by name, for modules that are not transformers models.
         attention: "native" for TensorRT's fused FP8 attention, "plugin" for ours, "none" for 16 bit.
-        attention_scales: from `collect_attention_scales`; required if the plan has attention in FP8.
+        attention_scales: the scales from `collect_attention_scales`; required if the plan has attention in FP8.
         capacity: tokens that each row of a decoder's KV cache holds; 0 makes a graph of one pass without a cache.
         genai: makes the graph that onnxruntime-genai runs (`genai`), with a cache that grows.
-        plan: of the model; says whether attention is in FP8, and its digest is written.
+        plan: the plan of the model; says whether attention is in FP8, and its digest is written.
 
     Raises:
         ValueError: a layer, format, shape or option that cannot be exported; the message names it and the way out.

@@ -113,8 +113,8 @@ def write_genai_files(model: Any, source: Path, folder: Path) -> None:
 
     Args:
         model: the exported model.
-        source: its checkpoint.
-        folder: to write to.
+        source: the checkpoint of the model.
+        folder: the folder to write to.
 
     Raises:
         ValueError: the checkpoint has no `tokenizer.json`, from which the library makes its tokenizer.

@@ -151,7 +151,7 @@ def check_attention(name: str, kind: str, query: torch.Tensor, key: torch.Tensor
     """Raises ValueError for FP8 attention without a fused kernel; the message names the module and the way out.
 
     Args:
-        name: of the attention module.
+        name: the name of the attention module.
         kind: "native" or "plugin".
         query: `[batch, heads, seq_q, dim]`.
         key: `[batch, kv_heads, seq_kv, dim]`.

@@ -56,7 +56,7 @@ class CachedAttention(Attention):
         past: keys and values of earlier tokens, in order of the layers; empty while shapes are being recorded.
         new: keys and values that the graph returns, filled while the model runs.
         inputs: the graph's other inputs.
-        masks: by window; layers with the same window share one.
+        masks: the masks by window; layers with the same window share one.
     """
 
     past: Sequence[torch.Tensor] = ()

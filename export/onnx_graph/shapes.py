@@ -58,7 +58,7 @@ def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int])
 
     Args:
         text: as in the module docstring; missing entries take `DEFAULT_RANGES`.
-        inputs: as `graph_inputs` gives them.
+        inputs: the inputs as `graph_inputs` gives them.
         floors: smallest value that a kernel allows for a named dimension.
 
     Raises:

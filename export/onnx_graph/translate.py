@@ -62,9 +62,9 @@ def trace(
     """Returns the module as a graph over named dimensions.
 
     Args:
-        module: to be traced.
+        module: the module to be traced.
         arguments: examples of its positional arguments.
-        inputs: of the graph, for the names of dimensions.
+        inputs: the inputs of the graph, for the names of dimensions.
         shapes: limits of the named dimensions.
         split: how many inputs the module takes as a dict; the others, its KV cache, are a list.
         longest: sequence that the module takes, if it has a limit.

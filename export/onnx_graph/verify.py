@@ -55,8 +55,8 @@ def verify(
     Args:
         model: the exported model.
         path: the file.
-        checkpoint: gives a layer's weight from the checkpoint's files, if there is a checkpoint.
-        progress: called as `progress(layers done, layers in all)`.
+        checkpoint: a function that reads a layer's weight from the checkpoint's files, if there is a checkpoint.
+        progress: a function that is called as `progress(layers done, layers in all)`.
 
     Raises:
         ValueError: the file is no valid ONNX, or lacks a layer's nodes; the message names them.

@@ -163,10 +163,10 @@ def fp8_attention(
     Args:
         q: E4M3 `[batch, heads, seq_q, dim]`.
         k, v: E4M3 `[batch, kv_heads, seq_kv, dim]`; `kv_heads` divides `heads`.
-        scales: of q, k and v, float32 `[3]`, positive: a value is its code times its scale.
+        scales: the scales of q, k and v, float32 `[3]`, positive: a value is its code times its scale.
         causal: query i sees the keys up to i + seq_kv − seq_q: the last query sees all of them.
         softmax_scale: positive; None is 1/√dim.
-        dtype: of the output, BF16, FP16 or FP32.
+        dtype: the dtype of the output, BF16, FP16 or FP32.
 
     Returns:
         `[batch, heads, seq_q, dim]`; zeros where a query sees no key.

@@ -38,7 +38,7 @@ class PagedKVCache:
             the first tokens.
         grow: whether to add pages when all are taken.
         dtype: BF16 or FP16, of an unquantized cache.
-        device: of the pages.
+        device: the device of the pages.
 
     Raises:
         ValueError: a format, dimension, page size or scale that does not fit.
@@ -176,7 +176,7 @@ class PagedKVCache:
 
         Args:
             layer: index.
-            sequences: from `add` or `fork`, each once.
+            sequences: numbers from `add` or `fork`, each once.
             k, v: `[len(sequences), kv_heads, new, dim]`, K after RoPE; any floating dtype and strides.
 
         Raises:

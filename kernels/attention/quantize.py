@@ -53,7 +53,7 @@ class AttentionOperands:
     Attributes:
         q: E4M3 `[batch, heads, seq_q, dim]`.
         k: E4M3 `[batch, kv_heads, seq_kv, dim]`.
-        v: as k, or laid out `[batch, kv_heads, dim, keys]`.
+        v: V, shaped as k, or laid out `[batch, kv_heads, dim, keys]`.
         options: scales, packed sequences, and whether v is laid out.
         score_shift: the amount by which smoothing K lowered each query's scores, before the softmax scale, float32
             `[batch, heads, seq_q]`; None where K was not smoothed.
@@ -111,7 +111,7 @@ def quantize_attention(
         q: `[batch, heads, seq_q, dim]`, BF16 or FP16; any strides whose last is 1.
         k, v: `[batch, kv_heads, seq_kv, dim]`.
         granularity: "block", "head" or "tensor": the values that share a scale. Only blocks are one pass.
-        scales: of q, k and v, from a calibration, float32 `[]`, `[1]` or `[batch, heads]`; None measures.
+        scales: the scales of q, k and v, from a calibration, float32 `[]`, `[1]` or `[batch, heads]`; None measures.
         rope: cos and sin, `[tokens, dim]` or `[batch, tokens, dim]`, the second half repeating the first: the rotary
             embedding of queries and keys, which then are equally many. None takes q and k as they are.
         smooth_k: whether to subtract the mean from K.

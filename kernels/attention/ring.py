@@ -219,7 +219,7 @@ def ring_attention(
         format: `fp8` or `nvfp4`; None passes 16 bit on.
         causal: whether a token sees only itself and the tokens before it, in the order of the whole sequence.
         softmax_scale: positive; None is 1/√dim.
-        group: of processes; None is all.
+        group: the group of processes; None is all.
         check: whether to compare shapes between the ranks first; ranks with other shapes would wait forever.
 
     Returns:

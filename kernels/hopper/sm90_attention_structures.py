@@ -26,7 +26,7 @@ class HopperTiles:
         groups: warpgroups of 64 queries.
         block_kv: keys of a tile.
         stages: pairs of tiles of K and V in flight.
-        registers: of a thread of a consumer.
+        registers: the number of registers of a thread of a consumer.
         queries: tiles of queries in flight.
         optimistic: whether FP8's powers are computed before the largest score is known: see the module docstring.
         overlap: whether the powers of a step are computed while the tensor cores work on its products.
@@ -157,7 +157,7 @@ class Sequences(NamedTuple):
 
     Attributes:
         cu_q, cu_kv: first query and key of each packed sequence, or None.
-        heads: of Q.
+        heads: the number of heads of Q.
         seq_q, seq_kv: lengths, where sequences are not packed.
         blocks: tiles of queries of the longest sequence.
         group: heads that are processed together, so that their K and V stay in L2.
@@ -256,7 +256,7 @@ class State(NamedTuple):
         output: O so far, float32 [64, width], not yet multiplied by `decay`.
         words: P of the last tile, in the dtype of V.
         reference: m of each row.
-        row_sum: of each thread's columns, [64, 4].
+        row_sum: the sum of each thread's columns, [64, 4].
         decay: 2^(old reference − new reference).
     """
 

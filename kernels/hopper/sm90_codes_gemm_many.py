@@ -128,8 +128,8 @@ class Constants:
 
     Attributes:
         form: a format whose codes are in the order of a checkpoint, or "words".
-        groups: of warps that multiply, which share no barrier but those of the slots.
-        halves: of 128 rows of W in a tile; a group has its share of each.
+        groups: the number of groups of warps that multiply, which share no barrier but those of the slots.
+        halves: the number of runs of 128 rows of W in a tile; a group has its share of each.
         wide, tail: tokens of the two accumulators of a half; the tail may be 0.
         stages, depth: slots of the ring, and tiles of 64 columns of a slot.
         unroll: slots that a turn of the loop takes. The operands of neighbouring products must come from different
@@ -137,7 +137,7 @@ class Constants:
             is still read: so a slot of one tile of one half is written out twice.
         ahead: products under way while the next operand is decoded.
         early: whether the next words are read before a product is started.
-        width: with experts, a power of two of at least their number; 0 without.
+        width: a power of two of at least the number of experts; 0 without experts.
         split: whether tiles are cut along K.
         overlap: whether the kernel starts before the previous one has ended.
         has_bias: whether a bias is added.

@@ -242,7 +242,7 @@ def sm90_fp8_block_operands(
 
     Args:
         x: `[R, C]`, float32, BF16 or FP16.
-        rule: of `RULES`.
+        rule: the rule of `RULES`.
         square: one scale for 128×128 instead of 1×128.
         rows: whether to write `codes` and `scale`.
         columns: whether to write `codes_t` and `scale_t`.
@@ -273,7 +273,7 @@ def sm90_fp8_block_swiglu_gradients(
         dh: gradient of silu(gate) · up, `[R, C]`.
         gate: `[R, C]`.
         up: `[R, C]`.
-        rule: of `RULES`.
+        rule: the rule of `RULES`.
     """
     dh, gate, up = (each.contiguous() for each in (dh, gate, up))
     of_gate, of_up = (allocate(dh, square=False, rows=True, columns=True) for _ in range(2))

@@ -31,8 +31,8 @@ def time_as_called(
     Args:
         weights: `[out, in]`, on any device.
         tokens: numbers of rows.
-        index: of the GPU.
-        progress: called as `progress(done, in all)`.
+        index: the index of the GPU.
+        progress: a function that is called as `progress(done, in all)`.
 
     Returns:
         JSON-ready rows: format, out, in, tokens, choice, microseconds, bytes_per_second, flops, times_16_bit.

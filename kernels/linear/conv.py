@@ -88,7 +88,7 @@ class ConvGeometry:
 
         Args:
             x: the input.
-            output_size: of a transposed convolution, as `nn.ConvTranspose2d` takes it.
+            output_size: the output size of a transposed convolution, as `nn.ConvTranspose2d` takes it.
         """
         dims = len(self.kernel_size)
         # torch's own modules take an input without a batch, too.

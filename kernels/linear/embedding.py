@@ -31,7 +31,7 @@ def quantized_embedding(ids: torch.Tensor, weight: BlockScaledTensor, dtype: tor
     Args:
         ids: integers of any shape, each from 0 to rows − 1.
         weight: `[rows, dim]`.
-        dtype: of the result.
+        dtype: the dtype of the result.
 
     Returns:
         `[..., dim]`.
@@ -54,7 +54,7 @@ class QuantEmbedding(QuantizedModule):
 
     Args:
         weight: `[rows, dim]`.
-        dtype: of the rows it gives, until `.to(dtype)` says otherwise.
+        dtype: the dtype of the rows it gives, until `.to(dtype)` says otherwise.
         padding_idx: the row that training leaves as it is, as `nn.Embedding` has it.
     """
 

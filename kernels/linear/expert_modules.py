@@ -29,7 +29,7 @@ class QuantExperts(QuantizedModule, ExpertStack):
         weight: `[experts, out, in]`.
         activation: format the input is rounded to; None leaves it in 16 bit.
         input_scale: static scale of the activation format, float32 scalar, where the format has one.
-        dtype: of dequantized values; `.to(dtype)` changes it.
+        dtype: the dtype of dequantized values; `.to(dtype)` changes it.
         stacking: how the parameter holds the matrices; by default `[experts, out, in]`.
     """
 
@@ -107,7 +107,8 @@ def experts_forward(
         hidden_states: `[tokens, hidden]`.
         top_k_index: expert of each token and slot, `[tokens, k]`; indices beyond the last expert are skipped.
         top_k_weights: routing weights, `[tokens, k]`.
-        observe: called with (projection, expert, its input `[tokens, in]`) before each matmul, for calibration.
+        observe: a function that is called with (projection, expert, its input `[tokens, in]`) before each matmul, for
+            calibration.
         until: the last projection to be observed; those from it on are not run, and the result means nothing.
 
     Returns:

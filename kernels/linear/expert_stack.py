@@ -84,8 +84,8 @@ class ExpertMatrix:
     """The matrix of one expert in modeling code, which multiplies by it or by its transpose.
 
     Args:
-        stack: that it is of.
-        index: of the expert.
+        stack: the stack of all experts.
+        index: the index of the expert.
         transposed: whether it is `[in, out]`.
     """
 

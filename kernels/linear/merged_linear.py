@@ -22,7 +22,7 @@ def merge_rows(members: Sequence[nn.Module], dtype: torch.dtype) -> nn.Module | 
 
     Args:
         members: `nn.Linear` or `QuantLinear` with the same number of inputs, on one device.
-        dtype: of the inputs, which decides the layout of a quantized weight.
+        dtype: the dtype of the inputs, which decides the layout of a quantized weight.
 
     Returns:
         None where the members differ in more than their rows: in formats, in scales of a whole matrix, in their work on

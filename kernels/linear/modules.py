@@ -91,7 +91,7 @@ class QuantLinear(QuantizedModule):
         activation: format the input is rounded to; None leaves it in 16 bit.
         input_scale: static scale of the activation format, float32 scalar, where the format has one.
         pre_scale, hadamard, lowrank: see `RunTimeParts`.
-        dtype: of `weight` for code that reads it; `.to(dtype)` changes it.
+        dtype: the dtype of `weight` for code that reads it; `.to(dtype)` changes it.
 
     Raises:
         ValueError: one of them does not fit the weight.

@@ -99,7 +99,7 @@ def block_scaled_gemm(
         x: `[tokens, in]`, one of `SCALED_FORMATS`.
         weight: `[out, in]`, or with offsets `[experts, out, in]`; the same format, in a multiple of its block.
         bias: `[out]`, or None.
-        dtype: of the result.
+        dtype: the dtype of the result.
         offsets: int32 `[experts + 1]`, where the rows of each expert begin; rows beyond the last are undefined.
 
     Returns:

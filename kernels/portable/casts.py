@@ -120,7 +120,7 @@ class _Launch:
         programs: how many.
         width: elements of one, a power of two.
         flat: whether pieces are cut from all elements as they lie in memory, and not one from each row.
-        warps: of a program.
+        warps: the number of warps of a program.
     """
 
     programs: int

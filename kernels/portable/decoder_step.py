@@ -174,7 +174,7 @@ def add_rmsnorm(
 
     Args:
         x: `[tokens, hidden]`, FP16 or BF16, contiguous.
-        residual: as `x`, or None.
+        residual: a tensor shaped as `x`, or None.
         weight: `[hidden]`.
         eps: added to the mean square.
         offset: the weight is 1 + `weight`, and the product alone is rounded, as in Gemma.
@@ -242,7 +242,7 @@ def rotate_and_store(
         lengths: int32 `[batch]`: tokens of each sequence, the new one included; at least 1.
         norms: weights `[dim]` of the RMS norms that each head of q and of k passes before it is rotated; None for none.
         eps: added to the mean square of a head.
-        offset: of these norms, as in `add_rmsnorm`.
+        offset: the offset of these norms, as in `add_rmsnorm`.
 
     Raises:
         ValueError: an argument of another shape, dtype or device, or not contiguous.

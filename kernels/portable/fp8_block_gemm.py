@@ -72,7 +72,7 @@ def fp8_block_gemm(
         x: `[tokens, in]` in `fp8_group`.
         weight: `[out, in]` in `fp8_block`.
         bias: `[out]`, or None.
-        dtype: of the result.
+        dtype: the dtype of the result.
 
     Returns:
         `[tokens, out]`.

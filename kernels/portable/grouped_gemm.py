@@ -165,7 +165,7 @@ def grouped_fp8_gemm(
         x: `[T, in]` in one of `FP8_ROWS`.
         weight: `[experts, out, in]` in one of `FP8_WEIGHTS`.
         offsets: int32 `[experts + 1]`.
-        dtype: of the result.
+        dtype: the dtype of the result.
 
     Raises:
         ValueError: as `grouped_codes_gemm`, and formats that the kernel does not take.

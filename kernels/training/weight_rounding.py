@@ -48,7 +48,7 @@ def round_weight(
     Args:
         weight: `[..., out, in]`, finite.
         format: the weight's.
-        dtype: of the result: the dtype of the inputs that it is multiplied by.
+        dtype: the dtype of the result: the dtype of the inputs that it is multiplied by.
         scale: block scale values, float32 `format.scale_shape(weight.shape)`; None measures them by `rule`. They have
             a gradient where they need one.
         global_scale: float32 `weight.shape[:-2]`, for formats that have one.

@@ -115,9 +115,9 @@ def allocate(
         goal: budgets and limits.
         held_out: rows on which a limit on the loss must hold, and those that verify it.
         effort: the number of measurements.
-        device: where the model runs and is solved; its weights are copied there as they are needed. By default where
-            it is.
-        progress: called as `progress(stage, done, total)`.
+        device: the device where the model runs and is solved; its weights are copied there as they are needed. By
+            default where it is.
+        progress: a function that is called as `progress(stage, done, total)`.
         options: formats, solver, include, exclude, constraints, kv_cache, run, provenance, method, dtype, seed and
             path, see `quant.allocation.options.Options`.
 

@@ -37,7 +37,8 @@ class Effort:
         score_rows: rows for scores and gains.
         check_rows: rows for the joint loss.
         search_rows: rows for the local search.
-        measurements: of the local search; None for 500 on a GPU, where they take seconds, and none on a CPU.
+        measurements: the number of measurements of the local search; None for 500 on a GPU, where they take seconds,
+            and none on a CPU.
         rounds: rounds of corrections.
         solves: quantizations with a solver that works from data.
         points: points of the Pareto curve.
@@ -64,11 +65,11 @@ class Bench:
     Attributes:
         switchable: the model, entered.
         space: the choices.
-        divergence: from the model in 16 bit.
+        divergence: the divergence from the model in 16 bit.
         scored: rows for gains.
         held_out: rows for the loss, and to verify it in the end.
         searched: rows for the local search.
-        session: its listener hears of the stage "verify".
+        session: the session, whose listener is called for the stage "verify".
         expected: rough number of measurements, for the listener.
         by_perplexity: whether the increase of perplexity is verified instead of the divergence.
         references: outputs of the original model on the scored rows, for gains.

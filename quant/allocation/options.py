@@ -41,12 +41,12 @@ class Options:
         formats: formats to choose from, in addition to 16 bit; see `calibration.sensitivity.candidates`.
         solver: the solver that the plan will name.
         include, exclude, run: as in `quantize`.
-        constraints: on groups, by glob.
+        constraints: the constraints on groups, by glob.
         kv_cache: format of the KV cache, or None for 16 bit.
         provenance: recorded in the plan.
-        method: of the scores, see `calibration.sensitivity.scores`.
+        method: the method of the scores, see `calibration.sensitivity.scores`.
         dtype: dtype to which 16-bit tensors are widened while measuring; None leaves them.
-        seed: of the tokens and directions that the method `fisher` draws.
+        seed: the seed of the tokens and directions that the method `fisher` draws.
         path: file of the sensitivity table; None writes none.
     """
 

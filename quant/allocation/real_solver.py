@@ -40,12 +40,12 @@ class RealSolver:
     its loss divided by the loss of layers solved alone.
 
     Attributes:
-        model: in 16 bit; copied for each quantization.
+        model: the model in 16 bit; it is copied for each quantization.
         loop: the loop that made the choice.
-        plan_of: gives the plan of a choice.
+        plan_of: a function that returns the plan of a choice.
         rows: calibration rows, int64 `[rows, seqlen]`.
         dtype: dtype to which 16-bit tensors are widened while measuring.
-        session: where models are solved and run.
+        session: the session in which models are solved and run.
         uniform: measured losses of single formats, by format.
     """
 

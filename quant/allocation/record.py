@@ -45,7 +45,7 @@ class Chosen(JsonData):
         kl_measured: measured with all groups quantized together.
         bytes: bytes of the weights that formats were chosen for.
         memory: bytes of these, of all other weights, and of the KV cache if --fit counted one.
-        seconds: of a decode step by the target's kernel times; None without kernel times.
+        seconds: the seconds of a decode step by the target's kernel times; None without kernel times.
         timing: source of the kernel times, such as "h100, roofline".
     """
 
@@ -98,9 +98,9 @@ class Verified(JsonData):
     """The loss of the chosen allocation on rows of a text that took no part in choosing it.
 
     Attributes:
-        text: its name.
+        text: the name of the text.
         rows: number of its rows.
-        loss: in the unit of the budget: KL, or the relative increase of perplexity.
+        loss: the loss in the unit of the budget: KL, or the relative increase of perplexity.
         interval: low and high end of the interval of 95 % around it, Student's over rows; None for one row.
     """
 
@@ -119,9 +119,9 @@ class AllocationRecord(JsonData):
         chosen: the resulting allocation.
         curve: predicted Pareto curve, by rising bits.
         uniform: single formats for all groups, for comparison.
-        rounds: in the order in which they were measured.
+        rounds: the rounds in the order in which they were measured.
         seconds: time of the loop, scoring not included.
-        unit: of all figures called `kl`.
+        unit: the unit of all figures called `kl`.
         verified: the loss on each text, if it was limited; the worst one counts.
         measured_with: the solver of all measurements, where the plan names a better one; else empty.
     """

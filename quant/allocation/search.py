@@ -36,9 +36,9 @@ class Search:
         problem: the choices, their costs, and scores that order the flips to measure.
         limits: budgets, by resource.
         baseline: measures losses.
-        named: gives the names of a choice's formats, by group.
+        named: a function that returns the names of a choice's formats, by group.
         measurements: number of measurements that are left.
-        tick: called after each.
+        tick: a function that is called after each measurement.
         losses: measured losses, by choice.
     """
 

@@ -86,10 +86,11 @@ def quantize(
         max_kl: the same, for the smallest model whose measured KL to the original stays below. A quarter of the data
             chooses the formats, and a quarter verifies them; its measurements are in the plan's provenance.
         formats: the formats to choose from, such as "nvfp4,fp8"; 16 bit always may.
-        tokenizer: of the model, for calibration text where `data` is None.
-        device: where everything is computed, "auto", "cpu", "cuda" or "cuda:N"; the model stays where it is, and its
-            blocks are copied there one at a time, or all together where they fit. By default where the model is.
-        progress: called as `progress(stage, done, total)`.
+        tokenizer: the tokenizer of the model, for calibration text where `data` is None.
+        device: the device where everything is computed, "auto", "cpu", "cuda" or "cuda:N"; the model stays where it is,
+            and its blocks are copied there one at a time, or all together where they fit. By default where the model
+            is.
+        progress: a function that is called as `progress(stage, done, total)`.
 
     Raises:
         ValueError: bad recipe, plan, glob, weight or data; the message names it and the way out.

@@ -47,9 +47,9 @@ def carry_over(model: Any, tensors: Tensors, names: StoredNames, source: Path) -
     """Completes the tensors of a checkpoint by tensors of its source.
 
     Args:
-        model: of transformers, quantized.
-        tensors: of the checkpoint, by their names on disk.
-        names: of the model's tensors on disk.
+        model: a model of transformers, quantized.
+        tensors: the tensors of the checkpoint, by their names on disk.
+        names: the names of the model's tensors on disk.
         source: directory of the original model.
 
     Returns:

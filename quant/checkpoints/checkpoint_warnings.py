@@ -18,9 +18,9 @@ def checkpoint_warnings(plan: Plan, dtype: torch.dtype, names: StoredNames) -> l
     """Sentences on features that other runtimes lack, on fusion groups, and on weights that stay in 16 bit.
 
     Args:
-        plan: of the checkpoint, with the run-time parts that its layers have.
-        dtype: of the model; bfloat16 where transformers does not load it, because only transformers has trouble with
-            other dtypes.
-        names: of the model's tensors on disk.
+        plan: the plan of the checkpoint, with the run-time parts that its layers have.
+        dtype: the dtype of the model; bfloat16 where transformers does not load it, because only transformers has
+            trouble with other dtypes.
+        names: the names of the model's tensors on disk.
     """
     return [*runtime_warnings(plan, dtype, names), *fusion_warnings(plan), *coverage_warnings(plan)]

@@ -22,7 +22,7 @@ def head_weights(model: nn.Module, source: Path, is_asked: Callable[[str], bool]
     Experts that are stored as one stack `[experts, out, in]` come matrix by matrix, as servers read quantized ones.
 
     Args:
-        model: of transformers, not quantized.
+        model: a model of transformers, not quantized.
         source: directory of the model.
         is_asked: whether a layer of this name is wanted.
     """

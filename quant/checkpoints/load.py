@@ -66,8 +66,8 @@ def load(
     Args:
         directory: the checkpoint, or its name on the Hugging Face hub: "org/name" or "org/name@revision".
         model: the unquantized module, for a checkpoint without config.json; it is changed in place.
-        device: of the returned model, such as "cuda"; None is the CPU. On a Hopper GPU weights take the layout of its
-            kernels, as after `.to("cuda")`; `state_dict` has the layout of the checkpoint.
+        device: the device of the returned model, such as "cuda"; None is the CPU. On a Hopper GPU weights take the
+            layout of its kernels, as after `.to("cuda")`; `state_dict` has the layout of the checkpoint.
         trust_remote_code: lets transformers run the Python files that config.json names in `auto_map`.
 
     Raises:

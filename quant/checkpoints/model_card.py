@@ -43,11 +43,11 @@ def write_card(
     """Writes the card of a checkpoint, whose other files are there.
 
     Args:
-        directory: of the checkpoint; a card of the source in it is renamed.
-        plan: that was executed.
-        model: of the checkpoint; its class is named in the lines that load it.
+        directory: the directory of the checkpoint; a card of the source in it is renamed.
+        plan: the plan that was executed.
+        model: the model of the checkpoint; its class is named in the lines that load it.
         source: directory of the original model; None where it is unknown.
-        layout: of the checkpoint, a key of `LAYOUTS`.
+        layout: the layout of the checkpoint, a key of `LAYOUTS`.
         measured: directory with the report that has the measured loss; None takes `directory`.
     """
     card = directory / CARD

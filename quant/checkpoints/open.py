@@ -56,9 +56,9 @@ class Checkpoint:
     """The files of a checkpoint and the model that they are for; each part is read once.
 
     Attributes:
-        directory: with the files.
+        directory: the directory with the files.
         model: unquantized; its parameters may be on the meta device.
-        meta: gives tensors on the meta device, read from the headers of the files alone.
+        meta: whether tensors are on the meta device, read from the headers of the files alone.
     """
 
     directory: Path
@@ -157,7 +157,7 @@ def outline(directory: Path, like: type[nn.Module] | None = None) -> nn.Module:
     """Returns the model that config.json describes: parameters on the meta device, computed buffers real.
 
     Args:
-        directory: with config.json.
+        directory: the directory with config.json.
         like: the class of the model where it is known, in the place of the one that config.json names. A class with
             Python files of its own, which runs already, is then not run a second time from the directory.
     """
@@ -250,8 +250,8 @@ def suspect_problems(model: nn.Module, scan: Scan, tensors: TensorFiles) -> Iter
 
     Args:
         model: the checkpoint's.
-        scan: of its files.
-        tensors: in them.
+        scan: the scan of its files.
+        tensors: the tensors in the files.
     """
     suspects = scan.suspects()
     if not suspects:
@@ -271,9 +271,9 @@ def dtype_problems(
     """Yields the tensors that hold integers where the model has floats, or the other way round.
 
     Args:
-        model: that they are for.
-        tensors: by name, of parameters and buffers.
-        source: of these tensors, for the names of their files.
+        model: the model that they are for.
+        tensors: the tensors of parameters and buffers, by name.
+        source: the source of these tensors, for the names of their files.
     """
     state = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():

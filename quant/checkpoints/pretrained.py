@@ -115,7 +115,8 @@ def save_pretrained(
         push_to_hub: uploads the written files to `repo_id`, by default the directory's name.
         max_shard_size: bytes of the largest file, such as "2GB"; never more than 5 GB.
         variant, distributed_checkpoint: refused, for no quantized checkpoint is written so.
-        token: for the hub; `repo_id`, `private`, `commit_message`, `create_pr` and `revision` among `options` too.
+        token: the token for the hub; `repo_id`, `private`, `commit_message`, `create_pr` and `revision` among `options`
+            too.
 
     Raises:
         UserError: adapters are on quantized layers, or parts of the model are not in memory; the message says the way

@@ -50,9 +50,9 @@ class RuntimeLayer(JsonData):
     """One layer of the runtime.
 
     Attributes:
-        name: of the runtime's module.
+        name: the name of the runtime's module.
         kernel: the class that multiplied.
-        error: of its output, relative to the output of `quant.load`; None where that has no such layer.
+        error: the error of its output, relative to the output of `quant.load`; None where that has no such layer.
         inputs: "16 bit" or "rounded": the variant that it equals.
     """
 
@@ -102,7 +102,7 @@ def check_runtime(
     """Runs a checkpoint in `runtime`, one of `PROBES`, and compares.
 
     Args:
-        directory: of the checkpoint.
+        directory: the directory of the checkpoint.
         engine: further arguments of `vllm.LLM`, such as `{"kv_cache_dtype": "nvfp4"}`.
 
     Raises:

@@ -83,7 +83,8 @@ def save(
 
     Args:
         model: quantized by `plan`. Without a transformers config, config.json is left out.
-        plan: was executed on the model; None for the plan that a model of transformers carries once it is quantized.
+        plan: the plan that was executed on the model; None for the plan that a model of transformers carries once it is
+            quantized.
         directory: appears when everything in it is written, and not before.
         tokenizer: saved with the model, if given, unless it is the one of `source`, whose files are copied.
         overwrite: replaces a checkpoint at `directory`.
@@ -146,8 +147,8 @@ def write_model(
 
     Args:
         model, plan: as for `save`.
-        destination: of the files.
-        names: of the model's tensors on disk.
+        destination: the destination of the files.
+        names: the names of the model's tensors on disk.
         tokenizer, allow_missing, finish: as for `save`.
         state: the tensors that are not quantized, by the model's names; None takes them from the model.
     """
@@ -250,7 +251,7 @@ def save_state_dict(
     Args:
         tensors: the original state dict.
         solved: quantized weights by layer name.
-        plan: has passed `check_plan`.
+        plan: the plan that has passed `check_plan`.
         directory, overwrite, finish: as for `save`.
     """
     out: dict[str, torch.Tensor] = {}

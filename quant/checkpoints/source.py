@@ -60,8 +60,8 @@ class Difference(JsonData):
     """Something of the source that the checkpoint does not have as it was.
 
     Attributes:
-        part: of the directory, a value of `Part`.
-        name: of the tensor, the key of config.json, or the file.
+        part: the part of the directory, a value of `Part`.
+        name: the name of the tensor, the key of config.json, or the file.
         problem: how the checkpoint deviates.
         reason: why that is right; None where nothing explains it.
     """
@@ -82,7 +82,7 @@ def compare_with_source(directory: str | Path, source: str | Path, model: nn.Mod
     Args:
         directory: a quantized checkpoint of any tool.
         source: the directory of the original model, or its name on the Hugging Face hub.
-        model: of the checkpoint; None builds it on the meta device if the comparison needs it.
+        model: the model of the checkpoint; None builds it on the meta device if the comparison needs it.
 
     Raises:
         UserError: `source` is no directory with config.json and weights, whose names a checkpoint keeps.

@@ -91,10 +91,10 @@ def trial_load(
     Inside a process group of a training script nothing is tried: compressed-tensors would wait for all of its ranks.
 
     Args:
-        directory: with config.json.
-        model: of transformers, quantized; its class loads the checkpoint.
-        plan: of the checkpoint.
-        tensors: of the checkpoint, perhaps not yet written; only their names, shapes and dtypes matter.
+        directory: the directory with config.json.
+        model: a model of transformers, quantized; its class loads the checkpoint.
+        plan: the plan of the checkpoint.
+        tensors: the tensors of the checkpoint, perhaps not yet written; only their names, shapes and dtypes matter.
         allow_missing: missing and unexpected tensors are a warning, and no error.
 
     Raises:
@@ -184,8 +184,8 @@ def check_read_back(directory: Path, cls: Any) -> None:
     """Reads a checkpoint's names and single numbers as `quant.load` does.
 
     Args:
-        directory: with config.json, the plan and the weight files.
-        cls: of the model.
+        directory: the directory with config.json, the plan and the weight files.
+        cls: the class of the model.
 
     Raises:
         UserError: it cannot be read.

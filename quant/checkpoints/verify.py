@@ -71,8 +71,8 @@ class Verification(JsonData):
 
     Attributes:
         findings: everything that is wrong.
-        checked: names of the checks that were made.
-        skipped: by name of each other check, why it could not be made.
+        checked: the names of the checks that were made.
+        skipped: the reason why each other check could not be made, by its name.
         explained: differences from the source that are right, with their reasons.
         runtime: the checkpoint in a runtime, if one was named and ran it.
     """

@@ -16,8 +16,8 @@ def write_report(report: Report, plan: Plan, directory: Path, hashes: Mapping[st
 
     Args:
         report: completed with the sizes and `hashes` of the weight files, then written as JSON and HTML.
-        plan: that was executed.
-        directory: of the unfinished checkpoint.
+        plan: the plan that was executed.
+        directory: the directory of the unfinished checkpoint.
         hashes: SHA-256 of each weight file, by name.
     """
     report.files = dict(hashes)

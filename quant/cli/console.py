@@ -146,10 +146,10 @@ class Stages:
         """Begins a stage of which more is known.
 
         Args:
-            stage: its name.
+            stage: the name of the stage.
             names: the layer or block that each step works on.
             amounts: how much work each is.
-            unit: of the amounts.
+            unit: the unit of the amounts.
         """
         # Sums of the work, so that the work done after step i is entry i.
         self.steps[stage] = names, [0, *accumulate(amounts)], unit

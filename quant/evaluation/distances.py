@@ -21,7 +21,7 @@ def prediction_sums(logits: Sequence[Logits], batch: torch.Tensor, first_row: in
     """Returns the sums of each row over its next-token predictions.
 
     Args:
-        logits: of the model, and of the baseline if there is one.
+        logits: the logits of the model, and of the baseline if there is one.
         batch: token ids, int64 `[rows, seqlen]`.
         first_row: number of its first row, for errors.
 

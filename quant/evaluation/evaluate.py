@@ -93,8 +93,8 @@ def evaluate(
         baseline: the model before quantization, with the same vocabulary.
         batch_size: rows that run together.
         dtype: dtype to which 16-bit parameters of both models are widened meanwhile; None evaluates them as they are.
-        device: where the models run, one block at a time if they do not fit; by default where they are.
-        progress: called with (rows done, rows in all) after each batch.
+        device: the device where the models run, one block at a time if they do not fit; by default where they are.
+        progress: a function that is called with (rows done, rows in all) after each batch.
 
     Raises:
         ValueError: rows of the wrong shape, longer than the model's context or with ids outside its vocabulary;

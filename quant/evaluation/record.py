@@ -12,7 +12,7 @@ class OutputDistance(JsonData):
     """How far one output of a model is from the baseline's.
 
     Attributes:
-        name: as the model calls it.
+        name: the name as the model calls it.
         cosine: mean over the inputs of 1 − cosine similarity.
         error: norm of the difference over the norm of the baseline's output, all inputs together.
     """

@@ -32,7 +32,7 @@ class NoTextError(UserError):
     """There is no calibration text for a plan that needs some.
 
     Args:
-        plan: whose layer the message names.
+        plan: the plan whose layer the message names.
         why: no text could be found.
     """
 
@@ -77,11 +77,11 @@ def mixed_text(
 
     Args:
         model: a causal language model, which writes half of it; for other models of text, the samples alone.
-        plan: for the error message.
-        tokenizer: without one, all text is the model's own.
-        session: its device is where the model runs; a model that does not fit there writes nothing, for every token
-            would read every weight from elsewhere. Its seed chooses and draws the text, and its listener is called for
-            "generate" with tokens.
+        plan: the plan that the error message names.
+        tokenizer: a tokenizer; without one, all text is the model's own.
+        session: the session. A model that does not fit its device writes nothing, for every token would read every
+            weight from elsewhere. Its seed chooses and draws the text, and its listener is called for "generate" with
+            tokens.
         samples: rows.
         seqlen: tokens a row; cut to the model's context.
         own_only: leaves out the samples.

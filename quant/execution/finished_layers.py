@@ -41,13 +41,13 @@ def keep_layers(
     """Keeps installed layers as one step; their buffers become maps of its file.
 
     Args:
-        store: the run's.
-        step: its name.
-        model: holds the layers.
-        layers: as they were solved; those in 16 bit have a result alone.
-        results: by name, of at least these layers.
+        store: the store of the run.
+        step: the name of the step.
+        model: the model that holds the layers.
+        layers: the layers as they were solved; those in 16 bit have only a result.
+        results: the results of at least these layers, by name.
         changed: other tensors of the model whose values differ from its files.
-        alone: this rank alone has solved them; by default all ranks have.
+        alone: whether only this rank has solved them; by default all ranks have.
     """
     tensors = {f"model:{name}": tensor for name, tensor in (changed or {}).items()}
     modules = {layer.name: model.get_submodule(layer.name) for layer in layers if layer.weight is not None}
@@ -121,9 +121,9 @@ class BlockKeeper(BlockStore):
     are always kept, and the walk continues with maps of the file.
 
     Args:
-        session: of the run, whose store keeps the blocks.
-        model: is walked through.
-        results: by name; the results of finished blocks are added.
+        session: the session of the run, whose store keeps the blocks.
+        model: the model of the walk.
+        results: results by name, to which the results of finished blocks are added.
         noted: layers as they were solved; the layers of finished blocks are added.
     """
 

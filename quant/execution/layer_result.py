@@ -32,7 +32,7 @@ class LayerResult(JsonData):
         name: as in the plan.
         format: weight format by name; None where it stays in 16 bit.
         activation: activation format by name, or None.
-        shape: of the weight.
+        shape: the shape of the weight.
         bits: bits per weight, scales and pads counted.
         nbytes: bytes it takes now; 0 where it is tied to another layer's.
         snr_db: signal to quantization noise in dB; None in 16 bit, and where the error is exactly zero.
@@ -57,9 +57,9 @@ def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockSc
     """Returns the result for one layer, its error measured in chunks of rows.
 
     Args:
-        plan_layer: its format and solver, as decided.
-        weight: as it was, `[..., out, in]`; not read where the layer stays in 16 bit.
-        quantized: as it is now; None for 16 bit.
+        plan_layer: the planned format and solver.
+        weight: the original weight, `[..., out, in]`; not read where the layer stays in 16 bit.
+        quantized: the quantized weight; None for 16 bit.
 
     Raises:
         ValueError: `weight` and `quantized` have different shapes, or hold NaN or infinity.

@@ -50,7 +50,7 @@ class MovedSteps:
     """The steps of a store that are in the checkpoint's files, and the `FileLog` that moves more of them there.
 
     Args:
-        store: has notes where an earlier run was stopped while it moved steps.
+        store: the store that has notes where an earlier run was stopped while it moved steps.
     """
 
     def __init__(self, store: Partial) -> None:
@@ -81,7 +81,7 @@ class MovedSteps:
         """Prepares the log.
 
         Args:
-            made_of: by name of each tensor of the checkpoint, the name of the model's layer or tensor it is made of.
+            made_of: the name of the model's layer or tensor that each tensor of the checkpoint is made of, by its name.
         """
         holds, sources = self._store.holds, set(made_of.values())
         self._sources = {stored: holds[name] for stored, name in made_of.items() if name in holds}

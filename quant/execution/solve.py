@@ -75,10 +75,11 @@ def solve_plan(
         model: any module.
         plan: made for it.
         data, tokenizer: as in `quant.quantize`.
-        session: its store has the steps that an earlier run finished, and keeps the steps of this one; finished
-            layers become maps of its files. Hidden states that would take much of its memory go to a file there.
-        rounded: is called with the matrix that was rounded where a solver changes a weight before: scaled, rotated,
-            less its branch.
+        session: the session. Its store has the steps that an earlier run finished, and keeps the steps of this one;
+            finished layers become maps of its files. Hidden states that would take much of its memory go to a file
+            there.
+        rounded: a function that is called with the matrix that was rounded where a solver changes a weight before:
+            scaled, rotated, less its branch.
 
     Raises:
         ValueError: the plan does not fit the model, or it needs data and there is none, or a tensor holds NaN or

@@ -45,10 +45,10 @@ def apply_plan(
 
     Args:
         model: changed in place; after an exception it is as it was, see `quant.execution.undo`.
-        plan: as `make_plan` gives it, perhaps edited.
-        input_scales: as `calibrate` gives them.
-        device: where weights are rounded, a fusion group at a time; by default where the model is.
-        progress: called as `progress("solve", layers done, layers in all)`.
+        plan: the plan as `make_plan` gives it, perhaps edited.
+        input_scales: the scales as `calibrate` gives them.
+        device: the device where weights are rounded, a fusion group at a time; by default where the model is.
+        progress: a function that is called as `progress("solve", layers done, layers in all)`.
 
     Returns:
         One result per layer of the plan, kept layers included, in plan order.
@@ -126,8 +126,8 @@ def _solve_group(
     """Quantizes the members of a fusion group on the session's device, and gives their results by name.
 
     Args:
-        model: holds the members.
-        members: of the group.
+        model: the model that holds the members.
+        members: the members of the group.
         copies: their weights on the device; none of experts that are read one by one.
         input_scales: static scales by layer name.
         session: a store takes solutions from the device; otherwise they go where the model is.

@@ -43,10 +43,10 @@ class Rows:
     """How much data is read, and from where.
 
     Attributes:
-        sources: as the user names them; none stands for the mixture.
+        sources: the sources as the user names them; none stands for the mixture.
         samples: rows of text, or calls of the model, from all sources together.
         seqlen: tokens of a row.
-        seed: of the text that is drawn and written.
+        seed: the seed of the text that is drawn and written.
         at_most: whether a text that is too short gives the rows that it has, instead of an error.
     """
 
@@ -95,7 +95,7 @@ def check_sources(names: Sequence[str], option: str) -> None:
     """Raises UserError for a source that is a file which is not there, before anything slow is done.
 
     Args:
-        names: as the user gives them.
+        names: the names as the user gives them.
         option: the option that names them, for the message.
     """
     for name in sources_of(names) if names else ():
@@ -165,9 +165,10 @@ def read_calibration(
     Args:
         source: the model.
         rows: sources and sizes.
-        session: where the model writes text.
+        session: the session in which the model writes text.
         listener: hears of the files that inputs were made from.
-        plan: names a layer that needs the data, for the error message; None for a plan that is yet to be found.
+        plan: the plan that names a layer that needs the data, for the error message; None for a plan that is yet to be
+            found.
 
     Returns:
         int64 `[samples, seqlen]`, or inputs of the model.
@@ -258,7 +259,7 @@ def read_evaluation(
         source: the model.
         rows: sources, and the size of each.
         writer: the model that writes missing text of decoders; by default the model of `source`.
-        session: where it writes.
+        session: the session in which the model writes.
         listener: hears of the files that inputs were made from.
     """
     data: dict[str, torch.Tensor | Inputs] = {}

@@ -51,8 +51,8 @@ class StepFile:
 
         Args:
             start: the path up to the hash, such as `….partial/00007`.
-            step: its name.
-            tensors: by name.
+            step: the name of the step.
+            tensors: the tensors by name.
             record: JSON-ready.
             durable: whether it is on the disk when this returns.
         """

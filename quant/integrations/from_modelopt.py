@@ -89,7 +89,8 @@ def from_modelopt(model: nn.Module, *, run: Callable[[nn.Module], Any] | None = 
     """Turns a model that ModelOpt simulates into a quantized one; changes it in place.
 
     Args:
-        model: as `mtq.quantize` left it, calibrated, or `mtq.compress`. Its 16-bit weights go, layer by layer.
+        model: the model as `mtq.quantize` left it, calibrated, or `mtq.compress`. Its 16-bit weights go, layer by
+            layer.
         run: calls the model on any valid input, which is how fused layers are found; needed where the model does not
             run on token ids.
 

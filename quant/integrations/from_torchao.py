@@ -57,7 +57,7 @@ def from_torchao(
     """Replaces layers with weights of torchao by quantized modules over the same codes; changes the model in place.
 
     Args:
-        model: as `quantize_` left it.
+        model: the model as `quantize_` left it.
         data: calibration rows, as in `quant.quantize`, where torchao finds one scale for all inputs of a layer at run
             time (NVFP4, and FP8 with `PerTensor`): here and in checkpoints that scale is static.
         run: calls the model on any valid input, which is how fused layers are found; needed where the model does not

@@ -40,10 +40,10 @@ class QATCallback(Callback):  # type: ignore[misc, valid-type]
         plan, data, options: as `prepare_qat` takes them.
         module: name of the attribute of the LightningModule that is the model.
         out: directory for the quantized checkpoint, replaced if it is there; None saves nothing.
-        tokenizer: is saved with it.
+        tokenizer: a tokenizer that is saved with the checkpoint.
 
     Attributes:
-        plan: of the quantized model, once a fit has ended; for `quant.save`.
+        plan: the plan of the quantized model, once a fit has ended; for `quant.save`.
     """
 
     def __init__(

@@ -22,8 +22,8 @@ class BlockscaleLM(HFLM):  # type: ignore[misc]
 
     Args:
         pretrained: a model, or the path or name of one, quantized or not.
-        tokenizer: by default the one in the model's directory.
-        device: where it runs; by default where it is, or the CPU.
+        tokenizer: a tokenizer; by default the one in the model's directory.
+        device: the device where the model runs; by default where it is, or the CPU.
         options: other arguments of `HFLM`, such as `batch_size` and `max_length`.
     """
 

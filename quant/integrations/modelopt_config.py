@@ -23,7 +23,7 @@ def modelopt_config(plan: Plan) -> dict[str, Any]:
     Layers that differ by numbers alone share an entry where all that match it have the same formats.
 
     Args:
-        plan: of a model whose modules have the plan's names.
+        plan: the plan of a model whose modules have the plan's names.
 
     Returns:
         `quant_cfg`, which turns all quantizers off first, and `algorithm`.

@@ -50,9 +50,9 @@ def format_of(quantizer: Any, name: str, *, inputs: bool = False) -> Format:
     """Returns the format that a quantizer simulates.
 
     Args:
-        quantizer: of a weight, or of inputs.
-        name: of the layer, for errors.
-        inputs: which of them.
+        quantizer: the quantizer of a weight, or of inputs.
+        name: the name of the layer, for errors.
+        inputs: the inputs that are meant.
 
     Raises:
         UserError: there is no such format here, or something in addition to it; the message names the setting.
@@ -195,9 +195,9 @@ def weight_of(quantizer: Any, weight: torch.Tensor, format: Format, amax: torch.
     """Returns the codes and scales that ModelOpt's export writes of a weight.
 
     Args:
-        quantizer: of the weight.
+        quantizer: the quantizer of the weight.
         weight: the matrix `[out, in]`, in the model's dtype.
-        format: as `format_of` gives it.
+        format: the format as `format_of` gives it.
         amax: largest magnitude of the fusion group, where its members have one scale each, or a second level.
     """
     amax = None if amax is None else amax.to(weight.device)
@@ -243,9 +243,9 @@ def compressed_weight(quantizer: Any, packed: Any, format: Format) -> BlockScale
     """Returns the codes and scales of a weight that `mtq.compress` has packed, as they are.
 
     Args:
-        quantizer: of the weight, which keeps its scales.
+        quantizer: the quantizer of the weight, which keeps its scales.
         packed: the parameter.
-        format: as `format_of` gives it.
+        format: the format as `format_of` gives it.
     """
     shape, data, scale = tuple(packed.metadata["shape"]), packed.data, quantizer._scale.detach()
     if format.element is INT4:

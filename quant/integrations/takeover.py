@@ -30,7 +30,7 @@ class LayerFormats:
 
     Attributes:
         weight, activation: formats; the input stays in 16 bit where there is none.
-        reason: for the plan.
+        reason: the reason for the plan.
     """
 
     weight: Format
@@ -53,9 +53,9 @@ def stand_in(
     """Puts a plain parameter, which takes no memory, in the place of a toolkit's; `stack` puts that back.
 
     Args:
-        model: holds it.
-        name: of the parameter.
-        shape, dtype: of the matrix that it stands for.
+        model: the model that holds it.
+        name: the name of the parameter.
+        shape, dtype: the shape and dtype of the matrix that it stands for.
         stack: undoes the exchange.
         plain: the plain parameter; by default a new one.
     """
@@ -84,9 +84,9 @@ def plan_takeover(
 
     Args:
         model: reads no weight of it, but for fusion groups where it does not run on the meta device.
-        formats: of the quantized layers, by name.
+        formats: the formats of the quantized layers, by name.
         toolkit: name and version, for reasons and provenance.
-        solver: with which layers would be solved again.
+        solver: the solver with which layers would be solved again.
         run: as in `quant.make_plan`.
 
     Raises:

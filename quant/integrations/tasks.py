@@ -33,8 +33,8 @@ class TaskScore:
 
     Attributes:
         task, metric: as lm-eval calls them.
-        filter: of lm-eval, applied to the answers before scoring; "none" if there is none.
-        value: of the metric.
+        filter: the filter of lm-eval, applied to the answers before scoring; "none" if there is none.
+        value: the value of the metric.
         stderr: standard error of the value, if lm-eval knows it.
         samples: how many documents were asked.
     """
@@ -62,13 +62,13 @@ def evaluate_tasks(
 
     Args:
         model: a causal language model of transformers, quantized or not, or the path or name of one.
-        tasks: names of tasks or groups; several may be joined by commas.
-        tokenizer: of the model; for a path or name, it is found there.
+        tasks: the names of tasks or groups; several may be joined by commas.
+        tokenizer: the tokenizer of the model; for a path or name, it is found there.
         task_path: a folder with YAML files of tasks of your own.
         shots: solved examples before each question; None takes the task's own number.
         limit: documents of each task; None takes all.
         batch_size: requests that run together.
-        device: where the model runs; by default where it is.
+        device: the device where the model runs; by default where it is.
 
     Raises:
         UserError: lm-eval is not installed, or knows no such task.

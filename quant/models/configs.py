@@ -104,8 +104,8 @@ def check_sizes(config: Any, files: Iterable[Path], where: Path) -> None:
     """Refuses a config whose model could never be in the weight files: to list its parts would take forever.
 
     Args:
-        config: of transformers.
-        files: with the weights.
+        config: a config of transformers.
+        files: the files with the weights.
         where: the file that the error names.
 
     Raises:

@@ -41,7 +41,7 @@ def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
 
     Args:
         path: the file.
-        dtype: of the dequantized weights.
+        dtype: the dtype of the dequantized weights.
         meta: builds on the meta device from the file's header, reading no weights.
 
     Raises:

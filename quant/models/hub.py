@@ -135,7 +135,7 @@ def companion_names(names: Iterable[str], parts: Collection[str]) -> list[str]:
     """Returns the names of a model's files besides weights and config, as `companion_files` describes them.
 
     Args:
-        names: of all files of the model's directory, relative to it, with `/` between folders.
+        names: the names of all files of the model's directory, relative to it, with `/` between folders.
         parts: folders that modules.json lists.
     """
     visible = {name: _folders(name) for name in names if not any(map(_is_hidden, name.split("/")))}

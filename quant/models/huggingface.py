@@ -58,7 +58,7 @@ def load(
 
     Args:
         path: the directory.
-        dtype: of the weights; None takes the config's, or else the first shard's.
+        dtype: the dtype of the weights; None takes the config's, or else the first shard's.
         meta: builds on the meta device from the config, reading no weights.
         stream: leaves weights in the files that are no tensors there as they are; see `stored_weights`.
 
@@ -161,11 +161,12 @@ def build(
 
     Args:
         cls: model class of transformers.
-        config: its config.
-        dtype: of the weights.
+        config: the config of the model.
+        dtype: the dtype of the weights.
         meta: builds on the meta device.
         path: directory of the checkpoint, which errors name.
-        tensors: of a quantized checkpoint, dequantized as they are read; by default transformers reads the directory.
+        tensors: tensors of a quantized checkpoint, dequantized as they are read; by default transformers reads the
+            directory.
         options: go to `from_pretrained`.
     """
     if meta:

@@ -44,13 +44,13 @@ class Source:
     """An opened model.
 
     Attributes:
-        name: as the user typed it; for a module, the name of its class.
+        name: the name as the user typed it; for a module, the name of its class.
         kind: the form in which it is stored.
         model: the module; None for a bare state dict without a factory.
         state_dict: the bare state dict, whose tensors are read when asked for; None where there is a model.
         path: directory or file it came from, where that is known.
-        dtype: that most of the weights have.
-        files: that it is read from, as they were before.
+        dtype: the dtype that most of the weights have.
+        files: the files that it is read from, as they were before.
         quantization: the format in which the files hold weights that were dequantized; None for others.
         trusts_code: Python files of the model's directory may run, for its tokenizer and processor too.
     """
@@ -153,7 +153,7 @@ def open_model(
             or of a directory, which then gives weights and tokenizer alone.
         unsafe_load: also opens whole pickled modules and exported programs, which runs whatever code they hold.
         trust_remote_code: lets transformers run the Python files that the directory names in `auto_map`.
-        dtype: of the weights; "auto" keeps the checkpoint's, and is bfloat16 for the blocks of a GGUF.
+        dtype: the dtype of the weights; "auto" keeps the checkpoint's, and is bfloat16 for the blocks of a GGUF.
         stream: leaves experts that are stored one by one in their files until they are needed; the model runs, and
             `solve_plan` takes it for solvers that look at weights alone.
         meta: builds the model on the meta device from configs and headers, reading no weights. A pickle of the old

@@ -33,7 +33,7 @@ def source_directory(model: Any, source: str | Path | None = None) -> Path | Non
     """Returns the directory of the model that a checkpoint is made from.
 
     Args:
-        model: of transformers; for any other module the answer is None.
+        model: a model of transformers; for any other module the answer is None.
         source: the directory, or its name on the Hugging Face hub; None takes the one that the model came from, if it
             is there and describes this very class.
 

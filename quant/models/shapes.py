@@ -26,7 +26,7 @@ def stored_layers(model: str, plan: Plan) -> list[Layer] | None:
 
     Args:
         model: as for `quantize`.
-        plan: names the layers to look for in the headers.
+        plan: the plan that names the layers to look for in the headers.
 
     Raises:
         UserError: there is no such model.

@@ -23,9 +23,9 @@ class LazyStateDict(Mapping[str, torch.Tensor]):
     """A state dict whose tensors are read when asked for, and cast then if that is wanted.
 
     Args:
-        names: of the tensors, in the order of the file.
-        read: gives one tensor by name.
-        dtype: that floating-point tensors are cast to; None keeps theirs.
+        names: the names of the tensors, in the order of the file.
+        read: a function that returns a tensor by name.
+        dtype: the dtype that floating-point tensors are cast to; None keeps theirs.
     """
 
     def __init__(

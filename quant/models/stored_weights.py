@@ -49,8 +49,8 @@ class StoredWeight:
     """A parameter that is read when asked for.
 
     Args:
-        files: of the checkpoint.
-        name: of the parameter.
+        files: the files of the checkpoint.
+        name: the name of the parameter.
     """
 
     is_meta = False
@@ -87,9 +87,9 @@ class StoredExperts(StoredWeight):
     """A parameter `[experts, out, in]` whose matrices are stored one by one.
 
     Args:
-        files: of the checkpoint.
-        names: of the matrices, expert by expert, those of one expert in the order of its rows.
-        shape: of the parameter.
+        files: the files of the checkpoint.
+        names: the names of the matrices, expert by expert, those of one expert in the order of its rows.
+        shape: the shape of the parameter.
     """
 
     def __init__(self, files: Files, names: Sequence[str], shape: torch.Size) -> None:

@@ -33,9 +33,9 @@ def load(
 
     Args:
         path: the file.
-        dtype: that floating-point weights are cast to; None keeps theirs.
+        dtype: the dtype that floating-point weights are cast to; None keeps theirs.
         unsafe: unpickles whatever the file holds.
-        meta: gives tensors on the meta device.
+        meta: whether tensors are on the meta device.
 
     Raises:
         UserError: damaged, not only tensors, no state dict, or one with codes or scales of quantized weights.

@@ -81,8 +81,8 @@ def refuse_partial_layer(name: str, weight: torch.Tensor, taker: str, reload: st
     """Raises UserError where packing a trained layer would lose its adapter, or pack one process's shard of it.
 
     Args:
-        name: of the layer.
-        weight: of the layer.
+        name: the name of the layer.
+        weight: the weight of the layer.
         taker: the function that packs models, such as `quant.convert_qat`.
         reload: the user's next step with the gathered state, which ends the message.
     """

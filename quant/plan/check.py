@@ -86,8 +86,8 @@ def validate(plan: Plan, layers: Sequence[Layer] | None = None, target: Target |
     """Finds every problem that would stop `plan` or make its result wrong, from shapes alone.
 
     Args:
-        plan: as `read_plan` gives it.
-        layers: of the model it is for; None checks the plan by itself.
+        plan: the plan as `read_plan` gives it.
+        layers: the layers of the model it is for; None checks the plan by itself.
         target: runtime that the result is for.
     """
     problems = _check_model(plan, layers) if layers is not None else []
@@ -107,7 +107,7 @@ def refuse(plan: Plan, problems: Sequence[Problem], layers: Sequence[Layer]) -> 
 
     Args:
         plan, problems: as `read_plan` gives them.
-        layers: of the model.
+        layers: the layers of the model.
     """
     # A layer whose entry was unreadable is missing from the plan, which is no second problem.
     unread = {problem.where for problem in problems}

@@ -26,7 +26,7 @@ class Setting:
     """One `--set`.
 
     Attributes:
-        text: as the user wrote it.
+        text: the text as the user wrote it.
         glob: over layer names, case-sensitive; `*` crosses dots.
         weight: weight format; None for 16 bit.
         solver: None leaves the layer's.
@@ -73,7 +73,7 @@ def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False)
     A layer that changes loses its score, which was another format's, and the run-time parts of its old solver.
 
     Args:
-        plan: not modified.
+        plan: the plan, which is not modified.
         settings: last match wins.
         whole_groups: extends each setting to the fusion groups of the layers it matches.
 
@@ -106,7 +106,7 @@ def edit_plan(plan: Plan, *settings: str, whole_groups: bool = False) -> Plan:
     For example, `quant.edit_plan(plan, "*.down_proj=fp8_channel@fp8_token")`.
 
     Args:
-        plan: not modified.
+        plan: the plan, which is not modified.
         settings: `GLOB=FORMAT[:SOLVER][@INPUT]`, as `quant plan edit --set` takes them; the last match wins.
         whole_groups: extends each setting to the fusion groups of the layers it matches.
 
@@ -120,7 +120,7 @@ def set_guard_and_observer(plan: Plan, guard: str | None = None, observer: str |
     """Returns `plan` with another guard and observer.
 
     Args:
-        plan: not modified.
+        plan: the plan, which is not modified.
         guard: as in `Plan`; an empty text takes the plan's away, and None leaves it.
         observer: as in `Plan`; None leaves the plan's.
 

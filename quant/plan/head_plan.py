@@ -36,10 +36,10 @@ def counterpart(name: str, plan: Plan, names: StoredNames, shape: Sequence[int] 
     None without.
 
     Args:
-        name: of the head's layer, on disk.
-        plan: of the model.
-        names: of the model's tensors on disk.
-        shape: of the head's weight; with it, the counterpart's must be the same.
+        name: the name of the head's layer, on disk.
+        plan: the plan of the model.
+        names: the names of the model's tensors on disk.
+        shape: the shape of the head's weight; with it, the counterpart's must be the same.
     """
     match = _IN_BLOCK.fullmatch(names.of_model(f"{name}.weight").removesuffix(".weight"))
     if match is None:
@@ -70,9 +70,9 @@ def plan_heads(plan: Plan, weights: Mapping[str, torch.Tensor], names: StoredNam
     """Plans for the matrices of heads that have a quantized counterpart.
 
     Args:
-        plan: of the model.
-        weights: of the heads, by the names of their layers; only shapes are looked at.
-        names: of the model's tensors on disk.
+        plan: the plan of the model.
+        weights: the weights of the heads, by the names of their layers; only shapes are looked at.
+        names: the names of the model's tensors on disk.
     """
     layers: list[LayerPlan] = []
     groups: dict[tuple[str, str], list[str]] = {}
@@ -107,9 +107,9 @@ def scale_donors(plan: Plan, heads: Plan, names: StoredNames) -> tuple[Plan, dic
     """Returns the layers of the model whose inputs give heads their static input scales.
 
     Args:
-        plan: of the model.
+        plan: the plan of the model.
         heads: plan of the heads; a layer that needs a scale and has no counterpart is to stay in 16 bit.
-        names: of the model's tensors on disk.
+        names: the names of the model's tensors on disk.
 
     Returns:
         The plan of the heads with such layers in 16 bit, and by the name of each other one with a static scale its

@@ -101,9 +101,9 @@ def _with_solver_of(
     """Returns `recipe` with the solver of an effort, and the record of that choice for the provenance.
 
     Args:
-        effort: as asked for; without a model that runs, there is no data for more than effort 1.
-        recipe: without a solver.
-        layers: of the model.
+        effort: the effort as asked for; without a model that runs, there is no data for more than effort 1.
+        recipe: a recipe without a solver.
+        layers: the layers of the model.
         can_run: whether the model is a module, and not a bare state dict.
     """
     level = effort if can_run else min(effort, 1)
@@ -130,7 +130,7 @@ def without_data(plan: Plan, why: str) -> Plan | None:
     """Returns `plan` with the solver of effort 1 where its effort chose one that needs data; None where it chose none.
 
     Args:
-        plan: as `make_plan` gives it.
+        plan: the plan as `make_plan` gives it.
         why: there is no data.
     """
     chosen = plan.provenance.get("effort")
@@ -157,7 +157,7 @@ def _why_none(plan: Plan, include: Sequence[str]) -> str:
     """Returns why a recipe kept layers that it might have quantized: first those of --include, then the most frequent.
 
     Args:
-        plan: that quantizes nothing.
+        plan: the plan that quantizes nothing.
         include: globs of the layers that were asked for.
     """
     asked = [layer for layer in plan.layers if any(fnmatchcase(layer.name, glob) for glob in include)]
@@ -213,8 +213,8 @@ def _fusion_record(layers: Sequence[Layer], plan: Plan, unknown: str | None) -> 
     """Returns the record in a plan's provenance about fusion groups of quantized layers that no run has called.
 
     Args:
-        layers: of the model.
-        plan: for it.
+        layers: the layers of the model.
+        plan: the plan for it.
         unknown: why nothing has run them to the end, if so.
     """
     quantized = {layer.name: layer.group for layer in plan.quantized}
@@ -232,7 +232,7 @@ def _run_on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
     Args:
         model: stays as it is.
-        dtype: of the parameters; None leaves them their own.
+        dtype: the dtype of the parameters; None leaves them their own.
     """
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     on_meta = {name: tensor.to("meta") for name, tensor in state.items()}
@@ -276,8 +276,8 @@ def kv_cache_name(name: str, option: str) -> str:
     """Returns a format of the KV cache as recipes spell it.
 
     Args:
-        name: as the user writes it, who may call 16 bit `16bit`.
-        option: its name, for the error message.
+        name: the name as the user writes it, who may call 16 bit `16bit`.
+        option: the name of the option, for the error message.
 
     Raises:
         UserError: an unknown format.

@@ -50,7 +50,7 @@ def attach_head_layer(model: nn.Module, name: str, weight: torch.Tensor) -> None
     """Puts a linear layer without a bias into a model, at a place where it has no module yet.
 
     Args:
-        model: whose class has no use for the layer.
+        model: the model whose class has no use for the layer.
         name: path of the layer.
         weight: `[out, in]`, perhaps on the meta device; the layer holds this very tensor.
 

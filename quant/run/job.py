@@ -58,7 +58,7 @@ class Decision:
     """The plan of a run, and the data that its weights are solved with.
 
     Attributes:
-        plan: as it was decided, before a guard changed it.
+        plan: the plan as it was decided, before a guard changed it.
         data: calibration data; None where none was read yet, or none is needed.
         may_lower_effort: whether an effort of this run chose the solvers, so that one without data may replace them.
             A plan that the user names says everything, whatever its provenance tells of its making.
@@ -77,7 +77,7 @@ class Solved:
     """The solved weights of a run.
 
     Attributes:
-        plan: that was executed.
+        plan: the plan that was executed.
         layers: one result for each layer of the plan.
         bytes_before: bytes of all weights of the original.
         quantized: the quantized model; None for a bare state dict.
@@ -96,9 +96,9 @@ class Outcome:
     """The result of a run.
 
     Attributes:
-        plan: that was executed; for a dry run, that would be.
-        report: where a checkpoint was written.
-        quantized: where a module in memory was quantized.
+        plan: the plan that was executed, or that a dry run would execute.
+        report: the report, where a checkpoint was written.
+        quantized: the quantized model, where a module in memory was quantized.
     """
 
     plan: Plan

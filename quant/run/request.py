@@ -50,7 +50,7 @@ class Request:
         recipe: a preset's name (`--format`), a recipe, or a plan.
         out: the directory that is written; None writes nothing.
         data: calibration data in memory; `calib` names sources of it instead.
-        tokenizer: of a module in memory.
+        tokenizer: the tokenizer of a module in memory.
         run: calls a module in memory on a valid input, to find fusion groups.
         command: command line, recorded in plan and report.
         budget: budgets and limits, for which formats are chosen.

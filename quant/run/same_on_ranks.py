@@ -26,8 +26,8 @@ def check_same(values: Mapping[str, str], session: Session, files: Sequence[Path
 
     Args:
         values: hashes or names that the result depends on, by the words of the error message.
-        session: of this rank; GPUs of different kinds would round differently.
-        files: of the model.
+        session: the session of this rank; GPUs of different kinds would round differently.
+        files: the files of the model.
 
     Raises:
         UserError: they differ; the first rank and thing that do are named.

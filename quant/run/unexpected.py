@@ -19,8 +19,8 @@ def explained(error: Exception, message: str) -> str:
     """Returns one line about an exception that is not a mistake of the user.
 
     Args:
-        error: with its traceback.
-        message: its text in one line.
+        error: the exception with its traceback.
+        message: the text of the exception in one line.
     """
     frames = list(_frames(error))
     packages = (_OURS, "transformers", _REMOTE)

@@ -150,9 +150,9 @@ def _as_stored(results: Sequence[LayerResult], plan: Plan, tensors: Mapping[str,
     """Returns the results with the sizes of layers that stay in a dtype other than 16 bit in the checkpoint.
 
     Args:
-        results: of the plan's layers.
-        plan: that was executed.
-        tensors: by name, of the quantized model or the original state dict.
+        results: the results of the plan's layers.
+        plan: the plan that was executed.
+        tensors: the tensors of the quantized model or the original state dict, by name.
     """
 
     def stored(result: LayerResult) -> LayerResult:

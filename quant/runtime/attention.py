@@ -108,7 +108,7 @@ def quantized_attention(
     """While open, `model` attends in FP8, or over keys and values rounded to a cache format, or both.
 
     Args:
-        model: of transformers.
+        model: a model of transformers.
         attention: one of `ATTENTIONS`; None is "16bit".
         kv_cache: one of `KV_CACHES`; None is "16bit".
         group: processes that each run the model on their share of a text, as `quant.kernels.attention.ring.shard`

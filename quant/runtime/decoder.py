@@ -200,9 +200,9 @@ class _Quantized:
     """A layer's part of a quantized cache.
 
     Attributes:
-        pages: of the cache.
+        pages: the pages of the cache.
         table: its block table.
-        turn: of queries and keys.
+        turn: the turn of queries and keys.
         first: the length of a sequence whose only token is the newest, int32 `[1]`.
     """
 

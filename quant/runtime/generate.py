@@ -49,8 +49,8 @@ class Generation:
         text: the text that was added.
         prompt_tokens: ids of the prompt.
         tokens: ids that were added, an end-of-text token included.
-        seconds: of generating, loading excluded.
-        device: where the model ran.
+        seconds: the seconds of generating, loading excluded.
+        device: the device where the model ran.
         kernels: the kernels that multiplied by the quantized weights.
         attention: "fp8" or "16bit".
         kv_cache: format of the KV cache, "fp8", "nvfp4" or "16bit".
@@ -93,15 +93,15 @@ def generate(
     Args:
         model: a causal language model of transformers; it is moved to `device`, and on a GPU its weights are put in
             the layout of the kernels.
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
         prompt: text.
         max_new_tokens: at least 1.
         device: "cpu", "cuda", "cuda:1", …, "auto" for the GPU where there is one, or None for where the model is.
         dtype: one of `DTYPES`, for all that is not quantized; None keeps the model's.
         attention: "fp8" or "16bit".
         kv_cache: "fp8", "nvfp4" or "16bit"; scales that were calibrated for the model are used.
-        on_text: called with each piece of the text as soon as no later token can change it; the pieces, joined, are
-            the text.
+        on_text: a function that is called with each piece of the text as soon as no later token can change it; the
+            pieces, joined, are the text.
 
     Raises:
         UserError: an empty prompt, too many tokens for the model, a device that is not there, or NaN in the logits,

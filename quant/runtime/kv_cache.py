@@ -34,9 +34,9 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer's pages.
 
     Args:
-        config: of the model; its attention implementation decides whether `update` returns new or all keys.
+        config: the config of the model; its attention implementation decides whether `update` returns new or all keys.
         module: the attention module, for its calibrated scales.
-        format: of the cache.
+        format: the format of the cache.
         page_size: tokens of a page.
     """
 
@@ -229,7 +229,7 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
     """The cache of a causal language model in FP8 or NVFP4.
 
     Args:
-        model: of transformers; its calibrated scales are used where it has any.
+        model: a model of transformers; its calibrated scales are used where it has any.
         kv_cache: "fp8" or "nvfp4"; "fp8_token" has a scale for each token and head.
         page_size: tokens of a page: 16, 32 or 64.
 

@@ -60,8 +60,8 @@ def attend_in_ring(
         module: the attention module.
         q, k, v: of this process, `[batch, heads, tokens, dim]`.
         mask: None; a ring is causal.
-        format: in which keys and values go around.
-        group: of processes.
+        format: the format in which keys and values go around.
+        group: the group of processes.
         keywords: see `AttentionCall`.
 
     Raises:

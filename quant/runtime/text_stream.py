@@ -21,8 +21,8 @@ class TextStream:
     """The text of one sequence, in pieces; also a streamer of transformers' `generate`.
 
     Args:
-        tokenizer: of transformers.
-        tell: called with each piece; None for no listener.
+        tokenizer: a tokenizer of transformers.
+        tell: a function that is called with each piece; None for no listener.
     """
 
     def __init__(self, tokenizer: Any, tell: Callable[[str], object] | None) -> None:

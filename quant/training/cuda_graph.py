@@ -31,7 +31,7 @@ class Passes:
     """Computes a loss and its gradients, batch after batch.
 
     Args:
-        loss: of a batch on the device of the parameters, a scalar; on a GPU it runs in BF16 by autocast.
+        loss: the loss of a batch on the device of the parameters, a scalar; on a GPU it runs in BF16 by autocast.
         learned: parameters, whose gradients each call writes anew.
         record: whether passes may be recorded.
 

@@ -36,7 +36,7 @@ def starting_weight(packed: BlockScaledTensor, original: torch.Tensor | None, dt
     Args:
         packed: the quantized weight.
         original: the values that were rounded, of the same shape; None starts in the middle of each cell.
-        dtype: of the result.
+        dtype: the dtype of the result.
     """
     middle = packed.dequantize(torch.float32)
     if original is None:
@@ -66,7 +66,7 @@ def before_rounding(packed: BlockScaledTensor, parts: RunTimeParts, original: to
 
     Args:
         packed: the quantized weight.
-        parts: of its layer.
+        parts: the parts of its layer.
         original: the weight in the original model, of the same shape.
 
     Returns:

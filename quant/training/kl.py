@@ -51,7 +51,7 @@ class LogitTeacher:
 
     Attributes:
         hidden: inputs of its head, `[positions, hidden]`.
-        head: gives the logits.
+        head: the head that gives the logits.
     """
 
     hidden: torch.Tensor
@@ -62,7 +62,7 @@ class LogitTeacher:
 
         Args:
             logits: the student's, float32 `[positions, vocabulary]`; overwritten.
-            part: of the positions.
+            part: the part of the positions.
             temperature: T.
         """
         theirs = self.head(self.hidden[part].to(logits.device)).float()
@@ -86,7 +86,7 @@ class TopTeacher:
     Attributes:
         tokens: int `[positions, k]`.
         logp: their log-probabilities at the temperature, float32 `[positions, k]`.
-        name: for messages.
+        name: the name of the model in messages.
         vocabulary: tokens that the teacher knows; None is not known.
     """
 
@@ -202,10 +202,10 @@ def chunked_kl(
     Args:
         hidden: inputs of the student's head, `[positions, hidden]`.
         head: the student's: a module, or a function with `parameters`.
-        teacher: its next-token probabilities at these positions.
+        teacher: the teacher's next-token probabilities at these positions.
         temperature: divides the logits of both; the factor T² keeps the gradients' size (Hinton et al., 2015).
-        mask: which positions count, bool or weights `[positions]`; None counts all. Without any the loss is 0.
-        parameters: of the head, if it is no module.
+        mask: the positions that count, bool or weights `[positions]`; None counts all. Without any the loss is 0.
+        parameters: the parameters of the head, if it is no module.
 
     Returns:
         A float32 scalar with gradients of `hidden` and of the head's parameters.

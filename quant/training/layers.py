@@ -79,11 +79,11 @@ def install_training_layers(
 
     Args:
         model: quantized by `plan`.
-        plan: names the layers.
+        plan: the plan that names the layers.
         start: weights from before quantization.
         scales: one of `SCALES`; None recomputes those of `rtn`, and freezes others.
         stored: dtype of the checkpoint.
-        dtype: of the weights in training; None keeps the model's.
+        dtype: the dtype of the weights in training; None keeps the model's.
 
     Raises:
         UserError: a layer would not start as the quantized one; no layer has been replaced.

@@ -28,7 +28,7 @@ class Lesson:
     Attributes:
         teacher: a model that needs no gradients, or a file of its likeliest tokens.
         rows: token ids, int64 `[rows, seqlen]`.
-        data: names of the training texts, for the report.
+        data: the names of the training texts, for the report.
         tokenizer: the teacher's; None where it has none or was cached before.
     """
 

@@ -30,10 +30,10 @@ class Schedule:
     """The length of a training run.
 
     Attributes:
-        steps: of the optimizer.
+        steps: the number of steps of the optimizer.
         batch: rows a step.
         rate: peak learning rate of AdamW.
-        seed: of the order of the rows.
+        seed: the seed of the order of the rows.
     """
 
     steps: int
@@ -47,8 +47,8 @@ class Trained:
     """The losses and times of a training loop.
 
     Attributes:
-        losses: of each step.
-        seconds: of each step.
+        losses: the losses of each step.
+        seconds: the seconds of each step.
         replayed: whether steps were recorded and replayed on a GPU.
     """
 
@@ -70,11 +70,11 @@ def train(
 
     Args:
         model: changed in place; on a GPU it computes in BF16 by autocast.
-        loss: of a batch, token ids int64 `[batch, seqlen]` on the model's device.
+        loss: the loss of a batch, token ids int64 `[batch, seqlen]` on the model's device.
         rows: token ids, int64 `[rows, seqlen]`, drawn in a new order each time they are used up.
         schedule: steps, rows a step and learning rate.
         record: whether steps on a GPU may be recorded and replayed, as `Passes` says.
-        progress: called with (steps done, steps in all, loss).
+        progress: a function that is called with (steps done, steps in all, loss).
 
     Raises:
         UserError: fewer than one step or row, or a loss that is not finite.
@@ -127,7 +127,7 @@ class StoredDtypes:
     """The dtypes of a model's tensors.
 
     Args:
-        model: before `prepare_qat`.
+        model: the model before `prepare_qat`.
     """
 
     def __init__(self, model: nn.Module) -> None:

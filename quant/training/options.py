@@ -26,7 +26,7 @@ class DistillOptions:
         cache_teacher: file to which the teacher's likeliest tokens are written first. The student is trained on the
             file, so teacher and student are never in memory together.
         top: tokens that the file keeps at each position.
-        seed: of the text that is written and of the order of the rows.
+        seed: the seed of the text that is written and of the order of the rows.
     """
 
     data: tuple[str, ...] = ()

@@ -73,10 +73,10 @@ def prepare_qat(
     takes more steps to get as far.
 
     Args:
-        model: in 16 bit or FP32, or quantized.
+        model: a model in 16 bit or FP32, or a quantized one.
         plan: a plan, a recipe or a preset's name. A quantized model of transformers has its plan; for another one, pass
             the plan that `quant.quantize` returned.
-        data, device, progress: of the calibration, as in `quant.quantize`.
+        data, device, progress: options of the calibration, as in `quant.quantize`.
         solver: replaces the recipe's, which rounds to nearest (`rtn`) where it names none.
         include, exclude: as in `quant.quantize`, with a recipe.
         scales: "recomputed" measures block scales from the weights at each forward, "frozen" keeps those of the start,
@@ -84,8 +84,8 @@ def prepare_qat(
         track_inputs: forward passes of training in which static input scales grow with the inputs; afterwards, and by
             default, they stay as calibrated. Each process follows its own inputs; DDP sends rank 0's scales to all, and
             a state gathered from FSDP2 has rank 0's.
-        dtype: of the rounded weights in training; None keeps the model's, as biases, norms and all others do. In BF16
-            most updates are smaller than half a unit in the last place, and lost.
+        dtype: the dtype of the rounded weights in training; None keeps the model's, as biases, norms and all others do.
+            In BF16 most updates are smaller than half a unit in the last place, and lost.
         original: the model in 16 bit that a quantized `model` was made from, which is left as it is. Layers that it
             does not have, or that came from other weights, start at the values of their codes.
 
@@ -152,7 +152,7 @@ def convert_qat(model: nn.Module) -> Plan:
     exports and runs as any quantized model does.
 
     Args:
-        model: as `prepare_qat` left it, after training. Wrappers (DDP, torch.compile) are looked through.
+        model: the model as `prepare_qat` left it, after training. Wrappers (DDP, torch.compile) are looked through.
 
     Returns:
         The plan, for `quant.save`.

@@ -66,10 +66,10 @@ def distill_checkpoint(
         out: directory for the trained checkpoint; it appears when it is whole.
         options: data, steps, learning rate and loss.
         overwrite: whether the contents of `out` may be replaced.
-        device: where both models run: "cpu", "cuda", "cuda:N", or "auto", a GPU if there is one. On a CPU the student
-            is trained in float32, on a GPU in BF16 by autocast.
+        device: the device where both models run: "cpu", "cuda", "cuda:N", or "auto", a GPU if there is one. On a CPU
+            the student is trained in float32, on a GPU in BF16 by autocast.
         listener: shows progress; `quant.Listener(print)` calls `print(stage, done, total)`.
-        command: by which the report says how the checkpoint was made.
+        command: the command by which the report says how the checkpoint was made.
 
     Returns:
         The report, which is in `out` too: losses, and figures on each evaluation text before and after.

@@ -31,11 +31,11 @@ def report_of(
 
     Args:
         source: the trained model.
-        plan: its plan.
+        plan: the plan of the checkpoint.
         record: how it was trained.
-        evaluation: its figures, where there are evaluation texts.
+        evaluation: the figures of the checkpoint, where there are evaluation texts.
         start: directory of the checkpoint that training began with.
-        session: has the device that it was trained on.
+        session: the session, with the device that it was trained on.
     """
     file = start / "report.json"
     before = Report.load(file) if file.is_file() else None

@@ -49,8 +49,8 @@ def cache_teacher(
         rows: token ids, int64 `[rows, seqlen]`; where they are padded, on the right.
         path: file to write; it appears when it is whole.
         k: tokens a position.
-        temperature: that the student will be trained with.
-        progress: called with (rows done, rows in all).
+        temperature: the temperature that the student will be trained with.
+        progress: a function that is called with (rows done, rows in all).
 
     Raises:
         UserError: `k` is below 1 or beyond the vocabulary, or the temperature is not above 0.
@@ -91,7 +91,7 @@ class CachedTeacher:
     Attributes:
         path: the file.
         rows: token ids, int64 `[rows, seqlen]`.
-        temperature: of its log-probabilities.
+        temperature: the temperature of its log-probabilities.
         vocabulary: tokens that the teacher knows.
     """
 

@@ -25,7 +25,7 @@ def promote_group(block: Block, group: Group, targets: Mapping[str, torch.Tensor
     """Gives a group that the guard refuses the next format of its list.
 
     Args:
-        block: holds the group, which is solved.
+        block: the block that holds the solved group.
         group: changed where the guard refuses it.
         targets: weights before rounding, by name within the block.
         held_out: the inputs that judge.

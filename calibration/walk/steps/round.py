@@ -178,7 +178,7 @@ def solve_siblings(
     """Solves sibling groups; one that no token reached gets the pooled statistics of the others.
 
     Args:
-        block: holds them.
+        block: the block that holds the members.
         stage: the groups.
         moments: sums over their inputs, which are empty afterwards.
         owners: the ranks that solve them; None where each rank solves them all, sharing their rows.

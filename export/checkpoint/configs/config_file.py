@@ -43,10 +43,10 @@ def write_config(
     """Writes config.json with the model's class and dtype, and the `quantization_config`.
 
     Args:
-        directory: of the checkpoint.
-        model: of transformers.
-        plan: that it is quantized by.
-        names: of its tensors on disk.
+        directory: the directory of the checkpoint.
+        model: a model of transformers.
+        plan: the plan that it is quantized by.
+        names: the names of its tensors on disk.
         source: directory of the original model, whose config is kept; None writes the form of transformers alone.
         state: the tensors that are not quantized, as for `checkpoint_tensors`.
     """

@@ -30,11 +30,11 @@ def plan_of_checkpoint(
     Layers that runtimes merge are in a fusion group if the checkpoint has one tensor scale for them.
 
     Args:
-        directory: for error messages.
+        directory: the directory that error messages name.
         model_layers: all layers; linear ones, the head and experts may be quantized.
         config: the `quantization_config`, or `quantization` of ModelOpt's `hf_quant_config.json`.
-        tensors: of the checkpoint, under the model's names.
-        names: of the model's tensors on disk, which the config may go by.
+        tensors: the tensors of the checkpoint, under the model's names.
+        names: the names of the model's tensors on disk, which the config may go by.
 
     Raises:
         ValueError: the config has a scheme that is not supported, or does not fit the tensors.

@@ -14,10 +14,10 @@ class Failure:
     """One fault of a runtime.
 
     Attributes:
-        runtime: its name in a sentence.
+        runtime: the name of the runtime in a sentence.
         since, until: first and last release that have it.
         subject: formats and kinds of layer, or the feature of the checkpoint.
-        gpus: on which it appears.
+        gpus: the GPUs on which the failure appears.
         effect: what a user gets.
         source: how it is known.
     """

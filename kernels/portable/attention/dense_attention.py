@@ -324,7 +324,7 @@ def attend(
     Args:
         q, k, v: E4M3 with scales, or BF16 or FP16 without; v is not laid out.
         out, lse: outputs; None where no log-sum-exp is wanted.
-        options: with no default left open, and scales `[batch, heads, blocks]`, expanded as needed.
+        options: all options of the kernel, and scales `[batch, heads, blocks]`, expanded as needed.
         arch: chooses the tiles, by default that of the operands' GPU.
     """
     if not out.numel():

@@ -263,7 +263,8 @@ def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None, longest: 
 
     Args:
         v: E4M3 `[batch, kv_heads, tokens, dim]`, contiguous.
-        cu_seqlens: of packed sequences: each then starts at a multiple of 128, where its scale blocks start.
+        cu_seqlens: the seqlens of packed sequences: each then starts at a multiple of 128, where its scale blocks
+            start.
         longest: tokens of the longest of them; None is all tokens.
 
     Returns:

@@ -227,8 +227,8 @@ def round_weight(
 
     Args:
         weight: FP32, BF16 or FP16.
-        format: its format.
-        dtype: of the result.
+        format: the format of the values.
+        dtype: the dtype of the result.
         scale: block scale values, float32; None measures them by the `max` rule, where `can_measure`.
         global_scale: float32 scalar, for formats that have one.
     """
@@ -272,8 +272,8 @@ def input_gradient(
     """Returns the gradient `[N, K]` of inputs that were rounded in short blocks; `can_sum` tells in which.
 
     Args:
-        gradient: of the rounded inputs; the result has its dtype.
-        x, rounded: before and after.
+        gradient: the gradient of the rounded inputs; the result has its dtype.
+        x, rounded: the inputs before and after rounding.
         format: theirs.
         scale: second-level scale, for formats that have one.
     """

@@ -35,7 +35,7 @@ def set_rope(config: Any, file: Any) -> None:
     """Gives a config the scaling of rotary frequencies that its GGUF file has.
 
     Args:
-        config: of transformers, as it reads it from the file; `rope_parameters` is changed in place.
+        config: a config of transformers, as it reads it from the file; `rope_parameters` is changed in place.
         file: a `gguf.GGUFReader`.
 
     Raises:
@@ -87,7 +87,7 @@ def _of_metadata(fields: Mapping[str, Any], context: int) -> dict[str, Any]:
     """Returns the scaling that metadata name, as `rope_parameters` has it; empty without one.
 
     Args:
-        fields: of the file, by their names below `ARCH.rope.`.
+        fields: the fields of the file, by their names below `ARCH.rope.`.
         context: the longest position of the model.
     """
     factor = float(fields.get("scaling.factor") or fields.get("scale_linear") or 1.0)

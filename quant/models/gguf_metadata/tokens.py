@@ -32,8 +32,8 @@ def check_tokens(tokenizer: Any, fields: Mapping[str, Any]) -> None:
     """Gives a tokenizer its file's flags for BOS and EOS, and refuses it where it still disagrees with the file.
 
     Args:
-        tokenizer: of transformers, made of the file.
-        fields: of the file, `gguf.GGUFReader(…).fields`.
+        tokenizer: a tokenizer of transformers, made of the file.
+        fields: the fields of the file, `gguf.GGUFReader(…).fields`.
 
     Raises:
         UserError: the message names the first difference.

@@ -28,9 +28,9 @@ class Packed:
     """A tensor of the original checkpoint that the file holds as codes and scales.
 
     Attributes:
-        shape: of the original.
-        parts: names on disk of its parts, by role: weight, weight_scale, qzeros …
-        decode: gives the tensor, or one matrix of a stack, from its parts.
+        shape: the shape of the original.
+        parts: the names on disk of the parts, by role: weight, weight_scale, qzeros …
+        decode: a function that computes the tensor, or one matrix of a stack, from its parts.
     """
 
     shape: tuple[int, ...]

@@ -73,7 +73,7 @@ class Quantization:
     """How a checkpoint is quantized, as its config says.
 
     Attributes:
-        path: its directory.
+        path: the directory of the model.
         method: `quant_method`.
         config: the `quantization_config`.
     """
@@ -218,9 +218,9 @@ def refuse_packed(
     """Refuses tensors that are codes or scales, where no config says how to decode them.
 
     Args:
-        file: holds them.
-        dtypes: of the tensors to look at, as safetensors call them.
-        names: of all tensors in the file; by default the keys of `dtypes`.
+        file: the file that holds them.
+        dtypes: the dtypes of the tensors to look at, as safetensors call them.
+        names: the names of all tensors in the file; by default the keys of `dtypes`.
         why: the second half of the message.
 
     Raises:

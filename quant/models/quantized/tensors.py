@@ -31,8 +31,8 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
 
     Args:
         shards: the safetensors files.
-        quantization: as the config says.
-        dtype: of dequantized tensors; others keep their own.
+        quantization: the quantization as the config says.
+        dtype: the dtype of dequantized tensors; others keep their own.
 
     Raises:
         UserError: codes without scales, or scales without codes; the message names the tensor and its file.

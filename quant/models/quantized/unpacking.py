@@ -42,7 +42,7 @@ def scaled(parts: Parts, blocks: Iterable[Block], dtype: torch.dtype) -> torch.T
         parts: `weight` or `weight_packed`, `weight_scale`, and perhaps `weight_global_scale`, `weight_scale_2` or
             `weight_zero_point`.
         blocks: (rows, columns) that the config says share a scale; 0 is the whole axis.
-        dtype: of the result.
+        dtype: the dtype of the result.
 
     Raises:
         ValueError: the scales fit none of the blocks.

@@ -57,7 +57,7 @@ class Fusion:
     """The layers that share an input, and a second-level or per-tensor scale of their weights.
 
     Args:
-        members: at least one; a linear alone is its own group.
+        members: one or more members; a linear alone is its own group.
     """
 
     _latest: ClassVar[weakref.ref[Fusion] | None] = None  # who started a pass last, in any model

@@ -57,7 +57,7 @@ def watch_input(layers: Sequence[RoundedWeight], x: torch.Tensor) -> None:
 
     Args:
         layers: they have equal scales; the first of them counts.
-        x: as it is rounded, `[..., in]`.
+        x: the input as it is rounded, `[..., in]`.
     """
     first = layers[0]
     # A pass inside of a backward pass is a repetition by gradient checkpointing, which must round as the first one did.

@@ -31,7 +31,7 @@ def learned_step(start: torch.Tensor, shift: torch.Tensor, format: Format) -> to
     Args:
         start: the steps that training starts with, s0.
         shift: the parameter d, of the same shape.
-        format: of the weight.
+        format: the format of the weight.
     """
     reach = (format.element.max * start.mean()).clamp(min=torch.finfo(torch.float32).tiny)
     return start * (shift.float() / reach).clamp(-_LARGEST, _LARGEST).exp()
@@ -62,7 +62,7 @@ def whole_shift(shift: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
     Args:
         shift: a tensor or a DTensor.
-        dtype: to which FSDP2 casts the parameters of a layer that runs; None keeps them.
+        dtype: the dtype to which FSDP2 casts the parameters of a layer that runs; None keeps them.
     """
     if not hasattr(shift, "full_tensor"):
         return shift

@@ -63,7 +63,7 @@ class RoundedWeight(nn.Module):
         start: the quantized weight that `weight` rounds to at the start.
         scales: one of `SCALES`.
         stored: dtype of the checkpoint, to which float scales are rounded.
-        dtype: of the layer that this one stands for, when its weight is read.
+        dtype: the dtype of the layer that this one stands for, when its weight is read.
 
     Attributes:
         range_shift: the parameter of learned scales. Layers that share a per-tensor scale share it: the first of them
@@ -72,7 +72,7 @@ class RoundedWeight(nn.Module):
         fusion: the layers that share an input, and a second-level or per-tensor scale, with this one.
         trained_in: dtype that the weight has in the forward pass, which may be narrower than the parameter's.
         dtype_at_rest: the dtype of the parameter between forward passes.
-        adapter: is added to the weight before it is rounded.
+        adapter: the adapter that is added to the weight before it is rounded.
         inputs: counts of inputs beyond a static input scale.
     """
 
