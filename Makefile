@@ -15,7 +15,7 @@ MIXED := out/smollm2-135m-4.8bits
 PYTHON_TEXT = $(shell .venv/bin/python -c 'import typing; print(typing.__file__)')
 TEXTS = --calib benchmarks/data/calibration.txt --eval benchmarks/data/evaluation.txt --eval $(PYTHON_TEXT)
 
-.PHONY: demo test test-oldest test-newest lint docs gpu-test slow-test vllm-test sanitize bench clean
+.PHONY: demo test test-oldest test-newest coverage lint docs docs-test gpu-test slow-test vllm-test sanitize bench clean
 
 demo: .venv/.engines  ## SmolLM2-135M three times: to NVFP4 by GPTQ, to 4.8 mixed bits, to an engine; QUICK=1 rounds it and runs it
 ifdef QUICK
@@ -44,6 +44,10 @@ test-oldest: .venv/.dev  ## the tests that go through transformers, with the old
 test-newest: .venv/.dev  ## the same with the newest release
 	.ci/transformers newest -n $(JOBS) --dist worksteal $(ARGS)
 
+coverage: .venv/.engines  ## the lines that `make test` runs, as pages in out/coverage
+	.venv/bin/python -m pip --disable-pip-version-check install --quiet pytest-cov
+	OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist worksteal --cov --cov-report=term --cov-report=html:out/coverage $(ARGS)
+
 gpu-test: .venv/.engines  ## the tests that need a CUDA device; compiling is most of it, so JOBS should fit the cores
 	OMP_NUM_THREADS=2 $(RUN) pytest -m gpu -n $(JOBS) --dist worksteal $(ARGS)
 
@@ -61,6 +65,9 @@ lint: .venv/.dev
 
 docs: .venv/.docs  ## the documentation as a site in out/docs; a broken link is an error
 	$(RUN) mkdocs build --strict
+
+docs-test: .venv/.engines  ## every command and Python line of README, docs/ and the notebooks, on tiny models
+	OMP_NUM_THREADS=1 $(RUN) pytest tests/test_documented_commands.py -m "not gpu" -n $(JOBS) $(ARGS)
 
 bench: .venv/.bench  ## every measurement of docs/benchmarks.md, with its peers; those of vLLM need its environment
 	set -e; for script in $(filter-out benchmarks/vllm_%,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$script"; .venv/bin/python $$script; done
