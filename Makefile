@@ -64,7 +64,7 @@ lint: .venv/.dev
 	$(RUN) mypy
 
 docs: .venv/.docs  ## the documentation as a site in out/docs; a broken link is an error
-	$(RUN) mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 
 docs-test: .venv/.engines  ## every command and Python line of README, docs/ and the notebooks, on tiny models
 	OMP_NUM_THREADS=1 $(RUN) pytest tests/test_documented_commands.py -m "not gpu" -n $(JOBS) $(ARGS)

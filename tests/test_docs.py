@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from samples import ROOT
 from test_layering import PARTS
 
 import quant
+from quant.formats.format import FORMATS
 
 DOCUMENTS = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md"))]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
@@ -99,6 +101,23 @@ def test_the_api_reference_has_every_public_name_at_its_module() -> None:
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     listed = re.findall(r"- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_tables_and_figures_are_those_of_the_measured_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import format_figures
+    import result_tables
+
+    generated = ["README.md", "docs/benchmarks.md", "docs/figures/results.svg"]
+    for name in generated:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    result_tables.main(tmp_path)
+    format_figures.main(tmp_path / "docs/figures/formats")
+    generated += [f"docs/figures/formats/{name}.svg" for name in FORMATS]
+    assert [name for name in generated if (tmp_path / name).read_bytes() != (ROOT / name).read_bytes()] == []
+    numerics = (ROOT / "docs/numerics.md").read_text()
+    assert [name for name in FORMATS if f"figures/formats/{name}.svg" not in numerics] == []
 
 
 def test_pages_of_the_site_link_inside_of_it() -> None:

@@ -7,9 +7,10 @@ behind the comment `<!-- not run: REASON -->`.
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,8 +51,8 @@ def blocks(page: Path) -> Iterator[Block]:
 def commands(text: str) -> Iterator[list[str]]:
     """The words of each command behind a `$`, comments left out; a backslash continues a line."""
     for line in re.findall(r"^\$ (.*(?:\\\n.*)*)", text, re.MULTILINE):
-        for command in line.replace("\\\n", " ").split(";") if ";" in line else [line.replace("\\\n", " ")]:
-            yield shlex.split(command, comments=True)
+        words = shlex.split(line.replace("\\\n", " "), comments=True)
+        yield list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words))  # variables before a command
 
 
 def runs(block: Block) -> bool:
@@ -63,15 +64,19 @@ def runs(block: Block) -> bool:
 
 
 RUN = [page for page in PAGES if any(runs(block) for block in blocks(page))]
-# README runs with every `make test`; other pages take a minute together and run with `make docs-test`.
-QUICK = {"README.md"}
+# Every `make test` runs README without its longest commands; `make docs-test` runs everything, in some minutes.
+LONG = {"distill", "export", "check-engine"}
+# Options that make a command short, where the page does not give them.
+SHORT = {"distill": {"--steps": "2", "--seqlen": "32", "--samples": "8"}}
+# Pages whose Python blocks are alternatives: each begins with names of its own.
+ALTERNATIVES = {"training.md"}
 
 
 def write_decoder(directory: Path) -> None:
     """A decoder of one block over bytes, in BF16 as models are released, which reads 2,048 tokens."""
     tokenizer = tiny_processors._byte_tokenizer(["<pad>", "</s>"], "$A </s>")
     tokenizer.save_pretrained(directory)
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048, "num_hidden_layers": 1}
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048, "num_hidden_layers": 2}
     tiny_models.llama(**sizes, hidden_size=128, intermediate_size=256, dtype=torch.bfloat16).save_pretrained(directory)
 
 
@@ -85,9 +90,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_processors.write_sounds(directory / "sounds")
     for name in ("text", "articles", "held_out", "own"):
         (directory / f"{name}.txt").write_text((ROOT / "benchmarks/data/evaluation.txt").read_text()[:20_000])
-    (directory / "source.py").write_text(Path(__file__).read_text())
-    for folder in ("benchmarks", "examples"):
-        (directory / folder).symlink_to(ROOT / folder)
+    (directory / "source.py").write_text(4 * Path(__file__).read_text())
+    (directory / "benchmarks").symlink_to(ROOT / "benchmarks")
+    quantized = quant.quantize(quant.open_model(directory / "MODEL").model, "nvfp4a16", effort=0)
+    quant.save(quantized.model, quantized.plan, directory / "QUANTIZED")
     return directory
 
 
@@ -110,30 +116,73 @@ def names_of_a_page() -> dict[str, Any]:
     rows = quant.token_rows("text.txt", tokenizer, samples=8, seqlen=32)
     return {
         "quant": quant, "torch": torch, "model": model, "teacher": teacher, "tokenizer": tokenizer, "rows": rows,
-        "batches": rows.split(4), "forward_loop": lambda model: model(rows), "ID": "MODEL", "DIR": "MODEL-nvfp4",
+        "batches": rows.split(4), "ID": "MODEL", "DIR": "QUANTIZED",
     }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore")  # tiny models in float32 and formats of other runtimes warn; pages say so
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=() if page.name in QUICK else pytest.mark.slow, id=page.name) for page in RUN]
-)
-def test_blocks_run_as_they_stand(
-    page: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def workplace(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of one page."""
     for path in models.iterdir():
         (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "examples").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("COLUMNS", "100")
+    return tmp_path
+
+
+def run_page(page: Path, skipped: set[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs the blocks of a page in order, without the commands `skipped`."""
+    names: dict[str, Any] = {}
     for block in filter(runs, blocks(page)):
         if block.language == "python":
-            monkeypatch.setattr(sys, "argv", [page.name])
-            exec(compile(block.text, page.name, "exec"), names_of_a_page())
+            if not names or page.name in ALTERNATIVES:
+                names = names_of_a_page()
+            exec(compile(block.text, page.name, "exec"), names)
             continue
         for words in commands(block.text):
-            if words[0] not in OTHER_PROGRAMS:
-                run_command(words, capsys)
+            if words[0] not in OTHER_PROGRAMS and not skipped.intersection(words):
+                short = SHORT.get(words[1], {})
+                run_command(
+                    [*words, *itertools.chain(*(pair for pair in short.items() if pair[0] not in words))], capsys
+                )
+
+
+@pytest.mark.filterwarnings("ignore")  # tiny models and formats of other runtimes warn, which pages need not
+def test_readme_runs_as_it_stands(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_page(ROOT / "README.md", LONG, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_blocks_run_as_they_stand(page: Path, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_page(page, set(), capsys)
+
+
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_cells_of_a_notebook_run(notebook: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace / "examples")  # where Jupyter runs it
+    (workplace / "examples" / "smollm2-135m").symlink_to(workplace / "MODEL")
+    names: dict[str, Any] = {}
+    for cell in json.loads(notebook.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), notebook.name, "exec"), names)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_has_outputs_and_no_path_of_a_machine(notebook: Path) -> None:
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert any(cell["outputs"] for cell in cells)
+    assert all(cell["execution_count"] == count for count, cell in enumerate(cells, start=1)), "run it from the top"
+    assert not re.search(r"/(home|root|tmp|Users)/", notebook.read_text())
+    assert all(output["output_type"] != "error" for cell in cells for output in cell["outputs"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -141,6 +190,6 @@ def test_blocks_of_a_shell_show_their_prompt(page: Path) -> None:
     """A block without `$` would not run, and nobody would notice."""
     for block in blocks(page):
         if block.language in ("console", "bash", "sh"):
-            assert list(commands(block.text)), block.text
+            assert any(commands(block.text)), block.text
         if block.reason is not None:
             assert len(block.reason.split()) >= 3, "the comment says why the block does not run"
