@@ -87,6 +87,14 @@ def test_every_example_is_short_and_in_the_table() -> None:
         assert f"`{file.name}`" in table, file.name
 
 
+def test_quantize_and_save(workplace: Path, run: Callable[..., str]) -> None:
+    printed = run("quantize_and_save", "text.txt", "--model", "model", "--out", "out")
+    loss = float(printed.partition("original ")[2].split(",")[0])
+    rows = quant.token_rows("text.txt", quant.open_model("model").load_tokenizer(), samples=8, seqlen=64)
+    assert loss == pytest.approx(quant.evaluate(quant.load("out"), rows, quant.open_model("model").model).kl, abs=1e-4)
+    assert set(formats_in(workplace / "out").values()) == {"nvfp4"}
+
+
 def test_own_recipe(workplace: Path, run: Callable[..., str]) -> None:
     tiny_models.llama(vocab_size=258, max_position_embeddings=128).save_pretrained(workplace / "model")
     run("own_recipe", "text.txt", "--model", "model", "--out", "out")
