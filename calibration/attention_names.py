@@ -1,7 +1,7 @@
-"""One model attends through functions of ours while a context is open, and no other model sees anything of it.
+"""Lets one model attend through our own functions while a context is open; other models are not affected.
 
-transformers looks the attention function of a layer up by the name in its config. A name of ours is registered, the
-model's configs get it, and afterwards both are as they were.
+transformers looks the attention function of a layer up by the name in its config. Our functions are registered under
+new names, the model's configs get these, and afterwards both are restored.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def text_config(config: Any) -> Any:
 def watching_attention(model: nn.Module, watch: Watch) -> Iterator[None]:
     """While open, `watch(module, q, k, v)` is called before each attention of a transformers model.
 
-    q is `[batch, heads, tokens, head_dim]`; k and v the same with KV heads, k after RoPE. A model of anything else is
-    left alone.
+    q is `[batch, heads, tokens, head_dim]`; k and v the same with KV heads, k after RoPE. Models of other libraries are
+    not changed.
     """
     with implementations_kept(model) as before:
         if not before:

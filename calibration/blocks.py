@@ -1,9 +1,9 @@
 """This file finds the repeated blocks of a model, and the arguments that each one is called with.
 
 Layer-by-layer calibration needs to run one block at a time. Blocks are found by structure: the children of a
-`ModuleList` or `Sequential` that are all of one class and hold linear layers (decoder layers, encoder layers), the
-outermost such list wins. The arguments of a block are captured while the model runs: positional embeddings,
-masks and whatever else a model passes along are kept as they came, and only the hidden state is replaced.
+`ModuleList` or `Sequential` that are all of one class and hold linear layers (decoder layers, encoder layers), and the
+outermost such list wins. The arguments of a block are captured while the model runs: positional embeddings, masks and
+whatever else a model passes along are kept as they came, and only the hidden state is replaced.
 
 Consecutive blocks form a chain where the output of one *is* the input of the next, the same tensor object. A chain
 can be walked without the model around it; where it breaks (between encoder and decoder, around a downsampling),
@@ -134,7 +134,7 @@ def block_names(model: nn.Module) -> list[str]:
         if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{f}.") for f in names):
             continue
         children = list(module.named_children())
-        # Heads of several classes, or a list of norms, are no repeated blocks.
+        # Heads of several classes, or a list of norms, are not repeated blocks.
         alike = len({type(child) for _, child in children}) == 1
         if alike and all(_holds_linear(child) for _, child in children):
             names.extend(f"{name}.{child_name}".lstrip(".") for child_name, _ in children)
@@ -179,7 +179,7 @@ def find_chains(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) 
     handles += [block.register_forward_hook(after) for _, block in blocks]
     with removing(handles), torch.no_grad():
         run()
-    # ALBERT calls one block for every layer: then a name does not tell which call is meant.
+    # ALBERT calls one block for every layer: then a name does not identify a call.
     if len(set(order)) != len(order):
         return []
     chains: list[list[str]] = []
@@ -198,7 +198,7 @@ def capture(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> d
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls[name] = _as_called(Call(args, dict(kwargs), _hidden_slot(args, kwargs)))
-            # The last block need not run: its arguments are all that is asked for.
+            # The last block need not run: only its arguments are needed.
             if len(calls) == len(names):
                 raise Stop
 
@@ -213,7 +213,7 @@ def capture(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> d
 def _as_called(call: Call) -> Call:
     """Returns the call as it is before the block runs.
 
-    A key-value cache is left out, for in it one pass would find the keys of the passes before it. Mappings that blocks
+    A key-value cache is left out, because each pass would find the keys of earlier passes in it. Mappings that blocks
     add to are copied.
     """
 

@@ -1,9 +1,9 @@
 """Prepares models for measuring: evaluation mode, no key-value cache, and arithmetic in a wide dtype.
 
-Rounding of the arithmetic should not be mistaken for loss of the weights, so 16-bit parameters are widened meanwhile
-(quantized codes and scales are not touched), each one in place of its 16-bit form: never more than one tensor exists in
-both. Afterwards they are narrowed again, which is exact. 16-bit inputs, such as images, are widened when a model is
-called with them.
+Rounding of the arithmetic should not be mistaken for loss of the weights, so 16-bit parameters are widened while a
+model is measured (quantized codes and scales are not touched), each one in place of its 16-bit form: never more than
+one tensor exists in both. Afterwards they are narrowed again, which is exact. 16-bit inputs, such as images, are
+widened when a model is called with them.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def prepared(
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Has a model evaluate, and gives each of its modules its own mode back.
 
-    A module that has replaced another one meanwhile takes over its mode; a new module takes the mode of its parent.
+    A module that has replaced another one takes over its mode; a new module takes the mode of its parent.
     """
     modes = {name: module.training for name, module in model.named_modules(remove_duplicate=False)}
-    # Weak, since layers that are replaced meanwhile must be freed; one that a caller still holds gets its mode back.
+    # Weak references, because replaced layers must be freed; one that a caller still holds gets its mode back.
     training = [weakref.ref(module) for module in model.modules() if module.training]
     if not training:
         yield

@@ -14,7 +14,7 @@ and so does the gradient of a changed weight, g (W_q − W). Differences are for
 relative error of 2⁻⁹ in each element of the *change*, random and averaged over thousands of them. The same rounding of
 x' and x themselves would be as large as the error of eight-bit formats.
 
-**Pairs of BF16 for second moments.** A float32 is the sum of two BF16 but for 2⁻¹⁷ of it: x = h + l. A GPU multiplies
+**Pairs of BF16 for second moments.** A float32 is the sum of two BF16 up to 2⁻¹⁷ of it: x = h + l. A GPU multiplies
 BF16 on its tensor cores and adds up in float32, so that
 
     xᵀ y ≈ hᵀ h' + hᵀ l' + lᵀ h'
@@ -62,7 +62,7 @@ def _has_exact_products() -> bool:
     if matmul is None or not torch.backends.mkldnn.is_available() or matmul.fp32_precision != "none":
         return False
     x = torch.linspace(1, 2, 256 * 256).view(256, 256)
-    # "bf16" permits oneDNN to round; a CPU without bfloat16 units multiplies in float32 all the same.
+    # "bf16" permits oneDNN to round; a CPU without bfloat16 units still multiplies in float32.
     matmul.fp32_precision = "bf16"
     try:
         product = x @ x

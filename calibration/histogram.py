@@ -61,7 +61,7 @@ class Histogram:
 
         Args:
             magnitude: non-negative finite values of any shape; the maths is in float32.
-            amax: their largest, which the caller has at hand from checking that they are finite.
+            amax: the largest value, which the caller knows from checking that all are finite.
         """
         self.counts, self.zeros = self.counts.to(magnitude.device), self.zeros.to(magnitude.device)
         self.amax = max(self.amax, amax)

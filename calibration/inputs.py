@@ -67,7 +67,7 @@ class Inputs:
         return [tensor for call in self.calls for tensor in _tensors(call)]
 
     def is_floating_point(self) -> bool:
-        """True: these are no rows of token ids."""
+        """True: these are not rows of token ids."""
         return True
 
     def numel(self) -> int:
@@ -76,7 +76,7 @@ class Inputs:
 
     def dim(self) -> int:
         """Returns four dimensions, as a tensor of images has; each row is a whole input."""
-        # Code that tells token ids [rows, seqlen] from other inputs asks for two dimensions.
+        # Code that distinguishes token ids [rows, seqlen] from other inputs expects two dimensions.
         return 4
 
     def to(self, device: Any) -> Inputs:
@@ -96,7 +96,7 @@ class Inputs:
         return [Inputs(batch) for batch in batches]
 
     def as_tensor(self, model: nn.Module) -> torch.Tensor | None:
-        """Returns the rows as one tensor, where all have one shape and each is the model's first argument alone.
+        """Returns the rows as one tensor, where all have one shape and each is the model's only argument.
 
         Else None.
         """
@@ -132,7 +132,7 @@ def inputs_of(data: Any, model: nn.Module) -> Inputs:
         model: the model that is called with them.
 
     Raises:
-        ValueError: there is nothing in it, nothing but padding, or something that is no argument of a model.
+        ValueError: it is empty, holds only padding, or something that is not an argument of a model.
     """
     if callable(data) and not isinstance(data, Iterable | nn.Module):
         return recorded(model, data)
@@ -146,7 +146,7 @@ def inputs_of(data: Any, model: nn.Module) -> Inputs:
 
 
 def _check_arguments(call: Arguments, model: nn.Module) -> None:
-    """Raises ValueError where the model takes no such arguments, as of a loader that gives labels too."""
+    """Raises ValueError where the model does not take the arguments, such as labels of a data loader."""
     args, kwargs = call
     signature = inspect.signature(model.forward)
     try:
@@ -154,7 +154,7 @@ def _check_arguments(call: Arguments, model: nn.Module) -> None:
     except TypeError as error:
         raise ValueError(
             f"calibration data: {type(model).__name__} takes ({', '.join(signature.parameters)}), and the first item "
-            f"does not fit ({error}); of a loader of inputs and labels give the inputs alone: "
+            f"does not fit ({error}); from a loader of inputs and labels take only the inputs: "
             "[inputs for inputs, labels in loader]"
         ) from None
 
@@ -204,7 +204,7 @@ def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inpu
         raise ValueError("forward_loop never called the model that it was given")
     calls = _without_empty(calls)
     if not calls:
-        raise ValueError("forward_loop called the model on nothing but empty tensors")
+        raise ValueError("forward_loop called the model only on empty tensors")
     return Inputs(_without_padding(calls, model))
 
 

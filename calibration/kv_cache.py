@@ -1,10 +1,10 @@
 """`collect_attention_scales` finds the scales of the KV cache and of attention's operands by watching a model attend.
 
-Attention modules are found by their calls. In transformers 5 every model asks `AttentionInterface` for the
-function that attends and hands it q, k and v as they are used: normalised, rotated by position (RoPE), k and v as
-they enter the cache. While the scales are collected, the function it gets writes them down first and then calls
-the one that was asked for, with the same arguments: the model's own masks, soft caps and sinks stay in force, and
-no list of model names is needed.
+Attention modules are found by their calls. In transformers 5 every model asks `AttentionInterface` for the function
+that attends and hands it q, k and v as they are used: normalised, rotated by position (RoPE), k and v as they enter the
+cache. While the scales are collected, the function that the model gets records them first and then calls the requested
+one with the same arguments: the model's own masks, soft caps and sinks stay in force, and no list of model names is
+needed.
 
     operand   watched                    scale of FP8     scale of NVFP4
     q, k, v   amax by an observer        amax / 448       amax / 2688, under block scales found at run time
@@ -131,14 +131,14 @@ def collect_attention_scales(
         watching_attention(model, watch),
     ):
         rows = rows.to(device)
-        # Other observers count all rows on every rank, for histograms of several ranks cannot be put together.
+        # Other observers count all rows on every rank, because histograms of several ranks cannot be merged.
         for index in own_batches(len(rows)) if observer == "absmax" else range(len(rows)):
             model(rows[index : index + 1])
             session.report("calibrate", index + 1, len(rows))
     ranges = {
         name: {o: _amax(w, granularity).cpu() for o, w in watchers.items()} for name, watchers in observers.items()
     }
-    # A maximum is the same in any order, so it alone may be shared among ranks.
+    # A maximum is the same in any order, so only the rows of maxima are shared among ranks.
     if observer == "absmax":
         ranges = _largest(ranges)
     if not ranges:

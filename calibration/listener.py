@@ -57,7 +57,7 @@ class Listener:
     """
 
     is_silent = True
-    """Whether messages go nowhere, so that none need be made that takes time."""
+    """Whether messages are dropped, so that slow ones need not be made."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self.progress = progress

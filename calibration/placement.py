@@ -32,7 +32,7 @@ def find_device(device: Device) -> torch.device | None:
     """Returns the device with its index; None where the model stays where it is.
 
     Raises:
-        ValueError: there is no such device; the message names those that are there.
+        ValueError: the device does not exist; the message names the existing ones.
     """
     if device is None or (isinstance(device, torch.device) and device.type != "cuda"):
         return device
@@ -42,7 +42,7 @@ def find_device(device: Device) -> torch.device | None:
     if name == "cpu":
         return torch.device("cpu")
     if not re.fullmatch(r"cuda(:\d+)?", name):
-        raise ValueError(f"device {name} is no device; expected auto, cpu, cuda or cuda:N")
+        raise ValueError(f"device {name} is not a device; expected auto, cpu, cuda or cuda:N")
     if not count:
         raise ValueError(f"device {name}: PyTorch sees no GPU here; leave it out, or pass cpu")
     index = int(name[5:]) if ":" in name else torch.cuda.current_device()

@@ -99,7 +99,7 @@ class _CopyStream:
 
 def _read(source: torch.Tensor, target: torch.Tensor) -> None:
     populate(source)
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), len(source))  # on this thread alone
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), len(source))  # only on this thread
 
 
 def _for_current_stream(copies: list[torch.Tensor], copied: torch.cuda.Event) -> list[torch.Tensor]:
@@ -120,7 +120,7 @@ def prefetched(
 ) -> Iterator[tuple[Step, list[torch.Tensor]]]:
     """Gives each step with its tensors on `device`, while the tensors of the next step are copied.
 
-    `whole` is as of `Prefetcher`.
+    `whole` is as in `Prefetcher`.
     """
     prefetcher = Prefetcher(device, whole=whole)
     try:
@@ -137,7 +137,7 @@ def prefetched(
 def value_of(tensor: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
     """Returns a tensor without its history. A parameter that is still in its files (`stored_weights`) is read here.
 
-    `whole` is as of `Prefetcher`.
+    `whole` is as in `Prefetcher`.
     """
     stored = getattr(tensor, "stored", None)
     if stored is None or (stored.runs_alone and not whole):

@@ -42,7 +42,7 @@ _sharing: ContextVar[bool] = ContextVar("sharing", default=False)
 def rank_and_world() -> tuple[int, int]:
     """Returns this process's rank and the number of ranks: (0, 1) before `join`.
 
-    A training script has a process group of its own, and may quantize on one of its ranks alone.
+    A training script has a process group of its own, and may quantize on only one of its ranks.
     """
     return (dist.get_rank(), dist.get_world_size()) if _joined else (0, 1)
 
@@ -92,7 +92,7 @@ def _met() -> None:
 def leave() -> None:
     """Ends the common work when all ranks have come here; each does the following steps for itself.
 
-    Other libraries share work among ranks as soon as they see some: compressed-tensors does so in loading a checkpoint,
+    Other libraries share work among ranks as soon as they see some: compressed-tensors does when it loads a checkpoint,
     and would wait forever for ranks that do not load it.
     """
     global _joined

@@ -54,7 +54,7 @@ class Store:
     Attributes:
         directory: the directory where finished steps and large temporary files are kept; None keeps both in memory.
         is_complete: whether an earlier run wrote the whole checkpoint, though perhaps not yet under its name.
-        is_moving: whether some steps are in the checkpoint's files alone, so that their tensors hold zeros here.
+        is_moving: whether some steps are only in the checkpoint's files, so that their tensors hold zeros here.
     """
 
     directory: Path | None = None
@@ -94,7 +94,7 @@ class Store:
             record: JSON-ready.
             then: a function that is called with the tensors, mapped from the file, when they are written; never by a
                 store that keeps nothing.
-            alone: this rank alone has computed them. A step that all ranks have is written by the first.
+            alone: whether only this rank has computed them. A step that all ranks have is written by the first.
         """
 
     def drop(self, step: str) -> None:
@@ -115,7 +115,7 @@ class Store:
         return 0.0
 
     def refresh(self) -> None:
-        """Reads the steps that other ranks have written meanwhile."""
+        """Reads the steps that other ranks have written since."""
 
     def moving(self, made_of: Mapping[str, str]) -> Any:
         """Returns the log that moves steps into the files of the checkpoint as these are written.
@@ -178,7 +178,7 @@ class Session:
             progress, memory, store, seed: see `Session`.
 
         Raises:
-            ValueError: there is no such device; the message names those that are there.
+            ValueError: the device does not exist; the message names the existing ones.
         """
         return cls(find_device(device), memory, progress, store or Store(), seed)
 
@@ -198,7 +198,7 @@ class Session:
         return self if elsewhere(model, self.device) else replace(self, device=None)
 
     def usable_memory(self) -> int | None:
-        """Returns the bytes of memory that the run may use now; None where the system does not tell.
+        """Returns the bytes of memory that the run may use now; None where the system does not report it.
 
         A container's limit holds whatever the user allows: beyond it the kernel ends the process.
         """

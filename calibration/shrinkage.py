@@ -7,11 +7,11 @@ products are chance. A solver that feeds errors back along them (GPTQ) fits that
     M_λ = (1 - λ) M + λ diag(M),
 
 is the classical remedy, and the λ with the smallest expected squared error has a closed form (Ledoit and Wolf, 2004;
-Schäfer and Strimmer, 2005, for this target, on the scale of correlations so that loud channels do not decide alone):
+Schäfer and Strimmer, 2005, for this target, on the scale of correlations so that loud channels do not dominate):
 
     λ* = Σ Var(C_ij) / Σ C_ij²   over i ≠ j,   C_ij = M_ij / √(M_ii M_jj).
 
-Tokens of one text are no independent draws, so Var comes from the spread between pieces of text, the calibration rows,
+Tokens of one text are not independent draws, so Var comes from the spread between pieces of text, the calibration rows,
 not between tokens. With P_r = X_rᵀ X_r of the n_r tokens of piece r, n = Σ n_r, and C_r = P_r / n_r scaled as C is,
 
     Var(C_ij) = Σ (n_r / n)² (C_r - C)²_ij / (1 - Σ (n_r / n)²),

@@ -164,7 +164,7 @@ class MomentSum:
     def add_products(
         self, x: torch.Tensor, drift: torch.Tensor | None = None, residual: torch.Tensor | None = None
     ) -> None:
-        """Adds one batch to the second moments alone."""
+        """Adds one batch to the second moments only."""
         if self.width is not None:
             blocks = _block_products(x, self.width)
             self.second = blocks.float() if self.second is None else self.second.add_(blocks)
@@ -187,7 +187,7 @@ class MomentSum:
         noise: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> None:
-        """Adds one batch to the sums of inputs, drifts, noise and residuals alone."""
+        """Adds one batch to the sums of inputs, drifts, noise and residuals only."""
         self.tokens += len(x)
         # float32 throughout: a sum of 100,000 tokens in BF16 stops growing at 256 times the size of a summand.
         self.first = add_up(self.first, x.sum(0, dtype=torch.float32))
@@ -196,7 +196,7 @@ class MomentSum:
         self.push = add_up(self.push, None if residual is None else residual.sum(0, dtype=torch.float32))
 
     def add_spread(self, x: torch.Tensor, rows: int) -> None:
-        """Adds one batch to the spread between rows alone, which decides the shrinkage."""
+        """Adds one batch only to the spread between rows, which decides the shrinkage."""
         self.spread = self.spread or MomentSpread(x.shape[1], x.device)
         self.spread.add(x, rows)
 
@@ -269,7 +269,7 @@ def static_input_scale(
         amax: float32 scalar.
         activation: format of the inputs.
         dtype: the dtype of the model. Scales of FP8 inputs are stored in it, so they are rounded to it here.
-        name: the name of the layer, for a warning where the inputs were all zero and say nothing of a scale.
+        name: the name of the layer, for a warning where the inputs were all zero and determine no scale.
     """
     if name and activation.is_static and bool(amax == 0):
         warnings.warn(
@@ -285,7 +285,7 @@ def static_input_scale(
     scale = scale_of(amax, activation.element.max)
     if dtype not in (torch.bfloat16, torch.float16):
         return scale
-    info = torch.finfo(dtype)  # no scale may become 0: FP16 ends at 6e-8, which inputs of 3e-5 ask for
+    info = torch.finfo(dtype)  # no scale may become 0: FP16 ends at 6e-8, which inputs of 3e-5 would need
     return scale.clamp(min=info.tiny * info.eps).to(dtype).float()
 
 

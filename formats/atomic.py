@@ -1,11 +1,11 @@
 """Files and directories are written whole or not at all, whatever stops the process or the machine.
 
-New content is built under a temporary name beside its place, brought to the disk (`fsync`), and renamed. A reader sees
-the old or the new, never a half and never nothing. Linux can exchange two directories in one step; elsewhere a
+New content is built under a temporary name in the same directory, brought to the disk (`fsync`), and renamed. A reader
+sees the old or the new, never a half and never nothing. Linux can exchange two directories in one step; elsewhere a
 directory is moved away first, and comes back when a later run finds that the new one never arrived.
 
 A temporary file or directory is locked by the process that fills it. One that is not locked was left by a process that
-died, and the next process that writes to the same place deletes it. `claimed` locks the place itself, for as long as a
+died, and the next process that writes to the same place deletes it. `claimed` locks the destination itself while a
 command works on its result.
 """
 

@@ -60,7 +60,7 @@ class Format:
 
     @property
     def has_power_of_two_scales(self) -> bool:
-        """Whether block scales are E8M0, as those of the MX formats are."""
+        """Whether block scales are E8M0, as in the MX formats."""
         return self.scale is E8M0
 
     @property
@@ -133,7 +133,7 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[-2] if len(shape) > 1 else 1), shape[-1]
 
 
-# `fp8_channel` and `fp8_token`, and `int8` and `int8_token`, differ in name alone: the rows of a weight are output
+# `fp8_channel` and `fp8_token`, and `int8` and `int8_token`, differ only in name: the rows of a weight are output
 # channels, those of an input tokens.
 _ALL = (
     Format("nvfp4", E2M1, E4M3, (1, 16), global_scale=True),
@@ -171,7 +171,7 @@ def get_format(name: str) -> Format:
 
 
 def is_16bit(name: str | None) -> bool:
-    """Returns whether `name` stands for 16 bit, which is no format."""
+    """Returns whether `name` means 16 bit, which is not a format."""
     return name is None or name in ("keep", "16bit", "bf16", "fp16")
 
 

@@ -6,9 +6,9 @@ A small float is a sign bit, `exponent` bits and `mantissa` bits. With exponent 
     E = 0:  ±2^(1 - bias) · (M / 2^mantissa)          subnormal, zero included
 
 An integer is the same thing with no exponent field: the codes of `int4` and `int8` are two's complement. INT4 uses all
-of them, -8..7, for the sixteenth code lowers the error of a layer by 5%; INT8 uses the symmetric range -127..127. E8M0
-is a bare power of two, with no sign and no zero. Everything else about a number (its bits, its grid, its largest code)
-follows from these few fields and is computed here once.
+of them, -8..7, because the sixteenth code lowers the error of a layer by 5%; INT8 uses the symmetric range -127..127.
+E8M0 is a bare power of two, with no sign and no zero. Everything else about a number (its bits, its grid, its largest
+code) follows from these few fields and is computed here once.
 
 Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0; NVIDIA's NVFP4 description.
 """

@@ -88,7 +88,7 @@ def _nearest_scale(amax: torch.Tensor, format: Format, global_scale: torch.Tenso
     if format.scale is E8M0:
         return decode_power_of_two(encode_power_of_two(divided(amax, format.element.max)))
     if format.scale is E4M3:
-        # A block that is zero, or tiny beside its matrix, would get the E4M3 code of zero, and be divided by it.
+        # A block that is zero, or tiny compared with its matrix, would get the E4M3 code of zero, and be divided by it.
         return round_to((amax / (format.element.max * global_scale)).clamp_(min=_MIN_E4M3), E4M3)
     return nonzero(round_to(divided(amax, format.element.max), format.scale))
 
@@ -149,10 +149,10 @@ def candidate_scales(amax: torch.Tensor, format: Format, global_scale: torch.Ten
     For coded scales the list, with the scale nearest to amax / max, contains the optimum of the squared error.
     Let s be the first scale at which nothing saturates. A scale t of 2s or more has only every other point of
     the grid of t / 2, at which nothing saturates either. A scale t at which amax is 2 · max · t or more gains
-    by doubling: within the range of t only odd multiples of the smallest step are lost, at most (t / 2)² an
-    element of E2M1, while the largest element comes nearer by max · t, which outweighs a block of 144. Doubling
-    and halving stay on the grid of scales, but for halves of the subnormal E4M3 codes below 16, which are all
-    tried. So the optimum is one of sixteen neighbouring E4M3 codes, or of two E8M0 exponents.
+    by doubling: within the range of t only odd multiples of the smallest step are lost, at most (t / 2)² an element of
+    E2M1, while the largest element comes nearer by max · t, which outweighs a block of 144. Doubling and halving stay
+    on the grid of scales, except for halves of the subnormal E4M3 codes below 16, which are all tried. So the optimum
+    is one of sixteen neighbouring E4M3 codes, or of two E8M0 exponents.
     """
     if format.scale is E4M3:
         # Codes from eight below the first scale at which nothing saturates to seven above it.

@@ -188,7 +188,7 @@ def block_starts(cu_seqlens: torch.Tensor) -> torch.Tensor:
     """Returns the index of the first scale block of each packed sequence.
 
     Counting from cu // 128 plus the number of the sequence leaves room for every sequence's blocks, whatever the
-    lengths, and depends on the sequence's own entry alone: tokens // 128 + sequences blocks in all.
+    lengths, and depends on only the sequence's own entry: tokens // 128 + sequences blocks in all.
     """
     return cu_seqlens[:-1] // SCALE_BLOCK + torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
 

@@ -82,7 +82,7 @@ def _matmuls(gpu: Hardware) -> list[Ceiling]:
     x, w = (torch.randn(_SIZE, _SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     calls: dict[str, Callable[[], Any]] = {"bf16": lambda: x @ w.T}
     if gpu.has_fp8:
-        # `_scaled_mm` wants the right operand column-major: the transpose of a row-major matrix.
+        # `_scaled_mm` requires the right operand column-major: the transpose of a row-major matrix.
         x8, w8 = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
         one, rows = torch.ones((), device="cuda"), torch.ones(_SIZE, 1, device="cuda")
         calls["fp8"] = lambda: torch._scaled_mm(x8, w8.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)

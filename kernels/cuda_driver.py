@@ -64,7 +64,7 @@ class LoadedKernel:
         )
         name = ctypes.c_char_p(compiled.name.encode())
         check_status(cuda_driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name), compiled.name)
-        # More than 48 KiB of dynamic shared memory must be asked for explicitly.
+        # More than 48 KiB of dynamic shared memory must be requested explicitly.
         status = cuda_driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, compiled.shared)
         check_status(status, f"{compiled.name}: {compiled.shared} bytes of shared memory")
 

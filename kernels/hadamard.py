@@ -5,7 +5,7 @@
 H/√n is orthonormal and symmetric, so x·y = (xH)·(yH): rotating q and k leaves every attention score as it was, and
 rotating a layer's input together with its weight leaves its output, while both have become easier to quantize.
 
-The fast transform adds and subtracts pairs at distance 1, 2, 4, …: log2(n) passes, no matrix. A length that is no
+The fast transform adds and subtracts pairs at distance 1, 2, 4, …: log2(n) passes, no matrix. A length that is not a
 power of two is rotated in blocks of one that divides it (a head of 96 in three blocks of 32).
 """
 
@@ -22,13 +22,13 @@ def hadamard_transform(x: torch.Tensor, block: int | None = None) -> torch.Tenso
 
     Args:
         x: `[..., n]`; float64 is computed in float64, everything else in float32.
-        block: length of a block, a power of two that divides n; None takes the largest there is.
+        block: length of a block, a power of two that divides n; None takes the largest possible one.
 
     Returns:
         The shape and dtype of `x`.
 
     Raises:
-        ValueError: `block` is no power of two or does not divide n.
+        ValueError: `block` is not a power of two or does not divide n.
     """
     n = x.shape[-1]
     block = hadamard_block(n) if block is None else block
@@ -61,7 +61,7 @@ def random_sign_rotation(x: torch.Tensor) -> torch.Tensor:
 
         [u1 u2] = [x1·s1 · H   x2·s2 · H],    y = [u1 + u2   u1 − u2] / √n
 
-    with H block-diagonal where half the head dimension is no power of two.
+    with H block-diagonal where half the head dimension is not a power of two.
     """
     half = x.shape[-1] // 2
     signed = x.float() * _signs(x.shape[-1], x.device)
@@ -77,7 +77,7 @@ def sign_matrices(dim: int, dtype: torch.dtype, device: torch.device) -> torch.T
     Entries are 1 and −1, and zeros from half of `dim` to `width`, the next power of two.
     """
     half = dim // 2
-    # Rows and columns beyond half of the head are zeros: tensor cores want a power of two.
+    # Rows and columns beyond half of the head are zeros: tensor cores need a power of two.
     block = hadamard_block(half)
     width = 1 << (half - 1).bit_length()
     out = torch.zeros(2, width, width, dtype=dtype, device="cpu")

@@ -1,12 +1,12 @@
 """`Hardware` describes a GPU, the one of this machine or a target by name: its sizes, rates and units.
 
-Rates are the vendor's for dense matrices at boost clock; programs reach less (`quant bench` measures it).
-Capabilities follow from the compute capability alone: FP8 tensor cores from 8.9 on, block-scaled FP4 and FP8 from
-10.0 on, wgmma on 9.0 only.
+Rates are the vendor's for dense matrices at boost clock; programs reach less (`quant bench` measures it). Capabilities
+follow from the compute capability: FP8 tensor cores from 8.9 on, block-scaled FP4 and FP8 from 10.0 on, wgmma on 9.0
+only.
 
 Sources: NVIDIA data sheets and architecture white papers of A100, L40S, H100 SXM, H200 SXM, B200 and B300 (HGX, per
 GPU), GeForce RTX 5090 and RTX PRO 6000 Blackwell. A B200 of an HGX board has 180 GB at 7.7 TB/s; the 8 TB/s that are
-often quoted are a GB200's. SM counts and L2 of the parts at hand are read from the driver.
+often quoted are a GB200's. SM counts and L2 sizes of GPUs on the machine are read from the driver.
 """
 
 from __future__ import annotations

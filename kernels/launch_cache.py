@@ -1,8 +1,8 @@
 """`CachedLaunch` launches a Triton kernel again with arguments of the same kinds, past Triton's argument inspection.
 
-At every call Triton asks of every argument whether it is a number, a multiple of 16, or a tensor of which dtype, and
-finds the compiled kernel by the answers: 10 to 40 µs of host time, as much as a small kernel runs. Here the answers of
-an earlier call are recognized by dtypes, by integers, and by whether all pointers are aligned.
+At every call Triton determines for every argument whether it is a number, a multiple of 16, or a tensor of which dtype,
+and finds the compiled kernel by the answers: 10 to 40 µs of host time, as much as a small kernel runs. Here the answers
+of an earlier call are recognized by dtypes, by integers, and by whether all pointers are aligned.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ sign at bit 15, magnitude at bits 8 to 6. The fourth code has the bits that the 
 A block scale, positive and E4M3, is stored as the eight bits by which s · 2^119 differs from other such bfloat16s:
 a shift and an OR decode two at once. A zero scale is stored as zero, and its codes must then be zero too.
 
-MXFP4 takes the same form: each power of two stands twice, for its 32 codes, as an exponent relative to the largest of
-the matrix, which becomes the global scale. Its scales may span 2^29.
+MXFP4 takes the same form: each power of two is stored twice, for its 32 codes, as an exponent relative to the largest
+of the matrix, which becomes the global scale. Its scales may span 2^29.
 
 All MXFP6 numbers are E4M3 numbers. MXFP6 codes become E4M3 codes, a byte each, and the weight is multiplied as MXFP8
 is (`as_computed`). This takes a third more memory, and a small part of the time that unpacking six bits takes.
@@ -51,8 +51,8 @@ _TO_SCALES = (0, 4, 1, 2, 3, 5)  # tile, tile of K, warp, g, b | s
 _SCALE_ORDER = (0, 2, 1, 3)
 # Rows that are repacked together: the temporaries of a chunk take some dozens of megabytes.
 _ROWS_AT_ONCE = 1024
-# MXFP4: the widest range of exponents that fits the five bits of a stored scale, of which zero is reserved; and the
-# code of the E8M0 scale that would be stored as zero, minus the exponent of the global scale.
+# MXFP4: the widest range of exponents that fits the five bits of a stored scale, where zero is reserved; and the code
+# of the E8M0 scale that would be stored as zero, minus the exponent of the global scale.
 _SPAN = 29
 _BASE = 105
 
@@ -100,7 +100,7 @@ def prepack_refusal(weight: BlockScaledTensor) -> str:
     if _becomes_e4m3(format):
         return ""
     if not 2 <= len(weight.shape) <= 3 or rows % TILE or columns % TILE:
-        return f"the shape {list(weight.shape)} is no multiple of [{TILE}, {TILE}]"
+        return f"the shape {list(weight.shape)} is not a multiple of [{TILE}, {TILE}]"
     stored = weight.scale.view(torch.uint8)
     if format.has_power_of_two_scales:
         least, most = (int(bound) for bound in stored.aminmax())

@@ -2,7 +2,7 @@
 
 A machine may have 64 cores and 500 GB while the container around this process has a quota of 2 CPUs and 8 GB. The
 kernel enforces both without telling: a process that starts 64 threads is stopped for most of every tenth of a second,
-and one that takes 9 GB is killed. The limits of a process stand in its affinity mask and in the files of its control
+and one that takes 9 GB is killed. The limits of a process are in its affinity mask and in the files of its control
 groups, of which every one that encloses it counts (cgroup v1 and v2).
 
 Nothing here imports torch, because the number of threads and how they wait is fixed when torch loads its OpenMP.
@@ -50,9 +50,9 @@ def memory_limit(root: Path = _ROOT) -> int | None:
 def memory_left(root: Path = _ROOT) -> int | None:
     """Returns the bytes that the process may still take, of the machine's and of each control group's.
 
-    None if nothing tells.
+    None if it is unknown.
 
-    The page cache is not counted as taken: the kernel drops it when memory is asked for.
+    The page cache is not counted as taken: the kernel drops it when memory is needed.
     """
     remaining = []
     for group, limit in _memory_groups(root):

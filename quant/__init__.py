@@ -21,8 +21,8 @@ def _check_links() -> None:
         paths = " ".join(f"quant/{os.path.basename(path)}" for path in links)
         raise ImportError(
             f"{broken[0]} is not the link to ../{os.path.basename(broken[0])} that it is in the repository: in a "
-            f"clone, run `git config core.symlinks true` and `git checkout -- {paths}` (Windows makes links in its "
-            "developer mode alone); otherwise install Blockscale with `pip install .`, which needs no links"
+            f"clone, run `git config core.symlinks true` and `git checkout -- {paths}` (Windows makes links only in "
+            "its developer mode); otherwise install Blockscale with `pip install .`, which needs no links"
         )
 
 

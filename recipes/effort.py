@@ -1,4 +1,4 @@
-"""An effort is a number from 0 to 3 that stands for a solver, for those who do not want to choose one.
+"""An effort is a number from 0 to 3 that selects a solver, for users who do not want to choose one.
 
     0   rounds to nearest: seconds
     1   searches the scales of blocks by their squared error: no data
@@ -28,7 +28,7 @@ def solver_of(effort: int, activation: str, *, experts: bool = False) -> str:
             large with hundreds of them.
 
     Raises:
-        ValueError: there is no such effort.
+        ValueError: the effort is unknown.
     """
     if effort not in EFFORTS:
         raise ValueError(f"effort {effort!r}: expected a whole number from 0 to 3")

@@ -30,7 +30,7 @@ def stacking_of(module: nn.Module, name: str) -> Stacking | None:
     # DBRX: [experts · ffn, hidden] in two dimensions. `v1` is its name for the up projection.
     if len(shape) == 2 and name in ("w1", "v1", "w2") and count and shape[0] == count * module.ffn_hidden_size:
         return Stacking(shape, count, transposed=name == "w2")
-    # JetMoE: only the sizes that the module repeats tell its experts from any other three-dimensional parameter.
+    # JetMoE: only sizes that the module repeats distinguish its experts from any other three-dimensional parameter.
     if name == "weight" and len(shape) == 3:
         sizes = tuple(getattr(module, size, None) for size in ("num_experts", "output_size", "input_size"))
         return Stacking(shape, shape[0]) if shape == sizes else None

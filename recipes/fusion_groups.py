@@ -2,15 +2,15 @@
 
 `shared_inputs.watching` sees the layers that two tokens of text, or one calibration row, go through. Experts that got
 no token are not called, nor is the tower for images of a model that was given none, and nothing runs a bare state dict.
-Serving runtimes merge these layers all the same, so their second-level scales must be common. Two sources are left:
+Serving runtimes merge these layers nevertheless, so their second-level scales must be common. Two sources are left:
 
 1. A sibling that was called, and whose name differs in numbers only (`experts.3` for `experts.5`), shows the group.
 2. Otherwise the names by which runtimes merge layers of one module: q, k and v, or gate and up, of one input size.
 
 Solvers that need data take the statistics of a group from its first member, so a group by name must not hold layers
-with different inputs. In attention across two inputs q stays apart, and where q, k and v are given one by one there is
-no group. Names cannot tell that DETR adds positions to the inputs of q and k, or that SegFormer shortens the inputs of
-k and v: both run on a stand-in image, which shows it.
+with different inputs. In attention across two inputs q is not in the group, and where q, k and v are separate arguments
+there is no group. Names cannot tell that DETR adds positions to the inputs of q and k, or that SegFormer shortens the
+inputs of k and v: both run on a stand-in image, which reveals it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def group_unseen(layers: Sequence[Layer], model: nn.Module | None = None) -> lis
 
     Args:
         layers: the layers as `Watched.of` or `layers_of_state_dict` gives them.
-        model: the model that they came from, whose classes tell attention across two inputs; None where there is none.
+        model: the model that they came from, whose classes show attention across two inputs; None where there is none.
     """
     unseen = {layer.name: layer for layer in layers if _is_unseen(layer) and layer.group is None}
     groups = _by_sibling(layers, unseen)
@@ -61,9 +61,9 @@ def group_unseen(layers: Sequence[Layer], model: nn.Module | None = None) -> lis
 
 
 def without_group(layers: Iterable[Layer]) -> list[Layer]:
-    """Returns the layers of which nothing tells whether a runtime merges them: uncalled and in no group.
+    """Returns the layers that a runtime may or may not merge: they were not called and are in no group.
 
-    Layers of one module that have one input size may be merged, if they are no numbered ones of a sequence.
+    Layers of one module that have one input size may be merged, unless they are numbered modules of a sequence.
     """
     layers = list(layers)
     siblings = {_numberless(layer.name) for layer in layers if layer.input_dims is not None}

@@ -32,7 +32,7 @@ class Guard:
         """Returns a guard from `LIMIT [FORMAT …]`; without formats, a layer beyond the limit stays in 16 bit.
 
         Raises:
-            ValueError: the limit is no positive number, or a format is unknown.
+            ValueError: the limit is not a positive number, or a format is unknown.
         """
         first, *names = text.split() or [""]
         try:

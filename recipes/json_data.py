@@ -3,8 +3,8 @@
 Anybody may have edited a file, so every value is compared with the annotation of its field: a number in the place of a
 text is refused here, with the name of the field, before other code trips over it.
 
-There is no pydantic or msgspec here, since the core of this package installs nothing beyond torch, numpy, safetensors,
-click, rich and jinja2.
+This is not done by pydantic or msgspec, because the core of this package installs nothing beyond torch, numpy,
+safetensors, click, rich and jinja2.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def json_text(value: Any, **options: Any) -> str:
 
 
 def text_as_in_source(value: Any, **options: Any) -> str:
-    """Returns `value` as JSON in which NaN and Infinity stay bare words, for files of a model that held them so.
+    """Returns `value` as JSON in which NaN and Infinity stay bare words, for files of a model that has them.
 
     JSON has no such words, but Mamba-2's released config.json has `"time_step_limit": [0.0, Infinity]`, and its readers
     know it. Only documents that were read from a model's own files are written by this.

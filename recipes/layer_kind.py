@@ -18,7 +18,7 @@ class LayerKind(StrEnum):
     HEAD = "head"  # a linear layer that turns the last hidden states into the result
     NORM = "norm"  # one dimension
     CONV = "conv"
-    PARAMETER = "parameter"  # two dimensions or more, in a module of which nothing else is known
+    PARAMETER = "parameter"  # two dimensions or more, in a module of an unknown kind
     OTHER = "other"  # the weight of a module of an unknown class
 
     @property

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _CONV1D_NAMES = ("c_attn", "q_attn", "c_fc", "c_proj")
 
-# Heads, by any part of their name, and by its first part alone: deeper in a model those words mean other things.
+# Names of heads: any part of a path, and the first part only, because deeper in a model those words mean other things.
 _HEADS = {"lm_head", "score", "classifier", "classification_head", "qa_outputs", "class_labels_classifier"} | {
     "bbox_predictor", "box_predictor", "class_predictor", "class_embed", "bbox_embed", "distillation_classifier"
 }  # fmt: skip
@@ -55,9 +55,7 @@ _COMPUTED = (
 _TRANSPOSED = "experts are stored [experts, in, out], which takes the model's directory to quantize"
 _SHARED = "the model holds this module in several places, and would keep it in the others"
 _UNCALLED = "nn.MultiheadAttention multiplies by it without calling the layer"
-_UNKNOWN_CONV = (
-    "convolution: shapes alone do not tell a transposed one from others; quantize the module, not its tensors"
-)
+_UNKNOWN_CONV = "convolution: shapes do not show whether it is transposed; quantize the module, not its tensors"
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
 
 def _kept_parameter(path: str, name: str) -> str | None:
-    """Returns why a parameter is no weight of a linear layer although a linear layer multiplies by it; None otherwise.
+    """Returns why a parameter that a linear layer multiplies by is not the weight of one; None otherwise.
 
     Args:
         path: the path of the parameter in the model.
@@ -146,7 +144,7 @@ def _places(model: nn.Module) -> Counter[int]:
 
 
 def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
-    """Returns layers guessed from the tensor names and shapes of a bare state dict, when there is no module to look at.
+    """Returns layers guessed from the tensor names and shapes of a bare state dict, without a module.
 
     A 2-D `*.weight` counts as a linear unless its name says embedding, norm or head; 3-D parameters with an expert
     name are fused experts. Where GPT-2's `c_attn` is `[in, 3 * in]`, layers of its names are stored transposed.
@@ -199,7 +197,7 @@ def _kind(module: nn.Module, name: str, weight: torch.Tensor) -> LayerKind:
 
 
 def _obstacle(module: nn.Module, kind: LayerKind, tried: dict[Any, bool]) -> str | None:
-    """Returns why the weight of `module` cannot be quantized, judging by the module alone; None if it can.
+    """Returns why the weight of `module` cannot be quantized, judging only by the module; None if it can.
 
     Args:
         module: the module that holds it.

@@ -24,7 +24,7 @@ NOT_PLAIN_CONV = "its class convolves otherwise than torch's convolutions"
 _HOOKED = "a hook of accelerate, {}, changes its inputs or outputs"
 # accelerate's hooks that only move tensors between devices.
 _MOVING_HOOKS = {"AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook"}
-_SIZES = (1e-2, 1.0, 1e2)  # of the tokens that a module is tried on: a clipped input shows among large ones alone
+_SIZES = (1e-2, 1.0, 1e2)  # of the tokens that a module is tried on: only large inputs show that they are clipped
 
 
 def patched_forward(module: nn.Module) -> Any:
@@ -84,7 +84,7 @@ def conv_obstacle(conv: nn.Module) -> str | None:
 
 def is_conv1d(module: nn.Module) -> bool:
     """Returns whether it is the `Conv1D` of transformers' GPT-2: a linear layer whose weight is stored `[in, out]`."""
-    transformers = sys.modules.get("transformers.pytorch_utils")  # without which there is no such module
+    transformers = sys.modules.get("transformers.pytorch_utils")  # modules of accelerate need it
     return transformers is not None and type(module) is transformers.Conv1D
 
 

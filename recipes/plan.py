@@ -38,7 +38,7 @@ from quant.recipes.solver_names import DEFAULT_OBSERVER
 SCHEMA_VERSION = 2
 PLAN_FILE = "plan.json"  # in a checkpoint
 ODD_INPUTS = "inputs_without_batch_and_tokens"
-"""Key of the provenance: layers with a scale for each token whose inputs are no `[batch, tokens, in]`."""
+"""Key of the provenance: layers with a scale for each token whose inputs are not `[batch, tokens, in]`."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class LayerPlan:
         activation: format of the input; None keeps 16 bit.
         solver: key of `SOLVERS`, or several joined by "+".
         reason: one sentence: why this format, or why none.
-        group: name of the fusion group whose members must share a format and global scales; None if alone.
+        group: name of the fusion group whose members must share a format and global scales; None without one.
         tied_to: name of the layer whose weight this one shares; a tied weight is stored once.
         score: sensitivity score of the chosen format, where it was measured.
         cost: bytes the weight takes as planned, where an allocator counted them.
@@ -389,7 +389,7 @@ def _from_version_1(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def groups_of(layers: Iterable[LayerPlan]) -> dict[str, list[LayerPlan]]:
-    """Returns layers by fusion group in order of first appearance; a layer alone is its own group."""
+    """Returns layers by fusion group in order of first appearance; a layer without a group is its own."""
     groups: dict[str, list[LayerPlan]] = {}
     for layer in layers:
         groups.setdefault(layer.group or layer.name, []).append(layer)
@@ -405,4 +405,4 @@ def bits_per_weight(layers: Iterable[LayerPlan]) -> float:
 
 def _check_shape(shape: tuple[int, ...]) -> None:
     if len(shape) > _DIMENSIONS or any(size < 1 for size in shape) or math.prod(shape) >= _ELEMENTS:
-        raise ValueError(f"shape: {reprlib.repr(list(shape))} is no shape of a weight")
+        raise ValueError(f"shape: {reprlib.repr(list(shape))} is not the shape of a weight")

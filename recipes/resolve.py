@@ -1,15 +1,15 @@
 """`resolve` applies a recipe to the layers of a model, which gives a plan.
 
-The last of these that speaks of a layer decides:
+The last of these that applies to a layer decides:
 
     1. the recipe's own weight, activation and solver, for every linear and every fused-expert weight;
     2. the house rules: embeddings, heads, routers, norms, vision and audio towers and their projectors stay in 16 bit;
-       a tower that holds most of the weights, or has an encoder of texts for a neighbour, is the model and no tower;
-       so do convolutions, unless they hold most of the weights, and those that no FP8 kernel runs;
-       a router is in no fusion group, for no runtime merges it with the layers that read the same input;
+       a tower that holds most of the weights, or has an encoder of texts for a neighbour, is the model and not a tower;
+       so do convolutions, unless they hold most of the weights, and those that no FP8 kernel runs; a router is in no
+       fusion group, because no runtime merges it with the layers that read the same input;
     3. the recipe's rules, in the order of the file; one with a format for an embedding matches no linear layer;
     4. `--exclude`, which is a rule too. `--include` is none: it leaves a layer as the rules say, or in 16 bit. But its
-       glob asks for layers of a tower, embeddings or heads if it matches such layers alone.
+        glob includes layers of a tower, embeddings or heads if it matches only such layers.
 
 A layer whose shape the format does not divide stays in 16 bit whatever the rules say. So does every member of a
 fusion group (layers that read the same input, which runtimes merge into one matmul) when one member must.
@@ -42,11 +42,11 @@ _NO_FP8_CONV = (
     "convolution: kept out of FP8 as ModelOpt does, for TensorRT's kernels take 16 channels or more and up to 32 taps; "
     "int8 takes it"
 )
-_TEXT_ENCODER = "text_model.encoder."  # of CLIP, SigLIP, CLAP and their kin; a language model's blocks are no encoder
+_TEXT_ENCODER = "text_model.encoder."  # of CLIP, SigLIP and CLAP; a language model's blocks are not an encoder
 _KEPT_NAMES = {
     ROUTER: ("*router*", "*.gate", "*.shared_expert_gate"),
-    "vision tower: small beside the language model and sensitive": ("*vision*", "*visual.*", "*image_encoder*"),
-    "audio tower: small beside the language model and sensitive": ("*audio_tower*", "*audio_encoder*"),
+    "vision tower: small compared with the language model and sensitive": ("*vision*", "*visual.*", "*image_encoder*"),
+    "audio tower: small compared with the language model and sensitive": ("*audio_tower*", "*audio_encoder*"),
     "projector into the language model: small, and text never reaches it": (
         "*multi_modal_projector*",
         "*mm_projector*",
@@ -99,7 +99,7 @@ def _house_rules(layers: Sequence[Layer], only: Sequence[str]) -> dict[str, str]
     """Reasons for layers that their names keep in 16 bit, by layer name.
 
     A tower is small compared with the language model, or it is the model: CLIP pairs it with an encoder of texts.
-    `--include` with a glob for a tower's layers alone asks for it.
+    `--include` with a glob that matches only the tower's layers includes them.
     """
     is_pair = any(_TEXT_ENCODER in layer.name for layer in layers)
     reasons: dict[str, str] = {}
@@ -119,9 +119,9 @@ def _house_rules(layers: Sequence[Layer], only: Sequence[str]) -> dict[str, str]
 def _kept_convs(layers: Sequence[Layer], recipe: Recipe, only: Sequence[str]) -> dict[str, str]:
     """Reasons for convolutions that stay in 16 bit, by layer name.
 
-    `--include` with a glob for convolutions alone quantizes them all the same.
-    ModelOpt quantizes every convolution to INT8, the first one too. To FP8 it quantizes those that TensorRT has a
-    kernel for (its `onnx/quantization/fp8.py`), and so leaves out first convolutions and depthwise ones.
+    `--include` with a glob that matches only convolutions quantizes them nevertheless. ModelOpt quantizes every
+    convolution to INT8, the first one too. To FP8 it quantizes those that TensorRT has a kernel for (its
+    `onnx/quantization/fp8.py`), and so leaves out first convolutions and depthwise ones.
     """
     # Shares of the weights decide what a model is: a network of convolutions, or one with a convolution in front.
     sizes = {layer.name: math.prod(layer.shape) for layer in layers if layer.kind in QUANTIZABLE}

@@ -27,15 +27,15 @@ class Watched:
     """Facts about linear layers that forward passes have shown.
 
     Attributes:
-        groups: name of the fusion group by layer, of those that read an input together.
-        input_dims: dimensions of the input by layer, of those that were called.
+        groups: name of the fusion group of each layer that shares its input.
+        input_dims: dimensions of the input of each layer that was called.
     """
 
     groups: dict[str, str] = field(default_factory=dict)
     input_dims: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: Watched) -> None:
-        """Adds the results of another pass, for modules none of whose layers an earlier pass has called."""
+        """Adds the results of another pass for modules whose layers no earlier pass has called."""
         # By module and not by layer: a stand-in input may take another branch of a module that real tokens went
         # through.
         seen_modules = {parent_of(name) for name in self.input_dims}
@@ -107,7 +107,7 @@ def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
 
 
 def group_experts(layers: Sequence[Layer]) -> list[Layer]:
-    """Returns `layers` with the experts of one module put into one group each, for they run in one grouped matmul."""
+    """Returns `layers` with the experts of each module in one group, because they run in one grouped matmul."""
     return [
         replace(layer, group=layer.name.rpartition(".")[0]) if layer.kind == LayerKind.EXPERTS else layer
         for layer in layers

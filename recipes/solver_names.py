@@ -28,7 +28,7 @@ METHODS = {
     "awq": "scales input channels by the power of their magnitudes that leaves the smallest output error",
     "smoothquant": "moves half of each channel's range from inputs to weights",
     "rotation": "turns inputs by a block Hadamard, at run time or merged into the modules around",
-    "lowrank": "a low-rank branch in 16 bit beside the weight, as in SVDQuant",
+    "lowrank": "a low-rank branch in 16 bit in parallel to the weight, as in SVDQuant",
     "autoround": "learns rounding and scales of a finished block, for the block's output",
 }
 """The method of each part in one line, which `quant solvers` shows."""
@@ -78,13 +78,13 @@ def parse_solver(
 
     Args:
         name: the name as recipes and `--solver` spell it.
-        roundings, transforms: the parts of these kinds that there are.
+        roundings, transforms: the known parts of these kinds.
 
     Raises:
         ValueError: an unknown part, a part out of order, or a number that a part does not take; the message lists the
             known ones.
     """
-    # Place of each part in a name; parts of one place may follow each other, but for two roundings.
+    # The order of parts in a name. Parts of the same order may follow each other, except two roundings.
     order = {**dict.fromkeys(transforms, 0), "rotation": 1, "lowrank": 2, **dict.fromkeys(roundings, 3), "autoround": 4}
     merging = {*transforms, "rotation"}
     numbers: dict[str, int] = {}
@@ -110,7 +110,7 @@ def parse_solver(
         elif number and (key not in STEPS or not number.isdecimal() or int(number) < 1):
             raise ValueError(f"solver {name!r}: {part!r}; only {', '.join(STEPS)} take a number, a whole one from 1")
         numbers[key] = 0 if key in merged else int(number or STEPS.get(key, 0))
-    # The parts with numbers work from data already; scalings alone (awq) keep the cheap search of scales.
+    # The parts with numbers work from data already; scalings without them (awq) keep the cheap search of scales.
     implied = "gptq" if numbers.keys() & STEPS.keys() else "mse"
     return SolverSpec(
         name,

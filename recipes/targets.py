@@ -116,11 +116,11 @@ class Target:
         rows = layer.matrix[-2]
         if mixed and not pair.mixes:
             clauses.append(
-                f"{self.name} does not know {pair} where other layers have other formats, and takes it for 16 bit "
-                f"without a word ({self.source})"
+                f"{self.name} does not know {pair} where other layers have other formats, and silently takes it for "
+                f"16 bit ({self.source})"
             )
         if rows % pair.rows:
-            clauses.append(f"out = {rows} is not a multiple of {pair.rows}, which {self.name} wants of {pair}")
+            clauses.append(f"out = {rows} is not a multiple of {pair.rows}, which {self.name} requires of {pair}")
         if merged and rows % pair.merged_rows:
             clauses.append(f"out = {rows} is not a multiple of {pair.merged_rows}, which {self.name} merges {pair} by")
         if layer.kind not in pair.kinds:

@@ -8,9 +8,9 @@ instead, whose second moment belongs to the squared error.
 Every batch runs forward once and backward once. A block's activations are dropped after its forward pass and computed
 again in the backward pass (checkpointing), so that memory holds the hidden states between blocks and the activations of
 one block. Blocks of a model that the device cannot hold are copied there for as long as they run; on a CPU, 16-bit
-weights of a block are widened meanwhile, because 16-bit products are slow on most.
+weights of a block are widened for the pass, because 16-bit products are slow on most.
 
-Gradients of few tokens are far larger than all others, and would decide A alone: those beyond `CLIP` medians are scaled
+Gradients of few tokens are far larger than all others, and would dominate A: those beyond `CLIP` medians are scaled
 down to that. A is shrunk towards its diagonal by the spread between rows, as second moments of inputs are.
 """
 
@@ -47,7 +47,7 @@ CLIP = 3.0
 _WIDTHS = {"cuda": (1024, 512, 256), "cpu": (256,)}
 # Rows on a CPU, where the passes would otherwise take longer than GPTQ.
 _ROWS_ON_CPU = 16
-# Labels drawn for each token. Four instead of one gain 2% on SmolLM2, for three more backward passes.
+# Labels drawn for each token. Four instead of one gain 2% on SmolLM2, at the cost of three more backward passes.
 _DRAWS = {"cuda": 4, "cpu": 1}
 # Tokens that run together on a GPU, where more would only take memory.
 _TOGETHER = 8192
@@ -169,7 +169,7 @@ def _over_ranks(total: MomentSum, device: torch.device) -> LayerStats | None:
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """While open, no parameter asks for a gradient: only those of outputs are computed."""
+    """While open, no parameter requires a gradient: only those of outputs are computed."""
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in learned:
         parameter.requires_grad_(False)
@@ -222,7 +222,7 @@ class _Pass:
                     raise ValueError("its output does not depend on its layers")
                 for draw in range(draws):
                     gradient = gradient_of(generator)
-                    # Only hooks want the gradients; asking for those of the first layers runs all that lie between.
+                    # Only hooks read the gradients; requesting those of the first layers runs all layers after them.
                     torch.autograd.grad(output, self.leaves, gradient, retain_graph=draw + 1 < draws, allow_unused=True)
                     self.pending.clear()
                 self.leaves.clear()

@@ -16,7 +16,7 @@ from quant.calibration.blocks import output_of
 from quant.calibration.texts.rows import few_of
 from quant.recipes.module_hooks import forwarding
 
-# 32 MB of FP32 logits on a CPU; on a GPU more, for fewer kernel launches.
+# 32 MB of FP32 logits on a CPU; more on a GPU, so that fewer kernels are launched.
 _SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
 
 

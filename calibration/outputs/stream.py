@@ -2,7 +2,7 @@
 
 Such a layer can make up for an error that others have left in the stream: with h the stream before the addition as it
 is and h° as it was in the original model, its output may err by h° − h in the other direction. The part that its input
-can tell goes into its weight (LoaQ, Lin and Wan 2025, arXiv 2509.06297).
+predicts goes into its weight (LoaQ, Lin and Wan 2025, arXiv 2509.06297).
 
 No name says which layers write. While the original block runs on a few tokens, the hidden states that go into and out
 of its modules are noted. Output y of a layer is written where two of them, a from before the layer ran and b from
@@ -15,7 +15,7 @@ after, satisfy
 up to the rounding of the addition. Experts write where the output of a module around them does.
 
 Between, RMSNorm gives norm(y) = u v ⊙ y with one u for a token and one v for a channel, so that an error s of the
-stream asks for s / (u v) of y; v is known from the same pass, and u of every token follows from y and norm(y).
+stream needs s / (u v) of y; v is known from the same pass, and u of every token follows from y and norm(y).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import nn
 
 from quant.calibration.blocks import output_of, removing
 
-# Errors of an addition in units of its rounding, and how far above it an output must be to be told from it.
+# Errors of an addition in units of its rounding, and how far above it an output must be to be distinguished from it.
 _ROUNDINGS, _ABOVE = 8, 32
 # Elements of a hidden state that are compared.
 _SAMPLE = 2048
@@ -303,7 +303,8 @@ class _Search:
             if writer is not None:
                 writers[name] = writer
         for name in experts:
-            # The innermost module around the experts whose output is written: theirs, or with shared experts beside.
+            # The innermost module around the experts whose output is written: their own module, or the one that also
+            # holds shared experts.
             parents = [name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1)]
             candidates = (
                 self._direct(parent, {**written, parent: outputs[parent]}) for parent in parents if parent in outputs
@@ -314,11 +315,11 @@ class _Search:
         return writers
 
     def _direct(self, name: str, outputs: dict[str, _State]) -> Writer | None:
-        """Finds a state that `y` alone explains, or `y` with one other of `outputs`."""
+        """Finds a sum of `y` by itself, or of `y` with one other of `outputs`."""
         own = outputs[name]
         beside = [state for other, state in outputs.items() if other != name]
         alone = self._sum(name, own, None, [])
-        # A sum of two outputs alone, as of shared and routed experts, is added to the stream afterwards.
+        # A sum of just two outputs, such as shared and routed experts, is added to the stream afterwards.
         if alone is not None and alone[0] not in [self._outermost(state, name) for state in beside]:
             return Writer(((alone[0], 1.0),), alone[1])
         for state in beside:
@@ -384,16 +385,16 @@ class _Search:
 def _channel_gain(y: torch.Tensor, out: torch.Tensor, eps: float) -> torch.Tensor | None:
     """Returns v `[channels]` where out = u v ⊙ y with one u for a token.
 
-    None where that is not so, as behind a bias.
+    None otherwise, as after a bias.
     """
     ratio = out / torch.where(y == 0, torch.ones_like(y), y)
     reference = ratio.abs().median(1).values[:, None]
-    # A padding token may be zero throughout, and tells nothing.
+    # A padding token may be zero throughout, and carries no information.
     telling = reference[:, 0] > 0
     if not bool(telling.any()):
         return None
     y, out, ratio, reference = y[telling], out[telling], ratio[telling], reference[telling]
-    # Tokens differ by u alone: divided by it, all are v.
+    # Tokens differ only by u: divided by it, all are v.
     by_token = ratio / reference
     gain = by_token.median(0).values
     off = (by_token - gain).abs() * reference * y.abs()

@@ -64,7 +64,7 @@ class CandidateWeights:
         return self.dtype if self.dtype is not None and tensor.dtype in NARROW else tensor.dtype
 
     def solved(self, group: str, candidate: Candidate) -> dict[str, BlockScaledTensor]:
-        """Returns the codes and scales of a group in a format, solved when first asked for."""
+        """Returns the codes and scales of a group in a format, solved on first use."""
         key = (group, candidate.name)
         if key in self.solutions:
             return dict(self.solutions[key].weights)

@@ -323,5 +323,5 @@ def parse_quantity(text: str, kind: str) -> float:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*([^0-9.]*?)\s*", text, re.IGNORECASE)
     units = _UNITS[kind]
     if match is None or match[2].lower() not in units or not 0 < float(match[1]) < math.inf:
-        raise ValueError(f"{text!r} is no {kind}; write it like {_EXAMPLES[kind]}")
+        raise ValueError(f"{text!r} is not a {kind}; write it like {_EXAMPLES[kind]}")
     return float(match[1]) * units[match[2].lower()]

@@ -141,7 +141,7 @@ def digest_of(solutions: Mapping[Key, GroupSolution]) -> str:
     for key, solution in sorted(solutions.items(), key=lambda item: item[0]):
         digest.update(repr(key).encode())
         for weight in solution.weights.values():
-            # 64 scales of each weight tell one solution from another.
+            # 64 scales of each weight distinguish solutions.
             scale = weight.scale.flatten()
             digest.update(scale[:: max(len(scale) // 64, 1)].float().cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -129,7 +129,7 @@ def smallest(problem: Problem, resource: str) -> float:
 
 
 def check_feasible(problem: Problem, limits: Mapping[str, float]) -> None:
-    """Raises Infeasible where one of `limits` alone cannot be kept, with the smallest value that can."""
+    """Raises Infeasible where one of `limits` cannot be kept by itself, with the smallest value that can."""
     for name, limit in limits.items():
         least = smallest(problem, name)
         if least > limit:

@@ -2,7 +2,7 @@
 
     output   Σ ‖Y_q − Y‖² / Σ ‖Y‖²                one forward pass; the relative error of the layer's own output
     fisher   ½ Σ_tokens (∂L/∂Y · (Y_q − Y))²      one forward and one backward pass for all groups and formats
-    kl       KL(base‖model with this group alone quantized), measured: a forward pass for each group and format
+    kl       KL(base‖model with only this group quantized), measured: a forward pass for each group and format
 
 `fisher` is the second-order expansion of the KL that `kl` measures, where L is the likelihood of a token that the model
 itself proposes (see `divergence`) and errors of different tokens are taken to be independent; for embeddings, which
@@ -43,9 +43,9 @@ class Scoring:
 
     Attributes:
         method: "kl", "fisher" or "output".
-        solver: rounds the weights meanwhile; one that needs no data.
+        solver: a solver without data that rounds the weights for scoring.
         solutions: weights that another solver has rounded; see `group_solutions`.
-        dtype: dtype to which 16-bit tensors are widened meanwhile; None leaves them.
+        dtype: dtype to which 16-bit tensors are widened for scoring; None leaves them.
     """
 
     method: str = "fisher"
@@ -120,7 +120,7 @@ def _complete(scores: Result, groups: Mapping[str, Sequence[LayerPlan]], allowed
     """Gives groups without a gradient scores of zero; raises ValueError for groups that were never called."""
     silent = [name for name in groups if name not in scores and allowed[name]]
     if method == "fisher":
-        # They were called, for ranges were measured, but the output that is compared does not depend on them: the
+        # They were called, because ranges were measured, but the output that is compared does not depend on them: the
         # pooler of a classifier that does not use it.
         scores |= {name: {c.name: 0.0 for c in allowed[name]} for name in silent}
     elif silent:
@@ -164,7 +164,7 @@ def _key(
     *settings: Any,
 ) -> str:
     """Returns SHA-256 over everything that the scores depend on; of each weight, its shape and a few of its values."""
-    # 256 values of each weight tell models apart, and hashing all would read 16 GB for an 8B model.
+    # 256 values of each weight distinguish models, and hashing all would read 16 GB for an 8B model.
     digest = hashlib.sha256(repr(settings).encode())
     for name, members in groups.items():
         digest.update(repr((name, [(c.name, c.weight, c.activation) for c in allowed[name]])).encode())

@@ -1,7 +1,7 @@
 """A `SwitchableModel` switches its layers between formats at run time, for scores and measured losses.
 
 While it is entered, each linear of a fusion group is replaced by a `SwitchableLayer`, which holds the original and,
-once asked for, its quantized weight in every candidate format. `set` chooses; the next forward pass computes with
+from its first use on, its quantized weight in each candidate format. `set` chooses; the next forward pass computes with
 exactly the codes, scales and rounded inputs of real quantization, because the same solver makes them.
 
 `candidate_weights` holds the quantized weights, and dense ones as far as they fit. Layers of one group share their

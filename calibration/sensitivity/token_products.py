@@ -6,7 +6,7 @@ With Y = x Wᵀ and, in a format, Y_q = x_q W_qᵀ, a token's term is
 
 and for a branch (see `switchable_model`) ∂L/∂Y · ((x − x_q) (B A)ᵀ) besides, so neither output is ever formed: a format
 costs one more product with the output gradient, while the backward pass is at that layer anyway. Members of a group are
-added up before any square, for their errors reach the loss together.
+added up before any square, because their errors reach the loss together.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`run_units` divides work among ranks, keeps results on disk and adds them up in one order.
 
-A unit has a name and a small dict of numbers as its result, which depends on the name alone. Rank r of n does the units
+A unit has a name and a small dict of numbers as its result, which depends only on the name. Rank r of n does the units
 r, r + n, r + 2n, …; then every rank gets all results and adds them up in the order of the names, so that sums of
 floating-point numbers are the same, to the bit, on any number of ranks. After each unit a rank writes its results to a
 file of its own; a run that is started again, on any number of ranks, reads all files and does the remaining units.
@@ -35,7 +35,7 @@ def run_units(
     Args:
         names: the units, the same on every rank.
         work: computes one.
-        session: the ranks that share the units; its listener hears of the stage "score".
+        session: the ranks that share the units; its listener is called for the stage "score".
         key: digest of everything that the results depend on; results on disk with another key are not used.
         path: partial results are written to files of this name with a suffix; None writes none.
     """
@@ -73,7 +73,7 @@ def total(results: dict[str, Result]) -> Result:
 
 
 def remove_parts(path: Path) -> None:
-    """Deletes the files of partial results of `path`, once the whole table is written; on the first rank alone."""
+    """Deletes, on the first rank, the files of partial results of `path`, once the whole table is written."""
     wait_for_all()
     if rank_and_world()[0] == 0:
         for part in _parts(path):

@@ -36,7 +36,7 @@ class Awq:
             before GPTQ, which makes up for most of the weights' error; chosen on held-out rows of SmolLM2-135M.
         rows: largest number of output rows that take part in the search.
         rank: the rank of the 16-bit branch that will be taken off the scaled weight; 0 for none. The branch takes the
-            inputs that matter most out of the rounding, and the residual that is left for Q wants a higher power.
+            inputs that matter most out of the rounding, so the remaining residual needs a higher power.
     """
 
     inputs_alone: bool = False

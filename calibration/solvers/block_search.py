@@ -114,7 +114,7 @@ def _nearest(x: torch.Tensor, number: Number) -> torch.Tensor:
     if number.torch_dtype is not None or number.is_integer:
         return round_to(x, number)
     x = x.clamp(-number.max, number.max)
-    # 1.5 · 2^(23 - mantissa) powers of two: adding it leaves room for the grid's digits alone, rounded to even.
+    # 1.5 · 2^(23 - mantissa) powers of two: adding it leaves room for only the grid's digits, rounded to even.
     magic = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
     magic.clamp_(min=number.min_normal).mul_(1.5 * 2.0 ** (23 - number.mantissa))
     return x.add_(magic).sub_(magic)

@@ -1,7 +1,7 @@
 """A `Factor` is the damped second moment of a layer's inputs and its inverse Cholesky factor, which solvers work with.
 
 With M = mean of x xᵀ over the calibration tokens, damped on its diagonal, U is upper triangular with M⁻¹ = Uᵀ U. Its
-row j tells how later columns make up for an error of column j (see `gptq`), and M⁻¹ itself is never formed.
+row j says how later columns compensate an error of column j (see `gptq`), and M⁻¹ itself is never formed.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def apply_fold(module: nn.Module, scale: torch.Tensor, style: str, stored: torch
     """Divides the output channels of `module` by `scale` `[channels]`, and returns the division after rounding.
 
     A norm's weight is stored in 16 bit (`stored`) and rounded to it; the layers behind are scaled by the rounded value,
-    so nothing is lost. A channel whose weight is zero is left alone.
+    so nothing is lost. A channel whose weight is zero is not changed.
     """
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
@@ -111,7 +111,7 @@ def _trace_channels(
     ratio = torch.where(top == 0, 1, top / after.gather(0, token)[0])
     if not bool(torch.isfinite(ratio).all()):
         return None
-    # Factors are 1 + k / (channels - 1), so the ratio tells k.
+    # Factors are 1 + k / (channels - 1), so the ratio gives k.
     owner = ((ratio - 1) * (channels - 1)).round().long().clamp(0, channels - 1)
     if bool((top == 0).any()):
         # A channel that is zero at every token shows no factor; it is taken to keep its place.

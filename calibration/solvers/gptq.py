@@ -189,7 +189,7 @@ class Rounding:
     Args:
         target: `[in, out]`, contiguous, inputs in the factor's order.
         factor: the factor of the second moment of the inputs.
-        format, global_scale, shortlist: as of `gptq`.
+        format, global_scale, shortlist: as in `gptq`.
         step: the step of `FixedScales`, where scales are fixed.
 
     Attributes:
@@ -244,7 +244,7 @@ def encoded(
     order, width = factor.order, _width(format)
     if order is not None:
         values = torch.empty_like(values).index_copy_(0, order, values)
-        # A block's inputs stay together, so the first of them tells which block it is.
+        # A block's inputs stay together, so the first input identifies the block.
         if scales is not None:
             scales = torch.empty_like(scales).index_copy_(0, order[::width] // width, scales)
     scale = scales.t().contiguous() if scales is not None else None if fixed is None else fixed.scale

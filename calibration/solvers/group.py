@@ -38,7 +38,7 @@ def solve_group(
 
     Args:
         weights: `[out, in]` by layer name; or a single `[experts, out, in]`.
-        stats: input statistics by layer name; members of a group have the same, for they read one input.
+        stats: input statistics by layer name; members of a group have the same, because they read one input.
         format: shared by the group.
         solver: a solver from `SOLVERS`.
         stored: dtype of the model, where the weights come in a wider one. Wide scales (FP8, INT8) are stored in it,

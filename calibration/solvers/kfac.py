@@ -1,4 +1,4 @@
-"""`kfac` rounds a weight for the loss of the whole model, not for the output error of its own layer alone.
+"""`kfac` rounds a weight for the loss of the whole model, not only for the output error of its own layer.
 
 To second order, the KL divergence that errors E = W − Q of a layer cause is E's square under the Fisher matrix of the
 model. Its Kronecker factors (K-FAC: Martens and Grosse, 2015; for rounding: YAQA, Tseng et al., arXiv 2505.22988) are

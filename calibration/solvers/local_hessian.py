@@ -3,7 +3,7 @@
 A block's error passes through the 16 × 16 block of the input second moment that belongs to it (for NVFP4; k × k in
 general). Choosing the scale by this error instead of the plain squared error is worth more than any other choice of
 scales, and the statistics are small: one k × k matrix for k inputs. The values of a block are rounded in turn and make
-up for each other's errors as in GPTQ, within the block alone, so that blocks stay independent.
+up for each other's errors as in GPTQ, only within the block, so that blocks stay independent.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _output_directions(weighted: torch.Tensor, rank: int) -> torch.Tensor:
     if rows <= columns:
         directions: torch.Tensor = torch.linalg.eigh(weighted @ weighted.t())[1][:, -rank:].flip(1)
         return directions
-    # The smaller Gram matrix gives right singular vectors V_r; W L V_r = U_r S_r, of which QR keeps the span.
+    # The smaller Gram matrix gives right singular vectors V_r; W L V_r = U_r S_r, whose span QR keeps.
     strongest = torch.linalg.eigh(weighted.t() @ weighted)[1][:, -rank:].flip(1)
     directions = torch.linalg.qr(weighted @ strongest)[0]
     return directions

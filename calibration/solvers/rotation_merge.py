@@ -92,7 +92,7 @@ def merge_rotations(
 def _merge_in_block(model: nn.Module, owner: str, call: Call, name: str) -> int:
     """Tries the linear layers before `name`, nearest first, in float64; gives the block size, 0 for none."""
     reader = name.removeprefix(f"{owner}.")
-    # In float64 a change by the rotation is told from rounding: 1e-6 against several percent.
+    # In float64 a change by the rotation is distinguished from rounding: 1e-6 against several percent.
     block = in_float64(model.get_submodule(owner))
     call = call.to(dtype=torch.float64)
     order = modules_in_order(block, call)
@@ -147,7 +147,7 @@ def find_residual(model: nn.Module, run: Callable[[nn.Module], Any]) -> Residual
     """Writers and readers of the residual stream.
 
     Raises:
-        ValueError: there is no such stream, or something else is in it; the message names the module.
+        ValueError: the stream was not found, or contains something else; the message names the module.
     """
     trace = _watch(model, run)
     width = next((m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)), 0)
@@ -252,7 +252,7 @@ def _take_gain(module: nn.Module, name: str) -> torch.Tensor:
     """
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
-    # Four random tokens tell an RMS norm from one that subtracts the mean or adds a bias.
+    # Four random tokens distinguish an RMS norm from one that subtracts the mean or adds a bias.
     x = torch.randn(4, len(weight), device=weight.device).to(weight.dtype)
     y = module(x).double()
     plain = x.double() / x.double().square().mean(-1, keepdim=True).sqrt()
@@ -276,12 +276,12 @@ def _rotate(module: nn.Module, block: int, *, inputs: bool, gain: torch.Tensor |
     # y R for y = x Wᵀ is x (Rᵀ W)ᵀ: rows of W are rotated. An embedding's rows are y already, so its columns are.
     along_rows = not inputs and not isinstance(module, nn.Embedding)
     turned = hadamard_transform(wide.mT, block).mT if along_rows else hadamard_transform(wide, block)
-    # A new tensor: whoever holds the old one, to restore it after an error, still has the original values.
-    # Its strides stay those of the old one, for products round differently over another layout.
+    # A new tensor: whoever holds the old one, to restore it after an error, still has the original values. Its strides
+    # stay those of the old one, because products round differently over another layout.
     weight.data = torch.empty_like(weight).copy_(turned)
     bias = getattr(module, "bias", None)
     if isinstance(bias, nn.Parameter) and not inputs:
-        # A bias is added to the output, so it is rotated with it; rotating inputs leaves it alone.
+        # A bias is added to the output, so it is rotated with it; rotating inputs does not change it.
         bias.copy_(hadamard_transform(bias.double(), block))
 
 

@@ -1,7 +1,7 @@
 """`solve_by_rows` solves a tall weight in parts of rows, which ranks share.
 
 The rows of a weight are independent in GPTQ and in `local_hessian`, but a product of other sizes may add up in another
-order. So the parts depend on the weight alone, and one rank solves the same parts as several do: the result does not
+order. So the parts depend only on the weight, and one rank solves the same parts as several do: the result does not
 depend on the number of ranks.
 """
 
@@ -40,7 +40,7 @@ def solve_by_rows(
         count: float = next((count for count in _COUNTS if rows >= count * _LEAST), 1)
     else:
         count = search_threads(*weight.shape)
-    # Bounds depend on the weight alone: a part of other rows could round otherwise.
+    # Bounds depend only on the weight: a part of other rows could round otherwise.
     parts = bounds_of(rows, count) if format.block[0] == 1 else []
     if len(parts) < 2:
         return solve(weight, residual)

@@ -141,8 +141,8 @@ def get_pipeline(name: str) -> Pipeline:
     spec = parse_solver(name, tuple(SOLVERS), tuple(TRANSFORMS))
     rounding = SOLVERS[spec.rounding]
     transforms = [TRANSFORMS[key] for key in spec.transforms]
-    # See `Awq.inputs_alone`.
-    # GPTQ makes up for the weights' error itself, so the search of input scales judges the inputs' error alone.
+    # See `Awq.inputs_alone`. GPTQ compensates the weights' error itself, so the search of input scales judges only the
+    # inputs' error.
     alone = isinstance(rounding, Gptq)
     transforms = [replace(t, inputs_alone=alone, rank=spec.rank) if isinstance(t, Awq) else t for t in transforms]
     reconstruction = Reconstruction(steps=spec.autoround) if spec.autoround else None
@@ -168,7 +168,7 @@ def check_solvers(plan: Plan) -> None:
         if not supports(pipeline.rounding, layer.weight):
             supporting = [name for name, solver in SOLVERS.items() if supports(solver, layer.weight)]
             raise ValueError(
-                f"{layer.name}: solver {layer.solver!r} does not support {layer.weight}; those that do: "
+                f"{layer.name}: solver {layer.solver!r} does not support {layer.weight}; solvers that do: "
                 f"{', '.join(supporting)}"
             )
 

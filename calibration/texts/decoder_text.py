@@ -23,7 +23,7 @@ TOKENS = 32
 
 
 def lacks_decoder_text(inputs: Inputs) -> bool:
-    """Returns whether a call has a decoder that would read its start token alone."""
+    """Returns whether a call has a decoder that would read only its start token."""
     return any(_lacks_text(kwargs) for _, kwargs in inputs.calls)
 
 

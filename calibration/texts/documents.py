@@ -135,7 +135,7 @@ def chat_ids(turns: Sequence[Mapping[str, Any]], tokenizer: Any, name: str, *, a
         ask: ends where the assistant's answer begins.
 
     Raises:
-        ValueError: there is no template, or it refuses the chat.
+        ValueError: the template is missing, or refuses the chat.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(

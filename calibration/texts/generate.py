@@ -68,7 +68,7 @@ def generate_rows(
         openings: token ids that rows begin with, behind the start token; row `i` has opening `i` modulo their number.
         temperatures: the temperatures that rows are drawn at, in turn like the openings.
         session: the session. Its seed gives the same rows for the same model and machine, without torch's global
-            generators; its listener hears of the stage "generate", in tokens.
+            generators; its listener is called for the stage "generate" with tokens.
 
     Returns:
         int64 `[samples, seqlen]` on the CPU.
@@ -115,7 +115,7 @@ def _rows_at_once(model: nn.Module, seqlen: int) -> int:
 def _of_all_layers(config: Any, name: str) -> Any:
     """Returns a field of a config.
 
-    None where its layers differ in it (Gemma 4), for transformers raises an error then.
+    None where its layers differ in it (Gemma 4), because transformers then raises an error.
     """
     return None if name in (getattr(config, "per_layer_attributes", None) or ()) else getattr(config, name, None)
 

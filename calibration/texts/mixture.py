@@ -1,4 +1,4 @@
-"""`mixture_rows` mixes calibration text of many kinds: solvers that fit their text should not fit one kind alone.
+"""`mixture_rows` mixes calibration text of many kinds: solvers that fit their text should not fit only one kind.
 
     part         share   source
     own text      1/2    the model writes it (`generate`)
@@ -12,9 +12,9 @@ The model's own text follows the distribution of its training data but repeats t
 real text, but of kinds that somebody else chose. Half of each keeps either fault small. The shares were
 chosen by this reasoning before anything was measured.
 
-Own text begins in several ways, in turn: from the start token alone, from the first words of a sample, and from a
-question in the chat template; it is drawn at temperatures 1 and 0.7, for sampling at 1 leads small models astray and
-text in use is mostly drawn below.
+Own text begins in several ways, in turn: from just the start token, from the first words of a sample, and from a
+question in the chat template; it is drawn at temperatures 1 and 0.7, because sampling at 1 leads small models astray
+and applications mostly sample below 1.
 
 Texts are cut into pieces of at most `PIECE` tokens, each closed by the end-of-text token. The pieces of all parts are
 interleaved evenly, so that any number of the first rows has about the same shares, chained, and cut into rows that
@@ -52,7 +52,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Writer:
-    """A causal language model that can be asked for text.
+    """A causal language model that can write text.
 
     Attributes:
         model: the model, on the device where it is to run.
@@ -79,16 +79,16 @@ def mixture_rows(
             text.
         tokenizer: a Hugging Face tokenizer; without one all text is the model's own.
         session: the session. Its seed chooses the pieces and the model's draws: the same rows for the same seed, model
-            and machine. Its listener hears of the stage "generate".
+            and machine. Its listener is called for the stage "generate".
         samples: rows. There are fewer where the samples end and no model writes.
         seqlen: tokens a row.
-        own_only: leaves the samples out, and own text begins from the start token alone.
+        own_only: leaves the samples out, and own text begins from just the start token.
 
     Returns:
         int64 `[rows, seqlen]` on the CPU, and the record.
 
     Raises:
-        ValueError: the model cannot write, and there is no tokenizer for the samples.
+        ValueError: the model cannot write, and a tokenizer for the samples is missing.
     """
     model = None if writer is None else writer.model
     start = start_token(tokenizer) if tokenizer is not None or model is None else first_token(model, None)
@@ -106,7 +106,7 @@ def mixture_rows(
             parts[OWN] = _own_pieces(writer.model, tokenizer, needed - _tokens(parts), length, openings, end, session)
         except torch.OutOfMemoryError:
             raise
-        # A model that is no causal language model fails in its own way; the samples then take over all shares.
+        # A model that is not a causal language model fails in its own way; the samples then take over all shares.
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
             if not stock:
                 raise

@@ -4,7 +4,7 @@
     photos/ sounds/ hf:…   images, sounds and texts (see `samples`), prepared by the model's own processor (`prepare`)
     text.txt               for an encoder-decoder: rows of tokens for the encoder
 
-A file with token ids alone, and a text for any other model, are none of these: `calibration_rows` takes them.
+A file with only token ids, and a text for any other model, are not read as such inputs: `calibration_rows` takes them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def read_inputs(
             inputs = Preparer(model, processor(), seqlen).inputs(media)
     if inputs is not None and len(inputs) < samples:
         raise ValueError(
-            f"{path}: holds {len(inputs)} inputs, and {samples} are wanted; give more, or ask for {len(inputs)}"
+            f"{path}: holds {len(inputs)} inputs, and {samples} are needed; give more, or use {len(inputs)} samples"
         )
     return inputs
 
@@ -78,7 +78,7 @@ def _texts(source: str | Path, tokenizer: Any, samples: int, seqlen: int) -> lis
 
 
 def _named_tensors(path: Path, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
-    """Returns the tensors of a file that is made of a model's arguments; None where it holds token ids alone."""
+    """Returns the tensors of a file that is made of a model's arguments; None where it holds only token ids."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

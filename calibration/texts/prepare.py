@@ -1,14 +1,12 @@
 """`Preparer` turns samples into calls of a model, as the model's own processor prepares them.
 
-    image           pixel_values of the image processor
-    sound           input_features or input_values of the feature extractor, at its sampling rate
-    image + text    both; where the model writes on after images, through the chat template: the user shows the image
-                    and asks for a description, and the caption is the answer
-    sound + text    the transcript is the decoder's text
-    two texts       the first for the encoder, the second for the decoder
+    image           pixel_values of the image processor sound           input_features or input_values of the feature
+    extractor, at its sampling rate image + text    both; where the model writes on after images, through the chat
+    template: the user shows the image and requests a description, and the caption is the answer sound + text    the
+    transcript is the decoder's text two texts       the first for the encoder, the second for the decoder
 
 An encoder-decoder is called with the decoder's tokens too, from its start token on. A sample without a text for the
-decoder gets the start token alone, and `decoder_text` then lets the model write.
+decoder gets only the start token, and `decoder_text` then lets the model write.
 """
 
 from __future__ import annotations
@@ -85,7 +83,7 @@ class Preparer:
                 "prepare inputs yourself and give them as .safetensors"
             ) from error
         call = {name: value for name, value in arguments.items() if name in self.parameters and name != "labels"}
-        # A processor for another model may produce nothing but masks that this one has arguments for.
+        # A processor for another model may produce only masks that this model has arguments for.
         if all("mask" in name for name in call):
             raise ValueError(
                 f"{sample.name}: {type(self.model).__name__} takes none of {', '.join(arguments)}, which "

@@ -57,7 +57,7 @@ def parse_corpus(spec: str) -> Corpus | None:
         if not name:
             raise ValueError(f"{spec}: name the data set as hf:NAME[:CONFIG][:SPLIT][#COLUMN]")
         return Corpus(name, None, config or None, split or None, column or None)
-    # A file name may hold a #; only where there is no such file does it begin the column.
+    # A file name may hold a #; it begins the column only where no such file exists.
     path, column = (spec, "") if Path(spec).exists() else (spec.partition("#")[0], spec.partition("#")[2])
     if Path(path).is_dir():
         return Corpus(path, column=column or None)

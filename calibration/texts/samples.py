@@ -38,7 +38,7 @@ class Sample:
 
     Attributes:
         name: the name of the file or record, for errors.
-        content: bytes of an image or a sound; None for texts alone.
+        content: bytes of an image or a sound; None for only texts.
         array: samples of a sound that is decoded already, and their rate.
         texts: a caption or transcript, or the text to read and the text to write; may be empty.
     """
@@ -161,7 +161,7 @@ def _content(value: Any, record_name: str) -> bytes:
         return bytes(content)
     path = Path(value["path"] or "")
     if not path.is_file():
-        raise ValueError(f"{record_name}: {path} is no file; download the data set, with its images and sounds")
+        raise ValueError(f"{record_name}: {path} is not a file; download the data set, with its images and sounds")
     return path.read_bytes()
 
 

@@ -134,7 +134,7 @@ class Block:
             self.remembered.add(module)
             for member in (member for group in inside for member in group.names):
                 if member in self.stand_ins:
-                    # The module remembers from now on, so its layers need not.
+                    # The module remembers from here on, so its layers need not.
                     self.stand_ins[member].keeps = False
 
     def results(self) -> list[tuple[LayerPlan, Solved | None]]:

@@ -32,7 +32,7 @@ def blocks_first(
 ) -> Iterator[None]:
     """While open, `model` must be called with `batches`, each once and in this order, and with no other input.
 
-    A model whose blocks are no single chain is left as it is, and so is one with few batches.
+    A model whose blocks do not form a single chain is not changed, and neither is one with few batches.
 
     Args:
         model: a model without a cache, `placed` on `device` block by block.
@@ -65,7 +65,7 @@ def blocks_first(
             call = by_block[name].with_arguments(own[index]).with_hidden(states[index]).to(device)
             results[name] = blocks[name](*call.args, **call.kwargs)
             states[index] = output_of(results[name]).to(home)
-        # Only what a block returns beside the hidden state is kept, such as attention weights.
+        # Only the other results of a block are kept, such as attention weights.
         results[name] = _replaced(results[name], torch.empty(0))
         borrowed.restore()
     last_states = iter(states)

@@ -1,8 +1,8 @@
 """A `Chain` is a run of consecutive blocks, with their calls and the hidden states between them.
 
-Between two blocks of a chain nothing but the hidden state changes, and the mappings in which some models hand keys and
-values on (`handed_on`). So the calls of all blocks are captured once, and each block gets the hidden states that the
-block before it gave.
+Between two blocks of a chain only the hidden state changes, and the mappings in which some models hand keys and values
+on (`handed_on`). So the calls of all blocks are captured once, and each block gets the hidden states that the block
+before it gave.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class States:
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> States:
         """Returns the same states on another device; states on a few tokens stay."""
         quantized = list(map(move, self.quantized))
-        # Solvers that look at original inputs alone walk with one list; two would take twice the memory.
+        # Solvers that look only at original inputs walk with one list; two would take twice the memory.
         same = self.original is self.quantized
         return States(quantized, quantized if same else list(map(move, self.original)), self.few)
 
@@ -78,7 +78,7 @@ class Chain:
     Attributes:
         few_calls: the calls of the blocks on a few tokens, by name.
         calls: the same for each batch, without their hidden states after `take_states`.
-        original, quantized: the mappings that blocks hand on, one set a batch, beside the hidden states of that name.
+        original, quantized: the mappings that blocks hand on, one set a batch, next to the hidden states of that name.
         few: the same on a few tokens.
     """
 
@@ -112,7 +112,7 @@ class Chain:
         device = session.device
         if states.original is states.quantized or not self.quantized:
             # The walk has followed one of the two so far, or resumes with states that an earlier run kept. States are
-            # kept in front of the first block that hands mappings on alone, so nothing is in these yet.
+            # kept only in front of the first block that hands mappings on, so these are still empty.
             self.quantized = [copied(mappings) for mappings in self.original]
         captured = [by_block[name].with_arguments(own) for by_block, own in zip(self.calls, self.original, strict=True)]
         moved = [call.to(device, dtype) for call in captured]

@@ -108,8 +108,8 @@ def watch_inputs(
 ) -> Iterator[None]:
     """Calls `observe(name, input)` for every call of a named layer while the block runs.
 
-    A linear is watched by a hook. The projections of fused experts are parameters, not modules. Where the library
-    can be told how to run them, the module's forward is replaced by `experts_forward`, which sees every expert's input;
+    A linear is watched by a hook. The projections of fused experts are parameters, not modules. Where the library can
+    be configured to run them, the module's forward is replaced by `experts_forward`, which sees every expert's input;
     elsewhere a `WatchedExperts` replaces each parameter.
     """
     experts: dict[nn.Module, str] = {}

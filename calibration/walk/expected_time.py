@@ -1,10 +1,10 @@
 """`expected_time` says how long a plan will take before it begins, from the model's shapes and small measurements.
 
-A plan that works from data has two stages that take long. *Writing text* runs the model once a token, for up to 64
-rows at a time: each step multiplies by every weight, and spends some time on each layer beside that. *Solving* runs the
+A plan that works from data has two stages that take long. *Writing text* runs the model once a token, for up to 64 rows
+at a time: each step multiplies by every weight, and spends some extra time on each layer. *Solving* runs the
 calibration tokens through each block a few times, adds up second moments of its inputs, and rounds: passes and moments
-are products, rounding is so many elementwise operations a weight and so much time a layer; the speed of either is
-measured when it is asked for.
+are products, rounding takes a number of elementwise operations a weight and a time a layer; both speeds are measured on
+demand.
 
 The constants were fitted on a core of an AMD EPYC to SmolLM2-135M (8 rows by GPTQ: 69 s expected, 67 s taken; 32 rows
 of the mixture: 49 s and 54 s to write) and to models of two blocks; those of GPUs to one run of 8B on an H100 that was
@@ -38,7 +38,7 @@ _PASSES = 4  # of all tokens through each block
 _ROUNDING = {"rtn": 120, "gptq": 5000, "gptq_plain": 5000, "kfac": 8000, "local_hessian": 600}
 _SEARCH = 550
 _SCALING, _LEARNING = 1400, 700  # the same for a transform's trials, and for a step of reconstruction
-_ON_GPU = 0.4  # of these, where kernels of ours do several at a time
+_ON_GPU = 0.4  # of these, where our kernels do several at a time
 # Passes that measure the gradients of outputs: one forward, then for each label drawn one forward and one backward.
 _GRADIENT_PASSES = {False: 3, True: 9}
 _A_LAYER = {False: 0.002, True: 0.01}  # seconds, whatever its size; more for one that needs data
@@ -110,7 +110,7 @@ def operations(pipeline: Pipeline) -> int:
 
 
 def passes(pipeline: Pipeline, on_gpu: bool) -> int:
-    """Returns how often all calibration tokens go through each block, those of reconstruction apart; 0 without data."""
+    """Returns how often all calibration tokens go through each block, reconstruction not counted; 0 without data."""
     if not pipeline.needs_data:
         return 0
     return _PASSES + (_GRADIENT_PASSES[on_gpu] if pipeline.two_sided else 0)

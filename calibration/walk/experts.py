@@ -10,7 +10,7 @@ with `WatchedExperts`.
 An expert that no calibration token reached gets the pooled statistics of the others, and the plan says so.
 
 Scaling, rotation and branches belong to linear layers, because no runtime applies them expert by expert. Where a
-solver's name has such parts, experts get its rounding alone, and the plan says that too.
+solver's name has such parts, experts get only its rounding, and the plan says that too.
 """
 
 from __future__ import annotations
@@ -205,11 +205,11 @@ class FusedExperts:
         count, format = len(weight), member.weight
         notes = []
         if pipeline.transforms or pipeline.reshapes:
-            notes.append(f"experts take no scaling, rotation, branch or reconstruction: {pipeline.spec.rounding} alone")
+            notes.append(f"experts take no scaling, rotation, branch or reconstruction: only {pipeline.spec.rounding}")
         if pipeline.two_sided:
             # Thousands of small matrices: descent in pieces would take several times as long as GPTQ for each.
             notes.append("experts are rounded for the error of their own outputs, as by gptq")
-        # A branch needs a moment too, and experts take none, so the rounding alone decides.
+        # A branch needs a moment too, and experts take none, so only the rounding decides.
         needs_moment = isinstance(pipeline.rounding, Gptq | LocalHessian)
         tokens = self._tokens(projection, count, run) if needs_moment else [0] * count
         parts = [range(count)[part] for part in at_a_time(count, member.shape[-1], _moment_width(member))]
@@ -265,7 +265,7 @@ def _owner(expert: int) -> int:
 def stacked(matrices: Iterable[BlockScaledTensor], count: int, scratch: Scratch = IN_MEMORY) -> BlockScaledTensor:
     """Returns the matrices of all experts as one weight `[experts, out, in]`.
 
-    Each is dropped before the next is asked for.
+    Each is dropped before the next is read.
 
     Where they would take much of the memory, they lie in a file of `scratch`.
     """

@@ -54,7 +54,7 @@ class Settings:
     Attributes:
         batch: calibration rows in one forward pass.
         dtype: the dtype of the forward passes; None takes the model's, or float32 where that is narrower: rounding of
-            hidden states to 16 bit, block after block, would be taken for a fault of the weights.
+            hidden states to 16 bit, block after block, would look like an error of the weights.
         observer: key of `OBSERVERS`: how static input scales are chosen.
         guard: when a layer gets another format; None for never.
     """
@@ -125,7 +125,7 @@ class Group:
         return re.sub(r"\d+", "#", "|".join(self.names)) + f":{self.members[0].shape[-1]}"
 
     def input(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the input as the quantized layer sees it, but for its rounding."""
+        """Returns the input as the quantized layer sees it, before its rounding."""
         return self.parts.input(x)
 
     def pool(self, device: torch.device, tokens: int) -> None:

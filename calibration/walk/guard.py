@@ -31,7 +31,7 @@ def relative_error(reference: torch.Tensor, output: torch.Tensor) -> float:
     if not torch.isfinite(reference).all():
         raise ValueError("the reference output holds NaN or infinity; no error can be measured against it")
     error = float(torch.linalg.vector_norm(output.double() - reference))
-    # Before the division: an output of zeros that is met exactly is no error.
+    # Before the division: an output of zeros that is met exactly is not an error.
     if error == 0:
         return 0.0
     return error / norm if norm > 0 and math.isfinite(error) else math.inf

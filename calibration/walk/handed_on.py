@@ -1,4 +1,4 @@
-"""Blocks may hand tensors on beside the hidden state, in a mapping among their arguments: one fills it, others read it.
+"""Blocks may hand on more than the hidden state, in a mapping among their arguments: one fills it, others read it.
 
 The last blocks of Gemma 3n and Gemma 4 attend to keys and values of an earlier one (`shared_kv_states`):
 

@@ -21,7 +21,8 @@ from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan
 
 # Matrices [in, in] that exist at once while a second moment is factorized (it, its drift, damped, flipped, two factors,
-# the inverse and its parts) and what LAPACK takes beside them: measured, a block of 1024 and 4096 inputs took 870 MB.
+# the inverse and its parts) and the memory that LAPACK takes besides them: measured, a block of 1024 and 4096 inputs
+# took 870 MB.
 _SQUARES = 11
 
 
@@ -34,7 +35,7 @@ def block_bytes(
 ) -> int:
     """Estimates the peak number of bytes that solving a block takes, without the page cache.
 
-    Linear layers are solved first, and then experts, of which those are in memory together that `at_a_time` says.
+    Linear layers are solved first, and then experts, as many together as `at_a_time` says.
 
     Args:
         block: a block, whose weights may be mapped or on the meta device.

@@ -90,7 +90,7 @@ class ModelWalk:
             self.model.to(self.home)
 
     def measure_outputs(self) -> None:
-        """Measures the gradients at outputs, in the original model, where a solver asks for them."""
+        """Measures the gradients at outputs, in the original model, where a solver needs them."""
         linears = [layer for layer in self.layers if layer.kind == LayerKind.LINEAR]
         groups = [members for members in groups_of(linears).values() if get_pipeline(members[0].solver).two_sided]
         if groups:
@@ -173,7 +173,7 @@ class ModelWalk:
             self.done += 1
             self.session.report("solve", self.done, len(self.layers))
         if is_filled(block.calls.few):
-            # The store has room for hidden states alone: a walk that is resumed begins before these blocks.
+            # The store has room only for hidden states: a walk that is resumed begins before these blocks.
             self.store.end(name, None)
             return outputs
         return self.store.end(name, outputs)

@@ -34,7 +34,7 @@ def naming_the_culprit(model: nn.Module) -> Iterator[None]:
     """While open, an `InputNotFiniteError` names the tensor that holds NaN or infinity, or says that none does.
 
     Args:
-        model: searched whole, but for parameters of other blocks that are still in their files.
+        model: searched whole, except parameters of other blocks that are still in their files.
     """
     try:
         yield

@@ -45,7 +45,7 @@ class Scratch:
         """Returns an uninitialised tensor in a file, with the dtype of `like`; where that is on a GPU, one there.
 
         Raises:
-            OSError: there is no room for it.
+            OSError: the disk has no room for it.
         """
         nbytes = math.prod(shape) * like.dtype.itemsize
         if like.device.type != "cpu" or not nbytes:

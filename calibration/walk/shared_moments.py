@@ -5,7 +5,7 @@ There are two ways, and both give the sum of one rank to the bit.
 *Together.* Each rank multiplies out its own batches, and the matrices [in, in] are added up in slabs of rows, each slab
 by one rank (`ranks.sum_in_order`). All ranks get the sum. This is for a layer that every token passes.
 
-*By owners.* The inputs themselves go to the rank that will solve the layer, which adds them up alone. This is for
+*By owners.* The inputs themselves go to the rank that will solve the layer, which adds them up by itself. This is for
 experts: there are many, each gets few tokens, and each is solved by one rank.
 
 A second moment of 7168 inputs is 205 MB, and a layer of DeepSeek-V3 has 256 experts with two each. So those of experts
@@ -81,7 +81,7 @@ def stats_of(
         moments: the sums, which are empty afterwards.
         device: the device of the inputs.
         owners: the rank that alone gets second moment and drift of each sum; None where all ranks get all.
-        again: whether they are asked for once more, and so keep their inputs.
+        again: whether they are needed once more, and so keep their inputs.
     """
     with fast_matmul():
         if rank_and_world()[1] == 1:
@@ -112,7 +112,7 @@ def pooled(
 ) -> LayerStats | None:
     """Returns the statistics of all tokens together, from sums of which each has its second moment at its owner.
 
-    `tokens` and `before` are as of `pooled_stats`.
+    `tokens` and `before` are as in `pooled_stats`.
     """
     reached = [stats for stats in stats_by_sum if stats is not None]
     if owners is None or rank_and_world()[1] == 1:

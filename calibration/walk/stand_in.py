@@ -1,7 +1,7 @@
 """A `StandIn` remembers a solved layer's outputs, because the passes over a block repeat each other's beginnings.
 
 A solved layer becomes a `StandIn`; a module in which every layer is solved, such as attention, returns its output of
-the pass before. Both remember by batch, and `CurrentBatch` tells them which one runs.
+the pass before. Both remember by batch, and `CurrentBatch` holds the number of the one that runs.
 """
 
 from __future__ import annotations

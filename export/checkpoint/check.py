@@ -64,7 +64,7 @@ def _shape_problem(name: str, tensor: torch.Tensor, expected: ExpectedTensor) ->
 
 def _value_problem(name: str, tensor: torch.Tensor, format: Format, shape: tuple[int, ...]) -> str | None:
     if tensor.is_meta:
-        return None  # the caller looks at names and shapes alone
+        return None  # the caller looks only at names and shapes
     if name == "weight_shape":
         return None if tensor.tolist() == list(shape) else f"says {tensor.tolist()}, expected {list(shape)}"
     if name in ("weight", "weight_packed"):

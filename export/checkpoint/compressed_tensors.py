@@ -100,7 +100,10 @@ def stored_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def holds(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Returns whether a layer's tensors are named as in this layout alone. With eight bits the layouts may agree."""
+    """Returns whether a layer's tensors have names that only this layout uses.
+
+    With eight bits the layouts may agree.
+    """
     return not tensors.keys().isdisjoint(("weight_packed", "weight_global_scale", "input_global_scale"))
 
 
@@ -135,7 +138,7 @@ def kv_name_of_module(name: str) -> str:
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
     """Returns the stored reciprocal of a scale: in float32 if that gives the scale back, else in float64."""
     # Two adjacent float32 numbers may have one float32 reciprocal, and then the way back is ambiguous. A float64 tensor
-    # tells `write_tensors` to keep the exact number in the file's metadata.
+    # lets `write_tensors` keep the exact number in the file's metadata.
     exact = 1 / scale.double().reshape(1)
     single = exact.float()
     return single if bool(_inverse(single) == scale.reshape(())) else exact
@@ -149,5 +152,5 @@ def _inverse(reciprocal: torch.Tensor) -> torch.Tensor:
 
 
 def own_files(plan: Plan, names: StoredNames | None = None) -> dict[str, dict[str, Any]]:
-    """Returns the layout has no config file beside config.json."""
+    """Returns an empty mapping: the layout has no config file besides config.json."""
     return {}

@@ -22,7 +22,7 @@ NEW, COMPLETE = "new", "complete"
 """In a working directory: the checkpoint that is being built, and the file that says that it is whole.
 
 `complete` holds the inode of `new`. After the exchange with the destination, an older checkpoint is called `new`, and
-the inode tells the two apart.
+the inode distinguishes the two.
 """
 
 
@@ -47,7 +47,7 @@ def new_directory(
         path = path.resolve()  # a link stays, and its target is replaced
         with temporary_directory(path) if work is None else _working_directory(work, resumable) as temporary:
             yield temporary
-            # Temporary directories are for their owner alone; the checkpoint gets the usual permissions.
+            # Only the owner can read temporary directories; the checkpoint gets the usual permissions.
             temporary.chmod(0o777 & ~umask())
             if work is None:
                 replace_directory(temporary, path)
@@ -127,7 +127,7 @@ def check_apart(out: Path, *sources: str | Path | None) -> None:
 
     Args:
         out: a file or directory that is to be written.
-        sources: files or directories that are read; None, and names that are no path, are passed over.
+        sources: files or directories that are read; None, and names that are not a path, are skipped.
 
     Raises:
         FileExistsError: `out` is a source, holds one or a file that one links to, or lies in one.

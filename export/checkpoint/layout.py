@@ -79,7 +79,7 @@ class Layout(Protocol):
         """
 
     def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Returns whether a layer's tensors are named as in this layout alone.
+        """Returns whether a layer's tensors are named as only this layout names them.
 
         With eight bits the layouts may agree.
         """
@@ -99,7 +99,7 @@ class Layout(Protocol):
         """Returns `quantization_config` for config.json, of a plan that `check_plan` has passed."""
 
     def own_files(self, plan: Plan, names: StoredNames | None = None) -> dict[str, dict[str, Any]]:
-        """Returns the contents of the config files that the layout has beside config.json, by file name."""
+        """Returns the contents of the config files that the layout has besides config.json, by file name."""
 
     def read_config(
         self, config: Mapping[str, Any], names: StoredNames, tensors: Container[str] = ()
@@ -109,7 +109,7 @@ class Layout(Protocol):
         Args:
             config: the `quantization_config`, or the table of the layout's own file.
             names: the names of the model's tensors on disk.
-            tensors: the names of the checkpoint's tensors in the model, from which a layout may tell quantized
+            tensors: the names of the checkpoint's tensors in the model, by which a layout may recognise quantized
                 matrices.
 
         Raises:

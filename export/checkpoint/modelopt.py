@@ -121,7 +121,7 @@ def stored_kv_scale(name: str, scale: torch.Tensor, dtype: torch.dtype) -> tuple
     """Returns the name and form on disk of a scale of the KV cache: `….k_scale` becomes `….k_proj.k_scale`, float32.
 
     Raises:
-        ValueError: one scale a head, for which the layout has no place.
+        ValueError: one scale a head, which the layout cannot hold.
     """
     if scale.numel() != 1:
         raise ValueError(

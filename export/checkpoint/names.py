@@ -46,8 +46,8 @@ class StoredNames:
         experts: the names on disk of an expert's matrices, by their names in the model.
         cut: fused parameters that are stored expert by expert also where they stay in 16 bit.
         apart: transformers takes the experts of a quantized checkpoint apart into linear layers.
-        stopped: parameters of experts that transformers has no place for once they are quantized. It would run with
-            random numbers, so an empty tensor is stored under their names, at which it stops.
+        stopped: parameters of experts that transformers cannot hold once they are quantized. It would run with random
+            numbers, so an empty tensor is stored under their names, at which it stops.
         unread: other such parameters. Servers know their names and would fail at an empty tensor.
         parameters: the model's parameters by their names on disk, as the rules of `back` need not invert `renamings`.
         carried: tensors of the source that the model's class ignores, by their names on disk.
@@ -159,7 +159,7 @@ def cut_experts(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _plain(rules: Iterable[Any]) -> list[Any]:
-    """Rules without subclasses such as `PrefixChange`: a file does not tell whether its names had the prefix."""
+    """Returns the rules without subclasses such as `PrefixChange`, whose prefix a file need not have."""
     return [rule for rule in rules if type(rule).__name__ in ("WeightRenaming", "WeightConverter")]
 
 

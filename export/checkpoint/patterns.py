@@ -63,7 +63,7 @@ def _compiled(pattern: str) -> Part:
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"the pattern {pattern!r} is no regular expression ({error})") from None
+        raise ValueError(f"the pattern {pattern!r} is not a regular expression ({error})") from None
     return _branches(_tokens(pattern), pattern)
 
 
@@ -178,7 +178,7 @@ def _ahead(part: Part, expected: bool) -> Part:
 
 
 def _repeated(part: Part, least: int, most: int | None) -> Part:
-    # From each position once, and not from each set: nested repetitions ask for exponentially many sets.
+    # From each position once, and not from each set: nested repetitions would take exponentially many sets.
     @lru_cache(4096)
     def from_one(name: str, position: int) -> int:
         reached = position if not least else 0

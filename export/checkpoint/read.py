@@ -38,7 +38,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 class TensorFiles(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint directory, read from the memory-mapped shards when asked for.
+    """The tensors of a checkpoint directory, read from the memory-mapped shards on access.
 
     A scale that float32 does not hold comes back in float64, from the metadata that `write_tensors` gave its file.
 

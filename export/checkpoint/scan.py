@@ -2,7 +2,7 @@
 
 Float tensors of one dtype lie side by side in a file. Such runs are read in pieces that stay in the cache, where two
 integer maxima decide (`quant.formats.finite`). The result is a list of suspects, the tensors in a piece that holds such
-a value. The caller looks at these again, for it knows which of them are masks.
+a value. The caller looks at these again, because it knows which of them are masks.
 
 The search runs after the model is built. Its calls take microseconds each and need Python's lock before and after, so
 a search at the same time would wait for the building, and slow it down.

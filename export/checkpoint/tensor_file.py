@@ -150,7 +150,7 @@ class _Writer:
             self._hashing.append(self._hasher.submit(self.sha256.update, piece))
             self.file.write(piece)
             self.size += len(piece)
-        # The disk writes meanwhile; a single fsync at the end would wait for everything.
+        # The disk writes in parallel; a single fsync at the end would wait for everything.
         if self.durable and (self._syncing is None or self._syncing.done()):
             self._syncing = self._syncer.submit(os.fsync, self.file.fileno())
         if len(self._hashing) > _UNHASHED:

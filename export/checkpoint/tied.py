@@ -2,10 +2,10 @@
 
 The flag promises readers that the head *is* the embedding, and vLLM then skips the head in the files. transformers 5
 compares the two and keeps both where they differ, with a line in its log: so a model can be in memory with a head of
-its own and a config that denies it. A fine-tune that left the flag in config.json is such a model, and so is one whose
-head alone is quantized.
+its own and a config that denies it. A fine-tune that left the flag in config.json is such a model, and so is one of
+which only the head is quantized.
 
-Which tensors the flag ties is told by `_tied_weights_keys` of each transformers class, {"lm_head.weight":
+`_tied_weights_keys` of each transformers class lists the tensors that the flag ties, {"lm_head.weight":
 "model.embed_tokens.weight"}. The flag stands in the config of that class; servers read the one of the language model
 inside a model of images, so it is cleared in both.
 """

@@ -108,7 +108,7 @@ def _unquantized_tensors(
             continue
         if source is not None and same_tensor(tensor, source):
             continue
-        # Other views of the same memory are tied too; empty and meta tensors have no address to tell.
+        # Other views of the same memory are tied too; empty and meta tensors have no address.
         view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if view in seen and tensor.numel() and tensor.data_ptr():
             continue

@@ -156,7 +156,7 @@ def _scatter_body(cache: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> 
 
 
 def _scatter(cache: Any, x: Any, index: Any) -> Any:
-    # Runtimes whose cache input and output are one buffer write the new tokens alone.
+    # Runtimes whose cache input and output are one buffer write only the new tokens.
     return serving_opset().TensorScatter(cache, x, index, axis=2, mode="linear")
 
 

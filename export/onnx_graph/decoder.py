@@ -146,7 +146,7 @@ class Graph(nn.Module):
         out = self.model(**inputs, **options)
         names = ("logits", "last_hidden_state", "pooler_output")
         outputs: dict[str, Any] = {name: getattr(out, name, None) for name in names}
-        # A model with a head returns logits, and its hidden states are no output then.
+        # A model with a head returns logits, and its hidden states are then not an output.
         candidates = ["logits"] if outputs["logits"] is not None else ["last_hidden_state", "pooler_output"]
         self.attention.outputs = [name for name in candidates if outputs[name] is not None]
         return tuple(outputs[name] for name in self.attention.outputs)

@@ -97,7 +97,9 @@ def write_onnx(
             exported = trace(model, tuple(x.example.clone() for x in inputs.values()), inputs, shapes)
             program = translate(exported, inputs, None, "")
     elif not hasattr(model, "main_input_name"):
-        raise ValueError(f"{type(model).__name__} is no transformers model; pass inputs= with an example of each input")
+        raise ValueError(
+            f"{type(model).__name__} is not a transformers model; pass inputs= with an example of each input"
+        )
     else:
         with quiet():
             if genai:
@@ -115,7 +117,7 @@ def write_onnx(
 def _planned_scales(
     plan: Plan, inputs: Mapping[str, GraphInput] | None, attention_scales: Mapping[str, AttentionScales] | None
 ) -> Mapping[str, Sequence[float]]:
-    """Returns FP8 scales of attention's operands, as the plan wants them; ValueError if they are missing."""
+    """Returns FP8 scales of attention's operands, as the plan requires them; ValueError if they are missing."""
     if inputs is not None:
         raise ValueError(f"{plan.attention} attention is exported from transformers models; pass attention='none'")
     if not attention_scales:

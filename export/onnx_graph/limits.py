@@ -58,7 +58,7 @@ _INSTEAD = {
 }
 _WHY = {
     "int4_g64": "no engine was built with groups of 64",
-    "int4_g32": "TensorRT has INT4 in groups of 64 and 128 alone",
+    "int4_g32": "TensorRT has INT4 only in groups of 64 and 128",
     "mxfp4": "TensorRT has no E2M1 weights with E8M0 scales",
     "mxfp6": "ONNX has no 6-bit numbers at this opset",
     "mxfp6_e3m2": "ONNX has no 6-bit numbers at this opset",
@@ -82,7 +82,8 @@ def layer_problem(
     if len(shape) == 2 and not weight.divides(shape):
         block = weight.block_shape(shape)[1]
         return (
-            f"{shape[1]} inputs are no multiple of the {weight} block of {block}, and neither ONNX nor TensorRT has a "
+            f"{shape[1]} inputs are not a multiple of the {weight} block of {block}, and neither ONNX nor TensorRT "
+            "has a "
             "short last block; keep the layer in 16 bit (--exclude) or use fp8"
         )
     if activation is None:
@@ -166,6 +167,6 @@ def check_attention(name: str, kind: str, query: torch.Tensor, key: torch.Tensor
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{name}: FP8 attention gives FP16 or BF16, and the model is in {query.dtype}; {way_out}")
     if heads % kv_heads:
-        raise ValueError(f"{name}: {heads} heads are no multiple of {kv_heads} KV heads; {way_out}")
+        raise ValueError(f"{name}: {heads} heads are not a multiple of {kv_heads} KV heads; {way_out}")
     if masked and kind == "plugin":
-        raise ValueError(f"{name}: the plugin takes no mask beside the causal one; {way_out}, or --attention native")
+        raise ValueError(f"{name}: the plugin takes no mask besides the causal one; {way_out}, or --attention native")

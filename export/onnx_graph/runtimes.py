@@ -1,4 +1,4 @@
-"""Which runtimes load an exported file: onnxruntime's default session, or TensorRT alone.
+"""Which runtimes load an exported file: onnxruntime's default session, or only TensorRT.
 
 Tried with onnxruntime 1.32 on a processor, by the dtype of the model and the formats of its layers:
 
@@ -26,7 +26,7 @@ _TRIED = "1.32"
 
 
 def layer_of_tensorrt(model: nn.Module) -> tuple[str, str] | None:
-    """Returns the first layer in a format that TensorRT alone runs, and that format.
+    """Returns the first layer in a format that only TensorRT runs, and that format.
 
     None if onnxruntime runs all of them.
     """
@@ -49,7 +49,7 @@ def onnxruntime_problem(model: nn.Module, *, fp8_attention: bool = False) -> str
     runners = "TensorRT-RTX and TensorRT run it (--to tensorrt)"
     if of_tensorrt is not None:
         layer, format = of_tensorrt
-        problem = f"{layer} is in {format}, for which TensorRT alone has operators"
+        problem = f"{layer} is in {format}, for which only TensorRT has operators"
         way_out = f"{runners}, and onnxruntime runs int4, fp8, fp8_channel and int8"
     elif fp8_attention:
         problem, way_out = "attention in FP8 is an operator of TensorRT", f"{runners}, or pass --attention none"

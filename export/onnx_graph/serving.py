@@ -18,9 +18,9 @@ So padding needs no mask of its own: padded tokens write keys behind the row's l
 before its own key has replaced them. A cache may hold any finite numbers behind the lengths.
 
 The cache has a fixed capacity, so no shape changes from token to token, and a runtime that is given one buffer for
-past_key.N and new_key.N writes the new tokens alone. Keys are stored after RoPE, in the model's dtype. The mask is an
-input of the `Attention` operator: the parser of TensorRT-RTX 1.7 drops the operator's own lengths
-(`nonpad_kv_seqlen`) with a warning, and the engine then attends to the whole cache.
+past_key.N and new_key.N writes only the new tokens. Keys are stored after RoPE, in the model's dtype. The mask is an
+input of the `Attention` operator: the parser of TensorRT-RTX 1.7 drops the operator's own lengths (`nonpad_kv_seqlen`)
+with a warning, and the engine then attends to the whole cache.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def serving_program(
         scales: FP8 scales of attention's operands by module; empty keeps attention in 16 bit.
 
     Raises:
-        ValueError: the model is no decoder, has a state that is no KV cache, or fewer positions than `capacity`.
+        ValueError: the model is not a decoder, has a state other than a KV cache, or fewer positions than `capacity`.
     """
     check_decoder(model, capacity)
     names = {module: name for name, module in model.named_modules()}
@@ -180,7 +180,7 @@ def check_decoder(model: nn.Module, capacity: int | None) -> None:
     if states:
         raise ValueError(without % f"its layers of type {', '.join(sorted(states))} keep another state")
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(without % "its positions are no input of its forward method")
+        raise ValueError(without % "its positions are not an input of its forward method")
     scaling = getattr(config, "rope_parameters", None) or {}
     each = scaling.values() if all(isinstance(entry, dict) for entry in scaling.values()) else [scaling]
     moving = next((entry["rope_type"] for entry in each if entry.get("rope_type") in _MOVING_ROPE), None)

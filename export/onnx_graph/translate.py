@@ -149,7 +149,7 @@ def _restore_dtypes(model: Any, dtypes: Mapping[str, Any]) -> None:
     """Gives weights of convolutions the dtype of the model again.
 
     onnxscript 0.7 multiplies a BatchNorm into the convolution before it, and leaves a weight in BF16 and its new bias
-    in FLOAT, which no runtime takes beside an input in BF16.
+    in FLOAT, which no runtime takes with an input in BF16.
     """
     import onnx_ir as ir
 

@@ -59,7 +59,7 @@ def verify(
         progress: a function that is called as `progress(layers done, layers in all)`.
 
     Raises:
-        ValueError: the file is no valid ONNX, or lacks a layer's nodes; the message names them.
+        ValueError: the file is not valid ONNX, or lacks a layer's nodes; the message names them.
     """
     graph = LayerGraphs(Path(path))
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantConv)]

@@ -213,7 +213,7 @@ class PagedKVCache:
             self._lengths[sequence][layer] = start + k.shape[2]
 
     def reserve(self, sequences: Sequence[int], room: int) -> None:
-        """Gives sequences pages for `room` tokens each, those that are written included.
+        """Gives sequences pages for `room` tokens each, including those that are written.
 
         Raises:
             ValueError: an unknown sequence, or no page is left.

@@ -4,7 +4,7 @@
     out = operands.attend(causal=True)
 
 Each block of 128 tokens of a head has its scale, amax / 448, unless scales are given or one per head or per tensor is
-asked for. Three optional steps come first, in this order:
+requested. Three optional steps come first, in this order:
 
     rope        x · cos + rotate_half(x) · sin, rounded to the dtype of x as models round it
     smooth_k    K − mean of K over the sequence: it shifts all scores of a query alike, which softmax ignores

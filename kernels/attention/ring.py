@@ -316,7 +316,7 @@ def _check(where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, format
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{where}: {k.shape[1]} KV heads do not divide {q.shape[1]} heads")
     if format is not None and format.global_scale and k.shape[3] % 16:
-        raise ValueError(f"{where}: head dimension {k.shape[3]} is no multiple of NVFP4's block of 16")
+        raise ValueError(f"{where}: head dimension {k.shape[3]} is not a multiple of NVFP4's block of 16")
     if len({x.device for x in (q, k, v)}) > 1 or len({x.dtype for x in (q, k, v)}) > 1:
         kinds = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"{where}: {kinds}; expected one dtype on one device")

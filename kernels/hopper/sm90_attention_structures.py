@@ -46,7 +46,7 @@ class HopperTiles:
         return 65536 // (128 * (self.groups + 1)) // 8 * 8
 
 
-# Registers of a thread bound `groups`: 3 of 160 or 2 of 240, beside a producer of 24. Shared memory bounds `stages`.
+# Registers of a thread bound `groups`: 3 of 160 or 2 of 240, next to a producer of 24. Shared memory bounds `stages`.
 TILES = {
     (64, 1): HopperTiles(3, 128, 8, 160, optimistic=True, overlap=False),
     (128, 1): HopperTiles(2, 128, 4, optimistic=True),

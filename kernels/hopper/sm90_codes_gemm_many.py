@@ -19,10 +19,10 @@ operands. A tile of yᵀ is 256 rows of W by 128 tokens or 128 by 256, and these
               one group, two halves                      two groups, one half each
 
 A step of 64 columns takes 1024 clocks of the tensor cores either way. W is cheap to fetch in four bits (4.5 KB for 128
-rows) and x in sixteen is not (16 KB for 128 tokens). So the tall tile asks the L2 cache for 25 KB a step and the wide
-tile for 37, where a 16-bit matmul asks for 48; the wide tile decodes half as much. Decoded values never touch shared
-memory, of whose bandwidth the right operand takes half. Other widths, a power of two or the sum of two (80, 144, 160),
-exist so that the tiles of more shapes divide evenly among the SMs: a `wide` accumulator and its `tail`.
+rows) and x in sixteen is not (16 KB for 128 tokens). So the tall tile reads 25 KB a step from the L2 cache and the wide
+tile 37, where a 16-bit matmul reads 48; the wide tile decodes half as much. Decoded values never touch shared memory,
+of whose bandwidth the right operand takes half. Other widths, a power of two or the sum of two (80, 144, 160), exist so
+that the tiles of more shapes divide evenly among the SMs: a `wide` accumulator and its `tail`.
 
 A product whose left operand is in registers stalls its warps until the tensor cores have taken nearly all of it. With
 one group, 8 warps share a barrier and decode while a product of each half runs. With two `groups` of 4 warps, which
@@ -406,7 +406,7 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
         tile, start, count = fetches_of(turn, whole, work.steps, parts, unroll, split)
         n, expert, m, last = locate(tile, work, constants)
         n = (n * groups + group) * (halves * rows)
-        # Sums of the lower and the upper half. Unused ones are other names of used ones, for code that is not compiled.
+        # Sums of the lower and the upper half. Unused maps repeat used ones; the code that reads them is not compiled.
         low = gl.zeros((rows, wide), gl.float32, layout)
         high = low
         low_tail = low
@@ -613,7 +613,7 @@ def prepare_gemm_many(
         experts, most = 1, min(tiles.programs, current(x.device.index or 0).sms)
         programs, whole, cut, parts = deal(tiles_m * tiles_n, most, steps)
     else:
-        # The number of tiles is known on the GPU alone: one program for each SM, nothing is cut.
+        # Only the GPU knows the number of tiles: one program for each SM, no tile is cut.
         experts, programs, whole, cut, parts = len(offsets) - 1, tiles.programs, 0, 0, 1
     constants = constants_of(
         tiles,

@@ -1,14 +1,14 @@
 """Codes in the checkpoint's order, of 8 bits or two of 4 in a byte, are decoded here into wgmma's left operand.
 
-The instruction wants columns 2q, 2q + 1, 2q + 8 and 2q + 9 of two rows in a thread. TMA brings a tile of W as
-`[2, rows / 2, 64]`, even rows and then odd ones, and a thread reads two neighbouring codes at a time:
+The instruction needs columns 2q, 2q + 1, 2q + 8 and 2q + 9 of two rows in a thread. TMA brings a tile of W as `[2, rows
+/ 2, 64]`, even rows and then odd ones, and a thread reads two neighbouring codes at a time:
 
     row    = 16·warp + 2·g + b           thread = (warp, g, q): g, q = 0..7, 0..3
     column = 16·s + 8·a + 2·q + h        one read holds both h
 
 The instruction calls row (b, g) of a warp 8·b + g, as with prepacked NVFP4: two neighbours of a row of y are in one
 thread. The rows of a read are neighbours in shared memory, and the swizzle puts those into different banks. Nothing is
-exchanged between threads, and the weight stays as it is, for the kernels for few tokens read it in this order too.
+exchanged between threads, and the weight stays as it is, because the kernels for few tokens read it in this order too.
 
     E4M3, E5M2   exponent and mantissa move to their places in a bfloat16, which is then 2^120 or 2^112 too small; one
                  product corrects that exactly, for subnormals too. Weights with NaN or infinity never come here.

@@ -26,7 +26,7 @@ also masks some at its end). V's scale goes into the exponent of P: the decay is
 and warps whose rows all have a decay of 1 skip the multiplication of O.
 
 P leaves the first wgmma in the accumulator's layout, where a thread holds 2 neighbours of every 8 columns; FP8 operands
-want 4 of every 16. So the columns of P are taken in another order, at no cost, and V's keys are stored in that order:
+need 4 of every 16. So the columns of P are taken in another order, at no cost, and V's keys are stored in that order:
 `attention_operands.lay_out_v` stores V as `[dim, keys]`, since FP8 operands of wgmma must be K-major. 16-bit operands
 need neither.
 
@@ -174,13 +174,13 @@ def _produce(arguments, kind: gl.constexpr):
     ratio = tokens.ratio
     groups: gl.constexpr = kind.groups
     programs = gl.num_programs(0)
-    # Stages and buffers of queries that were filled so far, and tickets drawn: a slot and a phase follow from each.
+    # Stages and buffers of queries that were filled so far, and tickets taken: a slot and a phase follow from each.
     count = 0
     queries = 0
     tickets = 0
     index = gl.program_id(0)
     while index < arguments.total:
-        # Drawn before this tile is fetched: the answer takes a microsecond, and arrives meanwhile.
+        # Taken before this tile is fetched: the answer takes a microsecond, and arrives during the fetch.
         following = gl.atomic_add(arguments.counter, 1, sem="relaxed") + programs
         block, head, batch, start_q, start_kv, seq_q, seq_kv, _, scale_kv = _tile(index, arguments.sequences, kind)
         begin, _, _, end = _bounds(block * kind.block_q, seq_q, seq_kv, arguments.window, kind)
@@ -545,7 +545,7 @@ def _consume(arguments, warpgroup: gl.constexpr, kind: gl.constexpr):
             mbarrier.arrive(empty.index(slot), count=1)
             queries += 1
         _finish(arguments.out, arguments.lse, output, row_max, row_total, first_token, first_row, seq_q, kind)
-        # The number of the next tile, which the producer has drawn for all warps of the program.
+        # The number of the next tile, which the producer has taken for all warps of the program.
         mbarrier.wait(barriers.ticket_full, tickets & 1)
         index = gl.max(arguments.ticket.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
         mbarrier.arrive(barriers.ticket_empty, count=1)

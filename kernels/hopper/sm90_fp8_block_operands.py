@@ -104,7 +104,7 @@ def _store_tile(
     rule: gl.constexpr, square: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr,
     turned: gl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of a tile in float32, in the directions that are asked for.
+    """Codes and scales of a tile in float32, in the requested directions.
 
     `turned` has the same elements in the same threads as `layout`, in an order that makes columns the vectors.
     """
@@ -116,7 +116,7 @@ def _store_tile(
     by_rows = corner + (r * width)[:, None] + c[None, :]
     corner_t = codes_t + tile_c.to(gl.int64) * _TILE * width_t + tile_r * _TILE
     by_columns = corner_t + (down * width_t)[None, :] + across[:, None]
-    # A tile beyond the matrix is padding of one direction alone.
+    # A tile beyond the matrix is padding of only one direction.
     has_rows, has_columns = tile_r * _TILE < R, tile_c * _TILE < C
     # Magnitudes have the order of their bits, NaN at the top.
     bits = values.to(gl.int32, bitcast=True) & 0x7FFFFFFF

@@ -42,7 +42,7 @@ def piece_size(tail):
 
 @gluon.jit
 def leave_pieces(acc, buffer, piece: gl.constexpr):
-    """Writes a sum in pieces of so many tokens; neighbouring threads write neighbouring 16 bytes.
+    """Writes a sum in pieces of some tokens; neighbouring threads write neighbouring 16 bytes.
 
     The order inside a piece is (8 tokens, warp, g, q | b, pair): the last two are the four values of a thread.
     """

@@ -23,8 +23,8 @@ Here programs 0 and 1 share tile 0, programs 1 and 2 tile 1.
 
 So no last wave leaves SMs idle, and the fetching warp is at the next tile before the sum of this one is stored. A
 program that has only a part of a tile's units leaves its float32 sum in `sums`, in one of two buffers: one for a tile
-that it begins, one for a tile that an earlier program began. A counter for each tile tells the last program to arrive,
-which adds the sums in the order of the programs. Results are the same in every run, and no program waits.
+that it begins, one for a tile that an earlier program began. A counter for each tile identifies the last program to
+arrive, which adds the sums in the order of the programs. Results are the same in every run, and no program waits.
 
 With `overlap`, a program starts while the previous kernel still runs ("programmatic dependent launch"): it fetches its
 first words, and waits for that kernel before it reads x or writes. So a kernel that lets its successor start early must

@@ -6,7 +6,7 @@ arguments of one shape, and each call puts its tensors, of that shape, into maps
     map = object.__new__(TensorDescriptor)
     vars(map).update(fields, base=tensor)
 
-The callers write these two lines in a loop, for a function call for each map would also take time.
+The callers write these two lines in a loop, because a function call for each map would also take time.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
                 transposed, output_padding, groups) -> y
 
 Formats see the weight as the matrix `[out, in / groups · kernel]`, with one row for each output channel, and so does a
-checkpoint. The module keeps the codes in the shape of the original parameter, as exporters and TensorRT want them:
+checkpoint. The module keeps the codes in the shape of the original parameter, as exporters and TensorRT require them:
 `[out, in / groups, kernel…]`, and `[in, out / groups, kernel…]` of a transposed convolution.
 
 A format with one scale for each token takes one scale for each sample of the batch here: windows overlap, so that no

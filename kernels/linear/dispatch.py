@@ -65,8 +65,8 @@ def linear_on_gpu(
     rows = x if x.dim() == 2 else x.reshape(-1, columns)
     if rows.stride(1) != 1 or rows.stride(0) < columns or (rows.data_ptr() | rows.stride(0) * rows.itemsize) % 16:
         rows = aligned_rows(rows)
-    # The key holds all that a product depends on but for values: a product is compiled for dtypes, sizes, strides and
-    # alignment. The edition makes products of earlier tuning tables unreachable.
+    # The key holds everything that a product depends on except values: a product is compiled for dtypes, sizes, strides
+    # and alignment. The edition makes products of earlier tuning tables unreachable.
     key = (
         weight_format, activation, x.dtype, rows.shape, rows.is_contiguous(), x.device, codes.dtype, codes.shape,
         codes.device, codes.is_contiguous(), codes.data_ptr() % 16, scale.dtype, scale.shape, scale.device,
@@ -83,7 +83,7 @@ def linear_on_gpu(
     product = _products.get(key)
     if product is None:
         product = _prepare_product(rows, weight, bias, input_scale, FORMATS[activation] if activation else None)
-        # While a graph is captured, checks that wait for the GPU are skipped, so such a choice serves this call alone.
+        # While a graph is captured, checks that wait for the GPU are skipped, so such a choice serves only this call.
         if not (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
             if len(_products) >= _MOST_PRODUCTS:
                 _products.clear()
@@ -194,7 +194,7 @@ def choose_launch(weight: BlockScaledTensor, x: torch.Tensor) -> matmul_tiles.Ch
 def _choose_for_numbers(weight: BlockScaledTensor, x: torch.Tensor) -> matmul_tiles.Choice:
     """Returns `choose_launch`, for a weight whose codes are all numbers."""
     prepacked = is_prepacked(weight)
-    # Hopper's decoder makes BF16 alone: a code in FP16 would need other shifts.
+    # Hopper's decoder makes only BF16: a code in FP16 would need other shifts.
     if prepacked and x.dtype is not torch.bfloat16:
         return matmul_tiles.DENSE
     gpu, shape = hardware.current(x.device.index or 0), (weight.shape[0], weight.shape[1])

@@ -1,4 +1,4 @@
-"""`QuantEmbedding` looks rows up in a quantized table and dequantizes only the rows that are asked for.
+"""`QuantEmbedding` looks rows up in a quantized table and dequantizes only the requested rows.
 
     quant::embedding(ids, codes, scale, global_scale?, weight_format, columns, dtype) -> [..., dim]
 
@@ -37,7 +37,7 @@ def quantized_embedding(ids: torch.Tensor, weight: BlockScaledTensor, dtype: tor
         `[..., dim]`.
 
     Raises:
-        ValueError: `ids` are no integers, or on another device than the weight.
+        ValueError: `ids` are not integers, or on another device than the weight.
         IndexError: an id is beyond the last row; on a GPU, that row is NaN.
     """
     if ids.dtype not in (torch.int32, torch.int64):

@@ -76,7 +76,7 @@ def sort_by_expert(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, tor
 
     Args:
         index: expert of each token and slot, `[tokens, k]`; those from `experts` on come last, beyond all offsets.
-        experts: how many there are.
+        experts: the number of experts.
     """
     # Stable: the slots of an expert stay in the order of tokens, so sums have the same order at every call.
     sorted_index, order = index.flatten().sort(stable=True)

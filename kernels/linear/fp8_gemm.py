@@ -6,7 +6,7 @@
 cuBLASLt multiplies per-tensor and per-row scales in the epilogue, at about 1.8 times the rate of BF16. Rounding the
 input is plain PyTorch, written so that a compiler (AOTInductor) fuses it into the kernel that makes the input.
 
-cuBLASLt wants both scales of one kind and dimensions that are multiples of 16, and with per-row scales its output is
+cuBLASLt requires both scales of one kind and dimensions that are multiples of 16, and with per-row scales its output is
 BF16. `takes_fp8` checks this; other products go to the general op.
 
 With many tokens a prepacked weight is multiplied here, too (`prefill_linear`), once its codes have become E4M3.
@@ -75,7 +75,7 @@ def fp8_linear(
     input_scale: torch.Tensor | None,
     activation: Format,
 ) -> torch.Tensor:
-    """Maps `[..., in]` to `[..., out]`, where `takes_fp8` says so, in PyTorch alone.
+    """Maps `[..., in]` to `[..., out]`, where `takes_fp8` is true, in PyTorch without own kernels.
 
     Args:
         x: `[..., in]`; its dtype is the output's.

@@ -1,7 +1,7 @@
 """`merge_rows` makes one linear of several with the same input, such as q, k and v: one launch instead of three.
 
-The merged weight holds the rows of all members one after the other. The members go on working, for their buffers
-become views of its rows; so nothing is held twice.
+The merged weight holds the rows of all members one after the other. The members still work: their buffers become views
+of its rows, so nothing is held twice.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _bias_of(members: Sequence[nn.Linear | QuantLinear]) -> nn.Parameter | None:
 
 
 def _share_scale(weights: Sequence[BlockScaledTensor]) -> bool:
-    """Returns whether the second-level scale is the same; MXFP4 has one in the layout of kernels alone."""
+    """Returns whether the second-level scale is the same; MXFP4 has one only in the layout of kernels."""
     return all(_are_equal(weight.global_scale, weights[0].global_scale) for weight in weights)
 
 

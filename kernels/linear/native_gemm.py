@@ -52,7 +52,7 @@ def multiplies_natively(x: torch.Tensor, weight: BlockScaledTensor, activation: 
 
 def _multiplies_right(format: Format, activation: Format, index: int) -> bool:
     """Multiplies two random matrices on GPU `index` and compares with float64; warns where they differ."""
-    # 130 rows and 200 outputs are no multiples of a tile, so the masks of the tails are tested too.
+    # 130 rows and 200 outputs are not multiples of a tile, so the masks of the tails are tested too.
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(size, 512, generator=generator).to(f"cuda:{index}") for size in (130, 200))
     weight = quantize(w, format)

@@ -64,7 +64,7 @@ class ReferenceProduct:
 
 
 def dense_view(weight: BlockScaledTensor, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a dequantized weight whose codes are a view or copy of `codes`, kept as long as those of linears are."""
+    """Returns a dequantized weight for `codes`, a view or copy of a layer's codes; it is kept like those."""
     dense = _cache.get(weight, dtype, codes)
     return weight.dequantize(dtype) if dense is None else dense
 

@@ -133,7 +133,7 @@ class QuantizedModule(nn.Module):
             self._arranged = (self.codes.device, self.codes.dtype, dtype)
 
     def take(self, weight: BlockScaledTensor) -> None:
-        """Holds `weight` from now on: the same values, perhaps in a layout of a kernel, or a view of a larger one."""
+        """Replaces the weight by the same values, perhaps in a kernel's layout, or in a view of a larger tensor."""
         with _arranging:
             self._store(weight)
             self._arranged = None

@@ -206,7 +206,7 @@ def dequantize_codes_kernel(
     element: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
     has_global: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """A tile of W in the dtype of `out`, [N, K]: equal to the oracle's but for one rounding of the global scale."""
+    """A tile of W in the dtype of `out`, [N, K]: equal to the oracle's except for one rounding of the global scale."""
     n = tl.program_id(1) * block_n + tl.arange(0, block_n)
     k = tl.program_id(0) * block_k + tl.arange(0, block_k)
     inside = (n[:, None] < N) & (k[None, :] < K)

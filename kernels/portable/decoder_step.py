@@ -177,7 +177,7 @@ def add_rmsnorm(
         residual: a tensor shaped as `x`, or None.
         weight: `[hidden]`.
         eps: added to the mean square.
-        offset: the weight is 1 + `weight`, and the product alone is rounded, as in Gemma.
+        offset: the weight is 1 + `weight`, and only the product is rounded, as in Gemma.
 
     Raises:
         ValueError: an argument of another shape, dtype or device, or not contiguous.

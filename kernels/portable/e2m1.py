@@ -18,7 +18,7 @@ def nearest_e2m1(x):
     """The nearest value of E2M1. Its step is half the power of two below x, and at least a half."""
     x = tl.clamp(x, -6.0, 6.0)
     power = tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 1.0)
-    magic = power * 6291456.0  # 1.5 · 2^22 powers leave room for the digits of E2M1 alone
+    magic = power * 6291456.0  # 1.5 · 2^22 powers leave room for only the digits of E2M1
     return (x + magic) - magic
 
 
@@ -43,7 +43,7 @@ def code_bits(magnitude):
 def refined(step, near):
     """1 / step, correctly rounded, from an approximation a few units off, by one step of Newton's method.
 
-    The step ends one unit low where the mantissa is all ones; its residual, then larger than any other, tells.
+    The step ends one unit low where the mantissa is all ones; its residual, then larger than any other, shows it.
     """
     near = tl.fma(tl.fma(-step, near, 1.0), near, near)
     return tl.where(tl.fma(-step, near, 1.0) >= 5.960464477539063e-08, near * 1.0000001192092896, near)

@@ -2,12 +2,12 @@
 
     acc = Σ over steps of 128 columns:  (x8 [block_m, 128] · w8 [block_n, 128]ᵀ) · sx [block_m] · sw [block_n / 128]
 
-The tensor core sums one step's products from zero; the step is then scaled and added in FP32 registers. The scales
-belong there, and it keeps the sum exact, for Hopper adds FP8 products with few bits beyond FP16's.
-A row's scale and a square's are each one number a step, so scaling costs one multiply-add an element and step.
+The tensor core sums one step's products from zero; the step is then scaled and added in FP32 registers. The scales are
+applied at each step, which also keeps the sum exact: Hopper adds FP8 products with few bits beyond FP16's. A row's
+scale and a square's are each one number a step, so scaling costs one multiply-add an element and step.
 
-On Hopper, cuBLASLt of CUDA 12.9 and later has the same product, written for that chip and 1.6 times as fast. It wants
-the scales of x by columns, and squares in multiples of four along K: otherwise it reads them from wrong
+On Hopper, cuBLASLt of CUDA 12.9 and later has the same product, written for that chip and 1.6 times as fast. It
+requires the scales of x by columns, and squares in multiples of four along K: otherwise it reads them from wrong
 addresses and gives no error. So `cublas_takes` accepts few shapes, and the first product in a process is compared with
 the kernel's.
 """

@@ -232,7 +232,7 @@ def nvfp4_learned_kernel(
     nearest = nearest_e2m1(quotient)
     if backward:
         error = tl.load(gradient + offset, mask=valid, other=0.0).to(tl.float32)
-        # Straight through: within the range the latent value gets the gradient, beyond it the scale alone does.
+        # Straight through: within the range the latent value gets the gradient, beyond it only the scale does.
         free = tl.abs(quotient) <= 6.0
         tl.store(values + offset, tl.where(free, error * first, 0.0), mask=valid)
         total = tl.sum(error * (nearest - tl.where(free, quotient, 0.0)), axis=1)
@@ -242,7 +242,7 @@ def nvfp4_learned_kernel(
 
 
 def fake_quantize_nvfp4(x: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
-    """Returns `fake_quantize(x, nvfp4, global_scale=global_scale)`, the same to the bit but for the sign of zeros.
+    """Returns `fake_quantize(x, nvfp4, global_scale=global_scale)`, the same to the bit except for the sign of zeros.
 
     Args:
         x: `[..., in]` on a GPU, `in` a multiple of sixteen; any float dtype up to float32.

@@ -17,8 +17,8 @@ all groups as well, and the best one wins.
 
 The loop measures on a model whose layers can be switched between formats at run time, with the codes and scales that
 quantizing gives. The result of a solver that works from data (GPTQ, AWQ) depends on the layers before: scores and loop
-then use its result for each group alone (`calibration.sensitivity.group_solutions`), and the choice is quantized for
-real, measured, and corrected.
+then use its result for each group by itself (`calibration.sensitivity.group_solutions`), and the choice is quantized
+for real, measured, and corrected.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Allocation:
 
 
 def _on_linears(work: Callable[Concatenate[nn.Module, _P], _R]) -> Callable[Concatenate[nn.Module, _P], _R]:
-    """Returns `work` on a model in evaluation mode whose `Conv1D` modules are linear layers meanwhile."""
+    """Returns `work` on a model in evaluation mode whose `Conv1D` modules are linear layers for its duration."""
 
     @functools.wraps(work)
     def wrapped(model: nn.Module, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -113,7 +113,7 @@ def allocate(
             the first `effort.score_rows`, the joint loss of budgets on those that follow, and the local search on
             those after them. For a limit on the loss without `held_out`, half of the rows are held out first.
         goal: budgets and limits.
-        held_out: rows on which a limit on the loss must hold, and those that verify it.
+        held_out: rows on which a limit on the loss must hold, and the rows that verify it.
         effort: the number of measurements.
         device: the device where the model runs and is solved; its weights are copied there as they are needed. By
             default where it is.
@@ -167,7 +167,7 @@ def allocate(
     def plan_of(choice: np.ndarray) -> Plan:
         return space.plan(choice, problem, scores, goal, loop.corrected)
 
-    # So far groups were rounded by a stand-in or solved alone. The plan's solver has the last word.
+    # So far groups were rounded by a stand-in or solved one by one. The plan's solver has the last word.
     quantized = None
     if scoring.solver != settings.solver or scoring.solutions:
         real = RealSolver(model, loop, plan_of, rows, settings.dtype, session)
@@ -214,12 +214,12 @@ def check_feasible(
     kv_cache: str | None = None,
     run: Run | None = None,
 ) -> None:
-    """Refuses goals that `allocate` would refuse, from shapes alone, before there are rows; arguments as there.
+    """Refuses goals that `allocate` would refuse, from shapes alone, before there are rows; with the same arguments.
 
     Raises:
         Infeasible, UserError: as `allocate`.
     """
-    # Neither rows nor scores: the knapsack of `space.problem()` has costs alone.
+    # No rows and no scores yet: the knapsack of `space.problem()` has only costs.
     options = Options(
         formats=formats, include=include, exclude=exclude, constraints=constraints, kv_cache=kv_cache, run=run
     )

@@ -25,7 +25,7 @@ class Goal:
         context: tokens a sequence.
         batch: sequences.
         latency: seconds of one decoding step with that cache, on the GPU or table that `target` names.
-        target: runtimes (their formats alone are offered) and at most one GPU or table of kernel times.
+        target: runtimes (only their formats are offered) and at most one GPU or table of kernel times.
         max_kl: largest measured KL(base‖model); of classes for a classifier, 1 − cosine for an encoder.
         max_ppl_increase: largest relative increase of perplexity.
     """

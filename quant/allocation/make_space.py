@@ -42,7 +42,7 @@ def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
     quantized = {layer.name for plan in plans.values() for layer in plan.quantized}
     groups = groups_of([layer for layer in base.layers if layer.name in quantized])
     by_name = {c.name: c for c in candidates}
-    # Some runtimes take each format alone but not several in one checkpoint.
+    # Some runtimes take each format by itself but not several in one checkpoint.
     mixed = len(plans) > 1
     allowed = {
         group: [c for c in candidates if all(_fits(c, m, plans.get(c.name), runtimes, mixed) for m in members)]
@@ -102,7 +102,7 @@ def _without_convs(plan: Plan) -> Plan:
     plan = plan.replace_layers(replace(layer, weight=None, activation=None, reason=reason) for layer in convs)
     if convs and not plan.quantized:
         raise UserError(
-            "formats are chosen for linear layers, and this model has convolutions alone: quantize it in one format, "
+            "formats are chosen for linear layers, and this model has only convolutions: quantize it in one format, "
             "such as --format int8, without a budget"
         )
     return plan

@@ -1,8 +1,9 @@
 """`RealSolver` quantizes a choice of formats with a solver that works from data, measures it, and chooses again.
 
 Such a solver (GPTQ, AWQ) fits a layer to the quantized layers before it, so groups influence each other. The loop of an
-allocation only knows the loss that the solver leaves in each group alone. Here the whole model is solved: for a budget
-once, and once more for a single format that may be better than the mix; for a limit on the loss until it is kept.
+allocation only knows the loss that the solver leaves in each group by itself. Here the whole model is solved: for a
+budget once, and once more for a single format that may be better than the mix; for a limit on the loss until it is
+kept.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from quant.calibration.session import Session
 from quant.execution.solve import Quantized, solve_plan
 from quant.recipes.plan import Plan
 
-# The loss of groups solved alone only estimates the loss of the solved model: a single format whose estimate is worse
-# than the estimate of the mix by less than this factor is solved too.
+# The loss of groups solved one by one only estimates the loss of the solved model: a single format whose estimate is
+# worse than the estimate of the mix by less than this factor is solved too.
 _CLOSE = 1.25
 
 
@@ -36,8 +37,8 @@ _CLOSE = 1.25
 class RealSolver:
     """Quantizes copies of the model with the solver that the plan names, and measures them.
 
-    Groups influence each other there, unlike in solutions of each group alone. The loop learns one number from a copy:
-    its loss divided by the loss of layers solved alone.
+    Groups influence each other there, unlike in separate solutions of each group. The loop learns one number from a
+    copy: its loss divided by the loss of layers solved one by one.
 
     Attributes:
         model: the model in 16 bit; it is copied for each quantization.
@@ -92,7 +93,8 @@ class RealSolver:
             smaller = best is None or loop.space.bytes(estimated.choice) < loop.space.bytes(best[0].choice)
             if limited <= limit and smaller:
                 best = MeasuredChoice(estimated.choice, measured), quantized
-            # The ratio corrects the loop's measurements of groups solved alone; the next choice aims at limit / scale.
+            # The ratio corrects the loop's measurements of groups solved one by one; the next choice aims at limit /
+            # scale.
             loop.scale = limited / alone if alone > 0 and limited > 0 else 1.0
             with loop.bench.switchable.ready():
                 estimated = loop.run()
@@ -126,7 +128,7 @@ class RealSolver:
         return measured
 
     def _alone(self, estimated: MeasuredChoice) -> float:
-        """Returns the limited figure of groups solved alone, as the loop measured it."""
+        """Returns the limited figure of groups solved one by one, as the loop measured it."""
         if not self.loop.goal.by_perplexity:
             return estimated.measured
         return self.loop.bench.perplexity_increase(estimated.choice)

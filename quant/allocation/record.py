@@ -4,7 +4,7 @@ The sensitivity table that it started from is `quant.calibration.sensitivity.tab
 two under "allocation" and "sensitivity". `kl` means KL(base‖model) in nats, of next tokens or of classes, or 1 − cosine
 of the embeddings for an encoder; `unit` says which.
 
-Bits are counted over all weights that the allocator may choose a format for, those that it left in 16 bit included;
+Bits are counted over all weights that the allocator may choose a format for, including weights that it left in 16 bit;
 codes, block scales, global scales and pads count, and embeddings, norms and output heads do not.
 """
 

@@ -96,7 +96,7 @@ class Search:
         """Flips to measure: all, or as many as half of the measurements allow, by score per unit of cost."""
         rows = np.arange(len(choice))
         flips = [(int(g), int(f)) for g, f in np.argwhere(self.problem.allowed) if choice[g] != f]
-        # The other half is for steps and swaps, which flips alone do not give.
+        # The other half is for steps and swaps, which flips do not give.
         count = self.measurements // 2
         if len(flips) <= count:
             return flips

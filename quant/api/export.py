@@ -97,7 +97,7 @@ class ExportJob:
         }
 
     def cache_capacity(self) -> int:
-        """Returns the tokens of the KV cache: as asked for, or `DEFAULT_CAPACITY` for a decoder.
+        """Returns the tokens of the KV cache: as requested, or `DEFAULT_CAPACITY` for a decoder.
 
         0 for a graph without one.
         """
@@ -300,7 +300,7 @@ def export_edge_llm(job: ExportJob) -> dict[str, Any]:
 
 
 def check_attention(kind: str, plan: Plan | None, attention: str) -> None:
-    """Raises UserError where an export would leave out the plan's attention without being told to."""
+    """Raises UserError where an export would leave out the plan's attention without an option that says so."""
     if kind == "torch-tensorrt" and plan is not None and plan.attention is not None and attention != "none":
         raise UserError(
             f"the plan has attention in {plan.attention}, and torch-tensorrt has no op for that: pass --attention none "

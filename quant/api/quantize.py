@@ -1,6 +1,6 @@
 """`quant.quantize` builds the request of a run for a module in memory, and gives back the quantized module.
 
-Each step of a run is a public function too, which a training script can call alone on any `nn.Module`.
+Each step of a run is a public function too, which a training script can call by itself on any `nn.Module`.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def quantize(
         model: any module; a transformers model needs nothing else. Wrappers of torch.compile, DDP and DataParallel are
             looked through: the result has the model inside. Adapters are to be merged before.
         recipe: a preset's name, a recipe, or a finished plan.
-        data: calibration token ids, int64 `[rows, seqlen]`, for static activation scales and for solvers that look
-            at inputs; for a model of anything else its inputs, such as images `[rows, 3, height, width]`, named tensors
+        data: calibration token ids, int64 `[rows, seqlen]`, for static activation scales and for solvers that look at
+            inputs; for other models their inputs, such as images `[rows, 3, height, width]`, named tensors
             `{"input_features": …, "decoder_input_ids": …}` with a row for each call, or any iterable of calls, such as
-            a DataLoader: each a tensor, a tuple of positional or a dict of keyword arguments; or a `forward_loop`.
-            None takes 32 rows of 512 tokens where the plan needs any: text that a causal language model writes itself,
-            and the samples that come with this package where there is a `tokenizer`.
+            a DataLoader: each a tensor, a tuple of positional or a dict of keyword arguments; or a `forward_loop`. None
+            takes 32 rows of 512 tokens where the plan needs any: text that a causal language model writes itself, and
+            the samples that come with this package where there is a `tokenizer`.
         forward_loop: instead of `data`: `forward_loop(model)` calls the model on calibration inputs, without a KV
             cache.
         include: globs; if given, only layers that match one are quantized.
@@ -101,7 +101,7 @@ def quantize(
     has_budget = bits is not None or max_kl is not None or formats is not None
     request = Request(
         model,
-        # The default recipe was not asked for, so it does not contradict a budget; another one does, and is refused.
+        # Nobody named the default recipe, so it does not contradict a budget; another one does, and is refused.
         recipe=None if has_budget and recipe == _RECIPE else recipe,
         data=_data_of(model, data, forward_loop),
         include=include,

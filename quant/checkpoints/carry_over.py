@@ -4,9 +4,9 @@ transformers drops tensors that a model's class has no use for, such as the mult
 and DeepSeek-V3, which servers run. It also casts tensors to the config's dtype as it loads them: float32 biases of
 routers, or `A_log` of a state-space layer, in a BF16 model. A checkpoint has them as the source does:
 
-    not in the model                           carried under its name; its module is in the config's `ignore`
-    cast, and not changed since                the source's dtype and bytes
-    the whole model cast to another dtype      the model's dtype, for that was asked for
+    not in the model                           carried under its name; its module is in the config's `ignore` cast, and
+    not changed since                the source's dtype and bytes the whole model cast to another dtype      the model's
+    dtype, which the user chose
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def carry_over(model: Any, tensors: Tensors, names: StoredNames, source: Path) -
     original = source_tensors(source, stored_dtype(model))
     carried = unused_tensors(model, original, tensors, names)
     completed = dict(tensors)
-    # A user who cast the whole model wants its dtype on disk; only casts that transformers made on loading are undone.
+    # A user who cast the whole model expects its dtype on disk; only casts that transformers made on loading are
+    # undone.
     if main_dtype(original) == stored_dtype(model):
         completed = {name: _as_in_source(name, tensor, original) for name, tensor in tensors.items()}
     modules = []
@@ -82,20 +83,20 @@ def carried_note(model: Any, names: StoredNames, source: Path | None) -> list[st
 
 
 def _deferred(name: str, original: Mapping[str, torch.Tensor]) -> torch.Tensor | DeferredTensor:
-    """Returns a tensor of the source; one that is dequantized is so when it is written."""
+    """Returns a tensor of the source; a dequantized one is computed when it is written."""
     if isinstance(original, QuantizedTensors) and name in original.packed:
         return DeferredTensor(torch.Size(original.shape(name)), original.dtype, partial(original.__getitem__, name))
     return original[name].contiguous()
 
 
 def source_tensors(source: Path, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-    """Returns the tensors of a model's directory, read when asked for; of a quantized one, dequantized to `dtype`.
+    """Returns the tensors of a model's directory, read on access; of a quantized one, dequantized to `dtype`.
 
-    A checkpoint of ours is not dequantized.
+    A checkpoint of this toolkit is not dequantized.
     """
     shards = huggingface.find_shards(source)
     if not (source / PLAN_FILE).is_file():
-        # `quantization_of` raises for a checkpoint of this toolkit, so it is asked about other sources alone.
+        # `quantization_of` raises for a checkpoint of this toolkit, so it is called only for other sources.
         quantization = quantization_of(source, read_fields(source / "config.json"))
         if quantization is not None and (packed := QuantizedTensors(shards, quantization, dtype)).packed:
             return packed
@@ -129,11 +130,10 @@ def unused_tensors(
 ) -> list[str]:
     """Returns the names of the source's tensors that the model's class has no use for, and that are not written.
 
-    Of all of them, or of those that are `asked` about.
+    For all tensors, or for those in `asked`.
     """
     asked = original if asked is None else asked
-    # The metadata of a checkpoint of ours lists the tensors that it carried over, and transformers need not be asked
-    # again.
+    # The metadata of our checkpoints lists the tensors that were carried over, so transformers need not be asked again.
     if isinstance(original, TensorFiles) and original.carried:
         return [name for name in asked if name in original.carried and name not in written]
     own = {names.stored(name) for name in model.state_dict(keep_vars=True)}
@@ -144,7 +144,7 @@ def unused_tensors(
     ]
     ignored = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_COMPUTED)
     carried = {name for name in lacking if any(re.search(pattern, name) for pattern in ignored)}
-    # The other ones may be in the model all the same: transformers renames and joins tensors as it loads them.
+    # The other ones may be in the model nevertheless: transformers renames and joins tensors as it loads them.
     carried |= set(_unexpected(model, original, [name for name in lacking if name not in carried], names))
     return [name for name in lacking if name in carried]
 
@@ -162,7 +162,7 @@ def _unexpected(
     outlines = {name: _deferred(name, original) for name in asked}
     # Loading meta tensors into a meta model runs transformers' renaming and joining of tensors, and reads no data.
     shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in outlines.items()}
-    with huggingface.quiet(), explained("transformers cannot tell the tensors that it ignores"):
+    with huggingface.quiet(), explained("transformers cannot list the tensors that it ignores"):
         _, info = type(model).from_pretrained(
             None, config=config, state_dict=shapes, device_map="meta", dtype=config.dtype, output_loading_info=True
         )

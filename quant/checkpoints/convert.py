@@ -105,7 +105,7 @@ def convert(
                 continue
             copy_along(source, temporary / source.name, directory)
         plan.save(temporary / PLAN_FILE)
-        # The bare word Infinity, which is no JSON, stays where a config has it: its readers know it.
+        # The bare word Infinity, which is not JSON, stays where a config has it: its readers know it.
         fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         clear_flag(fields, opened.model, untied_in(opened, plan).values())
         fields["quantization_config"] = layout.quantization_config(plan, names)

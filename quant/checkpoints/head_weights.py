@@ -27,7 +27,7 @@ def head_weights(model: nn.Module, source: Path, is_asked: Callable[[str], bool]
         is_asked: whether a layer of this name is wanted.
     """
     original, names = source_tensors(source, stored_dtype(model)), stored_names(model)
-    # transformers is asked about all experts of a block or about none, for it joins their matrices.
+    # transformers is asked about all experts of a block or about none, because it joins their matrices.
     stems = {_stem(name) for name in original if is_asked(name.removesuffix(".weight"))}
     asked = [name for name in original if _stem(name) in stems]
     weights: dict[str, torch.Tensor] = {}

@@ -37,9 +37,9 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def can_run(path: str | Path) -> bool:
-    """Returns whether `load` knows the formats of a quantized checkpoint, as far as its config tells."""
+    """Returns whether `load` knows the formats of a quantized checkpoint, judging by its config."""
     config = quantization_config(Path(path))
-    # A plan names formats of this toolkit alone, so a checkpoint with a plan can always run.
+    # A plan names only formats of this toolkit, so a checkpoint with a plan can always run.
     if config is None or (Path(path) / PLAN_FILE).is_file():
         return is_checkpoint(path)
     try:

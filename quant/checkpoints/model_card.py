@@ -56,7 +56,7 @@ def write_card(
     if card.is_file():
         text = card.read_text(encoding="utf-8", errors="replace")
         fields = _front_matter(text)
-        # A card of ours, of a checkpoint that was trained or converted, is outdated, and names the original model.
+        # Our own card, of a checkpoint that was trained or converted, is outdated, and names the original model.
         if (own := _TITLE.search(text)) is not None:
             title = own[1]
         else:
@@ -96,13 +96,13 @@ def _head(fields: Mapping[str, Any], plan: Plan, base: Any, layout: str) -> Iter
     head |= {"library_name": "transformers", **{key: fields[key] for key in _CARRIED if fields.get(key)}}
     tags = fields.get("tags")
     formats = (layer.weight.name for layer in plan.quantized if layer.weight is not None)
-    # Those of an earlier card of ours are written anew: the layout or the formats may be others.
+    # Fields of our earlier card are written anew: the layout or the formats may be others.
     ours = {"blockscale", *_RUNTIMES, *FORMATS}
     carried = (tag for tag in map(str, tags if isinstance(tags, list) else ()) if tag not in ours)
     head["tags"] = list(dict.fromkeys([*carried, "blockscale", layout, *formats]))
     yield "---"
     if base is None:
-        yield "# base_model: ORG/NAME, to be filled in: a local directory does not tell its name on the hub"
+        yield "# base_model: ORG/NAME, to be filled in: a local directory has no name on the hub"
     for key, value in head.items():
         yield f"{key}: {json_text(value, ensure_ascii=False, default=str)}"
     yield "---"
@@ -139,7 +139,7 @@ def _loss(report: Mapping[str, Any] | None) -> Iterator[str]:
                 ("kl", "{:.4f}"), ("top1", "{:.1%}"), ("perplexity", "{:.2f}"), ("baseline_perplexity", "{:.2f}")
             )
         ]  # fmt: skip
-        # The name alone: a path would tell about the machine of the run.
+        # Only the name: a path would disclose details of the machine.
         yield f"| {Path(str(each.get('text') or 'text')).name.replace('|', '/')} | {' | '.join(cells)} |"
 
 

@@ -58,7 +58,7 @@ class Checkpoint:
     Attributes:
         directory: the directory with the files.
         model: unquantized; its parameters may be on the meta device.
-        meta: whether tensors are on the meta device, read from the headers of the files alone.
+        meta: whether tensors are on the meta device, read only from the headers of the files.
     """
 
     directory: Path
@@ -89,7 +89,7 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> TensorFiles:
-        """The tensors, read when asked for, under the names that the model's modules have."""
+        """The tensors, read on access, under the names that the model's modules have."""
         kv_names = (layout.kv_name_of_module for layout in LAYOUTS.values())
         # ModelOpt stores `self_attn.k_proj.k_scale` where modules hold `self_attn.k_scale`; these names are changed
         # first.
@@ -130,7 +130,8 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
         # An empty tensor of this name is ours: transformers stops at it (`StoredNames.stopped`).
         if layer.kind == LayerKind.EXPERTS and layer.name in tensors and tensors[layer.name].numel():
             raise UserError(
-                f"{place(tensors, layer.name)} is left over, for its experts are quantized one by one; quantize the "
+                f"{place(tensors, layer.name)} is left over, because its experts are quantized one by one; quantize "
+                "the "
                 "model again, or download it again"
             )
         weight, input_scale = read_layer(tensors, layer)
@@ -209,7 +210,7 @@ def quantization_config(directory: Path) -> dict[str, Any] | None:
 
 
 def _with_group_size(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Returns a config with the group size of INT4, which ModelOpt writes into its own file alone."""
+    """Returns a config with the group size of INT4, which ModelOpt writes only into its own file."""
     file = directory / modelopt.CONFIG_FILE
     if config.get("quant_method") != MODELOPT or "config_groups" in config or not file.is_file():
         return config
@@ -226,7 +227,7 @@ def kv_scale_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
         attention, _, operand = name.rpartition(".")
         other = f"{attention}.{'v' if operand == 'k_scale' else 'k'}_scale"
         if other not in scales:
-            yield f"{place(tensors, other)} is missing beside {name}; calibrate the KV cache again"
+            yield f"{place(tensors, other)} is missing next to {name}; calibrate the KV cache again"
 
 
 def untied_in(opened: Checkpoint, plan: Plan) -> dict[str, Any]:
@@ -304,8 +305,8 @@ def _as_in_transformers(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict
         if parameter is None or not (parameter.dtype.is_floating_point and is_wide_float(tensor)):
             cast[name] = tensor
             continue
-        # transformers keeps the modules of the strict list in float32 always, those of the other list in float16 models
-        # alone.
+        # transformers keeps the modules of the strict list in float32 always, those of the other list only in float16
+        # models.
         wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
         if parameter.dtype is torch.float16:
             wide |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -315,7 +316,10 @@ def _as_in_transformers(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict
 
 
 def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path, *, assign: bool) -> None:
-    """Loads the tensors that are not quantized; UserError if one has another shape, is missing or has no place."""
+    """Loads the tensors that are not quantized.
+
+    Raises UserError if one has another shape, is missing or belongs to no module.
+    """
     tensors = with_fused_experts(model, tensors)
     state = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
@@ -343,7 +347,7 @@ def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Pa
 
 
 def _untie(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Gives tensors of their own to the layers that config.json ties to others, and whose tensors in the files differ.
+    """Gives separate tensors to the layers that config.json ties to others, and whose tensors in the files differ.
 
     transformers does the same; servers take the embedding for the head (`flag_problems`).
 

@@ -37,7 +37,7 @@ _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model
 def attach(model: nn.Module, plan: Plan) -> None:
     """Gives a quantized model of transformers its plan, as `quantization_plan`, and the methods that save by it.
 
-    On any model the attribute is set by which DDP knows the buffers that it need not send to all ranks at each step.
+    On any model the attribute is set that names the buffers that DDP need not send to all ranks at each step.
     """
     model._ddp_params_and_buffers_to_ignore = _packed_buffers(model)  # type: ignore[assignment]
     if not hasattr(model, "save_pretrained"):
@@ -108,13 +108,13 @@ def save_pretrained(
     Arguments that are not named below mean to transformers how 16-bit weights are written, and change nothing.
 
     Args:
-        model: quantized, of transformers; with adapters that transformers holds, these alone are written.
+        model: quantized, of transformers; with adapters that transformers holds, only these are written.
         save_directory: keeps its other files, such as the optimizer's state; weights of an earlier save go.
         is_main_process: only that process writes.
         state_dict: tensors in the place of the model's, such as those gathered from all ranks.
         push_to_hub: uploads the written files to `repo_id`, by default the directory's name.
         max_shard_size: bytes of the largest file, such as "2GB"; never more than 5 GB.
-        variant, distributed_checkpoint: refused, for no quantized checkpoint is written so.
+        variant, distributed_checkpoint: refused, because no quantized checkpoint is written so.
         token: the token for the hub; `repo_id`, `private`, `commit_message`, `create_pr` and `revision` among `options`
             too.
 
@@ -156,7 +156,7 @@ def save_pretrained(
             old.unlink()
         source = destination.source
         copied = set() if source is None else {file.relative_to(source) for file in companion_files(source)}
-        # A card that a user or a Trainer wrote stays; one of ours is replaced.
+        # A card that a user or a Trainer wrote stays; our own is replaced.
         if not is_own_card(directory / CARD):
             copied.add(Path(CARD))
         for name in files:
@@ -187,7 +187,7 @@ def _shard_bytes(size: int | str | None) -> int | None:
         units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
         number, unit = size[:-2], size[-2:].upper()
         if unit not in units or not number.strip().isdigit():
-            raise UserError(f"max_shard_size={size!r} is no size: give a number of bytes, or one such as '2GB'")
+            raise UserError(f"max_shard_size={size!r} is not a size: give a number of bytes, or one such as '2GB'")
         size = int(number) * units[unit]
     return None if size is None else min(size, SHARD_BYTES)
 

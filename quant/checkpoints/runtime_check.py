@@ -41,7 +41,7 @@ LAYER_LIMIT = 0.02
 ROUNDED_LIMIT = 0.06
 """The same for rounded inputs: a value near a tie may go either way. Inputs that are not rounded at all make 0.1."""
 MODEL_LIMIT = 0.2
-"""Largest mean difference of log-probabilities, in nat; the order of sums in BF16 alone makes 0.04 on SmolLM2."""
+"""Largest mean difference of log-probabilities, in nat; the order of sums in BF16 already makes 0.04 on SmolLM2."""
 TEXTS, TOKENS, NEW_TOKENS = 4, 96, 16
 
 
@@ -229,7 +229,7 @@ def _inputs_in_16_bit(module: nn.Module) -> Iterator[None]:
 def _output(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Returns `[tokens, out]`, float32.
 
-    A linear layer with inputs in 16 bit is computed in float64, by no kernel of ours.
+    A linear layer with inputs in 16 bit is computed in float64, without our kernels.
     """
     if isinstance(module, QuantLinear) and module.activation_format is None:
         bias = None if module.bias is None else module.bias.double()

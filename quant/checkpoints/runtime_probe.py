@@ -68,7 +68,7 @@ def kernel_name(module: nn.Module) -> str:
         return "16 bit" if method is None or type(method).__name__.startswith("Unquantized") else type(method).__name__
     name = kernel.__name__ if isinstance(kernel, type) else type(kernel).__name__
     if name.startswith("Blockscale") and getattr(module, "blockscale_format", None) == "":
-        name = name.replace("Blockscale", "Marlin")  # this layer broke a limit of ours
+        name = name.replace("Blockscale", "Marlin")  # this layer exceeds a limit of our kernels
     return name.replace("LinearKernel", "").replace("ScaledMM", "")
 
 
@@ -86,7 +86,7 @@ def watch_vllm(model: nn.Module, notes: Notes) -> None:
             continue
         parent, _, last = name.rpartition(".")
         members = [f"{parent}.{member}" if parent else member for member in packed.get(last, [last])]
-        # Layers may share a method, which is wrapped once and tells them apart by their identity.
+        # Layers may share a method, which is wrapped once and distinguishes them by their identity.
         layers: dict[int, tuple[str, list[str]]] = vars(method).setdefault("layers_noted", {})
         if not layers:
             method.apply = _noted(method.apply, notes, layers)
@@ -122,7 +122,7 @@ def probe_vllm(directory: Path, request: Mapping[str, Any], out: Path) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, so that its layers can be read
     import vllm
 
-    register()  # once more, for a checkout that is not installed has no entry points
+    register()  # once more, because a checkout that is not installed has no entry points
     rows, new = request["rows"], request["new_tokens"]
     settings = {
         # No compiled graphs: every layer is called as it is. A second row must not find the first in a cache.

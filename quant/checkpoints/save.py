@@ -98,7 +98,7 @@ def save(
         SHA-256 of each weight file, by name.
 
     Raises:
-        ValueError: there is no plan, the layout cannot store a format of it, a tensor holds NaN or infinity, or
+        ValueError: the plan is missing, the layout cannot store one of its formats, a tensor holds NaN or infinity, or
             transformers would load other tensors than these.
         FileExistsError: `directory` is not empty and `overwrite` is False.
     """
@@ -176,7 +176,7 @@ def write_model(
         if of_transformers:
             write_config(temporary, model, plan, names, destination.source, state)
         # The trial needs names and shapes only, and so runs while the weights are written. Tensors that were carried
-        # over and those of prediction heads are none of its business: transformers ignores them.
+        # over and those of prediction heads are not compared: transformers ignores them.
         with ThreadPoolExecutor(1, thread_name_prefix="trial") as thread:
             loading = None
             if of_transformers:
@@ -198,7 +198,7 @@ def write_model(
 
 
 def _write_companions(model: Any, tokenizer: Any, directory: Path, source: Path | None) -> None:
-    """Writes the files beside weights and config: those of the source as they are, and the objects that differ."""
+    """Writes the files besides weights and config: the source's files unchanged, and the objects that differ."""
     generation = getattr(model, "generation_config", None)
     if generation is not None and model.can_generate() and not _is_of_source(generation, source):
         generation.save_pretrained(directory)
@@ -261,10 +261,11 @@ def save_state_dict(
             out[name] = tensor
             continue
         for part, weight in layer_weights(layer, solved[layer]).items():
-            # Weight-only: without a module no inputs were seen, and there is no input scale.
+            # Weight-only: without a module no inputs were seen, so no input scale exists.
             for suffix, stored in compress(weight, None, tensor.dtype).items():
                 out[f"{part}.{suffix}"] = stored
-    # A mask is a buffer, and a state dict does not tell buffers from parameters: only planned weights must be finite.
+    # A mask is a buffer, and a state dict does not distinguish buffers from parameters: only planned weights must be
+    # finite.
     masks = tensors.keys() - {f"{layer.name}.weight" for layer in plan.layers}
     with new_directory(Path(directory), overwrite=overwrite) as temporary:
         hashes = write_tensors(temporary, out, masks=masks)

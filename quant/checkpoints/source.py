@@ -1,11 +1,11 @@
-"""A checkpoint is held against the model that it was made from: tensors that no plan touches must be in it unchanged.
+"""A checkpoint is compared with the model that it was made from: tensors that no plan touches must be in it unchanged.
 
     tensors   every tensor of the source is quantized, or is there with its dtype and bytes
     config    every key of the source's config.json is there with its value
-    files     every file beside the weights is there with its bytes: tokenizers, templates, licences, code
+    files     every file besides the weights is there with its bytes: tokenizers, templates, licences, code
 
 Each deviation is a `Difference`. One that a rule explains carries the reason (a tied head is stored once, a solver
-folded its input scale into a norm); one without a reason is a fault of whoever wrote the checkpoint.
+folded its input scale into a norm); one without a reason is an error of the program that wrote the checkpoint.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def compare_with_source(directory: str | Path, source: str | Path, model: nn.Mod
         model: the model of the checkpoint; None builds it on the meta device if the comparison needs it.
 
     Raises:
-        UserError: `source` is no directory with config.json and weights, whose names a checkpoint keeps.
+        UserError: `source` is not a directory with config.json and weights, whose names a checkpoint keeps.
     """
     home = find_model(str(source))
     if not (home / "config.json").is_file():

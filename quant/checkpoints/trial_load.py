@@ -5,7 +5,7 @@ The names of a checkpoint's tensors are therefore checked by loading it: missing
 the checkpoint is still a temporary directory. Where transformers stops with an error of its own, the user gets that
 error with a way that works. Only the headers of the files and single numbers are read.
 
-transformers quantizes linear layers alone. Convolutions and GPT-2's `Conv1D` are stored as matrices `[out, in]`, and
+transformers quantizes only linear layers. Convolutions and GPT-2's `Conv1D` are stored as matrices `[out, in]`, and
 transformers 5.24 does one of three things with them:
 
     codes under the name of the weight, in another shape      it stops
@@ -43,7 +43,7 @@ from quant.recipes.plan import LayerPlan, Plan
 
 _PEER = "compressed_tensors"
 _DROPPED = (*(f".{part}" for part in RUN_TIME_PARTS), ".input_scale", ".input_global_scale")
-"""Suffixes of a layer's tensors that transformers ignores; `runtime_warnings` tells the user."""
+"""Suffixes of a layer's tensors that transformers ignores; `runtime_warnings` has the warning for users."""
 
 
 def check_experts(plan: Plan, names: StoredNames) -> None:
@@ -58,16 +58,16 @@ def check_experts(plan: Plan, names: StoredNames) -> None:
         raise UserError(
             f"{counted(len(unread), 'layer')}, {unread[0]} first: transformers {version} has the experts of this model "
             "as one tensor in 16 bit, no rule of it joins quantized ones, and it would run with random numbers; keep "
-            "them in 16 bit with --exclude '*.experts.*', or pass --allow-missing to write a checkpoint for quant.load "
-            "and servers alone"
+            "them in 16 bit with --exclude '*.experts.*', or pass --allow-missing to write a checkpoint for only "
+            "quant.load and servers"
         )
 
 
 def import_for_trial() -> None:
     """Imports the package that `trial_load` needs, in a thread.
 
-    With PyTorch 2.11, compressed-tensors imports torch.compile's backend, which takes 4 s. Weights are solved
-    meanwhile; without the thread, the end of a run would wait for it.
+    With PyTorch 2.11, compressed-tensors imports torch.compile's backend, which takes 4 s. Weights are solved in
+    parallel; without the thread, the end of a run would wait for it.
     """
 
     def run() -> None:
@@ -86,7 +86,7 @@ def trial_load(
     *,
     allow_missing: bool = False,
 ) -> list[str]:
-    """Loads a checkpoint in transformers; returns sentences that warn a user who is going to do so.
+    """Loads a checkpoint in transformers; returns warnings for users who will do the same.
 
     Inside a process group of a training script nothing is tried: compressed-tensors would wait for all of its ranks.
 
@@ -135,12 +135,12 @@ def trial_load(
         return [*notes, f"{finding}: load this checkpoint with quant.load, or a server that knows the layers"]
     raise UserError(
         f"{finding}; keep those layers in 16 bit with --exclude, or pass --allow-missing to write a checkpoint for "
-        "quant.load and servers alone"
+        "only quant.load and servers"
     )
 
 
 def _is_told_of_experts(name: str, plan: Plan, tensors: Mapping[str, torch.Tensor | DeferredTensor]) -> bool:
-    """Returns whether transformers says of a tensor of fused experts what `runtime_warnings` has told the user already.
+    """Returns whether transformers reports a tensor of fused experts that `runtime_warnings` has already reported.
 
     transformers 5.17 counts tensors as unexpected that 5.24 skips or stops at: the global scale of experts in NVFP4,
     and the matrices of experts whose stack is an empty tensor in the checkpoint.
@@ -155,7 +155,7 @@ def _is_told_of_experts(name: str, plan: Plan, tensors: Mapping[str, torch.Tenso
 
 
 def _failure(error: Exception, version: str, loads_dequantized: bool) -> str:
-    """Returns the warning for a checkpoint at which transformers stops, with the way to load it all the same."""
+    """Returns the warning for a checkpoint at which transformers stops, with the way to load it nevertheless."""
     way_out = "load it with quant.load"
     if loads_dequantized:
         way_out = "pass it quantization_config=CompressedTensorsConfig(dequantize=True), or load it with quant.load"
@@ -197,8 +197,8 @@ def check_read_back(directory: Path, cls: Any) -> None:
         fill(opened, built=True)
     except ValueError as error:
         raise UserError(
-            f"{cls.__name__}: the checkpoint could not be read back, for transformers names or joins its tensors in a "
-            f"way that is not known here ({one_line(error)}); keep those layers in 16 bit with --exclude"
+            f"{cls.__name__}: the checkpoint could not be read back, because transformers names or joins its tensors "
+            f"in an unknown way ({one_line(error)}); keep those layers in 16 bit with --exclude"
         ) from error
 
 

@@ -97,8 +97,8 @@ def verify(
 
     Args:
         directory: the checkpoint, or its name on the Hugging Face hub.
-        model: the unquantized module, for a checkpoint without config.json; it is changed in place. Where neither is
-            there, the files and the plan alone are checked.
+        model: the unquantized module, for a checkpoint without config.json; it is changed in place. Without either,
+            only the files and the plan are checked.
         source: the directory of the original model, or its name on the Hugging Face hub: whatever of it the plan does
             not touch must be in the checkpoint as it is.
         runtime: "vllm" or "transformers", as installed here: it loads the checkpoint in a process of its own, and each
@@ -107,7 +107,7 @@ def verify(
         trust_remote_code: lets transformers run the Python files that config.json names in `auto_map`.
 
     Raises:
-        UserError: not a quantized checkpoint, or `source` is no directory of a model.
+        UserError: not a quantized checkpoint, or `source` is not a directory of a model.
     """
     with remote_code(trust_remote_code):
         path = find_checkpoint(directory)
@@ -192,7 +192,7 @@ class _Subject:
 
 def _report(document: Any) -> Mapping[str, Any]:
     """Returns a report, as far as it is compared with."""
-    # A report that was edited by hand must give a finding and no TypeError; other fields are compared by `.get`.
+    # A report that a user has edited must give a finding and not a TypeError; other fields are compared by `.get`.
     fields = typed(dict[str, Any], document, "report")
     return {**fields, "files": typed(dict[str, str], fields.get("files"), "files")}
 

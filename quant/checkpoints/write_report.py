@@ -25,6 +25,6 @@ def write_report(report: Report, plan: Plan, directory: Path, hashes: Mapping[st
     report.bytes_after = sum((directory / name).stat().st_size for name in hashes)
     report.peak_rss_bytes = peak_rss()
     # `verify` reads report.json (hashes, plan digest, fingerprint), and so does the next training run that starts here
-    # (`training.run_report`). report.html is for people alone.
+    # (`training.run_report`). report.html is only for people.
     report.save(directory / "report.json")
     write_atomically(directory / "report.html", render_html(report, plan))

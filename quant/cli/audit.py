@@ -59,8 +59,8 @@ def verify_command(
     """Check a quantized checkpoint: hashes, plan, tensors, shared scales, and a forward pass.
 
     Each finding is one line. If there is any, the command ends with exit code 2. With --source, the checkpoint of any
-    tool is held against its original model; differences that are right are told with their reason. With --runtime, a
-    table shows the kernel and the largest error of each kind of layer, and a kind that is wrong is a finding.
+    tool is compared with its original model; expected differences are shown with their reason. With --runtime, a table
+    shows the kernel and the largest error of each kind of layer, and a kind that is wrong is a finding.
     """
     from quant.checkpoints.verify import verify
     from quant.models.state_dict import call_factory
@@ -76,7 +76,7 @@ def verify_command(
         if not quiet:
             for line in result.explained:
                 click.echo(printable(f"not as in the source: {line}"), err=True)
-            # Checks that were skipped for one reason share a line; on standard error, since they are no findings.
+            # Checks that were skipped for one reason share a line; on standard error, because they are not findings.
             for why in dict.fromkeys(result.skipped.values()):
                 names = ", ".join(name for name, reason in result.skipped.items() if reason == why)
                 click.echo(printable(f"{names}: not checked, {why}"), err=True)
@@ -160,7 +160,7 @@ def audit_command(
     # A receipt without a digest cannot contradict the plan.
     if plan is not None and receipt.get("plan") not in (None, plan.digest()):
         raise UserError(f"{engine} was built from another plan than {plan_file}: their digests differ")
-    # A plan beside safetensors files is that of a checkpoint; a plan alone says nothing of codes.
+    # A plan next to safetensors files belongs to a checkpoint; without them it says nothing about codes.
     if checkpoint is None and plan_file is not None and any(plan_file.parent.glob("*.safetensors")):
         checkpoint = plan_file.parent
     if checkpoint is None and plan is not None and not quiet:

@@ -1,11 +1,11 @@
 """All commands share this file: `Command`, which prints and fails in the same way for all, and common options.
 
 An expected error (`ValueError`, `OSError`, out of memory) is one line on standard error and exit code 2. Any other
-exception is a bug, of ours or of transformers; it ends in one line too, which says whose (`quant/run/unexpected.py`),
-with exit code 70. `--debug` shows the traceback of either. A warning of this package is one line. Ctrl-C and SIGTERM
-end a command in the same way: unfinished output is removed, a line says whether --out was written and whether the same
-command goes on from there, and the exit code is 128 plus the signal's number.
-How the process itself behaves is in `quant/cli/process.py`.
+exception is a bug, in this toolkit or in transformers; it ends in one line too, which says where
+(`quant/run/unexpected.py`), with exit code 70. `--debug` shows the traceback of either. A warning of this package is
+one line. Ctrl-C and SIGTERM end a command in the same way: unfinished output is removed, a line says whether --out was
+written and whether the same command goes on from there, and the exit code is 128 plus the signal's number. How the
+process itself behaves is in `quant/cli/process.py`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def attention_options(model: Path | None, attention: str | None, kv_cache: str |
 
     One that was not given is taken from the plan of the checkpoint `model`, if any.
     """
-    # Only a checkpoint of ours has a plan; a model of the hub attends in 16 bit unless an option says otherwise.
+    # Only our own checkpoints have a plan; a model of the hub attends in 16 bit unless an option says otherwise.
     file = Path(PLAN_FILE) if model is None else model / PLAN_FILE
     if model is not None and file.is_file() and None in (attention, kv_cache):
         planned = Plan.load(file).run_time
@@ -133,7 +133,7 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses the arguments, and keeps them as they were given."""
         ctx.meta[_ARGUMENTS] = list(args)
-        # click takes the last of several values without a word.
+        # click silently takes the last of several values.
         _, _, order = self.make_parser(ctx).parse_args(list(args))
         for option, count in Counter(order).items():
             if isinstance(option, click.Option) and not (option.multiple or option.is_flag) and count > 1:
@@ -173,7 +173,7 @@ class Command(click.Command):
             number = signal.SIGTERM if isinstance(signalled, Terminated) else signal.SIGINT
             if watch is not None:
                 watch.fails(f"stopped by {number.name}", follows=True)
-            # The inode or the time of change of --out tells whether the result was put there already.
+            # The inode or the time of change of --out shows whether the result was put there already.
             when = "before" if _identity(out) == before else "after"
             what = "" if out is None else f" {when} {out} was written"
             echo(f"error: stopped by {number.name}{what}{_goes_on(ctx.params)}", err=True)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def bench_command(model: str | None, ceilings: bool, tokens: str, quiet: bool, as_json: bool) -> None:
     """Time the quantized matmuls of MODEL on this GPU, each next to the 16-bit one, or the GPU itself (--ceilings).
 
-    Byte rates count the weight as it is stored. Nothing is searched: the launches timed are those that a call uses
-    (`quant tune` searches).
+    Byte rates count the weight as it is stored. Nothing is searched: the timed launches are the ones that a call uses
+        (`quant tune` searches).
     """
     from quant.kernels.ceilings import measure_ceilings
     from quant.kernels.hardware import current
@@ -70,7 +70,7 @@ def bench_command(model: str | None, ceilings: bool, tokens: str, quiet: bool, a
 def tune_command(model: str, tokens: str, quiet: bool, as_json: bool) -> None:
     """Measure launches of every quantized matmul of MODEL on this GPU, and keep the fastest.
 
-    The table is kept in ~/.cache/blockscale ($BLOCKSCALE_CACHE) and used from then on. Launches whose results differ
+    The table is kept in ~/.cache/blockscale ($BLOCKSCALE_CACHE) and used by later runs. Launches whose results differ
     from float64 are dropped and named.
     """
     from quant.kernels.hardware import current

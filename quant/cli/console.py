@@ -143,7 +143,7 @@ class Stages:
         self.stage: str | None = None
 
     def expect(self, stage: str, names: Sequence[str], amounts: Sequence[float], unit: str) -> None:
-        """Begins a stage of which more is known.
+        """Begins a stage whose steps are known.
 
         Args:
             stage: the name of the stage.

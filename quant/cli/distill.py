@@ -31,7 +31,7 @@ from quant.training.options import DistillOptions
 @click.option("--samples", default=512, show_default=True, type=click.IntRange(1),
               help="Rows of training text at most; used again as often as the steps need them.")  # fmt: skip
 @click.option("--lr", type=click.FloatRange(0, min_open=True), help="Peak learning rate.  [default: 1e-4, or "
-              "6e-5 where weights alone are rounded]")  # fmt: skip
+              "6e-5 where only weights are rounded]")  # fmt: skip
 @click.option("--temperature", default=1.0, show_default=True, type=click.FloatRange(0, min_open=True),
               help="Divides the logits of teacher and student.")  # fmt: skip
 @click.option("--hidden", default=0.0, show_default=True, type=click.FloatRange(0),

@@ -59,7 +59,7 @@ def examine() -> dict[str, Any]:
         "driver": driver_version(),
         "gpus": examine_gpus(),
         "links": examine_links(),
-        # `find_spec` finds a package without importing it: TensorRT alone takes a second.
+        # `find_spec` finds a package without importing it: importing TensorRT takes a second.
         "packages": {
             name: {"installed": find_spec(name) is not None, "extra": extra, "for": purpose}
             for name, (extra, purpose) in _EXTRAS.items()

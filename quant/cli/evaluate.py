@@ -129,7 +129,7 @@ def evaluate_command(
     hashes = {f"the text {name}": digest_of(each) for name, each in rows.items()}
     check_same(hashes, session, WatchedFiles(source.path).files)
     how = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
-    # Attention is patched on the module of the model alone; the baseline keeps its own.
+    # Attention is patched only on the module of the model; the baseline keeps its own.
     with how, bar("evaluate", quiet or as_json) as advance:
         result = evaluate_texts(module, rows, other, batch_size=batch_size, device=session.device, progress=advance)
     if as_json:

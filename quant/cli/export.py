@@ -31,7 +31,7 @@ _INPUT_DTYPES = {**DTYPES, "int64": "int64"}
 @click.command("export", cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--to", "kind", required=True, type=click.Choice(list(KINDS)), help="Kind of export.")
-@click.option("--out", type=click.Path(path_type=Path), help="Destination. [default: beside DIRECTORY]")
+@click.option("--out", type=click.Path(path_type=Path), help="Destination. [default: next to DIRECTORY]")
 @click.option("--overwrite", is_flag=True, help="Replace --out; for triton-server, all versions there.")
 @click.option(
     "--shapes",
@@ -44,7 +44,7 @@ _INPUT_DTYPES = {**DTYPES, "int64": "int64"}
     "inputs",
     multiple=True,
     metavar="NAME:DTYPE:DIMS",
-    help="Input of a module that is no transformers model: x:fp32:batch,3,224,224. Repeatable, in order.",
+    help="Input of a module that is not a transformers model: x:fp32:batch,3,224,224. Repeatable, in order.",
 )
 @click.option(
     "--attention",
@@ -186,7 +186,7 @@ def _attention_scales(
     hears: Listener,
     **size: Any,
 ) -> Mapping[str, AttentionScales]:
-    """Returns FP8 scales of attention's operands, measured: a checkpoint has no place for them."""
+    """Returns FP8 scales of attention's operands, measured: a checkpoint cannot hold them."""
     from quant.calibration.kv_cache import collect_attention_scales
     from quant.calibration.session import Session
     from quant.execution.sources import Rows, as_rows, read_calibration
@@ -208,7 +208,7 @@ def _attention_scales(
 
 
 def _parse_inputs(texts: tuple[str, ...]) -> dict[str, GraphInput]:
-    """Returns `x:fp32:batch,3,224,224`: a name, a dtype, and dimensions, of which those with a name are dynamic."""
+    """Returns `x:fp32:batch,3,224,224`: a name, a dtype, and dimensions, where named ones are dynamic."""
     import torch
 
     from quant.export.onnx_graph.decoder import GraphInput

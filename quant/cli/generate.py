@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     help="Run this ONNX file in onnxruntime, or this engine in TensorRT; it was exported from the checkpoint MODEL.",
 )
 @click.option("--temperature", default=0.0, show_default=True, help="With --engine: 0 takes the likeliest token.")
-@click.option("--top-k", default=0, show_default=True, help="With --engine: draw among so many tokens; 0 is all.")
+@click.option("--top-k", default=0, show_default=True, help="With --engine: number of tokens to draw among; 0 is all.")
 @click.option("--top-p", default=1.0, show_default=True, help="With --engine: draw among tokens of this probability.")
 @SEED
 @TRUST
@@ -66,7 +66,7 @@ def generate_command(
     """Continue a prompt with MODEL, quantized or not, by greedy decoding, which is repeatable.
 
     On a GPU our kernels multiply by the quantized weights; on a CPU their PyTorch reference does. With --engine, the
-    exported file runs in the place of MODEL: several prompts at once, and drawn tokens, if asked for.
+    exported file runs in the place of MODEL: several prompts at once, and sampling, if requested.
     """
     _check_options(engine is not None)
     if engine is not None:
@@ -150,7 +150,7 @@ def _run_model(
         source, module = open_runnable(model)
     announce_source(hears, source)
     if not source.is_causal_lm:
-        raise UserError(f"{model} ({type(module).__name__}) is no causal language model; it cannot continue text")
+        raise UserError(f"{model} ({type(module).__name__}) is not a causal language model; it cannot continue text")
     how = attention_options(source.path, attention, kv_cache)
     # JSON has the text whole; without it, pieces appear as they are decoded.
     with nullcontext() if as_json else _line(prompt) as on_text:
@@ -203,7 +203,7 @@ def check_engine_command(
     """Load ENGINE, let it read prompts and decode, and compare its tokens, logits and times with `quant.load`.
 
     ENGINE is an ONNX file, a directory of `quant export --to onnx`, or an engine. An engine needs the GPU that it was
-    built for. Without it, everything that its file tells is checked: that it is whole, and of this plan, the precision
+    built for. Without it, everything that its file shows is checked: that it is whole, and of this plan, the precision
     of each layer, and the codes that it holds. A difference ends the command with exit code 2.
     """
     from quant.engines.check import check_engine

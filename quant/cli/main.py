@@ -1,8 +1,8 @@
 """The command line has two programs: `quantize` does the main job, and `quant` is the toolbox with all commands.
 
 Commands parse their options, call one public function and print its result. The toolbox knows its commands by name and
-summary only, and imports the file of a command when that command is asked for. Commands that need torch, which takes
-seconds to import, import it in their body, so that no `--help` waits for it.
+summary only, and imports the file of a command when that command runs. Commands that need torch, which takes seconds to
+import, import it in their body, so that no `--help` waits for it.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def patient(name: Literal["stdout", "stderr"]) -> Iterator[None]:
-    """While open, writing to standard output or error never fails for want of a reader: the text goes nowhere then."""
+    """While open, writing to standard output or error never fails: text without a reader is dropped."""
     stream = cast(TextIO, PatientStream(getattr(sys, name)))
     with redirect_stdout(stream) if name == "stdout" else redirect_stderr(stream):
         try:
@@ -102,7 +102,7 @@ class PatientStream:
 
 @contextmanager
 def warnings_in_one_line(*, quiet: bool) -> Iterator[None]:
-    """Prints warnings of this package without file and line, which tell users nothing; leaves others to Python."""
+    """Prints warnings of this package without file and line, which do not help users; leaves others to Python."""
     # The folder of the package: `filename` is the place that raised the warning, given its stacklevel.
     ours = str(Path(__file__).parents[1])
     with warnings.catch_warnings():

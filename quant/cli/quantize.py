@@ -168,7 +168,7 @@ def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
     Writes a checkpoint that vLLM and transformers load, a plan with the reason for every layer's format, and a report.
     Give one of --format, --recipe and --plan, or a budget or limit for which formats are chosen (--bits …).
     """  # noqa: D301  (a backspace, after which click keeps the lines of a paragraph)
-    # A dry run reads headers alone: paging in gigabytes of weights would only cost time.
+    # A dry run reads only headers: paging in gigabytes of weights would only cost time.
     if not options["dry_run"]:
         read_ahead(options["model"])
     # The garbage collector finds nothing among the objects that imports make, and takes a fifth of their time.

@@ -29,7 +29,7 @@ def check_evaluable(model: nn.Module, rows: torch.Tensor | Inputs) -> None:
             "quant.token_rows(FILE, tokenizer, samples=16, seqlen=512)"
         )
     _check_rows(model, rows)
-    # Two tokens, so that one position a row is told from one position a token.
+    # Two tokens, so that one position a row and one position a token differ.
     name, probe = type(model).__name__, rows[:1, :2]
     try:
         output = run_probe(model, probe)

@@ -92,7 +92,8 @@ def evaluate(
             other model, one tensor `[n, …]` of three dimensions or more among them.
         baseline: the model before quantization, with the same vocabulary.
         batch_size: rows that run together.
-        dtype: dtype to which 16-bit parameters of both models are widened meanwhile; None evaluates them as they are.
+        dtype: dtype to which 16-bit parameters of both models are widened for the measurement; None evaluates them as
+            they are.
         device: the device where the models run, one block at a time if they do not fit; by default where they are.
         progress: a function that is called with (rows done, rows in all) after each batch.
 
@@ -225,7 +226,7 @@ def _of_embeddings(sums: Mapping[str, torch.Tensor], count: int, unit: str) -> E
         OutputDistance(name, float(v[:, DISTANCE].mean()), math.sqrt(float(v[:, ERROR].sum() / v[:, SQUARE].sum())))
         for name, v in sums.items()
     )
-    # With several outputs, as of CLIP, a row counts by the mean of their distances.
+    # With several outputs, as CLIP has, a row counts by the mean of their distances.
     of_rows = torch.stack([values[:, DISTANCE] for values in sums.values()]).mean(dim=0)
     return Evaluation(
         perplexity=None,

@@ -9,7 +9,7 @@ It assumes that rows are independent draws. Rows cut one after the other from on
 interval is then too narrow.
 
 The quantile is computed here, to 1e-9 of scipy's (tests compare them): scipy belongs to the extra `allocate`, and
-`quantize --eval` prints intervals with the core packages alone.
+`quantize --eval` prints intervals with only the core packages.
 """
 
 from __future__ import annotations

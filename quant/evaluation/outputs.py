@@ -73,7 +73,7 @@ def _logits(result: Any) -> torch.Tensor | None:
     """Returns logits `[rows, classes]` or `[rows, positions, classes]`; None for a model without logits."""
     logits = getattr(result, "logits", None)
     if logits is None and isinstance(result, torch.Tensor) and result.dim() == 2:
-        logits = result  # of a classifier that is no model of transformers
+        logits = result  # of a classifier outside transformers
     return logits if isinstance(logits, torch.Tensor) and logits.dim() in (2, 3) else None
 
 
@@ -140,7 +140,7 @@ def _targets(
     if ids is None or logits.dim() != 3 or logits.shape[1] != ids.shape[1] or output_head(model) is None:
         return None, unpadded
     targets = ids[:, 1:].to(logits.device)
-    # Padding on the left is no context, so its prediction of the first token measures nothing about the model.
+    # Padding on the left is not context, so its prediction of the first token measures nothing about the model.
     counted = torch.ones_like(targets, dtype=torch.bool) if unpadded is None else unpadded[:, 1:] & unpadded[:, :-1]
     for token in _media_tokens(getattr(model, "config", None)):
         counted &= targets != token
@@ -148,7 +148,7 @@ def _targets(
 
 
 def _unpadded(call: Mapping[str, Any], positions: tuple[int, ...]) -> torch.Tensor | None:
-    """Returns the positions `[rows, tokens]` of an output that are no padding, bool; None if no mask has this shape."""
+    """Returns the positions `[rows, tokens]` of an output that are not padding, bool; None without such a mask."""
     mask = call.get("decoder_attention_mask" if DECODER in call else "attention_mask")
     return mask.bool() if isinstance(mask, torch.Tensor) and mask.shape == positions else None
 

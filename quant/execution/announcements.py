@@ -23,7 +23,7 @@ def announce_source(listener: Listener, source: Source) -> None:
 
 
 def announce_effort(listener: Listener, plan: Plan) -> None:
-    """Says why a plan has a lower effort than was asked for, if it has."""
+    """Says why a plan has a lower effort than the requested one, if so."""
     chosen = plan.provenance.get("effort")
     if isinstance(chosen, dict) and "why" in chosen:
         listener.message(f"effort {chosen['level']} ({chosen['solver']}) instead of {chosen['asked']}: {chosen['why']}")

@@ -15,7 +15,7 @@ from quant.recipes.plan import Plan
 
 
 def check_solvable(model: nn.Module, plan: Plan) -> None:
-    """Raises ValueError where a plan cannot be executed on a model, as far as names, shapes and devices tell."""
+    """Raises ValueError where a plan cannot be executed on a model, judging by names, shapes and devices."""
     check_plan_fits(plan, find_layers(model))
     check_solvers(plan)
     for layer in plan.quantized:
@@ -23,7 +23,7 @@ def check_solvable(model: nn.Module, plan: Plan) -> None:
         # A parameter that is read from its file later is on the meta device too, and carries its reader as `stored`.
         if weight.is_meta and not hasattr(weight, "stored"):
             raise UserError(
-                f"{layer.name}: its weight is on the meta device, where there are no values; load the model first. "
+                f"{layer.name}: its weight is on the meta device, without values; load the model first. "
                 "quant.make_plan plans without"
             )
 
@@ -32,7 +32,7 @@ def check_in_memory(model: nn.Module) -> None:
     """Raises UserError for the first tensor of a model, planned or not, that has no values where the model is.
 
     accelerate leaves offloaded tensors on the meta device and has a hook fetch them in each forward. Norms, embeddings
-    and heads are read and changed beside the layers, block by block, where no hook runs.
+    and heads are read and changed together with the layers, block by block, where no hook runs.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta and not hasattr(tensor, "stored"):
@@ -45,7 +45,7 @@ def check_in_memory(model: nn.Module) -> None:
                     "it is offloaded: load the model without offloading (no disk in its device_map), or give its "
                     "directory to the command `quantize`"
                 )
-            raise UserError(f"{owner}: its {last} is on the meta device, where there are no values; {way_out}")
+            raise UserError(f"{owner}: its {last} is on the meta device, without values; {way_out}")
 
 
 def check_unquantized(model: nn.Module, plan: Plan) -> None:

@@ -19,7 +19,7 @@ from quant.recipes.plain_layers import is_conv1d
 
 @contextmanager
 def as_linears(model: nn.Module) -> Iterator[None]:
-    """While open, linear layers stand for the `Conv1D` modules of `model`; those that are left then give way again."""
+    """While open, linear layers replace the `Conv1D` modules of `model`; those that remain are then restored."""
     for path, module in list(model.named_modules()):
         if is_conv1d(module):
             _put(model, path, _linear(module))

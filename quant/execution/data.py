@@ -29,7 +29,7 @@ _DYNAMIC = "a format whose inputs are scaled as they come, such as fp8_channel o
 
 
 class NoTextError(UserError):
-    """There is no calibration text for a plan that needs some.
+    """A plan needs calibration text, and there is none.
 
     Args:
         plan: the plan whose layer the message names.
@@ -76,10 +76,10 @@ def mixed_text(
     """Returns calibration rows for a plan that needs data and has none: see `quant.calibration.texts.mixture`.
 
     Args:
-        model: a causal language model, which writes half of it; for other models of text, the samples alone.
+        model: a causal language model, which writes half of it; for other models of text, only the samples.
         plan: the plan that the error message names.
         tokenizer: a tokenizer; without one, all text is the model's own.
-        session: the session. A model that does not fit its device writes nothing, for every token would read every
+        session: the session. A model that does not fit its device writes nothing, because every token would read every
             weight from elsewhere. Its seed chooses and draws the text, and its listener is called for "generate" with
             tokens.
         samples: rows.
@@ -90,7 +90,7 @@ def mixed_text(
         int64 `[samples, seqlen]`, and the record of their sources.
 
     Raises:
-        NoTextError: there is no text for this model; the message names the layer that needs some.
+        NoTextError: no text suits this model; the message names the layer that needs some.
     """
     context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     seqlen = min(seqlen, context) if isinstance(context, int) and context > 0 else seqlen
@@ -99,7 +99,7 @@ def mixed_text(
     def write() -> tuple[torch.Tensor, Record]:
         why_not = _too_large(model, session)
         shape: dict[str, Any] = {"samples": samples, "seqlen": seqlen, "own_only": own_only}
-        # Samples alone, without the half that the model would write.
+        # Only samples, without the half that the model would write.
         if why_not is not None and tokenizer is not None and not own_only:
             return mixture_rows(Writer(model, why_not=why_not), tokenizer, session, **shape)
         with placed(model, session.device):
@@ -195,7 +195,7 @@ def observer_of(plan: Plan) -> str:
     """Returns the key of `OBSERVERS` that the plan names: how its static activation scales are chosen.
 
     Raises:
-        ValueError: there is no such observer.
+        ValueError: the observer is unknown.
     """
     get_observer(plan.observer)
     return plan.observer

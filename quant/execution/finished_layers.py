@@ -25,7 +25,7 @@ from quant.recipes.plan import LayerPlan
 
 _BUFFERS = ("codes", "scale", "global_scale", "input_scale", "pre_scale", "lowrank_down", "lowrank_up")
 _STATES_SHARE = 0.2  # of the memory, which hidden states may take
-_SHARE = 10  # hidden states are written when that takes less than one part in so many of the time since
+_SHARE = 10  # hidden states are written when that takes less than 1 / _SHARE of the time since the last write
 
 
 def keep_layers(

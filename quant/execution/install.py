@@ -92,7 +92,7 @@ def use_expert_modules(model: nn.Module, plan: Plan) -> None:
 def mark_quantized(model: nn.Module) -> None:
     """Tells modeling code of transformers to call layers whose weight it would else multiply by itself.
 
-    Falcon-Mamba does so with its dt_proj.
+    Falcon-Mamba does this with its dt_proj.
     """
     if hasattr(model, "save_pretrained"):
         model.config._is_quantized = True  # type: ignore[union-attr]

@@ -109,7 +109,7 @@ def loss_warnings(results: Sequence[LayerResult]) -> list[str]:
     listed = ", ".join(f"{result.name} ({result.relative_error:.0%})" for result in lost[:3])
     return [
         f"{counted(len(lost), 'layer')} lost most of the values, by relative error: {listed}. Where fused layers share "
-        "a scale, much smaller values beside larger ones become zero: keep such layers in 16 bit with --exclude"
+        "a scale, much smaller values next to larger ones become zero: keep such layers in 16 bit with --exclude"
     ]
 
 

@@ -43,7 +43,7 @@ class Note(JsonData):
     def __post_init__(self) -> None:
         for name in self.moved:
             if not is_step_file(name):
-                raise ValueError(f"moved: {name!r} is no file of a step")
+                raise ValueError(f"moved: {name!r} is not a file of a step")
 
 
 class MovedSteps:
@@ -74,7 +74,7 @@ class MovedSteps:
 
     @property
     def files(self) -> set[str]:
-        """Names of the files of steps whose tensors are in the checkpoint's files alone."""
+        """Names of the files of steps whose tensors are only in the checkpoint's files."""
         return {name for note, _ in self._notes.values() for name in note.moved}
 
     def begin(self, made_of: Mapping[str, str]) -> None:

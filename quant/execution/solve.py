@@ -1,6 +1,6 @@
 """`solve_plan` executes a plan: it calibrates, solves every planned weight and installs the quantized modules.
 
-Plans whose solvers look at nothing but weights are executed by `solve_weights`, all others by `solve_blocks`.
+Plans whose solvers look only at weights are executed by `solve_weights`, all others by `solve_blocks`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def solve_plan(
     check_solvable(model, plan)
     by_block = _looks_at_data(plan)
     if by_block:
-        # Solvers with data sum their moments over ranks; for weights alone, ranks share groups by the store's files.
+        # Solvers with data sum their moments over ranks; solvers without data share groups through the store's files.
         meet(session.device)
     # Before checks and statistics: a parameter on the meta device has a reader, but no values to compute with.
     read_stored(model, _needed_throughout(model, plan))
@@ -181,8 +181,8 @@ def with_data(plan: Plan, find: Callable[[], tuple[T, list[Record]]]) -> tuple[P
     Where it finds none, and an effort chose the solver that needs some, the plan of effort 1 and no data.
 
     Raises:
-        UserError: there is no data, and the plan needs it; at effort 1 too, if its effort chose a solver: then the
-            message names the data that the solver needs.
+        UserError: the plan needs data, and there is none; at effort 1 too, if its effort chose a solver: the message
+            then names the data that the solver needs.
     """
     try:
         data, records = find()

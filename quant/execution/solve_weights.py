@@ -1,4 +1,4 @@
-"""Solvers that look at nothing but the weight replace weights group by group, and each original is freed at once.
+"""Solvers that look only at the weight replace weights group by group, and each original is freed at once.
 
 So the peak beyond the model is one fusion group. Ranks that keep finished layers in one directory solve a share of the
 groups each, and read the other layers from there.
@@ -152,7 +152,7 @@ def solve_state_dict(
     results: dict[str, LayerResult] = {}
     read_later = {layer.tensor_name for layer in plan.quantized}
     for name in tensors.keys() - read_later:
-        # Without a module, masks cannot be told from weights.
+        # Without a module, masks and weights cannot be distinguished.
         check_values(name, tensors[name], is_buffer=True)
     own = {members[0].name: members for members in by_input(plan.quantized)}
     for done, layer in enumerate(plan.layers, 1):

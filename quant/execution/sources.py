@@ -139,7 +139,7 @@ def named_inputs(source: Source, rows: Rows) -> Inputs | None:
         return None
     by_source = {}
     for index, name in enumerate(names):
-        # One call at least, which tells whether the source holds inputs; the number of rows is checked by the caller.
+        # One call at least, which shows whether the source holds inputs; the number of rows is checked by the caller.
         samples = max(rows.of_source(index), 1)
         by_source[name] = read_inputs(name, source.model, source.load_processor, samples=samples, seqlen=rows.seqlen)
     inputs = [each for each in by_source.values() if each is not None]
@@ -166,7 +166,7 @@ def read_calibration(
         source: the model.
         rows: sources and sizes.
         session: the session in which the model writes text.
-        listener: hears of the files that inputs were made from.
+        listener: it is called with the files that inputs were made from.
         plan: the plan that names a layer that needs the data, for the error message; None for a plan that is yet to be
             found.
 
@@ -178,9 +178,7 @@ def read_calibration(
     """
     names = rows.names
     if rows.samples < len(names):
-        raise UserError(
-            f"--calib-samples {rows.samples}: --calib names {len(names)} sources, each of which gives a row"
-        )
+        raise UserError(f"--calib-samples {rows.samples}: --calib names {len(names)} sources, and each gives a row")
     inputs = named_inputs(source, rows)
     if inputs is not None:
         assert source.model is not None
@@ -260,7 +258,7 @@ def read_evaluation(
         rows: sources, and the size of each.
         writer: the model that writes missing text of decoders; by default the model of `source`.
         session: the session in which the model writes.
-        listener: hears of the files that inputs were made from.
+        listener: it is called with the files that inputs were made from.
     """
     data: dict[str, torch.Tensor | Inputs] = {}
     for name in rows.sources:

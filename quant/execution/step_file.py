@@ -78,7 +78,7 @@ class StepFile:
         return int(self.path.name[:5])
 
     def is_whole(self) -> bool:
-        """Returns whether the contents are those that were written."""
+        """Returns whether the contents are as they were written."""
         return self.path.is_file() and sha256_of(self.path) == self.path.stem.rpartition("-")[2]
 
     def record(self) -> Any:

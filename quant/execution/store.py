@@ -117,7 +117,7 @@ class Partial(Store):
                 return
             if not (self.path / COMPLETE).exists() or (self.path / NEW).exists():
                 raise ValueError(f"{self.path} holds an unfinished run in which {changed}; {_WAY_OUT}")
-        # Steps without a run are of one that ended well, but for its last deletion.
+        # Steps without a run belong to one that finished, except for its last deletion.
         for file in (*self.path.glob(_STEPS), self.path / COMPLETE):
             file.unlink(missing_ok=True)
         write_atomically(self.path / _RUN, json_text(run))
@@ -220,7 +220,7 @@ class Partial(Store):
         """As of `Store`.
 
         Raises:
-            ValueError: a file of the model changed meanwhile.
+            ValueError: a file of the model changed during the run.
             OSError: an earlier step could not be written.
         """
         self.sources.check()
@@ -256,7 +256,7 @@ class Partial(Store):
         self._writing.append(self._threads.submit(write))
 
     def note(self, step: str, record: Any) -> None:
-        """Keeps a step that is a record alone, which is on the disk when this returns."""
+        """Keeps a step that is only a record, which is on the disk when this returns."""
         self._keep(StepFile.write(self._next_start(), step, {}, record, durable=True))
 
     def _next_start(self) -> Path:
@@ -297,15 +297,18 @@ class Partial(Store):
 
     @property
     def is_moving(self) -> bool:
-        """Whether some of the steps are in the checkpoint's files alone, so that their tensors hold zeros here."""
+        """Whether some of the steps are only in the checkpoint's files, so that their tensors hold zeros here."""
         return bool(self._moved.files)
 
     def shards(self) -> list[str]:
-        """Returns the checkpoint's files of which something was written."""
+        """Returns the checkpoint's files that were written in part."""
         return [step.removeprefix(NOTE) for step in self._steps if step.startswith(NOTE)]
 
     def moving(self, made_of: Mapping[str, str]) -> MovedSteps:
-        """Returns the log that moves kept tensors into the checkpoint's files; `made_of` as of `MovedSteps.begin`."""
+        """Returns the log that moves kept tensors into the checkpoint's files.
+
+        `made_of` is as in `MovedSteps.begin`.
+        """
         self._moved.begin(made_of)
         return self._moved
 

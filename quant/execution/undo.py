@@ -79,6 +79,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
 def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Returns whether they are equal bit for bit, NaN included.
 
-    A vector that did not change is never written, for it may be a file's.
+    A vector that did not change is never written, because it may belong to a file.
     """
     return torch.equal(*(each.detach().reshape(-1).contiguous().view(torch.uint8) for each in (a, b)))

@@ -62,8 +62,8 @@ def make_adaptable(model: nn.Module) -> None:
 
 
 def refuse_merge() -> None:
-    """Raises UserError where PEFT alone would merge an adapter into a quantized layer."""
+    """Raises UserError where PEFT would merge an adapter into a quantized layer by itself."""
     raise UserError(
         "an adapter on a quantized layer is merged by quant.merge_lora(model, data), which quantizes the layers again "
-        "by the plan; merge() alone would not know how"
+        "by the plan; merge() by itself would not know how"
     )

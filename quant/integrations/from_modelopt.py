@@ -326,7 +326,7 @@ def _number(amax: torch.Tensor | None) -> float | None:
 def _amaxes(
     plan: Plan, layer: LayerPlan, quantizers_of: Mapping[str, _Quantizers]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the largest magnitudes of the weight and of the input of a layer, or of those that are fused with it."""
+    """Returns the largest magnitudes of the weight and of the input of a layer, or of the layers fused with it."""
     # Runtimes merge q, k and v, or gate and up, under one second-level scale, so the largest member decides for all.
     members = [layer.name]
     if layer.group is not None and layer.kind == LayerKind.LINEAR:
@@ -356,8 +356,8 @@ def _check_parts(layer: LayerPlan, quantizers: _Quantizers) -> None:
             )
     if layer.kind != LayerKind.LINEAR and (quantizers.pre_scale() is not None or quantizers.lowrank() is not None):
         raise UserError(
-            f"{name}: ModelOpt scales the inputs of this layer of kind '{layer.kind}', or has a branch beside it (AWQ, "
-            "SmoothQuant, SVDQuant), which here linear layers do; quantize it with the algorithm 'max'"
+            f"{name}: ModelOpt scales the inputs of this layer of kind '{layer.kind}', or has a branch next to it "
+            "(AWQ, SmoothQuant, SVDQuant), which only linear layers have here; quantize it with the algorithm 'max'"
         )
 
 

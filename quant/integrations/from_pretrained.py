@@ -5,8 +5,8 @@
 
 Both go through transformers' registry of quantizers. A checkpoint in compressed-tensors belongs to transformers' own
 quantizer, which knows neither our kernels nor all of our formats, and takes it where no `quantization_config` is given.
-Given a `QuantConfig`, transformers merges it into the checkpoint's config by its "loading attributes", and one of ours
-is the name of the quantizer. ModelOpt's layout has no quantizer in transformers: this file registers one.
+Given a `QuantConfig`, transformers merges it into the checkpoint's config by its "loading attributes", and one of them
+is the name of our quantizer. ModelOpt's layout has no quantizer in transformers: this file registers one.
 
 Quantized modules stand in the model, on the meta device, before transformers looks at the files, so that device maps
 count their true sizes. transformers then reads the files, and `_ReadLayer` turns the tensors of each layer into the
@@ -74,7 +74,7 @@ class QuantConfig(CompressedTensorsConfig):  # type: ignore[misc]
     def __init__(self, recipe: str | Recipe | Plan | None = None, data: Any = None, **options: Any) -> None:
         self.quant_method = METHOD
         self.recipe, self.data, self.options = recipe, data, options
-        # transformers reads these attributes of a CompressedTensorsConfig, for which it takes this class.
+        # transformers reads these attributes of a CompressedTensorsConfig, which it believes this class to be.
         self.quantization_config = None
         self.dequantize = self.use_optimized_inference = False
 
@@ -119,7 +119,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         if asked := getattr(self.quantization_config, "asked", None):
             raise UserError(
                 f"QuantConfig({', '.join(f'{name}=…' for name in asked)}): the checkpoint is quantized, and its plan "
-                "says everything; pass QuantConfig() alone, or give from_pretrained the original model"
+                "says everything; pass QuantConfig() without options, or give from_pretrained the original model"
             )
         if not checkpoint_files or not checkpoint_files[0].endswith(".safetensors"):
             raise UserError("a quantized checkpoint is read from its directory of safetensors; give from_pretrained it")

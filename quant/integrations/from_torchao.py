@@ -144,7 +144,7 @@ def _read(name: str, tensor: Any) -> _Read:
     kind = type(tensor).__name__
     if kind not in _READERS:
         raise UserError(
-            f"{name}: a weight of torchao's class {kind}, which cannot be taken over; those that can: "
+            f"{name}: a weight of torchao's class {kind}, which cannot be taken over; classes that can: "
             f"{', '.join(_READERS)}"
         )
     if not 2 <= tensor.dim() <= 3:
@@ -160,7 +160,7 @@ def _float8(name: str, tensor: Any) -> _Read:
     kwargs = tensor.act_quant_kwargs
     if kwargs is None:
         return _Read(_weight(tensor.qdata, tensor.scale, format))
-    # torchao's bounds clamp inputs before they are rounded. No kernel here does so.
+    # torchao's bounds clamp inputs before they are rounded. None of our kernels does this.
     clamps = (kwargs.hp_value_lb, kwargs.hp_value_ub)
     if kwargs.float8_dtype is not torch.float8_e4m3fn or clamps != (None, None):
         raise UserError(f"{name}: its inputs are in {kwargs.float8_dtype} or clamped; E4M3 without can be taken over")
@@ -199,7 +199,7 @@ def _intx(name: str, tensor: Any) -> _Read:
         raise UserError(f"{name}: integers of {tensor.target_dtype}; int8 and int4 can be taken over")
     if tensor.activation_quantization is not None:
         raise UserError(
-            f"{name}: its inputs are in {tensor.activation_quantization}, with zero points; quantize weights alone"
+            f"{name}: its inputs are in {tensor.activation_quantization}, with zero points; quantize only weights"
         )
     # Codes are signed and a byte each; the low half of an INT4 code is its two's complement in four bits.
     codes = tensor.qdata if number is INT8 else pack(tensor.qdata.view(torch.uint8) & 0x0F, 4)

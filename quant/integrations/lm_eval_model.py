@@ -46,7 +46,7 @@ class BlockscaleLM(HFLM):  # type: ignore[misc]
         if not hasattr(model, "config"):
             raise UserError(f"{pretrained}: lm-eval asks a model of transformers, which this is not")
         if tokenizer is None:
-            raise UserError("lm-eval needs the model's tokenizer; pass it beside the model")
+            raise UserError("lm-eval needs the model's tokenizer; pass it with the model")
         # HFLM takes a module as it is, on the device where it is: its own `device` option is for models that it loads
         # by name.
         super().__init__(pretrained=model if device is None else model.to(device), tokenizer=tokenizer, **options)

@@ -14,7 +14,7 @@ adapters (`adaptable_linear.py`) are PEFT's own. On a model that `prepare_qat` p
 Merging changes the weight by less than a step of its format in most places, so rounding again could lose much of the
 training. `merge_lora` therefore dequantizes the layers, has PEFT merge (DoRA and rsLoRA too), solves them by the plan's
 solver with calibration data if it takes any, and measures the loss. Layers that share a global scale with an adapted
-one are solved again together with it, for a runtime fuses them.
+one are solved again together with it, because a runtime fuses them.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def merge_lora(
     part = replace(plan, layers=tuple(layers), kv_cache=None)
     done = solve_plan(merged, part, data, Session.on(device, progress=progress))
     old = plan.by_name
-    # Transforms were left out of this run alone (`_anew`): each layer keeps the solver and the orientation of the first
+    # Transforms were left out only of this run (`_anew`): each layer keeps the solver and the orientation of the first
     # plan.
     solved = (
         replace(layer, solver=old[layer.name].solver, transposed=old[layer.name].transposed)

@@ -29,7 +29,7 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
         return module.in_features, module.out_features
 
     def _get_base_layer_device_and_dtype(self, base_layer: Any) -> tuple[torch.device, torch.dtype]:
-        if isinstance(base_layer, QuantLinear):  # whose weight is dequantized when it is asked for
+        if isinstance(base_layer, QuantLinear):  # whose weight is dequantized on access
             return base_layer.codes.device, base_layer.dtype
         return super()._get_base_layer_device_and_dtype(base_layer)  # type: ignore[no-any-return]
 
@@ -103,7 +103,7 @@ class _Adapted(torch.autograd.Function):
             y: torch.Tensor = base(x)
         y.view(-1, y.shape[-1]).addmm_(low, narrow_up.t(), alpha=s)
         ctx.save_for_backward(rows)
-        # Held by `ctx` and not saved: autograd checks saved tensors alone for in-place changes, so `backward` compares
+        # Held by `ctx` and not saved: autograd checks only saved tensors for in-place changes, so `backward` compares
         # the versions of these.
         ctx.held, ctx.parameters = (low, narrow_down, narrow_up, down._version, up._version), (down, up)
         return y

@@ -1,6 +1,6 @@
 """LoRA inside of the rounding: a layer in training rounds W + s·BA, the weight that will be served.
 
-An adapter beside a quantized layer is served beside it, or loses some of its training when it is merged and rounded.
+An adapter next to a quantized layer is served next to it, or loses some of its training when it is merged and rounded.
 Here the layer that `prepare_qat` made rounds the sum, in each forward pass:
 
     y = Q(x) Q(W + s·B A)ᵀ        gradients reach A and B straight through the rounding
@@ -82,7 +82,7 @@ def check_inside(config: Any) -> None:
     """Raises UserError for options of a `LoraConfig` that an adapter inside of the rounding cannot have."""
     for name, why in (
         ("lora_dropout", "the adapter has no input of its own"),
-        ("lora_bias", "it adds to the weight alone"),
+        ("lora_bias", "it adds only to the weight"),
         ("use_dora", "it divides by the norm of a weight"),
         ("target_parameters", "experts round without adapters"),
     ):

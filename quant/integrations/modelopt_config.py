@@ -20,7 +20,7 @@ from quant.recipes.plan import LayerPlan, Plan
 def modelopt_config(plan: Plan) -> dict[str, Any]:
     """Returns the config with which `mtq.quantize` quantizes the layers of `plan` to its formats.
 
-    Layers that differ by numbers alone share an entry where all that match it have the same formats.
+    Layers that differ only by numbers share an entry where all that match it have the same formats.
 
     Args:
         plan: the plan of a model whose modules have the plan's names.
@@ -55,7 +55,7 @@ def modelopt_config(plan: Plan) -> dict[str, Any]:
 
 
 def _pattern(plan: Plan, layer: LayerPlan) -> tuple[str, set[str]]:
-    """Returns a pattern for `layer` and all that are like it, and the names of those that match it."""
+    """Returns a pattern for `layer` and all layers like it, and the names that match the pattern."""
     pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", _literal(layer.name))
     matching = [other for other in plan.layers if fnmatchcase(other.name, pattern)]
     if all((other.kind, other.weight, other.activation) == (layer.kind, layer.weight, layer.activation)

@@ -55,7 +55,7 @@ def format_of(quantizer: Any, name: str, *, inputs: bool = False) -> Format:
         inputs: the inputs that are meant.
 
     Raises:
-        UserError: there is no such format here, or something in addition to it; the message names the setting.
+        UserError: the format is not supported, or comes with an unsupported addition; the message names the setting.
     """
     what = "inputs" if inputs else "weight"
     if _is_sequence(quantizer):
@@ -76,7 +76,7 @@ def format_of(quantizer: Any, name: str, *, inputs: bool = False) -> Format:
             "NVFP4, FP8, MXFP8, MXFP4, INT8 or INT4 in groups of 128, or leave it out with an entry "
             f"{{'quantizer_name': '{name}*', 'enable': False}} of quant_cfg"
         )
-    # Where two formats differ in name alone, the one for inputs comes last in FORMATS.
+    # Where two formats differ only in name, the one for inputs comes last in FORMATS.
     format = fitting[-1 if inputs else 0]
     if inputs:
         _check_inputs(quantizer, format, name)
@@ -102,7 +102,7 @@ def _check_extras(quantizer: Any, name: str, what: str) -> None:
     }
     for problem in (problem for problem, is_set in problems.items() if is_set):
         raise UserError(
-            f"{name}: the ModelOpt quantizer of its {what} has {problem}, for which there is nothing here; quantize "
+            f"{name}: the ModelOpt quantizer of its {what} has {problem}, which is not supported; quantize "
             "the layer without it"
         )
 
@@ -207,7 +207,7 @@ def weight_of(quantizer: Any, weight: torch.Tensor, format: Format, amax: torch.
             return quantize_like_modelopt(weight, format, amax)
         return _with_block_amax(quantizer, weight, format, amax)
     largest = _amax(quantizer) if amax is None else amax
-    # MX scales follow from the blocks of the weight alone; without amax ModelOpt's export measures the weight itself.
+    # MX scales follow only from the blocks of the weight; without amax ModelOpt's export measures the weight itself.
     if format.scale is E8M0 or largest is None:
         return quantize_like_modelopt(weight, format, None)
     scale = nonzero(divided(largest, format.element.max)).reshape(format.scale_shape(weight.shape))

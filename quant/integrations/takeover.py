@@ -83,7 +83,7 @@ def plan_takeover(
     """Returns the plan of a model whose original modules are in their places, and the layers it quantizes.
 
     Args:
-        model: reads no weight of it, but for fusion groups where it does not run on the meta device.
+        model: its weights are not read, except for fusion groups where it does not run on the meta device.
         formats: the formats of the quantized layers, by name.
         toolkit: name and version, for reasons and provenance.
         solver: the solver with which layers would be solved again.
@@ -119,7 +119,7 @@ def plan_takeover(
 
 
 def _without_kept(plan: Plan) -> Plan:
-    """Returns the groups of those members alone that are quantized, and in one format.
+    """Returns the groups of only those members that are quantized, and in one format.
 
     Others are fused with nothing.
     """

@@ -65,7 +65,7 @@ def checked_fields(file: Path) -> dict[str, Any]:
 
 
 def check_numbers(file: Path) -> None:
-    """Raises UserError for a JSON file with NaN or infinity, which would be written again beside a result."""
+    """Raises UserError for a JSON file with NaN or infinity, which would be written again next to a result."""
     try:
         json.dumps(read_fields(file), allow_nan=False)
     except ValueError as error:
@@ -87,7 +87,7 @@ def check_processor(file: Path) -> None:
     for name, value in sizes(read_fields(file)):
         most = _OF_PROCESSORS.get(name)
         if most is not None and isinstance(value, int | float) and value > most:
-            raise UserError(f"{file}: {name} is {reprlib.repr(value)}; more than {most} is taken for a mistake")
+            raise UserError(f"{file}: {name} is {reprlib.repr(value)}; more than {most} is assumed to be a mistake")
 
 
 def read_generation_config(model: Any, path: Path) -> None:
@@ -125,7 +125,7 @@ def check_sizes(config: Any, files: Iterable[Path], where: Path) -> None:
 
 
 def _sizes(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yields the whole numbers of a config that sizes of its model follow from, those of its parts too."""
+    """Yields the whole numbers of a config that sizes of its model follow from, including its parts."""
     for name, value in fields.items():
         if isinstance(value, dict):
             yield from _sizes(value)
@@ -138,7 +138,7 @@ def explained(where: str | Path) -> Iterator[None]:
     """While open, whatever transformers or a model's own code raises becomes one line that begins with `where`.
 
     Raises:
-        UserError: instead of any exception but those of this package, and of memory.
+        UserError: instead of any exception except this package's own, and out-of-memory errors.
     """
     try:
         yield
@@ -151,7 +151,7 @@ def explained(where: str | Path) -> Iterator[None]:
 def one_line(error: BaseException) -> str:
     """Returns the message of an error, on one line.
 
-    With its class where the message alone says little, as of a KeyError.
+    With its class where the message by itself says little, as for a KeyError.
     """
     message = " ".join(str(error).split())
     if not message or not isinstance(error, ValueError | OSError | RuntimeError):
@@ -160,7 +160,7 @@ def one_line(error: BaseException) -> str:
         message = f"{message[:_LONGEST]} …"
     if "trust_remote_code" in message:
         return (
-            "it needs Python files of its directory (auto_map), which would run; if you trust whoever made them, pass "
+            "it needs Python files of its directory (auto_map), which would run; if you trust their author, pass "
             "--trust-remote-code, in Python trust_remote_code=True"
         )
     return message

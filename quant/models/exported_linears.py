@@ -16,9 +16,9 @@ from torch.fx import GraphModule, Node
 
 
 def restore_linears(model: nn.Module) -> None:
-    """Makes modules of the calls of `aten.linear` in `model`, where the weight and its bias lie in one place, alone.
+    """Makes modules of the calls of `aten.linear` that are the only readers of their weight and bias.
 
-    A weight that something else reads too stays as it is, for that would go on reading it in 16 bit.
+    A weight with other readers stays as it is, because these would go on reading it in 16 bit.
     """
     if not isinstance(model, GraphModule):
         return
@@ -48,7 +48,7 @@ def _module_path(call: Node) -> str:
 
 
 def _is_alone(call: Node, calls: list[Node]) -> bool:
-    """Returns whether nothing but `calls` reads the parameters of one of them, which all read the same."""
+    """Returns whether only `calls`, which share their parameters, read them."""
     parameters = [node for node in call.args[1:] if isinstance(node, Node)]
     targets = [node.target for node in parameters]
     reads = [node for node in call.graph.nodes if node.op == "get_attr" and node.target in targets]

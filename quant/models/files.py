@@ -58,7 +58,7 @@ def find_model(name: str) -> Path:
                 return Path(folder) / file
         raise UserError(f"{name} is the file {file} of the package {package}, which is not installed: {remedy}")
     hub_name = split_revision(name)
-    # "models/net.pt" looks like org/name. With a suffix of weights it is a mistyped path and not asked for on the hub.
+    # "models/net.pt" looks like org/name. With a suffix of weights it is a mistyped path and not looked up on the hub.
     if hub_name is not None and Path(hub_name[0]).suffix not in SUFFIXES:
         return snapshot(*hub_name)
     raise UserError(f"{name}: no such file or directory; known aliases: {', '.join(_ALIASES)}")
@@ -81,7 +81,7 @@ def with_revision(name: str, revision: str) -> str:
     """
     hub_name = split_revision(name)
     if Path(name).expanduser().exists() or hub_name is None or hub_name[1] is not None:
-        what = "is on the disk" if Path(name).expanduser().exists() else "is no name of one, such as org/name"
+        what = "is on the disk" if Path(name).expanduser().exists() else "is not a name on the hub, such as org/name"
         raise UserError(
             f"--revision {revision} is for a model on the Hugging Face hub, and {name} {what}; leave it out"
         )
@@ -89,7 +89,7 @@ def with_revision(name: str, revision: str) -> str:
 
 
 def safetensors_file(path: Path, framework: str = "numpy") -> Any:
-    """Returns a safetensors file, its header checked against its size; tensors are read when asked for.
+    """Returns a safetensors file, its header checked against its size; tensors are read on access.
 
     Raises:
         UserError: not a safetensors file, or a truncated one.
@@ -140,7 +140,7 @@ def copy_companions(directory: Path, target: Path, *, without: Collection[str] =
 def check_links(directory: Path) -> None:
     """Refuses configs, vocabularies, templates and other files that are links out of the model's directory.
 
-    Their targets, such as a private file, would be written beside the result. Weights may be links.
+    Their targets, such as a private file, would be copied next to the result. Weights may be links.
 
     Raises:
         UserError: there is one; the message says the way out.

@@ -50,7 +50,7 @@ def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
     transformers = require("transformers", "hf")
     require("accelerate", "hf")
     options: dict[str, Any] = {"gguf_file": path.name}
-    if hasattr(transformers, "GgufConfig"):  # transformers that can keep the blocks do so unless told otherwise
+    if hasattr(transformers, "GgufConfig"):  # transformers that can keep the blocks do it by default
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with quiet(), shared_parsing():
         config = read_config(path)
@@ -68,7 +68,7 @@ def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
 
 @contextlib.contextmanager
 def _dropped_tensors() -> Iterator[list[str]]:
-    """While open, collects the tensors of a GGUF file that transformers has no name for and drops without a word."""
+    """While open, collects the tensors of a GGUF file that transformers has no name for and silently drops."""
     dropped: list[str] = []
     with contextlib.ExitStack() as stack:
         # Releases of transformers without this module report such tensors as they do for safetensors.
@@ -153,10 +153,10 @@ def load_tokenizer(path: Path) -> Any:
 
 @contextlib.contextmanager
 def shared_parsing() -> Iterator[None]:
-    """While it lasts, a GGUF file is parsed once however often `gguf.GGUFReader` is asked for it.
+    """While open, a GGUF file is parsed once however often `gguf.GGUFReader` is called.
 
     The results are the same, and the memory of the parsed file is given back at the end. transformers' GGUF progress
-    bar, which knows nothing of transformers' own switch for progress bars, obeys it meanwhile.
+    bar, which ignores transformers' own switch for progress bars, obeys it inside.
     """
     gguf = require("gguf", "hf")
     logging = require("transformers.utils.logging", "hf")

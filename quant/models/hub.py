@@ -1,8 +1,8 @@
 """A model on the Hugging Face hub is named `org/name`, or `org/name@revision`, and read as the snapshot of one commit.
 
 huggingface_hub downloads files that are not in its cache yet, and honours its own switches (HF_HUB_OFFLINE,
-HF_HUB_CACHE, HF_ENDPOINT, tokens). A name is looked up once a process, so that a branch that moves meanwhile cannot mix
-two commits. Of the repository's files a model has:
+HF_HUB_CACHE, HF_ENDPOINT, tokens). A name is looked up once a process, so that a branch that moves during the run
+cannot mix two commits. Of the repository's files a model has:
 
     *.safetensors, or else *.bin, of the top folder     its weights; `consolidated*` are the same weights again
     files without weights (`companion_names`)           config, tokenizer, templates, licence, code, which is not run
@@ -114,7 +114,7 @@ def _download(hub: Any, name: str, revision: str | None) -> str:
             raise
         # Without a network the cache may have the model; `snapshot_download` says if not.
         return str(hub.snapshot_download(name, revision=revision, local_files_only=True))
-    # From here on by the commit, for a branch may move.
+    # From here on by the commit, because a branch may move.
     revision, names = about.sha, [file.rfilename for file in about.siblings]
     parts = set()
     if "modules.json" in names:
@@ -124,7 +124,7 @@ def _download(hub: Any, name: str, revision: str | None) -> str:
 
 
 def _files_of_model(names: Collection[str], parts: Collection[str]) -> list[str]:
-    """Returns the files of a repository that are the model: its weights in one form, and everything beside them."""
+    """Returns the files of a repository that are the model: its weights in one form, and everything else."""
     top = [name for name in names if "/" not in name and not name.startswith("consolidated")]
     suffix = ".safetensors" if any(name.endswith(".safetensors") for name in top) else ".bin"
     weights = [name for name in top if name.endswith((suffix, f"{suffix}.index.json"))]

@@ -1,8 +1,8 @@
 """transformers loads Hugging Face directories; this file checks them first and picks the model's class.
 
 A bad directory is refused in one line before anything heavy starts. The class is the one that `architectures` names,
-for `AutoModel` would drop the head of a model that is no causal language model. Missing weights are an error here;
-transformers would fill them with random numbers. Python files of the directory (`auto_map`) run only under
+because `AutoModel` would drop the head of a model that is not a causal language model. Missing weights are an error
+here; transformers would fill them with random numbers. Python files of the directory (`auto_map`) run only under
 `remote_code(True)`, which `--trust-remote-code` sets.
 """
 
@@ -60,7 +60,7 @@ def load(
         path: the directory.
         dtype: the dtype of the weights; None takes the config's, or else the first shard's.
         meta: builds on the meta device from the config, reading no weights.
-        stream: leaves weights in the files that are no tensors there as they are; see `stored_weights`.
+        stream: leaves weights in the files whose parameters have no tensor of their own there; see `stored_weights`.
 
     Raises:
         UserError: a file is missing or damaged, the model is quantized in a way that cannot be read, or transformers
@@ -110,7 +110,7 @@ def _forget_quantization(config: Any) -> None:
 
 
 def _are_stored_apart(shards: list[Path]) -> bool:
-    """Returns whether some experts have matrices of their own in the weight files, as their names tell."""
+    """Returns whether some experts have matrices of their own in the weight files, judging by their names."""
     files = (safetensors_file(shard) for shard in shards if shard.suffix == ".safetensors")
     return any(_EXPERT.search(name) for file in files for name in file.keys())  # noqa: SIM118
 
@@ -208,7 +208,7 @@ def read_model(
 def _refuse_guessed_class(cls: Any, config: Any, path: Path, unexpected: list[str]) -> None:
     """Refuses a class that was guessed from the config and that leaves tensors of the files out.
 
-    Of a Whisper that names no class, transformers has a decoder alone; of a LLaVA, a model without its head.
+    For a Whisper that names no class, transformers has only a decoder; for a LLaVA, a model without its head.
     """
     if config.architectures or _class_of_directory(config) is not None:
         return
@@ -247,13 +247,13 @@ def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
         "local_files_only",
         "trust_remote_code",
         "is_local",
-    ):  # how it was read is no property of the tokenizer that is saved
+    ):  # how it was read is not a property of the saved tokenizer
         tokenizer.init_kwargs.pop(key, None)
     length = tokenizer.model_max_length
     if not isinstance(length, int | float):
         raise UserError(
-            f"{path / 'tokenizer_config.json'}: model_max_length is no number but a "
-            f"{type(length).__name__}; download it again"
+            f"{path / 'tokenizer_config.json'}: model_max_length is not a number but a {type(length).__name__}; "
+            "download it again"
         )
     return tokenizer
 
@@ -422,6 +422,6 @@ def mend_forward(model: nn.Module) -> nn.Module:
 
 
 def _without_image_outputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    # A model output, unless a tuple was asked for.
+    # A model output, unless a tuple was requested.
     if hasattr(output, "keys") and not hasattr(output, "image_outputs"):
         output.image_outputs = None

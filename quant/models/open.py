@@ -5,7 +5,7 @@
 
 The kind of a file is decided by its first bytes, not by its suffix:
 
-    directory             config.json and weights              -> huggingface   model, dequantized if need be
+    directory             config.json and weights              -> huggingface   model, dequantized if needed
     "GGUF"                one file: config, vocabulary, blocks -> gguf          model, dequantized to 16 bit
     length + "{"          names, dtypes, offsets, then bytes   -> safetensors   state dict, read tensor by tensor
     zip of pickle+bytes   torch.save                           -> torch         state dict, mapped
@@ -15,7 +15,7 @@ A bare state dict becomes a model when `model_factory` builds the module for it;
 transformers does not have. With `meta=True` only configs and
 headers are read, and every tensor is on the meta device: enough to plan with, in no time, at any size.
 
-A name such as org/name or org/name@revision, of which there is no file, is a model on the Hugging Face hub; see `hub`.
+A name such as org/name or org/name@revision, for which no file exists, is a model on the Hugging Face hub; see `hub`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Source:
         name: the name as the user typed it; for a module, the name of its class.
         kind: the form in which it is stored.
         model: the module; None for a bare state dict without a factory.
-        state_dict: the bare state dict, whose tensors are read when asked for; None where there is a model.
+        state_dict: the bare state dict, whose tensors are read on access; None where there is a model.
         path: directory or file it came from, where that is known.
         dtype: the dtype that most of the weights have.
         files: the files that it is read from, as they were before.
@@ -82,7 +82,7 @@ class Source:
 
     @property
     def layers(self) -> list[Layer]:
-        """Its layers; of a bare state dict, as its names and shapes tell."""
+        """Its layers; for a bare state dict, judging by names and shapes."""
         return layers_of_state_dict(self.shapes) if self.model is None else find_layers(self.model)
 
     @property
@@ -149,15 +149,15 @@ def open_model(
         source: directory or file, an alias such as "smollm2-135m", a model on the Hugging Face hub such as
             "Qwen/Qwen3-8B", or a module, which is taken as it is.
         revision: branch, tag or commit of a model on the hub; the same as "Qwen/Qwen3-8B@REVISION".
-        model_factory: "package.module:function", called without arguments to build the module of a bare state dict,
-            or of a directory, which then gives weights and tokenizer alone.
+        model_factory: "package.module:function", called without arguments to build the module of a bare state dict, or
+            of a directory, which then gives only weights and tokenizer.
         unsafe_load: also opens whole pickled modules and exported programs, which runs whatever code they hold.
         trust_remote_code: lets transformers run the Python files that the directory names in `auto_map`.
         dtype: the dtype of the weights; "auto" keeps the checkpoint's, and is bfloat16 for the blocks of a GGUF.
         stream: leaves experts that are stored one by one in their files until they are needed; the model runs, and
-            `solve_plan` takes it for solvers that look at weights alone.
+            `solve_plan` takes it for solvers that look only at weights.
         meta: builds the model on the meta device from configs and headers, reading no weights. A pickle of the old
-            layout and an exported program are read all the same, and a module stays as it is.
+            layout and an exported program are read anyway, and a module stays as it is.
 
     Raises:
         UserError: `source` cannot be used: one line that names the file and the way out.
@@ -253,7 +253,7 @@ def _refuse_factory(model_factory: str | None, what: str) -> None:
 
 
 def _parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
-    """Returns the dtype asked for; None for "auto"."""
+    """Returns the requested dtype; None for "auto"."""
     if dtype == "auto":
         return None
     parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype

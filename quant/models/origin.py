@@ -38,7 +38,7 @@ def source_directory(model: Any, source: str | Path | None = None) -> Path | Non
             is there and describes this very class.
 
     Raises:
-        UserError: `source` is no directory of this model.
+        UserError: `source` is not a directory of this model.
     """
     if not hasattr(getattr(model, "config", None), "save_pretrained"):
         return None

@@ -60,7 +60,7 @@ def _read(files: Sequence[Path], limit: int) -> None:
                     if not _is_cached(file.fileno(), offset, size):
                         file.seek(offset)
                         file.readinto(buffer[: min(_CHUNK, size - offset)])
-        except OSError:  # whoever opens the file says what is wrong with it
+        except OSError:  # the code that opens the file reports the error
             return
         limit -= size
 

@@ -1,7 +1,7 @@
 """`stored_layers` reads the layers of a model from the headers of its files, in about a second and without torch.
 
-A plan is checked by names and shapes, which safetensors and GGUF files have in their headers. Where the tensors there
-are exactly those that the plan names, that is enough. Otherwise the caller builds the model on the meta device, for its
+A plan is checked by names and shapes, which safetensors and GGUF files have in their headers. Where the tensors are
+exactly those that the plan names, that is enough. Otherwise the caller builds the model on the meta device, because its
 modules may be named, split or fused differently from the stored tensors.
 """
 
@@ -29,7 +29,7 @@ def stored_layers(model: str, plan: Plan) -> list[Layer] | None:
         plan: the plan that names the layers to look for in the headers.
 
     Raises:
-        UserError: there is no such model.
+        UserError: the model does not exist.
     """
     path = find_model(model)
     shapes = _of_directory(path) if path.is_dir() else _of_gguf(path, plan)

@@ -20,7 +20,7 @@ _KNOWN = "a Hugging Face directory, .gguf, .safetensors, .pt/.pth/.bin (torch.sa
 
 
 class LazyStateDict(Mapping[str, torch.Tensor]):
-    """A state dict whose tensors are read when asked for, and cast then if that is wanted.
+    """A state dict whose tensors are read, and cast if requested, on access.
 
     Args:
         names: the names of the tensors, in the order of the file.
@@ -107,7 +107,7 @@ def _sniff_zip(path: Path) -> SourceKind:
 
 
 def open_safetensors(path: Path, dtype: torch.dtype | None, meta: bool) -> LazyStateDict:
-    """Returns the tensors of one file, mapped and read when asked for; with `meta` on the meta device, from the header.
+    """Returns the tensors of one file, mapped and read on access; with `meta` on the meta device, from the header.
 
     Raises:
         UserError: not a safetensors file, or one with codes or scales of quantized weights.

@@ -1,10 +1,10 @@
 """Weights that cannot be views of the mapped files are read when they are needed, and not when the model is opened.
 
 There are two kinds. transformers joins the matrices of all experts to one parameter `[experts, out, in]` where a
-checkpoint stores them one by one. And the weights of a checkpoint that is released quantized have to be dequantized.
-In memory as a whole, such a model would take its full size. Here these parameters stay on the meta device and have an
+checkpoint stores them one by one. And the weights of a checkpoint that is released quantized have to be dequantized. In
+memory as a whole, such a model would take its full size. Here these parameters stay on the meta device and have an
 attribute `stored`. Their module reads them for a forward pass and drops them after it, or, where `experts_forward` can
-run it, reads one expert after the other. A solver that looks at weights alone reads one weight, or one expert, at a
+run it, reads one expert after the other. A solver that looks only at weights reads one weight, or one expert, at a
 time. Everything else of the model is mapped from the files.
 """
 
@@ -24,7 +24,7 @@ from quant.models.experts_forward import run_experts_alone
 
 
 class Files(Protocol):
-    """The tensors of a checkpoint, read when asked for, under the names that they have in the model."""
+    """The tensors of a checkpoint, read on access, under the names that they have in the model."""
 
     def __getitem__(self, name: str) -> torch.Tensor: ...
 
@@ -46,7 +46,7 @@ class Files(Protocol):
 
 
 class StoredWeight:
-    """A parameter that is read when asked for.
+    """A parameter that is read on access.
 
     Args:
         files: the files of the checkpoint.

@@ -1,12 +1,11 @@
 """`skip_image_packages` keeps transformers from importing packages of images and sounds for a model of text.
 
-transformers imports whatever optional package is installed as soon as a model class is asked for: torchvision, which
+transformers imports whatever optional package is installed as soon as a model class is accessed: torchvision, which
 brings torch._dynamo, takes 3.7 s on a machine with an H100, and scikit-learn with scipy 1.6 s. They are for images, for
-the losses of object detection, and for assisted generation, none of which a command needs for a model of text.
+the losses of object detection, and for assisted generation, none that a command needs for a model of text.
 
-transformers remembers for the life of the process that they are missing, so only a command that opens these models and
-no others does this. A user's own program may need an image processor later, whose pixels differ between torchvision and
-PIL.
+transformers remembers for the life of the process that they are missing, so only a command that opens no other models
+does this. A user's own program may need an image processor later, whose pixels differ between torchvision and PIL.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _MEDIA = ("image", "vision", "visual", "video", "audio", "speech", "pixel", "mel
 
 
 def skip_image_packages(*models: str | Path) -> bool:
-    """Makes transformers take these packages for not installed, if all `models` are of text alone.
+    """Makes transformers treat these packages as not installed, if all `models` are text models.
 
     A process that has loaded torch or transformers already is left as it is: it is not a command's own.
 
@@ -53,7 +52,7 @@ def skip_image_packages(*models: str | Path) -> bool:
 
 
 def is_text_model(directory: Path) -> bool:
-    """Returns whether a directory holds a causal language model of text alone, whose code is transformers' own.
+    """Returns whether a directory holds a causal language model of only text, whose code is transformers' own.
 
     False for a config that cannot be read: the loader's message names the reason.
     """

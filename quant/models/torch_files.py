@@ -62,7 +62,7 @@ def _read(path: Path, unsafe: bool) -> Any:
             raise UserError(f"{path}: a damaged pickle; copy or download it again") from None
         raise UserError(
             f"{path}: holds more than tensors, and unpickling it would run its code; save model.state_dict() instead, "
-            "or, if you trust whoever made it, pass --unsafe-load"
+            "or, if you trust its author, pass --unsafe-load"
         ) from None
     except (AttributeError, ImportError) as error:
         raise UserError(f"{path}: its classes cannot be imported ({error}); save model.state_dict() instead") from None
@@ -86,7 +86,7 @@ def _state_dict_of(content: Any, path: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"{path}: holds a {type(content).__name__}; expected a state dict or an nn.Module")
     strange = [str(name) for name, value in content.items() if not isinstance(value, torch.Tensor)]
     if strange or not content:
-        what = f"{', '.join(strange[:3])} is no tensor" if strange else "it is empty"
+        what = f"{', '.join(strange[:3])} is not a tensor" if strange else "it is empty"
         raise UserError(f"{path}: not a state dict ({what}); save model.state_dict(), or wrap it as {_WRAPPERS[0]!r}")
     return {str(name): tensor.detach() for name, tensor in content.items()}
 
@@ -104,7 +104,7 @@ def load_exported(path: Path, dtype: torch.dtype | None, unsafe: bool) -> nn.Mod
     """
     if not unsafe:
         raise UserError(
-            f"{path}: opening an exported program runs code that it holds; if you trust whoever made it, pass "
+            f"{path}: opening an exported program runs code that it holds; if you trust its author, pass "
             "--unsafe-load, or save model.state_dict() as safetensors and pass that with --model-factory"
         )
     try:

@@ -12,14 +12,14 @@ class WatchedFiles:
     """The files that a model is read from, as they are at this moment.
 
     Args:
-        path: the model's directory or file; None for a model that is in memory alone.
+        path: the model's directory or file; None for a model that is only in memory.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.files = [path] if path is not None else []
         if path is not None and path.is_dir():
             of_model = (file for file in path.iterdir() if file.name == "config.json" or file.suffix in _WEIGHTS)
-            # Config and weights alone: other files of the directory may change, and the weights are still those of one
+            # Only config and weights: other files of the directory may change, and the weights are still those of one
             # model.
             self.files = sorted(of_model)
         self._stamps = {file: _stamp(file) for file in self.files}

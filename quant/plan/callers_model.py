@@ -32,7 +32,7 @@ def unwrapped(model: Any, taker: str) -> nn.Module:
     """Returns the module inside the wrappers of torch.compile, DDP and `nn.DataParallel`.
 
     Raises:
-        UserError: `model` is no module, but a path or an object that holds a module; the message names `taker`.
+        UserError: `model` is not a module, but a path or an object that holds a module; the message names `taker`.
     """
     if isinstance(model, nn.Module):
         return inner_model(model)
@@ -143,7 +143,7 @@ def _quantized_by(module: nn.Module) -> str | None:
     own = {**module._parameters, **module._buffers}
     classes = [type(module), *(type(tensor) for tensor in own.values() if tensor is not None)]
     # By the package of a module's or tensor's class, without importing it: bitsandbytes has both, torchao tensor
-    # subclasses alone.
+    # subclasses only.
     for cls in classes:
         package = cls.__module__.partition(".")[0]
         if package in _TOOLKITS and any(tensor is not None for tensor in own.values()):

@@ -1,4 +1,4 @@
-"""This file checks a plan against a model and a runtime, from shapes alone, and reports all problems at once.
+"""Checks a plan against a model and a runtime by shapes, and reports all problems at once.
 
 The layers that a plan is checked against come from `quant.models.shapes`, which reads no weight.
 """
@@ -109,7 +109,7 @@ def refuse(plan: Plan, problems: Sequence[Problem], layers: Sequence[Layer]) -> 
         plan, problems: as `read_plan` gives them.
         layers: the layers of the model.
     """
-    # A layer whose entry was unreadable is missing from the plan, which is no second problem.
+    # A layer whose entry was unreadable is missing from the plan, which is not a second problem.
     unread = {problem.where for problem in problems}
     all_problems = validate(plan, layers, TARGETS.get(plan.target or ""))
     _raise([*problems, *(problem for problem in all_problems if problem.where not in unread)])
@@ -165,7 +165,7 @@ def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
 def _as_multiplied(layer: Layer | LayerPlan) -> str:
     """Returns how a weight is read.
 
-    A plan must agree with the model in this, and shapes alone do not always show it.
+    A plan must agree with the model in this, and shapes do not always show it.
     """
     what = "a convolution" if layer.kind == LayerKind.CONV else "a matrix"
     return f"{what} stored with its inputs first" if layer.transposed else what
@@ -272,7 +272,7 @@ def _places(names: Sequence[str], limit: int = 8) -> str:
 
 
 def check_solver(name: str) -> None:
-    """Raises ValueError where there is no solver of that name.
+    """Raises ValueError where no solver has that name.
 
     Importing the registry of solvers takes torch; only a program that has imported it can have added to it.
     """
@@ -281,7 +281,7 @@ def check_solver(name: str) -> None:
 
 
 def check_guard_and_observer(plan: Plan) -> None:
-    """Raises ValueError where the plan's guard cannot be read, or there is no observer of its name."""
+    """Raises ValueError where the plan's guard cannot be read, or no observer has the name."""
     if plan.guard is not None:
         Guard.parse(plan.guard)
     registry = sys.modules.get("quant.calibration.observers")

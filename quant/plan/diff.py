@@ -11,7 +11,7 @@ from quant.recipes.resolve import QUANTIZABLE
 
 @dataclass(frozen=True)
 class Change:
-    """A layer that differs between two plans; one side is None where the other plan alone has it."""
+    """A layer that differs between two plans; one side is None where only the other plan has it."""
 
     name: str
     before: LayerPlan | None

@@ -125,7 +125,7 @@ def set_guard_and_observer(plan: Plan, guard: str | None = None, observer: str |
         observer: as in `Plan`; None leaves the plan's.
 
     Raises:
-        ValueError: a guard that cannot be read, or an unknown observer, be it the plan's own.
+        ValueError: a guard that cannot be read, or an unknown observer, even if it is the plan's own.
     """
     guard = plan.guard if guard is None else guard or None
     plan = replace(plan, guard=guard, observer=plan.observer if observer is None else observer)
@@ -157,9 +157,9 @@ def _matched(plan: Plan, setting: Setting) -> list[LayerPlan]:
 
 def _set(layer: LayerPlan, setting: Setting, inputs_too: bool) -> LayerPlan:
     activation = setting.activation
-    # The input of an embedding is the number of a row: it has no format unless one is asked for, and refused.
+    # The input of an embedding is the number of a row: it has no format, and one that is requested is refused.
     if not setting.input_given and setting.weight is not None and layer.kind != LayerKind.EMBEDDING:
-        # The same weight format again, for another solver: the input stays, even one that was set by hand.
+        # The same weight format again, for another solver: the input stays, even one that the user has set.
         if setting.weight == layer.weight:
             activation = layer.activation
         elif layer.activation is not None or (layer.weight is None and inputs_too):

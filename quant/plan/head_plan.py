@@ -5,8 +5,8 @@ and embeddings. `mtp.layers.0.self_attn.q_proj` is planned as `model.layers.47.s
 `mtp.layers.0.mlp.experts.3.up_proj` as the stack `model.layers.47.mlp.experts.gate_up_proj`. The joining projection
 (`mtp.fc`, `eh_proj`), norms and output heads have no counterpart and stay in 16 bit, as servers expect them.
 
-transformers does not run a head, so there are no calibration inputs. Its weights are rounded by a solver that looks at
-weights alone, and a static scale of inputs is measured on the inputs of the counterpart.
+transformers does not run a head, so calibration inputs do not exist. Its weights are rounded by a solver that looks
+only at weights, and a static scale of inputs is measured on the inputs of the counterpart.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _with_solver_of(
     """Returns `recipe` with the solver of an effort, and the record of that choice for the provenance.
 
     Args:
-        effort: the effort as asked for; without a model that runs, there is no data for more than effort 1.
+        effort: the requested effort; a model that does not run has no data for more than effort 1.
         recipe: a recipe without a solver.
         layers: the layers of the model.
         can_run: whether the model is a module, and not a bare state dict.
@@ -144,7 +144,7 @@ def without_data(plan: Plan, why: str) -> Plan | None:
 
 
 def _odd_inputs(layers: Sequence[Layer], plan: Plan) -> list[str]:
-    """Returns layers whose inputs get a scale for each token and are no `[batch, tokens, in]`."""
+    """Returns layers whose inputs get a scale for each token and are not `[batch, tokens, in]`."""
     seen = {layer.name: layer.input_dims for layer in layers if layer.input_dims not in (None, 3)}
     return [
         layer.name
@@ -158,7 +158,7 @@ def _why_none(plan: Plan, include: Sequence[str]) -> str:
 
     Args:
         plan: the plan that quantizes nothing.
-        include: globs of the layers that were asked for.
+        include: globs of the requested layers.
     """
     asked = [layer for layer in plan.layers if any(fnmatchcase(layer.name, glob) for glob in include)]
     names = {layer.name for layer in asked}
@@ -183,13 +183,13 @@ def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
 
     `run` as in `make_plan`.
 
-    Layers that no run calls get the groups of their siblings, or those that their names suggest.
+    Layers that no run calls get the groups of their siblings, or the groups that their names suggest.
     """
     layers = group_experts(find_layers(model))
     seen, why = Watched(), None
     # Without values, some models cannot read what decides how they go on: a plan without weights tries all ways.
     is_outline = any(parameter.is_meta for parameter in model.parameters())
-    # From the cheapest to the dearest: shapes alone, then two tokens, then images or sounds of zeros.
+    # From the cheapest to the most expensive: shapes, then two tokens, then images or sounds of zeros.
     stand_ins = [] if run and not is_outline else [_run_on_meta, _run_on_meta_in_bf16, _run_one_row, _run_stand_in]
     for attempt in [run, *stand_ins] if run else stand_ins:
         try:

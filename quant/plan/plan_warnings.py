@@ -1,6 +1,6 @@
-"""Warnings that a plan alone gives reason for: unknown fusion groups, and weights or inputs that stay in 16 bit.
+"""Warnings that follow from a plan by itself: unknown fusion groups, and weights or inputs that stay in 16 bit.
 
-They are apart from `make`, for reading and writing a checkpoint imports nothing that decides.
+They are separate from `make`, because reading and writing a checkpoint must not import code that decides.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from quant.recipes.plan import LayerPlan, Plan
 
 NOT_RUN = "a bare state dict cannot be run"
 BY_NAME = "fusion_groups_by_name"
-"""Key of the provenance: fusion groups that come from names, for no run has called their layers; `*` is a number."""
+"""Key of the provenance: fusion groups that come from names, because no run has called their layers; `*` is a "
+"number."""
 NOT_SEEN = "layers_not_called"
 """Key of the provenance: layers that no run has called, and that are in no group though they might be merged."""
 
 
 def fusion_warnings(plan: Plan) -> list[str]:
     """Returns a warning, in one sentence, where it is unknown whether a runtime fuses layers with static scales."""
-    # Only formats with a tensor scale (NVFP4, FP8) suffer: block scales alone do not change when rows are concatenated.
+    # Only formats with a tensor scale (NVFP4, FP8) suffer: block scales do not change when rows are concatenated.
     static = [layer for layer in plan.quantized if layer.weight is not None and layer.weight.is_static]
     unknown, unseen = plan.provenance.get("fusion_groups"), plan.provenance.get(NOT_SEEN)
     if unseen is not None:

@@ -4,7 +4,7 @@ Qwen3-Next stores its head as `mtp.*`, DeepSeek-V3 and GLM-4.5 as one block more
 these tensors, and transformers does not even load them. A matrix of a head becomes a linear layer at the place that its
 name says; nothing ever calls it, and everything that goes by a model's layers (plans, solvers, checkpoints) finds it:
 
-    mtp.layers.0.self_attn.q_proj.weight      model.mtp.layers.0.self_attn.q_proj       beside the model's parts
+    mtp.layers.0.self_attn.q_proj.weight      model.mtp.layers.0.self_attn.q_proj       next to the model's parts
     model.layers.61.self_attn.q_proj.weight   model.model.layers.61.self_attn.q_proj    in a list that hides it
 
 A list of blocks that gets such a child becomes a `BlocksBeforeHeads`, so that a forward pass over the list, its length
@@ -65,7 +65,7 @@ def attach_head_layer(model: nn.Module, name: str, weight: torch.Tensor) -> None
             child = HeadPart()
             _add(parent, part, child)
         if not isinstance(child, nn.Module):
-            raise UserError(f"{name}: {part} is no module of {type(model).__name__}; leave the layer out")
+            raise UserError(f"{name}: {part} is not a module of {type(model).__name__}; leave the layer out")
         parent = child
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)

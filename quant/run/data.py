@@ -40,7 +40,7 @@ def read_data(job: Job, decision: Decision) -> Decision:
     can write no text.
 
     Raises:
-        UserError: there is no data, and the plan needs it.
+        UserError: the plan needs data, and there is none.
     """
     if decision.data is not None or job.source.model is None:
         return decision
@@ -59,7 +59,7 @@ def read_data(job: Job, decision: Decision) -> Decision:
 def _kept_data(job: Job, plan: Plan) -> tuple[Data, list[Record]]:
     """Returns calibration data and its records.
 
-    Text that the model wrote is kept in the store, for writing takes long.
+    Text that the model wrote is kept in the store, because writing takes long.
     """
     rows, store = job.request.calibration_rows, job.session.store
     step = f"calibration rows of {rows.label}"

@@ -34,7 +34,7 @@ def decide(job: Job) -> Decision:
     """Returns the plan of a run. Where a checkpoint is to be written, its layout can hold the plan.
 
     Raises:
-        ValueError: the plan does not fit the model, or the layout has no place for one of its formats.
+        ValueError: the plan does not fit the model, or the layout cannot hold one of its formats.
     """
     request, source = job.request, job.source
     if request.goal is not None:
@@ -93,8 +93,8 @@ def _for_budget(job: Job, goal: Goal) -> Decision:
             job.model,
             rows,
             goal,
-            # An allocation measures hundreds of choices, so it rounds to nearest unless more is asked for. A better
-            # solver lowers the loss of all choices alike, and the one that is chosen is solved by it afterwards.
+            # An allocation measures hundreds of choices, so it rounds to nearest unless an effort is requested. A
+            # better solver lowers the loss of all choices alike, and the one that is chosen is solved by it afterwards.
             solver=request.solver or solver_of(request.effort or 0, KEEP),
             run=request.run or (on_first(rows) if rows.is_floating_point() else None),
             held_out=held_out,

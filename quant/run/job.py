@@ -27,7 +27,7 @@ class Job:
     """A run under way.
 
     Attributes:
-        request: everything that is asked for.
+        request: everything that the user requested.
         source: the opened model.
         session: device, memory, store and seed of all steps.
         listener: hears how the run goes.
@@ -42,13 +42,13 @@ class Job:
 
     @property
     def model(self) -> nn.Module:
-        """The model, where the source is no bare state dict."""
+        """The model, unless the source is a bare state dict."""
         assert self.source.model is not None
         return self.source.model
 
     @contextmanager
     def stages(self) -> Iterator[tuple[Job, StageProgress]]:
-        """The same job while its listener hears of stages with counts, and the counter of these stages."""
+        """The same job with a listener that counts stages, and the counter of these stages."""
         with self.listener.stages() as progress:
             yield replace(self, session=replace(self.session, progress=progress)), progress
 
@@ -60,8 +60,8 @@ class Decision:
     Attributes:
         plan: the plan as it was decided, before a guard changed it.
         data: calibration data; None where none was read yet, or none is needed.
-        may_lower_effort: whether an effort of this run chose the solvers, so that one without data may replace them.
-            A plan that the user names says everything, whatever its provenance tells of its making.
+        may_lower_effort: whether an effort of this run chose the solvers, so that one without data may replace them. A
+            plan that the user names says everything, whatever its provenance says of its origin.
         allocation: the record of the choice where formats were chosen for a budget, and the quantized copy of the model
             that it measured, if any.
     """

@@ -60,7 +60,7 @@ def load(request: Request, listener: Listener) -> Job:
         session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)
         announce_device(listener, session)
         _create_context(session)
-    torch.manual_seed(request.seed)  # a caller's module leaves the caller's random numbers alone
+    torch.manual_seed(request.seed)  # a caller's module does not change the caller's random numbers
     started = time.perf_counter()
     with listener.step(f"loading {request.model}"), importing():  # transformers, most of the time
         source = open_model(
@@ -78,7 +78,7 @@ def load(request: Request, listener: Listener) -> Job:
 def _create_context(session: Session) -> None:
     """Has the driver create a GPU's context, which takes about a second, while transformers is imported.
 
-    PyTorch releases the interpreter's lock meanwhile.
+    PyTorch releases the interpreter's lock while it runs.
     """
     if session.device is not None and session.device.type == "cuda":
         Thread(target=torch.empty, args=(1,), kwargs={"device": session.device}, name="context", daemon=True).start()

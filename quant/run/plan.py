@@ -77,7 +77,7 @@ def _recipe_plan(request: Request, source: Source, recipe: Recipe) -> Plan:
 
 @dataclass(frozen=True)
 class _Globs:
-    """The globs of a request for the model's own layers, and the prediction heads that others of its globs ask for."""
+    """The globs of a request for the model's own layers, and the prediction heads that other globs include."""
 
     include: list[str]
     exclude: list[str]
@@ -87,8 +87,8 @@ class _Globs:
 def _split_globs(request: Request, source: Source) -> _Globs:
     """Tells globs for prediction heads from those for the model's layers.
 
-    A glob of --include for heads alone adds them, and leaves the choice among the model's own layers as it is. One of
-    --exclude keeps heads in 16 bit too.
+    A glob of --include that matches only heads adds them, and leaves the choice among the model's own layers as it is.
+    One of --exclude keeps heads in 16 bit too.
     """
     globs = (request.include, request.exclude)
     include, exclude = ([each] if isinstance(each, str) else list(each) for each in globs)

@@ -248,7 +248,7 @@ class Request:
         if self.is_in_memory or self.dry_run:
             return
         if self.out is None:
-            raise UserError("name a directory for the checkpoint with --out DIR, or pass --dry-run for the plan alone")
+            raise UserError("name a directory for the checkpoint with --out DIR, or pass --dry-run for only the plan")
         model, texts = find_model(str(self.model)), (*sources_of(self.calib), *self.eval_texts, self.recipe_file)
         check_apart(self.out, model, *texts, self.budget.sensitivity)
         if self.budget.sensitivity is not None:

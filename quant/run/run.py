@@ -1,4 +1,4 @@
-"""`run` takes a request from the model to the result, for the command `quantize` and for `quant.quantize` alike.
+"""`run` takes a request from the model to the result, for both the command `quantize` and `quant.quantize`.
 
     load       open the model                                    a module in memory is there already
     decide     make the plan, or choose formats for a budget
@@ -28,7 +28,7 @@ from quant.run.write import write
 
 
 def run(request: Request, listener: Listener = SILENT) -> Outcome:
-    """Does everything that a request asks for; meanwhile no other run can write to its destination.
+    """Executes a request; no other run can write to its destination at the same time.
 
     Raises:
         ValueError, OSError: the user's mistakes; nothing has been written.
@@ -60,11 +60,11 @@ def _compute(job: Job, decision: Decision) -> tuple[Decision, Solved, Measured]:
 
 
 def _is_idle_rank(job: Job) -> bool:
-    """Returns whether this rank has nothing to do, since one rank alone solves a bare state dict."""
+    """Returns whether this rank has nothing to do, since only one rank solves a bare state dict."""
     if job.source.model is not None:
         return False
     is_first = rank_and_world()[0] == 0
-    leave()  # before the work, for the others end now and a collective call would wait for them forever
+    leave()  # before the work, because the others end now and a collective call would wait for them forever
     return not is_first
 
 

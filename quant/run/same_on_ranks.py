@@ -61,7 +61,7 @@ def kind_of(session: Session) -> str:
 
 def _spot_hash(file: Path) -> str:
     size = file.stat().st_size
-    # The size first: it alone tells most pairs of files apart, and pieces do not cover it.
+    # The size first: it already distinguishes most pairs of files, and pieces do not cover it.
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as opened:
         if size <= _PIECES * _BYTES:

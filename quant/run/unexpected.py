@@ -30,7 +30,8 @@ def explained(error: Exception, message: str) -> str:
     if _package(frame) == "transformers":
         return (
             f"transformers {metadata.version('transformers')} fails in its own {function} ({where}); try another "
-            "version of it, or other inputs. If transformers alone runs the model on these, report what --debug prints"
+            "version of it, or other inputs. If transformers by itself runs the model on these, report what --debug "
+            "prints"
         )
     if _package(frame) == _REMOTE:
         return (

@@ -39,7 +39,8 @@ def write(job: Job, decision: Decision, solved: Solved, measured: Measured) -> O
             warnings.warn(message, stacklevel=4)  # the caller of `quant.quantize`
         return Outcome(solved.plan, quantized=solved.quantized)
     report = _report(job, decision, solved, measured)
-    # Other ranks' steps must be on disk before this process leaves the group, after which nobody can be asked for them.
+    # Other ranks' steps must be on disk before this process leaves the group, after which nobody can be asked for
+    # steps.
     job.session.store.flush()
     is_first = rank_and_world()[0] == 0
     leave()  # compressed-tensors, which the trial load imports, waits for all ranks of a process group
@@ -104,7 +105,7 @@ def _differences(job: Job, directory: Path) -> list[str]:
     if faults:
         raise UserError(
             f"{source.directory}: the checkpoint would not be this model outside its quantized weights: "
-            f"{listed(faults, 3)}; nothing was written: this is a fault of ours, so please report it"
+            f"{listed(faults, 3)}; nothing was written: this is our bug, so please report it"
         )
     by_reason: dict[str, list[str]] = {}
     for each in differences:
@@ -188,8 +189,8 @@ def _head_warnings(solved: Solved) -> list[str]:
     )
     return [
         f"{counted(len(heads), 'layer')} of prediction heads, {heads[0].name} first, were solved with "
-        f"{listed(sorted({layer.solver for layer in heads}))}, without data{scales}, for transformers does not run "
-        "them: compare how many of a server's draft tokens are accepted"
+        f"{listed(sorted({layer.solver for layer in heads}))}, without data{scales}, because transformers does not "
+        "run them: compare how many of a server's draft tokens are accepted"
     ]
 
 

@@ -124,7 +124,7 @@ def quantized_attention(
         return
     if getattr(model, "config", None) is None or not hasattr(model, "set_attn_implementation"):
         raise UserError(
-            f"{type(model).__name__} is no transformers model; --attention and --kv-cache act on transformers' own "
+            f"{type(model).__name__} is not a transformers model; --attention and --kv-cache act on transformers' own "
             "attention interface"
         )
     config = text_config(model.config)
@@ -173,7 +173,7 @@ def scales_of(
 
     None where nothing was calibrated.
 
-    K was calibrated without turning, so its scale serves unturned keys alone. Where keys are turned, values get the
+    K was calibrated without turning, so its scale serves only unturned keys. Where keys are turned, values get the
     headroom of a measured scale: saturating values that calibration did not meet costs SmolLM2 0.2% of perplexity,
     and a power of two changes no code.
     """
@@ -189,7 +189,7 @@ def scales_of(
 
 
 def _is_calibrated(module: nn.Module, format: Format) -> bool:
-    """Returns whether a module has scales for a cache in `format`; checkpoints keep scales for FP8 alone."""
+    """Returns whether a module has scales for a cache in `format`; checkpoints keep scales only for FP8."""
     return format.is_fp8 and format.per_tensor and isinstance(getattr(module, "k_scale", None), torch.Tensor)
 
 
@@ -219,7 +219,7 @@ def _is_window(mask_function: Any, size: int | None) -> bool:
     """Returns whether this is the causal window of `size` keys, judged by the keys at both ends for two queries."""
     if size is None:
         return False
-    # Two queries, because one could not tell a window that slides from a fixed block of keys.
+    # Two queries, because one could not distinguish a sliding window from a fixed block of keys.
     seen = [
         bool(mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(query), torch.tensor(key)))
         for query in (2 * size, 2 * size + 1)
@@ -244,7 +244,7 @@ def _attend(
 
     Of the keywords it reads the fields of `AttentionCall`.
 
-    A k with `quant_layer` holds new keys alone: its layer of a `QuantizedKVCache` has the others.
+    A k with `quant_layer` holds only new keys: its layer of a `QuantizedKVCache` has the others.
     """
     call = AttentionCall.of(module, keywords)
     if call.s_aux is not None:

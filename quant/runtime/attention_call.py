@@ -13,7 +13,7 @@ class AttentionCall(NamedTuple):
     """Options of one call, None where transformers gave none.
 
     Attributes:
-        is_causal: whether queries see earlier keys alone; from the call, or else from the module.
+        is_causal: whether queries see only earlier keys; from the call, or else from the module.
         scaling: factor of the scores; None is 1/√dim.
         sliding_window: keys that a query sees, itself included.
         softcap: bound of the scores, by tanh.

@@ -34,7 +34,7 @@ _GATES = {"silu": False, "gelu_pytorch_tanh": True}
 _PAGE = 64
 # Tokens after the end of a text, at most this many, are thrown away.
 _LOOK = 16  # tokens between two looks at what was written; looking waits for the GPU
-_ROPES = ("default", "linear", "llama3", "yarn")  # an angle depends on its position alone
+_ROPES = ("default", "linear", "llama3", "yarn")  # an angle depends only on its position
 # Relative errors of logits, see `Decoder.agrees`.
 _CLOSE, _CLOSE_ROUNDED = 0.1, 0.5
 # Fields of a generation config that do not change which token is the likeliest.
@@ -77,7 +77,7 @@ def decoder_refusal(model: nn.Module) -> str:
 class Decoder:
     """One sequence of a model, a token at a time.
 
-    The model shares the memory of its matrices with this from then on, and works as before.
+    From then on the model shares the memory of its matrices with the decoder, and works as before.
 
     Args:
         model: one for which `decoder_refusal` gives nothing.
@@ -94,7 +94,7 @@ class Decoder:
         pages_held = 1 if has_quantized_cache else pages
         self.layers = [_Layer(model.config, layer, index, pages_held, dtype) for index, layer in enumerate(body.layers)]
         # All angles at once: a step then gathers a row, which a CUDA graph can replay.
-        probe = torch.empty(1, 1, 1, device=device, dtype=dtype)  # tells the dtype and the device
+        probe = torch.empty(1, 1, 1, device=device, dtype=dtype)  # gives the dtype and the device
         places = torch.arange(room, device=device)[None]
         kinds = getattr(body.rotary_emb, "layer_types", None)  # Gemma 3 turns sliding layers by other angles
         angles = {kind: body.rotary_emb(probe, places, *([kind] if kinds else [])) for kind in kinds or [None]}
@@ -118,7 +118,7 @@ class Decoder:
                 pages, table = held.reserve(self.room)
                 layer.quantized = _Quantized(pages, table, held.turn, torch.ones_like(start))
                 continue
-            # A sliding layer of the cache has the last keys alone; no query will see the others.
+            # A sliding layer of the cache has only the last keys; no query will see the others.
             write_reference(layer.pages, self.table, start + (count - held.keys.shape[2]), held.keys, held.values)
         self.lengths.fill_(count)
         self.token.fill_(token)
@@ -151,7 +151,7 @@ class Decoder:
         return logits
 
     def agrees(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Returns whether the logits of a step are those of transformers, but for the order of sums.
+        """Returns whether the logits of a step are those of transformers, up to the order of sums.
 
         In BF16 that is some 2%. Where inputs are rounded to four bits, a last bit changes their codes, and the
         logits of a small model by as much as computing them in float32 does.
@@ -215,7 +215,7 @@ class _Quantized:
 class _Layer:
     """A decoder layer, ten launches a token; twelve where the outputs of attention and MLP are normed, too.
 
-    `pages` hold the keys and values. With a quantized cache they hold the newest token's alone: further launches turn
+    `pages` hold the keys and values. With a quantized cache they hold only the newest token's: further launches turn
     them and write them to the pages of the cache.
     """
 

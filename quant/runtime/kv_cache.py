@@ -4,9 +4,9 @@
     with quantized_attention(model, attention="fp8", kv_cache="nvfp4"):
         model.generate(ids, cache=cache)  # past_key_values before transformers 5.24
 
-Each layer keeps its pages (`quant.kernels.attention.kv_cache`). Under an attention of ours (`quant.runtime.attention`),
-a layer passes the new keys and values on unchanged, marked with itself; attention, which has the queries, lets the
-layer write them, and reads the pages. Under any other attention the layer writes at once and returns the whole cache,
+Each layer keeps its pages (`quant.kernels.attention.kv_cache`). Under our attention (`quant.runtime.attention`), a
+layer passes the new keys and values on unchanged, marked with itself; attention, which has the queries, lets the layer
+write them, and reads the pages. Under any other attention the layer writes at once and returns the whole cache,
 dequantized, as other quantized caches of transformers do: slower, and without the gain of turned keys
 (`quant.runtime.rotation`).
 

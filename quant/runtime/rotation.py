@@ -153,7 +153,7 @@ def _moment(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     rows = x[:, :, ::stride].float().unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 3)
     seen = rows.shape[1]
     product = (rows.mT @ rows).double() / seen
-    # A model whose activations overflow keeps its scores: moments of zero give a turn by H alone.
+    # A model whose activations overflow keeps its scores: moments of zero give a rotation by only H.
     product = torch.where(product.isfinite().all(), product, torch.zeros_like(product))
     channels = product.diagonal(dim1=-2, dim2=-1)
     least = nonzero(channels.mean(-1, keepdim=True) * _FLOOR)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 _UNFINISHED = "\ufffd"
-_EVERY = 256  # from so many tokens on, several are decoded at once, as each time all of them are
+_EVERY = 256  # from this number of tokens on, several are decoded at once, because each time all tokens are decoded
 
 
 class TextStream:

@@ -6,7 +6,7 @@ them than they run. A CUDA graph holds them all, and one launch replays it:
     step 1     op by op: kernels are compiled and caches filled; random numbers that are drawn are noticed
     step 2     op by op, timed
     step 3     recorded, and replayed for the first time, which takes longer
-    step 4..6  replayed, and so is every step from then on if the fastest of them was faster than step 2
+    step 4..6  replayed, and so is every later step if the fastest of them was faster than step 2
 
 A step that a graph cannot hold runs op by op: one with random numbers, or with experts or a teacher for which the host
 looks at the values of a batch. A replay repeats the recorded kernels, so the loss must depend on nothing that changes
@@ -64,7 +64,7 @@ class Passes:
             self._may_record &= before is None or before == self._generators()
         if len(self._seconds) < _JUDGED:
             self._seconds.append(time.perf_counter() - started)
-            # The fastest of three: one replay alone may have waited for another process on the same GPU.
+            # The fastest of three: a single replay may have waited for another process on the same GPU.
             if len(self._seconds) == _JUDGED and self.replays and min(self._seconds[3:]) > self._seconds[1]:
                 self._forget({p: p.grad.clone() for p in self._learned if p.grad is not None})
         return value

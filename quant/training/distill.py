@@ -59,8 +59,8 @@ def distill(
         A float32 scalar: KL in nats a position, times T², and the share of the hidden states.
 
     Raises:
-        UserError: the vocabularies, or the widths of hidden states, differ; the student is no causal language model, or
-            its hidden states are rotated; a cached teacher has not read these rows, or they are padded on the left.
+        UserError: the vocabularies, or the widths of hidden states, differ; the student is not a causal language model,
+            or its hidden states are rotated; a cached teacher has not read these rows, or they are padded on the left.
     """
     if teacher is student:
         raise UserError("the teacher is the student itself, and has nothing to teach it; pass a copy of the original")
@@ -136,7 +136,7 @@ class DistillMixin:
         # The loss is a mean: a Trainer is to divide it by the number of batches whose gradients are added up.
         self.model_accepts_loss_kwargs = False
         if isinstance(self.teacher, nn.Module):
-            # A Trainer moves its own model alone.
+            # A Trainer moves only its own model.
             device = self.args.device  # type: ignore[attr-defined]
             self.teacher.requires_grad_(False).to(device)
 
@@ -150,7 +150,7 @@ class DistillMixin:
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
-        """Returns the loss alone: logits are not kept."""
+        """Returns the loss without keeping logits."""
         with torch.no_grad():
             loss = self.compute_loss(model, self._prepare_inputs(inputs))  # type: ignore[attr-defined]
         return loss.detach(), None, None

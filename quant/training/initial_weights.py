@@ -1,8 +1,8 @@
 """A quantized model is trained from weights that round to its codes: training starts at exactly its loss.
 
 A code stands for an interval of weights, its cell. The values in the middle, which the codes decode to, are one start.
-Where the weight that was rounded is at hand, the nearest point of the cell is another start. It keeps the difference
-that rounding to nearest would have made anyway:
+Where the original weight is known, the nearest point of the cell is another start. It keeps the difference that
+rounding to nearest would have made anyway:
 
     gptq chose 3.0 for a weight of 2.4 (in steps of its block)     cell [2.5, 3.5]    start 2.55
     gptq chose 3.0 for a weight of 2.9                              cell [2.5, 3.5]    start 2.9
@@ -103,6 +103,6 @@ def _scaled(weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
     if not after <= _UNRELATED:  # NaN too
         return None
     # One factor a row and one a column fit about 1/in + 1/out of the squares of pure rounding noise; a gain below four
-    # times that is no scaling by a solver.
+    # times that is not a scaling by a solver.
     chance = 4 * (1 / weight.shape[-1] + 1 / weight.shape[-2])
     return weight if before**2 <= after**2 * (1 + chance) else scaled

@@ -17,7 +17,7 @@ over the slice within FP16. Sums over slices are float32.
 
 A teacher that was cached gives the log-probabilities of its k likeliest tokens at each position. All others are one
 outcome, of the probability that is left: the KL of that coarser choice is a lower bound of the KL of the tokens, and
-its gradient leaves the student's proportions among the others alone.
+its gradient does not change the student's proportions among the others.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LogitTeacher:
 
 @dataclass(frozen=True, eq=False)
 class TopTeacher:
-    """A teacher of which the likeliest tokens are known.
+    """A teacher whose likeliest tokens are known.
 
     Attributes:
         tokens: int `[positions, k]`.
@@ -179,7 +179,7 @@ class ChunkedKL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
-        # With a dimension, for a number without one would be rounded to the dtype of the tensor first.
+        # With a dimension, because a number without one would be rounded to the dtype of the tensor first.
         factor = (gradient * ctx.factor).reshape(1)
         of_hidden = _product(saved[0], factor, saved.pop(0).dtype) if ctx.has_hidden else None
         of_parameters = [None if dtype is None else _product(saved.pop(0), factor, dtype) for dtype in ctx.dtypes]
@@ -205,7 +205,7 @@ def chunked_kl(
         teacher: the teacher's next-token probabilities at these positions.
         temperature: divides the logits of both; the factor T² keeps the gradients' size (Hinton et al., 2015).
         mask: the positions that count, bool or weights `[positions]`; None counts all. Without any the loss is 0.
-        parameters: the parameters of the head, if it is no module.
+        parameters: the parameters of the head, if it is not a module.
 
     Returns:
         A float32 scalar with gradients of `hidden` and of the head's parameters.

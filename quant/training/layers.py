@@ -46,7 +46,7 @@ class Start:
 
     @classmethod
     def of_original(cls, model: nn.Module, plan: Plan) -> Start:
-        """Returns the weights and biases of a model in 16 bit, whose solvers will tell the values that they round."""
+        """Returns the weights and biases of a model in 16 bit, whose solvers will report the values that they round."""
         weights = {layer.name: model.get_parameter(layer.tensor_name) for layer in plan.quantized}
         owners = {layer.name: model.get_submodule(layer.tensor_name.rpartition(".")[0]) for layer in plan.quantized}
         return cls(weights, {name: getattr(owner, "bias", None) for name, owner in owners.items()}, {})
@@ -81,7 +81,7 @@ def install_training_layers(
         model: quantized by `plan`.
         plan: the plan that names the layers.
         start: weights from before quantization.
-        scales: one of `SCALES`; None recomputes those of `rtn`, and freezes others.
+        scales: one of `SCALES`; None recomputes the scales of `rtn`, and freezes others.
         stored: dtype of the checkpoint.
         dtype: the dtype of the weights in training; None keeps the model's.
 

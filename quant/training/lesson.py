@@ -53,7 +53,7 @@ def prepare_lesson(name: str, options: DistillOptions, session: Session, listene
         with listener.step(f"loading {name}"):
             cached = CachedTeacher.open(name)
         if options.data:
-            raise UserError("--data: a cached teacher knows its own rows alone; leave the option out")
+            raise UserError("--data: a cached teacher knows only its own rows; leave the option out")
         return Lesson(cached, cached.rows, "its cache", None)
     with listener.step(f"loading {name}"):
         source, model = open_runnable(name)

@@ -71,7 +71,7 @@ def train(
     Args:
         model: changed in place; on a GPU it computes in BF16 by autocast.
         loss: the loss of a batch, token ids int64 `[batch, seqlen]` on the model's device.
-        rows: token ids, int64 `[rows, seqlen]`, drawn in a new order each time they are used up.
+        rows: token ids, int64 `[rows, seqlen]`, in a new random order each time they are used up.
         schedule: steps, rows a step and learning rate.
         record: whether steps on a GPU may be recorded and replayed, as `Passes` says.
         progress: a function that is called with (steps done, steps in all, loss).
@@ -112,7 +112,7 @@ def train(
 
 
 def default_rate(plan: Plan) -> float:
-    """Returns a peak learning rate that did well in benchmarks/training.py: weights alone want smaller steps."""
+    """Returns a peak learning rate that did well in benchmarks/training.py; smaller for weight-only rounding."""
     return 1e-4 if any(layer.activation is not None for layer in plan.layers) else 6e-5
 
 

@@ -17,7 +17,7 @@ class DistillOptions:
         seqlen: tokens of a row.
         steps: optimizer steps.
         batch_size: rows of a step.
-        lr: peak learning rate of AdamW; None is 1e-4, or 6e-5 where weights alone are rounded.
+        lr: peak learning rate of AdamW; None is 1e-4, or 6e-5 where only weights are rounded.
         temperature: divides the logits of teacher and student.
         hidden: weight of the distance of hidden states in the loss.
         scales: "frozen" or "learned" block scales.

@@ -80,7 +80,7 @@ def prepare_qat(
         solver: replaces the recipe's, which rounds to nearest (`rtn`) where it names none.
         include, exclude: as in `quant.quantize`, with a recipe.
         scales: "recomputed" measures block scales from the weights at each forward, "frozen" keeps those of the start,
-            "learned" trains them (LSQ). None recomputes those that `rtn` chose for a 16-bit model, and freezes others.
+            "learned" trains them (LSQ). None recomputes scales that `rtn` chose for a 16-bit model, and freezes others.
         track_inputs: forward passes of training in which static input scales grow with the inputs; afterwards, and by
             default, they stay as calibrated. Each process follows its own inputs; DDP sends rank 0's scales to all, and
             a state gathered from FSDP2 has rank 0's.

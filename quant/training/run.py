@@ -75,8 +75,8 @@ def distill_checkpoint(
         The report, which is in `out` too: losses, and figures on each evaluation text before and after.
 
     Raises:
-        UserError: `directory` is no quantized checkpoint, the teacher has another tokenizer or vocabulary, the data is
-            too short, or `out` is in the way; nothing has been written.
+        UserError: `directory` is not a quantized checkpoint, the teacher has another tokenizer or vocabulary, the data
+            is too short, or `out` is in the way; nothing has been written.
     """
     directory, teacher, out = Path(directory), str(teacher), Path(out)
     # Everything that can be refused without a model is checked first: loading and training take minutes to hours.

@@ -19,7 +19,7 @@ from quant.recipes.plan import LayerPlan, Plan
 from quant.report.report import Distillation, Report, kv_cache_of
 from quant.runtime.attention import quantized_attention
 
-_WORSE = 1.02  # times the KL before training; rounding alone does not change it by as much
+_WORSE = 1.02  # times the KL before training; rounding by itself does not change it by as much
 
 
 def report_of(

@@ -29,7 +29,7 @@ from quant.errors import UserError
 from quant.formats.atomic import claimed
 from quant.training.kl import TopTeacher
 
-# In the metadata of the file, by which `is_cached_teacher` tells it from any other safetensors file.
+# In the metadata of the file, by which `is_cached_teacher` recognises it among safetensors files.
 _KIND = "blockscale teacher"
 
 
@@ -80,7 +80,7 @@ def cache_teacher(
     with claimed(path):
         temporary = path.with_name(f".{path.name}.partial")
         save_file(tensors, temporary, metadata)
-        # A rename on one file system is atomic: whoever opens `path` sees the old file or the whole new one.
+        # A rename on one file system is atomic: every reader of `path` sees the old file or the whole new one.
         temporary.replace(path)
 
 
@@ -108,7 +108,7 @@ class CachedTeacher:
         """Opens a file.
 
         Raises:
-            UserError: it is no such file.
+            UserError: it is not a file of `cache_teacher`.
         """
         path = Path(path)
         if path.is_dir():
@@ -144,8 +144,8 @@ class CachedTeacher:
         """
         if temperature != self.temperature:
             raise UserError(
-                f"{self.path}: cached at temperature {self.temperature:g}, and {temperature:g} is asked for; train at "
-                "that, or cache again"
+                f"{self.path}: cached at temperature {self.temperature:g}, and {temperature:g} is requested; train "
+                "at that, or cache again"
             )
         indices = [self._index.get(_digest(row)) for row in batch.cpu()]
         if None in indices:

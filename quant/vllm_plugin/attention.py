@@ -1,7 +1,7 @@
 """This attention backend keeps vLLM's KV cache in NVFP4 on Hopper GPUs: `vllm serve … --kv-cache-dtype nvfp4`.
 
-vLLM plans such a cache (head_dim / 2 + head_dim / 16 bytes for a key or a value) and has a backend for it on Blackwell
-alone. Ours reads and writes the pages with the kernels of `quant.kernels.attention.decode`.
+vLLM plans such a cache (head_dim / 2 + head_dim / 16 bytes for a key or a value) and has a backend for it only on
+Blackwell. Ours reads and writes the pages with the kernels of `quant.kernels.attention.decode`.
 
     decoding, one token a sequence    paged attention straight over the codes; CUDA graphs capture it
     a few tokens (speculation)        the same, one launch for the sequences with equally many tokens

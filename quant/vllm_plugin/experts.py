@@ -88,7 +88,7 @@ class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
         if moe_config.swiglu_limit is not None and not releases.limits_activations():
             return False, "experts with a limit of their activation"
         if any(size % 64 for size in sizes):
-            return False, f"hidden and intermediate sizes of {sizes}, which are no multiples of 64"
+            return False, f"hidden and intermediate sizes of {sizes}, which are not multiples of 64"
         return mk.FusedMoEExpertsModular.is_supported_config(
             cls, moe_config, weight_key, activation_key, activation_format
         )
@@ -136,7 +136,7 @@ class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
 
 
 class _Sum(mk.TopKWeightAndReduce):
-    """The weighted sum over a token's experts, written where vLLM wants it: no copy follows."""
+    """The weighted sum over a token's experts, written where vLLM expects it: no copy follows."""
 
     def __init__(self, experts: BlockscaleNvFp4Experts) -> None:
         self.experts = experts

@@ -1,4 +1,4 @@
-"""A block of vLLM's KV cache is a page of ours: one piece of memory, which holds keys and values with their scales.
+"""A block of vLLM's KV cache is one of our pages: one piece of memory, which holds keys and values with their scales.
 
     block b of a layer   [ codes of K | codes of V | block scales of K | block scales of V ]
 

@@ -5,7 +5,7 @@ vLLM asks a class whether it can run a layer, lets it change the loaded paramete
 named a backend and where its kernel fails its self-test (`self_test.py`), and vLLM asks the next class.
 
 The classes of NVFP4, MXFP4 and MXFP8 extend vLLM's Marlin class of the same format: a layer that our kernels do not
-take (inputs in float16, a matrix that is no multiple of 64 × 64, scales that have no place in the layout) stays with
+take (inputs in float16, a matrix that is not a multiple of 64 × 64, scales that the layout cannot hold) stays with
 Marlin, and the log says which limit it broke. Layers in INT4 and FP8 are refused by `can_implement` instead.
 
 The weight is put into the layout of Hopper's kernels once and keeps vLLM's names. Inputs stay in 16 bit. A call is one
@@ -43,11 +43,11 @@ _formats_installed: set[str] = set()
 
 
 def refusal(format: str, quantization: str, class_name: str) -> str:
-    """Returns why a class of ours takes no layer in `format`; `quantization` is vLLM's name for such layers.
+    """Returns why our classes take no layer in `format`; `quantization` is vLLM's name for such layers.
 
     Empty if it does.
 
-    A failed self-test is told once in the log; what the user chose, the user knows.
+    A failed self-test is logged once; the user's own choices are not logged.
     """
     if not releases.is_free_to_choose(quantization, class_name):
         return "gives way to the backend that was chosen"
@@ -89,7 +89,7 @@ class _OverMarlin:
 
     format: ClassVar[str]
     quantization: ClassVar[str]
-    """vLLM's name for the layers that its list of this format is asked for."""
+    """vLLM's name for the layers that its list of this format serves."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -178,7 +178,7 @@ class BlockscaleInt4LinearKernel(MPLinearKernel):
         if c.weight_type != scalar_types.uint4b8 or c.group_size != 128 or c.zero_points or has_order:
             return False, "our kernel takes symmetric INT4 in groups of 128, with no order of its own"
         if columns % 128:
-            return False, f"in_features = {columns} is no multiple of 128"
+            return False, f"in_features = {columns} is not a multiple of 128"
         reason = refusal("int4", "mixed_precision", cls.__name__)
         return not reason, reason or None
 
@@ -221,7 +221,7 @@ class BlockscaleFp8LinearKernel(FP8ScaledMMLinearKernel):
         return weights.multiply(layer, x, bias, layer.weight)
 
     def apply_scaled_mm(self, **operands: Any) -> torch.Tensor:
-        raise NotImplementedError("inputs stay in 16 bit, so vLLM has no product in FP8 to ask for")
+        raise NotImplementedError("inputs stay in 16 bit, so vLLM does not look for a product in FP8")
 
 
 def install() -> str:

@@ -69,12 +69,12 @@ register("quant::swiglu", "(Tensor both) -> Tensor", _half, default=_swiglu)
 
 
 def takes_rows(x: torch.Tensor) -> bool:
-    """Returns whether our kernels take these rows, in a model that has linear layers of ours."""
+    """Returns whether our kernels take these rows, in a model that has our linear layers."""
     return linear.has_our_layers() and x.dim() == 2 and x.dtype is torch.bfloat16 and x.is_contiguous()
 
 
 class BlockscaleRMSNorm(RMSNorm):
-    """`h / rms(h) · weight` and h, where `h = x + residual`; without a residual the first alone."""
+    """`h / rms(h) · weight` and h, where `h = x + residual`; without a residual only the first."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         # `variance_size_override` norms by a part of the columns only, which our kernel does not.

@@ -28,7 +28,7 @@ from quant.kernels.hardware import has_triton
 from quant.vllm_plugin.switches import switches, unknown_switches
 
 RAN = ("0.26", "0.29")
-"""Releases of vLLM in which the plug-in ran on a GPU; others are told in the log to be new to it."""
+"""Releases of vLLM in which the plug-in ran on a GPU; for others the log says that they are untested."""
 
 _log = logging.getLogger("vllm.blockscale")
 

@@ -6,7 +6,7 @@ No version is compared: a release is known by the names, arguments and fields th
     choice of NVFP4 without input scales          all     `init_nvfp4_linear_kernel(use_a16=True)`, which asks no list
     the same in ModelOpt's layout                 < 0.27  modelopt.py constructs the Marlin class itself
     `--linear-backend` per format                 0.30    `_get_linear_backend` takes `quantization`
-    `--linear-backend` that names no class        0.28    every class is asked then, ours too: they refuse by themselves
+    `--linear-backend` that names no class        0.28    every class is asked, and ours refuse by themselves
     experts with a limited activation             0.28    `activation()` reads the limit from `activation_config`
     bytes of a page of the KV cache               0.28    the backend says them in `customize_spec`
     views `[blocks, heads, tokens, bytes]`        0.29    the backend names layouts; before, it shaped the buffer itself
@@ -65,7 +65,7 @@ def limits_activations() -> bool:
 
 
 def spec_with_cell_bytes(spec: Any, cell_bytes: int) -> Any:
-    """Returns `spec` of a layer's cache with so many bytes for a token's key and value in one head."""
+    """Returns `spec` of a layer's cache with this number of bytes for a token's key and value in one head."""
     # Before 0.28 vLLM counts the bytes of NVFP4 by itself, and they are the same.
     names = {field.name for field in fields(spec)}
     return replace(spec, state_content_bytes=cell_bytes) if "state_content_bytes" in names else spec

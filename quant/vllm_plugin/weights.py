@@ -65,10 +65,10 @@ def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
 
     Or as it is, with the reason why it has no such layout.
 
-    A format that kernels read in the order of the checkpoint stays as it is for no reason. The buffers in which
-    kernels count arrivals are made here too, for they must exist before a CUDA graph is captured.
+    A format that kernels read in the order of the checkpoint stays as it is for no reason. The buffers in which kernels
+    count arrivals are made here too, because they must exist before a CUDA graph is captured.
     """
-    # What is allocated during a capture belongs to that graph alone.
+    # Memory that is allocated during a capture belongs only to that graph.
     reserve(weight.codes)
     if weight.format.element is not E2M1:
         return weight, ""

@@ -64,7 +64,9 @@ def test_a_loader_gives_its_batches() -> None:
 def test_a_loader_of_inputs_and_labels_is_told_from_one_of_inputs() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))
     loader = [(torch.randn(2, 8), torch.zeros(2)) for _ in range(3)]
-    with pytest.raises(ValueError, match=r"Sequential takes \(input\), and the first item does not fit .*inputs alone"):
+    with pytest.raises(
+        ValueError, match=r"Sequential takes \(input\), and the first item does not fit .*take only the inputs"
+    ):
         inputs_of(loader, model)
     assert len(inputs_of([inputs for inputs, labels in loader], model)) == 3
 

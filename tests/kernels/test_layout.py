@@ -125,7 +125,7 @@ def test_what_has_no_layout_says_why() -> None:
         prepack(weight)
     weight.scale.view(torch.uint8)[5, 3] = 0x80 | 3
     assert prepack_refusal(weight) == "a block scale is negative or NaN"
-    assert "no multiple of [64, 64]" in prepack_refusal(quantize(torch.randn(64, 160), FORMATS["nvfp4"]))
+    assert "not a multiple of [64, 64]" in prepack_refusal(quantize(torch.randn(64, 160), FORMATS["nvfp4"]))
     assert prepack_refusal(quantize(torch.randn(64, 128), FORMATS["mxfp8"])) == "mxfp8 has no kernel layout"
     far = quantize(torch.randn(64, 128) * 2.0 ** torch.arange(64)[:, None], FORMATS["mxfp4"])
     assert "are more than 2^29 apart" in prepack_refusal(far)

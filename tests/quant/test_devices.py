@@ -289,7 +289,7 @@ def test_the_second_device_leaves_the_choice_of_a_device_to_contexts() -> None:
 def test_names_of_devices() -> None:
     assert find_device(None) is None
     assert find_device("cpu") == torch.device("cpu")
-    with pytest.raises(ValueError, match="device teapot is no device; expected auto, cpu, cuda or cuda:N"):
+    with pytest.raises(ValueError, match="device teapot is not a device; expected auto, cpu, cuda or cuda:N"):
         find_device("teapot")
     if not torch.cuda.is_available():
         assert find_device("auto") is None

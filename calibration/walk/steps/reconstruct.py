@@ -20,7 +20,7 @@ from quant.calibration.walk.block import Block
 
 
 def reconstruct(block: Block, outputs: Sequence[torch.Tensor]) -> None:
-    """Refines the roundings of a block, where a group asks for it.
+    """Refines the roundings of a block, where a group's solver includes it.
 
     Args:
         block: all of its groups are solved.
@@ -33,7 +33,7 @@ def reconstruct(block: Block, outputs: Sequence[torch.Tensor]) -> None:
     settings = next((g.pipeline.reconstruction for g in block.groups if g.pipeline.reconstruction), None)
     if settings is None:
         return
-    # Remembered outputs have no gradient, and would be those of the weights before.
+    # Remembered outputs have no gradient, and would come from the earlier weights.
     block.remembered.forget()
     if block.experts:
         raise ValueError(
@@ -46,7 +46,7 @@ def reconstruct(block: Block, outputs: Sequence[torch.Tensor]) -> None:
         assert solved is not None
         layers[name] = BlockLayer(target, solved.weight, member.activation, solved.input_scale, solved.parts)
     for stand_in in block.stand_ins.values():
-        # Stand-ins beside the learned layers must no longer remember their outputs.
+        # Stand-ins next to the learned layers must no longer remember their outputs.
         stand_in.keeps = False
         stand_in.outputs.clear()
     calls = [call.to(block.device) for call in block.calls.quantized]

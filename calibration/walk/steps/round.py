@@ -147,7 +147,7 @@ def _residual(block: Block, group: Group) -> torch.Tensor | None:
 
 
 def _is_aligned(block: Block, group: Group) -> bool:
-    """Returns whether each token reaches the group once, so that its original input can be told."""
+    """Returns whether each token reaches the group once, so that its original input is known."""
     return group.calls == 1 and group.tokens == block.tokens
 
 

@@ -1,8 +1,8 @@
 """`scale_inputs` and `rotate` change weights and inputs of a block together, so that the weights round better.
 
 Scaling: with W diag(s) for the weights W and x / s for their inputs x, the output W x stays (AWQ, SmoothQuant). The
-module before takes the division up where one can (see `solvers.fold`). A scale that no module can take up stays with
-the group as `pre_scale`, for run time, or there is none, where the solver's name says so (`awq:merge`).
+module before takes the division up where one can (see `solvers.fold`). A scale that no module can absorb stays with the
+group as `pre_scale`, for run time, or is left out (`awq:merge`).
 
 Rotation: with W H for the weights and Hᵀ x for the inputs, H a block-diagonal Hadamard matrix, the output stays too,
 and outliers of x are spread over a block of channels.
@@ -25,7 +25,10 @@ from quant.calibration.walk.stand_in import weight_of
 
 
 def scale_inputs(block: Block) -> None:
-    """Scales every group that asks for it, last group first: a scale may go into a linear layer solved before."""
+    """Scales the inputs of groups whose solvers need it.
+
+    The last group comes first: a scale may go into a linear layer solved before.
+    """
     if not any(group.pipeline.transforms for group in block.groups):
         return
     folds = _find_folds(block)
@@ -36,7 +39,7 @@ def scale_inputs(block: Block) -> None:
 
 def _scale_group(block: Block, group: Group, fold: Fold | None) -> None:
     assert group.total is not None and group.amax is not None
-    # All ranks take the same tokens, those of every batch.
+    # All ranks take the same tokens, from every batch.
     every = max(group.tokens // SAMPLED_TOKENS, 1)
     sample = torch.cat([x.float() for x in group.inputs_of_all_ranks(every)])
     spec = group.pipeline.spec

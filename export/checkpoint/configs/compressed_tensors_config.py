@@ -63,7 +63,7 @@ def check_plan(plan: Plan) -> None:
 def _can_name(activation: Format) -> bool:
     """Returns whether readers of the config round inputs as `activation` does.
 
-    The config cannot tell E5M2 from E4M3.
+    The config cannot distinguish E5M2 from E4M3.
     """
     try:
         read = activation_format_of(_activation_arguments(activation))
@@ -88,8 +88,8 @@ def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[st
     """Returns `quantization_config` for config.json, with one group per pair of formats.
 
     A group that holds every quantized linear targets the class, as peers write it, and an output head by name, which is
-    no linear in vLLM; other groups list their layers.
-    `ignore` lists every module in 16 bit that a runtime may hold as a linear: vLLM's routers are, and a group that
+    not a linear layer in vLLM; other groups list their layers. `ignore` lists every module in 16 bit that a runtime may
+    hold as a linear: vLLM's routers are, and a group that
     targets the class would quantize them. A layer with another name on disk is listed under both: transformers goes
     by its modules, servers by the files.
     """
@@ -218,7 +218,7 @@ def weight_format_of(arguments: Mapping[str, Any]) -> Format:
         ours = _weight_arguments(FORMATS[name])
         if all(arguments.get(k) == ours[k] for k in keys):
             return FORMATS[name]
-    raise ValueError(f"quantization_config asks for weights { ({k: arguments.get(k) for k in keys}) }: not supported")
+    raise ValueError(f"quantization_config has weights { ({k: arguments.get(k) for k in keys}) }: not supported")
 
 
 def activation_format_of(arguments: Mapping[str, Any] | None) -> Format | None:
@@ -230,7 +230,7 @@ def activation_format_of(arguments: Mapping[str, Any] | None) -> Format | None:
         ours = _activation_arguments(FORMATS[name])
         if all(arguments.get(k) == ours[k] for k in keys):
             return FORMATS[name]
-    raise ValueError(f"quantization_config asks for inputs { ({k: arguments.get(k) for k in keys}) }: not supported")
+    raise ValueError(f"quantization_config has inputs { ({k: arguments.get(k) for k in keys}) }: not supported")
 
 
 def read_config(
@@ -279,7 +279,7 @@ def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[s
             plain = scheme.get("type") == "hadamard" and not scheme.get("randomize") and not use.get("inverse")
             if not (plain and location == "input" and isinstance(scheme.get("head_dim"), int)):
                 transform_of = {key: scheme.get(key) for key in ("type", "randomize", "head_dim")}
-                raise ValueError(f"transform_config asks for {transform_of} at {location!r}: not supported")
+                raise ValueError(f"transform_config has {transform_of} at {location!r}: not supported")
             targets = typed(list[str], use.get("targets"), "transform_config: targets")
             ignored = typed(list[str] | None, use.get("ignore"), "transform_config: ignore") or []
             blocks.append((scheme["head_dim"], targets, ignored))

@@ -1,6 +1,6 @@
 """Warnings about a compressed-tensors checkpoint: features that its plan has and that other runtimes do not run.
 
-Input scales and low-rank branches have no place in the layout. vLLM, which the layout is for, stops at some formats,
+The layout has no tensors for input scales and low-rank branches. vLLM, which the layout is for, stops at some formats,
 and TensorRT-LLM takes INT8 for FP8. transformers has limits of its own, above all for experts and convolutions; loading
 the checkpoint on trial (`quant.checkpoints.trial_load`) finds those that depend on the model.
 """
@@ -64,8 +64,8 @@ def stopped_warnings(plan: Plan, names: StoredNames) -> list[str]:
     if not stopped:
         return []
     return [
-        f"{_counted(stopped)} quant.load or a server that reads experts one by one: transformers up to 5.24 takes the "
-        "experts of this model in 16 bit alone, and stops"
+        f"{_counted(stopped)} quant.load or a server that reads experts one by one: transformers up to 5.24 takes "
+        "the experts of this model only in 16 bit, and stops"
     ]
 
 

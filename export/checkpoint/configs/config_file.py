@@ -2,8 +2,8 @@
 
 transformers 5 reads the configs of older releases and writes its own form: `rope_theta` and `rope_scaling` become
 `rope_parameters`, `torch_dtype` becomes `dtype`, Infinity becomes `{"__float__": "Infinity"}`. Readers that know the
-older form would then go by default values without a word. So the source's own JSON is the base, and only fields whose
-values changed since it was read are set in it:
+older form would then silently use default values. So the source's own JSON is the base, and only fields whose values
+changed since it was read are set in it:
 
     source's config.json ─── read and written by transformers ──▶ form of transformers, before
     model.config         ─── written by transformers ───────────▶ form of transformers, now
@@ -47,7 +47,7 @@ def write_config(
         model: a model of transformers.
         plan: the plan that it is quantized by.
         names: the names of its tensors on disk.
-        source: directory of the original model, whose config is kept; None writes the form of transformers alone.
+        source: directory of the original model, whose config is kept; None writes only the form of transformers.
         state: the tensors that are not quantized, as for `checkpoint_tensors`.
     """
     # A class with Python files of its own knows the auto class that it stands for; the files go along.

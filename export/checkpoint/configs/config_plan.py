@@ -71,7 +71,7 @@ def plan_of_checkpoint(
             )
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None
-    # `group_unseen` guesses groups by names; the tensors tell which members really share their scales.
+    # `group_unseen` guesses groups by names; the tensors show which members really share their scales.
     plan = Plan(tuple(layers), kv_cache=kv_cache, provenance={"checkpoint": str(directory)})
     return plan.replace_layers(_ungrouped(plan, tensors))
 

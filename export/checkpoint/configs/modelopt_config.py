@@ -2,7 +2,8 @@
 
 A layout says less than a plan. `fp8_pb_wo` is a format of weights: runtimes round inputs in groups of 128 or keep them
 in 16 bit. `mxfp4` is read as weights and inputs in MXFP4, as `MXFP4_DEFAULT_CFG` makes it. INT4 is called `W4A16_AWQ`
-whether or not inputs were scaled; a `pre_quant_scale` stands beside a weight only where no layer before it took it up.
+whether or not inputs were scaled; a `pre_quant_scale` is stored next to a weight only where no layer before it absorbed
+it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _KV_CACHES = {"fp8": "FP8", "nvfp4": "NVFP4"}
 _GROUPED = ("NVFP4", "W4A16_NVFP4", "MXFP8", "W4A16_AWQ")
 _DESCRIBED = ("FP8", "NVFP4", "W4A16_NVFP4")
 _DESCRIBED_IN_MIXED = (*_DESCRIBED, "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "W4A16_AWQ")
-# Fields that ModelOpt writes for every INT4 weight, beside the group size.
+# Fields that ModelOpt writes for every INT4 weight, besides the group size.
 _AWQ = {"has_zero_point": False, "pre_quant_scale": True}
 
 
@@ -79,7 +80,7 @@ def check_plan(plan: Plan) -> None:
         }
         for part in (name for name, size in parts.items() if size):
             raise ValueError(
-                f"{layer.name}: ModelOpt's layout has no place for {part} beside {layer.weight}; quantize the model "
+                f"{layer.name}: ModelOpt's layout cannot hold {part} with {layer.weight}; quantize the model "
                 "again without it, or deploy the compressed-tensors checkpoint"
             )
 
@@ -274,7 +275,7 @@ def read_config(
 
 
 def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[str], int]:
-    """Returns the layout has no rotations at run time."""
+    """Returns a function that is 0 for all names: the layout has no rotations at run time."""
     return lambda matrix: 0
 
 

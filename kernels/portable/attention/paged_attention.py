@@ -132,7 +132,7 @@ def paged_attention_kernel(
     padded: tl.constexpr = width != units
     dtype: tl.constexpr = k.dtype.element_ty if kind == "16bit" else tl.float16
     unscale: tl.constexpr = 16384.0 if kind == "nvfp4" else 256.0 if kind == "fp8" and not asm else 1.0
-    # All but the batch share the first axis of the grid, for the other axes end at 65,535.
+    # All but the batch share the first axis of the grid, because the other axes end at 65,535.
     part = tl.program_id(0) % splits
     kv_head = tl.program_id(0) // splits % kv_heads
     first = tl.program_id(0) // splits // kv_heads * block_m

@@ -261,7 +261,7 @@ def scale_gradient(
     scale: torch.Tensor,
     global_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Returns LSQ's gradient of the block scales `[N, K / columns]`, float32; `can_sum` tells for which weights."""
+    """Returns LSQ's gradient of the block scales `[N, K / columns]`, float32; for weights that `can_sum` accepts."""
     out = torch.empty(scale.shape, dtype=torch.float32, device=weight.device)
     return _backward(slope_kernel, out, gradient, weight, format, scale, global_scale)
 
@@ -349,7 +349,7 @@ def _grid(N: int, K: int) -> tuple[int, int]:
 
 
 def _number(format: Format) -> dict[str, Any]:
-    """Returns the constants of `_on_grid` for an element's number, but for its largest value."""
+    """Returns the constants of `_on_grid` for an element's number, except its largest value."""
     element = format.element
     return {
         "mantissa": element.mantissa, "lowest": element.min_normal, "top": 2.0**element.max_exponent,

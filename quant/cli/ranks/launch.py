@@ -62,7 +62,8 @@ def local_device(asked: str) -> str:
 def free_port() -> int:
     """Returns a port of this machine at which nothing listens, where ranks can meet.
 
-    It is below those that systems give to outgoing connections, of which one might take it before the ranks have met.
+    It is below the ports that systems give to outgoing connections, one of which might take it before the ranks have
+    met.
     """
     # Linux gives ports from 32768 on to outgoing connections, macOS and Windows from 49152 on.
     for port in random.SystemRandom().sample(range(15_000, 32_000), 100):

@@ -5,7 +5,7 @@ closes its connections. So the first rank learns within moments which rank was l
 the others end because it has; nobody waits in vain for a sum to which a dead rank would have added. A rank that fails
 with an error sends its message along the same way.
 
-torchrun's agent watches the processes of its own machine alone. Other machines learn of a lost one by a timeout of
+torchrun's agent watches only the processes of its own machine. Other machines learn of a lost one by a timeout of
 minutes, and nobody learns which error came first. So every command watches its ranks itself, under torchrun too.
 """
 
@@ -34,7 +34,7 @@ class Watch:
     """The connections between the first rank and the others, and the thread that watches them.
 
     A word is one line of JSON: that a rank `ends`, or its `error`, which perhaps only `follows` from another's. A
-    connection that closes without a word belongs to a rank that was lost.
+        connection that closes without a message belongs to a rank that was lost.
 
     Args:
         way_out: advice to the user when a rank is lost.
@@ -89,7 +89,7 @@ class Watch:
     def _tell(self, heard: dict[int, dict[str, Any]]) -> None:
         """Prints the most informative line: a rank's own error, else a lost rank, else an error that followed."""
         rank, word = min(heard.items(), key=lambda item: (_weight(item[1]), item[0]))
-        lost = f"was lost: it ended without a word, as a killed process does; {self.way_out}"
+        lost = f"was lost: it ended without a message, as a killed process does; {self.way_out}"
         if self.rank == 0 or (self.rank == 1 and not word):
             text = f"{self.names[rank]} {lost}" if not word else f"{self.names[rank]}: {word['error']}"
             sys.stderr.write(f"error: {printable(' '.join(text.split()))}\n")

@@ -49,7 +49,7 @@ def set_rope(config: Any, file: Any) -> None:
     }
     tensors = {t.name: np.asarray(t.data, np.float64) for t in file.tensors if t.name in FREQUENCY_TENSORS}
     parameters = getattr(config, "rope_parameters", None)
-    # Gemma 3 and 4 have parameters for each kind of layer; llama.cpp scales those of full attention.
+    # Gemma 3 and 4 have parameters for each kind of layer; llama.cpp scales only those of full attention.
     if isinstance(parameters, dict) and "full_attention" in parameters:
         parameters = parameters["full_attention"]
     scaling = _of_metadata(fields, config.max_position_embeddings) if hasattr(config, "max_position_embeddings") else {}
@@ -69,7 +69,7 @@ def set_rope(config: Any, file: Any) -> None:
             "parameters for it; open the Hugging Face directory of the model"
         )
     parameters |= scaling
-    # Phi 3 keeps this number beside its parameters too.
+    # Phi 3 keeps this number next to its parameters too.
     if hasattr(config, "original_max_position_embeddings") and "original_max_position_embeddings" in scaling:
         config.original_max_position_embeddings = scaling["original_max_position_embeddings"]
 
@@ -91,7 +91,7 @@ def _of_metadata(fields: Mapping[str, Any], context: int) -> dict[str, Any]:
         context: the longest position of the model.
     """
     factor = float(fields.get("scaling.factor") or fields.get("scale_linear") or 1.0)
-    # llama.cpp takes a factor without a type for a linear one.
+    # llama.cpp treats a factor without a type as linear.
     kind = fields.get("scaling.type", "linear")
     if kind == "longrope":
         return {"rope_type": "longrope"}

@@ -45,7 +45,7 @@ Found = tuple[str, Packed]
 def _find_scaled(name: str, tensors: QuantizedTensors, quantization: Quantization) -> Found | None:
     """Returns `X` with `X_scale` or `X_scale_inv`, or `X_packed`; `X` may be stacked experts."""
     original = name.removesuffix("_packed")
-    # DeepSeek's `weight_scale_inv` is no reciprocal in spite of its name: codes are multiplied by it, as by
+    # DeepSeek's `weight_scale_inv` is not a reciprocal in spite of its name: codes are multiplied by it, as by
     # `weight_scale`.
     scale = next((f"{original}{s}" for s in ("_scale_inv", "_scale") if tensors.on_disk(f"{original}{s}")), None)
     if scale is None or tensors.stored_dtype(name) not in CODES:
@@ -58,8 +58,8 @@ def _find_scaled(name: str, tensors: QuantizedTensors, quantization: Quantizatio
     shape, scales = tensors.stored_shape(name), tensors.stored_shape(scale)
     if len(shape) < 2 or (tensors.stored_dtype(name) in ("I32", "U8") and not scales):
         raise UserError(
-            f"{tensors.file_of(name)}: {name} {list(shape)} with {scale} {list(scales)} is no quantized weight: its "
-            "codes are a matrix, and packed ones have a scale for each group; download the checkpoint again"
+            f"{tensors.file_of(name)}: {name} {list(shape)} with {scale} {list(scales)} is not a quantized weight: "
+            "its codes are a matrix, and packed ones have a scale for each group; download the checkpoint again"
         )
     # Words of 32 bits hold several codes, and a row may end in padding; `weight_shape` is the original's shape.
     if tensors.stored_dtype(name) == "I32":

@@ -165,7 +165,7 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Quantization | Non
 
 
 def _check_types(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a field of another type than those that are read here."""
+    """Raises ValueError for a field of an unexpected type."""
     for key, kind in _FIELDS.items():
         typed(kind, config.get(key), key)
     for name, group in (config.get("config_groups") or {}).items():
@@ -178,7 +178,7 @@ def _check_types(config: Mapping[str, Any]) -> None:
 
 def _check_block(block: list[int] | None, size: int | None, name: str) -> None:
     if (block is not None and (len(block) != 2 or min(block) < 1)) or (size is not None and size < -1):
-        raise ValueError(f"{name}: {block or size} is no size of a block")
+        raise ValueError(f"{name}: {block or size} is not the size of a block")
 
 
 def _why_not(quantization: Quantization) -> str | None:
@@ -203,9 +203,9 @@ def _why_not(quantization: Quantization) -> str | None:
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense" or layout not in ("", *_LAYOUTS):
         return f"in the compressed-tensors layout {layout}, which cannot be read here; {WAY_OUT}"
     if config.get("transform_config"):
-        # An original in 16 bit has no place for the transform of the inputs, and without it the weights are of another
+        # An original in 16 bit cannot hold the transform of the inputs, and without it the weights are of another
         # model.
-        return f"and its weights are rotated or scaled (transform_config), for which their inputs must be; {WAY_OUT}"
+        return f"and its weights are rotated or scaled (transform_config), which their inputs must be, too; {WAY_OUT}"
     return None
 
 
@@ -229,8 +229,8 @@ def refuse_packed(
     names = dtypes if names is None else names
     advice = f"give the model's directory with its config.json, or {WAY_OUT}"
     for name in dtypes:
-        # A name alone proves little: models have parameters called `…_scale` and `…_blocks` that are not quantized. A
-        # suffix counts where the tensor that it belongs to is in the file too.
+        # A name proves little by itself: models have parameters called `…_scale` and `…_blocks` that are not quantized.
+        # A suffix counts where the tensor that it belongs to is in the file too.
         suffix = next((s for s in _SCALES if name.endswith(s) and name.removesuffix(s) in names), None)
         blocks = name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in names
         if suffix or blocks or name.endswith("_scale_inv") or name.rpartition(".")[2] in _INTEGER_PARTS:

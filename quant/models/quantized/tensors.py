@@ -27,7 +27,7 @@ _RUN_TIME = (
 
 
 class QuantizedTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a quantized checkpoint under the original's names, dequantized when asked for.
+    """The tensors of a quantized checkpoint under the original's names, dequantized on access.
 
     Args:
         shards: the safetensors files.
@@ -60,7 +60,8 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
         shape = self.packed[name].shape
         if len(shape) == 2:
             return self.matrix(name)
-        # Matrix by matrix: decoding goes through float32, of which one expert's and not the whole stack's is in memory.
+        # Matrix by matrix: decoding goes through float32, of which only one expert's is in memory, not the whole
+        # stack's.
         out = torch.empty(shape, dtype=self.dtype)
         for index in range(shape[0]):
             out[index] = self.matrix(name, index)
@@ -147,7 +148,7 @@ class Renamed:
 
 @dataclass(frozen=True)
 class _Deferred:
-    # transformers' loader takes lazy tensors of safetensors, of which it uses indexing alone.
+    # transformers' loader takes lazy tensors of safetensors, of which it uses only indexing.
     tensors: QuantizedTensors
     name: str
 

@@ -62,7 +62,7 @@ def scaled(parts: Parts, blocks: Iterable[Block], dtype: torch.dtype) -> torch.T
 
 
 def _format_of(codes: torch.Tensor, scale: torch.Tensor, second: bool, blocks: Iterable[Block]) -> Format:
-    """Returns the format of a matrix, as its codes and scales tell."""
+    """Returns the format of a matrix, judging by its codes and scales."""
     if codes.dtype == torch.uint8 and scale.dim() == 2 and scale.shape[0] == 2 * codes.shape[0]:  # ModelOpt's INT4
         return Format("source", INT4, FP32, (1, codes.shape[1] // scale.shape[1]))
     # Scales of one byte are E4M3 (NVFP4) or exponents (MX, in E8M0 or uint8).

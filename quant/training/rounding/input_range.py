@@ -2,13 +2,13 @@
 
 A static scale comes from calibration, and training changes the inputs of every layer. Inputs beyond the range are
 clipped and get no gradient, so a range that is too small is a lasting error. In the first passes that
-`prepare_qat(track_inputs=)` asks for, the scale grows to the largest input so far:
+`prepare_qat(track_inputs=)` sets, the scale grows to the largest input so far:
 
     scale <- max(scale, amax(x) / (largest code * largest block scale))
 
 It never shrinks: floating-point codes lose nothing by a range twice as large. In the same passes, and in every 16th
-from then on, inputs beyond the range are counted, and `convert_qat` warns of layers that clipped many. Compiled layers
-do neither, because a graph has no Python counter.
+pass after them, inputs beyond the range are counted, and `convert_qat` warns of layers that clipped many. Compiled
+layers do neither, because a graph has no Python counter.
 """
 
 from __future__ import annotations

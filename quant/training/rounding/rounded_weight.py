@@ -8,7 +8,7 @@ Block scales are kept in one of three ways:
 
 `weight` is an ordinary parameter, so optimizers, DDP, FSDP and gradient checkpointing see an ordinary layer. FSDP2 with
 a `param_dtype`, which Trainers set for BF16, shows the layer a narrow copy of it. The loss is computed from that copy,
-so the layer remembers its dtype (`trained_in`), and from then on rounds the weight to it first: in training, evaluation
+so the layer remembers its dtype (`trained_in`), and afterwards rounds the weight to it first: in training, evaluation
 and packing.
 """
 
@@ -225,7 +225,7 @@ class RoundedWeight(nn.Module):
     def get_extra_state(self) -> torch.Tensor:
         """Returns how the layer was prepared and trained, as bytes, which safetensors can hold.
 
-        Their number is the same before and after training, as torch.distributed.checkpoint wants it.
+        Their number is the same before and after training, as torch.distributed.checkpoint requires.
         """
         dtype = str(self.trained_in).removeprefix("torch.")
         text = f"{self._prepared_with()}\n{dtype:8}\n{self.inputs.passes:12}"

@@ -163,7 +163,9 @@ def test_branches_are_counted_in_the_plan() -> None:
 def test_unsupported_formats_name_layer_solver_and_way_out() -> None:
     model = open_model(BASE).model
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"q_proj: solver 'local_hessian' does not support fp8; those that do: .*gptq"):
+    with pytest.raises(
+        ValueError, match=r"q_proj: solver 'local_hessian' does not support fp8; solvers that do: .*gptq"
+    ):
         quantize(model, "fp8", IDS, solver="local_hessian")
     with pytest.raises(ValueError, match=r"q_proj: solver 'awq\+four_over_six' does not support mxfp4"):
         quantize(model, "mxfp4", IDS, solver="awq+four_over_six")
@@ -336,7 +338,7 @@ def test_fused_experts_are_solved_on_the_tokens_that_reach_them() -> None:
     done = quantize(model, "nvfp4a16", IDS, solver="awq+gptq", include=["*.experts.*"])
     path = "model.layers.0.mlp.experts"
     layer = done.plan.by_name[f"{path}.gate_up_proj"]
-    assert "gptq alone" in layer.reason and "no calibration token" not in layer.reason
+    assert "only gptq" in layer.reason and "no calibration token" not in layer.reason
     found = model.get_submodule(path).gate_up_proj
     assert isinstance(found, QuantExperts)
     for expert, batches in enumerate(_expert_inputs(base, path)):

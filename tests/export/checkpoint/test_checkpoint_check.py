@@ -257,7 +257,7 @@ def test_transforms_that_are_not_ours_are_refused(tmp_path: Path) -> None:
     scheme = {"type": "hadamard", "apply": [place], "head_dim": None, "randomize": False}
     fields["quantization_config"]["transform_config"] = {"config_groups": {"v": scheme}}
     (out / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=r"transform_config asks for .* at 'output': not supported"):
+    with pytest.raises(ValueError, match=r"transform_config has .* at 'output': not supported"):
         quant.load(out)
     place |= {"location": "input", "inverse": False}
     scheme |= {"head_dim": 32}

@@ -434,9 +434,9 @@ def test_int4_in_groups_of_every_size(recipe: str, size: int, quantized: Callabl
         ({"weight": "mxfp6"}, "no name for mxfp6 with 16-bit inputs"),
         ({"weight": "mxfp4"}, "no name for mxfp4 with 16-bit inputs"),
         ({"weight": "nvfp4", "activation": "fp8"}, "no name for nvfp4 with fp8 inputs"),
-        ({"parts": Parts(hadamard=32)}, "no place for a Hadamard rotation of its input beside nvfp4"),
-        ({"parts": Parts(rank=8)}, "no place for a low-rank branch beside nvfp4"),
-        ({"parts": Parts(pre_scale=True)}, "no place for a pre_scale that no layer took up beside nvfp4"),
+        ({"parts": Parts(hadamard=32)}, "cannot hold a Hadamard rotation of its input with nvfp4"),
+        ({"parts": Parts(rank=8)}, "cannot hold a low-rank branch with nvfp4"),
+        ({"parts": Parts(pre_scale=True)}, "cannot hold a pre_scale that no layer took up with nvfp4"),
         ({"kind": "embedding"}, "has no embedding in nvfp4; keep it in 16 bit"),
     ],
 )

@@ -115,7 +115,11 @@ def _ints(*values: int) -> torch.Tensor:
             32,
             r"its layers of type linear_attention keep another state; serve its checkpoint \(vLLM\)",
         ),
-        (lambda: tiny_models.build("Bloom", "ForCausalLM", BLOOM), 32, r"its positions are no input of its forward"),
+        (
+            lambda: tiny_models.build("Bloom", "ForCausalLM", BLOOM),
+            32,
+            r"its positions are not an input of its forward",
+        ),
     ],
 )
 def test_decoders_that_one_graph_cannot_serve(build: Any, capacity: int, words: str, tmp_path: Path) -> None:
@@ -206,5 +210,5 @@ def test_a_sliding_window_limits_the_sequence(tmp_path: Path) -> None:
 
 
 def test_a_module_needs_examples_of_its_inputs(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Linear is no transformers model; pass inputs="):
+    with pytest.raises(ValueError, match="Linear is not a transformers model; pass inputs="):
         export_onnx(nn.Linear(4, 4), tmp_path / "m.onnx")

@@ -26,8 +26,8 @@ from quant.kernels.linear.modules import QuantLinear
         ("nvfp4", "fp8", (64, 64), "no GEMM of nvfp4 weights and fp8 inputs; use nvfp4 or 16-bit inputs"),
         ("fp8", "nvfp4", (64, 64), "use fp8 or fp8_token"),
         ("int4", "int8_token", (64, 128), "use 16-bit inputs"),
-        ("nvfp4", None, (64, 72), "72 inputs are no multiple of the nvfp4 block of 16"),
-        ("int4", None, (64, 192), "192 inputs are no multiple of the int4 block of 128"),
+        ("nvfp4", None, (64, 72), "72 inputs are not a multiple of the nvfp4 block of 16"),
+        ("int4", None, (64, 192), "192 inputs are not a multiple of the int4 block of 128"),
     ],
 )
 def test_refused(weight: str, activation: str | None, shape: tuple[int, int], words: str) -> None:
@@ -82,9 +82,9 @@ def test_experts_are_refused() -> None:
     [
         ("native", 80, 4, torch.bfloat16, False, "native FP8 attention takes heads of 64, 128, these are of 80"),
         ("plugin", 96, 4, torch.bfloat16, False, "takes heads of 64, 128, 256, these are of 96"),
-        ("native", 64, 3, torch.bfloat16, False, "3 heads are no multiple of 2 KV heads"),
+        ("native", 64, 3, torch.bfloat16, False, "3 heads are not a multiple of 2 KV heads"),
         ("native", 64, 4, torch.float32, False, "the model is in torch.float32"),
-        ("plugin", 64, 4, torch.float16, True, "no mask beside the causal one"),
+        ("plugin", 64, 4, torch.float16, True, "no mask besides the causal one"),
     ],
 )
 def test_attention_without_a_kernel(

@@ -197,7 +197,11 @@ def test_one_rank_and_bad_input() -> None:
         ((q[:, :3], k, v), {}, "2 KV heads do not divide 3 heads"),
         ((q, k, v.half()), {}, "expected one dtype on one device"),
         ((q, k, v), {"format": FORMATS["mxfp8"]}, "mxfp8 is not passed on; known: fp8, nvfp4"),
-        ((q[..., :24], k[..., :24], v[..., :24]), {"format": FORMATS["nvfp4"]}, "24 is no multiple of NVFP4's block"),
+        (
+            (q[..., :24], k[..., :24], v[..., :24]),
+            {"format": FORMATS["nvfp4"]},
+            "24 is not a multiple of NVFP4's block",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             ring_attention(*given, **options)

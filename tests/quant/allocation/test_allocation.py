@@ -434,7 +434,7 @@ def test_bad_requests() -> None:
     assert AllocationRequest().goal() is None
     with pytest.raises(UserError, match="--formats needs something to allocate for"):
         AllocationRequest(formats="nvfp4").goal()
-    with pytest.raises(UserError, match="--fit 'many' is no size; write it like 24GB"):
+    with pytest.raises(UserError, match="--fit 'many' is not a size; write it like 24GB"):
         AllocationRequest(fit="many").goal()
     with pytest.raises(UserError, match="--latency needs the GPU"):
         AllocationRequest(latency="1ms").goal()

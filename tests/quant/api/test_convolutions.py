@@ -195,7 +195,7 @@ def test_bare_tensors_of_convolutions_stay_and_say_why(tmp_path: Path) -> None:
 
 
 def test_a_budget_is_for_linear_layers() -> None:
-    with pytest.raises(UserError, match="has convolutions alone: quantize it in one format"):
+    with pytest.raises(UserError, match="has only convolutions: quantize it in one format"):
         quant.quantize(tiny_models.resnet(), data=IMAGES, bits=8.0, formats=["int8"])
 
 

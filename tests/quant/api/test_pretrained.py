@@ -91,7 +91,7 @@ def test_what_has_no_form_on_disk_is_refused(tmp_path: Path) -> None:
     for options, message in (
         ({"variant": "fp8"}, "variant='fp8'.*leave it out"),
         ({"distributed_checkpoint": True}, "leave it out"),
-        ({"max_shard_size": "much"}, "max_shard_size='much' is no size"),
+        ({"max_shard_size": "much"}, "max_shard_size='much' is not a size"),
     ):
         with pytest.raises(UserError, match=message):
             model.save_pretrained(tmp_path / "out", **options)

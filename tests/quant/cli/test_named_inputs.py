@@ -60,7 +60,7 @@ def test_too_few_inputs_are_refused(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     save_file(given, tmp_path / "inputs.safetensors")
     done = quantize(tmp_path / "model", tmp_path / "inputs.safetensors", tmp_path / "out", "--calib-samples", "5")
-    assert done.exit_code == 2 and "holds 4 inputs, and 5 are wanted" in done.output
+    assert done.exit_code == 2 and "holds 4 inputs, and 5 are needed" in done.output
 
 
 def test_images_go_through_the_processor(tmp_path: Path) -> None:

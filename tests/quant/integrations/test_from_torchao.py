@@ -163,7 +163,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         r"o \[16, 128\]: no format here for int8 in blocks of \[1, 32",
     ),
     "five bits": ("intx_int4", {"target_dtype": "torch.int5"}, "o: integers of torch.int5"),
-    "asymmetric inputs": ("intx_int8", {"activation_quantization": "int8_asym_per_token"}, "quantize weights alone"),
+    "asymmetric inputs": ("intx_int8", {"activation_quantization": "int8_asym_per_token"}, "quantize only weights"),
     "columns": (
         "float8_rows",
         {

@@ -263,7 +263,9 @@ def test_a_tokenizer_config_with_infinity_is_refused(tmp_path: Path) -> None:
 )
 def test_a_processor_that_takes_all_memory_is_refused(tmp_path: Path, fields: dict[str, Any], named: str) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
-    with pytest.raises(UserError, match=rf"preprocessor_config\.json: {named}; more than \d+ is taken for a mistake"):
+    with pytest.raises(
+        UserError, match=rf"preprocessor_config\.json: {named}; more than \d+ is assumed to be a mistake"
+    ):
         load_processor(tmp_path)
 
 

@@ -641,7 +641,7 @@ def test_torchscript_and_other_archives(tmp_path: Path) -> None:
     ("content", "match"),
     [
         (torch.ones(3), "holds a Tensor"),
-        ({"epoch": 3}, "epoch is no tensor"),
+        ({"epoch": 3}, "epoch is not a tensor"),
         ({}, "it is empty"),
     ],
 )

@@ -445,7 +445,7 @@ def test_scales_without_a_config_are_an_error(meta: bool, tmp_path: Path) -> Non
         ("no scale", r"q_proj\.weight is in FP8 and has no scale, though the config says FP8 in blocks"),
         ("no codes", r"q_proj\.weight_scale_inv belongs to a quantized weight"),
         ("other blocks", r"q_proj\.weight cannot be dequantized: \[3, 1\] scales for \[64, 64\] weights"),
-        ("one row", r"q_proj\.weight \[64\] with \S+q_proj\.weight_scale_inv \[1, 1\] is no quantized weight"),
+        ("one row", r"q_proj\.weight \[64\] with \S+q_proj\.weight_scale_inv \[1, 1\] is not a quantized weight"),
     ],
 )
 def test_codes_and_scales_that_do_not_fit(changed: str, match: str, tmp_path: Path) -> None:

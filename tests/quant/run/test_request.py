@@ -38,7 +38,7 @@ MODELS = {"--{}": "model", "{}=": nn.Linear(2, 2)}
         ({"budget": BUDGET, "recipe": "fp8"}, "fixes the formats that a budget would choose; name those that it may"),
         ({"budget": AllocationRequest(formats="fp8")}, "<formats> needs something to allocate for: <bits>"),
         ({"budget": AllocationRequest(bits=5.0, ctx="8k")}, "<ctx> means something to <fit> only"),
-        ({"recipe": "fp8", "memory": "many"}, "<memory> 'many' is no size"),
+        ({"recipe": "fp8", "memory": "many"}, "<memory> 'many' is not a size"),
         ({"recipe": "fp8", "seqlen": 0}, "<seqlen> 0: give a whole number from 1"),
         ({"recipe": "fp8", "calib_samples": -1}, "<calib_samples> -1: give a whole number from 1"),
         ({"recipe": "fp8", "calib": ("mix+absent.txt",)}, "<calib> absent.txt: no such file or directory"),
@@ -72,7 +72,7 @@ def test_a_module_needs_a_recipe_in_the_words_of_python() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "gpu"}, "device gpu is no device; expected auto, cpu, cuda or cuda:N"),
+        ({"device": "gpu"}, "device gpu is not a device; expected auto, cpu, cuda or cuda:N"),
         ({"calib": ("absent.parquet",), "solver": "rtn"}, "--calib absent.parquet: no such file"),
         ({"calib": ("absent.jsonl#text",)}, "--calib absent.jsonl#text: no such file"),
         ({"eval_texts": ("absent.safetensors:ids",)}, "--eval absent.safetensors:ids: no such file"),

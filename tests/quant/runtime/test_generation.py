@@ -149,7 +149,7 @@ def test_a_model_that_is_not_quantized_writes_too(checkpoint: Path) -> None:
         (("--prompt", PROMPT, "--max-new-tokens", "0"), "--max-new-tokens is 0; expected 1 or more"),
         (("--prompt", PROMPT, "--max-new-tokens", "500"), "the model takes 128; shorten the prompt"),
         (("--prompt", PROMPT, "--dtype", "int8"), "--dtype int8: unknown; known: bfloat16, float16, float32"),
-        (("--prompt", PROMPT, "--device", "teapot"), "device teapot is no device"),
+        (("--prompt", PROMPT, "--device", "teapot"), "device teapot is not a device"),
         (("--prompt", PROMPT, "--device", "cuda:63"), "device cuda:63: PyTorch sees"),
     ],
 )

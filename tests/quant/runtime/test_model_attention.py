@@ -322,7 +322,7 @@ def test_mistakes(model: nn.Module) -> None:
         with pytest.raises(UserError, match=message), quantized_attention(model, **options):
             pass
     with (
-        pytest.raises(UserError, match="Linear is no transformers model"),
+        pytest.raises(UserError, match="Linear is not a transformers model"),
         quantized_attention(nn.Linear(1, 1), attention="fp8"),
     ):
         pass

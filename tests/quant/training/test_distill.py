@@ -411,7 +411,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(quant.UserError, match=r"the batch has no input_ids \(pixel_values\)"):
         quant.distill(student, other, {"pixel_values": ROWS})
     quant.cache_teacher(student, ROWS, tmp_path / "teacher", k=4)
-    with pytest.raises(quant.UserError, match=r"cached at temperature 1, and 2 is asked for"):
+    with pytest.raises(quant.UserError, match=r"cached at temperature 1, and 2 is requested"):
         quant.distill(student, tmp_path / "teacher", ROWS, temperature=2)
     with pytest.raises(quant.UserError, match=r"row 1 of the batch is not among the 4 rows that the teacher has read"):
         quant.distill(student, tmp_path / "teacher", torch.stack([ROWS[0], ROWS[0] + 1 - 2 * (ROWS[0] > 9)]))

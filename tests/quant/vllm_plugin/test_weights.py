@@ -87,7 +87,7 @@ def test_the_layout_of_the_kernels_holds_the_same_values(format: str) -> None:
 def test_a_layer_without_a_layout_says_which_limit_it_breaks() -> None:
     weight = quantize(torch.randn(96, 64), FORMATS["nvfp4"])
     arranged, reason = weights.arranged(weight)
-    assert arranged is weight and "[96, 64] is no multiple of [64, 64]" in reason
+    assert arranged is weight and "[96, 64] is not a multiple of [64, 64]" in reason
 
 
 def test_other_formats_stay_in_the_order_of_the_checkpoint() -> None:
