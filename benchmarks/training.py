@@ -39,7 +39,7 @@ from quant.calibration.session import Session
 from quant.calibration.texts.generate import generate_rows
 from quant.evaluation.evaluate import evaluate
 from quant.execution.data import mixed_text
-from quant.training.loop import Schedule, Trained, train, train_rounded_alone
+from quant.training.loop import Schedule, Trained, train, train_only_rounded
 
 TITLE = "Training under the deployed rounding"
 TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
@@ -176,7 +176,7 @@ def main(
             started = time.perf_counter()
             chosen = None if scales == "auto" else scales
             quant.prepare_qat(module, preset, calibration, solver=solver, scales=chosen, device=device)
-            train_rounded_alone(module)
+            train_only_rounded(module)
             trained = learn(module, rate)
             quant.convert_qat(module)
             add(f"{preset} QAD {solver}, {scales} scales, {rate:g}", module, time.perf_counter() - started, trained)

@@ -11,7 +11,7 @@ texts, an encoder-decoder two texts. Here each row is one call with arguments of
 Padded batches are taken apart into their rows, without the padding (`calibration/padding.py`).
 
 Everything that walks over token rows slices them, splits them into batches and calls `model(batch)`. `Inputs` slice
-and split alike, and while `understood` is open the model takes a batch of them for the arguments that it holds.
+and split alike, and while `taking_inputs` is open the model takes a batch of them for the arguments that it holds.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inpu
 
 
 @contextmanager
-def understood(model: nn.Module) -> Iterator[None]:
+def taking_inputs(model: nn.Module) -> Iterator[None]:
     """While open, `model(batch)` with a batch of `Inputs` calls the model with the arguments in it."""
 
     def expand(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -222,11 +222,11 @@ def understood(model: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def on_first(rows: torch.Tensor | Inputs) -> Callable[[nn.Module], Any]:
+def call_on_first_row(rows: torch.Tensor | Inputs) -> Callable[[nn.Module], Any]:
     """Calls a model on the first of the rows, wherever the model is."""
 
     def run(model: nn.Module) -> Any:
-        with understood(model):
+        with taking_inputs(model):
             return model(rows[:1].to(device_of(model)))
 
     return run

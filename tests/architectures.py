@@ -46,7 +46,7 @@ from quant.checkpoints.convert import convert
 from quant.checkpoints.load import load
 from quant.export.checkpoint.names import cut_experts, expert_names
 from quant.kernels.linear.expert_stack import ExpertStack
-from quant.models.huggingface import mend_forward
+from quant.models.huggingface import patch_forward
 from quant.recipes.expert_stacks import expert_matrices
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import PLAN_FILE, Plan
@@ -284,7 +284,7 @@ def build(name: str, dtype: torch.dtype) -> Any:
         if parameter.dim() > 1 and parameter.requires_grad:  # others are computed, and stored nowhere
             parameter.data.normal_(0, parameter.shape[-1] ** -0.5)
     model.tie_weights()
-    return mend_forward(model)
+    return patch_forward(model)
 
 
 def inputs(model: Any) -> dict[str, torch.Tensor]:
@@ -378,7 +378,7 @@ def _of_transformers(
     """How transformers' own reload differs from the original weights and from our logits, and the latter's measure."""
     try:
         theirs, info = type(model).from_pretrained(path, dtype=DTYPES[format], output_loading_info=True)
-        logits = result(mend_forward(theirs).eval(), given)  # the library unpacks the weights at the first call
+        logits = result(patch_forward(theirs).eval(), given)  # the library unpacks the weights at the first call
     except Exception as error:
         return f"transformers: {_where(error)}", None
     for kind in ("missing_keys", "unexpected_keys"):

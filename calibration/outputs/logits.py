@@ -13,7 +13,7 @@ from torch import nn
 
 from quant.calibration.attention_names import text_config
 from quant.calibration.blocks import output_of
-from quant.calibration.texts.rows import few_of
+from quant.calibration.texts.rows import trial_rows
 from quant.recipes.module_hooks import forwarding
 
 # 32 MB of FP32 logits on a CPU; more on a GPU, so that fewer kernels are launched.
@@ -41,7 +41,7 @@ class Logits:
     def decide(self, rows: torch.Tensor) -> None:
         """Finds out, on a few tokens of `rows`, whether the head can be split off, unless that was found out before."""
         if self.split is None:
-            self.split = self._can_split(few_of(rows))
+            self.split = self._can_split(trial_rows(rows))
 
     def parts(self, hidden: torch.Tensor) -> list[slice]:
         """Returns the slices of positions, each with about as many logits as suit the device."""

@@ -21,7 +21,7 @@ from quant.calibration.blocks import find_chains, removing
 from quant.calibration.sensitivity.divergence import Divergence
 from quant.calibration.sensitivity.switchable_layer import CallCache
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
-from quant.calibration.texts.rows import few_of
+from quant.calibration.texts.rows import trial_rows
 
 # Rows run together up to this many tokens.
 _BATCH_TOKENS = 4096
@@ -48,7 +48,7 @@ class Baseline:
         self.switchable, self.divergence, self.rows = switchable, divergence, rows
         self.batch_rows = 1 if by_row else max(_BATCH_TOKENS // rows.shape[1], 1)
         self.batches = rows.split(self.batch_rows)
-        self.chain = _chain(switchable, few_of(rows))
+        self.chain = _chain(switchable, trial_rows(rows))
         # Number of the block of each group; groups outside the chain count as the first block, so no block is skipped.
         self.block_index = {
             group: next((i for i, block in enumerate(self.chain) if group.startswith(f"{block}.")), 0)

@@ -34,7 +34,7 @@ from torch.linalg import vecdot
 from quant.calibration.blocks import output_of
 from quant.calibration.fast_matmul import difference_dtype
 from quant.calibration.outputs.logits import Logits, logits_of
-from quant.calibration.texts.rows import few_of
+from quant.calibration.texts.rows import trial_rows
 from quant.recipes.layers import output_head
 
 
@@ -133,7 +133,7 @@ def divergence_of(model: nn.Module, rows: torch.Tensor) -> Divergence:
     if head is not None:
         return NextToken(model, head)
     with torch.no_grad():
-        output = last_hidden(model(few_of(rows)))
+        output = last_hidden(model(trial_rows(rows)))
     return Classes(model) if output.dim() == 2 else Embeddings(model)
 
 

@@ -249,7 +249,7 @@ def _check_vocabulary(ids: torch.Tensor, size: int, name: str, owner: str = "tok
         )
 
 
-def few_of(rows: torch.Tensor) -> torch.Tensor:
+def trial_rows(rows: torch.Tensor) -> torch.Tensor:
     """Returns a small part of the calibration rows for trial runs: the first tokens, or a whole input."""
     if not rows.is_floating_point():
         return rows[:1, :FEW]

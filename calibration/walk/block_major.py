@@ -19,7 +19,7 @@ from torch import nn
 from quant.calibration.blocks import block_names, calls_of_chain, find_chains, output_of, without_hidden
 from quant.calibration.placement import DeviceCopies, device_of, home_of_states, tensors_of
 from quant.calibration.prefetch import prefetched
-from quant.calibration.texts.rows import few_of
+from quant.calibration.texts.rows import trial_rows
 from quant.calibration.walk.handed_on import handed_on
 from quant.recipes.module_hooks import forwarding
 
@@ -42,7 +42,7 @@ def blocks_first(
     names, device = block_names(model), device_of(model)
     run = [partial(model, batch.to(device)) for batch in batches]
     # Finding the chain and its arguments takes two passes of their own.
-    if len(batches) < 3 or find_chains(model, names, partial(model, few_of(batches[0]).to(device))) != [names]:
+    if len(batches) < 3 or find_chains(model, names, partial(model, trial_rows(batches[0]).to(device))) != [names]:
         yield
         return
     blocks = {name: model.get_submodule(name) for name in names}

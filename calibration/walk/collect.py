@@ -16,7 +16,7 @@ from quant.calibration.placement import device_of, placed
 from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.session import Session
 from quant.calibration.texts.rows import check_ids
-from quant.calibration.walk.not_finite import InputNotFiniteError, naming_the_culprit
+from quant.calibration.walk.not_finite import InputNotFiniteError, reporting_bad_tensor
 from quant.formats.stacking import Stacking
 from quant.kernels.linear.expert_modules import experts_forward, runs_experts_alone
 from quant.kernels.linear.expert_stack import ExpertStack
@@ -69,7 +69,7 @@ def collect_input_amax(
     with (
         torch.no_grad(),
         placed(model, session.device) as device,
-        naming_the_culprit(model),
+        reporting_bad_tensor(model),
         watch_inputs(model, names, observe),
     ):
         rows = rows.to(device)

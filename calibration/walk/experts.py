@@ -35,7 +35,7 @@ from quant.calibration.walk.collect import put_back, watch_experts
 from quant.calibration.walk.group import Solved
 from quant.calibration.walk.not_finite import InputNotFiniteError
 from quant.calibration.walk.scratch import IN_MEMORY, Scratch
-from quant.calibration.walk.shared_moments import Moments, at_a_time, pooled, stats_of
+from quant.calibration.walk.shared_moments import Moments, pooled, slices_that_fit, stats_of
 from quant.calibration.walk.stand_in import CurrentBatch
 from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor
@@ -177,7 +177,7 @@ class FusedExperts:
                 raise InputNotFiniteError(member.name, f"at expert {expert}")
             residual = errors[batch] if errors else None
             if residual is not None:
-                fitted = share * _trusted(tokens[expert], x.shape[1])
+                fitted = share * _fit_share(tokens[expert], x.shape[1])
                 residual = fitted * residual[torch.where(self.inputs[batch][1] == expert)[0]]
             rounded = round_activation(x, member.activation, self.input_scales.get(member.name))
             sums[expert].add(batch, rounded, residual=residual)
@@ -212,7 +212,7 @@ class FusedExperts:
         # A branch needs a moment too, and experts take none, so only the rounding decides.
         needs_moment = isinstance(pipeline.rounding, Gptq | LocalHessian)
         tokens = self._tokens(projection, count, run) if needs_moment else [0] * count
-        parts = [range(count)[part] for part in at_a_time(count, member.shape[-1], _moment_width(member))]
+        parts = [range(count)[part] for part in slices_that_fit(count, member.shape[-1], _moment_width(member))]
         silent = tokens.count(0) if needs_moment else 0
         if silent == count:
             raise ValueError(f"{member.name}: no calibration token reached any expert; give more text, or exclude it")
@@ -249,7 +249,7 @@ def _moment_width(member: LayerPlan) -> int | None:
     return member.weight.block[1] if isinstance(get_pipeline(member.solver).rounding, LocalHessian) else None
 
 
-def _trusted(tokens: int, inputs: int) -> float:
+def _fit_share(tokens: int, inputs: int) -> float:
     """Returns the share of a fit of `inputs` coefficients to `tokens` errors that is worth making.
 
     Few tokens fit by chance.

@@ -1,7 +1,7 @@
 """`block_bytes` estimates the memory that solving one block takes on a CPU.
 
 The memory of a GPU is not estimated, because its allocator and kernels decide how much they keep. Where a GPU has no
-room for a block, `naming_the_block` says which block it was.
+room for a block, `reporting_block` says which block it was.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quant.calibration.ranks import rank_and_world
 from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.walk.scratch import IN_MEMORY, Scratch
-from quant.calibration.walk.shared_moments import at_a_time
+from quant.calibration.walk.shared_moments import slices_that_fit
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan
 
@@ -35,7 +35,7 @@ def block_bytes(
 ) -> int:
     """Estimates the peak number of bytes that solving a block takes, without the page cache.
 
-    Linear layers are solved first, and then experts, as many together as `at_a_time` says.
+    Linear layers are solved first, and then experts, as many together as `slices_that_fit` says.
 
     Args:
         block: a block, whose weights may be mapped or on the meta device.
@@ -73,7 +73,7 @@ def _widest(layers: Sequence[LayerPlan]) -> int:
 def _together(layer: LayerPlan) -> int:
     """Returns the bytes of the second moments of experts that a rank holds together."""
     count, columns = layer.shape[0], layer.shape[-1]
-    part = at_a_time(count, columns)[0]
+    part = slices_that_fit(count, columns)[0]
     held = -(-(part.stop - part.start) // rank_and_world()[1])
     return 4 * columns**2 * held if get_pipeline(layer.solver).needs_moment else 0
 
@@ -83,7 +83,7 @@ class BlockTooLargeError(ValueError):
 
 
 @contextmanager
-def naming_the_block(name: Callable[[], str], session: Session) -> Iterator[None]:
+def reporting_block(name: Callable[[], str], session: Session) -> Iterator[None]:
     """While open, a device that runs out of memory raises `BlockTooLargeError`.
 
     Args:

@@ -25,7 +25,7 @@ from quant.calibration.ranks import own_batches
 from quant.calibration.session import Session
 from quant.calibration.solvers.rotation_merge import merge_rotations
 from quant.calibration.solvers.solver import get_pipeline
-from quant.calibration.texts.rows import few_of
+from quant.calibration.texts.rows import trial_rows
 from quant.calibration.walk.block import Block, BlockCalls
 from quant.calibration.walk.chain import BlockStore, Chain, States
 from quant.calibration.walk.experts import FusedExperts
@@ -73,7 +73,7 @@ class ModelWalk:
         self.home = next(self.model.parameters()).device
         batches = self.rows.split(self.settings.batch)
         self.batches = [batches[number] for number in own_batches(len(batches))]
-        self.few = few_of(self.rows)
+        self.few = trial_rows(self.rows)
         self.stored = stored_dtype(self.model)
         self.dtype = self.settings.dtype_for(self.stored)
 
@@ -101,10 +101,10 @@ class ModelWalk:
         names = block_names(self.model)
         with self._placed() as run:
             chains = find_chains(self.model, names, partial(run, self.few)) if names else []
-            planned = [walked for walked in map(self.up_to_the_last_planned, chains) if walked]
+            planned = [walked for walked in map(self.up_to_last_planned, chains) if walked]
             return chains, [self._capture(walked, run) for walked in planned[:1]]
 
-    def up_to_the_last_planned(self, chain: list[str]) -> list[str]:
+    def up_to_last_planned(self, chain: list[str]) -> list[str]:
         """Returns the blocks of a chain up to the last one with a planned layer."""
         planned = [position for position, name in enumerate(chain) if self._layers_of(name)]
         return chain[: planned[-1] + 1] if planned else []

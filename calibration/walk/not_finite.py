@@ -1,4 +1,4 @@
-"""`naming_the_culprit` says where an input that is not finite comes from: a weight before the layer, or the data.
+"""`reporting_bad_tensor` says where an input that is not finite comes from: a weight before the layer, or the data.
 
 NaN spreads: one in a projection reaches every later input. The layer that is first seen to get it is therefore
 innocent, and so is the calibration row, unless every weight of the model is finite.
@@ -30,7 +30,7 @@ class InputNotFiniteError(ValueError):
 
 
 @contextmanager
-def naming_the_culprit(model: nn.Module) -> Iterator[None]:
+def reporting_bad_tensor(model: nn.Module) -> Iterator[None]:
     """While open, an `InputNotFiniteError` names the tensor that holds NaN or infinity, or says that none does.
 
     Args:
@@ -40,17 +40,17 @@ def naming_the_culprit(model: nn.Module) -> Iterator[None]:
         yield
     except InputNotFiniteError as error:
         inside = re.match(r".*\.\d+\.", error.name)
-        culprit = _culprit(model, inside.group() if inside else "")
-        if culprit is not None:
+        bad_tensor = _first_bad_tensor(model, inside.group() if inside else "")
+        if bad_tensor is not None:
             seen = f"first seen in the input of {error.name}"
-            raise ValueError(f"{culprit}; repair the model, or download it again ({seen})") from None
+            raise ValueError(f"{bad_tensor}; repair the model, or download it again ({seen})") from None
         raise ValueError(
             f"{error}, and no weight does: leave out the data that cause it, or load the model in a wider dtype if it "
             "overflows"
         ) from None
 
 
-def _culprit(model: nn.Module, block: str) -> str | None:
+def _first_bad_tensor(model: nn.Module, block: str) -> str | None:
     """Returns the first tensor of a model that holds NaN or infinity, with its shape and how many values do."""
     for is_buffer, tensors in ((False, model.named_parameters()), (True, model.named_buffers())):
         for name, tensor in tensors:

@@ -41,9 +41,9 @@ from quant.calibration.texts.rows import check_ids
 from quant.calibration.walk.block import Block
 from quant.calibration.walk.chain import BlockStore, States
 from quant.calibration.walk.group import Group, Settings
-from quant.calibration.walk.memory import naming_the_block
+from quant.calibration.walk.memory import reporting_block
 from quant.calibration.walk.model_walk import Apply, ModelWalk, without_cache
-from quant.calibration.walk.not_finite import naming_the_culprit
+from quant.calibration.walk.not_finite import reporting_bad_tensor
 from quant.calibration.walk.steps.observe import observe, observe_and_sum
 from quant.calibration.walk.steps.reconstruct import reconstruct
 from quant.calibration.walk.steps.round import round_stage, solve_siblings, stages_of
@@ -87,14 +87,14 @@ def solve_sequentially(
     session = session or Session()
     scales = {name: scale.to(session.device) for name, scale in (input_scales or {}).items()}
     walk = ModelWalk(model, plan, rows, apply, session, settings or Settings(), scales, store or BlockStore())
-    with torch.no_grad(), without_cache(model), naming_the_culprit(model):
+    with torch.no_grad(), without_cache(model), reporting_bad_tensor(model):
         walk.merge_rotations()
         walk.measure_outputs()
         chains, captured = walk.find_chains()
-        for names in filter(None, map(walk.up_to_the_last_planned, chains)):
+        for names in filter(None, map(walk.up_to_last_planned, chains)):
             chain = captured.pop() if captured else walk.capture(names)
             states, unfinished = walk.begin(chain)
-            with naming_the_block(lambda: walk.block_name, session):
+            with reporting_block(lambda: walk.block_name, session):
                 for name, copies in prefetched(unfinished, walk.tensors_of, session.device, whole=False):
                     block = walk.open_block(chain, name, copies, states)
                     outputs = solve_block(block, needs_output=name != names[-1])
@@ -103,7 +103,7 @@ def solve_sequentially(
             del chain, states
         outside = walk.open_outside(chains)
         if outside is not None:
-            with naming_the_block(lambda: "", replace(session, device=outside.device)):
+            with reporting_block(lambda: "", replace(session, device=outside.device)):
                 solve_block(outside, needs_output=False)
             walk.close_block("", outside, None)
 
@@ -120,7 +120,7 @@ def solve_block(block: Block, *, needs_output: bool) -> States | None:
     """
     settings, calls = block.settings, block.calls
     # Before anything changes the block: `few` follows the original model throughout.
-    few_output = _run_few(block) if needs_output or _makes_up(block) else calls.few.hidden
+    few_output = _run_few(block) if needs_output or _corrects_stream(block) else calls.few.hidden
     if settings.guard is None and all(group.pipeline.at_once for group in block.groups):
         outputs = _solve_at_once(block)
         return States(outputs, outputs, few_output) if needs_output else None
@@ -142,7 +142,7 @@ def solve_block(block: Block, *, needs_output: bool) -> States | None:
     return States(block.run(calls.quantized), reference, few_output) if needs_output else None
 
 
-def _makes_up(block: Block) -> bool:
+def _corrects_stream(block: Block) -> bool:
     """Returns whether a layer of the block is to make up for the error of the residual stream."""
     # The model itself as the block of layers outside of blocks takes token ids, and has no stream.
     in_stream = block.calls.few.hidden.is_floating_point()
@@ -161,7 +161,7 @@ def _run_few(block: Block) -> torch.Tensor:
     """
     few = block.calls.few
     run = partial(block.module, *few.args, **few.kwargs)
-    if not _makes_up(block):
+    if not _corrects_stream(block):
         return output_of(run())
     names = [name for group in block.groups for name in group.names]
     experts = [each.path for each in block.experts]

@@ -9,7 +9,7 @@ by one rank (`ranks.sum_in_order`). All ranks get the sum. This is for a layer t
 experts: there are many, each gets few tokens, and each is solved by one rank.
 
 A second moment of 7168 inputs is 205 MB, and a layer of DeepSeek-V3 has 256 experts with two each. So those of experts
-are made for a few at a time (`at_a_time`), from inputs that take less memory, and dropped when these are solved.
+are made for a few at a time (`slices_that_fit`), from inputs that take less memory, and dropped when these are solved.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Moments:
             self.sum.add(x, drift, rows, noise, residual)
 
 
-def at_a_time(count: int, columns: int, width: int | None = None) -> list[slice]:
+def slices_that_fit(count: int, columns: int, width: int | None = None) -> list[slice]:
     """Runs of so many sums `[columns, columns]`, or of their diagonal blocks, that each rank has room for its share."""
     together = max(_BUDGET // (4 * columns * (width or columns)), 1) * rank_and_world()[1]
     return [slice(first, min(first + together, count)) for first in range(0, count, together)]

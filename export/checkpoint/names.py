@@ -107,8 +107,8 @@ def stored_names(model: nn.Module | None) -> StoredNames:
         cut=frozenset((*EXPERT_PARTS, "down_proj") if apart else _fused(used)),
         apart=apart,
     )
-    placeless = [] if apart else list(_placeless(model, fused))
-    stopped = frozenset(name for name, stacking in placeless if not _servers_know(names.stored(name), stacking))
+    placeless = [] if apart else list(_without_rule(model, fused))
+    stopped = frozenset(name for name, stacking in placeless if not _is_read_by_servers(names.stored(name), stacking))
     names = replace(names, stopped=stopped, unread=frozenset(name for name, _ in placeless) - stopped)
     if not names.renamings:
         return names
@@ -121,7 +121,7 @@ def _is_apart(model: nn.Module) -> bool:
     return any(type(module).__name__ in MODULES_TO_PATCH_FOR_QUANTIZATION for module in model.modules())
 
 
-def _placeless(model: nn.Module, fused: Collection[str]) -> Iterator[tuple[str, Stacking]]:
+def _without_rule(model: nn.Module, fused: Collection[str]) -> Iterator[tuple[str, Stacking]]:
     """Yields the parameters of experts that no rule of transformers joins from the matrices of single experts."""
     for path, module in model.named_modules():
         held = [last for last, _ in module.named_parameters(recurse=False)]
@@ -130,7 +130,7 @@ def _placeless(model: nn.Module, fused: Collection[str]) -> Iterator[tuple[str, 
                 yield f"{path}.{last}", stacking
 
 
-def _servers_know(stored: str, stacking: Stacking) -> bool:
+def _is_read_by_servers(stored: str, stacking: Stacking) -> bool:
     """Returns whether servers read a stack of this name; an empty one would stop them, too."""
     return stacking.is_plain and stored.endswith((".experts.gate_up_proj", ".experts.down_proj"))
 

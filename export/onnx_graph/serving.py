@@ -112,7 +112,7 @@ class ServingGraph(nn.Module):
     def forward(self, inputs: dict[str, torch.Tensor], past: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Returns logits `[batch, vocabulary]`, then the cache."""
         self.attention.begin(inputs, past)
-        with last_token_alone(self.model, inputs[LAST]):
+        with last_token_only(self.model, inputs[LAST]):
             positions = self.attention.positions()
             logits = self.model(input_ids=inputs[IDS], position_ids=positions, use_cache=False).logits
         return (logits[:, 0], *self.attention.new)
@@ -207,7 +207,7 @@ def cache_shapes(model: nn.Module, function: CachedAttention) -> list[tuple[int,
 
 
 @contextmanager
-def last_token_alone(model: Any, last: torch.Tensor) -> Iterator[None]:
+def last_token_only(model: Any, last: torch.Tensor) -> Iterator[None]:
     """While open, the output head gets the hidden states of one token a row: logits are `[batch, 1, vocabulary]`.
 
     The head is the largest matrix of a small model, and all other tokens' logits would be thrown away.

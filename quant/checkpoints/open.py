@@ -187,7 +187,7 @@ def outline(directory: Path, like: type[nn.Module] | None = None) -> nn.Module:
         with explained(directory / "config.json"):
             model.init_weights()
         read_generation_config(model, directory)
-    return huggingface.mend_forward(model)
+    return huggingface.patch_forward(model)
 
 
 def config_in(file: Path, key: str) -> dict[str, Any] | None:

@@ -65,7 +65,7 @@ def sensitivity_command(
     Ranks share the work; the scores do not depend on their number.
     """
     from quant.allocation.allocate import score
-    from quant.calibration.inputs import on_first
+    from quant.calibration.inputs import call_on_first_row
     from quant.calibration.ranks import rank_and_world
     from quant.calibration.session import Session
     from quant.checkpoints.runnable import open_original
@@ -95,7 +95,7 @@ def sensitivity_command(
         # Scores are sums over rows that ranks share: different text would add up without an error.
         check_same({"the calibration text": tensor_hash(rows)}, session, WatchedFiles(source.path).files)
         if rows.is_floating_point():
-            options["run"] = on_first(rows)
+            options["run"] = call_on_first_row(rows)
         sensitivity = score(
             module, rows[:samples], seed=seed, path=out, device=session.device, progress=progress, **options
         )

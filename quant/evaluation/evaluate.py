@@ -39,7 +39,7 @@ from torch import nn
 
 from quant.calibration.evaluating import prepared
 from quant.calibration.fast_matmul import fast_matmul
-from quant.calibration.inputs import Inputs, cast_for, understood
+from quant.calibration.inputs import Inputs, cast_for, taking_inputs
 from quant.calibration.outputs.logits import Logits
 from quant.calibration.placement import Device, device_of, find_device, is_visited
 from quant.calibration.ranks import gathered, own_batches
@@ -174,7 +174,7 @@ def _evaluate_calls(models: Sequence[nn.Module], inputs: Inputs, size: int, repo
     sums_of_batches = []
     with ExitStack() as stack:
         for each in models:
-            stack.enter_context(understood(each))
+            stack.enter_context(taking_inputs(each))
         for number in own_batches(len(batches)):
             batch = batches[number]
             # Model and baseline may have different dtypes and be on different devices.

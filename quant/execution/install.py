@@ -17,7 +17,7 @@ from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding, embedding_refusal
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.modules import QuantLinear, RunTimeParts
-from quant.models.experts_forward import run_experts_alone
+from quant.models.experts_forward import run_experts_one_by_one
 from quant.recipes.expert_stacks import stacking_of
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.module_hooks import take_hooks
@@ -86,7 +86,7 @@ def install_kv_scales(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
 def use_expert_modules(model: nn.Module, plan: Plan) -> None:
     """Tells a transformers model to call its experts as modules, so that activation formats apply to them too."""
     if any(layer.kind == LayerKind.EXPERTS for layer in plan.quantized):
-        run_experts_alone(model)
+        run_experts_one_by_one(model)
 
 
 def mark_quantized(model: nn.Module) -> None:

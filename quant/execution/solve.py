@@ -15,7 +15,7 @@ from torch import nn
 
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.evaluating import evaluating
-from quant.calibration.inputs import Inputs, inputs_of, understood
+from quant.calibration.inputs import Inputs, inputs_of, taking_inputs
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
 from quant.calibration.ranks import meet
 from quant.calibration.session import Session
@@ -107,7 +107,7 @@ def solve_plan(
     seconds: dict[str, float] = {}
     # Dropout would be noise in the statistics, and BatchNorm would move with every calibration row.
     plan, heads = split_heads(plan, head_layers(model))
-    with evaluating(model), understood(model), as_linears(model):
+    with evaluating(model), taking_inputs(model), as_linears(model):
         # Before the walk: the inputs of heads are like those of the original blocks.
         heads, scales_of_heads = _with_scales(model, plan, heads, data, session)
         if by_block:

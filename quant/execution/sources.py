@@ -107,7 +107,7 @@ def check_sources(names: Sequence[str], option: str) -> None:
             raise UserError(f"{option} {name}: no such file or directory")
 
 
-def share_written(names: Sequence[str], *, has_tokenizer: bool) -> float:
+def written_share(names: Sequence[str], *, has_tokenizer: bool) -> float:
     """Returns the share of the calibration text that the model writes."""
     sources = sources_of(names)
     mixed = SHARES[OWN] if has_tokenizer else 1.0

@@ -71,7 +71,9 @@ def from_torchao(
             points; `data` is missing. The model is then as it was.
     """
     # A tied weight under all its names: each layer is replaced, and none is left with torchao's tensor.
-    parameters = {name: tensor for name, tensor in model.named_parameters(remove_duplicate=False) if _is_theirs(tensor)}
+    parameters = {
+        name: tensor for name, tensor in model.named_parameters(remove_duplicate=False) if _is_torchao_tensor(tensor)
+    }
     if not parameters:
         raise UserError("no weight of the model is quantized by torchao; call quantize_(model, config) first")
     weights = {name.removesuffix(".weight"): _read(name, tensor) for name, tensor in parameters.items()}
@@ -108,7 +110,7 @@ def from_torchao(
     return plan
 
 
-def _is_theirs(tensor: torch.Tensor) -> bool:
+def _is_torchao_tensor(tensor: torch.Tensor) -> bool:
     return any(kind.__module__.partition(".")[0] == "torchao" for kind in type(tensor).__mro__)
 
 

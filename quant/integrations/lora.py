@@ -71,13 +71,13 @@ def lora(config: Any, model: nn.Module) -> Any:
     if not isinstance(config, peft.LoraConfig) and kind not in CONFIGS:
         raise UserError(f"quant.lora takes a LoraConfig, {', '.join(CONFIGS)} of PEFT, not a {kind}")
     if any(isinstance(module, RoundedWeight) for module in model.modules()):
-        _put_inside(config)
+        _adapt_inside_rounding(config)
     elif not any(isinstance(module, tuple(LAYERS)) for module in model.modules()):
         raise UserError("the model has no quantized linears or experts; quantize it first, or use PEFT as it is")
     elif kind in CONFIGS:
         make_adaptable(model)
     else:
-        _put_beside(config, LAYERS)
+        _adapt_quantized_layers(config, LAYERS)
     # PEFT resolves "all-linear" to classes of torch and of quantizers that it knows, and would pass ours over.
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         find_head: Any = getattr(model, "get_output_embeddings", None)
@@ -90,7 +90,7 @@ def lora(config: Any, model: nn.Module) -> Any:
     return config
 
 
-def _put_inside(config: Any) -> None:
+def _adapt_inside_rounding(config: Any) -> None:
     """Has PEFT put LoRA inside of the rounding of layers in training."""
     from quant.integrations.lora_qat_layers import LoraQATLinear, check_inside
 
@@ -103,7 +103,7 @@ def _put_inside(config: Any) -> None:
     config._register_custom_module({QATLinear: LoraQATLinear})
 
 
-def _put_beside(config: Any, layers: Any) -> None:
+def _adapt_quantized_layers(config: Any, layers: Any) -> None:
     """Has PEFT put our LoRA layers over quantized ones."""
     how = config.init_lora_weights
     if isinstance(how, str) and how.lower().startswith(_INTO_THE_BASE):
@@ -168,22 +168,22 @@ def merge_lora(
         merged = model.merge_and_unload()
         for layer in again:
             _make_dense(merged, layer)
-    anew = {layer.name: _anew(layer, adapted) for layer in again}
+    solved_again = {layer.name: _solved_again(layer, adapted) for layer in again}
     # Layers that are still quantized are none that a plan could speak of.
-    layers = (anew.get(layer.name) or plan.by_name[layer.name] for layer in find_layers(merged))
+    layers = (solved_again.get(layer.name) or plan.by_name[layer.name] for layer in find_layers(merged))
     # Without the KV cache: its scales are on the model already, and adapters do not justify measuring them again.
     part = replace(plan, layers=tuple(layers), kv_cache=None)
     done = solve_plan(merged, part, data, Session.on(device, progress=progress))
     old = plan.by_name
-    # Transforms were left out only of this run (`_anew`): each layer keeps the solver and the orientation of the first
-    # plan.
+    # Transforms were left out only of this run (`_solved_again`): each layer keeps the solver and the orientation of
+    # the first plan.
     solved = (
         replace(layer, solver=old[layer.name].solver, transposed=old[layer.name].transposed)
         for layer in done.plan.quantized
     )
     plan = plan.replace_layers(solved)
     attach(merged, plan)
-    return replace(done, plan=plan, layers=[result for result in done.layers if result.name in anew])
+    return replace(done, plan=plan, layers=[result for result in done.layers if result.name in solved_again])
 
 
 def _together(plan: Plan) -> list[list[LayerPlan]]:
@@ -199,7 +199,7 @@ def _shares_scale(members: Sequence[LayerPlan]) -> bool:
     return first.weight is not None and (first.weight.global_scale or first.weight.per_tensor or first.has_static_scale)
 
 
-def _anew(layer: LayerPlan, adapted: Any) -> LayerPlan:
+def _solved_again(layer: LayerPlan, adapted: Any) -> LayerPlan:
     """Returns the plan of a layer that is solved again: transforms that its neighbours absorbed are not repeated.
 
     The dequantized layer holds its weight `[out, in]`, also where the original model has it transposed.

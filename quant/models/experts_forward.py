@@ -7,7 +7,7 @@ from torch import nn
 from quant.kernels.linear.expert_modules import experts_forward
 
 
-def run_experts_alone(model: nn.Module) -> None:
+def run_experts_one_by_one(model: nn.Module) -> None:
     """Has a transformers model run its experts with `experts_forward`."""
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "_experts_implementation"):

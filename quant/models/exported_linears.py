@@ -27,7 +27,7 @@ def restore_linears(model: nn.Module) -> None:
         if node.op == "call_function" and node.target is torch.ops.aten.linear.default:
             calls.setdefault(_module_path(node), []).append(node)
     for path, nodes in calls.items():
-        if path and all(_is_alone(node, nodes) for node in nodes):
+        if path and all(_are_only_readers(node, nodes) for node in nodes):
             _restore(model, path, nodes)
     model.graph.lint()
     model.recompile()
@@ -47,7 +47,7 @@ def _module_path(call: Node) -> str:
     return path
 
 
-def _is_alone(call: Node, calls: list[Node]) -> bool:
+def _are_only_readers(call: Node, calls: list[Node]) -> bool:
     """Returns whether only `calls`, which share their parameters, read them."""
     parameters = [node for node in call.args[1:] if isinstance(node, Node)]
     targets = [node.target for node in parameters]

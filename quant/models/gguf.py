@@ -61,7 +61,7 @@ def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
             with _dropped_tensors() as dropped:
                 model, unused = huggingface.read_model(cls, config, dtype, path.parent, **options)
             _refuse_dropped(model, path, sorted({*dropped, *unused}))
-            huggingface.mend_forward(model)
+            huggingface.patch_forward(model)
     _clean(model)
     return model
 

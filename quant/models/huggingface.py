@@ -127,7 +127,7 @@ def _open_streamed(
         _name(model, path)
     of_model = stored_names(model).of_model
     files = TensorFiles(path, of_model) if tensors is None else Renamed(tensors, of_model)
-    return mend_forward(model).eval() if open_stored(model, files) else None
+    return patch_forward(model).eval() if open_stored(model, files) else None
 
 
 def _name(model: Any, path: Path) -> None:
@@ -179,7 +179,7 @@ def build(
     if tensors is not None:  # what transformers would have found in the directory
         read_generation_config(model, path)
         _name(model, path)
-    return mend_forward(model)
+    return patch_forward(model)
 
 
 def read_model(
@@ -407,7 +407,7 @@ def _first_dtype(shard: Path) -> torch.dtype:
     return torch.float32
 
 
-def mend_forward(model: nn.Module) -> nn.Module:
+def patch_forward(model: nn.Module) -> nn.Module:
     """Lets the forward pass of a model end that transformers cannot run; gives the model.
 
     Llama 4 with images (`Llama4ForConditionalGeneration`, transformers 5.24): its forward reads `image_outputs` from

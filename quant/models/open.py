@@ -241,7 +241,7 @@ def _open_module(model: nn.Module, dtype: torch.dtype | None) -> Source:
     # The module belongs to the caller, and casting it in place would change it everywhere else in the program.
     if dtype not in (None, main_dtype):
         raise UserError(f"{name} is in {main_dtype}; cast it with model.to({dtype}) before opening it")
-    huggingface.mend_forward(model)
+    huggingface.patch_forward(model)
     return Source(
         name=name, kind=SourceKind.MODULE, model=model, state_dict=None, path=origin_of(model), dtype=main_dtype
     )

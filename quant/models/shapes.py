@@ -33,7 +33,7 @@ def stored_layers(model: str, plan: Plan) -> list[Layer] | None:
     """
     path = find_model(model)
     shapes = _of_directory(path) if path.is_dir() else _of_gguf(path, plan)
-    return None if shapes is None else _settled(plan, shapes)
+    return None if shapes is None else _layers_if_matching(plan, shapes)
 
 
 def _of_directory(path: Path) -> Shapes | None:
@@ -99,7 +99,7 @@ def gguf_reader() -> type[Any]:
     return PlainReader
 
 
-def _settled(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> list[Layer] | None:
+def _layers_if_matching(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> list[Layer] | None:
     """Returns the plan's layers as `shapes` has them, if the two name the same weights.
 
     None if that takes a closer look.

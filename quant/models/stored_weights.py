@@ -20,7 +20,7 @@ from torch import nn
 
 from quant.export.checkpoint.names import expert_names
 from quant.kernels.linear.expert_modules import runs_experts_alone
-from quant.models.experts_forward import run_experts_alone
+from quant.models.experts_forward import run_experts_one_by_one
 
 
 class Files(Protocol):
@@ -165,7 +165,7 @@ def open_stored(model: nn.Module, files: Files) -> bool:
         # Such a module indexes the weight by expert and reads one matrix at a time; hooks would read the whole stack.
         if len(stored.shape) > 2 and runs_experts_alone(module):
             stored.runs_alone = True
-            run_experts_alone(model)
+            run_experts_one_by_one(model)
             continue
         module.register_forward_pre_hook(partial(_read, last), with_kwargs=True)
         module.register_forward_hook(partial(_drop, last), always_call=True)

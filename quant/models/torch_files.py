@@ -118,9 +118,9 @@ def load_exported(path: Path, dtype: torch.dtype | None, unsafe: bool) -> nn.Mod
         raise UserError(f"{path}: an exported program cannot be cast to {dtype}; export the model in that dtype")
     restore_linears(model)
     # Its graph does what it did when it was exported; torch refuses to be asked even for that.
-    model.eval = MethodType(_stay, model)  # type: ignore[method-assign]
+    model.eval = MethodType(_return_unchanged, model)  # type: ignore[method-assign]
     return model
 
 
-def _stay(model: nn.Module) -> nn.Module:
+def _return_unchanged(model: nn.Module) -> nn.Module:
     return model

@@ -85,7 +85,7 @@ def make_plan(
     for layer in plan.layers:
         if lm_head is not None and layer.kind == LayerKind.HEAD and layer.weight is None:
             raise UserError(f"lm_head {lm_head}: {layer.name} stays in 16 bit: {layer.reason}; leave lm_head out")
-    if odd := _odd_inputs(layers, plan):
+    if odd := _unusual_inputs(layers, plan):
         record[ODD_INPUTS] = odd
     plan = replace(plan, provenance={**record, **_fusion_record(layers, plan, unknown)})
     if not plan.quantized:
@@ -143,7 +143,7 @@ def without_data(plan: Plan, why: str) -> Plan | None:
     )
 
 
-def _odd_inputs(layers: Sequence[Layer], plan: Plan) -> list[str]:
+def _unusual_inputs(layers: Sequence[Layer], plan: Plan) -> list[str]:
     """Returns layers whose inputs get a scale for each token and are not `[batch, tokens, in]`."""
     seen = {layer.name: layer.input_dims for layer in layers if layer.input_dims not in (None, 3)}
     return [

@@ -50,7 +50,7 @@ class AllocationRequest:
         """
         self._check_sizes(spell)
         if all(getattr(self, budget) is None for budget in _BUDGETS):
-            self._check_alone(spell)
+            self._check_without_budget(spell)
             return None
         return Goal(
             bits=self.bits,
@@ -83,7 +83,7 @@ class AllocationRequest:
                 named = " and ".join(map(spell, users))
                 raise UserError(f"{spell(size)} means something to {named} only; leave it out, or give one too")
 
-    def _check_alone(self, spell: Spelling) -> None:
+    def _check_without_budget(self, spell: Spelling) -> None:
         """Refuses options of an allocation without a budget."""
         for name in ("formats", "method", "target", "pin", "forbid", "at_least", "sensitivity"):
             if getattr(self, name):

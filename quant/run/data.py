@@ -21,9 +21,9 @@ from quant.execution.sources import (
     digest_of,
     read_calibration,
     read_evaluation,
-    share_written,
     tokenizer_if_any,
     within_context,
+    written_share,
 )
 from quant.models.stored_weights import read_stored, stored_in
 from quant.recipes.plan import Plan
@@ -97,7 +97,7 @@ def evaluation_data(job: Job) -> dict[str, Data]:
     return data
 
 
-def unseen_data(job: Job, decision: Decision) -> Mapping[str, Data]:
+def verification_data(job: Job, decision: Decision) -> Mapping[str, Data]:
     """Returns the evaluation data that the choice of formats did not use: the other half of each text."""
     data = evaluation_data(job)
     if decision.allocation is None or not decision.allocation.record.verified or not data:
@@ -117,7 +117,7 @@ def announce_time(job: Job, decision: Decision) -> None:
     ):
         return
     # Writing is sequential, one token at a time, so it may take longer than solving.
-    share = share_written(request.calib, has_tokenizer=tokenizer_if_any(source) is not None)
+    share = written_share(request.calib, has_tokenizer=tokenizer_if_any(source) is not None)
     samples, seqlen = request.calib_samples, within_context(source, request.seqlen)
     written = round(share * samples * seqlen)
     time = expected_time(job.model, plan, job.session, rows=samples, seqlen=seqlen, written=written)

@@ -8,7 +8,7 @@ from typing import Any
 from quant.allocation.allocate import Allocation, allocate, check_feasible
 from quant.allocation.goal import Goal
 from quant.allocation.held_out import HeldOut
-from quant.calibration.inputs import on_first
+from quant.calibration.inputs import call_on_first_row
 from quant.calibration.listener import SILENT
 from quant.calibration.solvers.solver import with_supported_solver
 from quant.checkpoints.trial_load import check_experts
@@ -96,7 +96,7 @@ def _for_budget(job: Job, goal: Goal) -> Decision:
             # An allocation measures hundreds of choices, so it rounds to nearest unless an effort is requested. A
             # better solver lowers the loss of all choices alike, and the one that is chosen is solved by it afterwards.
             solver=request.solver or solver_of(request.effort or 0, KEEP),
-            run=request.run or (on_first(rows) if rows.is_floating_point() else None),
+            run=request.run or (call_on_first_row(rows) if rows.is_floating_point() else None),
             held_out=held_out,
             seed=request.seed,
             provenance=_provenance(job),
@@ -108,14 +108,14 @@ def _for_budget(job: Job, goal: Goal) -> Decision:
     job.seconds.update(score=allocation.sensitivity.seconds, allocate=allocation.record.seconds)
     # A limit is verified on the weights that were measured, so these are the weights of the plan.
     if request.solver is None and request.effort is None and not goal.has_limit:
-        allocation = _solved_well(allocation)
+        allocation = _with_default_solvers(allocation)
     # Ranks sum floating-point losses in the same order, so that this never differs but through a defect.
     check_same({"the plan that the budget chose": allocation.plan.digest()}, job.session)
     plan = allocation.plan if records is None else with_calibration(allocation.plan, records)
     return Decision(plan, rows, allocation=_in_place(allocation) if request.is_in_memory else allocation)
 
 
-def _solved_well(allocation: Allocation) -> Allocation:
+def _with_default_solvers(allocation: Allocation) -> Allocation:
     """Returns an allocation measured with rounding to nearest, with the default effort's solvers in its plan."""
     plan = allocation.plan
     experts = any(layer.kind == LayerKind.EXPERTS or ".experts." in layer.name for layer in plan.quantized)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import stored_dtype
-from quant.calibration.inputs import on_first
+from quant.calibration.inputs import call_on_first_row
 from quant.checkpoints.head_weights import head_weights
 from quant.errors import UserError, listed
 from quant.execution.data import lacks_data
@@ -161,9 +161,9 @@ def example_run(request: Request, source: Source) -> Callable[[nn.Module], Any] 
     if request.is_in_memory:
         data = request.data
         # Token ids need no example: `make_plan` runs every model on two ids by itself.
-        return on_first(data) if data is not None and data.is_floating_point() else None
+        return call_on_first_row(data) if data is not None and data.is_floating_point() else None
     inputs = named_inputs(source, replace(request.calibration_rows, samples=1))
-    return None if inputs is None else on_first(inputs)
+    return None if inputs is None else call_on_first_row(inputs)
 
 
 def provenance(request: Request, source: Source, **more: str) -> dict[str, Any] | None:

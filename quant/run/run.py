@@ -16,7 +16,7 @@ from __future__ import annotations
 from quant.calibration.listener import SILENT, Listener
 from quant.calibration.ranks import leave, rank_and_world, wait_for_all
 from quant.report.report import Report
-from quant.run.data import announce_time, read_data, unseen_data
+from quant.run.data import announce_time, read_data, verification_data
 from quant.run.decide import decide
 from quant.run.job import Decision, Job, Outcome, Solved
 from quant.run.load import destination, load
@@ -50,7 +50,7 @@ def run(request: Request, listener: Listener = SILENT) -> Outcome:
 
 def _compute(job: Job, decision: Decision) -> tuple[Decision, Solved, Measured]:
     """Runs every stage but writing. The original model, which measuring needs, is freed at the end."""
-    texts = unseen_data(job, decision)
+    texts = verification_data(job, decision)
     baseline = baseline_of(job, decision, texts)
     announce_time(job, decision)
     with job.stages() as (staged, progress):

@@ -116,7 +116,7 @@ def default_rate(plan: Plan) -> float:
     return 1e-4 if any(layer.activation is not None for layer in plan.layers) else 6e-5
 
 
-def train_rounded_alone(model: nn.Module) -> None:
+def train_only_rounded(model: nn.Module) -> None:
     """Trains only the quantized weights and their scales: no other parameter gets gradients."""
     rounded = {id(p) for module in model.modules() if isinstance(module, RoundedWeight) for p in module.trained()}
     for parameter in model.parameters():

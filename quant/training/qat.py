@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import stored_dtype
-from quant.calibration.inputs import Inputs, inputs_of, on_first
+from quant.calibration.inputs import Inputs, call_on_first_row, inputs_of
 from quant.calibration.listener import Progress
 from quant.calibration.placement import Device
 from quant.calibration.session import Session
@@ -194,7 +194,7 @@ def _plan_of_original(
     if plan is None:
         raise UserError("the model is not quantized: name a recipe, such as 'nvfp4', or pass a plan")
     if not isinstance(plan, Plan):
-        run = on_first(data) if data is not None and data.is_floating_point() else None
+        run = call_on_first_row(data) if data is not None and data.is_floating_point() else None
         plan = make_plan(model, plan, include=include, exclude=exclude, solver=solver, run=run)
     elif solver or include or exclude:
         raise UserError("a plan says everything already: edit it instead of passing solver, include or exclude")

@@ -34,7 +34,7 @@ from quant.report.report import Distillation, Report
 from quant.runtime.attention import quantized_attention
 from quant.training.distill import distill
 from quant.training.lesson import Lesson, check_cache, check_tokenizers, prepare_lesson
-from quant.training.loop import Schedule, StoredDtypes, Trained, default_rate, train, train_rounded_alone
+from quant.training.loop import Schedule, StoredDtypes, Trained, default_rate, train, train_only_rounded
 from quant.training.options import DistillOptions
 from quant.training.qat import convert_qat, prepare_qat
 from quant.training.run_report import losses_by_tenth, report_of
@@ -154,7 +154,7 @@ def _train(
     plan = prepare_qat(student, plan, scales=options.scales, original=lesson.model)
     if device_of(student).type == "cpu":
         student.float()  # processors multiply FP32 faster, and what is not trained comes back without loss
-    train_rounded_alone(student)
+    train_only_rounded(student)
     rate = default_rate(plan) if options.lr is None else options.lr
     trained = train(
         student.train(),

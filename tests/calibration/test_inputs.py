@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import quant
-from quant.calibration.inputs import Inputs, inputs_of, recorded, understood
+from quant.calibration.inputs import Inputs, inputs_of, recorded, taking_inputs
 from quant.errors import UserError
 
 ROWS = torch.randint(3, 60, (6, 16), generator=torch.Generator().manual_seed(0))
@@ -131,7 +131,7 @@ def test_modules_that_read_the_weight_of_a_layer_are_walked_through(solver: str)
 
 def test_the_hook_is_gone_afterwards() -> None:
     model = llama()
-    with understood(model):
+    with taking_inputs(model):
         assert model(Inputs([((ROWS[:1],), {})])).logits.shape[:2] == (1, 16)
     assert not model._forward_pre_hooks
 

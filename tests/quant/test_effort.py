@@ -21,7 +21,7 @@ from quant.calibration.texts.mixture import mixture_rows
 from quant.calibration.walk.expected_time import expected_time, in_words
 from quant.cli.main import main
 from quant.errors import UserError
-from quant.execution.sources import share_written, sources_of
+from quant.execution.sources import sources_of, written_share
 from quant.recipes.effort import solver_of
 
 
@@ -129,8 +129,8 @@ def test_the_command_tells_the_time_and_what_the_text_was(tmp_path: Path) -> Non
 def test_sources_of_calibration() -> None:
     assert sources_of(()) == ("mix",) and sources_of(("mix+a+b.txt",)) == ("mix", "a+b.txt")
     assert sources_of(("a.txt", "self+mix", "a.txt")) == ("a.txt", "self", "mix")
-    assert share_written((), has_tokenizer=True) == 0.5 and share_written(("mix", "a"), has_tokenizer=False) == 0.5
-    assert share_written(("self",), has_tokenizer=True) == 1.0 and share_written(("a",), has_tokenizer=True) == 0.0
+    assert written_share((), has_tokenizer=True) == 0.5 and written_share(("mix", "a"), has_tokenizer=False) == 0.5
+    assert written_share(("self",), has_tokenizer=True) == 1.0 and written_share(("a",), has_tokenizer=True) == 0.0
 
 
 def test_the_expected_time_follows_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import LayerStats, rows_of
 from quant.calibration.walk.block import Block
 from quant.calibration.walk.group import Group, Solved
-from quant.calibration.walk.shared_moments import Moments, at_a_time, pooled, stats_of
+from quant.calibration.walk.shared_moments import Moments, pooled, slices_that_fit, stats_of
 from quant.calibration.walk.stand_in import StandIn
 from quant.calibration.walk.steps.promote import HeldOut, promote_group
 from quant.formats.tensor import BlockScaledTensor
@@ -183,7 +183,7 @@ def solve_siblings(
         moments: sums over their inputs, which are empty afterwards.
         owners: the ranks that solve them; None where each rank solves them all, sharing their rows.
     """
-    parts = at_a_time(len(stage), stage[0].members[0].shape[-1], moments[0].sum.width)
+    parts = slices_that_fit(len(stage), stage[0].members[0].shape[-1], moments[0].sum.width)
     ranks = [None if owners is None else owners[part] for part in parts]
     siblings = None
     counts = [sum(of_ranks) for of_ranks in zip(*gathered([each.tokens for each in moments]), strict=True)]

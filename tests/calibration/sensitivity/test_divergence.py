@@ -17,7 +17,7 @@ from quant.calibration.sensitivity.divergence import Classes, Embeddings, NextTo
 from quant.calibration.sensitivity.scores import Scoring, score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.calibration.session import Session
-from quant.calibration.texts.rows import few_of
+from quant.calibration.texts.rows import trial_rows
 from quant.plan.make import make_plan
 from quant.recipes.plan import groups_of
 
@@ -116,7 +116,7 @@ def test_which_divergence() -> None:
 )
 def test_few_are_tokens_or_whole_inputs(shape: tuple[int, ...], dtype: torch.dtype, expected: list[int]) -> None:
     rows = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
-    assert few_of(rows).flatten().tolist() == expected
+    assert trial_rows(rows).flatten().tolist() == expected
 
 
 @pytest.mark.parametrize("solver", ["awq+gptq", "smoothquant+rtn", "local_hessian"])

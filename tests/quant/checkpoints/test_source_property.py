@@ -23,7 +23,7 @@ from quant.checkpoints.convert import convert
 from quant.checkpoints.load import load
 from quant.checkpoints.source import compare_with_source
 from quant.errors import UserError
-from quant.models.huggingface import mend_forward
+from quant.models.huggingface import patch_forward
 from quant.run.request import Request
 from quant.run.run import run
 
@@ -108,7 +108,7 @@ def held_against_its_source(name: str, format: str, folder: Path) -> str:
         assert report is not None
         # transformers loads the quantized layers of some classes wrongly or not at all, and the report says so.
         if not any("transformers" in line and "does not run" not in line for line in report.warnings):
-            peer = mend_forward(type(model).from_pretrained(folder / "out", dtype=dtype)).eval()
+            peer = patch_forward(type(model).from_pretrained(folder / "out", dtype=dtype)).eval()
             assert difference(result(peer, given), ours) <= LOGIT_LIMIT[format]
         try:
             convert(folder / "out", folder / "modelopt", "modelopt")

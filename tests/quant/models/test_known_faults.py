@@ -10,7 +10,7 @@ import tiny_models
 import torch
 
 import quant
-from quant.models.huggingface import mend_forward
+from quant.models.huggingface import patch_forward
 
 transformers = pytest.importorskip("transformers")
 
@@ -41,7 +41,7 @@ def test_the_forward_is_that_of_the_language_model() -> None:
     model = llama4()
     alone = model.language_model(IDS).logits
     for _ in range(2):  # twice is once
-        mend_forward(model)
+        patch_forward(model)
     assert len(model.language_model._forward_hooks) == 1
     torch.testing.assert_close(logits(model), alone.float(), rtol=0, atol=0)
 
@@ -52,7 +52,7 @@ def test_it_is_calibrated_on_text(in_memory: bool, tmp_path: Path) -> None:
     model = llama4() if in_memory else quant.open_model(tmp_path / "model").model
     assert model is not None
     done = quant.quantize(model, "fp8", IDS, exclude=["vision_model*", "*projector*"], solver="mse")
-    reference = logits(mend_forward(llama4()))
+    reference = logits(patch_forward(llama4()))
     quant.save(done.model, done.plan, tmp_path / "out")
     for found in (logits(done.model), logits(quant.load(tmp_path / "out"))):
         assert (found - reference).norm() / reference.norm() < 0.25

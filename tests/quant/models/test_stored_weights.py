@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quant
-from quant.models.experts_forward import run_experts_alone
+from quant.models.experts_forward import run_experts_one_by_one
 from quant.models.open import open_model
 from quant.models.stored_weights import stored_in
 
@@ -33,7 +33,7 @@ def test_stored_experts_are_those_that_transformers_joins(kind: str, shards: str
         assert found[name].is_meta
         assert torch.equal(experts[name].tensor(), tensor)
         assert all(torch.equal(experts[name][i], tensor[i]) for i in (1, 0, 3))
-    run_experts_alone(whole)
+    run_experts_one_by_one(whole)
     ids = torch.randint(0, 60, (2, 9))
     with torch.no_grad():
         assert torch.equal(streamed(ids).logits, whole(ids).logits)

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="the extra hf")
 
 import quant
 from quant.training.cuda_graph import Passes
-from quant.training.loop import Schedule, train, train_rounded_alone
+from quant.training.loop import Schedule, train, train_only_rounded
 
 ROWS = torch.randint(0, 64, (16, 24), generator=torch.Generator().manual_seed(7))
 
@@ -73,7 +73,7 @@ def test_distillation_is_recorded(scales: str) -> None:
     found = []
     for student, record in zip(students, (True, False), strict=True):
         quant.prepare_qat(student, "nvfp4", ROWS, solver="rtn", scales=scales)
-        train_rounded_alone(student)
+        train_only_rounded(student)
 
         def loss(ids: torch.Tensor, student: nn.Module = student) -> torch.Tensor:
             return quant.distill(student, teacher, ids)
