@@ -2,7 +2,7 @@
 
     device     where blocks are worked on and models run
     memory     bytes that the run may use
-    progress   the listener that is called as steps get on
+    progress   the listener that is called as steps progress
     store      the finished steps of the run, kept for the next run of the same command
     seed       of everything that is drawn
     rank       this process, of `world` that share the work
@@ -11,9 +11,9 @@ Public functions take `device=` and `progress=` and make a session of them:
 
     session = Session.on("cuda", progress=print)
 
-Below them a function takes the session. It runs models `placed(model, session.device)`, says how far it is with
+Below them a function takes the session. It runs models `placed(model, session.device)`, reports its progress with
 `session.report("solve", done, total)`, and keeps a finished step with `session.store.put(...)`; a session without a
-listener or a store takes these calls and does nothing. Functions on tensors, and those that move them, take a device.
+listener or a store ignores these calls. Functions on tensors, and those that move them, take a device.
 
 A finished step is some tensors and a JSON-ready record under a name: a solved block, the calibration text, an
 evaluation. `quant.execution.store.Partial` keeps steps in a directory; the `Store` here keeps nothing. Callers need not

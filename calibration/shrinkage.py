@@ -1,4 +1,4 @@
-"""`MomentSpread` measures how far a second moment can be trusted, and `shrink` takes back the part that cannot.
+"""`MomentSpread` measures how far a second moment can be trusted, and `shrink` removes the part that cannot.
 
 A second moment M over a few rows of text is exact for those rows and an estimate for every other text. Its
 off-diagonal entries are the worse part: a layer with thousands of inputs has millions of pairs, and most of their

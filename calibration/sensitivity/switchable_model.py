@@ -57,7 +57,7 @@ class SwitchableModel:
     Attributes:
         model: changed while this is entered, and restored afterwards.
         groups: fusion groups by name, quantizable layers only.
-        candidates: formats by name; `keep` is always there.
+        candidates: formats by name; `keep` is always included.
         amax: largest input magnitude of each layer, for static scales; see `measure_amax`.
         solver: rounds the weights; one that needs no data.
         solutions: groups in a format that another solver has solved, as `solve_each_group` gives them.

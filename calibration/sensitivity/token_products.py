@@ -72,12 +72,12 @@ class TokenProducts:
             self.products[candidate.name] = self.products.get(candidate.name, 0.0) + product.flatten()
 
     def squares(self) -> Result:
-        """Returns the σ over tokens of the squared products."""
+        """Returns the sum over tokens of the squared products."""
         self._flush()
         return self.square
 
     def sums(self) -> Result:
-        """Returns the σ over tokens of the products: the change of the loss, to first order."""
+        """Returns the sum over tokens of the products: the change of the loss, to first order."""
         self._flush()
         return self.linear
 

@@ -66,7 +66,7 @@ class Reconstruction:
         rate: learning rate of latent values at the start, in grid steps.
         scale_rate: the same for the logarithms of block scales; 0 leaves scales as they are.
         held_out: share of the calls that only judge; at least one where there are two.
-        checks: how many times the held-out calls are asked.
+        checks: how many times the held-out calls are evaluated.
     """
 
     steps: int = 200
@@ -117,7 +117,7 @@ def reconstruct_block(
     if not calls or len(calls) != len(targets):
         raise ValueError(f"reconstruction needs a target for each call of the block: {len(calls)}, {len(targets)}")
     learned = {name: _Learned(layer, block.get_submodule(name)) for name, layer in layers.items()}
-    # The last calls judge, the first ones teach.
+    # The last calls are held out, and the first ones are learned from.
     judges = max(round(settings.held_out * len(calls)), 1) if len(calls) > 1 else 0
     pairs = list(zip(calls, targets, strict=True))
     training, held_out = (pairs[:-judges], pairs[-judges:]) if judges else (pairs, pairs)

@@ -53,7 +53,7 @@ def block_order(power: Tensor, width: int) -> Tensor:
 
 
 def factorize(second_moment: Tensor, damping: float = 0.01, order: Tensor | None = None) -> Factor:
-    """Damps a second moment until it can be inverted. A channel that is never active is left to itself.
+    """Damps a second moment until it can be inverted. A channel that is never active is not coupled to others.
 
     Args:
         second_moment: M, `[in, in]`.

@@ -50,7 +50,7 @@ _LAZY = 128
 # Columns solved together where scales are fixed beforehand.
 _FIXED_WIDTH = 32
 
-# Solves the blocks of a window: see `_solve_window`, whose arguments after the first these are.
+# Solves the blocks of a window; the arguments are those of `_solve_window` after the first.
 _SolveWindow = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, bool], Tensor]
 # Solves one block: (what it should be [k, n], its first column, U [k, k]) -> values, errors e [k, n], scales [n].
 _SolveBlock = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor, Tensor | None]]

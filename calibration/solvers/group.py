@@ -1,8 +1,8 @@
 """`solve_group` solves a fusion group, whose members share an input, a format, and the scale of a whole tensor.
 
-Runtimes merge the members into one matrix, which has one second-level scale (NVFP4) or one scale at all (per-tensor
-FP8). vLLM gives a merged FP8 matrix the largest scale of its members and rounds the others again: the second rounding
-costs up to 1.4 times the error of the first. One scale for all, chosen before rounding, costs nothing.
+Runtimes merge the members into one matrix, which has one second-level scale (NVFP4) or a single scale (per-tensor FP8).
+vLLM gives a merged FP8 matrix the largest scale of its members and rounds the others again: the second rounding costs
+up to 1.4 times the error of the first. One scale for all, chosen before rounding, costs nothing.
 """
 
 from __future__ import annotations

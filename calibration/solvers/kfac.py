@@ -6,7 +6,7 @@ model. Its Kronecker factors (K-FAC: Martens and Grosse, 2015; for rounding: YAQ
     M = mean of x xᵀ   over the layer's inputs,        A = mean of g gᵀ   over the gradients at its outputs,
 
 and the loss is tr(A E M Eᵀ). With A = 1 it is GPTQ's, whose rows are independent. A couples them: an error of one
-output can be made up for by others, and outputs that the model hardly listens to may err more.
+output can be made up for by others, and outputs that hardly affect the model may err more.
 
 The solution of GPTQ is the start, and descent follows. Rows are revisited in `pieces`, each of rows far apart and with
 the others fixed. Their errors shift the target of piece r to W_r + A_rr⁻¹ A_r,rest E_rest, and one sweep of GPTQ's
@@ -88,7 +88,8 @@ class _OutputBlock:
     Attributes:
         columns: the positions of its rows among the outputs, which are sorted by piece first, `[k]`.
         moment: A, damped, `[k, k]`.
-        pieces: the columns of each piece r, and A_:r A_rr⁻¹ `[k, r]`: the worth in its rows of an error of any row.
+        pieces: the columns of each piece r, and A_:r A_rr⁻¹ `[k, r]`: the equivalent in its rows of an error in any
+            row.
     """
 
     columns: Tensor

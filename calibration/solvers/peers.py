@@ -4,7 +4,7 @@ Same formats, same `max` rule; the difference is in how intermediate results are
 
 ModelOpt divides by the FP32 scale of a per-tensor FP8 weight in the weight's own dtype, so that a BF16 quotient is
 rounded twice, and rounds the ties of MXFP4 toward zero. In NVFP4 a block of zeros has the scale 1, and integers use
-their lowest code, -8 or -128. Everything else of NVFP4, MXFP8 and FP8 in channels is ours.
+their lowest code, -8 or -128. Everything else of NVFP4, MXFP8 and FP8 in channels is as in `quant.formats`.
 
 compressed-tensors (llm-compressor) computes everything in the weight's dtype: scales, quotients, and NVFP4's
 global scale, which it keeps as a reciprocal. It picks MX exponents by the `even` rule.

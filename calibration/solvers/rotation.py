@@ -7,7 +7,7 @@ scale for sixteen values rounds best. It costs log2(block) additions a value at 
     value → output projection   H acts within a head, attention mixes tokens and not channels, so rows of the value
                                 projection take the rotation that columns of the output projection undo
     residual stream             every writer rotates its output, every reader its input, and RMS norms do not notice
-                                once their weights stand in the readers (QuaRot, Ashkboos et al., 2024)
+                                once their weights are merged into the readers (QuaRot, Ashkboos et al., 2024)
 
 Neither is looked up by model names: candidates are found by watching a forward pass, and kept only if the output stays
 the same.

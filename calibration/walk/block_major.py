@@ -46,7 +46,7 @@ def blocks_first(
         yield
         return
     blocks = {name: model.get_submodule(name) for name in names}
-    # The first block is there while all batches run up to it, and again when it is its turn.
+    # The first block is on the device while all batches run up to it, and again for its own turn.
     steps = prefetched([names[0], *names], lambda name: tensors_of(blocks[name].modules()), device, whole=False)
     borrowed = DeviceCopies(list(blocks[names[0]].modules()), next(steps)[1], device, dtype)
     calls = calls_of_chain(model, names, run)

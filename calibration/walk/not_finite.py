@@ -1,7 +1,7 @@
 """`reporting_bad_tensor` says where an input that is not finite comes from: a weight before the layer, or the data.
 
-NaN spreads: one in a projection reaches every later input. The layer that is first seen to get it is therefore
-innocent, and so is the calibration row, unless every weight of the model is finite.
+NaN spreads: one in a projection reaches every later input. The layer that is first seen to get it is therefore not the
+cause, and neither is the calibration row, unless every weight of the model is finite.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ calibration rows at once; `solve_block` takes one through these steps (`walk/ste
    inputs goes into the drift.
 4. *Guard.* If there is one, the last rows only judge: a group whose output on them is too far off gets another format.
 5. *Fused experts*, each on the tokens that reach it; see `experts`.
-6. **Reconstruct*, where requested: the whole block is refined against the output of the original.
+6. *Reconstruct*, where requested: the whole block is refined against the output of the original.
 7. The quantized block gives the hidden states for the next one.
 
 Ranks share the calibration rows: each keeps the hidden states of its own batches. Sums over rows, and solutions that

@@ -67,7 +67,7 @@ class Moments:
 
 
 def slices_that_fit(count: int, columns: int, width: int | None = None) -> list[slice]:
-    """Runs of so many sums `[columns, columns]`, or of their diagonal blocks, that each rank has room for its share."""
+    """Returns slices of sums `[columns, columns]`, or of their diagonal blocks, that all ranks together can hold."""
     together = max(_BUDGET // (4 * columns * (width or columns)), 1) * rank_and_world()[1]
     return [slice(first, min(first + together, count)) for first in range(0, count, together)]
 
@@ -75,7 +75,7 @@ def slices_that_fit(count: int, columns: int, width: int | None = None) -> list[
 def stats_of(
     moments: Sequence[Moments], device: torch.device, owners: Sequence[int] | None = None, *, again: bool = False
 ) -> list[LayerStats | None]:
-    """Returns the means of several sums over all ranks; None where no token came. All ranks must ask together.
+    """Returns the means of several sums over all ranks; None where no token came. All ranks must call this together.
 
     Args:
         moments: the sums, which are empty afterwards.

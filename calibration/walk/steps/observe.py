@@ -50,7 +50,7 @@ def observe(block: Block) -> list[torch.Tensor]:
     block.module_calls = sum(counts, Counter())
     called = [index for _, index in sorted((call for part in orders for call in part), key=itemgetter(0))]
     for index, group in enumerate(block.groups):
-        # 2 stands for any number but one: such a group can neither stop the pass nor be compared call by call.
+        # 2 stands for any number except one: such a group can neither stop the pass nor be compared call by call.
         group.calls = called.count(index) // block.batches if called.count(index) % block.batches == 0 else 2
         group.pool(block.device, sum(of_rank[index] for of_rank in tokens))
     # Reversed, so that the first call of a group overwrites its later ones.

@@ -93,7 +93,8 @@ def _fold(block: Block, fold: Fold, scale: torch.Tensor) -> torch.Tensor:
         _scale_gradients(block, fold.producer, divisor)
         apply_fold(module, divisor, fold.style)
         return scale
-    # A norm keeps the dtype of the checkpoint, to which its weight is rounded: the inputs are divided by what is left.
+    # A norm keeps the dtype of the checkpoint, to which its weight is rounded: the inputs are divided by the rounded
+    # quotient.
     return apply_fold(module, divisor, fold.style, block.stored)[fold.owner]
 
 
