@@ -74,7 +74,7 @@ def prepared(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Has a model evaluate, and gives each of its modules its own mode back.
+    """Puts a model into evaluation mode, and restores the mode of each module at the end.
 
     A module that has replaced another one takes over its mode; a new module takes the mode of its parent.
     """

@@ -167,7 +167,7 @@ def allocate(
     def plan_of(choice: np.ndarray) -> Plan:
         return space.plan(choice, problem, scores, goal, loop.corrected)
 
-    # So far groups were rounded by a stand-in or solved one by one. The plan's solver has the last word.
+    # So far groups were rounded by a stand-in or solved one by one. The plan's solver decides in the end.
     quantized = None
     if scoring.solver != settings.solver or scoring.solutions:
         real = RealSolver(model, loop, plan_of, rows, settings.dtype, session)

@@ -112,7 +112,7 @@ class Verified(JsonData):
 
 @dataclass(frozen=True)
 class AllocationRecord(JsonData):
-    """The whole story of one allocation.
+    """The decision, the predictions and the measurements of one allocation.
 
     Attributes:
         budget: the limit that the user set.

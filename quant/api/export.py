@@ -58,7 +58,7 @@ from quant.recipes.plan import PLAN_FILE, Plan
 from quant.runtime.generate import cast_unquantized
 
 DEFAULT_CAPACITY = 4096
-"""Tokens of the KV cache of an exported decoder, if nobody says otherwise."""
+"""Tokens of the KV cache of an exported decoder by default."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`quant.quantize` builds the request of a run for a module in memory, and gives back the quantized module.
+"""`quant.quantize` builds the request of a run for a module in memory, and returns the quantized module.
 
 Each step of a run is a public function too, which a training script can call by itself on any `nn.Module`.
 """
@@ -82,7 +82,7 @@ def quantize(
             off by more than the limit, relatively, gets the next format; replaces the recipe's.
         observer: key of `OBSERVERS`, how static activation scales are chosen; replaces the recipe's, which is absmax.
         bits: per weight, every scale counted; formats are then chosen layer by layer and `recipe` is not used. For
-            other budgets and limits see `quant.allocation.allocate.allocate`, whose plan is a `recipe` for here.
+            other budgets and limits see `quant.allocation.allocate.allocate`, whose plan can be passed as `recipe`.
         max_kl: the same, for the smallest model whose measured KL to the original stays below. A quarter of the data
             chooses the formats, and a quarter verifies them; its measurements are in the plan's provenance.
         formats: the formats to choose from, such as "nvfp4,fp8"; 16 bit always may.

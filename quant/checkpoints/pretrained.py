@@ -109,7 +109,7 @@ def save_pretrained(
 
     Args:
         model: quantized, of transformers; with adapters that transformers holds, only these are written.
-        save_directory: keeps its other files, such as the optimizer's state; weights of an earlier save go.
+        save_directory: keeps its other files, such as the optimizer's state; weights of an earlier save are deleted.
         is_main_process: only that process writes.
         state_dict: tensors in the place of the model's, such as those gathered from all ranks.
         push_to_hub: uploads the written files to `repo_id`, by default the directory's name.

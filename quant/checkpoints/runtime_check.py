@@ -1,4 +1,4 @@
-"""`check_runtime` runs a checkpoint in an installed runtime and holds every layer of it against `quant.load`.
+"""`check_runtime` runs a checkpoint in an installed runtime and compares every layer of it with `quant.load`.
 
     runtime (a process of its own)  ─▶  some rows of x and y of each layer, log-probabilities, greedy tokens
     quant.load                      ─▶  y of the same x, log-probabilities, greedy tokens
@@ -182,7 +182,7 @@ def _compare(
 
 
 def _module(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
-    """Returns the our module of the runtime's name; models with several towers differ in what precedes `layers`."""
+    """Returns our module for the runtime's name; models with several towers differ in what precedes `layers`."""
     if name in modules:
         return modules[name]
     tail = name[name.find("layers.") :] if "layers." in name else name.rpartition(".")[2]
@@ -193,7 +193,7 @@ def _module(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
 def _layer(
     layer: dict[str, Any], references: Sequence[nn.Module | None], x: torch.Tensor, y: torch.Tensor
 ) -> RuntimeLayer:
-    """Holds the runtime's `y` of `x` against ours, with rounded inputs and with inputs in 16 bit."""
+    """Compares the runtime's `y` of `x` with ours, with rounded inputs and with inputs in 16 bit."""
     modules = [module for module in references if module is not None]
     if not modules or len(modules) < len(references):
         return RuntimeLayer(layer["name"], layer["kernel"], None)
@@ -235,7 +235,7 @@ def _output(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         bias = None if module.bias is None else module.bias.double()
         return nn.functional.linear(x.double(), module.weight.double(), bias).float()
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point() and p.dim() > 1), torch.bfloat16)
-    # A block of experts takes [batch, tokens, hidden]; linear layers do not mind.
+    # A block of experts takes [batch, tokens, hidden]; linear layers take that, too.
     y = module(x[None].to(dtype))
     output: torch.Tensor = y[0] if isinstance(y, tuple) else y
     return output.float().reshape(len(x), -1)

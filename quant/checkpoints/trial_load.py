@@ -118,7 +118,7 @@ def trial_load(
     unexpected = [
         name
         for name in info["unexpected_keys"]
-        if not name.endswith((*_DROPPED, *KV_SCALES)) and not _is_told_of_experts(name, plan, tensors)
+        if not name.endswith((*_DROPPED, *KV_SCALES)) and not _is_reported_already(name, plan, tensors)
     ]
     problems = []
     # Tensors of layers that transformers never loads quantized are left out here; their warning comes below.
@@ -139,7 +139,7 @@ def trial_load(
     )
 
 
-def _is_told_of_experts(name: str, plan: Plan, tensors: Mapping[str, torch.Tensor | DeferredTensor]) -> bool:
+def _is_reported_already(name: str, plan: Plan, tensors: Mapping[str, torch.Tensor | DeferredTensor]) -> bool:
     """Returns whether transformers reports a tensor of fused experts that `runtime_warnings` has already reported.
 
     transformers 5.17 counts tensors as unexpected that 5.24 skips or stops at: the global scale of experts in NVFP4,

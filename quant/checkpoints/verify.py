@@ -102,7 +102,7 @@ def verify(
         source: the directory of the original model, or its name on the Hugging Face hub: whatever of it the plan does
             not touch must be in the checkpoint as it is.
         runtime: "vllm" or "transformers", as installed here: it loads the checkpoint in a process of its own, and each
-            layer, the log-probabilities and greedy tokens are held against `load`.
+            layer, the log-probabilities and greedy tokens are compared with `load`.
         engine: further arguments of `vllm.LLM`, such as `{"kv_cache_dtype": "nvfp4"}`.
         trust_remote_code: lets transformers run the Python files that config.json names in `auto_map`.
 

@@ -73,7 +73,7 @@ REVISION = click.option(
 
 
 def _trust(context: click.Context, _: click.Parameter, trusted: bool) -> None:
-    # Trust ends with the command's context, so that a later command in the same process asks anew.
+    # Trust ends with the command's context, so that a later command in the same process asks again.
     if trusted:
         from quant.models.huggingface import remote_code
 
@@ -101,7 +101,7 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attention_options(model: Path | None, attention: str | None, kv_cache: str | None) -> RunTimeFormats:
-    """Returns the --attention and --kv-cache.
+    """Returns the values of --attention and --kv-cache.
 
     One that was not given is taken from the plan of the checkpoint `model`, if any.
     """
@@ -115,7 +115,7 @@ def attention_options(model: Path | None, attention: str | None, kv_cache: str |
 
 def print_json(value: Any) -> None:
     """Prints the result of --json."""
-    click.echo(json_text(value, indent=1).replace("\x7f", "\\u007f"))  # the one control character that JSON lets stand
+    click.echo(json_text(value, indent=1).replace("\x7f", "\\u007f"))  # the one control character that JSON allows
 
 
 def echo(text: str, *, err: bool = False, newline: bool = True) -> None:
@@ -183,7 +183,7 @@ class Command(click.Command):
             raise
         except Exception as error:
             memory = _is_out_of_memory(error)
-            # Everything that users can cause is a ValueError or an OSError here; any other class is a bug of somebody.
+            # Everything that users can cause is a ValueError or an OSError here; any other class is a bug.
             unexpected = not memory and not isinstance(error, ValueError | OSError)
             message = " ".join(str(error).split()) or type(error).__name__
             # A rank that died breaks the collective calls of all others: their errors are consequences, not causes.

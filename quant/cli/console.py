@@ -44,7 +44,7 @@ class _Console(Console):
 
 CONSOLE = _Console(stderr=True, markup=False)
 _PIPE_WIDTH = 240  # columns
-# Columns of a plan that a narrow terminal goes without, in this order, and the least width of a reason.
+# Columns of a plan that a narrow terminal omits, in this order, and the least width of a reason.
 _DROPPED_FIRST = ("group", "solver", "why", "SNR dB", "shape", "input")
 _REASON_WIDTH, _REASONS = 20, 8
 _SECONDS_A_LINE = 10

@@ -27,7 +27,7 @@ atexit.register(gc.freeze)
 
 
 class Terminated(KeyboardInterrupt):
-    """The process got SIGTERM. It ends like Ctrl-C, so that everything which cleans up after that does."""
+    """The process got SIGTERM. It ends like Ctrl-C, so that code that cleans up after Ctrl-C runs."""
 
 
 @contextmanager
@@ -77,7 +77,7 @@ class PatientStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes; text without a reader is dropped."""
+        """Writes text, which is dropped without a reader."""
         try:
             return self._stream.write(text)
         except BrokenPipeError:

@@ -47,9 +47,7 @@ def fingerprint(model: nn.Module) -> Fingerprint:
 
 
 def fingerprint_problem(model: nn.Module, expected: Fingerprint | None) -> str | None:
-    """Returns the reason why a model is not the one that `expected` was taken of, or that its logits hold NaN.
-
-    None if it is.
+    """Returns why a model is not the one of `expected`, or that its logits hold NaN. None if neither.
 
     Machines sum in different orders, and rounding of inputs amplifies the differences. So logits count as the same
     within a quarter of their standard deviation. Without a fingerprint only NaN and infinity are looked for.

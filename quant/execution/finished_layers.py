@@ -149,8 +149,8 @@ class BlockKeeper(BlockStore):
             saved = self.store.get("states")
             with self.store.reading():
                 # Layers are written after every block and hidden states less often: without states behind the last
-                # finished block, the walk starts again at the last block that has them, and solves the blocks between
-                # anew.
+                # finished block, the walk starts again at the last block that has them, and solves the blocks after it
+                # again.
                 block = None if saved is None else saved.record["block"]
                 finished = chain.index(block) + 1 if block in chain[:finished] else 0
                 states = _states(saved.tensors) if saved is not None and finished else None

@@ -90,7 +90,7 @@ def use_expert_modules(model: nn.Module, plan: Plan) -> None:
 
 
 def mark_quantized(model: nn.Module) -> None:
-    """Tells modeling code of transformers to call layers whose weight it would else multiply by itself.
+    """Tells modeling code of transformers to call layers whose weight it would otherwise multiply by directly.
 
     Falcon-Mamba does this with its dt_proj.
     """

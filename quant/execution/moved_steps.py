@@ -2,11 +2,11 @@
 
     1. tensors are written to a file of the checkpoint, and brought to the disk
     2. a note in the store says how far that file is whole, and which steps have no tensor left to be written
-    3. the files of these steps give up their room, and keep their headers
+    3. the files of these steps release their space, and keep their headers
 
 Whatever stops a run, the same command continues after the last tensor that a note knows of. A step's file is emptied
-and not deleted: this process maps it, and a file that is mapped keeps its room after its name is gone. Besides, the
-next run needs the names, shapes and dtypes in its header, though the tensors read as zeros then.
+and not deleted: this process maps it, and a mapped file keeps its space after its name is deleted. Besides, the next
+run needs the names, shapes and dtypes in its header, though the tensors read as zeros then.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ class MovedSteps:
             _give_up_room(self._store.path / file)
 
     def begun(self, file: str) -> tuple[int, Any]:
-        """As of `FileLog`."""
+        """As in `FileLog`."""
         note, hashed = self._notes.get(file, (Note(0, "", ()), hashlib.sha256()))
         return note.bytes, hashed.copy()
 
     def reached(self, file: str, size: int, sha256: str, tensors: Sequence[str]) -> None:
-        """As of `FileLog`; files are written by several threads at a time."""
+        """As in `FileLog`; files are written by several threads at a time."""
         with self._lock:  # a step's file is emptied when the notes of all files that hold some of it are written
             sources = [self._sources.pop(name) for name in tensors if name in self._sources]
             self._left.subtract(sources)

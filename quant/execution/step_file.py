@@ -3,7 +3,7 @@
     00007-SHA256.safetensors       the seventh step that the run wrote; with -2 after the number, by its rank 2
 
 The file is written under another name and renamed when it is whole, and its name holds the hash of its contents. So
-whatever stops a run, a step is whole or not there, and a step that was damaged later is noticed.
+however a run stops, a step is whole or missing, and a step that was damaged later is noticed.
 """
 
 from __future__ import annotations

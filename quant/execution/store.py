@@ -7,7 +7,7 @@
       complete                    stands here from the moment at which `new` is whole
 
 A run whose model, plan, data or versions differ from `run.json` is refused: its steps would not fit together. Of two
-files of one step, the one with the higher number counts, and a damaged one is as good as none: the step is done again.
+files of one step, the one with the higher number counts, and a damaged one is ignored: the step is done again.
 
 The ranks of one run share the directory. The first rank writes the results that all ranks have, and each rank writes
 its own results in files with its number; all read all files.
@@ -192,7 +192,7 @@ class Partial(Store):
         if file is None:
             return None
         if file.path not in self._verified:
-            # The room of a moved file was given up: its pages read as zeros, and the SHA-256 cannot match.
+            # The space of a moved file was released: its pages read as zeros, and the SHA-256 cannot match.
             is_moved = not step.startswith(NOTE) and file.path.name in self._moved.files
             if not (is_moved and file.path.is_file()) and not file.is_whole():
                 del self._steps[step]
@@ -217,7 +217,7 @@ class Partial(Store):
         *,
         alone: bool = False,
     ) -> None:
-        """As of `Store`.
+        """As in `Store`.
 
         Raises:
             ValueError: a file of the model changed during the run.
@@ -344,7 +344,7 @@ class Partial(Store):
         shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Lets go of the directory; the next run finds it as it is."""
+        """Releases the directory; the next run finds it as it is."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._claim.close()
 

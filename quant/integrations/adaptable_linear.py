@@ -1,4 +1,4 @@
-"""Adapters of PEFT other than LoRA go on quantized linears that pass for `nn.Linear`.
+"""Adapters of PEFT other than LoRA go on quantized linears that are subclasses of `nn.Linear`.
 
 IA3, VeRA, OFT and AdaLoRA change the input or the output of a layer, and need nothing of its weight. But PEFT accepts
 only classes that it knows, and has no registry for others. `make_adaptable` changes the class of a `QuantLinear` to one
@@ -55,7 +55,7 @@ class _Unchangeable(torch.Tensor):
 
 
 def make_adaptable(model: nn.Module) -> None:
-    """Has all quantized linears of a model pass for `nn.Linear`."""
+    """Makes all quantized linears of a model subclasses of `nn.Linear`."""
     for module in model.modules():
         if type(module) is QuantLinear:
             module.__class__ = AdaptableQuantLinear

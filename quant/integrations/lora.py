@@ -91,7 +91,7 @@ def lora(config: Any, model: nn.Module) -> Any:
 
 
 def _adapt_inside_rounding(config: Any) -> None:
-    """Has PEFT put LoRA inside of the rounding of layers in training."""
+    """Makes PEFT put LoRA inside the rounding of layers in training."""
     from quant.integrations.lora_qat_layers import LoraQATLinear, check_inside
 
     if type(config).__name__ in CONFIGS:
@@ -104,7 +104,7 @@ def _adapt_inside_rounding(config: Any) -> None:
 
 
 def _adapt_quantized_layers(config: Any, layers: Any) -> None:
-    """Has PEFT put our LoRA layers over quantized ones."""
+    """Makes PEFT put our LoRA layers over quantized ones."""
     how = config.init_lora_weights
     if isinstance(how, str) and how.lower().startswith(_INTO_THE_BASE):
         raise UserError(
@@ -169,7 +169,7 @@ def merge_lora(
         for layer in again:
             _make_dense(merged, layer)
     solved_again = {layer.name: _solved_again(layer, adapted) for layer in again}
-    # Layers that are still quantized are none that a plan could speak of.
+    # Layers that are still quantized cannot be in a plan.
     layers = (solved_again.get(layer.name) or plan.by_name[layer.name] for layer in find_layers(merged))
     # Without the KV cache: its scales are on the model already, and adapters do not justify measuring them again.
     part = replace(plan, layers=tuple(layers), kv_cache=None)

@@ -101,7 +101,7 @@ def read_generation_config(model: Any, path: Path) -> None:
 
 
 def check_sizes(config: Any, files: Iterable[Path], where: Path) -> None:
-    """Refuses a config whose model could never be in the weight files: to list its parts would take forever.
+    """Refuses a config whose model could never be in the weight files: listing its parts would take forever.
 
     Args:
         config: a config of transformers.

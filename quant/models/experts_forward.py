@@ -8,7 +8,7 @@ from quant.kernels.linear.expert_modules import experts_forward
 
 
 def run_experts_one_by_one(model: nn.Module) -> None:
-    """Has a transformers model run its experts with `experts_forward`."""
+    """Makes a transformers model run its experts with `experts_forward`."""
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "_experts_implementation"):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

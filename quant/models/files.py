@@ -40,8 +40,8 @@ def find_model(name: str) -> Path:
     """Returns the directory or file that the user means.
 
     Args:
-        name: a path, an alias, or a model on the Hugging Face hub: `org/name` or `org/name@revision`. A path that is
-            there wins.
+        name: a path, an alias, or a model on the Hugging Face hub: `org/name` or `org/name@revision`. An existing path
+            wins.
 
     Raises:
         UserError: there is none; the message says how to get it.

@@ -408,7 +408,7 @@ def _first_dtype(shard: Path) -> torch.dtype:
 
 
 def patch_forward(model: nn.Module) -> nn.Module:
-    """Lets the forward pass of a model end that transformers cannot run; gives the model.
+    """Patches the forward pass of a model that transformers cannot run, and returns the model.
 
     Llama 4 with images (`Llama4ForConditionalGeneration`, transformers 5.24): its forward reads `image_outputs` from
     the output of its language model, which has no such field, and ends in an AttributeError.

@@ -27,8 +27,8 @@ def read_ahead(*models: str | Path) -> threading.Thread | None:
         models: files or directories, in the order in which they are opened. A name on the hub, which may have to be
             downloaded first, is left to the loader.
 
-    Returns:
-        The thread, which ends with the process; None where there is nothing to read, or no telling how much fits.
+    Returns: The thread, which ends with the process; None where there is nothing to read, or it is unknown how much
+        fits.
     """
     files = [file for model in models for file in weight_files(Path(model).expanduser())]
     memory = memory_left()

@@ -161,7 +161,8 @@ def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: b
             raise UserError(f"{where}: {name} is {list(values[name].shape)}, and {factory} makes it {list(shape)}")
         if name in tensors and stored[name] != name and not meta and not torch.equal(tensors[name], values[name]):
             raise UserError(f"{where}: {factory} ties {name} to {stored[name]}, but the file's tensors differ")
-    # `assign` keeps the file's mapped memory and dtype. It makes a parameter of each name, so ties are made anew below.
+    # `assign` keeps the file's mapped memory and dtype. It makes a parameter of each name, so ties are made again
+    # below.
     model.load_state_dict(values, assign=True)
     for first, *other_names in shared.values():
         for name in other_names:

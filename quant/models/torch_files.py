@@ -51,8 +51,8 @@ def load(
 
 
 def _read(path: Path, unsafe: bool) -> Any:
-    # Only the zip layout can be mapped; the layout before torch 1.6 is one stream of pickles. A path that ends in
-    # .safetensors torch.load would take at its word.
+    # Only the zip layout can be mapped; the layout before torch 1.6 is one stream of pickles. torch.load would open a
+    # path that ends in .safetensors as such a file.
     mapped = zipfile.is_zipfile(path) and path.suffix != ".safetensors"
     try:
         with path.open("rb") as file:
@@ -117,7 +117,7 @@ def load_exported(path: Path, dtype: torch.dtype | None, unsafe: bool) -> nn.Mod
     if dtype is not None and any(p.dtype != dtype for p in model.parameters() if p.is_floating_point()):
         raise UserError(f"{path}: an exported program cannot be cast to {dtype}; export the model in that dtype")
     restore_linears(model)
-    # Its graph does what it did when it was exported; torch refuses to be asked even for that.
+    # Its graph computes as it was exported; torch raises an error even if its mode would not change.
     model.eval = MethodType(_return_unchanged, model)  # type: ignore[method-assign]
     return model
 

@@ -43,7 +43,7 @@ class Problem(JsonData):
 def read_plan(path: str | Path) -> tuple[Plan, list[Problem]]:
     """Returns a plan file with everything in it that can be read, and a problem for every part that cannot.
 
-    `Plan.load` stops at the first mistake; this goes on, so that all can be mended at once.
+    `Plan.load` stops at the first mistake; this goes on, so that all can be corrected at once.
 
     Raises:
         UserError: no file, no JSON, or no plan at all.

@@ -221,7 +221,7 @@ def _refuse_split_groups(plan: Plan, changes: Mapping[str, Setting]) -> None:
     split, left_out = [], []
     for name, members in plan.groups().items():
         decided = {(m.weight, m.activation, m.solver if m.weight else "") for m in members}
-        # A group that was split before, in a plan that was read, is the business of `check`, not of this edit.
+        # A group that was split before, in a plan that was read, is reported by `check`, not by this edit.
         if len(decided) > 1 and any(m.name in changes for m in members):
             split.append(name)
             left_out += [m.name for m in members if m.name not in changes] or [m.name for m in members]

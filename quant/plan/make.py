@@ -1,6 +1,6 @@
 """`make_plan` finds a model's layers and its fusion groups, and gives each layer the format that the recipe names.
 
-No weight is read: a model on the meta device will do, or the shapes in the header of a state dict.
+No weight is read: a model on the meta device suffices, or the shapes in the header of a state dict.
 """
 
 from __future__ import annotations

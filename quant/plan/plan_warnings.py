@@ -11,8 +11,7 @@ from quant.recipes.plan import LayerPlan, Plan
 
 NOT_RUN = "a bare state dict cannot be run"
 BY_NAME = "fusion_groups_by_name"
-"""Key of the provenance: fusion groups that come from names, because no run has called their layers; `*` is a "
-"number."""
+"""Key of the provenance: fusion groups that come from names, because no run called their layers; `*` is a number."""
 NOT_SEEN = "layers_not_called"
 """Key of the provenance: layers that no run has called, and that are in no group though they might be merged."""
 

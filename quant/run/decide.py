@@ -44,7 +44,7 @@ def decide(job: Job) -> Decision:
         decision = Decision(plan_for(request, source), request.data, may_lower_effort=is_made_here)
     if request.is_in_memory:
         return decision
-    # Before data is read: a format without a place in the layout would only fail when files are written.
+    # Before data is read: a format that the layout cannot hold would only fail when files are written.
     check_plan(decision.plan)
     if request.dry_run:
         return decision

@@ -1,4 +1,4 @@
-"""A `Job` is a run under way, which its stages hand on; an `Outcome` is the result of a run."""
+"""A `Job` is a run in progress, which its stages hand on; an `Outcome` is the result of a run."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from quant.run.request import Request
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A run under way.
+    """A run in progress.
 
     Attributes:
         request: everything that the user requested.
         source: the opened model.
         session: device, memory, store and seed of all steps.
-        listener: hears how the run goes.
+        listener: the listener of the run's progress.
         seconds: time of finished stages, by name.
     """
 

@@ -38,7 +38,7 @@ class _InMemory(Source):
 
 @contextmanager
 def destination(request: Request) -> Iterator[None]:
-    """While open, no other run can write to the destination of a request, which is a place to write to."""
+    """While open, no other run can write to the destination of a request, which must be writable."""
     # One rank claims the path for all: the same claim by another rank would be refused as a second run.
     if request.out is None or request.dry_run or rank_and_world()[0]:
         request.check_destination()
@@ -76,7 +76,7 @@ def load(request: Request, listener: Listener) -> Job:
 
 
 def _create_context(session: Session) -> None:
-    """Has the driver create a GPU's context, which takes about a second, while transformers is imported.
+    """Makes the driver create a GPU's context, which takes about a second, while transformers is imported.
 
     PyTorch releases the interpreter's lock while it runs.
     """

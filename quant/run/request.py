@@ -1,4 +1,4 @@
-"""A `Request` holds everything that is asked of a run, by the command `quantize` or by `quant.quantize`.
+"""A `Request` holds all options of a run, from the command `quantize` or by `quant.quantize`.
 
 `check` refuses options that contradict each other before anything slow starts. A message spells an option as the user
 wrote it: `--lm-head` or `lm_head=`. Refusals that depend on the model are in `check_state_dict` and `quant.plan.check`.
@@ -173,7 +173,7 @@ class Request:
         self.kv_cache_format, self.attention_format, self.memory_bytes  # noqa: B018 -- so are these
 
     def _check_values(self) -> None:
-        """Refuses values that would otherwise be found out after the model is opened, or in no dry run."""
+        """Refuses values that would otherwise fail only after the model is opened, or not in a dry run."""
         find_device(self.device)
         for name in ("calib_samples", "eval_samples", "seqlen"):
             if (value := getattr(self, name)) < 1:
@@ -244,7 +244,7 @@ class Request:
         return next(map(self.spell, names_given), None)
 
     def check_destination(self) -> None:
-        """Raises UserError, or the OSError of a file that is in the way, unless `out` is a place to write to."""
+        """Raises UserError, or the OSError of a file that is in the way, unless `out` can be written."""
         if self.is_in_memory or self.dry_run:
             return
         if self.out is None:

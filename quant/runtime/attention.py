@@ -32,7 +32,7 @@ A long text is spread over the processes of a group, each of which runs the mode
         model(shard(ids, rank, world, dim=1), position_ids=shard(positions, rank, world, dim=1), use_cache=False)
 
 Keys and values go around the ring of `quant.kernels.attention.ring` in the format of the KV cache. They are not turned,
-since a turn would have to be found on all tokens.
+since the turn would depend on all tokens.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _LINEARS = (".q_proj", ".k_proj", ".v_proj", ".o_proj", ".gate_proj", ".up_proj"
 _GATES = {"silu": False, "gelu_pytorch_tanh": True}
 _PAGE = 64
 # Tokens after the end of a text, at most this many, are thrown away.
-_LOOK = 16  # tokens between two looks at what was written; looking waits for the GPU
+_LOOK = 16  # tokens between two reads of the written tokens; a read waits for the GPU
 _ROPES = ("default", "linear", "llama3", "yarn")  # an angle depends only on its position
 # Relative errors of logits, see `Decoder.agrees`.
 _CLOSE, _CLOSE_ROUNDED = 0.1, 0.5

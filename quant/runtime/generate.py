@@ -171,7 +171,7 @@ def _decode(
     tell: Callable[[list[int]], object],
     cache: Any = None,
 ) -> str:
-    """Tells the tokens behind `ids` `[1, tokens]` by `Decoder`, or returns why transformers has to give them.
+    """Decodes the tokens after `ids` `[1, tokens]` by `Decoder`, or returns why transformers has to give them.
 
     `cache` is an empty `QuantizedKVCache`; None keeps keys and values in 16 bit.
     """

@@ -83,7 +83,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
             kv_heads,
             dim,
             format=self.format,
-            # Room for the prompt, and 4 pages for each sequence to grow by before the cache must.
+            # Room for the prompt, and 4 pages for each sequence before the cache must grow.
             pages=batch * (new // self._page_size + 4),
             page_size=self._page_size,
             k_scale=None if k_scale is None else k_scale[None],
@@ -122,7 +122,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         """Writes the new keys and values, turned as queries will be; returns the new queries, turned.
 
         Args:
-            q, k, v: of the new tokens.
+            q, k, v: queries, keys and values of the new tokens.
             options: softmax scale and soft cap of the attention, as `turning` takes them.
         """
         assert self._pages is not None

@@ -58,7 +58,7 @@ def attend_in_ring(
 
     Args:
         module: the attention module.
-        q, k, v: of this process, `[batch, heads, tokens, dim]`.
+        q, k, v: queries, keys and values of this process, `[batch, heads, tokens, dim]`.
         mask: None; a ring is causal.
         format: the format in which keys and values go around.
         group: the group of processes.

@@ -1,6 +1,6 @@
 """`TextStream` gives the text of tokens while a model still writes them.
 
-Tokens hold parts of characters, and a tokenizer may take a space back once it sees the next word. So all tokens are
+Tokens hold parts of characters, and a tokenizer may remove a space once it sees the next word. So all tokens are
 decoded together, and only the text that later tokens cannot change is given: it ends before an unfinished character,
 and before the last word where the tokenizer cleans up spaces. The pieces, joined, are the decoded text.
 """

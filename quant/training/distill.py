@@ -105,7 +105,7 @@ def distill(
 def _run_teacher(
     teacher: nn.Module, inputs: Mapping[str, Any], wants_hidden: bool
 ) -> tuple[LogitTeacher, list[torch.Tensor]]:
-    """Returns the teacher's next tokens for a batch, and its hidden states if they are wanted."""
+    """Returns the teacher's next tokens for a batch, and its hidden states if requested."""
     with evaluating(teacher), torch.no_grad():
         device = device_of(teacher)
         moved = {name: value.to(device) for name, value in inputs.items() if isinstance(value, torch.Tensor)}

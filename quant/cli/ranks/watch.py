@@ -33,7 +33,7 @@ _FAREWELL = 10.0
 class Watch:
     """The connections between the first rank and the others, and the thread that watches them.
 
-    A word is one line of JSON: that a rank `ends`, or its `error`, which perhaps only `follows` from another's. A
+    A message is one line of JSON: that a rank `ends`, or its `error`, which perhaps only `follows` from another's. A
         connection that closes without a message belongs to a rank that was lost.
 
     Args:
@@ -74,7 +74,8 @@ class Watch:
             while selector.get_map() and not self.over.is_set():
                 for key, _ in selector.select(0.1):
                     word = _word(self.others[key.data])
-                    # One word a connection: after it, a closed connection is always readable and would spin the loop.
+                    # One message a connection: after it, a closed connection is always readable and would spin the
+                    # loop.
                     selector.unregister(key.fileobj)
                     if not word.get("ends"):
                         heard[key.data] = word
@@ -119,7 +120,7 @@ class Watch:
             self._dismiss()
 
     def ends(self) -> None:
-        """Takes leave when the common work is done."""
+        """Announces that this rank has finished the common work."""
         from quant.calibration.ranks import leave
 
         leave()

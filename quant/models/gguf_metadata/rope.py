@@ -1,7 +1,7 @@
 """Rotary embeddings of a GGUF file: `set_rope` carries their scaling into the transformers config.
 
-transformers reads the base of the frequencies from a GGUF file and drops everything that changes them. llama.cpp has
-two places for it. The metadata name a scaling (linear, YaRN, LongRoPE) with its numbers:
+transformers reads the base of the frequencies from a GGUF file and drops everything that changes them. llama.cpp stores
+it in two places. The metadata name a scaling (linear, YaRN, LongRoPE) with its numbers:
 
     ARCH.rope.scaling.type, .factor, .original_context_length, .attn_factor, .yarn_beta_fast, …
 

@@ -1,4 +1,4 @@
-"""`check_tokens` holds a tokenizer that transformers made of a GGUF file against the metadata of that file.
+"""`check_tokens` compares a tokenizer that transformers made of a GGUF file with the metadata of that file.
 
 transformers builds such a tokenizer from parts, by rules that change from version to version. One that starts no text
 with its first token, or that has the vocabulary of another model, raises no error: calibration and evaluation then run

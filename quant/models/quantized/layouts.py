@@ -127,7 +127,7 @@ def _find_words(name: str, tensors: QuantizedTensors, quantization: Quantization
     count = 32 // bits * prod(tensors.stored_shape(name)) // out
     if quantization.method == Method.AWQ:
         return f"{stem}.weight", Packed((out, count), parts, unpacking.awq)
-    # GPTQ's first version stores zeros less one; configs that name no version are of that one.
+    # GPTQ's first version stores zeros less one; configs without a version mean that one.
     less_one = str(quantization.config.get("checkpoint_format") or quantization.config.get("format")) != "gptq_v2"
     return f"{stem}.weight", Packed((out, count), parts, partial(unpacking.gptq, zeros_less_one=less_one))
 

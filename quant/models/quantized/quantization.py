@@ -122,7 +122,7 @@ IN_TRAINING = {"quant_method": "fp8", "activation_scheme": _IN_TRAINING + AFTER_
 
 transformers ignores a `quant_method` that it does not know and loads the weights as a model in 16 bit, although they
 may be rotated or scaled. It knows this method, as vLLM does. Both refuse the unknown activation scheme with a message
-that shows it, and it says what to do.
+that shows it, and the scheme's name says what to do.
 """
 
 

@@ -101,7 +101,7 @@ class Fusion:
         return self._is_alike
 
     def forget(self) -> None:
-        """Has the members compared anew, whose tensors may have changed."""
+        """Marks the members to be compared again, because their tensors may have changed."""
         self._pass = self._is_alike = None
 
     def __getstate__(self) -> dict[str, Any]:

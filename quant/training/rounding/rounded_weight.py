@@ -142,7 +142,7 @@ class RoundedWeight(nn.Module):
         return learned_step(owner.start_step, whole, self.weight_format).to(device)
 
     def remember_dtype(self) -> None:
-        """Has all fused layers round their weights to the dtype that this one's has in a forward pass."""
+        """Makes all fused layers round their weights to the dtype that this one's has in a forward pass."""
         dtype = self.weight.dtype
         if dtype != self.trained_in and dtype in _NARROW:
             for member in (self, *self.fusion.members):
