@@ -283,7 +283,7 @@ def _produce(maps, rings, work, panels: gl.constexpr, constants: gl.constexpr):
 def _weights(
     rings, block_scales, slot, panel: gl.constexpr, d: gl.constexpr, constants: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """64 columns of the rows of one half, from panel `panel` of a slot on, as left operand."""
+    """Returns 64 columns of the rows of one half, from panel `panel` of a slot on, as left operand."""
     depth: gl.constexpr = constants.depth
     warps: gl.constexpr = gl.num_warps()
     if constants.form == _WORDS:
@@ -296,7 +296,7 @@ def _weights(
 
 @gluon.jit
 def _scale_of_matrix(scales, expert, form: gl.constexpr):
-    """The one factor of the whole matrix, applied to the finished sum."""
+    """Returns the one factor of the whole matrix, applied to the finished sum."""
     if form == _WORDS:
         return gl.load(scales.global_scale + expert).to(gl.float32) * DECODED
     elif whole_scale(form):

@@ -133,7 +133,7 @@ def tile_layout(warps):
 
 @gluon.jit
 def scale_rows(scale, stride, n, N, form: gl.constexpr, warps: gl.constexpr):
-    """Where the block scales of 16 · warps rows from `n` on begin; rows beyond the end take the last row's.
+    """Returns where the block scales of 16 · warps rows from `n` on begin; rows beyond the end take the last row's.
 
     Nothing, here and below, where scales go into the sum.
     """
@@ -151,7 +151,7 @@ def scale_rows(scale, stride, n, N, form: gl.constexpr, warps: gl.constexpr):
 
 @gluon.jit
 def load_scales(rows, stride, step, form: gl.constexpr):
-    """The stored scales of 64 columns, from `scale_rows`, loaded a step early; beyond the end, the last ones."""
+    """Loads the stored scales of 64 columns, from `scale_rows`, a step early; beyond the end, the last ones."""
     if scaling(form) == "sum":
         return 0
     else:
@@ -166,7 +166,7 @@ def _twice(half):
 
 @gluon.jit
 def _power_twice(code):
-    """E8M0 as a bfloat16, twice. Code 0 is a subnormal, 255 NaN."""
+    """Returns E8M0 as a bfloat16, twice. Code 0 is a subnormal, 255 NaN."""
     half = gl.maximum(code << 7, 0x40)
     return _twice(gl.where(code == 255, 0x7FC0, half))
 
@@ -178,7 +178,7 @@ def _bits_twice(value):
 
 @gluon.jit
 def codes_operand(tile, scale, first: gl.constexpr, form: gl.constexpr, warps: gl.constexpr, layout: gl.constexpr):
-    """64 columns of 16 · warps rows from row `first` of a tile `[2, rows / 2, 32 pairs]`, as left operand.
+    """Returns 64 columns of 16 · warps rows from row `first` of a tile `[2, rows / 2, 32 pairs]`, as left operand.
 
     `scale` is the result of `load_scales`; it is unused where scales go into the sum.
     """

@@ -57,7 +57,7 @@ def _halves(pair):
 
 @gluon.jit
 def decode(words, scales, warps: gl.constexpr):
-    """int32 [32 · warps, 4] and [32 · warps, 2], a row a thread, to BF16 [16 · warps, 64], each in its thread.
+    """Decodes int32 [32 · warps, 4] and [32 · warps, 2], a row a thread, to BF16 [16 · warps, 64], each in its thread.
 
     Rows of the result are in the order of the instruction: row `(warp, b, g)` holds row 16 · warp + 2 · g + b of W.
     """
@@ -91,7 +91,7 @@ def decode(words, scales, warps: gl.constexpr):
 
 @gluon.jit
 def _tiles(words, scales, K, tiles: gl.constexpr):
-    """`tiles` neighbours along K as BF16 [64 · tiles, 64], one below the other, in the order of the rows of W."""
+    """Decodes `tiles` neighbours along K to BF16 [64 · tiles, 64], one below the other, in the row order of W."""
     words_layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
     scales_layout: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0])
     first = (gl.program_id(1) * (K // 64) + gl.program_id(0) * tiles).to(gl.int64)

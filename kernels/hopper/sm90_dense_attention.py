@@ -138,7 +138,7 @@ def _tile(index, sequences, kind: gl.constexpr):
 
 @gluon.jit
 def _bounds(first, seq_q, seq_kv, window, kind: gl.constexpr):
-    """Tiles of keys that queries [first, first + block_q) see: begin, begin and end without a mask, end."""
+    """Returns the tiles of keys that queries [first, first + block_q) see: begin, begin and end without a mask, end."""
     diagonal = first + seq_kv - seq_q  # the key at which the first query stands
     begin = 0
     whole_begin = 0
@@ -229,7 +229,7 @@ def _produce(arguments, kind: gl.constexpr):
 
 @gluon.jit
 def _seen(scores, factor, cap, key, mask, masked: gl.constexpr, kind: gl.constexpr):
-    """Scores, capped and masked, and the factor that is left to multiply them by."""
+    """Returns scores, capped and masked, and the factor that is left to multiply them by."""
     if kind.capped:
         # cap · tanh(s / cap) with s in units of log2(e); tanh(x) = 1 − 2 / (e^2x + 1).
         scores = cap - (2.0 * cap) / (gl.exp2(scores * (factor * (2.8853900817779268 / cap))) + 1.0)
@@ -244,7 +244,7 @@ def _seen(scores, factor, cap, key, mask, masked: gl.constexpr, kind: gl.constex
 
 @gluon.jit
 def _powers(scores, factor, bias, row_max):
-    """P of a tile, the maximum subtracted from its rows, and their decay. `factor` is positive."""
+    """Returns P of a tile, the maximum subtracted from its rows, and their decay. `factor` is positive."""
     # The reference follows the largest score only where it grows by more than 0.75: most tiles then need no decay.
     top = gl.max(scores, 1) * factor + bias
     new_max = gl.where(top > row_max + 0.75, top, row_max)
@@ -255,7 +255,7 @@ def _powers(scores, factor, bias, row_max):
 
 @gluon.jit
 def _spread(x, octets: gl.constexpr, to: gl.constexpr, columns: gl.constexpr):
-    """[64, 4], one number for each row of each thread, spread to [64, columns]."""
+    """Spreads [64, 4], one number for each row of each thread, to [64, columns]."""
     x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(3, octets)))
     # Columns of a thread share its number: a broadcast along octets and pairs, without a shuffle.
     wide, _ = gl.broadcast(x[:, None, :][:, :, :, None], gl.zeros([64, columns // 8, 4, 2], gl.float32, octets))
@@ -264,7 +264,7 @@ def _spread(x, octets: gl.constexpr, to: gl.constexpr, columns: gl.constexpr):
 
 @gluon.jit
 def _optimistic(scores, factor, bias, reference, first: gl.constexpr, kind: gl.constexpr):
-    """P of a tile as words, the sums of each thread's part of its rows, their reference, and their decay."""
+    """Returns P of a tile as words, the sums of each thread's part of its rows, their reference, and their decay."""
     # One instruction block for all 64 scores of a thread; its 64 results are codes, sums, references and decays.
     wide = _spread(reference, kind.octets, kind.scores, kind.block_kv)
     code: gl.constexpr = _SOFTMAX_OF_FIRST if first else _SOFTMAX
@@ -289,7 +289,7 @@ def _number(word, kind: gl.constexpr):
 
 @gluon.jit
 def _sums(p, kind: gl.constexpr):
-    """Sum of each row over the columns that a thread holds, [64, 4]."""
+    """Returns the sum of each row over the columns that a thread holds, [64, 4]."""
     return gl.sum(gl.sum(p.reshape([64, kind.block_kv // 8, 4, 2]), 3), 1)
 
 
@@ -311,7 +311,7 @@ def _decayed(output, decay, kind: gl.constexpr):
 
 @gluon.jit
 def _rounded(p, v_buffer, kind: gl.constexpr):
-    """P in the dtype of V, in place, as words of four columns or two."""
+    """Returns P in the dtype of V, in place, as words of four columns or two."""
     if kind.fp8:
         # Columns 2q, 2q + 1, 2q + 8, 2q + 9 of 16 become one word: V's keys are laid out in this order.
         even, odd = gl.split(p.reshape([64, kind.block_kv // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]))
@@ -328,7 +328,7 @@ def _rounded(p, v_buffer, kind: gl.constexpr):
 
 @gluon.jit
 def _left(words, zero, v_buffer, kind: gl.constexpr):
-    """The left operand of P V.
+    """Returns the left operand of P V.
 
     Where steps overlap, the registers of the words are written while the previous product reads its own; without an
     operation in between, ptxas would merge the two and wait. `zero` is a zero that the compiler cannot know.
@@ -352,7 +352,7 @@ def _value(v_buffer, slot, kind: gl.constexpr):
 
 @gluon.jit
 def _scales_of(tile, log2_scale, scales, kind: gl.constexpr):
-    """The factor of a tile's scores; log2 of the unit of its values, and one over that unit."""
+    """Returns the factor of a tile's scores; log2 of the unit of its values, and one over that unit."""
     factor = log2_scale
     bias = 0.0
     weight = 1.0

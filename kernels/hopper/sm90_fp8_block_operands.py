@@ -48,7 +48,7 @@ _SIGMOID = gl.constexpr("""{
 
 @gluon.jit
 def _scale(bits, rule: gl.constexpr):
-    """The scale of blocks whose largest magnitude has these bits, and the factor that maps their values to codes."""
+    """Returns the scale of blocks whose largest magnitude has these bits, and the factor from values to codes."""
     if rule == "power_of_two":
         # The power of two at or above amax / 448: with amax = m · 2^e it is 2^(e - 8) where m <= 1.75, else 2^(e - 7).
         # A mantissa beyond that of 1.75 carries into the exponent. At least 2^-126, whose reciprocal is finite.
@@ -78,19 +78,19 @@ def _codes(values, factor, rule: gl.constexpr):
 
 @gluon.jit
 def _sigmoid(x):
-    """1 / (1 + exp(-x)) by the approximations of the hardware, two units in the last place of FP32 off."""
+    """Returns 1 / (1 + exp(-x)) by the approximations of the hardware, two units in the last place of FP32 off."""
     return gl.inline_asm_elementwise(_SIGMOID, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _rounded(values, dtype: gl.constexpr):
-    """`values` as PyTorch would have them after an operation in `dtype`."""
+    """Returns `values` as PyTorch would have them after an operation in `dtype`."""
     return values.to(dtype).to(gl.float32)
 
 
 @gluon.jit
 def _load_tile(x, stride, tile_r, tile_c, R, C, layout: gl.constexpr):
-    """A tile, zeros beyond the matrix. Offsets within it are of 32 bits; only the tile's own is of 64."""
+    """Returns a tile, zeros beyond the matrix. Offsets within it are of 32 bits; only the tile's own is of 64."""
     r = gl.arange(0, _TILE, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, _TILE, layout=gl.SliceLayout(0, layout))
     inside = (r[:, None] < R - tile_r * _TILE) & (c[None, :] < C - tile_c * _TILE)

@@ -29,7 +29,7 @@ class Output(NamedTuple):
 
 @gluon.jit
 def halve(tile):
-    """[rows, 2 m] to its left and its right [rows, m]: other registers of the same threads."""
+    """Splits [rows, 2 m] into its left and its right [rows, m]: other registers of the same threads."""
     rows: gl.constexpr = tile.shape[0]
     half: gl.constexpr = tile.shape[1] // 2
     return tile.reshape([rows, 2, half]).permute([0, 2, 1]).split()
@@ -37,7 +37,7 @@ def halve(tile):
 
 @gluon.jit
 def rows_of_weight(acc):
-    """A sum with its rows in the order of W, and not in the product's order (warp, b, g). No register moves."""
+    """Returns a sum with its rows in the order of W, and not in the product's order (warp, b, g). No register moves."""
     rows: gl.constexpr = acc.shape[0]
     width: gl.constexpr = acc.shape[1]
     return acc.reshape([rows // 16, 2, 8, width]).permute([0, 2, 1, 3]).reshape([rows, width])
@@ -45,7 +45,7 @@ def rows_of_weight(acc):
 
 @gluon.jit
 def times_row_scales(acc, row_scale, n, N, in_order: gl.constexpr, form: gl.constexpr):
-    """Channels' scales; `in_order` says that rows of the sum are in the order of W, not in (warp, b, g)."""
+    """Returns the channels' scales; `in_order` says that rows of the sum are in the order of W, not in (warp, b, g)."""
     if scales_by_row(form):
         i = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         n = n + (i if in_order else i // 16 * 16 + i % 8 * 2 + i // 8 % 2)

@@ -45,7 +45,7 @@ def wait_for_previous_kernel():
 
 @gluon.jit
 def advance(slot, phase, stages: gl.constexpr):
-    """The next slot; the phase flips where the ring starts anew."""
+    """Returns the next slot; the phase flips where the ring starts again."""
     slot += 1
     phase = gl.where(slot == stages, phase ^ 1, phase)
     return gl.where(slot == stages, 0, slot), phase
@@ -53,13 +53,13 @@ def advance(slot, phase, stages: gl.constexpr):
 
 @gluon.jit
 def slot_before(slot, stages: gl.constexpr):
-    """The slot that was read before this one."""
+    """Returns the slot that was read before this one."""
     return gl.where(slot == 0, stages - 1, slot - 1)
 
 
 @gluon.jit
 def ring_barriers(stages: gl.constexpr, readers: gl.constexpr):
-    """New barriers: `full` completes with the bytes of a slot, `empty` when all its `readers` have arrived."""
+    """Returns new barriers: `full` completes with the bytes of a slot, `empty` when all its `readers` have arrived."""
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(stages):
@@ -82,7 +82,7 @@ def weight_rings(w_map, s_map, stages: gl.constexpr, panels: gl.constexpr, depth
 
 @gluon.jit
 def load_words(words, scales, first: gl.constexpr, d: gl.constexpr, warps: gl.constexpr):
-    """A thread's four words and two scales of tile `d` of a slot: int32 [32 · warps, 4] and [32 · warps, 2].
+    """Returns a thread's four words and two scales of tile `d` of a slot: int32 [32 · warps, 4] and [32 · warps, 2].
 
     `words` is [panels, depth, 128, 4] and `scales` [panels, depth, 32, 2]; a warpgroup has one panel, from `first` on.
     Thread (warp, g, q) reads 16 bytes, word s of which has the codes of

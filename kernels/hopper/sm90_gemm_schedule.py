@@ -44,7 +44,7 @@ class Work(NamedTuple):
 
 @gluon.jit
 def expert_groups(offsets, experts, block_m: gl.constexpr, width: gl.constexpr):
-    """By expert: first row, row after its last, tiles of it, and tiles up to its last one."""
+    """Returns for each expert: first row, row after its last, tiles of it, and tiles up to its last one."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     index = gl.arange(0, width, layout)
     start = gl.load(offsets + index, mask=index < experts, other=0)
@@ -60,7 +60,7 @@ def _plus(a, b):
 
 @gluon.jit
 def whole_tiles(work, constants: gl.constexpr):
-    """How many tiles are dealt out whole: known to the host, or counted by expert."""
+    """Returns how many tiles are dealt out whole: known to the host, or counted by expert."""
     width: gl.constexpr = constants.width
     whole = work.whole
     # The fetching warp and each group count for themselves, and agree: nobody waits for the number.
@@ -107,7 +107,7 @@ def locate(tile, work, constants: gl.constexpr):
 
 @gluon.jit
 def turns_of(whole, cut, parts):
-    """First and end of this program's turns: turn 0 is a part of a tile that is cut, each later one a whole tile."""
+    """Returns the range of this program's turns: turn 0 is a part of a cut tile, each later one a whole tile."""
     program = gl.program_id(0)
     count = gl.cdiv(gl.maximum(whole - program, 0), gl.num_programs(0))
     return (program >= cut * parts).to(gl.int32), 1 + count
@@ -115,7 +115,7 @@ def turns_of(whole, cut, parts):
 
 @gluon.jit
 def fetches_of(turn, whole, steps, parts, unroll: gl.constexpr, split: gl.constexpr):
-    """Tile of a turn, and which of its slots: first of them, and how many; a unit has `unroll` of them."""
+    """Returns the tile of a turn, and which of its slots: first of them, and how many; a unit has `unroll` of them."""
     program = gl.program_id(0)
     tile = program + (turn - 1) * gl.num_programs(0)
     start = turn * 0

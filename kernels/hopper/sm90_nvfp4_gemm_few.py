@@ -124,7 +124,7 @@ class Partial(NamedTuple):
 
 @gluon.jit
 def _span(units):
-    """This program's units [begin, end): the first `longer` programs have one more than `each`."""
+    """Returns this program's units [begin, end): the first `longer` programs have one more than `each`."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     each = units // programs
     longer = units % programs
@@ -134,7 +134,7 @@ def _span(units):
 
 @gluon.jit
 def _program_of(unit, each, longer):
-    """The inverse of `_span`."""
+    """Returns the inverse of `_span`."""
     boundary = longer * (each + 1)
     return gl.where(unit < boundary, unit // (each + 1), longer + (unit - boundary) // each)
 
@@ -265,7 +265,7 @@ def _layout_of(block_m, warps, width):
 
 @gluon.jit
 def _multiply_units(rings, slot, phase, count, block_m: gl.constexpr, layout: gl.constexpr, constants: gl.constexpr):
-    """The product of the next `count` units, float32 [rows, block_m], and the slot and phase behind them."""
+    """Returns the product of the next `count` units, float32 [rows, block_m], and the slot and phase behind them."""
     stages: gl.constexpr = constants.stages
     depth: gl.constexpr = constants.depth
     warps: gl.constexpr = gl.num_warps()

@@ -21,37 +21,37 @@ from quant.kernels.portable.e2m1 import refined
 
 @triton.jit
 def larger(a, b):
-    """The larger of a and b; NaN if either is NaN."""
+    """Returns the larger of a and b; NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def amax_of(x, axis: tl.constexpr):
-    """The largest magnitude along an axis; NaN if any value is NaN."""
+    """Returns the largest magnitude along an axis; NaN if any value is NaN."""
     return tl.reduce(tl.abs(x), axis, larger)
 
 
 @triton.jit
 def finite_or_nan(x):
-    """x, with NaN in place of infinity: 0 · infinity is NaN, and 0 · x added to x changes no other value."""
+    """Returns x, with NaN in place of infinity: 0 · infinity is NaN, and 0 · x added to x changes no other value."""
     return tl.fma(x, 0.0, x)
 
 
 @triton.jit
 def nonzero(scale):
-    """A scale, with 1 in place of zero and NaN in place of infinity."""
+    """Returns a scale, with 1 in place of zero and NaN in place of infinity."""
     return tl.where(scale != 0, finite_or_nan(scale), 1.0)
 
 
 @triton.jit
 def reciprocal(step):
-    """1 / step, correctly rounded."""
+    """Returns 1 / step, correctly rounded."""
     return refined(step, 1.0 / step)
 
 
 @triton.jit
 def quotient(x, step, inverse):
-    """x / step, correctly rounded where x is 0 or above 1e-30; below, the remainder underflows (Markstein, 1990).
+    """Returns x / step, correctly rounded for x of 0 or above 1e-30; below, the remainder underflows (Markstein, 1990).
 
     The product with the rounded reciprocal is off by less than one unit. One FMA gives the exact remainder, a second
     adds its quotient. A division costs three times as much.
@@ -62,7 +62,7 @@ def quotient(x, step, inverse):
 
 @triton.jit
 def quotient_to_code(x, step, inverse):
-    """x / step, exact enough that every code is right, for an x of at most 11 bits and a step from 1e-30 to 1e30.
+    """Returns x / step, exact enough for every code, for an x of at most 11 bits and a step from 1e-30 to 1e30.
 
     1 / step is split into its rounded value and the remainder. Their products with x are rounded once, in an FMA,
     with an error of at most 2^-48 more than a division. No quotient lies that close to a boundary between two codes;
@@ -75,7 +75,7 @@ def quotient_to_code(x, step, inverse):
 
 @triton.jit
 def encode_scale(amax, global_scale, kind: tl.constexpr, largest: tl.constexpr):
-    """Block scales by the `max` rule, NaN if amax is not finite: the code, and its value times the global scale.
+    """Returns block scales by the `max` rule, NaN if amax is not finite: code, and value times the global scale.
 
     `kind` is the stored dtype ("e4m3", "e8m0", or "wide" for float32), `largest` the element's largest value.
     """

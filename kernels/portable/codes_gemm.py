@@ -37,7 +37,7 @@ from quant.kernels.matmul_tiles import Launch, Tiles
 
 @triton.jit
 def decode_element(code, element: tl.constexpr):
-    """Codes (int32, or the element's own dtype) to float32, exactly."""
+    """Converts codes (int32, or the element's own dtype) to float32, exactly."""
     if element == "e2m1":
         # Sign, exponent and mantissa moved to their places in a float32 whose exponent is 126 too small.
         bits = ((code & 8) << 28) | ((code & 7) << 22)
@@ -56,7 +56,7 @@ def decode_element(code, element: tl.constexpr):
 
 @triton.jit
 def decode_scale(scale, kind: tl.constexpr):
-    """Stored scales to float32, exactly. Code 0 of E8M0 is a float32 subnormal, 255 is NaN."""
+    """Converts stored scales to float32, exactly. Code 0 of E8M0 is a float32 subnormal, 255 is NaN."""
     if kind == "e8m0":
         code = scale.to(tl.int32)
         bits = tl.where(code == 0, 1 << 22, code << 23)
@@ -68,7 +68,7 @@ def decode_scale(scale, kind: tl.constexpr):
 @triton.jit
 def _scales(scale, n, first, N, K, stride, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
             width: tl.constexpr, repeat: tl.constexpr):  # fmt: skip
-    """Block scales of `width` consecutive blocks from block `first`, each repeated: [block_n, width · repeat]."""
+    """Loads the block scales of `width` blocks from block `first` on, each repeated: [block_n, width · repeat]."""
     block = first + tl.arange(0, width)
     pointer = scale + (n[:, None] // rows).to(tl.int64) * stride + block[None, :]
     inside = (n[:, None] < N) & (block[None, :] * columns < K)
@@ -80,7 +80,7 @@ def _scales(scale, n, first, N, K, stride, kind: tl.constexpr, rows: tl.constexp
 
 @triton.jit
 def _multiply(acc, x, w, swap: tl.constexpr):
-    """acc + x · wᵀ, or its transpose."""
+    """Returns acc + x · wᵀ, or its transpose."""
     if swap:
         return tl.dot(w, tl.trans(x), acc)
     else:
@@ -93,7 +93,7 @@ def add_products(
     element: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
     swap: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """acc + tokens · wᵀ of the `step`-th `block_k` columns, with every scale that is not constant along K.
+    """Returns acc + tokens · wᵀ of the `step`-th `block_k` columns, with every scale that is not constant along K.
 
     `code_row` points at the codes of the rows n, `scale` at the scales of the matrix.
     """

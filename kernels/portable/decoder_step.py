@@ -27,7 +27,7 @@ MAX_HIDDEN = 32768
 
 @triton.jit
 def _scaled(normed, weight, dtype: tl.constexpr, offset: tl.constexpr):
-    """`normed · weight` as Llama rounds it; with `offset`, `normed · (1 + weight)` as Gemma does."""
+    """Returns `normed · weight` as Llama rounds it; with `offset`, `normed · (1 + weight)` as Gemma does."""
     if offset:
         return (normed * (1.0 + weight)).to(dtype)
     return (normed.to(dtype).to(tl.float32) * weight).to(dtype)
@@ -132,7 +132,7 @@ def rotate_and_store_kernel(
 
 @triton.jit
 def _first_largest(value, column):
-    """The largest value and its first column; NaN and -1 where one value is NaN."""
+    """Returns the largest value and its first column; NaN and -1 where one value is NaN."""
     is_nan = tl.max((value != value).to(tl.int32), axis=0) > 0
     top = tl.max(tl.where(value == value, value, float("-inf")), axis=0)
     first = tl.min(tl.where(value == top, column, 2147483647), axis=0)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def nearest_e2m1(x):
-    """The nearest value of E2M1. Its step is half the power of two below x, and at least a half."""
+    """Returns the nearest value of E2M1. Its step is half the power of two below x, and at least a half."""
     x = tl.clamp(x, -6.0, 6.0)
     power = tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 1.0)
     magic = power * 6291456.0  # 1.5 · 2^22 powers leave room for only the digits of E2M1
@@ -24,7 +24,7 @@ def nearest_e2m1(x):
 
 @triton.jit
 def encode_e2m1(x):
-    """Codes, int32, of float32; NaN becomes 6 with its sign."""
+    """Returns the codes, int32, of float32; NaN becomes 6 with its sign."""
     # Bit 31 of the float to bit 3 of the code.
     sign = (x.to(tl.uint32, bitcast=True) >> 28).to(tl.int32, bitcast=True) & 8
     return (code_bits(tl.abs(x)) - 0x4B400000) | sign
@@ -32,7 +32,7 @@ def encode_e2m1(x):
 
 @triton.jit
 def code_bits(magnitude):
-    """Codes of float32 magnitudes plus 0x4B400000, the bits of 1.5 · 2^23. See the module docstring."""
+    """Returns the codes of float32 magnitudes plus 0x4B400000, the bits of 1.5 · 2^23. See the module docstring."""
     magnitude = tl.minimum(magnitude, 6.0)
     line = tl.minimum(tl.fma(magnitude, 2.0, 12582912.0), magnitude + 12582914.0)
     line = tl.minimum(line, tl.fma(magnitude, 0.5, 12582916.0))
@@ -41,7 +41,7 @@ def code_bits(magnitude):
 
 @triton.jit
 def refined(step, near):
-    """1 / step, correctly rounded, from an approximation a few units off, by one step of Newton's method.
+    """Returns 1 / step, correctly rounded, from an approximation a few units off, by one step of Newton's method.
 
     The step ends one unit low where the mantissa is all ones; its residual, then larger than any other, shows it.
     """
@@ -51,7 +51,7 @@ def refined(step, near):
 
 @triton.jit
 def columns(x):
-    """The columns of `[rows, 8]`."""
+    """Returns the columns of `[rows, 8]`."""
     rows: tl.constexpr = x.shape[0]
     even, odd = tl.split(x.reshape(rows, 4, 2))
     x04, x26 = tl.split(even.reshape(rows, 2, 2))

@@ -32,7 +32,7 @@ FP8_ROWS = ("fp8", "fp8_token", "fp8_group")
 
 @triton.jit
 def group_of(tile, offsets, experts, block_m: tl.constexpr, width: tl.constexpr):
-    """(expert, first row, row after the last of its group) of a tile; expert is `experts` where there is no tile."""
+    """Returns (expert, first row, row after the last of its group) of a tile; expert is `experts` without a tile."""
     index = tl.arange(0, width)
     start = tl.load(offsets + index, mask=index < experts, other=0)
     stop = tl.load(offsets + index + 1, mask=index < experts, other=0)

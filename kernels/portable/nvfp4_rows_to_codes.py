@@ -51,7 +51,7 @@ def nvfp4_rows_to_codes_kernel(
 
 @triton.jit
 def _load_row(pointer, end, threads: tl.constexpr):
-    """A row as `[threads, 16]`, zeros beyond `end`; BF16 as words of two, `[threads, 8]`.
+    """Returns a row as `[threads, 16]`, zeros beyond `end`; BF16 as words of two, `[threads, 8]`.
 
     A word is taken apart by a shift and an AND; where the compiler takes two BF16 apart, it needs three instructions.
     The row begins at a multiple of four bytes.
@@ -64,7 +64,7 @@ def _load_row(pointer, end, threads: tl.constexpr):
 
 @triton.jit
 def _load_halves(pointer, end, threads: tl.constexpr, at_once: tl.constexpr):
-    """`[threads, 2 at_once]` by two loads of `at_once` elements, 16 bytes each, joined in registers."""
+    """Returns `[threads, 2 at_once]` by two loads of `at_once` elements, 16 bytes each, joined in registers."""
     offset = tl.arange(0, threads)[:, None] * (2 * at_once) + tl.arange(0, at_once)[None, :]
     first = tl.load(pointer + offset, mask=offset < end, other=0)
     second = tl.load(pointer + offset + at_once, mask=offset + at_once < end, other=0)
@@ -73,7 +73,7 @@ def _load_halves(pointer, end, threads: tl.constexpr, at_once: tl.constexpr):
 
 @triton.jit
 def _floats(x):
-    """float32 of `x`: int32 is unpacked as two BF16 values (`_load_row` returns such words), FP16 is converted."""
+    """Converts `x` to float32: int32 holds two BF16 values (`_load_row` returns such words), FP16 is cast."""
     if x.dtype == tl.int32:
         low, high = (x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True)
         return tl.join(low, high).reshape(x.shape[0], 2 * x.shape[1])

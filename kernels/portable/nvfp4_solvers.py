@@ -35,14 +35,14 @@ _BLOCKS = 64
 
 @triton.jit
 def _decode_e4m3(code):
-    """Values of codes 0 to 126."""
+    """Returns the values of codes 0 to 126."""
     normal = ((code + (120 << 3)) << 20).to(tl.float32, bitcast=True)
     return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
 
 
 @triton.jit
 def _encode_e4m3_up(x):
-    """The least code whose value is not below x, for 0 <= x <= 448."""
+    """Returns the least code whose value is not below x, for 0 <= x <= 448."""
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + ((1 << 20) - 1)) >> 20) - (120 << 3)
     return tl.where(x < 0.015625, tl.ceil(x * 512.0).to(tl.int32), normal)
@@ -194,7 +194,7 @@ def _launch_solver(
 
 @triton.jit
 def _nearest_e4m3(x):
-    """The value of E4M3 nearest to 0 < x, to even, saturating at 448 and at the least above zero."""
+    """Returns the value of E4M3 nearest to 0 < x, to even, saturating at 448 and at the least above zero."""
     x = tl.minimum(tl.maximum(x, 0.001953125), 448.0)
     power = tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 0.015625)
     magic = power * 1572864.0  # 1.5 · 2^20 powers

@@ -78,7 +78,7 @@ def rows_to_codes_kernel(
 
 @triton.jit
 def byte_code(steps, element: tl.constexpr):
-    """INT8 or E4M3 of float32: to nearest even, saturating, as the cast to E4M3 does by itself."""
+    """Rounds float32 to INT8 or E4M3: to nearest even, saturating, as the cast to E4M3 does by itself."""
     if element == "int8":
         # 1.5 · 2^23: the sum has no bits below one.
         return tl.clamp((steps + 12582912.0) - 12582912.0, -127.0, 127.0).to(tl.int8)
@@ -88,7 +88,7 @@ def byte_code(steps, element: tl.constexpr):
 
 @triton.jit
 def e2m1_words(steps, signed):
-    """Rows of eight codes of E2M1 as one int32 each, the first in the lowest bits, with the signs of `signed`."""
+    """Packs rows of eight E2M1 codes into one int32 each, the first in the lowest bits, with the signs of `signed`."""
     s0, s1, s2, s3, s4, s5, s6, s7 = columns(signed.to(tl.uint32, bitcast=True))
     signs = s7 >> 28
     signs = (signs << 4) | (s6 >> 28)

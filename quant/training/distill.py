@@ -79,15 +79,15 @@ def distill(
     # Without logits: those of a whole batch, `[rows · seqlen, vocabulary]` in float32, may take more memory than the
     # model. `chunked_kl` applies the head to a slice at a time.
     before, states, head = run_to_head(student, inputs, wants_hidden)
-    lesson: Teacher
+    targets: Teacher
     if isinstance(teacher, CachedTeacher):
         if wants_hidden:
             raise UserError("a cached teacher has no hidden states; pass the model, or hidden=0")
         _check_padding(inputs)
-        lesson = teacher.of(ids, temperature)
+        targets = teacher.of(ids, temperature)
         theirs: list[torch.Tensor] = []
     else:
-        lesson, theirs = _run_teacher(teacher, inputs, wants_hidden)
+        targets, theirs = _run_teacher(teacher, inputs, wants_hidden)
     # autograd does not see the head inside `chunked_kl`, which finds the gradients of these parameters itself.
     learned = head.parameters() if isinstance(head, LogitHead) else ()
     if before.shape[:-1] != ids.shape:
@@ -96,7 +96,7 @@ def distill(
             f"{list(ids.shape)}; distillation is for causal language models, with logits at each token"
         )
     counted = _counted(inputs)
-    loss = chunked_kl(before.flatten(0, 1), head, lesson, temperature=temperature, mask=counted, parameters=learned)
+    loss = chunked_kl(before.flatten(0, 1), head, targets, temperature=temperature, mask=counted, parameters=learned)
     if wants_hidden:
         loss = loss + hidden * _distance(states, theirs, counted).to(loss.device)
     return loss

@@ -147,7 +147,7 @@ class StoredDtypes:
 
 
 def _batches(rows: torch.Tensor, size: int, seed: int) -> Iterator[torch.Tensor]:
-    """Yields batches without end; each row once before any comes again."""
+    """Yields batches endlessly; each row comes once before any repeats."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(rows), generator=generator)

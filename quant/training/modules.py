@@ -1,8 +1,8 @@
 """Layers in training hold a weight in full precision, and multiply by the values that it will have when packed.
 
-`QATLinear`, `QATConv`, `QATExperts` and `QATEmbedding` stand where `QuantLinear` and its like will: with the same
-formats, input scale, rotation, branch and bias. Their forward is the reference arithmetic of the packed layer with the
-rounding of weight and input as differentiable ops (`kernels/training/`). They share `rounded_weight.py`.
+`QATLinear`, `QATConv`, `QATExperts` and `QATEmbedding` take the places of `QuantLinear` and the other quantized layers,
+with the same formats, input scale, rotation, branch and bias. Their forward is the reference arithmetic of the packed
+layer with the rounding of weight and input as differentiable ops (`kernels/training/`). They share `rounded_weight.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`distill_checkpoint` trains a quantized checkpoint towards its teacher, as `quant distill` does, and writes it anew.
+"""`distill_checkpoint` trains a quantized checkpoint towards its teacher, as `quant distill` does.
 
     open teacher → read rows → open student → measure → train → measure → write
 
@@ -33,7 +33,7 @@ from quant.recipes.plan import Plan
 from quant.report.report import Distillation, Report
 from quant.runtime.attention import quantized_attention
 from quant.training.distill import distill
-from quant.training.lesson import Lesson, check_cache, check_tokenizers, prepare_lesson
+from quant.training.distill_inputs import DistillInputs, check_cache, check_tokenizers, prepare_distill_inputs
 from quant.training.loop import Schedule, StoredDtypes, Trained, default_rate, train, train_only_rounded
 from quant.training.options import DistillOptions
 from quant.training.qat import convert_qat, prepare_qat
@@ -92,25 +92,25 @@ def distill_checkpoint(
         if not is_checkpoint(checkpoint):
             raise no_checkpoint(checkpoint)
         plan, _ = describe(checkpoint)
-        lesson = prepare_lesson(teacher, options, session, listener)
+        inputs = prepare_distill_inputs(teacher, options, session, listener)
         with listener.step(f"loading {directory}"):
             source, student = open_runnable(str(directory))
             student.to(session.device)
         tokenizer = tokenizer_if_any(source)
-        check_tokenizers(teacher, directory, lesson.tokenizer, tokenizer)
+        check_tokenizers(teacher, directory, inputs.tokenizer, tokenizer)
         texts = read_texts(source, Rows(tuple(map(str, options.eval_texts)), options.eval_samples, options.seqlen))
         # A text that the model cannot be measured on is refused now, and not when the training is over.
         for text in texts.values():
             check_evaluable(student, text)
         with listener.stages() as progress:
-            before = _measure(student, plan, texts, lesson.model, session)
+            before = _measure(student, plan, texts, inputs.model, session)
             # Each measurement is of a packed model, once as it was opened and once as it will be written: training sees
             # rounded weights, and neither attention nor a KV cache in the plan's formats.
-            plan, rate, trained = _train(student, plan, lesson, options, progress)
-            after = _measure(student, plan, texts, lesson.model, session)
+            plan, rate, trained = _train(student, plan, inputs, options, progress)
+            after = _measure(student, plan, texts, inputs.model, session)
         record = Distillation(
-            start=str(directory), teacher=teacher, data=lesson.data, steps=options.steps, batch=options.batch_size,
-            seqlen=lesson.rows.shape[1], rate=rate, scales=options.scales, losses=losses_by_tenth(trained.losses),
+            start=str(directory), teacher=teacher, data=inputs.data, steps=options.steps, batch=options.batch_size,
+            seqlen=inputs.rows.shape[1], rate=rate, scales=options.scales, losses=losses_by_tenth(trained.losses),
             before=before,
         )  # fmt: skip
         source.model = student
@@ -141,7 +141,7 @@ def _measure(
 
 
 def _train(
-    student: nn.Module, plan: Plan, lesson: Lesson, options: DistillOptions, progress: StageProgress
+    student: nn.Module, plan: Plan, inputs: DistillInputs, options: DistillOptions, progress: StageProgress
 ) -> tuple[Plan, float, Trained]:
     """Trains the quantized weights of `student`, which is quantized again afterwards.
 
@@ -151,15 +151,15 @@ def _train(
     # Noted before `prepare_qat` makes float32 of weights: the written checkpoint has the dtypes of the one it started
     # from.
     dtypes = StoredDtypes(student)
-    plan = prepare_qat(student, plan, scales=options.scales, original=lesson.model)
+    plan = prepare_qat(student, plan, scales=options.scales, original=inputs.model)
     if device_of(student).type == "cpu":
         student.float()  # processors multiply FP32 faster, and what is not trained comes back without loss
     train_only_rounded(student)
     rate = default_rate(plan) if options.lr is None else options.lr
     trained = train(
         student.train(),
-        partial(distill, student, lesson.teacher, temperature=options.temperature, hidden=options.hidden),
-        lesson.rows,
+        partial(distill, student, inputs.teacher, temperature=options.temperature, hidden=options.hidden),
+        inputs.rows,
         Schedule(options.steps, options.batch_size, rate, options.seed),
         progress=lambda done, total, _: progress("train", done, total),
     )

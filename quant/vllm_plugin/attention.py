@@ -193,7 +193,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
             )  # fmt: skip
             return
         for (row, first, last, length), ends in zip(batch.chunks, batch.ends, strict=True):
-            if self.shares_with is not None:  # the layer's own keys and values are nobody's
+            if self.shares_with is not None:  # nobody reads the layer's own keys and values
                 both = values_of(pages, batch.table[row], length, q.dtype)
             else:
                 both = [k[first:last], v[first:last]]
@@ -210,7 +210,7 @@ def values_of(pages: KVPages, table: torch.Tensor, length: int, dtype: torch.dty
     """Returns keys and values `[length, kv_heads, dim]` of the first tokens in the pages that `table` names."""
     from quant.kernels.portable.attention.paged_kv_cache import read_nvfp4_kv
 
-    # Rows of the block table end in entries of no meaning; only pages up to `length` are read.
+    # Rows of the block table end in meaningless entries; only pages up to `length` are read.
     used = table[: -(-length // pages.page_size)].long()
 
     def gathered(x: torch.Tensor) -> torch.Tensor:

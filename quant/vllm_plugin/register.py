@@ -15,7 +15,7 @@ variable are listed in `switches.py`.
 vLLM keeps compiled graphs on disk under a hash of its settings, which does not cover the choice of kernels. A graph
 that was compiled with our ops must not be found without them, nor the reverse: `install` adds itself to that hash.
 
-`--linear-backend` and `--moe-backend` still have the last word: our classes take layers only where they are "auto".
+`--linear-backend` and `--moe-backend` still decide: our classes take layers only where they are "auto".
 """
 
 from __future__ import annotations

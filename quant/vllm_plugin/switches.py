@@ -1,4 +1,4 @@
-"""The environment variable `BLOCKSCALE_VLLM`: words, separated by commas, that say how much of the plug-in is wanted.
+"""The environment variable `BLOCKSCALE_VLLM`: words, separated by commas, that select parts of the plug-in.
 
 0             vLLM's own kernels
 1             ours (the default)

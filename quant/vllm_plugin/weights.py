@@ -63,10 +63,10 @@ def fp8_weight(codes: torch.Tensor, scale: torch.Tensor, *, blocks: bool) -> Blo
 def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
     """Returns `weight` in the layout of this GPU's fastest kernel.
 
-    Or as it is, with the reason why it has no such layout.
+    Otherwise it is unchanged, with the reason why it has no such layout.
 
-    A format that kernels read in the order of the checkpoint stays as it is for no reason. The buffers in which kernels
-    count arrivals are made here too, because they must exist before a CUDA graph is captured.
+    A format that kernels read in the order of the checkpoint is unchanged, too, without a reason. The buffers in which
+    kernels count arrivals are made here too, because they must exist before a CUDA graph is captured.
     """
     # Memory that is allocated during a capture belongs only to that graph.
     reserve(weight.codes)

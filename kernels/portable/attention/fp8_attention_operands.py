@@ -27,13 +27,13 @@ _MEAN_ROWS = 1024
 
 @triton.jit
 def order_of_keys(position):
-    """The key at each position of a laid-out V: of 16, pairs 0 4, 1 5, 2 6, 3 7 stand together."""
+    """Returns the key at each position of a laid-out V: of 16, pairs 0 4, 1 5, 2 6, 3 7 are neighbours."""
     return position // 16 * 16 + position % 4 // 2 * 8 + position % 16 // 4 * 2 + position % 2
 
 
 @triton.jit
 def _halves(x, token_stride, row, inside, cos, sin, half: tl.constexpr, width: tl.constexpr, rope: tl.constexpr):
-    """Both halves of rows of a head, in the dtype of x, after the rotary embedding. `cos`, `sin`: of token 0."""
+    """Loads both halves of rows of a head, after the rotary embedding. `cos`, `sin`: of token 0."""
     d = tl.arange(0, width)
     mask = inside[:, None] & (d < half)[None, :]
     at = row.to(tl.int64)[:, None] * token_stride + d[None, :]
@@ -53,7 +53,7 @@ def _halves(x, token_stride, row, inside, cos, sin, half: tl.constexpr, width: t
 
 @triton.jit
 def _step(amax, scale, at_head, at_block, static: tl.constexpr, measure: tl.constexpr):
-    """1 / scale of a tile: of the given scale, or of the tile's own, which is written."""
+    """Returns 1 / scale of a tile: of the given scale, or of the tile's own, which is written."""
     if static:
         step = tl.load(scale + at_head)
     else:

@@ -55,7 +55,7 @@ shr.b32 t,$4,3; and.b32 u,t,0x0E000E00; lop3.b32 u,$4,0x80008000,u,0xEA; mul.rn.
 
 @triton.jit
 def _pair(unit, asm: tl.constexpr):
-    """Units of two E4M3 to their even and odd columns, FP16: the values, or the values · 2⁻⁸ without `asm`."""
+    """Decodes units of two E4M3 to their even and odd columns, FP16: the values, or values · 2⁻⁸ without `asm`."""
     if asm:
         return tl.inline_asm_elementwise(_E4M3, "=r,=r,r", [unit], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
     else:
@@ -74,7 +74,7 @@ def _nibble(unit, index: tl.constexpr, scale):
 
 @triton.jit
 def _quad(unit, scale, asm: tl.constexpr):
-    """Units of four E2M1 to their columns modulo four, times the block scale: FP16, the values · 2⁻¹⁴."""
+    """Decodes units of four E2M1 to their columns modulo four, times the block scale: FP16, the values · 2⁻¹⁴."""
     if asm:
         return tl.inline_asm_elementwise(
             _E2M1, "=r,=r,=r,=r,r,r", [unit, scale],
@@ -86,7 +86,7 @@ def _quad(unit, scale, asm: tl.constexpr):
 
 @triton.jit
 def _query(q, row, inside, unit, pieces: tl.constexpr, piece: tl.constexpr, dim: tl.constexpr, dtype: tl.constexpr):
-    """One piece of Qᵀ, [units, rows]."""
+    """Returns one piece of Qᵀ, [units, rows]."""
     column = unit * pieces + piece
     mask = (column < dim)[:, None] & inside[None, :]
     return tl.load(q + column[:, None] + row[None, :], mask=mask, other=0.0).to(dtype)
@@ -102,7 +102,7 @@ def _fetch_to_l2(pointers):
 
 @triton.jit
 def _pages(table, start, length, page: tl.constexpr, block_n: tl.constexpr):
-    """The page of a tile of tokens, or of each token where a tile spans several pages."""
+    """Returns the page of a tile of tokens, or of each token where a tile spans several pages."""
     if page >= block_n:
         return tl.load(table + tl.minimum(start, length - 1) // page)
     else:

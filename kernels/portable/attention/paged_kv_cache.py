@@ -23,7 +23,7 @@ _FIRST, _LAST = (tl.constexpr(offset) for offset in CANDIDATES)
 
 @triton.jit
 def _best_scale(value, stored, scale):
-    """`quant.kernels.kv_pages.block_scales` of `value` [tokens, blocks, 16], from the `max` rule's scales."""
+    """Returns `quant.kernels.kv_pages.block_scales` of `value` [tokens, blocks, 16], from the `max` rule's scales."""
     # The code comes from the value's bits: on an H100 a bitcast of `stored` gave zero for every other token.
     first = stored.to(tl.float32)
     bits = first.to(tl.int32, bitcast=True)

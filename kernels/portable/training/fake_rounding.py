@@ -33,7 +33,7 @@ _RUN = 2048
 
 @triton.jit
 def _block_scale(amax, second, largest: tl.constexpr, kind: tl.constexpr):
-    """The step of a block by the `max` rule: its scale, rounded to E4M3 or up to a power of two, times the second."""
+    """Returns a block's step by the `max` rule: its scale, rounded to E4M3 or up to a power of two, times the second."""
     if kind == "e4m3":
         ideal = tl.maximum(tl.div_rn(amax, largest * second), 0.001953125)
         # In this order: NaN and infinity become NaN.
@@ -48,7 +48,7 @@ def _block_scale(amax, second, largest: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def _given_scale(scale, second, n, k, N, K, stride, rows: tl.constexpr, columns: tl.constexpr):
-    """The step of each weight of a tile; a block is `rows` by `columns`, 0 for the whole axis."""
+    """Returns the step of each weight of a tile; a block is `rows` by `columns`, 0 for the whole axis."""
     first = n // rows if rows > 0 else n * 0
     across = k // columns if columns > 0 else k * 0
     inside = (n[:, None] < N) & (k[None, :] < K)
@@ -60,7 +60,7 @@ def _on_grid(
     steps, largest: tl.constexpr, least: tl.constexpr, mantissa: tl.constexpr, lowest: tl.constexpr, top: tl.constexpr,
     integer: tl.constexpr,
 ):  # fmt: skip
-    """`steps` rounded to the nearest value of a number, ties to even, saturating at `least` and `largest`.
+    """Returns `steps` rounded to the nearest value of a number, ties to even, saturating at `least` and `largest`.
 
     `lowest` is its smallest normal, and `top` the power of two below its largest value.
     """
@@ -107,7 +107,7 @@ def _backward_tile(
     gradient, weight, scale, global_scale, n, k, N, K, gradient_stride, weight_stride, scale_stride,
     rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr,
 ):  # fmt: skip
-    """The operands of a gradient: the tiles of dY, of the weight and of its steps, and the second-level scale."""
+    """Loads the operands of a gradient: tiles of dY, of the weight and of its steps, and the second-level scale."""
     inside = (n[:, None] < N) & (k[None, :] < K)
     row = n.to(tl.int64)[:, None]
     w = tl.load(weight + row * weight_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)

@@ -1,9 +1,9 @@
 """Layers in training that read the same input (q, k and v, or gate and up) share the rounded input and scales.
 
 In a forward pass the first of them prepares and rounds the input and finds the second-level scale that all share; each
-of the others takes both once. A result belongs to this very tensor and these very weights: another input, a
-weight that changed, or a second call of the same layer starts anew. Nothing is shared while torch.compile records,
-which finds common expressions itself, or in replicas of nn.DataParallel.
+of the others takes both once. A result belongs to this very tensor and these very weights: another input, a weight that
+changed, or a second call of the same layer starts again. Nothing is shared while torch.compile records, which finds
+common expressions itself, or in replicas of nn.DataParallel.
 
 Gradient checkpointing runs a part of the model again in the backward pass, and that part must save the same tensors
 both times. A whole block does. But where each layer is a part by itself, the second run finds no results of another
@@ -60,7 +60,7 @@ class Fusion:
         members: one or more members; a linear alone is its own group.
     """
 
-    _latest: ClassVar[weakref.ref[Fusion] | None] = None  # who started a pass last, in any model
+    _latest: ClassVar[weakref.ref[Fusion] | None] = None  # the fusion that started a pass last, in any model
 
     def __init__(self, members: Sequence[RoundedWeight]) -> None:
         self.members = tuple(members)

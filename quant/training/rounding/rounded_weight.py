@@ -155,7 +155,7 @@ class RoundedWeight(nn.Module):
 
     @property
     def measures_level(self) -> bool:
-        """Whether the second-level or per-tensor scale is measured anew at each forward, from all fused layers."""
+        """Whether the second-level or per-tensor scale is measured again at each forward, from all fused layers."""
         return self.scales == "recomputed" and self.weight_format.is_static
 
     def trained(self) -> list[nn.Parameter]:

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 import quant
 from quant.cli.distill import distill_command
 from quant.cli.quantize import quantize_command
-from quant.training import lesson
+from quant.training import distill_inputs
 from quant.training import run as training_run
-from quant.training.lesson import check_tokenizers
+from quant.training.distill_inputs import check_tokenizers
 
 pytest.importorskip("transformers")
 
@@ -239,7 +239,7 @@ def test_a_teacher_is_cached_first_and_serves_again(
 ) -> None:
     """It is gone before the student is there, and its file is the one that Python writes."""
     alive: list[weakref.ref[torch.nn.Module]] = []
-    opened = lesson.open_runnable
+    opened = distill_inputs.open_runnable
 
     def open_runnable(name: str) -> Any:
         gc.collect()
@@ -248,7 +248,7 @@ def test_a_teacher_is_cached_first_and_serves_again(
         alive.append(weakref.ref(model))
         return source, model
 
-    monkeypatch.setattr(lesson, "open_runnable", open_runnable)
+    monkeypatch.setattr(distill_inputs, "open_runnable", open_runnable)
     monkeypatch.setattr(training_run, "open_runnable", open_runnable)
     cache, rows = tmp_path / "new" / "teacher.safetensors", made / "rows.safetensors"
     first = (made / "ptq", "--teacher", made / "model", "--data", rows, "--cache-teacher", cache, "--top", 16, *OPTIONS)

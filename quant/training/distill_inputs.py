@@ -1,4 +1,4 @@
-"""A `Lesson` is the teacher of a student, in memory or in a file, and the training rows that both read."""
+"""`DistillInputs` holds the teacher of a student, in memory or in a file, and the training rows that both read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHARED = 0.99  # of the smaller vocabulary; what a fine-tuned model adds is a t
 
 
 @dataclass(frozen=True)
-class Lesson:
+class DistillInputs:
     """A teacher and its training rows.
 
     Attributes:
@@ -43,7 +43,7 @@ class Lesson:
         return self.teacher if isinstance(self.teacher, nn.Module) else None
 
 
-def prepare_lesson(name: str, options: DistillOptions, session: Session, listener: Listener) -> Lesson:
+def prepare_distill_inputs(name: str, options: DistillOptions, session: Session, listener: Listener) -> DistillInputs:
     """Opens a teacher on the session's device, reads the training rows, and caches the teacher if `options` say so.
 
     Raises:
@@ -54,7 +54,7 @@ def prepare_lesson(name: str, options: DistillOptions, session: Session, listene
             cached = CachedTeacher.open(name)
         if options.data:
             raise UserError("--data: a cached teacher knows only its own rows; leave the option out")
-        return Lesson(cached, cached.rows, "its cache", None)
+        return DistillInputs(cached, cached.rows, "its cache", None)
     with listener.step(f"loading {name}"):
         source, model = open_runnable(name)
         # Frozen and in evaluation mode for good: dropout in a teacher would make another teacher of every step.
@@ -64,12 +64,12 @@ def prepare_lesson(name: str, options: DistillOptions, session: Session, listene
     with listener.stages() as progress:
         rows = _training_rows(source, options, session, progress, listener)
         if options.cache_teacher is None:
-            return Lesson(model, rows, data, tokenizer)
+            return DistillInputs(model, rows, data, tokenizer)
         cache_teacher(
             model, rows, options.cache_teacher, k=options.top, temperature=options.temperature,
             progress=reporter(progress, "cache"),
         )  # fmt: skip
-    return Lesson(cached := CachedTeacher.open(options.cache_teacher), cached.rows, data, tokenizer)
+    return DistillInputs(cached := CachedTeacher.open(options.cache_teacher), cached.rows, data, tokenizer)
 
 
 def check_cache(file: Path, teacher: str, out: Path, hidden: float) -> None:
