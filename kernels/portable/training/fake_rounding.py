@@ -33,7 +33,7 @@ _RUN = 2048
 
 @triton.jit
 def _block_scale(amax, second, largest: tl.constexpr, kind: tl.constexpr):
-    """Returns a block's step by the `max` rule: its scale, rounded to E4M3 or up to a power of two, times the second."""
+    """Returns a block's step by the `max` rule: its scale, to E4M3 or up to a power of two, times the second."""
     if kind == "e4m3":
         ideal = tl.maximum(tl.div_rn(amax, largest * second), 0.001953125)
         # In this order: NaN and infinity become NaN.
