@@ -8,7 +8,7 @@ entropy      the amax whose rounded histogram loses the least information: the s
 The format decides which magnitudes are watched:
 
 one scale a tensor     `fp8`: the values themselves.
-a second-level scale   `nvfp4`: block scales are found at run time, and calibration sets the scale of those scales.
+a global scale   `nvfp4`: block scales are found at run time, and calibration sets the scale of those scales.
                        So the largest magnitude of each block is watched, and the grid is that of the block scales
                        (E4M3).
 

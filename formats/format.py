@@ -22,7 +22,7 @@ from quant.formats.number import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32,
 
 @dataclass(frozen=True)
 class Format:
-    """An element number, a scale number, the block that shares a scale, and whether a second-level scale exists.
+    """An element number, a scale number, the block that shares a scale, and whether a global scale exists.
 
     Attributes:
         name: key in `FORMATS`.

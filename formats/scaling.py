@@ -75,7 +75,7 @@ def nonzero(scale: torch.Tensor) -> torch.Tensor:
 
 
 def global_scale_of(amax: torch.Tensor, format: Format, rule: str = "max") -> torch.Tensor:
-    """Returns the FP32 second-level scale of a matrix whose largest magnitude is `amax`; 1 for an all-zero matrix."""
+    """Returns the FP32 global scale of a matrix whose largest magnitude is `amax`; 1 for an all-zero matrix."""
     return scale_of(amax, format.element.max * HEADROOM.get(rule, E4M3.max))
 
 

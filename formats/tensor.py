@@ -127,7 +127,7 @@ def quantize(
         weight: `[..., out, in]`, FP16, BF16, FP32 or FP64; the maths is in FP32.
         format: the target.
         rule: a key of `SCALE_RULES`.
-        global_scale: the second-level scale to use instead of the weight's own (layers that a runtime fuses share
+        global_scale: the global scale to use instead of the weight's own (layers that a runtime fuses share
             one), for formats that have one. float32 `weight.shape[:-2]`; nowhere below the weight's own.
         name: how errors call the tensor.
 
@@ -277,7 +277,7 @@ def fake_quantize(
         x: `[..., tokens, in]`. Block scales are found here, by the `max` rule.
         format: the activation format.
         scale: static scale of a per-tensor format, float32 scalar; None measures it.
-        global_scale: static second-level scale (NVFP4), float32 scalar; None measures it.
+        global_scale: static global scale (NVFP4), float32 scalar; None measures it.
     """
     if x.numel() == 0:
         return x
@@ -294,7 +294,7 @@ def fake_quantize(
 def round_activation(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
     """Returns `fake_quantize` with a layer's input scale.
 
-    It is the second level where the format has one, and the scale itself otherwise.
+    It is the global scale where the format has one, and the scale itself otherwise.
     """
     if format.global_scale:
         return fake_quantize(x, format, global_scale=input_scale)

@@ -2,7 +2,7 @@
 
 `shared_inputs.watching` sees the layers that two tokens of text, or one calibration row, go through. Experts that got
 no token are not called, nor is the tower for images of a model that was given none, and nothing runs a bare state dict.
-Serving runtimes merge these layers nevertheless, so their second-level scales must be common. Two sources are left:
+Serving runtimes merge these layers nevertheless, so their global scales must be common. Two sources are left:
 
 1. A sibling that was called, and whose name differs in numbers only (`experts.3` for `experts.5`), shows the group.
 2. Otherwise the names by which runtimes merge layers of one module: q, k and v, or gate and up, of one input size.

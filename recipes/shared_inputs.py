@@ -1,6 +1,6 @@
 """Layers that read the *same input tensor* (q/k/v, gate/up) are found by watching a forward pass.
 
-Every serving runtime merges them into one matmul, so they must share their format and their second-level scales.
+Every serving runtime merges them into one matmul, so they must share their format and their global scales.
 Layers that receive the very same tensor object form a group, within one numbered block. Layers that the pass does not
 call (experts without tokens, towers without images) are left to `quant.recipes.fusion_groups`.
 """

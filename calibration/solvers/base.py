@@ -38,7 +38,7 @@ class Solver(Protocol):
             weight: `[..., out, in]`.
             stats: statistics of the layer's inputs, or None.
             format: the target.
-            global_scale: second-level scale that the layer's fusion group shares; None for formats without one.
+            global_scale: global scale that the layer's fusion group shares; None for formats without one.
             name: how errors call the layer.
         """
         ...
@@ -95,7 +95,7 @@ def required_stats(stats: LayerStats | None, name: str, solver: str) -> LayerSta
 
 
 def shared_global_scale(amax: Tensor, format: Format, rule: str) -> Tensor:
-    """Returns the second-level scale of a fusion group whose largest magnitude is `amax`, float32, shaped as `amax`.
+    """Returns the global scale of a fusion group whose largest magnitude is `amax`, float32, shaped as `amax`.
 
     One checkpoint layout stores this scale and the other its reciprocal. Rounding through the reciprocal once
     (at most one unit in the last place) gives a value that survives both, so the scale of the solver is the scale that

@@ -135,7 +135,7 @@ def gptq(
         factor: the factor of the second moment of the inputs.
         format: the target. Scales are searched in the loop where a block lies within a row; a scale that spans
             rows, or a whole row, is chosen from `weight` beforehand.
-        global_scale: second-level scale, for formats that have one.
+        global_scale: global scale, for formats that have one.
         drift, residual: the weight is corrected for them; see `corrected_weight`.
         sweeps: rounds of coordinate descent afterwards.
         shortlist: how many scales of a block to try with feedback.

@@ -1,6 +1,6 @@
 """`solve_group` solves a fusion group, whose members share an input, a format, and the scale of a whole tensor.
 
-Runtimes merge the members into one matrix, which has one second-level scale (NVFP4) or a single scale (per-tensor FP8).
+Runtimes merge the members into one matrix, which has one global scale (NVFP4) or a single scale (per-tensor FP8).
 vLLM gives a merged FP8 matrix the largest scale of its members and rounds the others again: the second rounding costs
 up to 1.4 times the error of the first. One scale for all, chosen before rounding, costs nothing.
 """
@@ -82,7 +82,7 @@ def _cut(stats: Mapping[str, LayerStats | None], weights: Mapping[str, torch.Ten
 
 
 def _global_scale(weights: Mapping[str, torch.Tensor], format: Format, solver: Solver) -> torch.Tensor:
-    """Returns the second-level scale of all members of a group: s2 = amax / (largest element · largest scale)."""
+    """Returns the global scale of all members of a group: s2 = amax / (largest element · largest scale)."""
     amax = torch.stack([checked_amax(weight, name) for name, weight in weights.items()]).amax(dim=0)
     if isinstance(solver, Peer):
         return amax  # a peer derives its own scale, in its own arithmetic

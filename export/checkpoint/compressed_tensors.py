@@ -62,11 +62,11 @@ def compress(
 
     Args:
         weight: `[out, in]`.
-        input_scale: static activation scale, float32 scalar (for NVFP4 the second-level scale), or None.
+        input_scale: static activation scale, float32 scalar (for NVFP4 the global scale), or None.
         dtype: the model's dtype, in which float scales are stored if it represents them, as it does ours.
         activation: format that `input_scale` belongs to; by default the weight's.
     """
-    # A weight is read as code · block scale / weight_global_scale. Our second-level scale is a factor, and is stored as
+    # A weight is read as code · block scale / weight_global_scale. Our global scale is a factor, and is stored as
     # its reciprocal; so is the scale of an NVFP4 input.
     format, tensors = weight.format, {}
     scale = weight.scale

@@ -73,7 +73,7 @@ class Layout(Protocol):
 
         Args:
             weight: `[out, in]`.
-            input_scale: static activation scale, float32 scalar (for NVFP4 the second-level scale), or None.
+            input_scale: static activation scale, float32 scalar (for NVFP4 the global scale), or None.
             dtype: the model's dtype.
             activation: format that `input_scale` belongs to; by default the weight's.
         """

@@ -10,7 +10,7 @@
                   [o, i/g] for groups of 128, 64 or 32
     KV cache      self_attn.{k,v}_proj.{k,v}_scale f32 []
 
-A second-level scale is the factor itself, amax / 2688, and in compressed-tensors its reciprocal. Adjacent float32
+A global scale is the factor itself, amax / 2688, and in compressed-tensors its reciprocal. Adjacent float32
 numbers may share a reciprocal, so one layout cannot always hold the other's scale: `compress` then gives it in float64,
 and `quant.export.checkpoint.write.write_tensors` stores the exact value in the file's metadata.
 """
@@ -64,7 +64,7 @@ def compress(
 ) -> dict[str, torch.Tensor]:
     """Returns the tensors of one linear layer, by their names below the layer's; the inverse of `decompress`.
 
-    `weight` is `[out, in]`, and `input_scale` its static activation scale, a scalar (for NVFP4 the second-level scale).
+    `weight` is `[out, in]`, and `input_scale` its static activation scale, a scalar (for NVFP4 the global scale).
     All scales are float32 here; `dtype` and `activation` matter to the other layout only.
     """
     format, scale = weight.format, weight.scale

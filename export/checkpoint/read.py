@@ -248,7 +248,7 @@ def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[Bl
 
 def join_rows(weights: list[BlockScaledTensor]) -> BlockScaledTensor:
     """Undoes `split_rows`."""
-    # Gate and up become the rows of one matrix, which has one second-level scale.
+    # Gate and up become the rows of one matrix, which has one global scale.
     first = weights[0]
     if len(weights) == 1:
         return first

@@ -182,7 +182,7 @@ def write_tensors(
 
     By default shards have an eighth of all bytes, but one gigabyte at least and five at most.
 
-    A second-level scale in float64 has no equal in float32, the only dtype that runtimes read. The nearest float32 goes
+    A global scale in float64 has no equal in float32, the only dtype that runtimes read. The nearest float32 goes
     into the file, and the exact value into the file's metadata, for `TensorFiles`. So do the names of tensors that
     were `carried` over from the source, and the shapes of the quantized layers of prediction `heads`, for
     `head_shapes`. `masks`, `log`: see `write_tensor_file`.

@@ -46,7 +46,7 @@ def prepare_rounding(x: torch.Tensor, format: Format, input_scale: torch.Tensor 
     is_whole = columns % max(format.block[1], 2 if format.element.bits == 4 else 1) == 0
     if not (format.name in casts.FORMATS_OUT and is_whole and columns <= casts.MAX_COLUMNS and x.numel()):
         return lambda x, input_scale: round_activation(x, format, input_scale)
-    has_global = format.global_scale  # an input scale is then the second level, and block scales are measured
+    has_global = format.global_scale  # an input scale is then the global scale, and block scales are measured
     casts.check_scales(x, format, *((None, input_scale) if has_global else (input_scale, None)))
     cast = casts.prepare_cast(x, format, contiguous=x.is_contiguous())
 

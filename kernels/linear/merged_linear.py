@@ -95,7 +95,7 @@ def _bias_of(members: Sequence[nn.Linear | QuantLinear]) -> nn.Parameter | None:
 
 
 def _share_scale(weights: Sequence[BlockScaledTensor]) -> bool:
-    """Returns whether the second-level scale is the same; MXFP4 has one only in the layout of kernels."""
+    """Returns whether the global scale is the same; MXFP4 has one only in the layout of kernels."""
     return all(_are_equal(weight.global_scale, weights[0].global_scale) for weight in weights)
 
 

@@ -44,7 +44,7 @@ def quantize(
         x: `[..., in]`, FP16 or BF16.
         format: one of `FORMATS_OUT`.
         scale: static scale of `fp8`, float32 scalar; measured where None.
-        global_scale: static second-level scale of `nvfp4`, float32 scalar; measured where None.
+        global_scale: static global scale of `nvfp4`, float32 scalar; measured where None.
 
     Returns:
         Codes and scales of `[tokens, in]`, leading axes flattened.

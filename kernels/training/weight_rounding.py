@@ -95,7 +95,7 @@ def group_amax(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def measured_global_scale(weights: Sequence[torch.Tensor], format: Format) -> torch.Tensor:
-    """Returns the second-level scale of weights `[..., out, in]` that share one, by the `max` rule: float32 `[...]`.
+    """Returns the global scale of weights `[..., out, in]` that share one, by the `max` rule: float32 `[...]`.
 
     It has gone through the reciprocal that files may store.
     """

@@ -72,7 +72,7 @@ def convert(
         trust_remote_code: lets transformers run the Python files that config.json names in `auto_map`.
 
     Returns:
-        `files`, sizes by name; `rounded_scales`, how many second-level scales float32 does not hold in this layout.
+        `files`, sizes by name; `rounded_scales`, how many global scales float32 does not hold in this layout.
         Runtimes read the nearest float32, at most 6e-8 of the scale away. The files' metadata keeps the exact scale for
         `load` and for a conversion back.
 

@@ -246,7 +246,7 @@ def _print(record: Mapping[str, Any], out: Path) -> None:
         CONSOLE.print(f"{size / 1e6:12,.1f} MB  {name}")
     if rounded := record.get("rounded_scales"):
         CONSOLE.print(
-            f"{counted(rounded, 'second-level scale')}: the nearest float32, at most 6e-8 away; exact in the metadata"
+            f"{counted(rounded, 'global scale')}: the nearest float32, at most 6e-8 away; exact in the metadata"
         )
     if record.get("config_checked") is False:
         CONSOLE.print("config.pbtxt was not compared with the server's schema: that needs the package tritonclient")

@@ -305,7 +305,7 @@ def _remove_quantizers(model: nn.Module) -> None:
 def _differ(members: list[_Quantizers], layer: LayerPlan) -> bool:
     """Returns whether fused layers keep scales of their own, as they do in ModelOpt's export.
 
-    The export gives fused layers one second-level scale in NVFP4, and leaves each its own in FP8. Layers with a factor
+    The export gives fused layers one global scale in NVFP4, and leaves each its own in FP8. Layers with a factor
     of their inputs share no input here, and packed codes keep the scales that they were rounded under.
     """
     if any(member.pre_scale() is not None for member in members):
@@ -327,7 +327,7 @@ def _amaxes(
     plan: Plan, layer: LayerPlan, quantizers_of: Mapping[str, _Quantizers]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns the largest magnitudes of the weight and of the input of a layer, or of the layers fused with it."""
-    # Runtimes merge q, k and v, or gate and up, under one second-level scale, so the largest member decides for all.
+    # Runtimes merge q, k and v, or gate and up, under one global scale, so the largest member decides for all.
     members = [layer.name]
     if layer.group is not None and layer.kind == LayerKind.LINEAR:
         members = [member.name for member in plan.groups()[layer.group]]

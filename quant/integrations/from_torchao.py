@@ -210,7 +210,7 @@ def _intx(name: str, tensor: Any) -> _Read:
 
 def _nvfp4(name: str, tensor: Any) -> _Read:
     format = get_format("nvfp4")
-    # Without a scale of the tensor (one-level NVFP4) the second level is 1.
+    # Without a scale of the tensor (one-level NVFP4) the global scale is 1.
     second = tensor.per_tensor_scale
     if second is None:
         second = torch.ones((), device=tensor.device)

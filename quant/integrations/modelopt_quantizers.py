@@ -198,7 +198,7 @@ def weight_of(quantizer: Any, weight: torch.Tensor, format: Format, amax: torch.
         quantizer: the quantizer of the weight.
         weight: the matrix `[out, in]`, in the model's dtype.
         format: the format as `format_of` gives it.
-        amax: largest magnitude of the fusion group, where its members have one scale each, or a second level.
+        amax: largest magnitude of the fusion group, where its members have one scale each, or a global scale.
     """
     amax = None if amax is None else amax.to(weight.device)
     if format.global_scale:

@@ -176,7 +176,7 @@ def _in_training(
 
 
 def _share(members: Sequence[RoundedWeight]) -> None:
-    """Makes fused layers share one second-level scale, or their only scale."""
+    """Makes fused layers share one global scale, or their only scale."""
     fusion = Fusion(members)
     for member in members:
         member.fusion = fusion

@@ -13,7 +13,7 @@ that layout does not allow; they are refused before weights are loaded.
 
 A layer that shares the cache of an earlier one (Gemma 3n) reads keys and values there, under that layer's scales.
 
-The second-level scales come from the checkpoint's `k_scale` and `v_scale`, one a tensor or one a KV head. These are
+The global scales come from the checkpoint's `k_scale` and `v_scale`, one a tensor or one a KV head. These are
 made for an FP8 cache, amax / 448, and NVFP4 needs amax / 2688. Without them the scale is 1 / 6, with which keys and
 values may be as large as 448.
 """
@@ -103,7 +103,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         self._pages: dict[tuple[int, int, int], KVPages] = {}
 
     def scales(self, layer: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the second-level scales of keys and of values, float32 `[kv_heads]`.
+        """Returns the global scales of keys and of values, float32 `[kv_heads]`.
 
         They are made in the first forward pass, by which vLLM measures its memory. Made while a CUDA graph is
         captured, they would exist only once that graph was replayed.

@@ -87,7 +87,7 @@ def hold(layer: Any, weight: BlockScaledTensor, codes: str = "weight") -> None:
     for name, tensor in tensors.items():
         if hasattr(layer, name):
             delattr(layer, name)
-        # A parameter of None where the format has no second level, because `multiply` reads all three names.
+        # A parameter of None where the format has no global scale, because `multiply` reads all three names.
         parameter = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
         layer.register_parameter(name, parameter)
     layer.blockscale_format = weight.format.name

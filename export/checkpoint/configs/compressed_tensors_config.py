@@ -164,7 +164,7 @@ def _weight_arguments(format: Format) -> dict[str, Any]:
 
 def _activation_arguments(format: Format) -> dict[str, Any]:
     # dynamic    True: scales are computed at run time; False: all are in the file, found by the observer;
-    #            "local": block scales are computed at run time, and the second-level scale is in the file
+    #            "local": block scales are computed at run time, and the global scale is in the file
     if format.global_scale:
         return _arguments(format, dynamic="local", observer="static_minmax")
     if format.per_tensor:
@@ -179,7 +179,7 @@ def _arguments(
     # tensor          (0, 0)                                            one
     # channel, token  (1, 0)                                            one a row of a weight, or a token of an input
     # group           (1, n)                                            one for n columns of a row
-    # tensor_group    (1, n) with a second-level scale                  the same, and one for the tensor
+    # tensor_group    (1, n) with a global scale                  the same, and one for the tensor
     # block           (m, n)                                            one for m rows and n columns
     rows, columns = format.block
     if format.global_scale:

@@ -119,7 +119,7 @@ def _unpacking_warnings(plan: Plan, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _expert_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
-    """Yields fused experts, whose second-level scale transformers drops and whose inputs it leaves in 16 bit."""
+    """Yields fused experts, whose global scale transformers drops and whose inputs it leaves in 16 bit."""
     fused = [] if names.apart else [layer for layer in plan.quantized if layer.kind == LayerKind.EXPERTS]
     fused = [layer for layer in fused if layer.name not in names.stopped]
     misread = [layer.name for layer in fused if f"{layer.weight}" in ("nvfp4", "mxfp8", "int8")]

@@ -107,7 +107,7 @@ def _backward_tile(
     gradient, weight, scale, global_scale, n, k, N, K, gradient_stride, weight_stride, scale_stride,
     rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr,
 ):  # fmt: skip
-    """Loads the operands of a gradient: tiles of dY, of the weight and of its steps, and the second-level scale."""
+    """Loads the operands of a gradient: tiles of dY, of the weight and of its steps, and the global scale."""
     inside = (n[:, None] < N) & (k[None, :] < K)
     row = n.to(tl.int64)[:, None]
     w = tl.load(weight + row * weight_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -275,7 +275,7 @@ def input_gradient(
         gradient: the gradient of the rounded inputs; the result has its dtype.
         x, rounded: the inputs before and after rounding.
         format: theirs.
-        scale: second-level scale, for formats that have one.
+        scale: global scale, for formats that have one.
     """
     gradient, x, rounded, (N, K) = _rows(gradient), _rows(x), _rows(rounded), x.shape
     out = torch.empty(N, K, dtype=gradient.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""These kernels find the second-level scale that the weights of fused layers share, while a model trains.
+"""These kernels find the global scale that the weights of fused layers share, while a model trains.
 
     weights ─▶ largest magnitude of each run ─▶ that of all runs ─▶ / (6 · 448)
 
@@ -41,7 +41,7 @@ def global_scale_kernel(largest, out, unit: tl.constexpr):
 
 
 def global_scale(weights: Sequence[torch.Tensor], format: Format) -> torch.Tensor:
-    """Returns the second-level scale by the `max` rule, float32 scalar, of weights on one GPU: FP32, BF16 or FP16."""
+    """Returns the global scale by the `max` rule, float32 scalar, of weights on one GPU: FP32, BF16 or FP16."""
     device = weights[0].device
     largest = torch.zeros((), dtype=torch.int32, device=device)
     out = torch.empty((), dtype=torch.float32, device=device)

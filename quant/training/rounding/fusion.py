@@ -1,6 +1,6 @@
 """Layers in training that read the same input (q, k and v, or gate and up) share the rounded input and scales.
 
-In a forward pass the first of them prepares and rounds the input and finds the second-level scale that all share; each
+In a forward pass the first of them prepares and rounds the input and finds the global scale that all share; each
 of the others takes both once. A result belongs to this very tensor and these very weights: another input, a weight that
 changed, or a second call of the same layer starts again. Nothing is shared while torch.compile records, which finds
 common expressions itself, or in replicas of nn.DataParallel.
@@ -35,7 +35,7 @@ class Common:
     """Results that the layers of one pass share, as far as one of them has computed them.
 
     Attributes:
-        scales: block scales, or None where rounding measures them, and the second level.
+        scales: block scales, or None where rounding measures them, and the global scale.
         seen: the input after scaling and rotation at run time, as a low-rank branch takes it.
         rounded: `seen` rounded to the input format, as it multiplies the weights.
         members: the layers that take these results; none where a layer computes its own.
@@ -54,7 +54,7 @@ class Common:
 
 
 class Fusion:
-    """The layers that share an input, and a second-level or per-tensor scale of their weights.
+    """The layers that share an input, and a global or per-tensor scale of their weights.
 
     Args:
         members: one or more members; a linear alone is its own group.

@@ -1,6 +1,6 @@
 """Learned block scales have a parameter in units of weights, for which an optimizer's usual settings are right.
 
-LSQ (Esser et al., 2020) trains the rounding step s of each block: block scale times second level. The step itself is a
+LSQ (Esser et al., 2020) trains the rounding step s of each block: block scale times global scale. The step itself is a
 poor parameter. AdamW moves each parameter by about the learning rate, which may be many times an FP8 step; weight decay
 draws steps to zero, where whole blocks vanish; and an update may make one negative. The parameter here is d with
 
@@ -38,7 +38,7 @@ def learned_step(start: torch.Tensor, shift: torch.Tensor, format: Format) -> to
 
 
 def nearest_scale(step: torch.Tensor, format: Format, second: torch.Tensor | None, stored: torch.dtype) -> torch.Tensor:
-    """Returns block scales nearest to `step` divided by the second level.
+    """Returns block scales nearest to `step` divided by the global scale.
 
     Gradients pass straight through the rounding.
     """

@@ -2,7 +2,7 @@
 
 Block scales are kept in one of three ways:
 
-    recomputed    measured from the weight at each forward, by the `max` rule; fused layers share their second level
+    recomputed    measured from the weight at each forward, by the `max` rule; fused layers share their global scale
     frozen        those that the layer started with
     learned       trained, by the parameter `range_shift` (`learned_scales.py`)
 
@@ -68,8 +68,8 @@ class RoundedWeight(nn.Module):
     Attributes:
         range_shift: the parameter of learned scales. Layers that share a per-tensor scale share it: the first of them
             has it, with `start_step`.
-        start_step: block scales times second level at the start, which `range_shift` changes.
-        fusion: the layers that share an input, and a second-level or per-tensor scale, with this one.
+        start_step: block scales times global scale at the start, which `range_shift` changes.
+        fusion: the layers that share an input, and a global or per-tensor scale, with this one.
         trained_in: dtype that the weight has in the forward pass, which may be narrower than the parameter's.
         dtype_at_rest: the dtype of the parameter between forward passes.
         adapter: the adapter that is added to the weight before it is rounded.
@@ -95,7 +95,7 @@ class RoundedWeight(nn.Module):
         self.fusion, self.inputs = Fusion([self]), InputRange()
         self.trained_in = self.dtype_at_rest = weight.dtype
         values, second = decoded_scale(start), start.global_scale
-        # The rounding step is trained, the product of both levels; the second level stays fixed.
+        # The rounding step is trained, the product of both levels; the global scale stays fixed.
         step = None
         if scales == "learned":
             step = values.clone() if second is None else values * second.float()[..., None, None]
@@ -126,7 +126,7 @@ class RoundedWeight(nn.Module):
         return self.range_shift
 
     def step(self, device: torch.device) -> torch.Tensor | None:
-        """Returns learned block scales times second level; None for scales that are not learned.
+        """Returns learned block scales times global scale; None for scales that are not learned.
 
         A replica of nn.DataParallel takes shared scales from the original model, which is on another GPU.
         """
@@ -155,7 +155,7 @@ class RoundedWeight(nn.Module):
 
     @property
     def measures_level(self) -> bool:
-        """Whether the second-level or per-tensor scale is measured again at each forward, from all fused layers."""
+        """Whether the global or per-tensor scale is measured again at each forward, from all fused layers."""
         return self.scales == "recomputed" and self.weight_format.is_static
 
     def trained(self) -> list[nn.Parameter]:
@@ -163,7 +163,7 @@ class RoundedWeight(nn.Module):
         return [self.weight, *([] if (shift := self.shift) is None else [shift])]
 
     def current_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns block scale values, or None where rounding measures them, and the second level."""
+        """Returns block scale values, or None where rounding measures them, and the global scale."""
         format, device = self.weight_format, self.weight.device
         if (step := self.step(device)) is not None:
             return nearest_scale(step, format, self.global_scale, self.stored), self.global_scale
@@ -262,5 +262,5 @@ def plan_in_training(model: nn.Module) -> Plan | None:
 
 
 def decoded_scale(weight: BlockScaledTensor) -> torch.Tensor:
-    """Returns block scale values without the second level, float32."""
+    """Returns block scale values without the global scale, float32."""
     return decode(weight.scale, weight.format.scale)
