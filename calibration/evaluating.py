@@ -23,7 +23,7 @@ from quant.calibration.placement import NARROW, elsewhere, placed
 def prepared(
     models: nn.Module | Sequence[nn.Module], dtype: torch.dtype | None, device: torch.device | None = None
 ) -> Iterator[None]:
-    """Models in eval mode, without a key-value cache or weight gradients; all is as before afterwards.
+    """While open, models are in evaluation mode, without a key-value cache or weight gradients.
 
     Tensors that share memory (ties, layers that two models have in common) go on sharing it.
 

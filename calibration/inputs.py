@@ -154,8 +154,8 @@ def _check_arguments(call: Arguments, model: nn.Module) -> None:
     except TypeError as error:
         raise ValueError(
             f"calibration data: {type(model).__name__} takes ({', '.join(signature.parameters)}), and the first item "
-            f"does not fit ({error}); from a loader of inputs and labels take only the inputs: "
-            "[inputs for inputs, labels in loader]"
+            f"does not fit ({error}); from a loader of inputs and labels take only the inputs: [inputs for inputs, "
+            "labels in loader]"
         ) from None
 
 

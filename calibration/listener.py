@@ -70,7 +70,7 @@ class Listener:
         return nullcontext()
 
     def stages(self) -> AbstractContextManager[StageProgress]:
-        """Stages with counts; all of them end with the block."""
+        """Returns a reporter of stages with counts; all stages end with the block."""
         return nullcontext(_Counts(self.progress))
 
 

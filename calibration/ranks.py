@@ -339,7 +339,7 @@ def _with_slabs(
 
 
 def _turns(owners: Iterable[int]) -> list[list[int]]:
-    """Runs of neighbouring positions in which no owner comes twice."""
+    """Returns runs of neighbouring positions in which no owner comes twice."""
     turns: list[list[int]] = []
     seen: set[int] = set()
     for position, owner in enumerate(owners):

@@ -94,7 +94,7 @@ class BlockScaledTensor:
         return replace(self, codes=self.codes[start:stop], scale=scale, shape=(stop - start, self.shape[1]))
 
     def row_chunks(self, elements: int) -> Iterator[tuple[slice, BlockScaledTensor]]:
-        """Runs of rows of a matrix and where they are, of whole blocks and about `elements` weights each."""
+        """Yields runs of rows of a matrix and their positions, of whole blocks and about `elements` weights each."""
         rows, columns = self.shape
         height = self.format.block_shape(self.shape)[0]
         step = height if height < rows else 1

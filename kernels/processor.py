@@ -24,7 +24,7 @@ _WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "5000"}
 
 
 def cores() -> int:
-    """Cores that the scheduler may put this process on."""
+    """Returns the cores that the scheduler may put this process on."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
@@ -115,7 +115,7 @@ def _page_cache(group: Path) -> int:
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Folders of the control groups that enclose the process, innermost first, as far as it can see them."""
+    """Yields the folders of the control groups that enclose the process, as far as it sees them, innermost first."""
     paths = {}
     for line in _lines(root / "proc/self/cgroup"):  # "4:memory:/a/b" in v1, "0::/a/b" in v2
         _, names, path = line.split(":", 2)

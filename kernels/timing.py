@@ -9,7 +9,7 @@ import torch
 
 
 def graph_microseconds(calls: list[Callable[[], Any]], repeats: int = 5, at_least: float = 2e-3) -> float:
-    """Microseconds a call: the median over `repeats` replays of one graph that makes all `calls`, several times.
+    """Returns the microseconds a call: the median over `repeats` replays of a graph that makes `calls` several times.
 
     Args:
         calls: each launches work on the current stream.

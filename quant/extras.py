@@ -46,7 +46,7 @@ def require(module: str, extra: str) -> ModuleType:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Imports go faster in here, because the garbage collector is off.
+    """While open, imports go faster, because the garbage collector is off.
 
     torch and a model class of transformers make about two million objects, all of which stay. With PyTorch 2.13 and
     transformers 5.24 the search for garbage among them takes a fifth of the time of their import.
@@ -61,7 +61,7 @@ def importing() -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, the platform and the installed packages that matter to a result; nothing is imported."""
+    """Returns versions of Python, the platform and installed packages that matter to a result; imports nothing."""
     by_package = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
     for name in _REPORTED:
         try:

@@ -376,7 +376,7 @@ _DIMENSIONS, _ELEMENTS = 8, 2**60
 
 
 def _from_version_1(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of schema version 1 as version 2 has them: a guard and an observer leave the provenance.
+    """Converts fields of schema version 1 to version 2: a guard and an observer leave the provenance.
 
     Raises:
         ValueError: they are fields already, which version 1 did not know.

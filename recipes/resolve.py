@@ -96,7 +96,7 @@ def resolve(
 
 
 def _house_rules(layers: Sequence[Layer], only: Sequence[str]) -> dict[str, str]:
-    """Reasons for layers that their names keep in 16 bit, by layer name.
+    """Returns the reasons for layers that their names keep in 16 bit, by layer name.
 
     A tower is small compared with the language model, or it is the model: CLIP pairs it with an encoder of texts.
     `--include` with a glob that matches only the tower's layers includes them.
@@ -117,7 +117,7 @@ def _house_rules(layers: Sequence[Layer], only: Sequence[str]) -> dict[str, str]
 
 
 def _kept_convs(layers: Sequence[Layer], recipe: Recipe, only: Sequence[str]) -> dict[str, str]:
-    """Reasons for convolutions that stay in 16 bit, by layer name.
+    """Returns the reasons for convolutions that stay in 16 bit, by layer name.
 
     `--include` with a glob that matches only convolutions quantizes them nevertheless. ModelOpt quantizes every
     convolution to INT8, the first one too. To FP8 it quantizes those that TensorRT has a kernel for (its

@@ -116,8 +116,8 @@ class Target:
         rows = layer.matrix[-2]
         if mixed and not pair.mixes:
             clauses.append(
-                f"{self.name} does not know {pair} where other layers have other formats, and silently takes it for "
-                f"16 bit ({self.source})"
+                f"{self.name} does not know {pair} where other layers have other formats, and silently takes it for 16 "
+                f"bit ({self.source})"
             )
         if rows % pair.rows:
             clauses.append(f"out = {rows} is not a multiple of {pair.rows}, which {self.name} requires of {pair}")

@@ -294,7 +294,7 @@ class _Search:
     modules: dict[str, nn.Module]
 
     def writers(self, layers: Sequence[str], experts: Sequence[str]) -> dict[str, Writer]:
-        """Writers by name."""
+        """Returns the writers by name."""
         outputs = {state.point.module: state for state in self.states if state.point.is_output}
         written = {name: outputs[name] for name in (*layers, *experts) if name in outputs}
         writers = {}

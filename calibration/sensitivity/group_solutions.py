@@ -84,7 +84,7 @@ def solve_each_group(
     session: Session,
     home: torch.device | None = None,
 ) -> dict[Key, GroupSolution]:
-    """Solutions of every group in every format that is allowed for it; without a solver from data, only with branches.
+    """Solves every group in every format that is allowed for it; without a solver from data, only with branches.
 
     Fused experts, formats that the solver's rounding does not know, and groups that no token reaches are left out.
 

@@ -40,7 +40,7 @@ class Method:
         raise NotImplementedError
 
     def finish(self, sums: Result) -> Result:
-        """Scores from the sums over all units."""
+        """Returns the scores from the sums over all units."""
         return sums
 
 

@@ -69,7 +69,7 @@ def score_groups(
     amax: Mapping[str, torch.Tensor] | None = None,
     path: Path | None = None,
 ) -> Sensitivity:
-    """Scores of every group in every format that is allowed for it.
+    """Scores every group in every format that is allowed for it.
 
     Args:
         model: called as `model(rows)`; restored afterwards.

@@ -32,8 +32,8 @@ class Awq:
     """Activation-aware scaling: the power of the channel magnitudes that leaves the smallest output error.
 
     Attributes:
-        inputs_alone: where inputs are rounded too, only their rounding counts and the weights' does not. So it is
-            before GPTQ, which makes up for most of the weights' error; chosen on held-out rows of SmolLM2-135M.
+        inputs_alone: where inputs are rounded too, only their rounding counts and the weights' does not. This suits
+            GPTQ, which compensates most of the weights' error; it was chosen on held-out rows of SmolLM2-135M.
         rows: largest number of output rows that take part in the search.
         rank: the rank of the 16-bit branch that will be taken off the scaled weight; 0 for none. The branch takes the
             inputs that matter most out of the rounding, so the remaining residual needs a higher power.
@@ -60,7 +60,7 @@ class Awq:
 
 @dataclass(frozen=True)
 class SmoothQuant:
-    """Half of each channel's range moves from the activations to the weights (Xiao et al., 2022)."""
+    """Moves half of each channel's range from the activations to the weights (Xiao et al., 2022)."""
 
     power: float = 0.5
 
@@ -90,7 +90,7 @@ def channel_scale(magnitude: Tensor, weight: Tensor, power: float, weight_power:
 
 
 def _log(x: Tensor) -> Tensor:
-    """Logarithms with a floor far below the median, so that a dead channel does not stretch the range."""
+    """Returns logarithms with a floor far below the median, so that a dead channel does not stretch the range."""
     return x.clamp(min=float(x.median()) * 1e-4 + 1e-20).log()
 
 

@@ -102,7 +102,7 @@ def to_errors(inverse: torch.Tensor) -> torch.Tensor:
 
 
 def _losses(block: torch.Tensor, inverse: torch.Tensor, format: Format, step: torch.Tensor) -> torch.Tensor:
-    """Losses `[candidates, n]` where every value is rounded to nearest on a grid of `step` `[candidates, n]`."""
+    """Returns the losses where every value is rounded to nearest on a grid of `step` `[candidates, n]`."""
     in_steps = block[:, None] / step
     # In grid steps, which are squared and multiplied in only after the sum.
     off = _nearest(in_steps, format.element).sub_(in_steps)

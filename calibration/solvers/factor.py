@@ -139,7 +139,7 @@ def corrected_weight(weight: Tensor, drift: Tensor | None, factor: Factor, resid
 
 
 def block_factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverses of positive definite blocks `[n, k, k]`, and their upper factors U with C⁻¹ = Uᵀ U."""
+    """Returns inverses of positive definite blocks `[n, k, k]`, and their upper factors U with C⁻¹ = Uᵀ U."""
     lower = torch.linalg.cholesky(blocks.flip(1, 2))
     eye = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device).expand_as(blocks)
     uppers = torch.linalg.solve_triangular(lower.flip(1, 2), eye, upper=True)

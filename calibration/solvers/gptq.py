@@ -331,7 +331,7 @@ def _descend(
 
 
 def _windows(inputs: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """Windows of `_LAZY` inputs, as columns and as blocks."""
+    """Returns the windows of `_LAZY` inputs, as columns and as blocks."""
     for first in range(0, inputs, _LAZY):
         last = min(first + _LAZY, inputs)
         yield slice(first, last), slice(first // width, -(-last // width))

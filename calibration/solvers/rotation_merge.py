@@ -144,7 +144,7 @@ def merge_residual_rotation(model: nn.Module, run: Callable[[nn.Module], Any]) -
 
 
 def find_residual(model: nn.Module, run: Callable[[nn.Module], Any]) -> Residual:
-    """Writers and readers of the residual stream.
+    """Finds the writers and readers of the residual stream.
 
     Raises:
         ValueError: the stream was not found, or contains something else; the message names the module.

@@ -195,7 +195,7 @@ def _openings(
     start: int | None,
     generator: random.Random,
 ) -> list[list[int]]:
-    """Openings of own text, four in turn: none, the first words of a sample, none, a question.
+    """Returns openings of the model's own text, four in turn: none, the first words of a sample, none, a question.
 
     Temperatures alternate half as often, so each opening comes with both.
     """

@@ -68,7 +68,7 @@ def read_inputs(
 
 
 def _texts(source: str | Path, tokenizer: Any, samples: int, seqlen: int) -> list[Sample]:
-    """Pieces of a text, `seqlen` tokens each including the special tokens that the tokenizer adds."""
+    """Returns pieces of a text, `seqlen` tokens each, including the tokenizer's special tokens."""
     length = max(seqlen - len(tokenizer("")["input_ids"]), 1)
     rows = calibration_rows(str(source), tokenizer, samples=samples, seqlen=length)
     return [

@@ -123,7 +123,7 @@ class _Speed:
     device: torch.device
 
     def of_product(self, tokens: int, dtype: torch.dtype) -> float:
-        """Operations a second of a product of `tokens` rows in `dtype`."""
+        """Returns the operations a second of a product of `tokens` rows in `dtype`."""
         x = torch.ones(tokens, _WIDTH, dtype=dtype, device=self.device)
         weight = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=self.device)
         with fast_matmul():

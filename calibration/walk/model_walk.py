@@ -80,7 +80,7 @@ class ModelWalk:
     # ---- the model around the blocks
 
     def merge_rotations(self) -> None:
-        """Rotations that the modules around take over are done in the model itself, before the walk."""
+        """Merges rotations into the modules around, in the model itself, before the walk."""
         linears = (layer for layer in self.layers if layer.kind == LayerKind.LINEAR)
         rotated = [layer.name for layer in linears if get_pipeline(layer.solver).spec.merges_rotations]
         if rotated:

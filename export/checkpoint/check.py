@@ -52,7 +52,7 @@ def matrix_problems(
 
 
 def _shape_problem(name: str, tensor: torch.Tensor, expected: ExpectedTensor) -> str | None:
-    """Layouts differ in the axes of length one of scales; codes have the axes of the matrix."""
+    """Compares shapes: layouts differ in the axes of length one of scales, and codes have the axes of the matrix."""
     shape = tuple(tensor.shape)
     if expected.shape is None:
         return None if tensor.numel() == 1 else f"is {list(shape)}, expected one number"
@@ -110,7 +110,7 @@ def _named(dtype: torch.dtype) -> str:
 def plan_problems(
     plan: Plan, config: Mapping[str, Any] | None, names: StoredNames, tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[str]:
-    """Differences between a plan and the config of its checkpoint, which other runtimes go by.
+    """Yields the differences between a plan and the config of its checkpoint, which other runtimes read.
 
     Args:
         plan: the plan of the checkpoint.

@@ -82,9 +82,8 @@ def layer_problem(
     if len(shape) == 2 and not weight.divides(shape):
         block = weight.block_shape(shape)[1]
         return (
-            f"{shape[1]} inputs are not a multiple of the {weight} block of {block}, and neither ONNX nor TensorRT "
-            "has a "
-            "short last block; keep the layer in 16 bit (--exclude) or use fp8"
+            f"{shape[1]} inputs are not a multiple of the {weight} block of {block}, and neither ONNX nor TensorRT has "
+            "a short last block; keep the layer in 16 bit (--exclude) or use fp8"
         )
     if activation is None:
         return None

@@ -177,7 +177,7 @@ def _type_packed(packed: Mapping[Any, int]) -> None:
 
 
 def _name_layers(model: Any, prefix: str) -> None:
-    """Initializers get the module's own names; nodes of linears and attentions are marked with their layer's name.
+    """Gives initializers the module's own names, and marks nodes of linears and attentions with their layer's name.
 
     Every node is marked with its module too, so that an engine says which norm or embedding a kernel computes.
     Linears in 16 bit are marked too: the audit has to find a layer that was planned in fewer bits and left as it was.

@@ -159,7 +159,7 @@ class PagedKVCache:
         return self._lengths[sequence][layer]
 
     def pages_of(self, sequence: int) -> tuple[int, ...]:
-        """Pages of a sequence, in order."""
+        """Returns the pages of a sequence, in order."""
         return tuple(self._of(sequence))
 
     def layer(self, layer: int) -> KVPages:
@@ -242,7 +242,7 @@ class PagedKVCache:
         return self.layer(layer).read(self._of(sequence), self.length(sequence, layer))
 
     def block_table(self, sequences: Sequence[int]) -> torch.Tensor:
-        """Pages by sequence, int32 `[len(sequences), most pages]`, filled up with page 0."""
+        """Returns the pages by sequence, int32 `[len(sequences), most pages]`, filled up with page 0."""
         key = tuple(sequences)
         if self._table is None or self._table[:2] != (key, self._version):
             rows = [self._of(sequence) for sequence in sequences]

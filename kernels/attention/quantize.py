@@ -212,14 +212,14 @@ def _prepared(work: AttentionInputs) -> tuple[list[torch.Tensor], torch.Tensor |
 
 
 def _mean_of_rows(mean: torch.Tensor, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    """Means `[sequences, heads, dim]` for each row of x, or something that broadcasts to it."""
+    """Returns means `[sequences, heads, dim]` for each row of x, or something that broadcasts to it."""
     if cu_seqlens is None:
         return mean[:, :, None]
     return mean[sequence_of_rows(cu_seqlens, torch.arange(x.shape[2], device=x.device))].transpose(0, 1)[None]
 
 
 def _scale_of(amax: torch.Tensor) -> torch.Tensor:
-    """Zeros get the smallest scale: as V's they would otherwise outweigh the others' in Hopper's kernel."""
+    """Returns a scale, the smallest for zeros: V's would otherwise outweigh the others' in Hopper's kernel."""
     return finite_or_nan(amax / E4M3.max).clamp_min(1e-30)
 
 

@@ -266,7 +266,7 @@ def _work(rank: int, owner: int, causal: bool) -> Iterator[tuple[int, int, bool]
 
 
 def _exchange(held: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
-    """Starts sending `here` to the next rank and receiving `there` from the previous one."""
+    """Starts sending `held` to the next rank and receiving `incoming` from the previous one."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     ends = [rank + 1, rank - 1]
     to, source = (end % world if group is None else dist.get_global_rank(group, end % world) for end in ends)

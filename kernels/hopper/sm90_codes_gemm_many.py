@@ -203,7 +203,7 @@ class Scales(NamedTuple):
 
 @gluon.jit
 def _fetch_w(maps, rings, slot, panel, k, tiles_k, panels: gl.constexpr, constants: gl.constexpr):
-    """Words and scales of `depth` tiles of each panel, or codes of all rows of the tile of y."""
+    """Fetches the words and scales of `depth` tiles of each panel, or codes of all rows of the tile of y."""
     depth: gl.constexpr = constants.depth
     full = rings.full.index(slot)
     if constants.form == _WORDS:

@@ -105,7 +105,7 @@ def _fence(x):
 
 @gluon.jit
 def _tile(index, sequences, kind: gl.constexpr):
-    """Coordinates of tile `index`: block, head, batch, first query and key, lengths, and first scale blocks."""
+    """Returns where tile `index` is: block, head, batch, first query and key, lengths, and first scale blocks."""
     heads = sequences.heads
     blocks = sequences.blocks
     group = sequences.group

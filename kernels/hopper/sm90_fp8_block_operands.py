@@ -104,7 +104,7 @@ def _store_tile(
     rule: gl.constexpr, square: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr,
     turned: gl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of a tile in float32, in the requested directions.
+    """Stores the codes and scales of a tile in float32, in the requested directions.
 
     `turned` has the same elements in the same threads as `layout`, in an order that makes columns the vectors.
     """

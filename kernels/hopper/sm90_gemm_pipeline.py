@@ -70,7 +70,7 @@ def ring_barriers(stages: gl.constexpr, readers: gl.constexpr):
 
 @gluon.jit
 def weight_rings(w_map, s_map, stages: gl.constexpr, panels: gl.constexpr, depth: gl.constexpr):
-    """Rings of words and of scales, twice: in the shape in which TMA writes them, and in that which threads read."""
+    """Returns rings of words and of scales, twice: in the shape that TMA writes, and in the one that threads read."""
     # No swizzle: threads of a warp read 512 neighbouring bytes, which meet every bank equally often.
     linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     w_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, 2 * depth, 256], w_map.layout)

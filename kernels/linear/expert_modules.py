@@ -97,7 +97,7 @@ def experts_forward(
     observe: Callable[[str, int, torch.Tensor], None] | None = None,
     until: str | None = None,
 ) -> torch.Tensor:
-    """Returns the forward of a transformers experts module whose projections are `QuantExperts`.
+    """Computes the forward pass of a transformers experts module whose projections are `QuantExperts`.
 
     On a GPU all experts run in one grouped matmul a projection, elsewhere one at a time. Registered with transformers
     as the experts implementation "quant".

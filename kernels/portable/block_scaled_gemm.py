@@ -58,7 +58,7 @@ def _scaled_tile(
     element: tl.constexpr, block: tl.constexpr, has_global: tl.constexpr, has_bias: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """Rows `first` to `last` at most, columns from `first_n`, by the weight of `expert`."""
+    """Computes rows `first` to `last` at most, columns from `first_n`, by the weight of `expert`."""
     m, n = first + tl.arange(0, block_m), first_n + tl.arange(0, block_n)
     packed: tl.constexpr = 2 if element == "e2m1" else 1
     byte = tl.arange(0, block_k // packed)

@@ -188,7 +188,7 @@ def codes_gemm_kernel(
 @triton.jit
 def finish_tile(acc, scale, global_scale, bias, y, offset, inside, n, N, scale_stride, kind: tl.constexpr,
            rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr, has_bias: tl.constexpr):  # fmt: skip
-    """Scales that are constant along K, the bias, the rounding to the dtype of y."""
+    """Applies the scales that are constant along K and the bias, and rounds to the dtype of y."""
     if columns == 0:
         row = tl.minimum(n, N - 1)
         index = row // rows if rows > 0 else row * 0

@@ -193,7 +193,7 @@ def score(
     progress: Progress | None = None,
     **options: Unpack[OptionArguments],
 ) -> Sensitivity:
-    """Scores of each fusion group in each format; arguments as in `allocate`, `rows` all used."""
+    """Scores each fusion group in each format; arguments as in `allocate`, `rows` all used."""
     settings = Options(**options)
     space = make_space(model, Goal(bits=16.0), settings)
     session = Session.on(device, progress=progress, seed=settings.seed).for_model(model)

@@ -53,7 +53,7 @@ class Effort:
     points: int = 17
 
     def probes(self, searched: torch.Tensor) -> int:
-        """Measurements of the local search on the device of its rows."""
+        """Returns the number of measurements of the local search on the device of its rows."""
         default = _MEASUREMENTS.get(searched.device.type, _MEASUREMENTS["cpu"])
         return default if self.measurements is None else self.measurements
 

@@ -15,7 +15,7 @@ from quant.recipes.plan import Plan
 
 
 def checkpoint_warnings(plan: Plan, dtype: torch.dtype, names: StoredNames) -> list[str]:
-    """Sentences on features that other runtimes lack, on fusion groups, and on weights that stay in 16 bit.
+    """Returns warnings on features that other runtimes lack, fusion groups, and weights that stay in 16 bit.
 
     Args:
         plan: the plan of the checkpoint, with the run-time parts that its layers have.

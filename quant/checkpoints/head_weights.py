@@ -17,14 +17,14 @@ _STACKS = {*EXPERT_PARTS, "down_proj"}
 
 
 def head_weights(model: nn.Module, source: Path, is_asked: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """Matrices of the source that the model's class has no use for, by the names of the layers that they would be.
+    """Returns the source's matrices that the model's class has no use for, by the names that their layers would have.
 
     Experts that are stored as one stack `[experts, out, in]` come matrix by matrix, as servers read quantized ones.
 
     Args:
         model: a model of transformers, not quantized.
         source: directory of the model.
-        is_asked: whether a layer of this name is wanted.
+        is_asked: whether a layer of this name is requested.
     """
     original, names = source_tensors(source, stored_dtype(model)), stored_names(model)
     # transformers is asked about all experts of a block or about none, because it joins their matrices.

@@ -131,8 +131,7 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
         if layer.kind == LayerKind.EXPERTS and layer.name in tensors and tensors[layer.name].numel():
             raise UserError(
                 f"{place(tensors, layer.name)} is left over, because its experts are quantized one by one; quantize "
-                "the "
-                "model again, or download it again"
+                "the model again, or download it again"
             )
         weight, input_scale = read_layer(tensors, layer)
         install_weight(model, layer, weight, input_scale, read_parts(tensors, layer))
@@ -294,7 +293,7 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 def _as_in_transformers(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns tensors in the dtype in which transformers runs them: that of the model's parameter, or float32 for some.
+    """Returns tensors in the dtype in which transformers runs them: the model parameter's, or float32 for some.
 
     A checkpoint keeps the dtype of its source, such as float32 for a router's bias in a BF16 model.
     """

@@ -144,7 +144,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         return [*self._conversions(), *weight_conversions]
 
     def _conversions(self) -> Iterator[WeightConverter]:
-        """Rules by which the scale of each quantized matrix stands for its layer."""
+        """Returns rules by which the scale of each quantized matrix stands for its layer."""
         if self._checkpoint is None:
             return
         reads = [_ReadLayer(self)]

@@ -102,8 +102,8 @@ def _check_extras(quantizer: Any, name: str, what: str) -> None:
     }
     for problem in (problem for problem, is_set in problems.items() if is_set):
         raise UserError(
-            f"{name}: the ModelOpt quantizer of its {what} has {problem}, which is not supported; quantize "
-            "the layer without it"
+            f"{name}: the ModelOpt quantizer of its {what} has {problem}, which is not supported; quantize the layer "
+            "without it"
         )
 
 

@@ -169,7 +169,7 @@ def has_weights(name: str) -> bool:
 
 
 def listed_modules(file: Path) -> set[str]:
-    """Folders of the layers that sentence-transformers puts behind a model: `1_Pooling`, `2_Dense`.
+    """Returns the folders of the layers that sentence-transformers puts behind a model: `1_Pooling`, `2_Dense`.
 
     Args:
         file: modules.json, which may be missing or another program's.

@@ -54,7 +54,7 @@ def diff(before: Plan, after: Plan) -> list[Change]:
 
 
 def totals(plan: Plan) -> dict[str, Any]:
-    """Figures of a whole plan, which `diff` compares."""
+    """Returns the figures of a whole plan, which `diff` compares."""
     # Embeddings and heads of small models would hide the difference of two plans for the linear layers.
     own = [layer for layer in plan.layers if layer.kind in QUANTIZABLE]
     return {

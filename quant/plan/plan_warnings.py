@@ -33,7 +33,7 @@ def fusion_warnings(plan: Plan) -> list[str]:
 
 
 def coverage_warnings(plan: Plan) -> list[str]:
-    """Warnings about 16 bit: more than half of all weights stay in it, or inputs do because no run measured them."""
+    """Returns warnings where over half of all weights stay in 16 bit, or inputs do because no run measured them."""
     return [*_kept_weights(plan), *_kept_inputs(plan)]
 
 

@@ -44,7 +44,7 @@ def explained(error: Exception, message: str) -> str:
 
 
 def _frames(error: Exception) -> Iterator[tuple[FrameType, int]]:
-    """Frames and line numbers, the innermost last."""
+    """Returns frames and line numbers, the innermost last."""
     traceback = error.__traceback__
     while traceback is not None:
         yield traceback.tb_frame, traceback.tb_lineno

@@ -169,7 +169,7 @@ def _as_stored(results: Sequence[LayerResult], plan: Plan, tensors: Mapping[str,
 
 
 def _warnings(decision: Decision, solved: Solved) -> list[str]:
-    """Sentences on how the run went; `write_model` adds those on the checkpoint itself."""
+    """Returns warnings about the run; `write_model` adds those about the checkpoint itself."""
     return [
         *loss_warnings(solved.layers),
         *_guard_warnings(decision.plan, solved.plan),
@@ -189,8 +189,8 @@ def _head_warnings(solved: Solved) -> list[str]:
     )
     return [
         f"{counted(len(heads), 'layer')} of prediction heads, {heads[0].name} first, were solved with "
-        f"{listed(sorted({layer.solver for layer in heads}))}, without data{scales}, because transformers does not "
-        "run them: compare how many of a server's draft tokens are accepted"
+        f"{listed(sorted({layer.solver for layer in heads}))}, without data{scales}, because transformers does not run "
+        "them: compare how many of a server's draft tokens are accepted"
     ]
 
 

@@ -90,7 +90,7 @@ def register() -> None:
 
 
 def _interfaces() -> list[tuple[Any, dict[str, Callable[..., Any]]]]:
-    """Registries of transformers, each with our functions by name."""
+    """Returns registries of transformers, each with our functions by name."""
     modeling = require("transformers.modeling_utils", "hf")
     masking = require("transformers.masking_utils", "hf")
     attends: dict[str, Callable[..., Any]] = {FP8: partial(_attend, fp8=True), SIXTEEN_BIT: partial(_attend, fp8=False)}

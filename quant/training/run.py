@@ -133,7 +133,7 @@ def _measure(
     baseline: nn.Module | None,
     session: Session,
 ) -> Evaluation | None:
-    """Figures on each text, with attention and KV cache in the plan's formats; None without texts."""
+    """Measures a model on each text, with attention and KV cache in the plan's formats; None without texts."""
     if not texts:
         return None
     with quantized_attention(student, **plan.run_time):

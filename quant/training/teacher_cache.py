@@ -144,8 +144,8 @@ class CachedTeacher:
         """
         if temperature != self.temperature:
             raise UserError(
-                f"{self.path}: cached at temperature {self.temperature:g}, and {temperature:g} is requested; train "
-                "at that, or cache again"
+                f"{self.path}: cached at temperature {self.temperature:g}, and {temperature:g} is requested; train at "
+                "that, or cache again"
             )
         indices = [self._index.get(_digest(row)) for row in batch.cpu()]
         if None in indices:

@@ -24,7 +24,7 @@ from quant.calibration.walk.shared_moments import Moments
 
 
 def observe(block: Block) -> list[torch.Tensor]:
-    """Returns the reference pass. Groups are sorted into the order in which the block calls them.
+    """Runs the reference pass, and sorts groups into the order in which the block calls them.
 
     Returns:
         The hidden states that the original block gives.
@@ -61,7 +61,7 @@ def observe(block: Block) -> list[torch.Tensor]:
 
 
 def observe_and_sum(block: Block) -> tuple[list[torch.Tensor], dict[str, Moments]]:
-    """Returns the reference pass of solvers that need no other; it sums up second moments of the original inputs.
+    """Runs the reference pass of solvers that need no other; it sums up second moments of the original inputs.
 
     Returns:
         The hidden states behind the block, and the sums by the name of each group's first layer.

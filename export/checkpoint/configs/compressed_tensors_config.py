@@ -127,7 +127,7 @@ def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[st
 
 
 def _transform_config(plan: Plan, names: StoredNames) -> dict[str, Any]:
-    """Rotations of inputs, one scheme per block size. The weights in the files are rotated already."""
+    """Returns the rotations of inputs, one scheme per block size. The weights in the files are rotated already."""
     blocks: dict[int, list[LayerPlan]] = {}
     for layer in plan.quantized:
         if layer.parts.hadamard:

@@ -64,8 +64,8 @@ def stopped_warnings(plan: Plan, names: StoredNames) -> list[str]:
     if not stopped:
         return []
     return [
-        f"{_counted(stopped)} quant.load or a server that reads experts one by one: transformers up to 5.24 takes "
-        "the experts of this model only in 16 bit, and stops"
+        f"{_counted(stopped)} quant.load or a server that reads experts one by one: transformers up to 5.24 takes the "
+        "experts of this model only in 16 bit, and stops"
     ]
 
 

@@ -80,8 +80,8 @@ def check_plan(plan: Plan) -> None:
         }
         for part in (name for name, size in parts.items() if size):
             raise ValueError(
-                f"{layer.name}: ModelOpt's layout cannot hold {part} with {layer.weight}; quantize the model "
-                "again without it, or deploy the compressed-tensors checkpoint"
+                f"{layer.name}: ModelOpt's layout cannot hold {part} with {layer.weight}; quantize the model again "
+                "without it, or deploy the compressed-tensors checkpoint"
             )
 
 

@@ -340,7 +340,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _eighths(x: torch.Tensor) -> list[int]:
-    """Strides of batch, head and token in units of eight elements, which tells the compiler their alignment."""
+    """Returns strides of batch, head and token in units of eight elements, which shows the compiler their alignment."""
     return [n // 8 for n in x.stride()[:3]]
 
 

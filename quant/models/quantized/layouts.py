@@ -58,8 +58,8 @@ def _find_scaled(name: str, tensors: QuantizedTensors, quantization: Quantizatio
     shape, scales = tensors.stored_shape(name), tensors.stored_shape(scale)
     if len(shape) < 2 or (tensors.stored_dtype(name) in ("I32", "U8") and not scales):
         raise UserError(
-            f"{tensors.file_of(name)}: {name} {list(shape)} with {scale} {list(scales)} is not a quantized weight: "
-            "its codes are a matrix, and packed ones have a scale for each group; download the checkpoint again"
+            f"{tensors.file_of(name)}: {name} {list(shape)} with {scale} {list(scales)} is not a quantized weight: its "
+            "codes are a matrix, and packed ones have a scale for each group; download the checkpoint again"
         )
     # Words of 32 bits hold several codes, and a row may end in padding; `weight_shape` is the original's shape.
     if tensors.stored_dtype(name) == "I32":
