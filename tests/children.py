@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
+
+# Imports that the tests of ranks need, which take longer than most of them compute.
+_IMPORTS = ["quant", "pytest", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
 
 
 def in_child(action: Callable[[], object], kill_after: float | None = None) -> int:
@@ -27,3 +32,15 @@ def in_child(action: Callable[[], object], kill_after: float | None = None) -> i
         time.sleep(kill_after)
         os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def run_ranks(function: Callable[..., None], arguments: tuple[Any, ...] = (), count: int = 1) -> None:
+    """Runs `function(rank, *arguments)` in `count` processes; an exception of one ends all, and is raised.
+
+    As `torch.multiprocessing.spawn`, but the processes are forks of a server that imported torch and transformers once.
+    The server has no threads and no CUDA context, so its forks may use both.
+    """
+    import torch.multiprocessing
+
+    multiprocessing.set_forkserver_preload(_IMPORTS)
+    torch.multiprocessing.start_processes(function, arguments, nprocs=count, start_method="forkserver")

@@ -45,6 +45,12 @@ def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quant.recipes.effort.DEFAULT", 0)
 
 
+@pytest.fixture(autouse=True)
+def _no_wait_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test's files need not outlive a power failure: `os.fsync` returns at once, as on a disk that has written."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
 @pytest.fixture(params=["fast products", "plain products"])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a test as on a processor with BF16 units, and as on one that has only PyTorch's own float32 products.

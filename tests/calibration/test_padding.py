@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -60,13 +61,19 @@ WAYS: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
+@cache
+def _from_texts(recipe: str, solver: str) -> dict[str, torch.Tensor]:
+    """The tensors that texts give one by one."""
+    return quant.quantize(_llama(), recipe, _texts(), solver=solver).model.state_dict()
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("recipe", "solver"), [("fp8", "rtn"), ("nvfp4", "awq:merge+gptq"), ("nvfp4a16", "gptq+autoround:2")]
 )
 def test_padded_data_give_what_the_texts_give(recipe: str, solver: str, way: str, side: str) -> None:
-    expected = quant.quantize(_llama(), recipe, _texts(), solver=solver).model.state_dict()
+    expected = _from_texts(recipe, solver)
     found = quant.quantize(_llama(), recipe, solver=solver, **WAYS[way](side)).model.state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 

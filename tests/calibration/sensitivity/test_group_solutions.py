@@ -57,10 +57,14 @@ def _loss_for_real(model: nn.Module, members: list[LayerPlan], preset: str, solv
 @pytest.mark.parametrize(
     ("solver", "formats"),
     [
-        ("gptq", "nvfp4,fp8a16"), ("awq+gptq", "nvfp4,mxfp4a16"), ("awq", "nvfp4a16,mxfp8"), ("local_hessian", "nvfp4"),
-        ("awq+gptq", "nvfp4+lowrank:8,nvfp4a16+lowrank:8"), ("rtn", "nvfp4+lowrank:8,mxfp4+lowrank:4"),
+        ("gptq", "nvfp4,fp8a16"),
+        pytest.param("awq+gptq", "nvfp4,mxfp4a16", marks=pytest.mark.slow),
+        pytest.param("awq", "nvfp4a16,mxfp8", marks=pytest.mark.slow),
+        ("local_hessian", "nvfp4"),
+        ("awq+gptq", "nvfp4+lowrank:8,nvfp4a16+lowrank:8"),
+        pytest.param("rtn", "nvfp4+lowrank:8,mxfp4+lowrank:4", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_a_group_alone_loses_what_it_loses_for_real(solver: str, formats: str) -> None:
     model = _llama()
     groups = _groups(model)

@@ -38,26 +38,29 @@ NVFP4 = FORMATS["nvfp4"]
 
 CASES = [
     ("nvfp4a16", "rtn"),
-    ("nvfp4a16", "mse"),
     ("nvfp4a16", "four_over_six"),
     ("nvfp4a16", "local_hessian"),
-    ("nvfp4a16", "gptq"),
     ("nvfp4", "awq+gptq"),
-    ("nvfp4", "smoothquant"),
-    ("nvfp4a16", "smoothquant+gptq"),
-    ("nvfp4a16", "rotation:32+gptq"),
     ("nvfp4", "awq+rotation:16+mse"),
     ("nvfp4", "awq+lowrank:4+gptq"),
-    ("nvfp4a16", "lowrank:4+mse"),
-    ("nvfp4a16", "autoround:2"),
-    ("nvfp4", "awq+autoround:2"),
     ("nvfp4a16", "rotation:32+lowrank:2+gptq+autoround:2"),
     ("fp8", "gptq"),
-    ("fp8_channel", "awq+gptq"),
     ("fp8_block", "gptq"),
     ("mxfp8", "gptq+autoround:2"),
     ("int8", "smoothquant+gptq"),
     ("int4a16", "awq+gptq"),
+]
+# Parts of the pipelines above, alone or in other formats.
+SLOW_CASES = [
+    ("nvfp4a16", "mse"),
+    ("nvfp4a16", "gptq"),
+    ("nvfp4", "smoothquant"),
+    ("nvfp4a16", "smoothquant+gptq"),
+    ("nvfp4a16", "rotation:32+gptq"),
+    ("nvfp4a16", "lowrank:4+mse"),
+    ("nvfp4a16", "autoround:2"),
+    ("nvfp4", "awq+autoround:2"),
+    ("fp8_channel", "awq+gptq"),
     ("mxfp4", "local_hessian"),
 ]
 
@@ -77,7 +80,9 @@ def _buffers(model: nn.Module) -> dict[str, tuple[int, dict[str, torch.Tensor]]]
     }
 
 
-@pytest.mark.parametrize(("preset", "solver"), CASES)
+@pytest.mark.parametrize(
+    ("preset", "solver"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
+)
 def test_command_python_and_reload_agree(preset: str, solver: str, tokens: Path, tmp_path: Path) -> None:
     model = open_model(BASE).model
     done = quantize(model, preset, IDS, solver=solver)
@@ -373,7 +378,16 @@ def _with_tower() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("solver", ["gptq", "local_hessian", "awq+gptq", "rotation:16+lowrank:2+gptq", "autoround:2"])
+@pytest.mark.parametrize(
+    "solver",
+    [
+        "gptq",
+        pytest.param("local_hessian", marks=pytest.mark.slow),
+        "awq+gptq",
+        "rotation:16+lowrank:2+gptq",
+        "autoround:2",
+    ],
+)
 def test_a_tower_that_text_does_not_reach_is_solved_without_data(solver: str) -> None:
     model = _with_tower()
     weight = model.tower[0].weight.detach().clone()

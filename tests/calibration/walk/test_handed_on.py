@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from slow_cases import quick_cases
 
 import quant
 from quant.calibration.blocks import output_of
@@ -93,7 +94,7 @@ def test_states_are_those_of_whole_models(name: str, solver: str, monkeypatch: p
     assert compared >= 2
 
 
-@pytest.mark.parametrize("name", ["Gemma3n", "Gemma4"])
+@pytest.mark.parametrize("name", [pytest.param("Gemma3n", marks=pytest.mark.slow), "Gemma4"])
 def test_codes_before_the_shared_layers_do_not_depend_on_them(name: str) -> None:
     """The first two blocks run before anything is shared: without sharing their codes are the same."""
     shared = sharing_model(name)
@@ -108,9 +109,18 @@ def test_codes_before_the_shared_layers_do_not_depend_on_them(name: str) -> None
             assert torch.equal(one.codes, other.codes), path
 
 
-@pytest.mark.parametrize("name", ["Gemma3n", "Gemma4"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("format", "limit"), [("nvfp4", 1.0), ("int8", 0.15)])
+@pytest.mark.parametrize(
+    ("name", "dtype", "format", "limit"),
+    quick_cases(
+        [
+            (name, dtype, *limit)
+            for name in OWN
+            for dtype in (torch.bfloat16, torch.float32)
+            for limit in (("nvfp4", 1.0), ("int8", 0.15))
+        ],
+        lambda name, dtype, format, limit: dtype is torch.bfloat16 and (format == "nvfp4") == (name == "Gemma3n"),
+    ),
+)
 def test_every_dtype_and_format_ends(name: str, dtype: torch.dtype, format: str, limit: float) -> None:
     model = sharing_model(name, dtype)
     reference = model(ROWS).logits.detach().float()

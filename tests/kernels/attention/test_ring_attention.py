@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from children import run_ranks
 from interpreter import interpreted
 
 from quant.formats.format import FORMATS
@@ -76,7 +76,7 @@ def of_a_rank(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[Any, torch.Tensor]], list[str]]:
     folder = tmp_path_factory.mktemp("ring")
-    torch.multiprocessing.spawn(of_a_rank, (str(folder),), nprocs=max(WORLDS))
+    run_ranks(of_a_rank, (str(folder),), max(WORLDS))
     ranks = range(max(WORLDS))
     return [torch.load(folder / f"rank{r}.pt") for r in ranks], [(folder / f"error{r}").read_text() for r in ranks]
 
@@ -231,7 +231,7 @@ def of_a_gpu(rank: int, world: int, folder: str) -> None:
 def test_gpus_give_what_float64_gives(tmp_path: Path) -> None:
     """BF16 outputs of the parts; under FP8 the probabilities are E4M3, too (2.6e-2 for independent values)."""
     world = min(torch.cuda.device_count(), 4)
-    torch.multiprocessing.spawn(of_a_gpu, (world, str(tmp_path)), nprocs=world)
+    run_ranks(of_a_gpu, (world, str(tmp_path)), world)
     found = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world)]
     q, k, v = (x.bfloat16().float() for x in operands((1, 8, 2, 256 * world + 8 * world, 64)))
     for name, causal in found[0]:

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from assembler import assemble
 from interpreter import interpreted
+from slow_cases import quick_cases
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.packing import pack
@@ -165,12 +166,24 @@ def compiled_for(kernel: Any, signature: dict[str, str], constants: dict[str, An
     return CompiledKernel(kernel.__name__, result.asm["ptx"], arch, (), tiles.warps, result.metadata.shared)
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp8", "fp8_block", "int4", "int4_g32"])
-@pytest.mark.parametrize(("arch", "tiles", "instruction"), [
+TARGETS = [
     (90, Tiles(16, 64, 128, 4, True, 4, 3), "wgmma.mma_async"),
     (90, Tiles(128, 128, 64, 1, True, 8, 3), "wgmma.mma_async"),
     (120, Tiles(16, 64, 128, 4, False, 4, 3), "mma.sync"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(
+    ("format", "arch", "tiles", "instruction"),
+    quick_cases(
+        [
+            (format, *target)
+            for format in ("nvfp4", "mxfp4", "mxfp8", "fp8_block", "int4", "int4_g32")
+            for target in TARGETS
+        ],
+        lambda format, arch, tiles, instruction: tiles.block_m == 128 or format == "nvfp4",
+    ),
+)
 def test_compiles_to_tensor_core_instructions_without_spills(
     format: str, arch: int, tiles: Tiles, instruction: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from assembler import assemble
 from interpreter import interpreted
+from slow_cases import quick_cases
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
@@ -104,7 +106,11 @@ def test_rows_that_are_no_numbers_stay_alone_on_a_gpu() -> None:
     check_poisoned_rows("cuda")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+# One format of each layout of codes and scales; `test_codes_gemm.py` has the codes of all.
+DISTINCT = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_channel", "fp8_block", "fp8_group", "int8", "int4_g32")
+
+
+@pytest.mark.parametrize("format", quick_cases(FORMATS, lambda format: format in DISTINCT))
 def test_every_format_interpreted(format: str) -> None:
     with interpreted():
         for counts in COUNTS[:4]:
@@ -200,9 +206,13 @@ def compile_aligned(
     return CompiledKernel(kernel.__name__, result.asm["ptx"], arch, (), warps, result.metadata.shared)
 
 
-@pytest.mark.parametrize("arch", [90, 100, 120])
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8_block", "int8"])
-@pytest.mark.parametrize("block_m", [16, 64, 128])
+@pytest.mark.parametrize(
+    ("arch", "format", "block_m"),
+    quick_cases(
+        product([90, 100, 120], ["nvfp4", "mxfp8", "fp8_block", "int8"], [16, 64, 128]),
+        lambda arch, format, block_m: arch == 90 or (format, block_m) == ("nvfp4", 64),
+    ),
+)
 def test_weight_only_compiles_without_spills(arch: int, format: str, block_m: int) -> None:
     form, kernel = FORMATS[format], kernels.grouped_codes_gemm_kernel
     block_n, block_k, warps = kernels.weight_tile(block_m)

@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from children import run_ranks
 
 import quant
 
@@ -75,7 +75,7 @@ def joined(rank: int, folder: str, format: str) -> None:
 
 @pytest.mark.parametrize("format", ["nvfp4a16", pytest.param("mxfp8", marks=pytest.mark.slow)])
 def test_two_processes_train_adapters_as_one_does(format: str, tmp_path: Path) -> None:
-    mp.spawn(joined, (str(tmp_path), format), nprocs=2)
+    run_ranks(joined, (str(tmp_path), format), 2)
     ids = ROWS[:1]
     by_model, by_us = (quant.load(tmp_path / name)(ids).logits for name in ("by_model", "by_us"))
     assert torch.equal(by_model, by_us)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-import torch.multiprocessing as mp
+from children import run_ranks
 from second_device import second_device
 from torch import nn
 from torch.nn import functional
@@ -347,7 +347,7 @@ def on_a_second_device(_: int) -> None:
 
 
 def test_a_mask_follows_to_another_device() -> None:
-    mp.spawn(on_a_second_device, nprocs=1)
+    run_ranks(on_a_second_device)
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-import torch.multiprocessing as mp
+from children import run_ranks
 
 import quant
 from quant.cli.ranks.launch import free_port
@@ -64,7 +64,7 @@ def test_two_processes_resume(kind: str, tmp_path: Path) -> None:
     if kind == "lora":
         pytest.importorskip("peft", reason="the extra training")
     port = free_port()
-    mp.spawn(joined, (str(tmp_path), kind, port), nprocs=2)
+    run_ranks(joined, (str(tmp_path), kind, port), 2)
     start, whole, again = torch.load(tmp_path / "states", weights_only=True)
     assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
     assert any(not torch.equal(tensor, start[name]) for name, tensor in whole.items())

@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from children import run_ranks
 
 import quant
 from quant.training.rounding.rounded_weight import RoundedWeight
@@ -76,7 +76,7 @@ def joined(rank: int, folder: str, device: str) -> None:
 def test_two_processes_train_as_one_does(device: str, tmp_path: Path) -> None:
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    mp.spawn(joined, (str(tmp_path), device), nprocs=2)
+    run_ranks(joined, (str(tmp_path), device), 2)
     model, teacher = prepared(), tiny_models.llama(seed=1, gain=2.0)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     step(model, teacher, ROWS)
@@ -137,7 +137,7 @@ def learning(recipe: str) -> Any:
 
 @pytest.mark.slow
 def test_under_fsdp_the_copies_that_train_are_packed_and_each_linear_may_be_sharded_alone(tmp_path: Path) -> None:
-    mp.spawn(apart, (str(tmp_path),), nprocs=2)
+    run_ranks(apart, (str(tmp_path),), 2)
     trained = torch.load(tmp_path / "trained", weights_only=True)
     for name, recipe in (("narrow", "nvfp4a16"), ("each", "fp8")):
         model = learning(recipe)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-import torch.multiprocessing as mp
+from children import run_ranks
 from second_device import second_device
 from torch import nn
 
@@ -49,7 +49,7 @@ def on_a_second_device(_: int) -> None:
 
 def test_a_replica_on_another_device_computes_what_its_layer_does() -> None:
     """It knows the fused layers that are on the first device alone."""
-    mp.spawn(on_a_second_device, nprocs=1)
+    run_ranks(on_a_second_device)
 
 
 def test_the_model_inside_of_data_parallel_is_packed() -> None:

@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from children import run_ranks
 from torch import nn
 
 import quant
@@ -81,7 +81,7 @@ def _joined(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_gather_half_the_bytes_and_train_the_same_bits(tmp_path: Path) -> None:
-    mp.spawn(_joined, (str(tmp_path),), nprocs=2)
+    run_ranks(_joined, (str(tmp_path),), 2)
     plain, fp8 = torch.load(tmp_path / "both", weights_only=True)
     assert fp8["losses"] == plain["losses"]
     assert fp8["weights"].keys() == plain["weights"].keys()

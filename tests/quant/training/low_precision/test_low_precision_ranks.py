@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from children import run_ranks
 
 import quant
 from quant.training.low_precision.recipe import RECIPES
@@ -67,7 +67,7 @@ def _joined(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
-    mp.spawn(_joined, (str(tmp_path),), nprocs=2)
+    run_ranks(_joined, (str(tmp_path),), 2)
     for name in ("mxfp8", "nvfp4"):
         trained = torch.load(tmp_path / name, weights_only=True)
         # FSDP2 shows each layer the whole weight, so both ways round alike.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from children import run_ranks
 from torch import nn
 
 import quant
@@ -58,7 +58,7 @@ def _joined(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_compute_what_one_computes(tmp_path: Path) -> None:
-    mp.spawn(_joined, (str(tmp_path),), nprocs=2)
+    run_ranks(_joined, (str(tmp_path),), 2)
     for recipe in RECIPES:
         for sharded, whole in zip(torch.load(tmp_path / recipe, weights_only=True), _step(_net(recipe)), strict=True):
             # A gradient that has one scale is scaled by each rank's own shard.
