@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quant.cli.base import JSON, QUIET, REVISION, TRUST, Command, print_json
-from quant.cli.console import page, status, table
+from quant.cli.console import page, status
+from quant.cli.tables import print_table
 from quant.errors import UserError, counted, printable
 from quant.formats.json_files import read_json
 from quant.recipes.json_data import typed
@@ -103,11 +104,15 @@ def _show_runtime(check: RuntimeCheck) -> None:
     rows: dict[tuple[str, str, str], list[float | None]] = {}
     for layer in check.layers:
         rows.setdefault((layer.kind, layer.kernel, layer.inputs), []).append(layer.error)
-    grid = table("layer", "kernel", "inputs", ">layers", ">largest error")
-    for (kind, kernel, inputs), errors in rows.items():
-        measured = [error for error in errors if error is not None]
-        grid.add_row(kind, kernel, inputs, f"{len(errors)}", f"{max(measured):.2%}" if measured else "not compared")
-    page().print(grid)
+    measured = [[error for error in errors if error is not None] for errors in rows.values()]
+    columns = {
+        "!layer": [kind for kind, _, _ in rows],
+        "kernel": [kernel for _, kernel, _ in rows],
+        "inputs": [inputs for _, _, inputs in rows],
+        "!>layers": [f"{len(errors)}" for errors in rows.values()],
+        "!>largest error": [f"{max(errors):.2%}" if errors else "not compared" for errors in measured],
+    }
+    print_table(columns, drops=("inputs", "kernel"))
     attention = f"; attention {check.attention}, KV cache {check.kv_cache}" if check.attention else ""
     click.echo(
         f"{check.runtime}: log-probabilities differ by {check.logprob_difference:.3f} nat on average, "
@@ -179,11 +184,14 @@ def print_findings(findings: list[Finding]) -> None:
     """Prints a table of the audit, and its totals."""
     from quant.export.engine.audit import UNPLANNED
 
-    shown = table("layer", "planned", "found", "")
-    for finding in findings:
-        shown.add_row(finding.name, finding.planned, finding.found, "" if finding.passed else "differs")
+    columns = {
+        "!layer": [finding.name for finding in findings],
+        "planned": [finding.planned for finding in findings],
+        "found": [finding.found for finding in findings],
+        "!": ["" if finding.passed else "differs" for finding in findings],
+    }
+    print_table(columns)
     out = page()
-    out.print(shown)
     planned = [finding for finding in findings if finding.planned != UNPLANNED]
     passed = sum(finding.passed for finding in planned)
     out.print(f"{passed} of {len(planned)} as planned" if planned else f"{len(findings)} found; --plan compares them")

@@ -1,18 +1,16 @@
-"""The terminal shows progress on standard error and tables on standard output, both through rich."""
+"""The two streams of a command, through rich: standard output is a `page`, standard error shows progress."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
@@ -25,11 +23,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.segment import Segment
-from rich.table import Column, Table
+from rich.table import Column
 
 from quant.calibration.listener import SILENT, Listener
-from quant.errors import counted, megabytes, printable
-from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
+from quant.errors import megabytes, printable
 
 
 class _Console(Console):
@@ -44,9 +41,6 @@ class _Console(Console):
 
 CONSOLE = _Console(stderr=True, markup=False)
 _PIPE_WIDTH = 240  # columns
-# Columns of a plan that a narrow terminal omits, in this order, and the least width of a reason.
-_DROPPED_FIRST = ("group", "solver", "why", "SNR dB", "shape", "input")
-_REASON_WIDTH, _REASONS = 20, 8
 _SECONDS_A_LINE = 10
 _SECONDS_OF_SPEED = 60  # the last ones, which speed is the mean of
 _STAGES = {
@@ -68,40 +62,6 @@ def page() -> Console:
     # Without markup: rich would read the brackets of a glob such as `*.[0-9]` as one of its tags.
     out = _Console(markup=False)
     return out if out.is_terminal else _Console(markup=False, width=_PIPE_WIDTH)
-
-
-def table(*columns: str, title: str | None = None, **style: Any) -> Table:
-    """Returns an empty table. Columns named with `!` keep their text in one line, those with `>` align it right."""
-    grid = Table(title=title, title_justify="left", **style)
-    for column in columns:
-        name = column.lstrip("!>")
-        marks = column.removesuffix(name)
-        grid.add_column(name, justify="right" if ">" in marks else "left", overflow="fold", no_wrap="!" in marks)
-    return grid
-
-
-def _print_fitting(columns: Mapping[str, Sequence[str]], out: Console) -> list[str]:
-    """Prints a table without the columns that it has no room for; returns their names.
-
-    rich would cut cells to the width, and a number that is cut is another number.
-    """
-    # Two spaces between columns, and one at each side.
-    widths = {name: max(map(cell_len, (name.lstrip("!>"), *cells))) + 2 for name, cells in columns.items()}
-    if "why" in widths:
-        widths["why"] = min(widths["why"], _REASON_WIDTH)  # its text may go on in the next line
-    left_out: list[str] = []
-    for name in _DROPPED_FIRST:
-        key = next((key for key in widths if key.lstrip("!>") == name), None)
-        if key is not None and sum(widths.values()) > out.width:
-            del widths[key]
-            left_out.append(name)
-    # Names of layers are broken where even they have no room.
-    names = [name.replace("!", "", sum(widths.values()) > out.width) if name == "!layer" else name for name in widths]
-    listed = table(*names, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for row in zip(*(columns[name] for name in widths), strict=True):
-        listed.add_row(*row)
-    out.print(listed)
-    return left_out
 
 
 def status(text: str, quiet: bool) -> Any:
@@ -249,65 +209,3 @@ def bar(stage: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """One progress bar; gives `advance(done, total)`."""
     with stages(quiet) as advance:
         yield lambda done, total: advance(stage, done, total)
-
-
-def print_plan(
-    plan: Plan,
-    layers: Sequence[LayerPlan] | None = None,
-    *,
-    report: Mapping[str, Any] | None = None,
-    everything: bool = False,
-    costs: bool = False,
-) -> None:
-    """Prints a line per layer, the number of kept layers by reason, and totals.
-
-    Args:
-        plan: the plan.
-        layers: those to show; all by default.
-        report: the checkpoint's report, for the SNR of each layer.
-        everything: whether layers that stay in 16 bit get a line too.
-        costs: whether bytes, scores and fusion groups are columns.
-    """
-    layers = plan.layers if layers is None else layers
-    # A layer with a score was given 16 bit by an allocation: that is a decision too.
-    shown = [m for m in layers if everything or m.weight is not None or m.score is not None]
-    snr = {layer["name"]: layer["snr_db"] for layer in report["layers"]} if report else {}
-    columns: dict[str, Callable[[LayerPlan], str]] = {
-        "!layer": lambda m: m.name,
-        "!>shape": lambda m: "×".join(map(str, m.shape)),
-        "!weight": lambda m: str(m.weight or "16 bit"),
-        "!input": lambda m: str(m.activation or "16 bit") if m.weight else "–",
-        "!solver": lambda m: m.solver if m.weight else "–",
-        "!>bits": lambda m: f"{m.bits_per_weight:.3f}",
-    }
-    if costs:
-        columns["!>bytes"] = lambda m: f"{m.nbytes:,}"
-    if snr:
-        columns["!>SNR dB"] = lambda m: "–" if snr.get(m.name) is None else f"{snr[m.name]:.1f}"
-    if costs and any(m.score is not None for m in shown):
-        columns["!>score"] = lambda m: "–" if m.score is None else f"{m.score:.3g}"
-    if costs and any(m.group is not None for m in shown):
-        columns["group"] = lambda m: (m.group or "–").removeprefix(m.name.rpartition(".")[0] + ".")
-    columns["why"] = lambda m: m.reason
-    out = page()
-    left_out = _print_fitting({name: [text(m) for m in shown] for name, text in columns.items()}, out)
-    if "why" in left_out:
-        for reason, count in Counter(m.reason for m in shown).most_common(_REASONS):
-            out.print(f"{counted(count, 'layer')}: {reason}")
-    if left_out:
-        out.print(f"no room in {out.width} columns for: {', '.join(left_out)}; a wider terminal or --json shows them")
-    names = {m.name for m in shown}
-    for reason, count in Counter(m.reason for m in layers if m.name not in names).items():
-        out.print(f"{counted(count, 'layer')} kept in 16 bit: {reason}")
-    # Totals are over the layers shown, which --match may have narrowed.
-    chosen = [m for m in layers if m.weight is not None]
-    # Two bytes for each weight in 16 bit; a tied weight is stored once.
-    before = sum(2 * m.numel for m in layers if m.tied_to is None)
-    out.print(
-        f"{counted(len(layers), 'layer')}{'' if len(layers) == len(plan.layers) else f' of {len(plan.layers)}'}; "
-        f"{len(chosen)} quantized at {bits_per_weight(chosen):.4f} bits a weight, scales counted; "
-        f"{megabytes(before)} in 16 bit become {megabytes(sum(m.nbytes for m in layers))}"
-    )
-    for label, value in (("KV cache", plan.kv_cache), ("attention", plan.attention), ("target", plan.target)):
-        if value:
-            out.print(f"{label}: {value}")

@@ -9,7 +9,8 @@ import click
 from rich.console import Console
 
 from quant.cli.base import JSON, Command, print_json
-from quant.cli.console import page, table
+from quant.cli.console import page
+from quant.cli.tables import print_table
 from quant.extras import versions
 from quant.formats.install_command import install_command
 from quant.kernels.processor import cores, describe_processor, quota
@@ -93,12 +94,15 @@ def print_findings(findings: dict[str, Any]) -> None:
         out.print(f"GPUs {pair}: {link}")
     if not findings["gpus"]:
         out.print("GPU: none; quantizing, exporting and evaluating work, kernels run as their PyTorch reference")
-    packages = table("package", "for", "here")
-    for name, entry in findings["packages"].items():
-        how = f"no: extra {entry['extra']}" if entry["extra"] else "no"
-        packages.add_row(name, entry["for"], "yes" if entry["installed"] else how)
-    out.print(packages)
-    missing = [e["extra"] for e in findings["packages"].values() if e["extra"] and not e["installed"]]
+    packages = findings["packages"].values()
+    absent = [f"no: extra {entry['extra']}" if entry["extra"] else "no" for entry in packages]
+    columns = {
+        "!package": list(findings["packages"]),
+        "for": [entry["for"] for entry in packages],
+        "!here": ["yes" if entry["installed"] else how for entry, how in zip(packages, absent, strict=True)],
+    }
+    print_table(columns)
+    missing = [e["extra"] for e in packages if e["extra"] and not e["installed"]]
     if missing:
         out.print(f"extras are installed by, for example: {install_command(missing[0])}", highlight=False, markup=False)
 

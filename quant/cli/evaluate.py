@@ -20,7 +20,8 @@ from quant.cli.base import (
     model_options,
     print_json,
 )
-from quant.cli.console import bar, listener, page, table
+from quant.cli.console import bar, listener, page
+from quant.cli.tables import fitting, print_table
 from quant.errors import UserError
 from quant.models.watched_files import WatchedFiles
 
@@ -139,20 +140,28 @@ def evaluate_command(
 
 
 def _print_scores(scores: Sequence[TaskScore]) -> None:
-    shown = table("task", "metric", ">value", ">± standard error", ">documents")
-    for score in scores:
-        metric = score.metric if score.filter == "none" else f"{score.metric} ({score.filter})"
-        error = "" if score.stderr is None else f"{score.stderr:.4f}"
-        shown.add_row(score.task, metric, f"{score.value:.4f}", error, f"{score.samples:,}")
-    page().print(shown)
+    columns = {
+        "!task": [score.task for score in scores],
+        "metric": [each.metric if each.filter == "none" else f"{each.metric} ({each.filter})" for each in scores],
+        "!>value": [f"{score.value:.4f}" for score in scores],
+        "!>± standard error": ["–" if score.stderr is None else f"{score.stderr:.4f}" for score in scores],
+        "!>documents": [f"{score.samples:,}" for score in scores],
+    }
+    print_table(columns, drops=("documents",))
 
 
 def _print_evaluation(result: Evaluation) -> None:
-    columns = [_figures(each) for each in result.texts]
-    shown = table("", *(f">{each.text}" for each in result.texts), show_header=len(columns) > 1)
-    for label in dict.fromkeys(label for column in columns for label in column):
-        shown.add_row(label, *(column.get(label, "") for column in columns))
-    page().print(shown)
+    figures = {f"{each.text}": _figures(each) for each in result.texts}
+    labels = list(dict.fromkeys(label for column in figures.values() for label in column))
+    columns = {f"!>{name}": [column.get(label, "–") for label in labels] for name, column in figures.items()}
+    out = page()
+    grid, left_out = fitting({"!": labels, **columns}, out, drops=list(figures)[1:], show_header=len(columns) > 1)
+    if not left_out:
+        out.print(grid)
+        return
+    # Without room side by side, the texts stand below each other.
+    for name, cells in columns.items():
+        out.print(fitting({"!": labels, name: cells}, out)[0])
 
 
 def _figures(result: Evaluation) -> dict[str, str]:

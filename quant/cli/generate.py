@@ -24,7 +24,8 @@ from quant.cli.base import (
     echo,
     print_json,
 )
-from quant.cli.console import listener, page, status, table
+from quant.cli.console import listener, status
+from quant.cli.tables import print_table
 from quant.errors import UserError
 from quant.models.files import find_checkpoint
 
@@ -219,20 +220,20 @@ def check_engine_command(
 
 
 def _print_check(checked: EngineCheck) -> None:
-    shown = table("check", "result")
-    for name, finding in checked.facts:
-        shown.add_row(name, finding)
+    rows = list(checked.facts)
     if checked.backend:
         total = checked.steps * len(checked.prompts)
         first = checked.first_difference
         where = "" if first is None else f"; the first other one: row {first[0] + 1}, token {first[1] + 1}"
-        shown.add_row("runs on", f"{checked.backend}, in {checked.dtype}")
-        shown.add_row("prompts", f"{', '.join(map(str, checked.prompts))} tokens")
-        shown.add_row("likeliest tokens", f"{checked.agreeing} of {total} the same{where}")
-        shown.add_row("logits", f"relative difference {checked.error:.1e}, mean KL {checked.kl:.1e} nats")
+        rows += [
+            ("runs on", f"{checked.backend}, in {checked.dtype}"),
+            ("prompts", f"{', '.join(map(str, checked.prompts))} tokens"),
+            ("likeliest tokens", f"{checked.agreeing} of {total} the same{where}"),
+            ("logits", f"relative difference {checked.error:.1e}, mean KL {checked.kl:.1e} nats"),
+        ]
         for index, part in enumerate(("prefill", "decoding step")):
             engine, reference = checked.engine_ms[index], checked.reference_ms[index]
-            rows = "all rows" if index == 0 else "one row"
-            shown.add_row(part, f"{engine:.1f} ms for all rows; quant.load: {reference:.1f} ms for {rows}")
-    shown.add_row("result", {True: "passed", False: "failed", None: "not run on this machine"}[checked.passed])
-    page().print(shown)
+            timed = "all rows" if index == 0 else "one row"
+            rows.append((part, f"{engine:.1f} ms for all rows; quant.load: {reference:.1f} ms for {timed}"))
+    rows.append(("result", {True: "passed", False: "failed", None: "not run on this machine"}[checked.passed]))
+    print_table({"!check": [name for name, _ in rows], "result": [finding for _, finding in rows]})

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.box import SIMPLE_HEAD
 
 from quant.cli.base import JSON, REVISION, TRUST, Command, echo, print_json
-from quant.cli.console import page, print_plan, table
+from quant.cli.tables import print_plan, print_table
+from quant.errors import UserError
 from quant.export.checkpoint.directory import check_apart
+from quant.formats.atomic import write_atomically
 from quant.formats.format import FORMATS
 from quant.formats.json_files import read_json
 from quant.models.files import find_checkpoint
@@ -53,13 +54,24 @@ def _inspect(directory: Path, as_json: bool) -> None:
 
 @click.command("report", cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("other", type=click.Path(path_type=Path), required=False)
 @click.option("--receipt", "receipt_file", type=click.Path(path_type=Path), help="Receipt that `quant export` wrote.")
-@click.option("--out", type=click.Path(path_type=Path), help="HTML file.  [default: report.html in DIRECTORY]")
-def report_command(directory: Path, receipt_file: Path | None, out: Path | None) -> None:
-    """Write the HTML report of a checkpoint again from its report.json and plan.json.
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="HTML file.  [default: report.html in DIRECTORY; comparison.html here]",
+)
+def report_command(directory: Path, other: Path | None, receipt_file: Path | None, out: Path | None) -> None:
+    """Write the HTML report of a checkpoint again from its report.json and plan.json, or compare it with OTHER.
 
     With --receipt, the receipt is added to report.json, and the page shows every layer at every stage of the export.
+    With OTHER, a second run on the same model, a page shows both side by side, and the totals are printed.
     """
+    if other is not None:
+        if receipt_file is not None:
+            raise UserError("--receipt belongs to one checkpoint; leave it out to compare two")
+        _compare(directory, other, out or Path("comparison.html"))
+        return
     from quant.report.render import rewrite
 
     if out is not None:
@@ -70,6 +82,18 @@ def report_command(directory: Path, receipt_file: Path | None, out: Path | None)
         fields = read_json(receipt_file, "a receipt of `quant export`", lambda receipt: receipt)
     written = rewrite(directory, fields, out=out, source=str(receipt_file))
     echo(f"written to {written}", err=True)
+
+
+def _compare(first: Path, second: Path, out: Path) -> None:
+    from quant.report.comparison import compare_html, read_runs, totals
+
+    check_apart(out, first, second)
+    runs = read_runs(first, second)
+    label, *columns = zip(*totals(*runs), strict=True)
+    names = ("", *(f"!>{run.name}" for run in runs), "!>difference")
+    print_table(dict(zip(names, (label, *columns), strict=True)), drops=("difference",))
+    write_atomically(out, compare_html(*runs))
+    echo(f"written to {out}", err=True)
 
 
 @click.command("formats", cls=Command)
@@ -99,10 +123,12 @@ def formats_command(as_json: bool) -> None:
         ("Presets (--format)", "preset", tables["presets"]),
         ("Number formats (recipes and plans)", "format", tables["formats"]),
     ):
-        shown = table(first, *(name.replace("_", " ") for name in next(iter(rows.values()))), title=title)
-        for name, fields in rows.items():
-            shown.add_row(name, *(_in_words(key, value) for key, value in fields.items()))
-        page().print(shown)
+        columns = {f"!{first}": list(rows)}
+        for field in next(iter(rows.values())):
+            name = field.replace("_", " ")
+            mark = {"description": "", "bits_per_weight": "!>"}.get(field, "!")
+            columns[mark + name] = [_in_words(field, fields[field]) for fields in rows.values()]
+        print_table(columns, title=title, drops=("solver", "activation", "global scale", "scale"))
 
 
 def _in_words(field: str, value: Any) -> str:
@@ -132,16 +158,23 @@ def solvers_command(as_json: bool) -> None:
         ("Roundings (--solver)", ROUNDINGS),
         ("Parts that are joined to a rounding", tuple(name for name in METHODS if name not in ROUNDINGS)),
     ):
-        shown = table("!solver", "needs", "!>work", "!effort", "method", title=title, box=SIMPLE_HEAD, pad_edge=False)
-        for name in names:
-            facts, formats = rows[name], rows[name]["formats"]
-            limited = (
-                "" if formats is None else f"; for {formats[0] if len(formats) == 1 else f'{len(formats)} formats'}"
-            )
-            efforts = ", ".join(map(str, facts["effort"]))
-            shown.add_row(name, facts["needs"], f"{facts['work']:g}", efforts, facts["method"] + limited)
-        page().print(shown)
+        facts = [rows[name] for name in names]
+        columns = {
+            "!solver": names,
+            "!needs": [each["needs"] for each in facts],
+            "!>work": [f"{each['work']:g}" for each in facts],
+            "!effort": [", ".join(map(str, each["effort"])) for each in facts],
+            "method": [each["method"] + _limited(each["formats"]) for each in facts],
+        }
+        print_table(columns, title=title, drops=("effort", "needs"))
     echo(_SOLVER_NOTE)
+
+
+def _limited(formats: list[str] | None) -> str:
+    """Returns the end of a method's sentence, for one that does not take all formats."""
+    if formats is None:
+        return ""
+    return f"; for {formats[0] if len(formats) == 1 else f'{len(formats)} formats'}"
 
 
 def _solver_facts(name: str) -> dict[str, Any]:

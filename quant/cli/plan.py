@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from quant.cli.base import JSON, Toolbox, echo, model_options, print_json
-from quant.cli.console import page, print_plan, table
+from quant.cli.console import page
+from quant.cli.tables import print_plan, print_table
 from quant.errors import UserError, counted, megabytes
 from quant.export.checkpoint.directory import check_apart
 from quant.formats.atomic import claimed
@@ -184,16 +185,14 @@ def _show_diff(old: Plan, new: Plan, as_json: bool) -> None:
         return
     out = page()
     if changes:
-        listed = table("!layer", "change", "bits", "bytes", "why")
-        for change in changes:
-            listed.add_row(
-                change.name,
-                change.kind,
-                _arrow(change, lambda m: f"{m.bits_per_weight:.3f}"),
-                _arrow(change, lambda m: f"{m.nbytes:,}"),
-                (change.after or change.before).reason,  # type: ignore[union-attr]
-            )
-        out.print(listed)
+        columns = {
+            "!layer": [change.name for change in changes],
+            "change": [change.kind for change in changes],
+            "!bits": [_arrow(change, lambda m: f"{m.bits_per_weight:.3f}") for change in changes],
+            "!bytes": [_arrow(change, lambda m: f"{m.nbytes:,}") for change in changes],
+            "why": [(change.after or change.before).reason for change in changes],  # type: ignore[union-attr]
+        }
+        print_table(columns, drops=("why", "bytes"))
         for kind, count in Counter(change.kind for change in changes).most_common():
             out.print(f"{counted(count, 'layer')}: {kind}")
     else:
@@ -236,14 +235,16 @@ def _print_problems(plan: Plan, problems: list[Problem], model: str | None, targ
         if not against:
             out.print("checked by itself alone; pass --model and --target to check it against them")
         return
-    listed = table("where", "problem", "what to do", show_lines=True)
     # Blocks repeat, and so do their problems: one row for each, with all places.
     alike: dict[tuple[str, str], list[str]] = {}
     for problem in problems:
         alike.setdefault((problem.what, problem.remedy), []).append(problem.where)
-    for (what, remedy), places in alike.items():
-        listed.add_row("\n".join(places), what, remedy)
-    out.print(listed)
+    columns = {
+        "where": ["\n".join(places) for places in alike.values()],
+        "problem": [problem for problem, _ in alike],
+        "way out": [remedy for _, remedy in alike],
+    }
+    print_table(columns, show_lines=True)
     count = len({problem.where for problem in problems})
     out.print(
         f"{counted(len(problems), 'problem')} in {counted(count, 'place')}{f', with {against}' if against else ''}"
@@ -254,12 +255,16 @@ def _print_targets() -> None:
     out = page()
     for target in TARGETS.values():
         title = f"{target.name}: {target.description}"
-        places = ["from"] if any(pair.source for pair in target.pairs) else []
-        listed = table("weight", "input", "runs", "layers", "note", *places, title=title, min_width=60)
-        for pair in target.pairs:
-            cells = (pair.weight, pair.activation or "16 bit", pair.runs, ", ".join(pair.kinds), pair.note)
-            listed.add_row(*cells, *([pair.source] if places else []))
-        out.print(listed)
+        columns = {
+            "!weight": [pair.weight for pair in target.pairs],
+            "!input": [pair.activation or "16 bit" for pair in target.pairs],
+            "!runs": [pair.runs for pair in target.pairs],
+            "layers": [", ".join(pair.kinds) for pair in target.pairs],
+            "note": [pair.note for pair in target.pairs],
+        }
+        if any(pair.source for pair in target.pairs):
+            columns["!from"] = [pair.source for pair in target.pairs]
+        print_table(columns, title=title, drops=("from", "layers"))
         for formats, why in target.refused.items():
             out.print(f"refused: {formats}: {why}")
         for formats, why in target.misread.items():

@@ -11,7 +11,8 @@ import click
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, model_options, print_json
-from quant.cli.console import listener, page, table
+from quant.cli.console import listener
+from quant.cli.tables import print_table
 from quant.export.checkpoint.directory import check_apart
 from quant.formats.atomic import claimed
 from quant.models.files import find_model
@@ -108,10 +109,9 @@ def sensitivity_command(
 def _print_table(sensitivity: Sensitivity) -> None:
     """Prints groups by falling score, with the scores of each format."""
     formats = [name for name in sensitivity.formats if name != "keep"]
-    shown = table(
-        "group", ">weights", *(f">{name}" for name in formats), title=f"{sensitivity.method}: {sensitivity.unit}"
-    )
-    for group in sorted(sensitivity.groups, key=lambda group: -max(group.scores.values())):
-        scores = [f"{group.scores[name]:.2e}" if name in group.scores else "–" for name in formats]
-        shown.add_row(group.name, f"{group.numel:,}", *scores)
-    page().print(shown)
+    groups = sorted(sensitivity.groups, key=lambda group: -max(group.scores.values()))
+    columns = {"group": [group.name for group in groups], "!>weights": [f"{group.numel:,}" for group in groups]}
+    for name in formats:
+        columns[f"!>{name}"] = [f"{group.scores[name]:.2e}" if name in group.scores else "–" for group in groups]
+    # Names of groups are long, so they are broken before a format goes.
+    print_table(columns, title=f"{sensitivity.method}: {sensitivity.unit}", drops=("weights", *formats[:0:-1]))

@@ -11,19 +11,23 @@ from torch import nn
 from quant.calibration.outputs.logits import Logits
 from quant.calibration.placement import device_of
 from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
+from quant.evaluation.examples import WorstPredictions
 from quant.evaluation.outputs import DISTANCE, KL, SAME, embedded
 
 _SOURCES = ("the model's logits", "the baseline's logits", "KL")
 """The tensor that a NaN in one of the first three sums comes from."""
 
 
-def prediction_sums(logits: Sequence[Logits], batch: torch.Tensor, first_row: int) -> torch.Tensor:
+def prediction_sums(
+    logits: Sequence[Logits], batch: torch.Tensor, first_row: int, worst: WorstPredictions | None = None
+) -> torch.Tensor:
     """Returns the sums of each row over its next-token predictions.
 
     Args:
         logits: the logits of the model, and of the baseline if there is one.
         batch: token ids, int64 `[rows, seqlen]`.
         first_row: number of its first row, for errors.
+        worst: keeps the predictions with the largest KL.
 
     Returns:
         float64 `[rows, 4]`, with the columns of `quant.evaluation.outputs`: `NLL` and `BASE_NLL` (negative
@@ -54,6 +58,8 @@ def prediction_sums(logits: Sequence[Logits], batch: torch.Tensor, first_row: in
             values[KL] = _kl_(logp[1].to(target.device), logp[0])
         _check_finite(values, first_row * positions_per_row + part.start, positions_per_row)
         by_position[:, part] = values.cpu()
+    if worst is not None and len(logits) == 2:
+        worst.look(logits, hidden, batch, by_position[KL])
     return by_position.view(4, len(batch), positions_per_row).sum(dim=2).T
 
 

@@ -47,6 +47,7 @@ from quant.calibration.walk.block_major import blocks_first
 from quant.errors import UserError
 from quant.evaluation.checks import check_evaluable, predicts_tokens
 from quant.evaluation.distances import embedding_sums, prediction_sums
+from quant.evaluation.examples import WorstPredictions
 from quant.evaluation.interval import mean_interval
 from quant.evaluation.outputs import DISTANCE, ERROR, KL, PREDICTIONS, SQUARE, compare
 from quant.evaluation.record import Evaluation, OutputDistance
@@ -59,12 +60,20 @@ Reporter = Callable[[int, int], None]
 
 
 def evaluate_texts(
-    model: nn.Module, texts: Mapping[str, torch.Tensor | Inputs], *args: Any, **options: Any
+    model: nn.Module,
+    texts: Mapping[str, torch.Tensor | Inputs],
+    *args: Any,
+    worst: WorstPredictions | None = None,
+    **options: Any,
 ) -> Evaluation:
     """Measures a model on each of several texts or kinds of inputs, by name; further arguments as in `evaluate`."""
+    evaluations = []
+    for name, rows in texts.items():
+        if worst is not None:
+            worst.text = name
+        evaluations.append(replace(evaluate(model, rows, *args, worst=worst, **options), text=name))
     # One evaluation holds the further ones, so that code for a single text needs no case for several.
-    first, *further = (replace(evaluate(model, rows, *args, **options), text=name) for name, rows in texts.items())
-    return replace(first, others=tuple(further))
+    return replace(evaluations[0], others=tuple(evaluations[1:]))
 
 
 def evaluate(
@@ -76,6 +85,7 @@ def evaluate(
     dtype: torch.dtype | None = torch.float32,
     device: Device = None,
     progress: Reporter | None = None,
+    worst: WorstPredictions | None = None,
 ) -> Evaluation:
     """Measures `model` on `rows`, and against `baseline` where given.
 
@@ -96,6 +106,7 @@ def evaluate(
             they are.
         device: the device where the models run, one block at a time if they do not fit; by default where they are.
         progress: a function that is called with (rows done, rows in all) after each batch.
+        worst: the collector of the predictions that differ most from the baseline's.
 
     Raises:
         ValueError: rows of the wrong shape, longer than the model's context or with ids outside its vocabulary;
@@ -124,19 +135,23 @@ def evaluate(
             if predicts_tokens(model, rows[:1, :2]):
                 logits = [Logits(each, output_head(each)) for each in models]
                 with _blocks_first([each for each in logits if each.model in visited], rows, batch_size, dtype):
-                    evaluation = _evaluate_predictions(logits, rows, batch_size, report)
+                    evaluation = _evaluate_predictions(logits, rows, batch_size, report, worst)
             else:
                 evaluation = _evaluate_embeddings(models, rows, batch_size, report)
     return replace(evaluation, seconds=time.perf_counter() - started)
 
 
-def _evaluate_predictions(logits: Sequence[Logits], rows: torch.Tensor, size: int, report: Reporter) -> Evaluation:
+def _evaluate_predictions(
+    logits: Sequence[Logits], rows: torch.Tensor, size: int, report: Reporter, worst: WorstPredictions | None
+) -> Evaluation:
     """Returns the figures over the next tokens of rows of text.
 
     `logits` are of the model, then of the baseline if any.
     """
     sums = torch.cat(
-        _in_order((start, prediction_sums(logits, batch, start)) for start, batch in _batches(rows, size, report))
+        _in_order(
+            (start, prediction_sums(logits, batch, start, worst)) for start, batch in _batches(rows, size, report)
+        )
     )
     # n tokens give n − 1 predictions.
     compared, tokens = len(logits) > 1, len(rows) * (rows.shape[1] - 1)

@@ -39,6 +39,7 @@ class LayerResult(JsonData):
         relative_error: ‖w − w_q‖ / ‖w‖; None in 16 bit.
         solver: the method that chose the codes; None in 16 bit.
         reason: the plan's sentence.
+        output_error: ‖y − y_q‖ / ‖y‖ of its output on evaluation text; None where that was not measured.
     """
 
     name: str
@@ -51,6 +52,7 @@ class LayerResult(JsonData):
     relative_error: float | None
     solver: str | None
     reason: str
+    output_error: float | None = None
 
 
 def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockScaledTensor | None) -> LayerResult:

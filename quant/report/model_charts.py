@@ -19,6 +19,7 @@ from quant.report.section import (
     colours_of,
     format_colours,
     number,
+    short_name,
 )
 
 
@@ -31,13 +32,14 @@ def texts(evaluation: Evaluation) -> Section | None:
         "The interval holds the mean of all such text with a confidence of 95% (Student’s t over rows)."
     )
     lost = "1 − cosine" if evaluation.cosine is not None else "KL, nats"
-    head = ("text", "rows", "perplexity before", "perplexity", lost, "interval", "top-1")
+    # The loss comes first, so that a phone shows it without scrolling.
+    head = ("text", lost, "interval", "perplexity before", "perplexity", "top-1", "rows")
     rows = []
     for i, each in enumerate(evaluation.texts):
         interval = "–" if each.interval is None else f"{number(each.interval[0])} – {number(each.interval[1])}"
-        figures = (number(each.baseline_perplexity), number(each.perplexity), number(each.loss), interval)
+        figures = (number(each.loss), interval, number(each.baseline_perplexity), number(each.perplexity))
         top1 = "–" if each.top1 is None else f"{each.top1:.1%}"
-        rows.append((f"Q{i}", (each.text or "–", str(each.rows or "–"), *figures, top1)))
+        rows.append((f"Q{i}", (short_name(each.text), *figures, top1, str(each.rows or "–"))))
     return Section("Loss on each text", text, None, None, head, rows)
 
 
@@ -102,9 +104,11 @@ def memory(plan: Plan, kv_cache: KVCache | None) -> Section | None:
 
 
 def errors(report: Report) -> Section | None:
-    """Signal to quantization noise of each layer, in model order."""
+    """Charts the relative error of each layer in model order, of its output where that was measured, or its weight."""
     shown = [(f"L{i}", m) for i, m in enumerate(report.layers) if m.format or len(m.shape) > 1]
-    measured = [(m.snr_db, row, m.name) for row, m in shown if m.snr_db is not None]
+    of_outputs = any(m.output_error is not None for _, m in shown)
+    error = {row: m.output_error if of_outputs else m.relative_error for row, m in shown if m.format}
+    measured = [(value, row, m.name) for row, m in shown if (value := error.get(row)) is not None]
     if not measured:
         return None
     # Where all layers share a format, colours stand for roles instead.
@@ -115,22 +119,32 @@ def errors(report: Report) -> Section | None:
         series = {row: name if name in names[: len(COLOURS) - 1] else "other" for row, name in series.items()}
         names = [*names[: len(COLOURS) - 1], "other"]
     in_16_bit = {"16 bit, no error": "kept"} if len(series) < len(shown) else {}
-    worst, row, name = min(measured, key=lambda item: item[0])
-    middle, best = statistics.median(snr for snr, *_ in measured), max(measured)[0]
+    worst, row, name = max(measured, key=lambda item: item[0])
+    values = [value for value, *_ in measured]
     blocks = block_starts(m.name for _, m in shown)
     chart = {
         "kind": "dots",
-        "pad": 0.5,  # dB, so that small differences do not fill the plot
+        "log": True,
         "x": f"{'block' if blocks else 'layers'}, in model order",
-        "y": "signal to quantization noise (dB), higher is better",
+        "y": f"relative error of the {'output' if of_outputs else 'weight'} (logarithmic, zero below), lower is better",
         "series": [*{**colours_of(names), **in_16_bit}.items()],
-        # A layer in 16 bit stands at the bottom, one without any error at the top.
+        # A layer without a measured error has no point; one in 16 bit stands at the bottom.
         "points": [
-            (i, (math.inf if m.snr_db is None else m.snr_db) if m.format else None, series.get(row, *in_16_bit), row)
+            (i, error[row] if m.format else 0.0, series.get(row, *in_16_bit), row)
             for i, (row, m) in enumerate(shown)
+            if not m.format or error[row] is not None
         ],
         "ticks": blocks,
     }
-    text = "10 dB is an error of 32% of the weight’s norm, 20 dB of 10%, 30 dB of 3.2%. Median "
-    text += f"{middle:.1f} dB, best {best:.1f} dB, worst {worst:.1f} dB:"
+    if of_outputs:
+        text = (
+            "The output of each layer on a row of the evaluation text, compared with the same layer of the original "
+            "model. Its inputs differ too, by the layers before it."
+        )
+    else:
+        text = (
+            "The error of each weight by itself, since no evaluation text was given on which outputs could be "
+            "compared. Solvers that work from text move weights on purpose, and have larger errors here than rounding."
+        )
+    text += f" Median {statistics.median(values):.2%}, best {min(values):.2%}, worst {worst:.2%}:"
     return Section("Error by layer", text, (row, name), chart)

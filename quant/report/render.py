@@ -21,11 +21,12 @@ from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 from quant.report.allocation_charts import budget_text
 from quant.report.report import Receipt, Report
-from quant.report.section import format_colours, number
+from quant.report.section import format_colours, number, short_name
 from quant.report.sections import sections
 from quant.report.summary import interval_text
 
 _FOLDER = Path(__file__).parent
+_ERRORS = ("SNR", "weight error", "output error", "solver")  # columns of quantized layers
 _PARTS = ("report.css", "vendor/d3.min.js", "vendor/plot.umd.min.js", "report.js")
 
 
@@ -36,6 +37,22 @@ def render_html(report: Report, plan: Plan) -> str:
         report: results.
         plan: the plan that was executed; layers that it lacks are shown with the facts in the report.
     """
+    return render_page(
+        "report.html.j2",
+        report=report,
+        model=short_name(report.model),
+        tiles=_tiles(report),
+        sections=sections(report, plan),
+        groups=_layers(report, plan),
+        facts=_facts(report, plan),
+        formats=[name for name in format_colours(report) if name],
+        settings={k: v for k in ("kv_cache", "attention", "target") if (v := getattr(plan, k))},
+        files=[(f"F{i}", entry) for i, entry in enumerate(report.files.items())],
+    )
+
+
+def render_page(template: str, **fields: Any) -> str:
+    """Renders a page with its looks and scripts in it; `fields` are the template's."""
     # Imported here: commands that only read a report's JSON do not wait for it.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup, escape
@@ -55,18 +72,7 @@ def render_html(report: Report, plan: Plan) -> str:
     environment.filters["breakable"] = lambda name: Markup(re.sub(r"([.|])", r"\1<wbr>", str(escape(name))))
     # A point at "top" stands at the upper end of its axis.
     environment.filters["finite"] = partial(finite, instead="top")
-    return environment.get_template("report.html.j2").render(
-        report=report,
-        plan=plan,
-        parts=parts,
-        tiles=_tiles(report),
-        sections=sections(report, plan),
-        groups=_layers(report, plan),
-        facts=_facts(report, plan),
-        formats=[name for name in format_colours(report) if name],
-        settings={k: v for k in ("kv_cache", "attention", "target") if (v := getattr(plan, k))},
-        files=[(f"F{i}", entry) for i, entry in enumerate(report.files.items())],
-    )
+    return environment.get_template(template).render(parts=parts, **fields)
 
 
 def _tiles(report: Report) -> list[tuple[str, str, str]]:
@@ -82,8 +88,8 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     if (evaluation := report.evaluation) is None:
         return [*tiles, ("Quality", "not measured", "give a text to evaluate on")]
     count, worst = len(evaluation.texts), evaluation.worst
-    of = f"on {worst.text}, the worst of {count} texts" if count > 1 else ""
-    interval = interval_text(worst).removeprefix(" ")
+    of = f"on {short_name(worst.text)}, the worst of {count} texts" if count > 1 else ""
+    interval = interval_text(worst).strip(" ()")
     if worst.perplexity is not None:
         base = worst.baseline_perplexity
         change = f"{base:.2f} before, {100 * (worst.perplexity / base - 1):+.1f}%" if base else "no baseline measured"
@@ -117,7 +123,7 @@ def _layers(report: Report, plan: Plan) -> list[dict[str, Any]]:
     tables = []
     for format, activation, reason, bits in sorted(groups, key=lambda key: order.index(key[0])):
         members = groups[format, activation, reason, bits]
-        head = ["layer", "shape", "bits", "bytes", *(("SNR", "error", "solver") if format else ())]
+        head = ["layer", "shape", "bits", "bytes", *(_ERRORS if format else ())]
         inputs = f", inputs {activation or '16 bit'}" if format or activation else ""
         total = megabytes(sum(layer.nbytes for _, layer in members))
         tables.append(
@@ -139,7 +145,8 @@ def _cells(layer: LayerResult, plan: Plan, *, with_reason: bool) -> list[str]:
     cells = [layer.name, " × ".join(map(str, layer.shape)), f"{layer.bits:.3f}", megabytes(layer.nbytes) + tied]
     if layer.format:
         cells.append("exact" if layer.snr_db is None else f"{layer.snr_db:.2f} dB")
-        cells.append("–" if layer.relative_error is None else f"{layer.relative_error:.2%}")
+        for error in (layer.relative_error, layer.output_error):
+            cells.append("–" if error is None else f"{error:.2%}")
         cells.append(layer.solver or "–")
     return [*cells, layer.reason or "–"] if with_reason else cells
 
@@ -156,9 +163,29 @@ def _facts(report: Report, plan: Plan) -> dict[str, dict[str, str]]:
         for key, value in {**plan.provenance, **executed}.items()
         if value is not None and key not in ("command", "versions")
     }
-    origin = {key: value if isinstance(value, str) else repr(value) for key, value in provenance.items()}
+    origin = {key: _in_words(key, value) for key, value in provenance.items()}
     digest = {"SHA-256": report.plan_digest} if report.plan_digest else {}
     return {"Time and memory": seconds, "Versions": report.versions, "Plan": {**origin, **digest}}
+
+
+def _in_words(key: str, value: Any) -> str:
+    """Returns an entry of a plan's provenance as text."""
+    if key == "calibration" and isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
+        return "; ".join(_calibration_text(each) for each in value)
+    if key == "model":
+        return short_name(str(value))
+    return value if isinstance(value, str) else json_text(value, ensure_ascii=False)
+
+
+def _calibration_text(record: Mapping[str, Any]) -> str:
+    """Describes one source of calibration data: its name, its size, and the kinds of text in a mixture."""
+    words = [short_name(str(record.get("source", "data")))]
+    if "rows" in record:
+        words.append(f"{record['rows']} rows" + (f" of {record['seqlen']} tokens" if "seqlen" in record else ""))
+    if isinstance(tokens := record.get("tokens"), Mapping):
+        words.append("tokens by kind: " + ", ".join(f"{kind} {count:,}" for kind, count in tokens.items()))
+    words += [f"{key} {value}" for key, value in record.items() if key not in ("source", "rows", "seqlen", "tokens")]
+    return ", ".join(words)
 
 
 def rewrite(

@@ -1,4 +1,4 @@
-// Draws the charts with Observable Plot, says what the pointer is on, filters the plan and copies the command.
+// Draws the charts with Observable Plot, says what the pointer is on, sorts tables, filters layers, copies the command.
 'use strict';
 const css = colour => `var(--${colour})`;
 const SYMBOLS = {
@@ -178,9 +178,54 @@ document.querySelectorAll('a[href^="#"]').forEach(link => link.addEventListener(
   event.preventDefault();
   reveal(link.hash.slice(1));
 }));
+
+// Sorting. A heading of a table of layers sorts all such tables with that column; a third click is the model's order.
+const SIZES = {B: 1, kB: 1e3, MB: 1e6, GB: 1e9, TB: 1e12};
+function amount(text) {
+  if (text === 'exact') return Infinity;
+  const sizes = text.split(' × ').map(part => /^[-−+]?[\d,.]+(?:e[-+]?\d+)?/.exec(part)?.[0]);
+  if (sizes.includes(undefined)) return NaN;
+  const unit = SIZES[text.split(' ')[1]] ?? 1;
+  return sizes.reduce((product, size) => product * Number(size.replace('−', '-').replaceAll(',', '')), unit);
+}
+function sortTable(table, name, direction) {
+  const heads = [...table.tHead.rows[0].cells], column = heads.findIndex(head => head.textContent === name);
+  if (column < 0) return;
+  heads.forEach((head, i) => head.setAttribute('aria-sort', i === column ? direction : 'none'));
+  const body = table.tBodies[0], rows = [...body.rows];
+  rows.forEach((row, i) => { row.dataset.order ??= i; });
+  const texts = new Map(rows.map(row => [row, row.cells[column].textContent]));
+  const absent = text => text === '–' || text === '';
+  const numeric = [...texts.values()].every(text => absent(text) || !Number.isNaN(amount(text)));
+  const compare = (a, b) => numeric ? amount(a) - amount(b) || 0 : a.localeCompare(b, undefined, {numeric: true});
+  const sign = direction === 'descending' ? -1 : 1;
+  rows.sort((a, b) => {
+    const [s, t] = [texts.get(a), texts.get(b)];
+    // Rows without a value stand last in either direction.
+    const order = direction === 'none' ? 0 : absent(s) - absent(t) || (absent(s) ? 0 : sign * compare(s, t));
+    return order || a.dataset.order - b.dataset.order;
+  });
+  body.append(...rows);
+}
+function sortable(table) {
+  [...table.tHead.rows[0].cells].forEach(head => {
+    const name = head.textContent, button = Object.assign(document.createElement('button'), {type: 'button'});
+    if (!name) return;
+    button.className = 'sort';
+    button.textContent = name;
+    button.addEventListener('click', () => {
+      const turns = ['none', 'descending', 'ascending'], now = turns.indexOf(head.getAttribute('aria-sort') ?? 'none');
+      const plan = table.closest('details.plan');
+      const tables = plan ? document.querySelectorAll('details.plan table') : [table];
+      tables.forEach(each => sortTable(each, name, turns[(now + 1) % turns.length]));
+    });
+    head.replaceChildren(button);
+  });
+}
+document.querySelectorAll('table').forEach(table => table.tBodies[0].rows.length > 1 && sortable(table));
 const filter = document.getElementById('filter'), groups = [...document.querySelectorAll('details.plan')];
 const opened = groups.map(group => group.open);
-filter.addEventListener('input', () => groups.forEach((group, i) => {
+filter?.addEventListener('input', () => groups.forEach((group, i) => {
   const wanted = filter.value.trim().toLowerCase(), rows = [...group.querySelectorAll('tbody tr')];
   rows.forEach(row => { row.hidden = !row.cells[0].textContent.toLowerCase().includes(wanted); });
   group.hidden = rows.every(row => row.hidden);

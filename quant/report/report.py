@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quant.allocation.record import AllocationRecord
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.table import Sensitivity
+from quant.evaluation.examples import Examples
 from quant.evaluation.fingerprint import Fingerprint
 from quant.evaluation.record import Evaluation
 from quant.execution.layer_result import LayerResult
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 # Fields that `to_dict` leaves out if they are None, so that the report of a plain run stays short.
-_PARTS = ("sensitivity", "allocation", "receipt", "kv_cache", "distillation", "fingerprint")
+_PARTS = ("sensitivity", "allocation", "receipt", "kv_cache", "distillation", "fingerprint", "examples")
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,7 @@ class Report(JsonData):
         kv_cache: size of the KV cache, where the model's config tells it.
         distillation: how the model was trained after it was quantized, where it was.
         fingerprint: of the quantized model's logits, where it was evaluated; `quant verify` compares.
+        examples: tokens and a text before and after, where a language model was evaluated.
     """
 
     model: str
@@ -179,6 +181,7 @@ class Report(JsonData):
     kv_cache: KVCache | None = None
     distillation: Distillation | None = None
     fingerprint: Fingerprint | None = None
+    examples: Examples | None = None
 
     @property
     def ratio(self) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from quant.report.report import Report
@@ -31,6 +32,7 @@ class Section:
         head: column names of the table.
         rows: (id, cells) of the table.
         verdict: whether a check passed; None where nothing was checked.
+        folded: whether the table is folded; None folds one of more than eight rows.
     """
 
     title: str
@@ -40,11 +42,21 @@ class Section:
     head: Sequence[str] = ()
     rows: Sequence[tuple[str, Sequence[str]]] = ()
     verdict: bool | None = None
+    folded: bool | None = None
 
 
 def number(value: float | None) -> str:
     """Four significant digits, or a dash."""
     return "–" if value is None else f"{value:.4g}"
+
+
+def short_name(name: str | None) -> str:
+    """Returns the name of a model or text without its folders, which a page that is passed on need not tell."""
+    if name is None:
+        return "–"
+    # A model of the hub, org/name, is no path; neither are the sources hf:org/name.
+    is_path = name.startswith(("/", "~", ".")) or "\\" in name or name.count("/") > 1 or Path(name).suffix != ""
+    return (re.split(r"[/\\]", name.rstrip("/\\"))[-1] or name) if is_path else name
 
 
 def percentage(value: float, total: float) -> str:

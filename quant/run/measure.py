@@ -4,31 +4,49 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
+from quant.calibration.evaluating import prepared
 from quant.calibration.inputs import Inputs
 from quant.calibration.listener import reporter
-from quant.calibration.placement import placed
+from quant.calibration.placement import is_visited, placed
 from quant.errors import UserError
 from quant.evaluation.evaluate import evaluate_texts
+from quant.evaluation.examples import Continuation, Decode, Examples, WorstPredictions, continuations, output_errors
 from quant.evaluation.fingerprint import Fingerprint, fingerprint
 from quant.evaluation.record import Evaluation
-from quant.execution.sources import digest_of
+from quant.execution.sources import digest_of, tokenizer_if_any
 from quant.models.files import SourceKind
 from quant.models.open import open_model
 from quant.run.job import Decision, Job, Solved
 from quant.runtime.attention import quantized_attention
 
+_PREDICTIONS = 8  # worst predictions that are shown
+_PROMPT, _ADDED = 16, 24  # tokens of the text before and after
+_COMPARED = 128  # tokens of the row on which outputs of layers are compared
+# Parameters of the largest model that writes such a text in seconds, on a processor and on a GPU.
+_QUICK = {"cpu": 300_000_000, "cuda": 3_000_000_000}
+
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Figures and fingerprint of a quantized model; None where nothing was measured."""
+    """Figures, fingerprint and examples of a quantized model; None where nothing was measured.
+
+    Attributes:
+        evaluation: figures on the evaluation texts.
+        fingerprint: of the model's logits.
+        examples: tokens and a text before and after.
+        output_errors: relative error of each layer's output, by the layer's name.
+    """
 
     evaluation: Evaluation | None = None
     fingerprint: Fingerprint | None = None
+    examples: Examples | None = None
+    output_errors: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,10 +91,7 @@ def measure(job: Job, solved: Solved, baseline: Baseline) -> Measured:
     store, digests = job.session.store, {name: digest_of(rows) for name, rows in baseline.texts.items()}
     stored = store.get("evaluation")
     if stored is not None and stored.record["texts"] == digests:
-        logits = stored.record["fingerprint"]
-        measured = Measured(
-            Evaluation.from_dict(stored.record["evaluation"]), None if logits is None else Fingerprint.from_dict(logits)
-        )
+        measured = _from_record(stored.record)
     # Moved tensors are in half-written files and read as zeros here, so a model of them cannot be run.
     elif store.is_moving:
         raise UserError(
@@ -85,7 +100,7 @@ def measure(job: Job, solved: Solved, baseline: Baseline) -> Measured:
         )
     else:
         measured = _measured(job, solved.quantized.model, solved, baseline)
-        store.put("evaluation", {}, {"texts": digests, **_record(measured)})
+        store.put("evaluation", {}, {"texts": digests, **_to_record(measured)})
     assert measured.evaluation is not None
     job.seconds["evaluate"] = sum(each.seconds for each in measured.evaluation.texts)
     return measured
@@ -93,18 +108,58 @@ def measure(job: Job, solved: Solved, baseline: Baseline) -> Measured:
 
 def _measured(job: Job, model: nn.Module, solved: Solved, baseline: Baseline) -> Measured:
     report, device = reporter(job.session.progress, "evaluate"), job.session.device
+    assert baseline.model is not None
+    tokenizer = tokenizer_if_any(job.source)
+    # Ids stand for themselves where nobody knows their text.
+    decode = (lambda ids: " ".join(map(str, ids))) if tokenizer is None else tokenizer.decode
+    worst = WorstPredictions(_PREDICTIONS, decode)
     # The KV cache and attention are rounded as at serving time, or their loss would be missing from the figures.
     with quantized_attention(model, **solved.plan.run_time):
-        evaluation = evaluate_texts(model, baseline.texts, baseline.model, device=device, progress=report)
+        evaluation = evaluate_texts(model, baseline.texts, baseline.model, device=device, progress=report, worst=worst)
         if any(rows.is_floating_point() for rows in baseline.texts.values()):
             return Measured(evaluation)
+        errors, continuation = _compare(job, solved, baseline, decode)
         # The fingerprint runs token ids of its own, which a model of images does not take.
         with placed(model, device):
-            return Measured(evaluation, fingerprint(model))
+            return Measured(evaluation, fingerprint(model), Examples(worst.of_all_ranks(), continuation), errors)
 
 
-def _record(measured: Measured) -> dict[str, object]:
+def _compare(
+    job: Job, solved: Solved, baseline: Baseline, decode: Decode
+) -> tuple[dict[str, float], Continuation | None]:
+    """Returns the errors of the layers' outputs on the first text, and its beginning continued by both models."""
+    rows, device = next(iter(baseline.texts.values())), job.session.device
+    assert solved.quantized is not None and baseline.model is not None
+    models = (solved.quantized.model, baseline.model)
+    if not isinstance(rows, torch.Tensor):
+        return {}, None
+    quick = not any(is_visited(each, device, torch.float32) for each in models)
+    if sum(p.numel() for p in baseline.model.parameters()) > _QUICK.get("cpu" if device is None else device.type, 0):
+        quick = False
+    errors, continuation = {}, None
+    with torch.no_grad(), prepared(models, torch.float32, device):
+        # A merged scale or rotation changes the outputs of other layers too, which then say nothing of an error.
+        if not any(":merge" in layer.solver for layer in solved.plan.quantized):
+            errors = output_errors(*models, rows[0, :_COMPARED], [layer.name for layer in solved.plan.quantized])
+        if job.source.is_causal_lm and quick:
+            continuation = continuations(*models, rows[0, :_PROMPT].tolist(), decode, tokens=_ADDED)
+    return errors, continuation
+
+
+def _to_record(measured: Measured) -> dict[str, Any]:
     """Returns the figures, JSON-ready."""
-    assert measured.evaluation is not None
-    logits = None if measured.fingerprint is None else measured.fingerprint.to_dict()
-    return {"evaluation": measured.evaluation.to_dict(), "fingerprint": logits}
+    parts = {name: getattr(measured, name) for name in ("evaluation", "fingerprint", "examples")}
+    fields = {name: None if part is None else part.to_dict() for name, part in parts.items()}
+    return {**fields, "output_errors": dict(measured.output_errors)}
+
+
+def _from_record(record: Mapping[str, Any]) -> Measured:
+    """Returns what `_to_record` wrote as it was."""
+    # A run that an earlier version began has no examples.
+    parts = {name: record.get(name) for name in ("evaluation", "fingerprint", "examples")}
+    return Measured(
+        None if parts["evaluation"] is None else Evaluation.from_dict(parts["evaluation"]),
+        None if parts["fingerprint"] is None else Fingerprint.from_dict(parts["fingerprint"]),
+        None if parts["examples"] is None else Examples.from_dict(parts["examples"]),
+        record.get("output_errors", {}),
+    )

@@ -121,7 +121,7 @@ def _report(job: Job, decision: Decision, solved: Solved, measured: Measured) ->
     allocation = decision.allocation
     return Report(
         model=source.name,
-        layers=layers,
+        layers=[replace(layer, output_error=measured.output_errors.get(layer.name)) for layer in layers],
         bytes_before=solved.bytes_before,
         bytes_after=solved.bytes_before - saved,
         effective_bits=plan.effective_bits,
@@ -138,6 +138,7 @@ def _report(job: Job, decision: Decision, solved: Solved, measured: Measured) ->
         allocation=None if allocation is None else allocation.record,
         kv_cache=kv_cache_of(source.config, plan),
         fingerprint=measured.fingerprint,
+        examples=measured.examples,
     )
 
 

@@ -107,7 +107,7 @@ def _report(plan: Plan, table: Sensitivity) -> Report:
             layer.bits_per_weight,
             layer.nbytes,
             (20.0 if layer.weight.name == "nvfp4" else 31.5) + 0.05 * (i % 7) if layer.weight else None,
-            0.1 if layer.weight else None,
+            0.1 * 2.0 ** (i % 7 - (0 if layer.weight.name == "nvfp4" else 4)) if layer.weight else None,
             layer.solver if layer.weight else None,
             layer.reason,
         )

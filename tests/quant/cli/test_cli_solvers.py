@@ -11,7 +11,7 @@ from rich.console import Console
 
 import quant
 from quant.calibration.solvers.solver import SOLVERS, TRANSFORMS
-from quant.cli import inspect
+from quant.cli import tables
 from quant.cli.main import main
 from quant.recipes.solver_names import STEPS
 
@@ -49,7 +49,7 @@ def test_a_solver_that_needs_nothing_runs_without_text(name: str) -> None:
 
 def test_figures_and_names_are_whole_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(width=80, record=True)
-    monkeypatch.setattr(inspect, "page", lambda: console)
+    monkeypatch.setattr(tables, "page", lambda: console)
     CliRunner().invoke(main, ["solvers"])
     text = console.export_text()
     assert all(len(line) <= 80 for line in text.splitlines())

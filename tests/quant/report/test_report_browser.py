@@ -147,10 +147,13 @@ def test_marks_are_where_the_values_are(rich_report: Rich, tmp_path: Path, width
     found = seen["Error by layer"]
     shown = [layer for layer in report.layers if layer.format or len(layer.shape) > 1]
     assert len(found["dots"]) == len(shown)
+    bottom = max(y for _, y in found["dots"])
     for (_, y), layer in zip(found["dots"], shown, strict=True):
         # 16 bit stands below everything that was measured.
-        snr = layer.snr_db
-        assert read(y, found["y"]) < 19 if snr is None else read(y, found["y"]) == pytest.approx(snr, abs=0.1)
+        if layer.relative_error is None:
+            assert y == bottom
+        else:
+            assert read(y, found["y"], log=True) == pytest.approx(layer.relative_error, rel=0.02) and y < bottom
 
     found = seen["Export receipt"]
     deviations = [value for m in receipt.layers for value in (m.fake_quant, m.checkpoint, m.onnx) if value is not None]
@@ -247,10 +250,54 @@ def test_hovering_reads_the_rows(rich_report: Rich, tmp_path: Path, width: int) 
     assert all(inside) and seen["left"]
     # A click and a link lead to the row and unfold its table.
     assert seen["found"] == [[seen["layers"][5], True]]
-    worst = min((layer for layer in report.layers if layer.snr_db), key=lambda layer: layer.snr_db or 0)
+    worst = max((layer for layer in report.layers if layer.format), key=lambda layer: layer.relative_error or 0)
     assert seen["worst"] == [[worst.name, True]]
     assert sorted(seen["filtered"]) == sorted(layer.name for layer in report.layers if "layers.7." in layer.name)
     assert seen["unfiltered"]
+
+
+SORT = """
+  const tables = all('details.plan table'), names = ['SNR', 'bytes', 'shape', 'layer'];
+  const order = table => [...table.tBodies[0].rows].map(row => row.cells[0].textContent);
+  const press = name => { const heads = all('th', tables[0]);
+    heads.find(head => head.textContent === name).querySelector('button').click(); };
+  seen.before = tables.map(order);
+  seen.sorted = {};
+  for (const name of names) {
+    press(name);
+    const descending = tables.map(order);
+    press(name);
+    seen.sorted[name] = [descending, tables.map(order)];
+    seen.marked = all('th[aria-sort=ascending]', tables[0]).map(head => head.textContent);
+    press(name);
+  }
+  seen.after = tables.map(order);
+"""
+
+
+@needs_chromium
+def test_headings_sort_all_tables_of_layers_by_value(make_report: Callable[..., Rich], tmp_path: Path) -> None:
+    """One click puts the largest value first, the second the smallest, the third the order of the model."""
+    report, plan = make_report(names=60)
+    seen = look(render_html(report, plan), SORT, tmp_path, 1280, False)
+    layers = {layer.name: layer for layer in report.layers}
+    keys: dict[str, Callable[[str], Any]] = {
+        "SNR": lambda name: round(layers[name].snr_db or math.inf, 2),  # as the page has it
+        "bytes": lambda name: layers[name].nbytes,
+        "shape": lambda name: math.prod(layers[name].shape),
+        "layer": lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)],
+    }
+    assert seen["after"] == seen["before"] and len(seen["before"]) > 3 and seen["marked"] == ["layer"]
+    for name, (descending, ascending) in seen["sorted"].items():
+        for before, down, up in zip(seen["before"], descending, ascending, strict=True):
+            if name == "SNR" and all(layers[each].format is None for each in before):
+                assert down == up == before  # no such column
+                continue
+            values = [[keys[name](each) for each in each_order] for each_order in (down, up)]
+            if name == "bytes":  # three digits are on the page
+                values = [[float(f"{value:.3g}") for value in part] for part in values]
+            assert values[0] == sorted(values[0], reverse=True) and values[1] == sorted(values[1]), (name, down)
+            assert sorted(down) == sorted(up) == sorted(before)
 
 
 LAYOUT = """

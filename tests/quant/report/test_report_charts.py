@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -223,14 +222,22 @@ def test_errors_are_those_of_the_layers(make_report: Make) -> None:
     assert list(seen) == list(shown)
     for row, layer in shown.items():
         assert seen[row][1] == (layer.format or "16 bit, no error")
-        # None stands at the bottom, infinity at the top.
-        assert seen[row][0] == ((layer.snr_db or math.inf) if layer.format else None)
+        # 16 bit stands at the bottom, as do layers without an error.
+        assert seen[row][0] == (layer.relative_error if layer.format else 0.0)
     assert dict(chart(section)["series"]) == {
         **{"nvfp4": "c0", "mxfp8": "c1", "fp8_channel": "c2"},
         "16 bit, no error": "kept",
     }
-    worst = min((layer for layer in report.layers if layer.snr_db), key=lambda layer: layer.snr_db or 0)
+    worst = max((layer for layer in report.layers if layer.format), key=lambda layer: layer.relative_error or 0)
     assert section is not None and section.link == (f"L{report.layers.index(worst)}", worst.name)
+    assert "weight" in chart(section)["y"] and "no evaluation text" in section.text
+    # Where outputs were measured, the chart shows their errors, and no point for a layer without one.
+    first, *others = (i for i, layer in enumerate(report.layers) if layer.format)
+    layers = [replace(m, output_error=0.01 * i if i in others else None) for i, m in enumerate(report.layers)]
+    section = model_charts.errors(replace(report, layers=layers))
+    seen = {row: (y, series) for (series, row), (_, y) in points(section).items()}
+    assert f"L{first}" not in seen and all(seen[f"L{i}"][0] == 0.01 * i for i in others)
+    assert section is not None and "output" in chart(section)["y"] and section.link[0] == f"L{max(others)}"  # type: ignore[index]
     assert model_charts.errors(make_report(formats=())[0]) is None
 
 

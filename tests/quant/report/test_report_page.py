@@ -109,6 +109,7 @@ def test_sections_follow_from_the_data(rich_report: Rich) -> None:
         "Sensitivity",
         "Where the loss comes from",
         "Error by layer",
+        "Use it",
         "Export receipt",
         "Engine audit",
         "Plan: every layer, and why",

@@ -1,0 +1,239 @@
+"""`compare_html` puts two runs side by side: their totals, their loss on each text, and every layer that differs.
+
+Both are directories that `quantize` wrote, of the same model; a layer that one of them lacks has dashes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quant.errors import UserError, megabytes
+from quant.evaluation.record import Evaluation
+from quant.execution.layer_result import LayerResult
+from quant.recipes.plan import PLAN_FILE, Plan
+from quant.report.render import render_page
+from quant.report.report import Report
+from quant.report.section import Section, block_starts, coloured, number, short_name
+
+Pair = tuple[LayerResult | None, LayerResult | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One of the runs: its name on the page, its report and its plan."""
+
+    name: str
+    report: Report
+    plan: Plan
+
+
+def read_runs(first: Path, second: Path) -> tuple[Run, Run]:
+    """Reads the two runs, named after their directories.
+
+    Raises:
+        UserError: a file is missing, or the runs have no layer in common.
+    """
+    directories = (first, second)
+    names = [directory.resolve().name for directory in directories]
+    if names[0] == names[1]:
+        names = [str(directory) for directory in directories]
+    runs = []
+    for name, directory in zip(names, directories, strict=True):
+        for file in ("report.json", PLAN_FILE):
+            if not (directory / file).is_file():
+                raise UserError(f"{directory}: no {file}; pass a directory that `quantize --out` wrote")
+        runs.append(Run(name, Report.load(directory / "report.json"), Plan.load(directory / PLAN_FILE)))
+    a, b = runs
+    if not {layer.name for layer in a.report.layers} & {layer.name for layer in b.report.layers}:
+        raise UserError(f"{first} and {second} have no layer in common; compare two runs of one model")
+    return a, b
+
+
+def compare_html(a: Run, b: Run) -> str:
+    """Makes the page that compares two runs."""
+    pairs = _pairs(a, b)
+    changed = [pair for pair in pairs if _formats(pair[0]) != _formats(pair[1])]
+    same = [pair for pair in pairs if _formats(pair[0]) == _formats(pair[1])]
+    sections = [
+        Section("Totals", head=("", a.name, b.name, "difference"), rows=_rows("G", totals(a, b)), folded=False),
+        _errors(a, b, pairs),
+        _layers(f"Layers whose formats differ: {len(changed)} of {len(pairs)}", a, b, changed, "K"),
+        _layers(f"Layers with the same formats: {len(same)}", a, b, same, "N"),
+    ]
+    models = dict.fromkeys(short_name(run.report.model) for run in (a, b))
+    return render_page(
+        "comparison.html.j2",
+        title=f"{a.name} and {b.name}",
+        model=" and ".join(models),
+        sections=[section for section in sections if section is not None],
+    )
+
+
+def totals(a: Run, b: Run) -> list[tuple[str, str, str, str]]:
+    """Returns sizes and figures of both runs: label, value of the first, of the second, and the change."""
+    x, y = a.report, b.report
+    bits = [report.effective_bits for report in (x, y)]
+    rows = [
+        ("weights", megabytes(x.bytes_after), megabytes(y.bytes_after), _ratio(x.bytes_after, y.bytes_after)),
+        ("bits a quantized weight", f"{bits[0]:.3f}", f"{bits[1]:.3f}", f"{bits[1] - bits[0]:+.3f}"),
+    ]
+    for name, (before, after) in _counts(x, y).items():
+        rows.append((f"layers in {name}", str(before), str(after), f"{after - before:+d}"))
+    for text in dict.fromkeys(each.text for run in (x, y) for each in _texts(run)):
+        rows += _figures(text, *(next((e for e in _texts(run) if e.text == text), None) for run in (x, y)))
+    for stage in dict.fromkeys([*x.seconds, *y.seconds]):
+        times = [run.seconds.get(stage) for run in (x, y)]
+        cells = ["–" if time is None else f"{time:.1f} s" for time in times]
+        rows.append((f"time to {stage}", cells[0], cells[1], _ratio(*times)))
+    return rows
+
+
+def _texts(report: Report) -> Sequence[Evaluation]:
+    return report.evaluation.texts if report.evaluation else ()
+
+
+def _figures(text: str | None, a: Evaluation | None, b: Evaluation | None) -> list[tuple[str, str, str, str]]:
+    where = "" if text is None else f" on {short_name(text)}"
+    figures: dict[str, Callable[[Evaluation], float | None]] = {
+        "KL": lambda each: each.kl,
+        "1 − cosine": lambda each: each.cosine,
+        "perplexity": lambda each: each.perplexity,
+        "top-1 agreement": lambda each: each.top1,
+    }
+    rows = []
+    for label, figure in figures.items():
+        values = [None if each is None else figure(each) for each in (a, b)]
+        if any(value is not None for value in values):
+            as_text = _percentage if label == "top-1 agreement" else number
+            rows.append((f"{label}{where}", as_text(values[0]), as_text(values[1]), _difference(label, values, a, b)))
+            if label in ("KL", "1 − cosine"):
+                rows.append(("95% interval", _interval(a), _interval(b), ""))
+    return rows
+
+
+def _difference(label: str, values: Sequence[float | None], a: Evaluation | None, b: Evaluation | None) -> str:
+    before, after = values
+    if before is None or after is None or a is None or b is None:
+        return "–"
+    if a.tokens != b.tokens:
+        return "on other rows"  # figures of different rows cannot be told apart from a difference of the runs
+    return f"{100 * (after - before):+.1f} points" if label == "top-1 agreement" else _ratio(before, after)
+
+
+def _percentage(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _interval(evaluation: Evaluation | None) -> str:
+    if evaluation is None or evaluation.interval is None:
+        return "–"
+    return "–".join(map(number, evaluation.interval))
+
+
+def _ratio(before: float | None, after: float | None) -> str:
+    # Adding zero turns −0.0, which would be printed with its sign, into 0.0.
+    return "–" if not before or after is None else f"{round(after / before - 1, 3) + 0.0:+.1%}"
+
+
+def _counts(*reports: Report) -> dict[str, tuple[int, int]]:
+    """Counts layers by the formats of weight and input, in both reports."""
+    formats = [[_formats(layer) for layer in report.layers] for report in reports]
+    names = sorted({name for each in formats for name in each})
+    return {name: (formats[0].count(name), formats[1].count(name)) for name in names}
+
+
+def _formats(layer: LayerResult | None) -> str:
+    if layer is None:
+        return "–"
+    if layer.format is None:
+        return "16 bit"
+    return f"{layer.format}@{layer.activation or '16bit'}"
+
+
+def _pairs(a: Run, b: Run) -> list[Pair]:
+    """Pairs the layers of both runs, in the order of the first; those that only the second has come last."""
+    others = {layer.name: layer for layer in b.report.layers}
+    pairs: list[Pair] = [(layer, others.pop(layer.name, None)) for layer in a.report.layers]
+    return [*pairs, *((None, layer) for layer in others.values())]
+
+
+def _of_outputs(pairs: Sequence[Pair]) -> bool:
+    """Returns whether both runs measured the errors of outputs; else those of weights are compared."""
+    return all(any(pair[side] and pair[side].output_error is not None for pair in pairs) for side in (0, 1))  # type: ignore[union-attr]
+
+
+def _error(layer: LayerResult | None, of_outputs: bool) -> float | None:
+    if layer is None:
+        return None
+    return layer.output_error if of_outputs else layer.relative_error
+
+
+def _errors(a: Run, b: Run, pairs: Sequence[Pair]) -> Section | None:
+    of_outputs = _of_outputs(pairs)
+    ids = _row_ids(pairs)
+    shown = [pair for pair in pairs if any(_error(side, of_outputs) is not None for side in pair)]
+    if not shown:
+        return None
+    blocks = block_starts(_name(pair) for pair in shown)
+    chart = {
+        "kind": "dots",
+        "log": True,
+        "column": True,
+        "x": f"{'block' if blocks else 'layers'}, in model order",
+        "y": f"relative error of the {'output' if of_outputs else 'weight'} (logarithmic), lower is better",
+        "series": coloured(a.name, b.name),
+        "points": [
+            (i, error, run.name, ids[_name(pair)])
+            for i, pair in enumerate(shown)
+            for run, side in zip((a, b), pair, strict=True)
+            if (error := _error(side, of_outputs)) is not None
+        ],
+        "ticks": blocks,
+    }
+    text = "The errors of both runs, layer by layer."
+    if not of_outputs:
+        text += (
+            " Only one of them measured outputs on evaluation text, so these are the errors of the weights by "
+            "themselves."
+            if any(layer is not None and layer.output_error is not None for pair in pairs for layer in pair)
+            else " Outputs were not measured in both, so these are the errors of the weights by themselves."
+        )
+    return Section("Error by layer", text, None, chart)
+
+
+def _layers(title: str, a: Run, b: Run, pairs: Sequence[Pair], prefix: str) -> Section | None:
+    if not pairs:
+        return None
+    of_outputs = _of_outputs(_pairs(a, b))
+    error = "output error" if of_outputs else "weight error"
+    head = ["layer"]
+    for what in ("formats", "bits", "bytes", error):
+        head += [f"{what}, {a.name}", f"{what}, {b.name}"]
+    rows = []
+    for pair in pairs:
+        cells = [_name(pair)]
+        cells += [_formats(side) for side in pair]
+        cells += ["–" if side is None else f"{side.bits:.3f}" for side in pair]
+        cells += ["–" if side is None else megabytes(side.nbytes) for side in pair]
+        cells += ["–" if (value := _error(side, of_outputs)) is None else f"{value:.2%}" for side in pair]
+        rows.append(tuple(cells))
+    return Section(title, head=head, rows=_rows(prefix, rows), folded=prefix == "N")
+
+
+def _row_ids(pairs: Sequence[Pair]) -> dict[str, str]:
+    """Returns the id of each layer's row, as `_layers` writes it."""
+    changed = [_name(pair) for pair in pairs if _formats(pair[0]) != _formats(pair[1])]
+    same = [_name(pair) for pair in pairs if _formats(pair[0]) == _formats(pair[1])]
+    return {name: f"{prefix}{i}" for prefix, names in (("K", changed), ("N", same)) for i, name in enumerate(names)}
+
+
+def _name(pair: Pair) -> str:
+    layer = pair[0] or pair[1]
+    assert layer is not None
+    return layer.name
+
+
+def _rows(prefix: str, rows: Sequence[Sequence[str]]) -> list[tuple[str, Sequence[str]]]:
+    return [(f"{prefix}{i}", row) for i, row in enumerate(rows)]
