@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quant.cli.base import JSON, QUIET, REVISION, TRUST, Command, print_json
-from quant.cli.console import page, status
-from quant.cli.tables import print_table
+from quant.cli.terminal.console import page, status
+from quant.cli.terminal.tables import print_table
 from quant.errors import UserError, counted, printable
 from quant.formats.json_files import read_json
 from quant.recipes.json_data import typed

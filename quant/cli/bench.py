@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quant.cli.base import JSON, QUIET, TRUST, Command, echo, print_json
-from quant.cli.console import bar
+from quant.cli.terminal.console import bar
 from quant.errors import UserError
 
 if TYPE_CHECKING:

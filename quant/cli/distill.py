@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from quant.cli.base import DEVICE, JSON, QUIET, SEED, TRUST, Command, command_line, print_json
-from quant.cli.console import CONSOLE, listener
+from quant.cli.terminal.console import CONSOLE, listener
 from quant.extras import importing
 from quant.models.read_ahead import read_ahead
 from quant.models.text_imports import skip_image_packages

@@ -9,8 +9,8 @@ import click
 from rich.console import Console
 
 from quant.cli.base import JSON, Command, print_json
-from quant.cli.console import page
-from quant.cli.tables import print_table
+from quant.cli.terminal.console import page
+from quant.cli.terminal.tables import print_table
 from quant.extras import versions
 from quant.formats.install_command import install_command
 from quant.kernels.processor import cores, describe_processor, quota

@@ -20,8 +20,8 @@ from quant.cli.base import (
     model_options,
     print_json,
 )
-from quant.cli.console import bar, listener, page
-from quant.cli.tables import fitting, print_table
+from quant.cli.terminal.console import bar, listener, page
+from quant.cli.terminal.tables import fitting, print_table
 from quant.errors import UserError
 from quant.models.watched_files import WatchedFiles
 

@@ -10,7 +10,7 @@ import click
 
 from quant.api.export_kinds import DTYPES, KINDS
 from quant.cli.base import JSON, QUIET, TRUST, Command, print_json
-from quant.cli.console import CONSOLE, listener, stages, status
+from quant.cli.terminal.console import CONSOLE, listener, stages, status
 from quant.errors import UserError, counted
 from quant.export.checkpoint.layout import LAYOUT_NAMES
 from quant.formats.atomic import claimed

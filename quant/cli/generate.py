@@ -24,8 +24,8 @@ from quant.cli.base import (
     echo,
     print_json,
 )
-from quant.cli.console import listener, status
-from quant.cli.tables import print_table
+from quant.cli.terminal.console import listener, status
+from quant.cli.terminal.tables import print_table
 from quant.errors import UserError
 from quant.models.files import find_checkpoint
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from quant.cli.base import JSON, REVISION, TRUST, Command, echo, print_json
-from quant.cli.tables import print_plan, print_table
+from quant.cli.terminal.tables import print_plan, print_table
 from quant.errors import UserError
 from quant.export.checkpoint.directory import check_apart
 from quant.formats.atomic import write_atomically

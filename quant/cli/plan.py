@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from quant.cli.base import JSON, Toolbox, echo, model_options, print_json
-from quant.cli.console import page
-from quant.cli.tables import print_plan, print_table
+from quant.cli.terminal.console import page
+from quant.cli.terminal.tables import print_plan, print_table
 from quant.errors import UserError, counted, megabytes
 from quant.export.checkpoint.directory import check_apart
 from quant.formats.atomic import claimed

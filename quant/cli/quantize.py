@@ -10,8 +10,8 @@ import click
 
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_line, model_options, print_json
-from quant.cli.console import CONSOLE, listener
-from quant.cli.tables import print_plan
+from quant.cli.terminal.console import CONSOLE, listener
+from quant.cli.terminal.tables import print_plan
 from quant.extras import importing
 from quant.models.read_ahead import read_ahead
 from quant.models.text_imports import skip_image_packages

@@ -11,8 +11,8 @@ import click
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, model_options, print_json
-from quant.cli.console import listener
-from quant.cli.tables import print_table
+from quant.cli.terminal.console import listener
+from quant.cli.terminal.tables import print_table
 from quant.export.checkpoint.directory import check_apart
 from quant.formats.atomic import claimed
 from quant.models.files import find_model

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from samples import BASE
 
 from quant.checkpoints.load import load
-from quant.cli import console
 from quant.cli.main import COMMANDS, main
 from quant.cli.quantize import quantize_command
+from quant.cli.terminal import console
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.models.open import open_model

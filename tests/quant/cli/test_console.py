@@ -10,9 +10,9 @@ import pytest
 import tiny_models
 from click.testing import CliRunner
 
-from quant.cli import console, tables
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
+from quant.cli.terminal import console, tables
 from quant.plan.make import make_plan
 from quant.recipes.plan import Plan
 

@@ -7,7 +7,8 @@ import io
 import pytest
 
 from quant.calibration.sensitivity.table import UNITS, GroupScores, Sensitivity
-from quant.cli import console, evaluate, sensitivity, tables
+from quant.cli import evaluate, sensitivity
+from quant.cli.terminal import console, tables
 from quant.evaluation.record import Evaluation
 
 WIDTHS = [60, 80, 120, 200]

@@ -1,7 +1,7 @@
 """Tables fit the terminal: a number is never cut, and columns without room are left out and named below the table.
 
 rich would cut or fold cells to the width, and a number that is cut is another number. A pipe or a file has room for
-every column (`quant.cli.console.page`).
+every column (`quant.cli.terminal.console.page`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quant.cli.console import page
+from quant.cli.terminal.console import page
 from quant.errors import counted, megabytes, printable
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
 
