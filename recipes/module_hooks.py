@@ -2,12 +2,15 @@
 
 The dictionaries of hooks are shared, not copied: a handle that the caller holds removes its hook from the module that
 has replaced the original by then, and the hooks keep their order.
+
+A module that stays in the model also takes over everything else that users or libraries have put on the original:
+attributes (`_is_hf_initialized`, a mark for an optimizer's groups), buffers, parameters, submodules.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +42,45 @@ def take_hooks(new: Any, old: nn.Module) -> None:
     # `add_hook_to_module` would move the weights, which are where they should be.
     new._hf_hook, new._old_forward = hook, new.forward
     new.forward = functools.update_wrapper(functools.partial(wrapper.func, new), new.forward)
+
+
+_OWN = "_names_of_its_class"  # attribute of a replacement: the names that its constructor gave it
+# The last is of a linear layer that stands for a `Conv1D` while it is solved.
+_NEVER = {"forward", "_hf_hook", "_old_forward", "_compiled_call_impl", "stands_for"}
+
+
+def take_over(new: Any, old: nn.Module | None) -> None:
+    """Gives `new`, just made to replace `old`, its hooks and all that was put on it; parameters stay the same objects.
+
+    Args:
+        new: in whose names `old` finds no room: those of its class mean something else there.
+        old: a module of torch, or one that has replaced another itself; None for a parameter, which has none of these.
+    """
+    own = {*vars(new), *new._parameters, *new._buffers, *new._modules, "weight", "bias"}
+    setattr(new, _OWN, frozenset({*own, _OWN}))
+    if old is None:
+        return
+    take_hooks(new, old)
+    before = vars(old).get(_OWN, ())
+    if not before and type(old).__module__.startswith("quant."):
+        return  # a stand-in during calibration: all that it has is its own
+
+    from torch import nn  # here, so that reading a recipe needs no torch
+
+    of_torch = {*vars(nn.Module()), *_NEVER}
+
+    def put_by_others(names: Iterable[str]) -> list[str]:
+        return [name for name in names if name not in before and name not in own and not hasattr(type(new), name)]
+
+    for name in put_by_others(vars(old)):
+        if name not in of_torch:
+            setattr(new, name, vars(old)[name])
+    for name in put_by_others(old._parameters):
+        new.register_parameter(name, old._parameters[name])
+    for name in put_by_others(old._buffers):
+        new.register_buffer(name, old._buffers[name], name not in old._non_persistent_buffers_set)
+    for name in put_by_others(old._modules):
+        new.add_module(name, old._modules[name])
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from quant.kernels.linear.modules import QuantLinear, RunTimeParts
 from quant.models.experts_forward import run_experts_one_by_one
 from quant.recipes.expert_stacks import stacking_of
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.module_hooks import take_hooks
+from quant.recipes.module_hooks import take_over
 from quant.recipes.plan import LayerPlan, Plan
 
 
@@ -31,7 +31,7 @@ def install_weight(
     input_scale: torch.Tensor | None,
     parts: RunTimeParts | None = None,
 ) -> None:
-    """Replaces the layer's weight by a quantized module. A bias stays as it is, and so do hooks.
+    """Replaces the layer's weight by a quantized module. A bias stays as it is, as do hooks and users' attributes.
 
     Raises:
         UserError: an embedding that does more than look up.
@@ -60,9 +60,7 @@ def install_weight(
         assert isinstance(linear.weight, torch.Tensor)
         bias = getattr(linear, "bias", None)
         new = QuantLinear(weight, bias, layer.activation, input_scale, dtype=linear.weight.dtype, **vars(parts))
-    # Experts were a parameter, which has no hooks.
-    if layer.kind != LayerKind.EXPERTS:
-        take_hooks(new, parent.get_submodule(last))
+    take_over(new, None if layer.kind == LayerKind.EXPERTS else parent.get_submodule(last))
     # A module that is swapped into a model in training must be in training too.
     new.train(parent.training)
     setattr(parent, last, new)

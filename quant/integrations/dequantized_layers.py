@@ -7,7 +7,7 @@ from torch import nn
 
 from quant.formats.stacking import Stacking
 from quant.kernels.linear.modules import QuantLinear
-from quant.recipes.module_hooks import take_hooks
+from quant.recipes.module_hooks import take_over
 
 
 class DenseExperts(nn.Module):
@@ -26,6 +26,6 @@ def dense_linear(module: QuantLinear) -> nn.Linear:
     linear.weight = nn.Parameter(module.weight.as_subclass(torch.Tensor), requires_grad=False)
     if module.bias is not None:
         linear.bias = module.bias
-    # Forward hooks of users and of accelerate live on the module object, which is exchanged here.
-    take_hooks(linear, module)
+    # Hooks and attributes of users and of accelerate live on the module object, which is exchanged here.
+    take_over(linear, module)
     return linear.train(module.training)

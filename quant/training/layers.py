@@ -19,7 +19,7 @@ from quant.kernels.linear.conv import QuantConv, conv_matrix, conv_parameter
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.modules import QuantLinear, RunTimeParts
-from quant.recipes.module_hooks import take_hooks
+from quant.recipes.module_hooks import take_over
 from quant.recipes.plan import LayerPlan, Plan
 from quant.training.initial_weights import before_rounding, starting_weight
 from quant.training.modules import QATConv, QATEmbedding, QATExperts, QATLinear
@@ -118,9 +118,9 @@ def install_training_layers(
 
 
 def put_layer(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replaces a layer of a model, whose hooks the new one has."""
+    """Replaces a layer of a model, whose hooks and users' attributes the new one has."""
     parent, _, last = name.rpartition(".")
-    take_hooks(module, model.get_submodule(name))
+    take_over(module, model.get_submodule(name))
     setattr(model.get_submodule(parent), last, module)
 
 

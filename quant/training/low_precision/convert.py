@@ -27,7 +27,7 @@ from quant.training.low_precision.experts import (
 )
 from quant.training.low_precision.gated_mlp import fuse_gated_mlps, restore_gated_mlps
 from quant.training.low_precision.linear import LowPrecisionLinear
-from quant.training.low_precision.nonfinite import GradientWatch
+from quant.training.low_precision.nonfinite import GradientWatch, nonfinite_line
 from quant.training.low_precision.packed import stored_format
 from quant.training.low_precision.recipe import TrainingRecipe, get_training_recipe
 from quant.training.low_precision.state import LowPrecision
@@ -91,6 +91,13 @@ class LowPrecisionTraining:
             for operand, history in layer.amax.items():
                 history.values = state[f"{name}.amax.{operand}"].clone()
 
+    def nonfinite(self) -> str | None:
+        """Says where NaN or infinity came into the present gradients; None where all are finite.
+
+        For training with a loss scaler, which leaves such steps out without a word.
+        """
+        return nonfinite_line(self.model, trained_layers(self.model))
+
     def _states(self) -> dict[str, LowPrecision]:
         layers = trained_layers(self.model)
         return {name: layers[name].low_precision for name in self.converted if name in layers}
@@ -130,7 +137,7 @@ def to_low_precision_training(
         include: globs; if given, only layers that match one are converted.
         exclude: globs of layers that stay as they are.
         on_nonfinite: at an optimizer's step, gradients with NaN or infinity "stop" training with an error that names
-            the layer, or "skip" the step with a warning.
+            the layer, or "skip" the step with a warning. A GradScaler's steps are left to it: it skips them itself.
         all_gather_fp8: FSDP2, which shards the model afterwards, gathers weights of `fp8_block` as FP8 codes, with half
             the bytes of BF16 and the same results. Weights become new parameters: make the optimizer after FSDP2.
 

@@ -106,6 +106,8 @@ class _GatedMLP(torch.autograd.Function):
             for w in (gate, up)
         ]
         h_codes, h_scale, h_codes_t, h_scale_t = ops.fp8_block_swiglu(*between, native.rule, down.requires_grad)
+        for state, each in zip(states, (scale, scale, h_scale), strict=True):
+            state.note_input(each)
         w_codes, w_scale, *_ = native.quantize(down, square=True, columns=False)
         y = ops.fp8_block_product(h_codes, h_scale, w_codes, w_scale, True, x.dtype)
         ctx.save_for_backward(codes_t, scale_t, h_codes_t, h_scale_t, *between, gate, up, down)

@@ -147,6 +147,7 @@ class RoundedProducts(torch.autograd.Function):
         ctx.rows_amax, ctx.weight_amax = of_x, of_w
         rows = x.reshape(-1, x.shape[-1])
         recipe = state.recipe
+        state.note_input(rows)
         # The operands themselves, and not their codes: dw rounds x along the tokens, dx rounds w along the outputs.
         ctx.save_for_backward(rows, weight)
         if recipe.input is None or recipe.weight is None or not state.rounds_forward:

@@ -91,6 +91,7 @@ class _BlockProducts(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.native, ctx.state, ctx.shape, ctx.dtype = native, state, x.shape, x.dtype
         codes, scale, codes_t, scale_t = native.operands(x, weight.requires_grad)
+        state.note_input(scale)
         w_codes, w_scale, *_ = native.quantize(weight, square=True, columns=False)
         ctx.save_for_backward(codes_t, scale_t, weight)
         y = torch.ops.quant.fp8_block_product(codes, scale, w_codes, w_scale, True, x.dtype)

@@ -1,11 +1,17 @@
 """A `GradientWatch` looks at gradients before an optimizer's step, and stops training or skips the step.
 
-Low precision makes NaN and infinity likelier, and one step with them loses a model. The weight gradients of converted
-layers are read together, once a step, wherever they came from: eager or compiled passes, DDP, FSDP2. A loss scaler that
-finds infinity itself calls no step, and nothing is done here.
+Low precision makes NaN and infinity likelier, and one step with them loses a model. The gradients that an optimizer
+holds are read together, once a step, wherever they came from: eager or compiled passes, DDP, FSDP2, micro-batches that
+accumulate. A closure, by which L-BFGS and Lightning compute gradients within the step, is followed by the same look.
 
-The layer that is named is the one nearest to the loss among those whose own output gradient was not finite, for that is
-where the backward pass came through first. Clipping spreads NaN to every gradient, so gradients alone would not tell.
+Clipping spreads NaN to every gradient, so gradients alone would not tell where it came from. Three facts do, and the
+first that applies is told: a layer whose weight is not finite; the first layer, in the order of the forward pass, whose
+input was not; the layer nearest to the loss whose output gradient was not, because the backward pass starts there.
+Layers note their inputs and output gradients as they run, with the emulated and the native backend and outside compiled
+graphs.
+
+A loss scaler looks for infinity itself: it finds its scale by steps that overflow, and skips those. So its steps are
+left to it, also where a fused optimizer is called and skips them on the GPU. `report.nonfinite()` tells the layer.
 """
 
 from __future__ import annotations
@@ -24,10 +30,11 @@ from quant.training.low_precision.experts import LowPrecisionStack, trained_laye
 from quant.training.low_precision.linear import LowPrecisionLinear
 
 ACTIONS = ("stop", "skip")
+_Layers = Mapping[str, LowPrecisionLinear | LowPrecisionStack]
 
 
 class GradientWatch:
-    """Watches the gradients of one model's layers in low-precision training.
+    """Watches the gradients of one model in low-precision training.
 
     Args:
         action: one of `ACTIONS`.
@@ -60,22 +67,21 @@ class GradientWatch:
             cls._hook = None
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Stops or skips where gradients of `optimizer` for layers of `model` are not finite.
+        """Stops or skips where gradients of `optimizer` for parameters of `model` are not finite.
 
         Raises:
             UserError: they are not, and the action is "stop".
         """
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         identities = {id(parameter) for parameter in held}
-        layers = {
-            name: layer
-            for name, layer in trained_layers(model).items()
-            if id(_parameter(layer)) in identities and _parameter(layer).grad is not None
-        }
-        name = _layer_without_finite_gradient(layers)
-        if name is None:
+        layers = {n: layer for n, layer in trained_layers(model).items() if id(_parameter(layer)) in identities}
+        # GradScaler puts this on fused optimizers, whose kernels skip the step where it is not zero.
+        has_scaler = getattr(optimizer, "found_inf", None) is not None
+        line = None if has_scaler else nonfinite_line(model, layers, identities)
+        for layer in layers.values():
+            layer.low_precision.forget_notes()
+        if line is None:
             return
-        line = f"{name}: its gradient holds NaN or infinity in {layers[name].low_precision.recipe.name}"
         if self.action == "stop":
             raise UserError(
                 f"{line}; no weight was changed. Lower the learning rate or keep the layer in 16 bit with exclude=, or "
@@ -86,35 +92,77 @@ class GradientWatch:
             parameter.grad = None
 
 
+def nonfinite_line(model: nn.Module, layers: _Layers, identities: set[int] | None = None) -> str | None:
+    """Where NaN or infinity came into the gradients of a model; None where all are finite.
+
+    Args:
+        model: that trains.
+        layers: its layers in low precision.
+        identities: of the parameters whose gradients count; None counts all.
+    """
+    parameters = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and (identities is None or id(parameter) in identities)
+    }
+    broken = _not_finite({name: parameter.grad for name, parameter in parameters.items()})
+    if not broken:
+        return None
+    # Every rank of FSDP2 reads the weights, whose largest magnitudes are common; notes are each rank's own.
+    if weights := _not_finite({name: _parameter(layer).detach() for name, layer in layers.items()}):
+        return f"{weights[0]}: its weight holds NaN or infinity"
+    notes = {name: layer.low_precision for name, layer in layers.items()}
+    if inputs := [name for name, state in notes.items() if _is_false(state.input_is_finite)]:
+        return f"{inputs[0]}: its input held NaN or infinity in the forward pass"
+    ids = {id(parameters[name]) for name in broken}
+    origins = [name for name, state in notes.items() if _is_false(state.gradient_is_finite)]
+    # Layers of a compiled graph leave no note; then the gradients have to do.
+    origins = origins or [name for name, layer in layers.items() if id(_parameter(layer)) in ids]
+    if origins:
+        return f"{origins[-1]}: its gradient holds NaN or infinity in {notes[origins[-1]].recipe.name}"
+    return f"{broken[-1]}: its gradient holds NaN or infinity"
+
+
 def _parameter(layer: LowPrecisionLinear | LowPrecisionStack) -> nn.Parameter:
     parameter: Any = layer.held if isinstance(layer, LowPrecisionStack) else layer.weight
     return parameter  # type: ignore[no-any-return]
 
 
-def _layer_without_finite_gradient(layers: Mapping[str, LowPrecisionLinear | LowPrecisionStack]) -> str | None:
-    """The layer at which NaN or infinity came into the gradients; None where all are finite."""
-    if not layers:
-        return None
-    # The largest magnitude of a gradient is finite if and only if its numbers are. One read serves all layers.
-    norms = [_norm(_parameter(layer).grad) for layer in layers.values()]
-    total = torch.stack([norm.to(norms[0].device) for norm in norms])
-    if bool(total.isfinite().all()):
-        return None
-    names = [name for name, norm in zip(layers, norms, strict=True) if not bool(norm.isfinite())]
-    # Layers of a compiled graph leave no flag; then the gradients have to do.
-    origins = [
-        name for name in names
-        if (flag := layers[name].low_precision.gradient_is_finite) is not None and not bool(flag)
-    ]  # fmt: skip
-    return (origins or names)[-1]
+def _is_false(flag: torch.Tensor | None) -> bool:
+    return flag is not None and not bool(flag)
 
 
-def _norm(gradient: Any) -> torch.Tensor:
-    norm: Any = torch.linalg.vector_norm(gradient, torch.inf)
+def _not_finite(tensors: Mapping[str, Any]) -> list[str]:
+    """The names of the tensors that hold NaN or infinity."""
+    if not tensors:
+        return []
+    # The largest magnitude is finite if and only if all numbers are. One read serves all tensors.
+    flags = [_largest(tensor).isfinite() for tensor in tensors.values()]
+    finite = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+    return [name for name, is_finite in zip(tensors, finite, strict=True) if not is_finite]
+
+
+def _largest(tensor: Any) -> torch.Tensor:
+    # Sparse gradients of embeddings have a norm of their values alone.
+    norm: Any = torch.linalg.vector_norm(tensor.coalesce().values() if tensor.is_sparse else tensor, torch.inf)
     whole: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return whole
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    closure = kwargs.get("closure") or next(iter(args[1:]), None)
+    if not callable(closure):
+        return _check_all(optimizer)
+
+    def checked() -> Any:
+        loss = closure()
+        _check_all(optimizer)
+        return loss
+
+    # Gradients come about within the step: the look has to follow them.
+    return (args, {**kwargs, "closure": checked}) if "closure" in kwargs else ((args[0], checked, *args[2:]), kwargs)
+
+
+def _check_all(optimizer: torch.optim.Optimizer) -> None:
     for model, watch in list(GradientWatch._watches.items()):
         watch.check(model, optimizer)

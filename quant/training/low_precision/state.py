@@ -63,7 +63,8 @@ class LowPrecision:
         amax: histories of x, w and dy, by those names. Only those that the recipe or the deployed layer needs grow.
         weight_dtype: dtype of the weight in the last forward pass. FSDP2 with `param_dtype=bfloat16` shows the layer a
             rounded copy of the parameter, and the deployed codes must come from that copy.
-        gradient_is_finite: bool scalar, whether the last dy had only finite numbers; None where nobody looked.
+        input_is_finite, gradient_is_finite: bool scalars, whether x and dy had only finite numbers in the passes since
+            the last step of an optimizer; None where nobody looked.
         products: of another backend in place of the emulated ones: x, weight and this object to y.
         deployed: the deployed layer for evaluation, with the tensors that it was made from; see `deployed_layer`.
     """
@@ -74,6 +75,7 @@ class LowPrecision:
     rounds_forward: bool = True
     amax: dict[str, AmaxHistory] = field(default_factory=dict)
     weight_dtype: torch.dtype | None = None
+    input_is_finite: torch.Tensor | None = None
     gradient_is_finite: torch.Tensor | None = None
     products: Callable[[torch.Tensor, torch.Tensor, LowPrecision], torch.Tensor] | None = None
     deployed: Any = None
@@ -85,7 +87,7 @@ class LowPrecision:
 
     def __getstate__(self) -> dict[str, Any]:
         # The deployed layer is made again when it is needed; its weight is not ours to copy or write.
-        return {**vars(self), "deployed": None, "gradient_is_finite": None}
+        return {**vars(self), "deployed": None, "input_is_finite": None, "gradient_is_finite": None}
 
     def scaled_by(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The largest magnitudes that x `[..., in]` and the weight are scaled by in this forward pass.
@@ -122,13 +124,22 @@ class LowPrecision:
         device = self.group[0].weight.device
         return group_amax([each.weight.detach().to(device) for each in self.group])
 
-    def note_gradient(self, dy: torch.Tensor) -> None:
-        """Notes whether dy, or the scales of its blocks, are finite; compiled graphs leave no note.
+    def note_input(self, x: torch.Tensor) -> None:
+        """Notes whether x, or the scales of its blocks, are finite; compiled graphs leave no note.
 
         Nothing is read here, where it would stop the GPU at each layer: an optimizer's step reads all layers' together.
         """
         if not torch.compiler.is_compiling():
-            self.gradient_is_finite = dy.isfinite().all()
+            self.input_is_finite = _and_finite(self.input_is_finite, x)
+
+    def note_gradient(self, dy: torch.Tensor) -> None:
+        """Notes whether dy, or the scales of its blocks, are finite, as `note_input` does."""
+        if not torch.compiler.is_compiling():
+            self.gradient_is_finite = _and_finite(self.gradient_is_finite, dy)
+
+    def forget_notes(self) -> None:
+        """Begins to take notes anew, after an optimizer's step."""
+        self.input_is_finite = self.gradient_is_finite = None
 
     def gradient_scaled_by(self, dy: torch.Tensor) -> torch.Tensor | None:
         """The largest magnitude that a recipe with a history scales dy by; records this step's."""
@@ -138,6 +149,12 @@ class LowPrecision:
         earlier = self.amax["dy"].largest(current)
         self.amax["dy"].record(current)
         return earlier
+
+
+def _and_finite(earlier: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """Whether all numbers were finite so far, and are in x: a micro-batch in the middle counts as the last does."""
+    finite = x.detach().isfinite().all()
+    return finite if earlier is None else finite & earlier.to(finite.device)
 
 
 def _of_all_ranks(amax: Any) -> torch.Tensor:

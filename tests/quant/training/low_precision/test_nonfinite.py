@@ -1,0 +1,169 @@
+"""NaN and infinity stop an optimizer's step or have it left out, and the message names where they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import quant
+from quant.errors import UserError
+from quant.training.low_precision.recipe import RECIPES
+
+SKIPPED = "layers.1: its gradient holds NaN or infinity in mxfp8; this step is skipped"
+
+
+class Deep(nn.Module):
+    """Three layers and a norm; `broken` makes the gradient of the second layer's output infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.norm = nn.LayerNorm(64)
+        self.broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[1](self.layers[0](x))
+        if self.broken:
+            x.register_hook(lambda gradient: gradient * torch.inf)
+        return self.norm(self.layers[2](x))
+
+
+@pytest.fixture
+def model() -> Iterator[Deep]:
+    """In training in MXFP8, and watched until the test ends."""
+    net = Deep()
+    quant.to_low_precision_training(net, "mxfp8")
+    yield net
+    quant.from_low_precision_training(net)
+
+
+def _loss(model: nn.Module, broken: bool = False) -> torch.Tensor:
+    model.broken = broken
+    return model(torch.randn(8, 64)).square().sum()
+
+
+def _unchanged(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def _copied(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("batches", [(True,), (True, False), (False, True)])
+def test_a_gradient_that_is_not_finite_stops_and_names_the_layer(
+    model: Deep, batches: tuple[bool, ...], clips: bool
+) -> None:
+    """In any of the micro-batches whose gradients are added up."""
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), _copied(model)
+    for broken in batches:
+        _loss(model, broken).backward()
+    if clips:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(UserError, match=r"^layers.1: its gradient holds NaN or infinity in mxfp8; no weight was"):
+        optimizer.step()
+    assert _unchanged(model, before)
+
+
+def test_a_skipped_step_changes_no_weight_and_the_next_one_does() -> None:
+    model = Deep()
+    quant.to_low_precision_training(model, "mxfp8", on_nonfinite="skip")
+    optimizer, before = torch.optim.AdamW(model.parameters(), lr=0.1), _copied(model)
+    _loss(model, broken=True).backward()
+    with pytest.warns(UserWarning, match=SKIPPED):
+        optimizer.step()
+    assert _unchanged(model, before)
+    optimizer.zero_grad()
+    _loss(model).backward()
+    optimizer.step()
+    assert not torch.equal(model.layers[0].weight, before["layers.0.weight"])
+    quant.from_low_precision_training(model)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_gradients_of_a_closure_are_looked_at_too(kind: type[torch.optim.Optimizer], by_name: bool) -> None:
+    """As Lightning steps: the gradients come about within the optimizer's step."""
+    model = Deep()
+    quant.to_low_precision_training(model, "mxfp8", on_nonfinite="skip")
+    optimizer, before = kind(model.parameters(), lr=0.1), _copied(model)
+
+    def closure(broken: bool = True) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = _loss(model, broken)
+        loss.backward()
+        return loss
+
+    with pytest.warns(UserWarning, match=SKIPPED):
+        optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    assert _unchanged(model, before)
+    assert float(optimizer.step(lambda: closure(False))) > 0
+    assert not torch.equal(model.layers[0].weight, before["layers.0.weight"])
+    quant.from_low_precision_training(model)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loss_scaler_skips_steps_itself(fused: bool) -> None:
+    """It finds its scale by steps that overflow, so none of them stops training; the report names the layer."""
+    model = Deep()
+    report = quant.to_low_precision_training(model, "mxfp8")
+    assert report.nonfinite() is None
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), torch.amp.GradScaler("cpu")
+    before = _copied(model)
+    scaler.scale(_loss(model, broken=True)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+    assert _unchanged(model, before)
+    assert report.nonfinite() == "layers.1: its gradient holds NaN or infinity in mxfp8"
+    quant.from_low_precision_training(model)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_an_input_that_is_not_finite_is_named_before_the_layers_that_it_reaches(recipe: str, value: float) -> None:
+    net = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 128))
+    quant.to_low_precision_training(net, recipe)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.randn(8, 128)
+    x[3, 5] = value
+    net[1:](x).square().sum().backward()
+    with pytest.raises(UserError, match=r"^1: its input held NaN or infinity in the forward pass; no weight was"):
+        optimizer.step()
+    optimizer.zero_grad()  # what was noted belongs to the step that was refused
+    net(torch.randn(8, 128)).square().sum().backward()
+    net[2].weight.grad[0, 0] = value
+    with pytest.raises(UserError, match=f"^2: its gradient holds NaN or infinity in {recipe}"):
+        optimizer.step()
+    quant.from_low_precision_training(net)
+
+
+def test_a_weight_that_is_not_finite_is_the_first_cause(model: Deep) -> None:
+    model.layers[1].weight.data[0, 0] = torch.nan
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _loss(model).backward()
+    with pytest.raises(UserError, match=r"^layers.1: its weight holds NaN or infinity; no weight was changed"):
+        optimizer.step()
+
+
+def test_parameters_in_16_bit_are_watched_too(model: Deep) -> None:
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), _copied(model)
+    _loss(model).backward()
+    model.norm.weight.grad[0] = torch.nan
+    with pytest.raises(UserError, match=r"^norm.weight: its gradient holds NaN or infinity; no weight was changed"):
+        optimizer.step()
+    assert _unchanged(model, before)
+
+
+def test_optimizers_of_other_models_and_of_plain_models_are_left_alone(model: Deep) -> None:
+    other = Deep()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other)]
+    _loss(other, broken=True).backward()
+    optimizers[1].step()  # not watched
+    quant.from_low_precision_training(model)
+    _loss(model, broken=True).backward()
+    optimizers[0].step()  # no longer watched
