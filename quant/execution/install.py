@@ -60,9 +60,10 @@ def install_weight(
         assert isinstance(linear.weight, torch.Tensor)
         bias = getattr(linear, "bias", None)
         new = QuantLinear(weight, bias, layer.activation, input_scale, dtype=linear.weight.dtype, **vars(parts))
-    take_over(new, None if layer.kind == LayerKind.EXPERTS else parent.get_submodule(last))
-    # A module that is swapped into a model in training must be in training too.
-    new.train(parent.training)
+    # Experts were a parameter, which had no mode of its own.
+    old = None if layer.kind == LayerKind.EXPERTS else parent.get_submodule(last)
+    take_over(new, old)
+    new.train(parent.training if old is None else old.training)
     setattr(parent, last, new)
 
 

@@ -7,8 +7,9 @@ would not say how they were made, and no checkpoint could be saved by it. All of
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,6 +99,16 @@ def refuse_partial_layer(name: str, weight: torch.Tensor, taker: str, reload: st
             f"{name}: its weight is sharded (FSDP); gather the state with torch.distributed.checkpoint.state_dict."
             f"get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), {reload}"
         )
+
+
+def optimizers_of(identities: Collection[int]) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers of this process that hold a parameter with one of these ids."""
+    # Nothing leads from a parameter to its optimizers, so the garbage collector's list of all objects is searched.
+    # `isinstance` would ask objects that only pretend to have a class.
+    optimizers = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    return [
+        each for each in optimizers if any(id(p) in identities for group in each.param_groups for p in group["params"])
+    ]
 
 
 def refuse_adapters(model: nn.Module, taker: str, way_out: str) -> None:

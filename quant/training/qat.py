@@ -10,7 +10,6 @@ The start is exact: before the first step, the model's outputs are the quantized
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,6 +31,7 @@ from quant.plan.callers_model import (
     ADAPTERS_AFTER,
     check_original,
     inner_model,
+    optimizers_of,
     refuse_adapters,
     refuse_partial_layer,
     uncompiled,
@@ -291,13 +291,8 @@ def _check_optimizers(
     own = {id(parameter) for parameter in model.parameters()}
     learned = {id(m.weight): id(m.range_shift) for m in model.modules()
                if isinstance(m, RoundedWeight) and m.range_shift is not None}  # fmt: skip
-    # Nothing leads from a parameter to its optimizers, so the garbage collector's list of all objects is searched.
-    for each in gc.get_objects():
-        if not issubclass(type(each), torch.optim.Optimizer):  # isinstance would ask objects that only pretend a class
-            continue
+    for each in optimizers_of(before.keys()):
         parameters = {id(parameter): parameter for group in each.param_groups for parameter in group["params"]}
-        if not before.keys() & parameters.keys():
-            continue
         # Of a model that was quantized before, an optimizer may still hold the weights from before that.
         lost = sum(key not in own and (was_quantized or key in before) for key in parameters)
         lacks = sum(

@@ -12,6 +12,7 @@ else sees the tensor that it holds: optimizers, checkpoints and tensors that are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from quant.errors import UserError
 from quant.kernels.portable.training.fp8_block_layout import BLOCK
+from quant.plan.callers_model import optimizers_of
 from quant.training.low_precision.linear import LowPrecisionLinear
 from quant.training.low_precision.native import scale_rule
 from quant.training.low_precision.recipe import TrainingRecipe
@@ -126,11 +128,10 @@ def _decoded(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> to
     return (squares * scale[:, None, :, None].to(dtype)).view(rows, columns)
 
 
-def gather_in_fp8(model: nn.Module, recipe: TrainingRecipe) -> None:
-    """Has FSDP2, when it shards the model, gather the weights of low-precision layers in FP8.
+def check_gather_in_fp8(model: nn.Module, recipe: TrainingRecipe) -> None:
+    """Raises UserError where FP8 codes do not determine a recipe's weights, in either direction of training.
 
-    Raises:
-        UserError: a recipe whose weights FP8 codes do not determine, in either direction of training.
+    Also where an optimizer holds the parameters that `gather_in_fp8` will replace.
     """
     weight = recipe.weight
     if weight is None or not weight.has_square_blocks or weight.global_scale or not recipe.power_of_two_scales:
@@ -138,18 +139,29 @@ def gather_in_fp8(model: nn.Module, recipe: TrainingRecipe) -> None:
             f"{recipe.name}: weights can be gathered in FP8 where square blocks have scales that are powers of two, as "
             "in fp8_block; others are measured from the whole weight or along both axes; leave out all_gather_fp8"
         )
-    # One parameter for each that was: tied weights stay tied.
-    shards: dict[torch.Tensor, nn.Parameter] = {}
-    for module in model.modules():
-        if isinstance(module, LowPrecisionLinear):
-            held = module.weight
-            if held not in shards:
-                shards[held] = nn.Parameter(ShardInFP8(held.detach()), requires_grad=held.requires_grad)
-            module.weight = shards[held]
+    for optimizer in optimizers_of({id(parameter) for parameter in model.parameters()}):
+        raise UserError(
+            f"an optimizer ({type(optimizer).__name__}) holds parameters that all_gather_fp8 replaces, and would train "
+            "none of them; make it after fully_shard"
+        )
+
+
+def gather_in_fp8(model: nn.Module) -> None:
+    """Has FSDP2, when it shards the model, gather the weights of low-precision layers in FP8."""
+    _replace_weights(model, lambda weight: ShardInFP8(weight))
 
 
 def gather_in_16bit(model: nn.Module) -> None:
     """Undoes `gather_in_fp8` where nothing has been sharded."""
+    _replace_weights(model, lambda weight: weight.tensor if isinstance(weight, ShardInFP8) else None)
+
+
+def _replace_weights(model: nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Gives low-precision layers new parameters for their weights, one for each that was: tied weights stay tied."""
+    parameters: dict[torch.Tensor, nn.Parameter] = {}
     for module in model.modules():
-        if isinstance(module, LowPrecisionLinear) and isinstance(module.weight.data, ShardInFP8):
-            module.weight = nn.Parameter(module.weight.data.tensor, requires_grad=module.weight.requires_grad)
+        if isinstance(module, LowPrecisionLinear):
+            held = module.weight
+            if held not in parameters and (new := replacement(held.data)) is not None:
+                parameters[held] = nn.Parameter(new, requires_grad=held.requires_grad)
+            module.weight = parameters.get(held, held)

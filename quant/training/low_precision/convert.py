@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,7 +18,7 @@ from quant.plan.make import make_plan
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan, groups_of
-from quant.training.low_precision.all_gather import gather_in_16bit, gather_in_fp8
+from quant.training.low_precision.all_gather import check_gather_in_fp8, gather_in_16bit, gather_in_fp8
 from quant.training.low_precision.backends import choose_backend
 from quant.training.low_precision.experts import (
     convert_experts,
@@ -33,6 +34,8 @@ from quant.training.low_precision.recipe import TrainingRecipe, get_training_rec
 from quant.training.low_precision.state import LowPrecision
 from quant.training.low_precision.te_products import ForwardContext
 from quant.training.rounding.rounded_weight import RoundedWeight
+
+_RECIPE = "recipe"  # key of the name in a report's state
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +64,12 @@ class LowPrecisionTraining:
             state.rounds_forward = share < self.recipe.schedule.bf16_forward_from
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The histories of largest magnitudes, for a checkpoint: the model's own keys stay those of plain layers."""
-        return {
+        """The histories of largest magnitudes, for a checkpoint: the model's own keys stay those of plain layers.
+
+        And the recipe's name in bytes, for plain weights show none.
+        """
+        name_of_recipe = torch.tensor(list(self.recipe.name.encode()), dtype=torch.uint8)
+        return {_RECIPE: name_of_recipe} | {
             f"{name}.amax.{operand}": history.values.clone()
             for name, state in self._states().items()
             for operand, history in state.amax.items()
@@ -72,10 +79,18 @@ class LowPrecisionTraining:
         """Goes on with the histories of a checkpoint.
 
         Raises:
-            UserError: they are of other layers, or of a recipe with another length of history.
+            UserError: they are of other layers or of another recipe.
         """
-        # A history of another length is that of another recipe; plain weights alone would not show it.
-        own = self.state_dict()
+        saved = state.get(_RECIPE)
+        name_of_recipe = self.recipe.name if saved is None else bytes(saved.tolist()).decode(errors="replace")
+        if name_of_recipe != self.recipe.name:
+            raise UserError(
+                f"the checkpoint was trained in {name_of_recipe}, and this model trains in {self.recipe.name}: convert "
+                f'it with quant.to_low_precision_training(model, "{name_of_recipe}"), or leave out the state of the '
+                "report to go on in another recipe"
+            )
+        state = {name: values for name, values in state.items() if name != _RECIPE}
+        own = {name: values for name, values in self.state_dict().items() if name != _RECIPE}
         if differing := sorted(own.keys() ^ state.keys()):
             raise UserError(
                 f"{differing[0]}: the histories and the model disagree on the layers that train in low precision "
@@ -85,7 +100,7 @@ class LowPrecisionTraining:
             if values.shape != own[name].shape:
                 raise UserError(
                     f"{name}: the histories remember {len(values)} steps, and {self.recipe.name} {len(own[name])}: "
-                    "they are of another recipe; convert the model with that one"
+                    "convert the model with a recipe of that history"
                 )
         for name, layer in self._states().items():
             for operand, history in layer.amax.items():
@@ -158,6 +173,8 @@ def to_low_precision_training(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     chosen = choose_backend(backend, recipe, device)
     watch = GradientWatch(on_nonfinite)
+    if all_gather_fp8:
+        check_gather_in_fp8(model, recipe)
     reasons = _reasons_to_keep(model, recipe, include, exclude)
     linears: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     experts = _experts(model, recipe, (include, exclude), reasons)
@@ -182,12 +199,15 @@ def to_low_precision_training(
         members = [linears[layer.name] for layer in group if layer.name in linears]
         for member in members:
             member.low_precision.group = members
+    for members in _sibling_experts(linears, converted):
+        for member in members:
+            member.low_precision.siblings = members
     # torchao and Transformer Engine have a module for each matrix; theirs are not those of experts.
     of_experts = chosen.products() if chosen.products is not None and chosen.name == "native" else None
     convert_experts(model, [name for name in experts if name in converted], recipe, of_experts)
     watch.start(model)
     if all_gather_fp8:
-        gather_in_fp8(model, recipe)
+        gather_in_fp8(model)
     if chosen.name == "te":
         ForwardContext(recipe).start(model)
     if chosen.name == "native":
@@ -231,6 +251,13 @@ def _check_model(model: nn.Module) -> None:
                 f"{name}: the model is quantized already, and its codes do not train; start from the original model, "
                 "or put adapters on this one with quant.lora"
             )
+    # A DTensor of FSDP2 or tensor parallelism has `full_tensor`.
+    sharded = next((name for name, parameter in model.named_parameters() if hasattr(parameter, "full_tensor")), None)
+    if sharded is not None:
+        raise UserError(
+            f"{sharded} is sharded already, and layers are chosen and grouped by whole weights; convert the model "
+            "first, then call fully_shard or parallelize_module"
+        )
     meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if meta is not None:
         raise UserError(f"{meta} is on the meta device and has no values; load the weights first")
@@ -292,6 +319,16 @@ def _experts(
         if (reason := reason or experts_refusal(model, name, recipe)) is not None:
             reasons[name] = reason
     return names
+
+
+def _sibling_experts(linears: Mapping[str, Any], converted: Sequence[str]) -> list[list[Any]]:
+    """The same layer of all experts of a mixture that is a list of modules, such as `experts.#.up_proj`."""
+    siblings: dict[str, list[Any]] = {}
+    for name in converted:
+        pattern = re.sub(r"experts\.\d+\.", "experts.#.", name)
+        if pattern != name and name in linears:
+            siblings.setdefault(pattern, []).append(linears[name])
+    return list(siblings.values())
 
 
 def _plan(model: nn.Module, recipe: TrainingRecipe, layers: Sequence[str]) -> Plan:

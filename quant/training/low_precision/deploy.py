@@ -5,6 +5,7 @@ No data is read: see `packed.py`. The packed model computes what the model in ev
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from quant.checkpoints.pretrained import attach
-from quant.errors import UserError
+from quant.errors import UserError, counted
 from quant.execution.install import install_weight, mark_quantized, use_expert_modules
 from quant.export.checkpoint.write import plan_of_model
 from quant.formats.tensor import BlockScaledTensor
@@ -22,7 +23,7 @@ from quant.recipes.plan import Plan
 from quant.training.low_precision.convert import from_low_precision_training
 from quant.training.low_precision.experts import LowPrecisionStack, trained_layers
 from quant.training.low_precision.linear import LowPrecisionLinear
-from quant.training.low_precision.packed import input_scale, packed_weight, stored_format
+from quant.training.low_precision.packed import deployed_input, input_scale, packed_weight, stored_format
 
 
 def convert_trained(model: nn.Module) -> Plan:
@@ -49,6 +50,7 @@ def convert_trained(model: nn.Module) -> Plan:
     # Everything that can fail comes before the first change.
     weights = {name: _packed(layer) for name, layer in layers.items()}
     scales = {name: _input_scale(layer) for name, layer in layers.items()}
+    _warn_of_unreached_experts(layers)
     # Planning runs the model on a stand-in input, for which plain layers will do.
     from_low_precision_training(model)
     # The same plan as at conversion, when the layers were chosen and grouped by it.
@@ -74,6 +76,20 @@ def _check(layers: Mapping[str, LowPrecisionLinear | LowPrecisionStack]) -> None
     for name, layer in layers.items():
         reload = "load it and the state_dict of the report into a model converted in the same way, and pack that"
         refuse_partial_layer(name, layer.weight, "quant.convert_trained", reload)
+
+
+def _warn_of_unreached_experts(layers: Mapping[str, LowPrecisionLinear | LowPrecisionStack]) -> None:
+    states = {name: layer.low_precision for name, layer in layers.items()}
+    activation = deployed_input(next(iter(states.values())).recipe)
+    if activation is None or not activation.is_static:
+        return
+    names = [name for name, s in states.items() if all(each.low_precision.amax["x"].is_empty for each in s.group)]
+    if names:
+        warnings.warn(
+            f"{names[0]}: the router sent this expert no token in training; its static input scale is that of the "
+            f"largest input of its siblings ({counted(len(names), 'such layer')})",
+            stacklevel=3,
+        )
 
 
 def _packed(layer: LowPrecisionLinear | LowPrecisionStack) -> BlockScaledTensor:

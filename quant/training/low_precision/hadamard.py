@@ -14,6 +14,8 @@ from functools import cache
 import torch
 from torch.nn.functional import pad
 
+from quant.training.low_precision.operands import float32_product
+
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Transformer Engine 2.20's `get_wgrad_sign_vector`."""
 
@@ -39,6 +41,6 @@ def transform_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
         return x
     # Both operands get the same zeros, which add nothing to a sum over tokens.
     x = pad(x, (0, -x.shape[1] % size))
-    turned = x.bfloat16().float().unflatten(1, (-1, size)) @ hadamard_matrix(size, x.device)
+    turned = float32_product(x.bfloat16().float().unflatten(1, (-1, size)), hadamard_matrix(size, x.device))
     rounded: torch.Tensor = turned.flatten(1).bfloat16().float()
     return rounded

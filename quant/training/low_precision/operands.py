@@ -19,6 +19,7 @@ b / 448. Where scales are powers of two, both give the same.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ from quant.formats.format import Format
 from quant.formats.number import E4M3
 from quant.formats.rounding import decode_power_of_two, encode_power_of_two, round_to
 from quant.formats.scaling import SCALE_RULES, divided, nonzero
+from quant.kernels.linear.ops import autocast_dtype
 from quant.training.low_precision.recipe import Arithmetic, TrainingRecipe
 from quant.training.low_precision.stochastic import round_stochastically
 
@@ -164,5 +166,11 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
     if left.is_cuda and a.is_exact_in_bf16 and b.is_exact_in_bf16:
         product = torch.mm(left.bfloat16(), right.bfloat16().t(), out_dtype=torch.float32)
     else:
-        product = left @ right.t()
+        product = float32_product(left, right.t())
     return (product * (a.factor * b.factor.t())).to(dtype)
+
+
+def float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a @ b` of float32 tensors, also where autocast would round them to BF16."""
+    with nullcontext() if autocast_dtype(a) is None else torch.autocast(a.device.type, enabled=False):
+        return a @ b

@@ -90,6 +90,8 @@ def _packed(operand: Operand, format: Format, shape: tuple[int, ...]) -> BlockSc
 def input_scale(state: LowPrecision, dtype: torch.dtype) -> torch.Tensor | None:
     """The static scale of the deployed layer's input; layers that are merged share the largest of theirs.
 
+    An expert that no token has reached takes its siblings'.
+
     Args:
         state: of the layer.
         dtype: of its weight, in which some scales are stored.
@@ -100,9 +102,7 @@ def input_scale(state: LowPrecision, dtype: torch.dtype) -> torch.Tensor | None:
     activation = deployed_input(state.recipe)
     if activation is None or not activation.is_static:
         return None
-    # Merged layers read one input, but one of them may have been skipped in the last steps.
-    histories = [each.low_precision.amax["x"] for each in state.group]
-    recorded = [history.values.amax() for history in histories if not history.is_empty]
+    recorded = state.recorded_inputs()
     if not recorded:
         raise UserError(
             f"{state.name}: no training step has recorded its input, whose static scale {activation} needs; run a few "
@@ -123,15 +123,15 @@ def deployed_layer(layer: Any, state: LowPrecision, x: torch.Tensor) -> nn.Modul
     if state.deployed is not None and state.deployed[0] == key:
         return state.deployed[1]  # type: ignore[no-any-return]
     activation = deployed_input(state.recipe)
-    is_known = not all(each.low_precision.amax["x"].is_empty for each in state.group)
-    if is_known or activation is None or not activation.is_static:
+    is_recorded = not all(each.low_precision.amax["x"].is_empty for each in state.group)
+    if activation is None or not activation.is_static or state.recorded_inputs():
         scale = input_scale(state, layer.weight.dtype)
     else:
         scale = static_input_scale(x.abs().amax().float(), activation, layer.weight.dtype)
     weight = packed_weight(layer.weight, state)
     scale = None if scale is None else scale.to(layer.weight.device)
     packed = QuantLinear(weight, layer.bias, activation, scale, dtype=layer.weight.dtype)
-    if is_known or scale is None:
+    if is_recorded or scale is None:
         # The histories are held, so that no other tensor gets the id by which the next call compares them.
         state.deployed = key, packed, histories
     return packed

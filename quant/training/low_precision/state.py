@@ -59,6 +59,8 @@ class LowPrecision:
         name: of the layer in its model, for messages.
         recipe: how products are rounded.
         group: the layers that a runtime merges with this one, itself included: they share the scale of a whole weight.
+        siblings: the same layer of every expert of a mixture that is a list of modules. A router may send an expert
+            no token in training; its input is then scaled as theirs.
         rounds_forward: whether the forward product is rounded; a recipe's schedule turns it off in the end.
         amax: histories of x, w and dy, by those names. Only those that the recipe or the deployed layer needs grow.
         weight_dtype: dtype of the weight in the last forward pass. FSDP2 with `param_dtype=bfloat16` shows the layer a
@@ -72,6 +74,7 @@ class LowPrecision:
     name: str
     recipe: TrainingRecipe
     group: Sequence[Any] = ()  # LowPrecisionLinear
+    siblings: Sequence[Any] = ()
     rounds_forward: bool = True
     amax: dict[str, AmaxHistory] = field(default_factory=dict)
     weight_dtype: torch.dtype | None = None
@@ -123,6 +126,17 @@ class LowPrecision:
         """The largest magnitude of the weights of the group, float32 scalar."""
         device = self.group[0].weight.device
         return group_amax([each.weight.detach().to(device) for each in self.group])
+
+    def recorded_inputs(self) -> list[torch.Tensor]:
+        """The largest recorded input of each layer that shares the deployed layer's input scale; of siblings if none.
+
+        Merged layers read one input, but one of them may have been skipped in the last steps.
+        """
+        for layers in (self.group, self.siblings):
+            histories = [layer.low_precision.amax["x"] for layer in layers]
+            if recorded := [history.values.amax() for history in histories if not history.is_empty]:
+                return recorded
+        return []
 
     def note_input(self, x: torch.Tensor) -> None:
         """Notes whether x, or the scales of its blocks, are finite; compiled graphs leave no note.

@@ -115,5 +115,16 @@ def test_on_one_process_it_is_the_tensor_that_it_holds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_tensorwise", "nvfp4"])
 def test_weights_that_codes_do_not_determine_are_refused(recipe: str) -> None:
+    net = nn.Sequential(nn.Linear(128, 256))
     with pytest.raises(quant.UserError, match=f"{recipe}: weights can be gathered in FP8 where square blocks"):
-        quant.to_low_precision_training(nn.Sequential(nn.Linear(128, 256)), recipe, all_gather_fp8=True)
+        quant.to_low_precision_training(net, recipe, all_gather_fp8=True)
+    assert type(net[0]) is nn.Linear  # not converted in part
+
+
+def test_tied_weights_stay_tied_and_plain_again_afterwards() -> None:
+    net = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    net[1].weight = net[0].weight
+    quant.to_low_precision_training(net, "fp8_block", all_gather_fp8=True)
+    assert isinstance(net[0].weight.data, ShardInFP8) and net[1].weight is net[0].weight
+    quant.from_low_precision_training(net)
+    assert type(net[0].weight.data) is torch.Tensor and net[1].weight is net[0].weight

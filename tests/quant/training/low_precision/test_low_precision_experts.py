@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from rounding_bounds import bounds_of_products
 from torch import nn
 
 import quant
 from quant.training.low_precision.experts import trained_layers
+from quant.training.low_precision.recipe import RECIPES
 
 IDS = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(3))
 
@@ -54,6 +56,79 @@ def test_experts_are_evaluated_packed_and_saved_as_they_train(name: str, tmp_pat
         assert torch.equal(model(IDS).logits, evaluated)
         quant.save(model, plan, tmp_path / "out")
         assert torch.equal(quant.load(tmp_path / "out")(IDS).logits, evaluated)
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.history])
+@pytest.mark.parametrize("projection", ["gate_up_proj", "down_proj"])
+def test_gradients_of_experts_lie_within_the_rounding_of_their_operands(name: str, projection: str) -> None:
+    """Of each expert by itself, in float64; an expert without tokens has none."""
+    model = tiny_models.qwen3_moe(num_hidden_layers=1, gain=3.0).train()
+    quant.to_low_precision_training(model, name)
+    stack: Any = trained_layers(model)[f"model.layers.0.mlp.experts.{projection}"]
+    weight = stack.weight.detach().clone()
+    x = (torch.randn(3, 32, weight.shape[2]) * torch.logspace(-1, 1, 3)[:, None, None]).requires_grad_()
+    dy = torch.randn(3, 32, weight.shape[1]) * 1e-3
+    with stack.opened():
+        y = torch.stack([stack.product(x[expert], expert) for expert in range(3)])
+        y.backward(dy)
+    for expert in range(3):
+        bounds = bounds_of_products(RECIPES[name], x[expert].detach(), weight[expert], dy[expert])
+        gradient = stack.stacking.matrices(stack.held.grad)[expert]
+        for product, got in (("y", y[expert]), ("dx", x.grad[expert]), ("dw", gradient)):
+            off = (got.double() - bounds[product].values).abs()
+            assert bool((off <= bounds[product].error).all()), (expert, product)
+            is_rounded = product != "dw" or RECIPES[name].rounds_dw
+            assert bool(off.norm() > 1e-3 * bounds[product].values.norm()) == is_rounded, (expert, product)
+    assert not stack.stacking.matrices(stack.held.grad)[3].any()
+
+
+class Mixture(nn.Module):
+    """Experts as a list of modules; the last ones get no token while `reaches` is less than their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(64, 128), "down": nn.Linear(128, 64)}) for _ in range(3)
+        )
+        self.reaches = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        chosen = torch.arange(len(x)) % self.reaches
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero().flatten()
+            y = y.index_add(0, rows, expert["down"](torch.relu(expert["up"](x[rows]))))
+        return y
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_experts_in_a_list_train_and_one_without_tokens_is_packed_as_its_siblings(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Mixture().train(), torch.randn(64, 64)
+    report = quant.to_low_precision_training(model, name)
+    assert len(report.converted) == 6
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for _ in range(4):
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    largest = {index: model.experts[index].up.low_precision.amax["x"].values.amax() for index in (0, 1)}
+    model.eval().reaches = 3
+    with torch.no_grad():
+        evaluated = model(x)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            quant.convert_trained(model)
+        assert torch.equal(model(x), evaluated)
+    is_static = model.experts[2].up.input_scale is not None
+    assert bool(caught) == is_static
+    if is_static:
+        assert str(caught[0].message).startswith("experts.2.up: the router sent this expert no token in training")
+        expected = model.experts[max(largest, key=lambda index: largest[index])].up.input_scale
+        assert torch.equal(model.experts[2].up.input_scale, expected)
 
 
 def test_each_expert_is_a_linear_layer_of_its_own() -> None:

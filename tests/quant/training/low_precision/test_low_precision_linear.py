@@ -5,18 +5,17 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import tiny_models
 import torch
+from rounding_bounds import bounds_of_products
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import quant
-from quant.formats.format import Format
-from quant.training.low_precision.hadamard import hadamard_matrix
 from quant.training.low_precision.linear import LowPrecisionLinear
 from quant.training.low_precision.operands import round_operand
 from quant.training.low_precision.packed import packed_weight
@@ -41,45 +40,6 @@ def _layer(recipe: str | TrainingRecipe, **options: object) -> nn.Linear:
     return net[0]
 
 
-@dataclass
-class Exact:
-    """An operand in float64, and how far its rounded values may lie from it."""
-
-    values: torch.Tensor
-    error: torch.Tensor
-
-
-def _exact(x: torch.Tensor, format: Format | None, *, powers: bool, draws: bool, hadamard: bool = False) -> Exact:
-    """`x` `[rows, summed]` and a bound of its rounding error, from the format's definition alone.
-
-    An element is off by half a gap of the grid, or by a whole one where draws decide. Gaps are 2⁻ᵐ of the number, and
-    at the smallest numbers the least subnormal times the scale, which is the block's largest magnitude over the largest
-    element, twice that where scales are rounded up to powers of two, an eighth more where E4M3 rounds them.
-    """
-    x = x.double()
-    error = torch.zeros_like(x)
-    if hadamard:
-        turned = (x.unflatten(1, (-1, 16)) @ hadamard_matrix(16, x.device).double()).flatten(1)
-        spread = x.abs().unflatten(1, (-1, 16)).sum(-1, keepdim=True).expand(-1, -1, 16).flatten(1) / 4
-        x, error = turned, turned.abs() * 2.0**-9 + spread * 2.0**-23  # rounded to BF16
-    if format is None:
-        return Exact(x, error)
-    height, width = format.block_shape(x.shape)
-    blocks = x.unflatten(1, (-1, width)).unflatten(0, (-1, height))
-    amax = blocks.abs().amax(dim=(1, 3), keepdim=True).expand_as(blocks).flatten(2).flatten(0, 1)
-    number = format.element
-    scale = amax / number.max * (2.0 if powers or format.has_power_of_two_scales else 1.125)
-    gap = torch.maximum((x.abs() + error) * 2.0**-number.mantissa, scale * number.min_subnormal)
-    return Exact(x, error + gap * (1.0 if draws else 0.5))
-
-
-def _product(a: Exact, b: Exact) -> Exact:
-    """`a bᵀ` and the bound of its error; sums in float32 add their own."""
-    sizes = a.values.abs(), b.values.abs()
-    error = a.error @ b.error.t() + sizes[0] @ b.error.t() + a.error @ sizes[1].t()
-    return Exact(a.values @ b.values.t(), error + (sizes[0] @ sizes[1].t()) * 1e-5)
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_products_lie_within_the_rounding_of_their_operands(name: str) -> None:
     recipe = RECIPES[name]
@@ -88,19 +48,7 @@ def test_products_lie_within_the_rounding_of_their_operands(name: str) -> None:
     dy = torch.randn(TOKENS, OUTPUTS) * 1e-3
     y = layer(x)
     y.backward(dy)
-    powers, draws, turns = recipe.power_of_two_scales, recipe.stochastic_gradients, bool(recipe.hadamard)
-    weight, inputs = layer.weight.detach(), x.detach()
-
-    def exact(tensor: torch.Tensor, format: Format | None, draws: bool = False, hadamard: bool = False) -> Exact:
-        return _exact(tensor, format, powers=powers, draws=draws, hadamard=hadamard)
-
-    of_w = recipe.weight_for_dx if recipe.rounds_dx else None
-    of_dy, of_x = (recipe.gradient, recipe.input) if recipe.rounds_dw else (None, None)
-    expected = {
-        "y": _product(exact(inputs, recipe.input), exact(weight, recipe.weight)),
-        "dx": _product(exact(dy, recipe.gradient, draws), exact(weight.t(), of_w)),
-        "dw": _product(exact(dy.t(), of_dy, draws, turns), exact(inputs.t(), of_x, hadamard=turns)),
-    }
+    expected = bounds_of_products(recipe, x.detach(), layer.weight.detach(), dy)
     for product, got in (("y", y), ("dx", x.grad), ("dw", layer.weight.grad)):
         bound = expected[product]
         off = (got.double() - bound.values).abs()
@@ -255,6 +203,33 @@ def test_autocast_rounds_the_weight_from_float32() -> None:
     wide = layer(x.bfloat16().float()) - layer.bias
     expected = wide.bfloat16() + layer.bias.bfloat16()
     assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_autocast_changes_no_product(name: str) -> None:
+    """Operands are multiplied in FP32 on a CPU, also where the backward pass runs within autocast."""
+    net = nn.Sequential(nn.Linear(INPUTS, OUTPUTS, bias=False))
+    quant.to_low_precision_training(net, replace(RECIPES[name], stochastic_gradients=False))
+    twin = copy.deepcopy(net)
+    x, dy = torch.randn(32, INPUTS).bfloat16(), torch.randn(32, OUTPUTS).bfloat16()
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    y = net(inputs[0])
+    y.backward(dy)
+    with torch.autocast("cpu", torch.bfloat16):
+        within = twin(inputs[1])
+        within.backward(dy)
+    assert torch.equal(within, y)
+    assert torch.equal(inputs[1].grad, inputs[0].grad)
+    assert torch.equal(twin[0].weight.grad, net[0].weight.grad)
+
+
+def test_a_graph_that_must_not_break_names_the_recipe_that_breaks_it() -> None:
+    net = nn.Sequential(nn.Linear(INPUTS, OUTPUTS))
+    quant.to_low_precision_training(net, "fp8_delayed")
+    with pytest.raises(
+        Exception, match=r"delayed scaling changes a history .* compile without fullgraph=True, or train in"
+    ):
+        torch.compile(net, backend="aot_eager", fullgraph=True)(torch.randn(16, INPUTS))
 
 
 def test_the_schedule_ends_the_rounding_of_the_forward_product() -> None:

@@ -78,12 +78,19 @@ def _on_meta() -> nn.Module:
         return nn.Sequential(nn.Linear(64, 64))
 
 
+def _sharded() -> nn.Module:
+    net = nn.Sequential(nn.Linear(64, 64))
+    net[0].weight.full_tensor = lambda: net[0].weight  # as a DTensor has it
+    return net
+
+
 @pytest.mark.parametrize(
     ("make", "options", "line"),
     [
         (_quantized, {}, "quantized already.*original model"),
         (_in_qat, {}, "prepared for QAT.*convert_qat"),
         (_converted, {}, "trains in mxfp8 already.*from_low_precision_training"),
+        (_sharded, {}, "0.weight is sharded already.*convert the model first"),
         (_on_meta, {}, "0.weight is on the meta device.*load the weights"),
         (lambda: nn.Sequential(nn.Linear(24, 24)), {}, r"0: \[24, 24\]: fp8_rowwise needs sizes .* multiples of 16"),
         (lambda: nn.Sequential(nn.ReLU()), {}, "Sequential has no nn.Linear"),
@@ -92,6 +99,7 @@ def _on_meta() -> nn.Module:
         (tiny_models.llama, {"recipe": "fp7"}, "unknown training recipe 'fp7'; known: fp8_delayed"),
         (tiny_models.llama, {"backend": "fast"}, "unknown backend 'fast'; known: auto"),
         (tiny_models.llama, {"on_nonfinite": "hope"}, "on_nonfinite='hope': unknown; known: stop, skip"),
+        (tiny_models.llama, {"recipe": "mxfp8", "all_gather_fp8": True}, "mxfp8: weights can be gathered in FP8 where"),
         (tiny_models.llama, {"recipe": replace(RECIPES["nvfp4"], weight=None)}, "leaves an operand of y in 16 bit"),
     ],
 )
@@ -124,12 +132,28 @@ def test_histories_go_through_a_checkpoint() -> None:
     again.load_state_dict(report.state_dict())
     x = torch.randn(8, 64)
     assert torch.equal(model(x), twin(x))
-    other = quant.to_low_precision_training(Deep(), "nvfp4", exclude=["layers.0"])
+    other = quant.to_low_precision_training(Deep(), "fp8_delayed", exclude=["layers.0"])
     with pytest.raises(UserError, match="disagree on the layers"):
         other.load_state_dict(report.state_dict())
+    another = quant.to_low_precision_training(Deep(), "nvfp4")
+    with pytest.raises(UserError, match=r'trained in fp8_delayed, and this model trains in nvfp4: .*"fp8_delayed"'):
+        another.load_state_dict(report.state_dict())
+    plain = {name: values for name, values in report.state_dict().items() if name != "recipe"}
+    another.load_state_dict(plain)  # of an earlier version
     shorter = quant.to_low_precision_training(Deep(), replace(RECIPES["fp8_delayed"], history=16))
     with pytest.raises(UserError, match="remember 1024 steps, and fp8_delayed 16"):
         shorter.load_state_dict(report.state_dict())
+
+
+def test_an_optimizer_of_weights_that_are_replaced_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(128, 128))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(
+        UserError, match=r"an optimizer \(SGD\) holds parameters that all_gather_fp8 replaces.*make it af"
+    ):
+        quant.to_low_precision_training(net, "fp8_block", all_gather_fp8=True)
+    assert type(net[0]) is nn.Linear
+    del optimizer
 
 
 @pytest.mark.parametrize(

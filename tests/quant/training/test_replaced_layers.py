@@ -1,0 +1,113 @@
+"""Whatever users and libraries put on a layer is there after another takes its place: quantized, in QAT, packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+import quant
+
+ROWS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(7))
+
+
+def _layer(model: Any) -> Any:
+    return model.model.layers[0].mlp.up_proj
+
+
+def _with_everything() -> tuple[Any, list[str]]:
+    """A model with something of each kind on one of its layers, and the calls of its hooks."""
+    model = tiny_models.llama(num_hidden_layers=1, gain=2.0).requires_grad_(True)
+    layer, calls = _layer(model), []
+    layer.mark, layer._is_hf_initialized, layer.weight.mark = "of the layer", True, "of the weight"
+    layer.register_buffer("count", torch.arange(3.0))
+    layer.register_buffer("scratch", torch.ones(2), persistent=False)
+    layer.register_parameter("gain", nn.Parameter(torch.tensor(2.0)))
+    layer.add_module("probe", nn.Identity())
+    layer.register_forward_pre_hook(lambda *_: calls.append("before"))
+    layer.register_forward_hook(lambda module, _, y: y * module.gain)
+    layer.register_full_backward_hook(lambda *_: calls.append("backward"))
+    model.train()
+    layer.eval()
+    return model, calls
+
+
+def _check(model: Any, calls: list[str], gain: nn.Parameter) -> None:
+    layer = _layer(model)
+    assert (layer.mark, layer._is_hf_initialized) == ("of the layer", True)
+    assert torch.equal(layer.count, torch.arange(3.0)) and torch.equal(layer.scratch, torch.ones(2))
+    keys = model.state_dict().keys()
+    assert "model.layers.0.mlp.up_proj.count" in keys and "model.layers.0.mlp.up_proj.scratch" not in keys
+    assert layer.gain is gain and isinstance(layer.probe, nn.Identity)
+    # Neither modes nor names of other layers are touched.
+    assert not layer.training and model.model.layers[0].mlp.gate_proj.training
+    assert not hasattr(model.model.layers[0].mlp.gate_proj, "mark")
+    calls.clear()
+    gain.grad = None
+    model(ROWS, labels=ROWS).loss.backward()
+    assert calls == ["before", "backward"] and gain.grad
+
+
+@pytest.mark.parametrize("is_quantized_first", [False, True])
+def test_everything_on_a_layer_survives_preparation_and_packing(is_quantized_first: bool) -> None:
+    model, calls = _with_everything()
+    gain = _layer(model).gain
+    if is_quantized_first:
+        plan = quant.quantize(model, "nvfp4", ROWS, solver="rtn").plan
+        _check(model, calls, gain)
+        _layer(model).later = 1  # put on the quantized layer
+        quant.prepare_qat(model, plan)
+    else:
+        quant.prepare_qat(model, "nvfp4", ROWS)
+        assert _layer(model).weight.mark == "of the weight"
+        _layer(model).later = 1
+    _check(model, calls, gain)
+    quant.convert_qat(model)
+    _check(model, calls, gain)
+    assert _layer(model).later == 1
+    assert "fusion" not in vars(_layer(model))  # of the layer in training alone
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_everything_on_a_layer_survives_training_in_low_precision(recipe: str) -> None:
+    model, calls = _with_everything()
+    gain = _layer(model).gain
+    quant.to_low_precision_training(model, recipe)
+    _check(model, calls, gain)
+    quant.convert_trained(model)
+    _check(model, calls, gain)
+    assert "low_precision" not in vars(_layer(model))
+
+
+def test_a_checkpoint_of_such_a_model_has_the_buffer_too(tmp_path: Path) -> None:
+    model, _ = _with_everything()
+    done = quant.quantize(model, "nvfp4", ROWS, solver="rtn")
+    quant.save(done.model, done.plan, tmp_path)
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(saved["model.layers.0.mlp.up_proj.count"], torch.arange(3.0))
+
+
+@pytest.mark.parametrize("prepare", [quant.prepare_qat, quant.to_low_precision_training])
+def test_a_weight_that_is_computed_from_another_stays_in_16_bit(prepare: Any) -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    nn.utils.parametrizations.weight_norm(net[0])
+    nn.utils.parametrizations.orthogonal(net[2])
+    x = torch.randn(4, 64)
+    kinds, computed = [type(net[0]), type(net[2])], net[:4](x)
+    prepare(net, "mxfp8")
+    assert [type(net[0]), type(net[2])] == kinds and torch.equal(net[:4](x), computed)
+    assert type(net[4]) is not nn.Linear
+
+
+def test_layers_that_share_one_weight_go_on_sharing_it() -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    net[2].weight = net[0].weight
+    quant.to_low_precision_training(net, "mxfp8")
+    assert net[2].weight is net[0].weight
+    net(torch.randn(4, 64)).sum().backward()
