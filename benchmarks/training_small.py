@@ -31,7 +31,7 @@ _MOVED = "BF16, from weights moved by 10⁻⁶"
 
 
 @click.command(help=__doc__)
-@click.option("--steps", default=120, show_default=True, help="Of each run, of four rows of 128 bytes.")
+@click.option("--steps", default=60, show_default=True, help="Of each run, of four rows of 128 bytes.")
 @click.option("--seeds", default=2, show_default=True, help="Runs of each recipe.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 def main(steps: int, seeds: int, json_path: Path | None) -> None:

@@ -87,8 +87,8 @@ def refuse_partial_layer(name: str, weight: torch.Tensor, taker: str, reload: st
         taker: the function that packs models, such as `quant.convert_qat`.
         reload: the user's next step with the gathered state, which ends the message.
     """
-    # PEFT keeps the layer that it wraps under this name. Packing that layer would lose the adapter.
-    if name.rpartition(".")[2] == "base_layer":
+    # PEFT keeps the module that it wraps under this name. Packing a layer in it would lose the adapter.
+    if "base_layer" in name.split("."):
         raise UserError(
             f"{name}: an adapter is on this layer; merge it first, and convert what that returns: "
             f"{taker}(model.merge_and_unload())"

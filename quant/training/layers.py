@@ -107,7 +107,6 @@ def install_training_layers(
                 weight.grad = None  # of the dtype that it had
             weight.data = values
         installed[layer.name] = _in_training(packed, weight, start.biases.get(layer.name), how, stored)
-        installed[layer.name].train(packed.training)
     for members in by_input(plan.quantized):
         _share([installed[member.name] for member in members])
     for layer in plan.quantized:
@@ -118,9 +117,11 @@ def install_training_layers(
 
 
 def put_layer(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replaces a layer of a model, whose hooks and users' attributes the new one has."""
+    """Replaces a layer of a model, whose hooks, mode and users' attributes the new one has."""
     parent, _, last = name.rpartition(".")
-    take_over(module, model.get_submodule(name))
+    old = model.get_submodule(name)
+    take_over(module, old)
+    module.train(old.training)
     setattr(model.get_submodule(parent), last, module)
 
 

@@ -276,6 +276,9 @@ def _reasons_to_keep(
         if not isinstance(module, nn.Linear) and type(module).__name__ != "Conv1D":  # GPT-2's transposed linear
             continue
         reason = _reason_of_settings(name, include, exclude, lambda name: any(name.startswith(f"{b}.") for b in ends))
+        if "weight" not in module._parameters:  # of a norm of weights, a parametrization, pruning
+            reasons[name] = reason or "its weight is computed from other parameters"
+            continue
         # Tensor cores load 16 bytes at a time along either axis, and blocks must not be cut in any of the products.
         size = next((size for size in module.weight.shape if size % recipe.multiple), None)
         if type(module) is not nn.Linear:

@@ -65,11 +65,10 @@ class LowPrecisionStack(ExpertStack):
         register()  # in a process that has not converted a model itself
 
     @property
-    def held(self) -> nn.Parameter:
-        """The parameter in the owner."""
-        owner: Any = self.owner
-        parameter: nn.Parameter = owner.get_parameter(self.parameter_name)
-        return parameter
+    def held(self) -> torch.Tensor:
+        """The parameter in the owner; with an adapter of PEFT, while the owner runs, their sum."""
+        held: torch.Tensor = getattr(self.owner, self.parameter_name)
+        return held
 
     @property
     def _trains(self) -> bool:

@@ -121,10 +121,10 @@ def test_weights_that_codes_do_not_determine_are_refused(recipe: str) -> None:
     assert type(net[0]) is nn.Linear  # not converted in part
 
 
-def test_tied_weights_stay_tied_and_plain_again_afterwards() -> None:
-    net = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
-    net[1].weight = net[0].weight
+def test_afterwards_weights_are_plain_again() -> None:
+    net = nn.Sequential(nn.Linear(128, 128))
+    before = net[0].weight.detach().clone()
     quant.to_low_precision_training(net, "fp8_block", all_gather_fp8=True)
-    assert isinstance(net[0].weight.data, ShardInFP8) and net[1].weight is net[0].weight
+    assert isinstance(net[0].weight.data, ShardInFP8)
     quant.from_low_precision_training(net)
-    assert type(net[0].weight.data) is torch.Tensor and net[1].weight is net[0].weight
+    assert type(net[0].weight.data) is torch.Tensor and torch.equal(net[0].weight, before)

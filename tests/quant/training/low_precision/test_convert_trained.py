@@ -110,6 +110,40 @@ def test_adapters_train_on_a_converted_model_and_are_merged_before_packing(name:
     assert torch.equal(merged(ids).logits, evaluated)
 
 
+@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize("name", ["fp8_rowwise", "nvfp4"])
+def test_adapters_train_over_the_packed_model_and_are_merged_saved_and_served(
+    name: str, is_loaded: bool, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft", reason="the extra training")
+    model, ids = _trained(name)
+    plan = quant.convert_trained(model)
+    if is_loaded:
+        quant.save(model, plan, tmp_path / "base")
+        model = quant.load(tmp_path / "base")
+    config = quant.lora(peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]), model)
+    adapted = peft.get_peft_model(model, config).train()
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = adapted(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    with torch.no_grad():
+        trained = adapted.eval()(ids).logits
+        merged = quant.merge_lora(adapted, ids)
+        logits = merged.model(ids).logits
+        assert (logits - trained).norm() < (0.1 if name == "fp8_rowwise" else 0.5) * trained.norm()
+        quant.save(merged.model, merged.plan, tmp_path / "out")
+        served = quant.load(tmp_path / "out")
+        assert torch.equal(served(ids).logits, logits)
+        tokens = served.generate(ids[:1], max_new_tokens=4, do_sample=False)
+        assert torch.equal(tokens, merged.model.generate(ids[:1], max_new_tokens=4, do_sample=False))
+
+
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_evaluation_sees_weights_that_are_changed_past_autograd(name: str) -> None:
     model, ids = _trained(name)

@@ -62,12 +62,13 @@ def test_experts_are_evaluated_packed_and_saved_as_they_train(name: str, tmp_pat
 @pytest.mark.parametrize("projection", ["gate_up_proj", "down_proj"])
 def test_gradients_of_experts_lie_within_the_rounding_of_their_operands(name: str, projection: str) -> None:
     """Of each expert by itself, in float64; an expert without tokens has none."""
-    model = tiny_models.qwen3_moe(num_hidden_layers=1, gain=3.0).train()
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128} if name == "fp8_block" else {}
+    model = tiny_models.qwen3_moe(num_hidden_layers=1, gain=3.0, **sizes).train()
     quant.to_low_precision_training(model, name)
     stack: Any = trained_layers(model)[f"model.layers.0.mlp.experts.{projection}"]
     weight = stack.weight.detach().clone()
-    x = (torch.randn(3, 32, weight.shape[2]) * torch.logspace(-1, 1, 3)[:, None, None]).requires_grad_()
-    dy = torch.randn(3, 32, weight.shape[1]) * 1e-3
+    x = (torch.randn(3, 128, weight.shape[2]) * torch.logspace(-1, 1, 3)[:, None, None]).requires_grad_()
+    dy = torch.randn(3, 128, weight.shape[1]) * 1e-3
     with stack.opened():
         y = torch.stack([stack.product(x[expert], expert) for expert in range(3)])
         y.backward(dy)
@@ -88,7 +89,7 @@ class Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList(
-            nn.ModuleDict({"up": nn.Linear(64, 128), "down": nn.Linear(128, 64)}) for _ in range(3)
+            nn.ModuleDict({"up": nn.Linear(128, 128), "down": nn.Linear(128, 128)}) for _ in range(3)
         )
         self.reaches = 2
 
@@ -104,7 +105,7 @@ class Mixture(nn.Module):
 @pytest.mark.parametrize("name", RECIPES)
 def test_experts_in_a_list_train_and_one_without_tokens_is_packed_as_its_siblings(name: str) -> None:
     torch.manual_seed(0)
-    model, x = Mixture().train(), torch.randn(64, 64)
+    model, x = Mixture().train(), torch.randn(64, 128)
     report = quant.to_low_precision_training(model, name)
     assert len(report.converted) == 6
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
@@ -129,6 +130,32 @@ def test_experts_in_a_list_train_and_one_without_tokens_is_packed_as_its_sibling
         assert str(caught[0].message).startswith("experts.2.up: the router sent this expert no token in training")
         expected = model.experts[max(largest, key=lambda index: largest[index])].up.input_scale
         assert torch.equal(model.experts[2].up.input_scale, expected)
+
+
+def test_adapters_on_fused_experts_train_inside_of_the_rounding_and_are_packed() -> None:
+    """PEFT adds the adapter to the parameter while the experts run, so that the sum is rounded."""
+    peft = pytest.importorskip("peft", reason="the extra training")
+    model = tiny_models.qwen3_moe(num_hidden_layers=1, gain=3.0)
+    quant.to_low_precision_training(model, "nvfp4")
+    # Without dropout, which PEFT does not have for parameters.
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    adapted = peft.get_peft_model(model, config).train()
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = adapted(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    with pytest.raises(quant.UserError, match=r"base_layer.*: an adapter is on this layer; merge it first"):
+        quant.convert_trained(adapted)
+    merged = adapted.merge_and_unload().eval()
+    with torch.no_grad():
+        evaluated = merged(IDS).logits
+        quant.convert_trained(merged)
+        assert torch.equal(merged(IDS).logits, evaluated)
 
 
 def test_each_expert_is_a_linear_layer_of_its_own() -> None:

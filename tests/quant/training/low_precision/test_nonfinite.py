@@ -101,7 +101,7 @@ def test_gradients_of_a_closure_are_looked_at_too(kind: type[torch.optim.Optimiz
     with pytest.warns(UserWarning, match=SKIPPED):
         optimizer.step(closure=closure) if by_name else optimizer.step(closure)
     assert _unchanged(model, before)
-    assert float(optimizer.step(lambda: closure(False))) > 0
+    assert optimizer.step(lambda: closure(False)).item() > 0
     assert not torch.equal(model.layers[0].weight, before["layers.0.weight"])
     quant.from_low_precision_training(model)
 
