@@ -72,7 +72,9 @@ class KVPages:
     @property
     def kind(self) -> str:
         """The kernels' name of the layout: "16bit", "fp8" or "nvfp4"."""
-        return "16bit" if self.format is None else "nvfp4" if self.format.global_scale else "fp8"
+        if self.format is None:
+            return "16bit"
+        return "nvfp4" if self.format.global_scale else "fp8"
 
     @property
     def per_token(self) -> bool:
@@ -97,8 +99,10 @@ def token_bytes(format: Format | None, dim: int) -> int:
     """Returns the bytes of one token's key or value in one head."""
     if format is None:
         return 2 * dim
-    scales = dim // 16 if format.global_scale else 4 if format.per_row else 0
-    return dim * format.element.bits // 8 + scales
+    codes = dim * format.element.bits // 8
+    if format.global_scale:
+        return codes + dim // 16  # block scales in E4M3
+    return codes + (4 if format.per_row else 0)
 
 
 def check_kv_format(format: Format | None, dim: int) -> None:

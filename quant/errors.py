@@ -31,7 +31,9 @@ def megabytes(nbytes: float) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             value = nbytes / size
-            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+            # Digits behind the point: two below 10, one below 100.
+            digits = (value < 10) + (value < 100)
+            return f"{value:.{digits}f} {unit}"
     return f"{nbytes:.0f} B"
 
 

@@ -64,7 +64,9 @@ def linear_obstacle(linear: nn.Module, tried: dict[Any, bool]) -> str | None:
         verdict = _multiplies(linear)
         if key is not None:
             tried[key] = verdict
-    return None if verdict else OTHERWISE if patch is None else PATCHED
+    if verdict:
+        return None
+    return OTHERWISE if patch is None else PATCHED
 
 
 def conv_obstacle(conv: nn.Module) -> str | None:

@@ -247,8 +247,11 @@ def encoded(
         # A block's inputs stay together, so the first input identifies the block.
         if scales is not None:
             scales = torch.empty_like(scales).index_copy_(0, order[::width] // width, scales)
-    scale = scales.t().contiguous() if scales is not None else None if fixed is None else fixed.scale
-    assert scale is not None
+    if scales is not None:
+        scale = scales.t().contiguous()
+    else:
+        assert fixed is not None
+        scale = fixed.scale
     return quantize_with_scale(values.t().contiguous(), format, scale, global_scale)
 
 

@@ -85,5 +85,8 @@ def _end_tokens(model: Any) -> list[int]:
     tokens: set[int] = set()
     for part in (getattr(model, "generation_config", None), model.config):
         ids = getattr(part, "eos_token_id", None)
-        tokens.update(ids if isinstance(ids, list) else [ids] if isinstance(ids, int) else [])
+        if isinstance(ids, int):
+            tokens.add(ids)
+        elif isinstance(ids, list):
+            tokens.update(ids)
     return sorted(tokens)

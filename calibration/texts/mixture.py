@@ -208,7 +208,7 @@ def _openings(
     generator.shuffle(questions)
     openings: list[list[int]] = []
     for i in range(8 * max(len(texts), len(questions), 1)):
-        kind = texts if i % 4 == 1 else questions if i % 4 == 3 else []
+        kind = ([], texts, [], questions)[i % 4]
         openings.append(kind[i // 4 % len(kind)][: length // 2].tolist() if kind else [])
     return openings
 

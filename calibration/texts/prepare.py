@@ -58,13 +58,19 @@ class Preparer:
         """Returns a call for each sample; `about` describes their source in a few words."""
         inputs = inputs_of([self._call(sample) for sample in samples], self.model)
         first, with_text = samples[0], sum(bool(sample.texts) for sample in samples)
-        kind = "sounds" if first.has_sound else "images" if first.has_image else "texts"
+        kind = "texts"
+        if first.has_sound:
+            kind = "sounds"
+        elif first.has_image:
+            kind = "images"
         inputs.about = f"{len(samples)} {kind} through {type(self.processor).__name__}"
         if DECODER in self.parameters:
             with_text = sum(len(self._target(sample)) > 0 for sample in samples)
             inputs.about += f", {with_text} of them with a text for the decoder"
         elif kind != "texts" and self.tokenizer is not None and "input_ids" in self.parameters:
-            default = _QUESTION if self.is_chat else _CAPTION if kind == "images" else _SOUND
+            default = _CAPTION if kind == "images" else _SOUND
+            if self.is_chat:
+                default = _QUESTION
             inputs.about += f", {with_text} of them with a text of their own"
             inputs.about += f", the others with {default!r}" if with_text < len(samples) else ""
         return inputs

@@ -138,7 +138,11 @@ def _open(datasets: Any, corpus: Corpus) -> Any:
 
 
 def _choose_split(corpus: Corpus, splits: list[str]) -> str:
-    split = corpus.split or ("train" if "train" in splits else splits[0] if len(splits) == 1 else None)
+    split = corpus.split
+    if not split and len(splits) == 1:
+        split = splits[0]
+    elif not split and "train" in splits:
+        split = "train"
     if split not in splits:
         problem = f"no split {split!r}" if split else "several splits, none of them called train"
         raise ValueError(

@@ -71,7 +71,9 @@ def scaling(form):
     if form not in FORMATS:
         return "sum"
     format = FORMATS[form]
-    return "sum" if not format.block[1] else "one" if format.scale.bits == 8 else "two"
+    if not format.block[1]:
+        return "sum"
+    return "one" if format.scale.bits == 8 else "two"
 
 
 @gluon.constexpr_function

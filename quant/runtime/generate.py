@@ -131,6 +131,10 @@ def generate(
             options = {"max_new_tokens": max_new_tokens, "pad_token_id": _pad_token(model, tokenizer)}
             _generate_by_transformers(model, ids, stream, **options, **cache_argument(model, cache))
     seconds = time.perf_counter() - started
+    # Only a GPU has a decoder of our own, so on a CPU the reason says nothing.
+    decoder = GRAPH
+    if reason:
+        decoder = f"transformers: {reason}" if target.type == "cuda" else "transformers"
     return Generation(
         prompt,
         stream.finish(),
@@ -142,7 +146,7 @@ def generate(
         "16bit" if is_16bit(attention) else str(attention),
         "16bit" if is_16bit(kv_cache) else str(kv_cache),
         None if cache is None else cache.nbytes,
-        GRAPH if not reason else f"transformers: {reason}" if target.type == "cuda" else "transformers",
+        decoder,
     )
 
 
@@ -206,7 +210,9 @@ def _decode(
 def _ends(model: nn.Module) -> tuple[int, ...]:
     """Returns the ids of the tokens that end a text."""
     stops: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
-    return () if stops is None else tuple(stops) if isinstance(stops, list | tuple) else (int(stops),)
+    if stops is None:
+        return ()
+    return tuple(stops) if isinstance(stops, list | tuple) else (int(stops),)
 
 
 def _check_logits(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -130,7 +130,10 @@ class Watch:
 
 
 def _weight(word: dict[str, Any]) -> int:
-    return 1 if not word else 2 if word["follows"] else 0
+    """Orders messages by what they explain: an error of its own 0, a lost rank 1, an error that followed 2."""
+    if not word:
+        return 1
+    return 2 if word["follows"] else 0
 
 
 def _kept_alive(connection: socket.socket) -> socket.socket:

@@ -106,8 +106,10 @@ class Quantization:
         """Blocks of weights that share a scale, as far as the config names some."""
         blocks = [self.config.get("weight_block_size") or (128, 128)]
         for weights in self.groups:
-            size = weights.get("group_size")
-            blocks += [weights["block_structure"]] if weights.get("block_structure") else [(1, size)] if size else []
+            if weights.get("block_structure"):
+                blocks.append(weights["block_structure"])
+            elif weights.get("group_size"):
+                blocks.append((1, weights["group_size"]))
         return [(int(rows), int(columns)) for rows, columns in blocks]
 
 

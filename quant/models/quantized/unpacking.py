@@ -66,7 +66,9 @@ def _format_of(codes: torch.Tensor, scale: torch.Tensor, second: bool, blocks: I
     if codes.dtype == torch.uint8 and scale.dim() == 2 and scale.shape[0] == 2 * codes.shape[0]:  # ModelOpt's INT4
         return Format("source", INT4, FP32, (1, codes.shape[1] // scale.shape[1]))
     # Scales of one byte are E4M3 (NVFP4) or exponents (MX, in E8M0 or uint8).
-    number = FP32 if scale.dtype.itemsize > 1 else E4M3 if scale.dtype == torch.float8_e4m3fn else E8M0
+    number = E4M3 if scale.dtype == torch.float8_e4m3fn else E8M0
+    if scale.dtype.itemsize > 1:
+        number = FP32
     if codes.dtype != torch.uint8:
         shape = (codes.shape[0], codes.shape[1])
         grid = _grid(scale.shape, shape)
@@ -85,7 +87,9 @@ def _grid(scale: Sequence[int], shape: tuple[int, int]) -> tuple[int, int]:
         return sizes[0], sizes[2]
     if len(sizes) == 2:
         return sizes[0], sizes[1]
-    return (shape[0], 1) if sizes == [shape[0]] else (1, 1) if sizes in ([], [1]) else (0, 0)
+    if sizes == [shape[0]]:
+        return shape[0], 1
+    return (1, 1) if sizes in ([], [1]) else (0, 0)
 
 
 def _block(shape: tuple[int, int], grid: tuple[int, int], declared: Iterable[Block]) -> Block:
