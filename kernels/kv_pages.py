@@ -202,7 +202,7 @@ def first_scale(x: torch.Tensor, format: Format | None) -> torch.Tensor | None:
 
 
 def kv_format(name: str | None) -> Format | None:
-    """Returns the cache format called `name`; None, `keep` and `16bit` are no quantization.
+    """Returns the cache format called `name`; None, `keep` and `16bit` mean no quantization.
 
     Raises:
         ValueError: unknown name; the message lists the known ones.

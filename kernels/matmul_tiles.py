@@ -265,7 +265,7 @@ def _quickest(tokens: int, shape: tuple[int, int], hardware: Hardware, format: F
 def candidates(
     format: Format, tokens: int, shape: tuple[int, int], hardware: Hardware, prepacked: bool
 ) -> list[Choice]:
-    """Launches worth timing for a shape, the guess first."""
+    """Returns the launches worth timing for a shape, the guess first."""
     rows, columns = shape
     choices: list[Choice] = [guess(format, tokens, shape, hardware, prepacked)]
     if prepacked:

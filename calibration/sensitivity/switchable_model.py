@@ -40,7 +40,7 @@ from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import static_input_scale
 from quant.calibration.walk.collect import collect_input_amax
 from quant.formats.tensor import round_activation
-from quant.kernels.linear.expert_modules import experts_forward, runs_experts_alone
+from quant.kernels.linear.expert_modules import can_run_experts_one_by_one, experts_forward
 from quant.recipes.expert_stacks import expert_matrices, stacking_of
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.module_hooks import forwarding, take_hooks
@@ -137,7 +137,7 @@ class SwitchableModel:
                 self.layers[layer.name] = self.model.get_submodule(layer.name)  # type: ignore[assignment]
         # transformers may run fused experts by one batched product over the parameter, which a module cannot stand in
         # for: such modules get a loop over experts that calls the projections.
-        for module in filter(runs_experts_alone, experts):
+        for module in filter(can_run_experts_one_by_one, experts):
             replaced = ExitStack()
             replaced.enter_context(forwarding(module, partial(experts_forward, module)))
             self._undo.append(replaced.close)

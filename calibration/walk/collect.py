@@ -18,7 +18,7 @@ from quant.calibration.session import Session
 from quant.calibration.texts.rows import check_ids
 from quant.calibration.walk.not_finite import InputNotFiniteError, reporting_bad_tensor
 from quant.formats.stacking import Stacking
-from quant.kernels.linear.expert_modules import experts_forward, runs_experts_alone
+from quant.kernels.linear.expert_modules import can_run_experts_one_by_one, experts_forward
 from quant.kernels.linear.expert_stack import ExpertStack
 from quant.recipes.expert_stacks import expert_matrices, stacking_of
 from quant.recipes.module_hooks import forwarding
@@ -121,7 +121,7 @@ def watch_inputs(
         # A parameter under this name is a projection of fused experts.
         if isinstance(getattr(owner, last), nn.Module):
             handles.append(owner.get_submodule(last).register_forward_pre_hook(_linear_hook(name, observe)))
-        elif runs_experts_alone(owner):
+        elif can_run_experts_one_by_one(owner):
             experts[owner] = parent
         else:
             seen = partial(_one_expert, name, observe)

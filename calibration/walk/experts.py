@@ -39,7 +39,7 @@ from quant.calibration.walk.shared_moments import Moments, pooled, slices_that_f
 from quant.calibration.walk.stand_in import CurrentBatch
 from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear.expert_modules import QuantExperts, experts_forward, runs_experts_alone
+from quant.kernels.linear.expert_modules import QuantExperts, can_run_experts_one_by_one, experts_forward
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.expert_stacks import expert_matrices, stacking_of
 from quant.recipes.module_hooks import forwarding
@@ -79,7 +79,7 @@ class FusedExperts:
         self.input_scales, self.scratch, self.stored = input_scales, scratch, stored
         self.inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.errors: list[torch.Tensor | None] = []
-        self.alone = runs_experts_alone(self.module)
+        self.one_by_one = can_run_experts_one_by_one(self.module)
         self.originals: dict[str, nn.Parameter] = {}
         self.replaced = ExitStack()  # while the solved projections are in the block
         self.solved: list[tuple[LayerPlan, Solved | None]] = []
@@ -97,7 +97,7 @@ class FusedExperts:
             error: a function that returns, while the block runs, the error of the residual stream that the experts'
                 output would make up for, `[tokens, hidden]`, or None.
         """
-        if self.alone:
+        if self.one_by_one:
             with forwarding(self.module, partial(self._keep_inputs, error)):
                 run()
         for member in self.members:
@@ -111,7 +111,7 @@ class FusedExperts:
             self.solved.append((member, solved))
         self.inputs.clear()
         self.errors.clear()
-        if self.alone:
+        if self.one_by_one:
             self.replaced.enter_context(forwarding(self.module, partial(experts_forward, self.module)))
 
     def results(self) -> list[tuple[LayerPlan, Solved | None]]:
@@ -138,7 +138,7 @@ class FusedExperts:
 
     def _watch(self, projection: str, experts: range, see: See, run: Run) -> None:
         """Calls `see(batch, expert, input)` for the inputs of some experts."""
-        if not self.alone:
+        if not self.one_by_one:
 
             def shown(expert: int, x: torch.Tensor) -> None:
                 if expert in experts:
@@ -189,7 +189,7 @@ class FusedExperts:
     def _tokens(self, projection: str, count: int, run: Run) -> list[int]:
         """Returns how many tokens of all ranks reach each expert."""
         total = torch.zeros(count + 1, dtype=torch.int64)
-        if not self.alone:
+        if not self.one_by_one:
 
             def see(batch: int, expert: int, x: torch.Tensor) -> None:
                 total[expert] += len(x)

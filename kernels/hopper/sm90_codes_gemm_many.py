@@ -194,7 +194,7 @@ class Staging(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Global scale of words; block scales of codes, and how many there are in a row of blocks."""
+    """Global scale of words; block scales of codes, and their number in a row of blocks."""
 
     global_scale: gl.tensor
     block_scale: gl.tensor
@@ -666,7 +666,7 @@ def prepare_gemm_many(
 
 
 def constants_of(tiles: PrefillTiles, form: str, *, experts: int, split: bool, has_bias: bool) -> Constants:
-    """Returns the constants of a launch; `experts` is how many there are, or 0. See `Constants`."""
+    """Returns the constants of a launch; `experts` is their number, or 0. See `Constants`."""
     wide = 1 << tiles.block_m.bit_length() - 1
     return Constants(
         form, tiles.groups, tiles.halves, wide, tiles.block_m - wide, tiles.stages, tiles.depth, tiles.unroll,

@@ -73,7 +73,7 @@ def whole_tiles(work, constants: gl.constexpr):
 
 @gluon.jit
 def locate(tile, work, constants: gl.constexpr):
-    """Index of a tile along W, its expert, its first row of x, and the row after the last that it may write.
+    """Returns a tile's index along W, its expert, its first row of x, and the end of the rows it may write.
 
     `_ACROSS` tiles of tokens lie side by side, then come the next rows of W:
 

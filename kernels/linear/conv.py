@@ -75,7 +75,7 @@ class ConvGeometry:
     _output_padding = nn.modules.conv._ConvTransposeNd._output_padding
 
     def take_geometry(self, conv: nn.Module | ConvGeometry) -> None:
-        """Has the sizes and paddings of `conv`."""
+        """Takes the sizes and paddings of `conv`."""
         for name in _GEOMETRY:
             setattr(self, name, getattr(conv, name, None))
 
@@ -151,7 +151,7 @@ class QuantConv(ConvGeometry, QuantizedModule):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The parameter of the original convolution, dequantized anew for each access."""
+        """The parameter of the original convolution, dequantized again for each access."""
         return self.weight_in(self.dtype).clone()
 
     def weight_in(self, dtype: torch.dtype) -> torch.Tensor:

@@ -80,7 +80,7 @@ class QuantExperts(QuantizedModule, ExpertStack):
         return y
 
     def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Returns `[tokens, in]`, sorted by expert, to `[tokens, out]`.
+        """Maps `[tokens, in]`, sorted by expert, to `[tokens, out]`.
 
         Rows of expert e are those from `offsets[e]` on.
         """
@@ -150,7 +150,7 @@ def experts_forward(
     return out
 
 
-def runs_experts_alone(module: nn.Module) -> bool:
+def can_run_experts_one_by_one(module: nn.Module) -> bool:
     """Returns whether `experts_forward` can replace the forward of a transformers experts module."""
     return hasattr(module, "has_gate")
 

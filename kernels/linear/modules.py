@@ -125,7 +125,7 @@ class QuantLinear(QuantizedModule):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The matrix `[out, in]` that the layer multiplies its input by, dequantized anew for each access.
+        """The matrix `[out, in]` that the layer multiplies its input by, dequantized again for each access.
 
         Modeling code reads the weight of some layers, for its dtype or to multiply by it without calling the layer;
         the input is then not rounded to the activation format.

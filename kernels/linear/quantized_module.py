@@ -108,7 +108,7 @@ class QuantizedModule(nn.Module):
         """Puts the weight in the layout that is fastest for inputs of `dtype` where it is now.
 
         Not while it is traced, nor while a CUDA graph is captured, whose kernels keep the addresses of its weights,
-        nor where accelerate copies it from the CPU anew for each forward.
+        nor where accelerate copies it from the CPU for each forward.
         """
         codes = self.codes
         if type(codes) is not torch.Tensor or codes.is_meta or is_traced():

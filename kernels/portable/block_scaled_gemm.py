@@ -76,7 +76,7 @@ def _scaled_tile(
         sa, sb = tl.load(x_scales + of, mask=scale_mask, other=0.0), tl.load(w_scales + of, mask=scale_mask, other=0.0)
         # Codes and scales as they are stored; on GPUs without such tensor cores Triton would dequantize.
         acc = tl.dot_scaled(a, sa, element, tl.trans(b), sb, element, acc)
-    # Second-level scales are one number a side (W's, one an expert), constant along K.
+    # Global scales are one number a side (W's, one an expert), constant along K.
     if has_global:
         acc *= tl.load(x_global).to(tl.float32) * tl.load(w_global + expert).to(tl.float32)
     if has_bias:

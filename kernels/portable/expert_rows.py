@@ -96,7 +96,7 @@ def route(x: torch.Tensor, index: torch.Tensor, experts: int) -> tuple[torch.Ten
     Args:
         x: `[tokens, in]`, rows contiguous.
         index: expert of each token and slot, `[tokens, k]`, contiguous; a slot with no such expert has no row.
-        experts: how many there are, at most `MAX_EXPERTS`.
+        experts: the number of experts, at most `MAX_EXPERTS`.
 
     Returns:
         Rows `[tokens · k, in]`, of which those beyond the last offset are undefined; offsets, int32 `[experts + 1]`;

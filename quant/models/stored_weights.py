@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from quant.export.checkpoint.names import expert_names
-from quant.kernels.linear.expert_modules import runs_experts_alone
+from quant.kernels.linear.expert_modules import can_run_experts_one_by_one
 from quant.models.experts_forward import run_experts_one_by_one
 
 
@@ -163,7 +163,7 @@ def open_stored(model: nn.Module, files: Files) -> bool:
         module = model.get_submodule(path)
         module.get_parameter(last).stored = stored  # type: ignore[attr-defined]
         # Such a module indexes the weight by expert and reads one matrix at a time; hooks would read the whole stack.
-        if len(stored.shape) > 2 and runs_experts_alone(module):
+        if len(stored.shape) > 2 and can_run_experts_one_by_one(module):
             stored.runs_alone = True
             run_experts_one_by_one(model)
             continue

@@ -222,7 +222,7 @@ def test_merging_bins_equals_counting_in_fewer() -> None:
     assert (merged.width, merged.amax, merged.total) == (direct.width, direct.amax, direct.total)
 
 
-# Second-level scales: what is watched are the blocks, and what is rounded are their scales
+# Global scales: what is watched are the blocks, and what is rounded are their scales
 
 
 def test_nvfp4_watches_the_blocks() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear.expert_modules import QuantExperts, experts_forward, runs_experts_alone
+from quant.kernels.linear.expert_modules import QuantExperts, can_run_experts_one_by_one, experts_forward
 from quant.kernels.linear.expert_stack import ExpertStack
 from quant.kernels.linear.ops import autocast_dtype, is_in_backward
 from quant.recipes.expert_stacks import stacking_of
@@ -189,7 +189,7 @@ def experts_refusal(model: nn.Module, name: str, recipe: TrainingRecipe) -> str 
     """Why the experts of a parameter stay in 16 bit; None where they can be converted."""
     owner = model.get_submodule(name.rpartition(".")[0])
     stacking = stacking_of(owner, name.rpartition(".")[2])
-    if stacking is None or not runs_experts_alone(owner) or not hasattr(model, "config"):
+    if stacking is None or not can_run_experts_one_by_one(owner) or not hasattr(model, "config"):
         return f"experts of {type(owner).__name__}, which multiplies in a way of its own"
     if recipe.history:
         return f"experts: {recipe.name} would need a history for each of them"
