@@ -71,11 +71,11 @@ class Inputs:
         return True
 
     def numel(self) -> int:
-        """Returns numbers in all tensors."""
+        """Returns the number of values in all tensors."""
         return sum(tensor.numel() for tensor in self.tensors())
 
     def dim(self) -> int:
-        """Returns four dimensions, as a tensor of images has; each row is a whole input."""
+        """Returns 4, the dimensions of a tensor of images: each row is a whole input."""
         # Code that distinguishes token ids [rows, seqlen] from other inputs expects two dimensions.
         return 4
 
@@ -124,7 +124,7 @@ class Inputs:
 
 
 def inputs_of(data: Any, model: nn.Module) -> Inputs:
-    """Returns any calibration data but one tensor as `Inputs`, with floating-point tensors in the model's dtype.
+    """Returns calibration data other than one tensor as `Inputs`, with floating-point tensors in the model's dtype.
 
     Args:
         data: named tensors, whose rows are calls; an iterable of calls, each a tensor, a tuple or a mapping, with a

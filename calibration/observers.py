@@ -45,7 +45,7 @@ class Observer(Protocol):
         ...
 
     def amax(self) -> torch.Tensor:
-        """Returns float32 scalar, on the device of the data.
+        """Returns the largest magnitude, a float32 scalar on the device of the data.
 
         Raises:
             ValueError: nothing was seen.
@@ -209,7 +209,7 @@ def squared_errors(histogram: Histogram, number: Number, amax: torch.Tensor) -> 
 
 
 def divergences(histogram: Histogram, number: Number) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns KL divergence between a histogram and the rounded histogram, for every bin at which it can be clipped.
+    """Returns the KL divergence between a histogram and the rounded one, for every bin at which it can be clipped.
 
     The method of TensorRT's calibrator (S. Migacz, "8-bit Inference with TensorRT", GTC 2017). Clipped after bin
     i, the reference P is the first i bins, with the counts of all later bins added to the last one. Q is the first i

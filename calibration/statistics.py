@@ -224,14 +224,14 @@ class MomentSum:
 
 
 def add_up(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns sum, treating None as zero."""
+    """Returns the sum, where None counts as zero."""
     if total is None or part is None:
         return part if total is None else total
     return total + part
 
 
 def rows_of(x: torch.Tensor) -> int:
-    """Returns calibration rows in a layer's input.
+    """Returns the number of calibration rows in a layer's input.
 
     1 behind a router, which gathers tokens of all rows in one matrix.
     """
@@ -246,7 +246,7 @@ def _block_products(x: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _add_symmetric(total: torch.Tensor, x: torch.Tensor, width: int = 512) -> None:
-    """Returns `total += xᵀ x`, computing only the blocks on and above the diagonal where there are several."""
+    """Computes `total += xᵀ x`: of several blocks, only those on and above the diagonal."""
     if has_pairs(x):
         return add_second_moment(total, x)
     columns = range(0, x.shape[1], width)

@@ -175,12 +175,12 @@ class AttentionInputs:
         return None if cu is None else len(cu) - 1
 
     def blocks(self, x: torch.Tensor) -> int:
-        """Returns scale blocks along the tokens of `x`."""
+        """Returns the number of scale blocks along the tokens of `x`."""
         return scale_blocks(x.shape[2], self.sequences)
 
 
 def scale_blocks(tokens: int, sequences: int | None = None) -> int:
-    """Returns scale blocks along the tokens of a head, of one sequence or of packed ones."""
+    """Returns the number of scale blocks along the tokens of a head, of one sequence or of packed ones."""
     return -(-tokens // SCALE_BLOCK) if sequences is None else tokens // SCALE_BLOCK + sequences
 
 

@@ -232,7 +232,7 @@ def _e4m3_codes(element: Number) -> torch.Tensor:
 
 
 def _tall(weight: BlockScaledTensor) -> tuple[int, int]:
-    """Returns the rows of all matrices of a stack, and columns."""
+    """Returns how many rows all matrices of a stack have, and how many columns."""
     return math.prod(weight.shape[:-1]), weight.shape[-1]
 
 

@@ -301,7 +301,7 @@ def candidates(
 
 
 def _splits(tiles: int, columns: int, block_k: int, programs: int) -> int:
-    """Returns the parts of K that give about `programs` programs, each with two steps or more."""
+    """Returns the number of parts of K that give about `programs` programs, each with two steps or more."""
     # Powers of two, so that few variants are compiled.
     ideal = programs / max(tiles, 1)
     most = max(columns // (2 * block_k), 1)

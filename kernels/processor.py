@@ -24,13 +24,13 @@ _WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "5000"}
 
 
 def cores() -> int:
-    """Returns the cores that the scheduler may put this process on."""
+    """Returns the number of cores that the scheduler may put this process on."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def quota(root: Path = _ROOT) -> float | None:
-    """Returns CPUs' worth of time that the process's control groups allow, such as 1.5; None for no limit."""
+    """Returns how many CPUs' time the process's control groups allow, such as 1.5; None for no limit."""
     allowances = []
     for group in _groups("cpu", root):
         # cgroup v2 has one file with both numbers, v1 has two.

@@ -27,7 +27,7 @@ def counted(n: int, noun: str) -> str:
 
 
 def megabytes(nbytes: float) -> str:
-    """Returns decimal units, three to four digits: '86.5 MB', '1.23 GB'."""
+    """Returns bytes in decimal units with three to four digits: '86.5 MB', '1.23 GB'."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             value = nbytes / size

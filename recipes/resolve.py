@@ -233,7 +233,7 @@ def _conv_obstacle(weight: Format, activation: Format | None) -> str | None:
 
 
 def _keep_shared(layers: list[LayerPlan]) -> list[LayerPlan]:
-    """Returns a weight that another layer shares stays in 16 bit: the two could not be stored once and read twice."""
+    """Leaves weights that another layer shares in 16 bit: the two could not be stored once and read twice."""
     # `tied_to` names the owner; here the owner looks up a sharer.
     sharers = {layer.tied_to: layer.name for layer in layers if layer.tied_to is not None}
     return [
@@ -259,7 +259,7 @@ def _without_routers(layers: list[LayerPlan]) -> list[LayerPlan]:
 
 
 def _keep_whole_groups(layers: list[LayerPlan]) -> list[LayerPlan]:
-    """Returns the members of a fusion group share a format; where one was kept for its shape, all are."""
+    """Gives the members of a fusion group one format: where one was kept for its shape, all are."""
     groups = groups_of(layers)
 
     def whole(layer: LayerPlan) -> LayerPlan:

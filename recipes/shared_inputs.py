@@ -126,7 +126,7 @@ def _block_of(name: str) -> str:
 
 
 def group_name(names: Sequence[str]) -> str:
-    """Returns `a.q_proj`, `a.k_proj` -> `a.(k_proj|q_proj)`."""
+    """Joins the names of a group: `a.q_proj`, `a.k_proj` -> `a.(k_proj|q_proj)`."""
     prefixes = [name.rpartition(".")[0] for name in names]
     if len(set(prefixes)) > 1:
         return "|".join(names)

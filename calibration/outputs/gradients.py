@@ -312,7 +312,7 @@ class _Pass:
             yield
 
     def _run_block(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns a block on the device, with 16-bit weights widened on a CPU."""
+        """Runs a block on the device, with 16-bit weights widened on a CPU."""
         tensors = self._elsewhere(block)
         return self._run_with(block, tensors, forward, *args, **kwargs) if tensors else forward(*args, **kwargs)
 

@@ -109,7 +109,7 @@ class Baseline:
         return [max(s, 0.0) / self.divergence.count(batch) for s, batch in zip(sums, self.batches, strict=True)]
 
     def _measured(self, i: int, divergence: Divergence | None = None) -> float:
-        """Returns summed divergence on batch number `i`."""
+        """Returns the summed divergence on batch number `i`."""
         divergence = divergence or self.divergence
         return divergence.measure(self.batches[i], self.references[i], i * self.batch_rows)
 

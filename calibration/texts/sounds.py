@@ -60,7 +60,7 @@ def resampled(sound: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
 
 
 def _read_pcm(content: bytes) -> tuple[np.ndarray, int | None]:
-    """Returns samples `[samples, channels]` and sampling rate of a WAV file with PCM.
+    """Returns the samples `[samples, channels]` and sampling rate of a WAV file with PCM.
 
     The rate is None for any other file.
     """
@@ -82,7 +82,7 @@ def _read_pcm(content: bytes) -> tuple[np.ndarray, int | None]:
 
 
 def _read_any(content: bytes, name: str) -> tuple[np.ndarray, int]:
-    """Returns samples `[samples, channels]` and sampling rate of a file in another format, by the package soundfile."""
+    """Returns the samples `[samples, channels]` and sampling rate of another format, by the package soundfile."""
     kind = next((kind for magic, kind in _MAGIC.items() if content.startswith(magic)), None)
     if kind is None:
         raise ValueError(f"{name}: no sound that can be read; give WAV files with PCM samples")

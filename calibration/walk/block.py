@@ -150,5 +150,5 @@ class Block:
 
 
 def _token_count(hidden: torch.Tensor) -> int:
-    """Returns the tokens of a hidden state `[..., tokens, features]`, or of token ids `[..., tokens]`."""
+    """Returns the number of tokens of a hidden state `[..., tokens, features]`, or of token ids `[..., tokens]`."""
     return hidden.numel() // hidden.shape[-1] if hidden.is_floating_point() else hidden.numel()

@@ -66,7 +66,7 @@ def block_bytes(
 
 
 def _widest(layers: Sequence[LayerPlan]) -> int:
-    """Returns numbers in the largest second moment."""
+    """Returns the number of values in the largest second moment."""
     return max((layer.shape[-1] ** 2 for layer in layers if get_pipeline(layer.solver).needs_moment), default=0)
 
 

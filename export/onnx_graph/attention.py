@@ -49,7 +49,7 @@ def _attention_body(
     scales: list[float],
     kind: str,
 ) -> torch.Tensor:
-    """Returns the attention that an exported graph holds as one op, in PyTorch.
+    """Computes in PyTorch the attention that an exported graph holds as one op.
 
     Args:
         q: `[batch, heads, seq_q, dim]`.

@@ -75,7 +75,7 @@ class Attention:
         sliding_window: int | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Returns the signature of transformers' attention functions."""
+        """Attends, under the signature of transformers' attention functions."""
         name = self.names[module]
         for option in ("softcap", "s_aux", "position_bias"):
             if options.get(option) is not None:

@@ -239,7 +239,7 @@ def run_fp8_attention(
     *,
     in_graph: bool = False,
 ) -> torch.Tensor:
-    """Returns the body of `quant::fp8_attention`; `in_graph` makes it one that a compiler can trace."""
+    """Computes `quant::fp8_attention`; with `in_graph`, in a way that a compiler can trace."""
     if not has_fp8_tensor_cores(q.device):
         return fp8_attention_reference(
             q, k, v, scales, causal=causal, softmax_scale=softmax_scale, dtype=dtype, whole=in_graph

@@ -154,7 +154,7 @@ class PagedKVCache:
         self._version += 1
 
     def length(self, sequence: int, layer: int = 0) -> int:
-        """Returns tokens written so far."""
+        """Returns the number of tokens written so far."""
         self._of(sequence)
         return self._lengths[sequence][layer]
 

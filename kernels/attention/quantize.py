@@ -177,7 +177,7 @@ def _check(
 
 
 def _rotated_by_position(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-    """Returns RoPE in float32, rounded once."""
+    """Applies RoPE in float32, and rounds once."""
     if rope is None:
         return x
     half = x.shape[-1] // 2

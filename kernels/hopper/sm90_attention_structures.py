@@ -64,7 +64,7 @@ def _constant(function: Callable[[Any], Any]) -> Any:
 
 
 def _words(keys: int, fp8: bool) -> gl.DistributedLinearLayout:
-    """Returns P in the layout of a wgmma's product, [64, words, 4, pairs of a word, 2], a word in a register."""
+    """Returns the layout of a wgmma's product for P as [64, words, 4, pairs of a word, 2], a word in a register."""
     # A word is four codes of E4M3 or two of 16 bits: one register, innermost.
     size = 2 if fp8 else 1
     word = [[0, 0, 0, 0, 1], [0, 0, 0, 1, 0]][:size]
@@ -80,7 +80,7 @@ def _words(keys: int, fp8: bool) -> gl.DistributedLinearLayout:
 
 
 def _octets(columns: int) -> gl.DistributedLinearLayout:
-    """Returns a wgmma's product as [64, columns / 8, 4, 2]."""
+    """Returns the layout of a wgmma's product as [64, columns / 8, 4, 2]."""
     # A register: pair of columns, row r or r + 8, octet. A lane: one of 4 pairs, one of 8 rows. A warp: 16 rows.
     octets = [[0, 1 << i, 0, 0] for i in range((columns // 8).bit_length() - 1)]
     lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]

@@ -102,7 +102,7 @@ def assembly(form):
 
 @gluon.constexpr_function
 def _groups(form):
-    """Returns the scales of a row in 64 columns."""
+    """Returns the number of scales that a row has in 64 columns."""
     return max(64 // (FORMATS[form].block[1] or 64), 1)
 
 

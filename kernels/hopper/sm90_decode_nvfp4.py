@@ -195,5 +195,5 @@ def row_scales(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _tiles_of(K: int) -> int:
-    """Returns the tiles along K of one program: up to four, as many as divide them."""
+    """Returns the number of tiles along K of one program: up to four, as many as divide them."""
     return next(tiles for tiles in (4, 2, 1) if K // 64 % tiles == 0)

@@ -36,7 +36,7 @@ class Partial(NamedTuple):
 
 @gluon.constexpr_function
 def piece_size(tail):
-    """Returns the tokens of a piece of a tile, which programs that share it add up."""
+    """Returns the number of tokens in a piece of a tile, which programs that share it add up."""
     return 16 if tail == 16 else 32
 
 

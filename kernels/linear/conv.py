@@ -164,7 +164,7 @@ class QuantConv(ConvGeometry, QuantizedModule):
         return self
 
     def convolve(self, x: torch.Tensor, output_padding: Sequence[int]) -> torch.Tensor:
-        """Returns the op on an input `[batch, in, size…]` that `padded` gave."""
+        """Computes the op on an input `[batch, in, size…]` that `padded` gave."""
         y: torch.Tensor = torch.ops.quant.conv.default(
             x,
             self.codes,
@@ -216,7 +216,7 @@ def _convolve(
     output_padding: Sequence[int],
     groups: int,
 ) -> torch.Tensor:
-    """Returns the op `quant::conv` on any device."""
+    """Computes the op `quant::conv` on any device."""
     if activation:
         # One row for each sample: see the module docstring on scales of windows that overlap.
         x = round_samples(x.contiguous(), FORMATS[activation], input_scale)

@@ -51,7 +51,7 @@ def linear_on_gpu(
     weight_format: str,
     activation: str,
 ) -> torch.Tensor:
-    """Returns the op `quant::linear` (`kernels/linear/ops.py`) on a GPU; the weight is in either layout.
+    """Computes the op `quant::linear` (`kernels/linear/ops.py`) on a GPU; the weight is in either layout.
 
     Raises:
         ValueError: an argument is on another device, strided, or of a wrong dtype or shape; nothing was launched.

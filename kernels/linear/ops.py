@@ -114,7 +114,7 @@ def input_gradient(gradient: torch.Tensor, weight: BlockScaledTensor) -> torch.T
 
 
 def _reference(*arguments: Any) -> torch.Tensor:
-    """Returns the op `quant::linear` on a device without kernels."""
+    """Computes the op `quant::linear` on a device without kernels."""
     call = LinearCall(*arguments)
     return oracle.reference_linear(call.x, call.weight, call.bias, call.input_scale, call.rounding)
 
@@ -172,7 +172,7 @@ def runs_eagerly(x: torch.Tensor) -> bool:
 
 
 def below_autograd(op: Any, keyset: Any, *args: Any) -> torch.Tensor:
-    """Returns the op as it is for tensors that need no gradient."""
+    """Computes the op below autograd, as for tensors that need no gradient."""
     with torch._C._AutoDispatchBelowAutograd():
         return op._handle.redispatch_boxed(keyset & torch._C._after_autograd_keyset, *args)  # type: ignore[no-any-return]
 

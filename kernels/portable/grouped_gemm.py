@@ -195,19 +195,19 @@ def takes_fp8(weight: Format, rows: Format) -> bool:
 
 
 def block_rows(tokens: int, experts: int) -> int:
-    """Returns the rows of a tile: the average of an expert, so that little of a tile is empty."""
+    """Returns the number of rows in a tile: the average of an expert, so that little of a tile is empty."""
     mean = -(-tokens // max(experts, 1))
     # 16 is the least that tensor cores take, 128 the most whose sums fit registers.
     return min(max(triton.next_power_of_2(mean), 16), 128)
 
 
 def weight_tile(block_m: int) -> tuple[int, int, int]:
-    """Returns output features and step along K of a tile of 16-bit rows, and its warps: as much as registers hold."""
+    """Returns features and step along K of a tile of 16-bit rows, and its warps: as much as registers hold."""
     return 32 if block_m == 16 else 64, 128 if block_m <= 32 else 64, 4 if block_m <= 64 else 8
 
 
 def most_tiles(tokens: int, experts: int, block_m: int) -> int:
-    """Returns the tiles that there can be: each expert may have one that is not full."""
+    """Returns the largest possible number of tiles: each expert may have one that is not full."""
     return min(tokens, tokens // block_m + min(experts, tokens))
 
 

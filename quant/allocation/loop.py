@@ -73,7 +73,7 @@ class Loop:
         return self._against_uniform(best)
 
     def curve(self) -> tuple[CurvePoint, ...]:
-        """Returns predicted Pareto curve by rising bits, with losses where they were measured."""
+        """Returns the predicted Pareto curve by rising bits, with losses where they were measured."""
         choices = {key_of(c): c for c in pareto(self.problem, "bytes", self.effort.points)}
         points = [
             CurvePoint(self.space.bits(c), self.problem.total(SCORE, c), self.bench.losses.get(key))

@@ -97,7 +97,7 @@ class ExportJob:
         }
 
     def cache_capacity(self) -> int:
-        """Returns the tokens of the KV cache: as requested, or `DEFAULT_CAPACITY` for a decoder.
+        """Returns how many tokens the KV cache has room for: as requested, or `DEFAULT_CAPACITY` for a decoder.
 
         0 for a graph without one.
         """

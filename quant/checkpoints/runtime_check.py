@@ -227,7 +227,7 @@ def _inputs_in_16_bit(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _output(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Returns `[tokens, out]`, float32.
+    """Returns the output `[tokens, out]`, float32.
 
     A linear layer with inputs in 16 bit is computed in float64, without our kernels.
     """

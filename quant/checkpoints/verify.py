@@ -191,7 +191,7 @@ class _Subject:
 
 
 def _report(document: Any) -> Mapping[str, Any]:
-    """Returns a report, as far as it is compared with."""
+    """Returns a report whose fields have the types that a comparison needs."""
     # A report that a user has edited must give a finding and not a TypeError; other fields are compared by `.get`.
     fields = typed(dict[str, Any], document, "report")
     return {**fields, "files": typed(dict[str, str], fields.get("files"), "files")}

@@ -208,7 +208,7 @@ def _attention_scales(
 
 
 def _parse_inputs(texts: tuple[str, ...]) -> dict[str, GraphInput]:
-    """Returns `x:fp32:batch,3,224,224`: a name, a dtype, and dimensions, where named ones are dynamic."""
+    """Parses `x:fp32:batch,3,224,224`: a name, a dtype, and dimensions, where named ones are dynamic."""
     import torch
 
     from quant.export.onnx_graph.decoder import GraphInput

@@ -72,7 +72,7 @@ class Rows:
         return any(name in WRITTEN for name in self.names)
 
     def of_source(self, index: int) -> int:
-        """Returns the rows of the source of that index, when all sources share them evenly."""
+        """Returns the number of rows of the source of that index, when all sources share them evenly."""
         return self.samples // len(self.names) + (index < self.samples % len(self.names))
 
 
@@ -123,7 +123,7 @@ def tokenizer_if_any(source: Source) -> Any:
 
 
 def within_context(source: Source, seqlen: int) -> int:
-    """Returns the tokens of a row that a model writes: at most its context."""
+    """Returns the number of tokens in a row that a model writes: at most its context."""
     context = getattr(source.config, "max_position_embeddings", None)
     return min(seqlen, context) if isinstance(context, int) and context > 0 else seqlen
 

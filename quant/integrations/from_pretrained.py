@@ -80,7 +80,7 @@ class QuantConfig(CompressedTensorsConfig):  # type: ignore[misc]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Returns the config of a checkpoint whose own says everything."""
+        """Returns a config without options: the checkpoint's own says everything."""
         return (cls(), kwargs) if return_unused_kwargs else cls()
 
     def get_loading_attributes(self) -> dict[str, Any]:

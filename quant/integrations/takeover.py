@@ -119,7 +119,7 @@ def plan_takeover(
 
 
 def _without_kept(plan: Plan) -> Plan:
-    """Returns the groups of only those members that are quantized, and in one format.
+    """Returns `plan` with groups of only those members that are quantized, and in one format.
 
     Others are fused with nothing.
     """

@@ -151,7 +151,7 @@ def explained(where: str | Path) -> Iterator[None]:
 def one_line(error: BaseException) -> str:
     """Returns the message of an error, on one line.
 
-    With its class where the message by itself says little, as for a KeyError.
+    Its class comes first where the message by itself says little, as for a KeyError.
     """
     message = " ".join(str(error).split())
     if not message or not isinstance(error, ValueError | OSError | RuntimeError):

@@ -69,7 +69,7 @@ def _is_idle_rank(job: Job) -> bool:
 
 
 def _finished(job: Job, decision: Decision) -> Outcome:
-    """Returns a checkpoint that an earlier run wrote whole gets its name."""
+    """Gives its name to a checkpoint that an earlier run wrote whole."""
     job.session.store.finish()
     wait_for_all()
     assert job.request.out is not None

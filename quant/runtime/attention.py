@@ -238,11 +238,9 @@ def _attend(
     fp8: bool,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Returns the function that transformers calls, with q `[batch, heads, new, dim]`.
+    """Attends, as the function that transformers calls with q `[batch, heads, new, dim]`.
 
-    k and v are `[batch, kv_heads, …, dim]`.
-
-    Of the keywords it reads the fields of `AttentionCall`.
+    k and v are `[batch, kv_heads, …, dim]`. Of the keywords it reads the fields of `AttentionCall`.
 
     A k with `quant_layer` holds only new keys: its layer of a `QuantizedKVCache` has the others.
     """

@@ -216,7 +216,7 @@ def _ends(model: nn.Module) -> tuple[int, ...]:
 
 
 def _check_logits(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Returns the logits as they are.
+    """Returns the logits unchanged, after a check for NaN.
 
     Transformers calls this before it chooses a token, and would choose one of NaN, too.
     """

@@ -173,11 +173,11 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         return torch.stack([k for k, _ in read]).to(dtype), torch.stack([v for _, v in read]).to(dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the keys that the next `query_length` tokens may see, and the position of the first."""
+        """Returns how many keys the next `query_length` tokens may see, and the position of the first."""
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Returns the tokens that are cached."""
+        """Returns the number of cached tokens."""
         return self.length
 
     def get_max_length(self) -> int:

@@ -54,7 +54,7 @@ def attend_in_ring(
     group: dist.ProcessGroup,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Returns the function that transformers calls, where each process of a group has a share of the tokens.
+    """Attends where each process of a group has a share of the tokens; transformers calls this function.
 
     Args:
         module: the attention module.

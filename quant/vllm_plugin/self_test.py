@@ -87,7 +87,7 @@ def _relative(y: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _largest(errors: list[float]) -> float:
-    """Returns the naN if one of them is, which Python's `max` would pass over."""
+    """Returns the largest error, or NaN if there is one, which Python's `max` would pass over."""
     return float(torch.tensor(errors).amax())
 
 

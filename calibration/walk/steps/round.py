@@ -227,7 +227,7 @@ def _solve_part(
 
 
 def _tokens_of(group: Group, stats: LayerStats | None) -> int:
-    """Returns the tokens that the solution of a group rests on; 0 for pooled statistics."""
+    """Returns how many tokens the solution of a group rests on; 0 for pooled statistics."""
     if not group.pipeline.needs_moment:
         return group.tokens
     return 0 if stats is None else stats.tokens

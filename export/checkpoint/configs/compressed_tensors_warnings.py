@@ -84,7 +84,7 @@ def _part_warnings(plan: Plan) -> Iterator[str]:
 
 
 def _format_warnings(plan: Plan) -> Iterator[str]:
-    """Yields the pairs of formats that vLLM stops at or TensorRT-LLM misreads, and embeddings."""
+    """Yields a sentence on pairs of formats that vLLM stops at or TensorRT-LLM misreads, and on embeddings."""
     vllm, trtllm = get_target("vllm"), get_target("tensorrt-llm-compressed-tensors")
     by_formats: dict[str, list[LayerPlan]] = {}
     for layer in plan.quantized:
@@ -109,7 +109,7 @@ def _format_warnings(plan: Plan) -> Iterator[str]:
 
 
 def _unpacking_warnings(plan: Plan, dtype: torch.dtype) -> Iterator[str]:
-    """Yields the formats that transformers unpacks to BF16, whatever the model's dtype."""
+    """Yields a sentence on formats that transformers unpacks to BF16, whatever the model's dtype."""
     unpacked = [layer.weight for layer in plan.quantized if layer.weight is not None and not layer.weight.scale.is_wide]
     if unpacked and dtype != torch.bfloat16:
         yield (
@@ -119,7 +119,7 @@ def _unpacking_warnings(plan: Plan, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _expert_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
-    """Yields fused experts, whose global scale transformers drops and whose inputs it leaves in 16 bit."""
+    """Yields a sentence on fused experts, whose global scale and input rounding transformers drops."""
     fused = [] if names.apart else [layer for layer in plan.quantized if layer.kind == LayerKind.EXPERTS]
     fused = [layer for layer in fused if layer.name not in names.stopped]
     misread = [layer.name for layer in fused if f"{layer.weight}" in ("nvfp4", "mxfp8", "int8")]
@@ -137,7 +137,7 @@ def _expert_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
 
 
 def _input_warnings(plan: Plan) -> Iterator[str]:
-    """Yields the inputs that are not `[batch, tokens, in]`, as `plan.provenance` lists them."""
+    """Yields a sentence on inputs that are not `[batch, tokens, in]`, as `plan.provenance` lists them."""
     if layers := plan.provenance.get(ODD_INPUTS):
         yield (
             f"{_counted(layers)} quant.load or a server such as vLLM for a scale for each token: transformers with "
@@ -157,7 +157,7 @@ def _narrow_expert_warnings(plan: Plan) -> Iterator[str]:
 
 
 def _kept_expert_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
-    """Yields experts in 16 bit beside packed layers, which transformers takes for quantized ones."""
+    """Yields a sentence on experts in 16 bit next to packed layers, which transformers takes for quantized ones."""
     cut = () if names.apart else names.cut
     in_16_bit = [
         layer.name
@@ -173,7 +173,7 @@ def _kept_expert_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
 
 
 def _wide_scale_warnings(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Iterator[str]:
-    """Yields the scales of another toolkit in float32, which the model's 16-bit dtype does not hold."""
+    """Yields a sentence on another toolkit's scales in float32, which the model's 16-bit dtype does not hold."""
     wide = [name for name, t in tensors.items() if name.endswith(".weight_scale") and t.dtype is torch.float32]
     if wide and dtype in (torch.bfloat16, torch.float16):
         count = f"{len(wide):,} weight scale{'' if len(wide) == 1 else 's'}"

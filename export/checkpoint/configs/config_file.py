@@ -99,7 +99,7 @@ def _drop_quantization(part: Any) -> None:
 def _changes(
     now: Mapping[str, Any], before: Mapping[str, Any], source: Mapping[str, Any], above: _Path = ()
 ) -> Iterator[tuple[_Path, Any]]:
-    """Returns the fields that `before` has with another value or lacks, by path; whole where `source` lacks them."""
+    """Yields the fields that `before` has with another value or lacks, by path; whole where `source` lacks them."""
     for name, value in now.items():
         if name in _FORM:
             continue

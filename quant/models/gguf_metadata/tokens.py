@@ -97,7 +97,7 @@ def _merge_problems(tokenizer: Any, merges: Sequence[str] | None) -> Iterator[st
 
 
 def _edge_problems(tokenizer: Any, name: str, token: int | None, *, adds: bool) -> Iterator[str]:
-    """Yields whether BOS or EOS is added to a text as the file says, after the tokenizer was set up for it."""
+    """Yields a problem if BOS or EOS is not added as the file says, after the tokenizer was set up for it."""
     if token is None or _adds(tokenizer, name, token) == adds:
         return
     if hasattr(tokenizer, f"add_{name}_token"):
