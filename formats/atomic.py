@@ -66,7 +66,7 @@ def put_file(temporary: Path, path: Path) -> None:
 
 @contextmanager
 def temporary_directory(path: Path) -> Iterator[Path]:
-    """A directory beside `path`, to be renamed to it or deleted at the end; those that dead processes left go first."""
+    """Makes a directory next to `path`, to be renamed to it or deleted at the end; those of dead processes go first."""
     with _temporary(path, lambda directory: directory.mkdir(mode=0o700)) as directory:
         yield directory
 

@@ -125,7 +125,7 @@ def pairs_layout(warps, groups):
 
 @gluon.constexpr_function
 def tile_layout(warps):
-    """The same in `[2, 8 · warps, 32]`."""
+    """Returns the layout of `pairs_layout` without groups: pairs in `[2, 8 · warps, 32]`."""
     whole = pairs_layout(warps, 1)
     bases = [
         [[b, row, pair] for b, row, _, pair in part] for part in (whole.reg_bases, whole.lane_bases, whole.warp_bases)

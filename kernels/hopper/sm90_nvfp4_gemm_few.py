@@ -419,9 +419,10 @@ def prepare_gemm_few(
 
 
 def registers(tiles: GluonTiles) -> dict[str, int]:
-    """Registers a thread, so that `tiles.resident` programs fit on an SM; Triton adds three idle warps to the fetcher.
+    """Returns how many registers a thread gets, so that `tiles.resident` programs fit on an SM.
 
-    Those that the fetching warps do not need go to the ones that multiply.
+    Triton adds three idle warps to the fetcher. Those registers that the fetching warps do not need go to the ones
+    that multiply.
     """
     threads = 32 * (tiles.warps + 4) * tiles.resident
     return {"maxnreg": min((1 << 16) // threads // 8 * 8, 248), "fetcher_registers": 24 if threads > 1024 else 40}

@@ -93,7 +93,7 @@ class Search:
         return table
 
     def _shortlist(self, choice: np.ndarray) -> list[tuple[int, int]]:
-        """Flips to measure: all, or as many as half of the measurements allow, by score per unit of cost."""
+        """Returns the flips to measure: all, or as many as half of the measurements allow, by score per cost."""
         rows = np.arange(len(choice))
         flips = [(int(g), int(f)) for g, f in np.argwhere(self.problem.allowed) if choice[g] != f]
         # The other half is for steps and swaps, which flips do not give.

@@ -65,7 +65,7 @@ def driver_version() -> str | None:
 
 @contextmanager
 def _nvml() -> Iterator[Any]:
-    """The initialised module, or None where it or the driver's library is missing."""
+    """Gives the initialised module, or None where it or the driver's library is missing."""
     try:
         import pynvml
 

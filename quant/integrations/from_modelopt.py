@@ -246,7 +246,7 @@ def _kv_cache(caches: Mapping[str, Mapping[str, Any]]) -> tuple[Format | None, d
 
 @contextmanager
 def _original(model: nn.Module) -> Iterator[ExitStack]:
-    """The model with its original classes and parameters; on leaving, the callbacks on the stack restore ModelOpt's.
+    """Gives the model its original classes and parameters; on leaving, the stack's callbacks restore ModelOpt's.
 
     ModelOpt changes the class of a module, and of GPT-2's `Conv1D` the weight too, which it transposes.
     """

@@ -48,7 +48,7 @@ class Job:
 
     @contextmanager
     def stages(self) -> Iterator[tuple[Job, StageProgress]]:
-        """The same job with a listener that counts stages, and the counter of these stages."""
+        """Gives the same job with a listener that counts stages, and the counter of these stages."""
         with self.listener.stages() as progress:
             yield replace(self, session=replace(self.session, progress=progress)), progress
 

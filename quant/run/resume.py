@@ -16,7 +16,7 @@ from quant.run.same_on_ranks import check_same, kind_of
 
 @contextmanager
 def resumable(job: Job, plan: Plan) -> Iterator[Job]:
-    """The job with a store of finished steps. A bare state dict is solved in seconds, and a module has no directory.
+    """Gives the job a store of finished steps. A bare state dict is solved in seconds, and a module has no directory.
 
     Raises:
         ValueError: a run with other options, another model or another version left steps there.

@@ -157,7 +157,7 @@ class Stages:
 
 @contextmanager
 def stages(quiet: bool) -> Iterator[Stages]:
-    """A progress bar for each stage; in a pipe a line every ten seconds, and one at the end of each stage."""
+    """Shows a bar for each stage; in a pipe a line every ten seconds, and one at the end of each stage."""
     columns = TextColumn("{task.description:<12}"), BarColumn(14), MofNCompleteColumn()
     times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
     facts = TextColumn("{task.fields[facts]}", table_column=Column(ratio=1, no_wrap=True))  # what is left of a line
@@ -206,6 +206,6 @@ def _memory() -> str:
 
 @contextmanager
 def bar(stage: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """One progress bar; gives `advance(done, total)`."""
+    """Shows one progress bar; gives `advance(done, total)`."""
     with stages(quiet) as advance:
         yield lambda done, total: advance(stage, done, total)
