@@ -5,8 +5,8 @@ autocast in BF16. Recipes are emulated, so the numbers are those of hardware tha
 seed draws the start and the order of the rows. The loss is that of held-out text in eval mode, which is the loss of the
 packed model.
 
-Training amplifies the smallest difference. So one row trains in BF16 again, from weights that are moved by a millionth:
-its gap is the noise that a recipe's gap has to be compared with.
+Training amplifies any difference. So one row trains in BF16 again, from weights that are moved by 0.4 % at
+random: its gap is the noise that a recipe's gap has to be compared with.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quant.training.low_precision.recipe import RECIPES
 
 _DATA = Path(__file__).parent / "data"
 _LENGTH = 128  # tokens of a row
-_MOVED = "BF16, from weights moved by 10⁻⁶"
+_MOVED = "BF16, from weights moved by 2⁻⁸"
 
 
 @click.command(help=__doc__)
@@ -65,8 +65,10 @@ def _trained(name: str, steps: int, seed: int) -> float:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.02, generator=generator)
-        if name == _MOVED:
-            parameter.data.mul_(1 + 1e-6)
+    if name == _MOVED:
+        for parameter in model.parameters():
+            signs = torch.randint(0, 2, parameter.shape, device=device, generator=generator) * 2 - 1
+            parameter.data.mul_(1 + signs * 2.0**-8)
     torch.manual_seed(seed)  # of stochastic rounding
     if name in RECIPES:
         quant.to_low_precision_training(model, name, backend="emulated")

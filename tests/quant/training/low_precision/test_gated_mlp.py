@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,12 +87,35 @@ def test_copies_are_fused_and_the_way_back_is_plain(fused: list[int]) -> None:
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_a_gradient_that_is_not_finite_is_named_by_its_layer() -> None:
-    model = llama()
+def _with_infinite_weight(model: Any) -> None:
     model.model.layers[1].mlp.down_proj.weight.data[0, 0] = torch.inf
+
+
+def _with_infinite_input(model: Any) -> None:
+    model.model.layers[1].post_attention_layernorm.weight.data[5] = torch.inf
+
+
+def _with_infinite_gradient(model: Any) -> None:
+    def spoil(module: nn.Module, args: Any) -> None:
+        args[0].register_hook(lambda gradient: gradient * torch.inf)
+
+    model.model.norm.register_forward_pre_hook(spoil)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "line"),
+    [
+        (_with_infinite_weight, "layers.1.mlp.down_proj: its weight holds NaN or infinity"),
+        (_with_infinite_input, "layers.1.mlp.gate_proj: its input held NaN or infinity in the forward pass"),
+        (_with_infinite_gradient, "layers.1.mlp.down_proj: its gradient holds NaN or infinity in fp8_block"),
+    ],
+)
+def test_the_layer_where_infinity_came_from_is_named(spoil: Callable[[Any], None], line: str) -> None:
+    model = llama()
+    spoil(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step(model)
-    with pytest.raises(quant.UserError, match="its gradient holds NaN or infinity in fp8_block"):
+    with pytest.raises(quant.UserError, match=f"^model.{line}"):
         optimizer.step()
 
 
