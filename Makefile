@@ -19,15 +19,15 @@ TEXTS = --calib benchmarks/data/calibration.txt --eval benchmarks/data/evaluatio
 
 demo: .venv/.engines  ## SmolLM2-135M three times: to NVFP4 by GPTQ, to 4.8 mixed bits, to an engine; QUICK=1 rounds it and runs it
 ifdef QUICK
-	@echo "rounding to nearest, a measurement and a sentence: about a minute on two cores"
+	@echo "rounding to nearest, a measurement and a sentence: about a minute"
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --effort 0 $(TEXTS) --eval-samples 2 --out $(OUT) --overwrite
 	.venv/bin/quant generate $(OUT) --prompt "The capital of France is" --max-new-tokens 16
 else
-	@echo "three steps of some minutes each on two cores; 'make demo QUICK=1' takes a minute"
-	.venv/bin/quantize smollm2-135m --format nvfp4a16 --solver gptq $(TEXTS) --calib-samples 8 --eval-samples 8 \
+	@echo "about six minutes on two quiet cores: one for GPTQ, four for the mix, one for the engine; 'make demo QUICK=1' takes one"
+	.venv/bin/quantize smollm2-135m --format nvfp4a16 --solver gptq $(TEXTS) --calib-samples 8 --eval-samples 4 \
 		--out $(OUT) --overwrite
 	.venv/bin/quantize smollm2-135m --bits 4.8 --formats nvfp4a16,fp8a16 $(TEXTS) --calib-samples 8 \
-		--eval-samples 8 --out $(MIXED) --overwrite
+		--eval-samples 4 --out $(MIXED) --overwrite
 	if .venv/bin/python -c 'import tensorrt_rtx' 2>/dev/null; then .venv/bin/quant export $(OUT) --to tensorrt \
 		--target rtx5090 --shapes batch=1:1:4,sequence=1:128:512 --out $(OUT).engine --overwrite; fi
 endif
