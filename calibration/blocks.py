@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 
@@ -56,23 +55,6 @@ class Call:
         """Returns the same call with other arguments at some positions or under some keywords."""
         args = tuple(values.get(slot, value) for slot, value in enumerate(self.args))
         return replace(self, args=args, kwargs={name: values.get(name, value) for name, value in self.kwargs.items()})
-
-    def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Call:
-        """Returns the same call on another device; `dtype` applies to floating-point tensors.
-
-        Tensors in a `UserDict`, which the block may add to, move in place; with a `dtype` they are copied into another.
-        """
-
-        def move(value: Any) -> Any:
-            if isinstance(value, UserDict):
-                mapping = value if dtype is None else copy.copy(value)
-                mapping.update({name: tree_map(move, tensors) for name, tensors in value.items()})
-                return mapping
-            if not isinstance(value, torch.Tensor):
-                return value
-            return value.to(device, dtype if value.is_floating_point() else None)
-
-        return replace(self, args=tree_map(move, self.args), kwargs=tree_map(move, self.kwargs))
 
 
 @contextmanager

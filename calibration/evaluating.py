@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from quant.calibration.placement import NARROW, elsewhere, placed
+from quant.calibration.session import Session
 
 
 @contextmanager
 def prepared(
-    models: nn.Module | Sequence[nn.Module], dtype: torch.dtype | None, device: torch.device | None = None
+    models: nn.Module | Sequence[nn.Module], dtype: torch.dtype | None, session: Session | None = None
 ) -> Iterator[None]:
     """While open, models are in evaluation mode, without a key-value cache or weight gradients.
 
@@ -30,9 +31,10 @@ def prepared(
     Args:
         models: one or several.
         dtype: the dtype to which 16-bit parameters and buffers are widened; None leaves them.
-        device: the device where the models run, see `placed`; None leaves each model where it is.
+        session: the session, whose device is where the models run, see `placed`; None leaves each model where it is.
     """
     models = [models] if isinstance(models, nn.Module) else models
+    device = None if session is None else session.device
     away = [model for model in models if elsewhere(model, device)]
     tensors = {id(t): t for model in models for t in (*model.parameters(), *model.buffers())}
     learned = [t for t in tensors.values() if t.requires_grad]

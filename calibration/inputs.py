@@ -29,6 +29,7 @@ from quant.calibration.blocks import Call, is_cache, stored_dtype
 from quant.calibration.evaluating import evaluating
 from quant.calibration.padding import unpadded
 from quant.calibration.placement import device_of
+from quant.formats.tensor import moved
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a model is called with: positional and keyword arguments, their tensors with a batch dimension."""
@@ -81,7 +82,7 @@ class Inputs:
 
     def to(self, device: Any) -> Inputs:
         """Returns the same calls on another device."""
-        return Inputs([_move(call, device) for call in self.calls])
+        return Inputs(moved(self.calls, device))
 
     def split(self, rows: int) -> list[Inputs]:
         """Returns batches of at most `rows` consecutive calls whose arguments have one shape and can be joined."""
@@ -302,12 +303,6 @@ def _arguments(item: Any) -> Arguments:
 
 def _tensors(call: Arguments) -> list[torch.Tensor]:
     return [value for value in tree_flatten(call)[0] if isinstance(value, torch.Tensor)]
-
-
-def _move(call: Arguments, device: Any) -> Arguments:
-    return tree_map(  # type: ignore[no-any-return]
-        lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, call
-    )
 
 
 def _outline(call: Arguments) -> Any:

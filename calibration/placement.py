@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import block_names, removing
-from quant.calibration.prefetch import Prefetcher, prefetched
+from quant.calibration.prefetch import Prefetcher
 
 # Share of a GPU's free memory that a whole model may take; activations and logits need the rest.
 _SHARE = 0.7
@@ -94,7 +94,7 @@ def placed(model: nn.Module, device: torch.device | None, dtype: torch.dtype | N
     borrowed: dict[int, DeviceCopies] = {}
     prefetcher = Prefetcher(device, whole=whole)
     try:
-        steps = prefetched(parts if whole else parts[:1], tensors_of, device, whole=whole)
+        steps = Prefetcher(device, whole=whole).steps(parts if whole else parts[:1], tensors_of)
         for index, (part, copies) in enumerate(steps):
             borrowed[index] = DeviceCopies(part, copies, device, dtype)
         with _visiting({} if whole else dict(enumerate(blocks, 1)), parts, borrowed, prefetcher, dtype):

@@ -1,4 +1,4 @@
-"""`prefetched` prefetches the next step's tensors in a thread while the present step is worked on.
+"""A `Prefetcher` copies the next step's tensors in a thread while the present step is worked on.
 
 On the way to a GPU the bytes pass through two pinned buffers and a stream of their own, so that the step waits for
 neither the disk, nor the page cache, nor the bus:
@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -26,18 +27,35 @@ _BUFFER_BYTES = 1 << 26
 _READERS = 8  # threads that fill a buffer: one brings about 3 GB/s from the page cache, a GPU takes 40
 
 
+@dataclass(eq=False)
 class Prefetcher:
     """Copies tensors to a device in a thread, until it is closed.
 
-    Args:
+    Attributes:
         device: the device with its index; None stands for the device of each tensor.
         whole: reads parameters that are still in their files, also experts that can be run one by one from there.
     """
 
-    def __init__(self, device: torch.device | None, *, whole: bool = True) -> None:
-        self.device, self.whole = device, whole
+    device: torch.device | None
+    whole: bool = True
+
+    def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._copying: _CopyStream | None = None
+
+    def steps(
+        self, steps: Sequence[Step], tensors_of: Callable[[Step], Sequence[torch.Tensor]]
+    ) -> Iterator[tuple[Step, list[torch.Tensor]]]:
+        """Gives each step with its tensors on the device, while those of the next step are copied; then closes."""
+        try:
+            waiting = [self.fetch(tensors_of(step)) for step in steps[:1]]
+            for following, step in enumerate(steps, 1):
+                tensors = waiting.pop()()
+                waiting += [self.fetch(tensors_of(next_step)) for next_step in steps[following : following + 1]]
+                yield step, tensors
+                tensors.clear()  # the caller's name for it lives until the next step, whose tensors have come by then
+        finally:
+            self.close()
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """Begins to copy tensors.
@@ -67,11 +85,14 @@ class Prefetcher:
                 return [t if t.is_meta else copying.copy(t) for t in values], copying.stream.record_event()
 
 
+@dataclass(eq=False)
 class _CopyStream:
     """A stream to a GPU and two pinned buffers: one is filled while the other is read."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.stream = torch.cuda.Stream(self.device)
         self.buffers = [torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self.read = [torch.cuda.Event(), torch.cuda.Event()]
         self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="reader")
@@ -109,29 +130,6 @@ def _for_current_stream(copies: list[torch.Tensor], copied: torch.cuda.Event) ->
         stream.wait_event(copied)
         copy.record_stream(stream)  # or the allocator would reuse its memory as soon as the copying stream is done
     return copies
-
-
-def prefetched(
-    steps: Sequence[Step],
-    tensors_of: Callable[[Step], Sequence[torch.Tensor]],
-    device: torch.device | None,
-    *,
-    whole: bool = True,
-) -> Iterator[tuple[Step, list[torch.Tensor]]]:
-    """Gives each step with its tensors on `device`, while the tensors of the next step are copied.
-
-    `whole` is as in `Prefetcher`.
-    """
-    prefetcher = Prefetcher(device, whole=whole)
-    try:
-        waiting = [prefetcher.fetch(tensors_of(step)) for step in steps[:1]]
-        for following, step in enumerate(steps, 1):
-            tensors = waiting.pop()()
-            waiting += [prefetcher.fetch(tensors_of(next_step)) for next_step in steps[following : following + 1]]
-            yield step, tensors
-            tensors.clear()  # the caller's name for it lives until the next step, whose tensors have come by then
-    finally:
-        prefetcher.close()
 
 
 def value_of(tensor: torch.Tensor, *, whole: bool = True) -> torch.Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-NumberedTensors = tuple[int, Sequence[torch.Tensor | None]]
-"""Tensors and their number in the order in which one rank would have come to them."""
+Part = TypeVar("Part", bound=torch.Tensor | None)
+"""The tensors of an entry that ranks exchange; where some may be missing, `torch.Tensor | None`."""
 Outline = tuple[tuple[int, ...], torch.dtype]
 """The shape and dtype of a tensor that another rank will send."""
 
@@ -62,27 +63,8 @@ def join() -> None:
     _joined = True
 
 
-def meet(device: torch.device | None) -> None:
-    """Begins to connect the GPUs of all ranks: NCCL takes seconds for it, in which their weights are read.
-
-    Args:
-        device: the device of this rank. All ranks must come here together.
-    """
-    global _meeting
-    _met()
-    if rank_and_world()[1] > 1 and device is not None and device.type == "cuda":
-        thread = ThreadPoolExecutor(1, thread_name_prefix="meeting")
-        _meeting = thread.submit(_connect, device)
-        thread.shutdown(wait=False)
-
-
-def _connect(device: torch.device) -> None:
-    with torch.cuda.device(device):
-        dist.broadcast(torch.zeros(1, device=device), src=0)
-
-
 def _met() -> None:
-    """Waits for the connections of `meet`: NCCL needs its messages in the same order on all ranks."""
+    """Waits for the connections of `Exchange.begin_connecting`: NCCL needs messages in one order on all ranks."""
     global _meeting
     if _meeting is not None:
         _meeting.result()
@@ -186,66 +168,151 @@ def shares_rows() -> bool:
     return _sharing.get()
 
 
-def in_order(
-    own: Sequence[NumberedTensors], device: torch.device | None = None
-) -> Iterator[tuple[int, tuple[torch.Tensor | None, ...]]]:
-    """Yields the entries of all ranks, in order; every rank must go through all of them.
+@dataclass(frozen=True)
+class Exchange:
+    """Exchanges tensors with the other ranks. With one rank it passes them on.
 
-    Args:
-        own: this rank's; entries of one number stay in the order in which they are given.
-        device: the device of this rank's tensors, to which the tensors of other ranks are copied.
+    Attributes:
+        device: the device of this rank's tensors, to which the tensors of other ranks are copied; None is the CPU.
     """
-    rank, world = rank_and_world()
-    if world == 1:
-        yield from ((number, tuple(tensors)) for number, tensors in sorted(own, key=lambda entry: entry[0]))
-        return
-    outlines = [
-        (number, [None if t is None else (tuple(t.shape), t.dtype) for t in tensors]) for number, tensors in own
-    ]
-    everywhere = gathered(outlines)
-    schedule = sorted(
-        ((number, owner, index, outline) for owner, outlines_of_rank in enumerate(everywhere)
-         for index, (number, outline) in enumerate(outlines_of_rank)),
-        key=lambda item: item[:3],
-    )  # fmt: skip
-    sizes = [
-        sum(_room(o) for _, outline in outlines_of_rank for o in outline if o is not None)
-        for outlines_of_rank in everywhere
-    ]
-    # Small tensors travel together in one message: their cost is latency, not bandwidth.
-    if max(sizes) <= _SMALL:
-        packed = _packed([t for _, tensors in own for t in tensors if t is not None], max(sizes), device)
-        whole = [_unpacked(packed[owner], everywhere[owner]) for owner in range(world)]
-        yield from ((number, whole[owner][index]) for number, owner, index, _ in schedule)
-        return
-    for number, owner, index, outline in schedule:
-        sent = own[index][1] if owner == rank else [None] * len(outline)
-        yield (
-            number,
-            tuple(
-                None if shape is None else _broadcast(tensor, *shape, owner, device)
-                for tensor, shape in zip(sent, outline, strict=True)
-            ),
+
+    device: torch.device | None = None
+
+    def begin_connecting(self) -> None:
+        """Begins to connect the GPUs of all ranks: NCCL takes seconds for it, in which their weights are read.
+
+        All ranks must come here together.
+        """
+        global _meeting
+        _met()
+        if rank_and_world()[1] > 1 and self.device is not None and self.device.type == "cuda":
+            thread = ThreadPoolExecutor(1, thread_name_prefix="meeting")
+            _meeting = thread.submit(self._connect)
+            thread.shutdown(wait=False)
+
+    def _connect(self) -> None:
+        with torch.cuda.device(self.device):
+            dist.broadcast(torch.zeros(1, device=self.device), src=0)
+
+    def in_order(self, own: Sequence[tuple[int, Sequence[Part]]]) -> Iterator[tuple[int, tuple[Part, ...]]]:
+        """Yields the entries of all ranks, in order; every rank must go through all of them.
+
+        Args:
+            own: this rank's: tensors, some of them perhaps None, and their number in the order in which one rank would
+                have come to them. Entries of one number stay in the order in which they are given.
+        """
+        if rank_and_world()[1] == 1:
+            yield from ((number, tuple(tensors)) for number, tensors in sorted(own, key=lambda entry: entry[0]))
+        else:
+            # Ranks send entries of one kind: where those of this rank have no None, those of no rank have one.
+            yield from self._in_order(own)  # type: ignore[misc]
+
+    def _in_order(
+        self, own: Sequence[tuple[int, Sequence[torch.Tensor | None]]]
+    ) -> Iterator[tuple[int, tuple[torch.Tensor | None, ...]]]:
+        rank, world = rank_and_world()
+        outlines = [
+            (number, [None if t is None else (tuple(t.shape), t.dtype) for t in tensors]) for number, tensors in own
+        ]
+        everywhere = gathered(outlines)
+        schedule = sorted(
+            ((number, owner, index, outline) for owner, outlines_of_rank in enumerate(everywhere)
+             for index, (number, outline) in enumerate(outlines_of_rank)),
+            key=lambda item: item[:3],
+        )  # fmt: skip
+        sizes = [
+            sum(_room(o) for _, outline in outlines_of_rank for o in outline if o is not None)
+            for outlines_of_rank in everywhere
+        ]
+        # Small tensors travel together in one message: their cost is latency, not bandwidth.
+        if max(sizes) <= _SMALL:
+            packed = self._packed([t for _, tensors in own for t in tensors if t is not None], max(sizes))
+            whole = [_unpacked(packed[owner], everywhere[owner]) for owner in range(world)]
+            yield from ((number, whole[owner][index]) for number, owner, index, _ in schedule)
+            return
+        for number, owner, index, outline in schedule:
+            sent = own[index][1] if owner == rank else [None] * len(outline)
+            yield (
+                number,
+                tuple(
+                    None if shape is None else self._broadcast(tensor, *shape, owner)
+                    for tensor, shape in zip(sent, outline, strict=True)
+                ),
+            )
+
+    def sum_in_order(
+        self, numbers: Sequence[Sequence[int]], make: Callable[[int], torch.Tensor], shape: Sequence[int]
+    ) -> torch.Tensor:
+        """Returns the sum of matrices that several ranks hold, in order, on every rank.
+
+        Each rank adds up a slab of rows of all of them, and the slabs are put together. So a rank never holds more than
+        two matrices of its own, and the sum is the one that adding matrix after matrix gives.
+
+        Args:
+            numbers: the numbers of each rank's matrices, in rising order.
+            make: a function from an index to one of this rank's matrices, called once for each.
+            shape: the shape of the matrices, which are float32.
+        """
+        _met()
+        rank, world = rank_and_world()
+        order = sorted(
+            (number, owner, i)
+            for owner, numbers_of_rank in enumerate(numbers)
+            for i, number in enumerate(numbers_of_rank)
         )
+        rows, columns = -(-shape[0] // world), shape[1:]
+        total: torch.Tensor | None = None
+        sent: tuple[Any, torch.Tensor, torch.Tensor, list[int]] | None = None
+        for turn in _turns([owner for _, owner, _ in order]):
+            owners = [order[i][1] for i in turn]
+            sends = rank in owners
+            mine = make(order[turn[owners.index(rank)]][2]) if sends else torch.empty(0, *columns, device=self.device)
+            # Slabs are of equal size; the last is filled up with zeros, which the result leaves out.
+            if sends and len(mine) < rows * world:
+                mine = torch.cat([mine, mine.new_zeros(rows * world - len(mine), *columns)])
+            slabs = mine.new_empty(rows * len(turn), *columns)
+            if sent is not None:
+                total = _with_slabs(total, *sent)
+            received = [rows if owner in owners else 0 for owner in range(world)]
+            work = dist.all_to_all_single(
+                slabs, mine.contiguous(), received, [rows if sends else 0] * world, async_op=mine.is_cuda
+            )
+            sent = work, mine, slabs, owners  # on their way while a GPU makes the next
+            if work is None:
+                total, sent = _with_slabs(total, *sent), None
+        if sent is not None:
+            total = _with_slabs(total, *sent)
+        assert total is not None
+        whole = total.new_empty(rows * world, *columns)
+        dist.all_gather(list(whole.split(rows)), total)
+        return whole[: shape[0]]
+
+    def _packed(self, tensors: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
+        """Returns the tensors of each rank, one behind the other, as `size` bytes."""
+        _met()
+        own, offset = torch.zeros(size, dtype=torch.uint8, device=self.device), 0
+        for tensor in tensors:
+            own[offset : offset + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+            offset += _room((tuple(tensor.shape), tensor.dtype))
+        packed = [torch.empty_like(own) for _ in range(rank_and_world()[1])]
+        if size:
+            dist.all_gather(packed, own)
+        return packed
+
+    def _broadcast(
+        self, tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, owner: int
+    ) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self.device) if tensor is None else tensor.contiguous()
+        if tensor.numel():
+            _met()
+            dist.broadcast(tensor.view(-1).view(torch.uint8), src=owner)
+        return tensor
 
 
 def _room(outline: Outline) -> int:
     """Returns the bytes of a tensor among others, each of which begins where any dtype may."""
     shape, dtype = outline
     return -(-math.prod(shape) * dtype.itemsize // 16) * 16
-
-
-def _packed(tensors: Sequence[torch.Tensor], size: int, device: torch.device | None) -> list[torch.Tensor]:
-    """Returns the tensors of each rank, one behind the other, as `size` bytes."""
-    _met()
-    own, offset = torch.zeros(size, dtype=torch.uint8, device=device), 0
-    for tensor in tensors:
-        own[offset : offset + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
-        offset += _room((tuple(tensor.shape), tensor.dtype))
-    packed = [torch.empty_like(own) for _ in range(rank_and_world()[1])]
-    if size:
-        dist.all_gather(packed, own)
-    return packed
 
 
 def _unpacked(
@@ -265,63 +332,6 @@ def _unpacked(
             offset += _room(each)
         entries.append(tuple(tensors))
     return entries
-
-
-def _broadcast(
-    tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, owner: int, device: torch.device | None
-) -> torch.Tensor:
-    tensor = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.contiguous()
-    if tensor.numel():
-        _met()
-        dist.broadcast(tensor.view(-1).view(torch.uint8), src=owner)
-    return tensor
-
-
-def sum_in_order(
-    numbers: Sequence[Sequence[int]], make: Callable[[int], torch.Tensor], shape: Sequence[int], device: torch.device
-) -> torch.Tensor:
-    """Returns the sum of matrices that several ranks hold, in order, on every rank.
-
-    Each rank adds up a slab of rows of all of them, and the slabs are put together. So a rank never holds more than
-    two matrices of its own, and the sum is the one that adding matrix after matrix gives.
-
-    Args:
-        numbers: the numbers of each rank's matrices, in rising order.
-        make: a function from an index to one of this rank's matrices, called once for each.
-        shape: the shape of the matrices, which are float32.
-        device: the device of the matrices.
-    """
-    _met()
-    rank, world = rank_and_world()
-    order = sorted(
-        (number, owner, i) for owner, numbers_of_rank in enumerate(numbers) for i, number in enumerate(numbers_of_rank)
-    )
-    rows, columns = -(-shape[0] // world), shape[1:]
-    total: torch.Tensor | None = None
-    sent: tuple[Any, torch.Tensor, torch.Tensor, list[int]] | None = None
-    for turn in _turns([owner for _, owner, _ in order]):
-        owners = [order[i][1] for i in turn]
-        sends = rank in owners
-        mine = make(order[turn[owners.index(rank)]][2]) if sends else torch.empty(0, *columns, device=device)
-        # Slabs are of equal size; the last is filled up with zeros, which the result leaves out.
-        if sends and len(mine) < rows * world:
-            mine = torch.cat([mine, mine.new_zeros(rows * world - len(mine), *columns)])
-        slabs = mine.new_empty(rows * len(turn), *columns)
-        if sent is not None:
-            total = _with_slabs(total, *sent)
-        received = [rows if owner in owners else 0 for owner in range(world)]
-        work = dist.all_to_all_single(
-            slabs, mine.contiguous(), received, [rows if sends else 0] * world, async_op=device.type == "cuda"
-        )
-        sent = work, mine, slabs, owners  # on their way while a GPU makes the next
-        if work is None:
-            total, sent = _with_slabs(total, *sent), None
-    if sent is not None:
-        total = _with_slabs(total, *sent)
-    assert total is not None
-    whole = total.new_empty(rows * world, *columns)
-    dist.all_gather(list(whole.split(rows)), total)
-    return whole[: shape[0]]
 
 
 def _with_slabs(

@@ -35,13 +35,12 @@ class MomentSpread:
     """Running sums over pieces of text for pairs of a sample of channels.
 
     Args:
-        columns: the number of columns of the input.
-        device: the device of the sums.
+        like: a tensor `[..., in]` where the inputs are.
     """
 
-    def __init__(self, columns: int, device: torch.device) -> None:
-        self.columns = columns
-        self.channels = torch.linspace(0, columns - 1, min(CHANNELS, columns), device=device).round().long()
+    def __init__(self, like: torch.Tensor) -> None:
+        self.columns, device = like.shape[-1], like.device
+        self.channels = torch.linspace(0, self.columns - 1, min(CHANNELS, self.columns), device=device).round().long()
         self.tokens = self.squared_tokens = 0
         # Σ P_r, Σ n_r P_r and Σ P_r².
         self.sums = torch.zeros(3, len(self.channels), len(self.channels), device=device)

@@ -58,26 +58,34 @@ class LayerStats:
     mean_residual: torch.Tensor | None = None
     outputs: LayerStats | None = None
 
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The second moment as one matrix `[in, in]`; where only blocks were kept, with zeros outside of them.
+
+        Raises:
+            ValueError: another rank has it.
+        """
+        if self.second_moment is not None:
+            return self.second_moment
+        if self.block_moments is None:
+            raise ValueError("this rank has no second moment of the layer")
+        matrix: torch.Tensor = torch.block_diag(*self.block_moments)
+        return matrix
+
     def blocks(self, width: int) -> torch.Tensor:
         """Returns the diagonal blocks of the second moment, `[in / width, width, width]`."""
         if self.block_moments is not None and self.block_moments.shape[-1] == width:
             return self.block_moments
-        assert self.second_moment is not None
-        return diagonal_blocks(self.second_moment, width)
+        return diagonal_blocks(self.matrix, width)
 
     def of_outputs(self, start: int, stop: int) -> LayerStats:
         """Returns the same statistics for some neighbouring outputs of the layers that share the input."""
         cut = slice(start, stop)
-        residual = None if self.residual is None else self.residual[cut]
-        outputs = self.outputs
-        if outputs is None:
-            return replace(self, residual=residual)
-        if outputs.second_moment is None:
-            # Whole as one matrix, block by block on its diagonal, so that any cut will do.
-            assert outputs.block_moments is not None
-            outputs = replace(outputs, second_moment=torch.block_diag(*outputs.block_moments), block_moments=None)
-        assert outputs.second_moment is not None
-        return replace(self, residual=residual, outputs=replace(outputs, second_moment=outputs.second_moment[cut, cut]))
+        residual, outputs = None if self.residual is None else self.residual[cut], self.outputs
+        if outputs is not None:
+            # As one matrix, so that any cut will do.
+            outputs = replace(outputs, second_moment=outputs.matrix[cut, cut], block_moments=None)
+        return replace(self, residual=residual, outputs=outputs)
 
 
 def diagonal_blocks(matrix: torch.Tensor, width: int) -> torch.Tensor:
@@ -171,10 +179,9 @@ class MomentSum:
             return
         if self.second is None:
             self.second = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
-            self.cross = None if drift is None else torch.zeros_like(self.second)
         _add_symmetric(self.second, x)
         if drift is not None:
-            assert self.cross is not None
+            self.cross = torch.zeros_like(self.second) if self.cross is None else self.cross
             # D = Σ (r - x) xᵀ, not symmetric.
             self.cross += columns_product(drift, x)
         if residual is not None:
@@ -197,7 +204,7 @@ class MomentSum:
 
     def add_spread(self, x: torch.Tensor, rows: int) -> None:
         """Adds one batch only to the spread between rows, which decides the shrinkage."""
-        self.spread = self.spread or MomentSpread(x.shape[1], x.device)
+        self.spread = self.spread or MomentSpread(x)
         self.spread.add(x, rows)
 
     def stats(self) -> LayerStats | None:
@@ -209,9 +216,8 @@ class MomentSum:
             return None
         sums = {"mean": self.first, "mean_drift": self.shift, "noise": self.noise, "mean_residual": self.push}
         means: dict[str, Any] = {name: None if total is None else total / self.tokens for name, total in sums.items()}
-        if self.second is None:
+        if self.second is None or self.spread is None:
             return LayerStats(self.tokens, **means)
-        assert self.spread is not None
         # M and the drift come from the same tokens, so that one λ fits both.
         strength = self.spread.shrinkage()
         second = shrink(self.second / self.tokens, strength)

@@ -7,14 +7,18 @@ block, is divided by the *stored* scale and rounded. A short last block is padde
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, partial
 from itertools import product
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from quant.formats.format import Format
 from quant.formats.number import Number
@@ -22,6 +26,8 @@ from quant.formats.packing import pack, unpack
 from quant.formats.parallel import in_parts
 from quant.formats.rounding import decode, encode, round_to
 from quant.formats.scaling import SCALE_RULES, ScaleRule, finite_or_nan, global_scale_of
+
+Record = TypeVar("Record")
 
 # Elements worked on at a time: what a CPU's cache holds, and enough to keep a GPU busy.
 _CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS = 1 << 18, 1 << 24
@@ -105,8 +111,38 @@ class BlockScaledTensor:
 
     def to(self, device: torch.device | str) -> BlockScaledTensor:
         """Returns the same data on `device`."""
-        scale = None if self.global_scale is None else self.global_scale.to(device)
-        return replace(self, codes=self.codes.to(device), scale=self.scale.to(device), global_scale=scale)
+        return moved(self, device)
+
+
+def moved(record: Record, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Record:
+    """Returns the same record on another device, or in another dtype.
+
+    Args:
+        record: a tensor, a dataclass, or a nest of containers; whatever is no tensor in it stays as it is. A `UserDict`
+            has other holders that add to it or read from it, so it gets its moved values itself. With a `dtype`, which
+            these holders do not ask for, it is copied.
+        device: the device; None leaves the tensors where they are.
+        dtype: the dtype of floating-point tensors; None leaves it.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, dtype if leaf.is_floating_point() else None)
+        if isinstance(leaf, UserDict):
+            mapping = leaf if dtype is None else copy.copy(leaf)
+            mapping.update({name: moved(value, device, dtype) for name, value in leaf.items()})
+            return mapping
+        if not is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        values = {f.name: getattr(leaf, f.name) for f in fields(leaf) if f.init}
+        changes = {name: new for name, old in values.items() if (new := moved(old, device, dtype)) is not old}
+        return replace(leaf, **changes) if changes else leaf
+
+    leaves, tree = tree_flatten(record)
+    after = [move(leaf) for leaf in leaves]
+    # Formats and other records without a tensor keep their identity.
+    is_same = all(new is old for new, old in zip(after, leaves, strict=True))
+    return record if is_same else tree_unflatten(after, tree)
 
 
 def quantize(

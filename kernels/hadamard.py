@@ -12,9 +12,30 @@ power of two is rotated in blocks of one that divides it (a head of 96 in three 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Concatenate, ParamSpec
 
 import torch
+
+P = ParamSpec("P")
+
+
+def on_each_device(make: Callable[P, torch.Tensor]) -> Callable[Concatenate[torch.Tensor, P], torch.Tensor]:
+    """Has a function that makes a constant on the CPU keep it on every device where it was needed.
+
+    The new function takes a tensor that is on the device, then the arguments of `make`.
+    """
+
+    @lru_cache(maxsize=32)
+    def kept_on(device: torch.device, *args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
+        with torch.inference_mode(False):  # a gradient may need the constant later
+            return make(*args, **kwargs).to(device)
+
+    def constant(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
+        return kept_on(x.device, *args, **kwargs)  # type: ignore[arg-type]
+
+    return constant
 
 
 def hadamard_transform(x: torch.Tensor, block: int | None = None) -> torch.Tensor:
@@ -64,33 +85,35 @@ def random_sign_rotation(x: torch.Tensor) -> torch.Tensor:
     with H block-diagonal where half the head dimension is not a power of two.
     """
     half = x.shape[-1] // 2
-    signed = x.float() * _signs(x.shape[-1], x.device)
+    signed = x.float() * _signs(x, x.shape[-1])
     block = hadamard_block(half)
     u1, u2 = (hadamard_transform(part, block) for part in (signed[..., :half], signed[..., half:]))
     return torch.cat([u1 + u2, u1 - u2], -1) * math.sqrt(0.5)
 
 
-@lru_cache(maxsize=32)
-def sign_matrices(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns the same rotation as kernels multiply by it: H with the signs of each half, `[2, width, width]`.
+def sign_matrices(q: torch.Tensor) -> torch.Tensor:
+    """Returns the same rotation as kernels multiply queries `[..., dim]` by it: H with the signs of each half.
 
-    Entries are 1 and −1, and zeros from half of `dim` to `width`, the next power of two.
+    `[2, width, width]` in the dtype of `q`. Entries are 1 and −1, and zeros from half of dim to width, the next power
+    of two.
     """
+    return _sign_matrices(q, q.shape[-1], q.dtype)
+
+
+@on_each_device
+def _sign_matrices(dim: int, dtype: torch.dtype) -> torch.Tensor:
     half = dim // 2
     # Rows and columns beyond half of the head are zeros: tensor cores need a power of two.
     block = hadamard_block(half)
     width = 1 << (half - 1).bit_length()
     out = torch.zeros(2, width, width, dtype=dtype, device="cpu")
-    signed = _signs(dim, torch.device("cpu")).view(2, half, 1) * hadamard_transform(
-        torch.eye(half, device="cpu"), block
-    )
+    signed = _signs(out, dim).view(2, half, 1) * hadamard_transform(torch.eye(half, device="cpu"), block)
     out[:, :half, :half] = signed.mul(block**0.5).round()
-    return out.to(device)
+    return out
 
 
-@lru_cache(maxsize=32)
-def _signs(dim: int, device: torch.device) -> torch.Tensor:
+@on_each_device
+def _signs(dim: int) -> torch.Tensor:
     """Returns the random signs, float32 `[dim]`: the same for every model."""
     generator = torch.Generator().manual_seed(dim)
-    with torch.inference_mode(False):  # they are kept, and may be needed for a gradient later
-        return (torch.randint(0, 2, (dim,), generator=generator, device="cpu") * 2 - 1).float().to(device)
+    return (torch.randint(0, 2, (dim,), generator=generator, device="cpu") * 2 - 1).float()

@@ -64,6 +64,12 @@ class Hardware:
         return self.capability == (9, 0)
 
     @property
+    def multiplies_fp8_blocks(self) -> bool:
+        """Whether cuBLASLt multiplies blocks of FP8, and Triton makes them: on Hopper, with CUDA 12.9 or later."""
+        version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+        return version >= (12, 9) and self.has_wgmma and has_triton()
+
+    @property
     def native_formats(self) -> tuple[str, ...]:
         """Formats that a tensor core multiplies as they are."""
         plain = ("int8",) + (("fp8",) if self.has_fp8 else ())
@@ -138,20 +144,20 @@ def current(index: int = 0) -> Hardware:
     )
 
 
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """Returns the compute capability of an NVIDIA GPU; (0, 0) for any other device."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return torch.cuda.get_device_capability(device) if nvidia else (0, 0)
+def capability_of(x: torch.Tensor) -> tuple[int, int]:
+    """Returns the compute capability of the NVIDIA GPU that holds `x`; (0, 0) for a tensor on any other device."""
+    nvidia = x.is_cuda and torch.version.hip is None
+    return torch.cuda.get_device_capability(x.device) if nvidia else (0, 0)
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Returns whether `device` runs the kernels for Hopper."""
-    return capability_of(device)[0] == 9
+def is_on_hopper(x: torch.Tensor) -> bool:
+    """Returns whether the kernels for Hopper run where `x` is."""
+    return capability_of(x)[0] == 9
 
 
-def has_fp8_tensor_cores(device: torch.device) -> bool:
-    """Returns whether `device` multiplies in FP8: an NVIDIA GPU from Ada (8.9) on."""
-    return capability_of(device) >= (8, 9)
+def has_fp8_tensor_cores(x: torch.Tensor) -> bool:
+    """Returns whether FP8 is multiplied where `x` is: on an NVIDIA GPU from Ada (8.9) on."""
+    return capability_of(x) >= (8, 9)
 
 
 def _recognise(name: str, capability: tuple[int, int]) -> Hardware:

@@ -13,6 +13,14 @@ if TYPE_CHECKING:
 EXPERT_NAMES = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w1", "w2", "w3")
 
 
+def stacking_of_experts(module: nn.Module, name: str) -> Stacking:
+    """Returns how the parameter `name` holds the matrices of experts; ValueError where it holds something else."""
+    stacking = stacking_of(module, name)
+    if stacking is None:
+        raise ValueError(f"{type(module).__name__}.{name}: holds no matrices of experts")
+    return stacking
+
+
 def stacking_of(module: nn.Module, name: str) -> Stacking | None:
     """Returns how the parameter `name` of a module holds the matrices of experts; None where it holds something else.
 
@@ -55,8 +63,7 @@ def expert_matrices(model: nn.Module, name: str, held: Any = None) -> Any:
     """
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
-    stacking = stacking_of(module, last)
-    assert stacking is not None, name
+    stacking = stacking_of_experts(module, last)
     if held is None:
         parameter = module.get_parameter(last)
         stored = getattr(parameter, "stored", None)

@@ -130,6 +130,13 @@ class LayerPlan:
         return math.prod(self.shape)
 
     @property
+    def weight_format(self) -> Format:
+        """The weight format of a layer that is quantized; ValueError for one that stays in 16 bit."""
+        if self.weight is None:
+            raise ValueError(f"{self.name}: stays in 16 bit and has no weight format")
+        return self.weight
+
+    @property
     def has_static_scale(self) -> bool:
         """Whether the input has a scale that calibration measures."""
         return self.activation is not None and self.activation.is_static

@@ -33,7 +33,7 @@ from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.outputs.logits import Logits, logits_of
 from quant.calibration.placement import NARROW, device_of, free_memory, placed
 from quant.calibration.prefetch import value_of
-from quant.calibration.ranks import gathered, in_order, number_of, rank_and_world
+from quant.calibration.ranks import Exchange, gathered, number_of, rank_and_world
 from quant.calibration.session import Session
 from quant.calibration.shrinkage import MomentSpread
 from quant.calibration.statistics import LayerStats, MomentSum, add_up, rows_of
@@ -94,14 +94,15 @@ def output_moments(
     sums = {members[0].name: MomentSum(_even_width(members, width)) for members in groups}
     failure = ""
     try:
-        with placed(model, session.device) as device, _frozen(model), fast_matmul(), torch.enable_grad():
-            _Pass(model, groups, sums, device).run(batches, session, draws or _DRAWS.get(device.type, 1))
+        with placed(model, session.device), _frozen(model), fast_matmul(), torch.enable_grad():
+            _Pass(model, groups, sums, session).run(batches, draws)
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as error:
         # Whatever a model's code does that autograd cannot follow; its message is the reason that users read.
         failure = f"no gradient ({str(error).splitlines()[0][:120] if str(error) else type(error).__name__})"
     failure = next(filter(None, gathered(failure)), "")
+    exchange = Exchange(session.device or device_of(model))
     for name, total in sums.items():
-        stats = None if failure else _over_ranks(total, session.device or device_of(model))
+        stats = None if failure else _over_ranks(total, exchange)
         reason = failure or _fault(stats)
         if reason or stats is None:
             result.missing[name] = reason
@@ -139,15 +140,14 @@ def _fault(stats: LayerStats | None) -> str:
     """Returns why an A is of no use; empty where it is."""
     if stats is None:
         return "no gradient reached it"
-    moment = stats.second_moment if stats.second_moment is not None else stats.block_moments
-    assert moment is not None
+    moment = stats.matrix if stats.block_moments is None else stats.block_moments
     power = moment.diagonal(dim1=-2, dim2=-1).sum()
     if not bool(torch.isfinite(power)):
         return "its gradients hold NaN or infinity"
     return "" if bool(power > 0) else "its gradients are zero"
 
 
-def _over_ranks(total: MomentSum, device: torch.device) -> LayerStats | None:
+def _over_ranks(total: MomentSum, exchange: Exchange) -> LayerStats | None:
     """Returns the statistics of all ranks' batches."""
     if rank_and_world()[1] == 1:
         return total.stats()
@@ -155,10 +155,10 @@ def _over_ranks(total: MomentSum, device: torch.device) -> LayerStats | None:
     spread = total.spread
     counts = gathered((total.tokens, 0 if spread is None else spread.squared_tokens))
     own = [] if spread is None else [(rank_and_world()[0], [total.second, total.first, spread.sums])]
-    for _, (second, first, sums) in in_order(own, device):
+    for _, (second, first, sums) in exchange.in_order(own):
         assert second is not None and first is not None and sums is not None
         everywhere.second, everywhere.first = add_up(everywhere.second, second), add_up(everywhere.first, first)
-        everywhere.spread = everywhere.spread or MomentSpread(len(first), device)
+        everywhere.spread = everywhere.spread or MomentSpread(first)
         everywhere.spread.sums += sums
     everywhere.tokens = sum(tokens for tokens, _ in counts)
     if everywhere.spread is not None:
@@ -184,10 +184,10 @@ class _Pass:
     """Forward and backward passes, with hooks at the outputs of layers.
 
     Args:
-        model: the model, frozen and on `device`.
+        model: the model, frozen and `placed` on the session's device.
         groups: see `output_moments`.
         sums: filled, by the name of a group's first layer.
-        device: the device where the model runs.
+        session: the session, whose device runs the model and whose listener hears of batches.
     """
 
     def __init__(
@@ -195,16 +195,18 @@ class _Pass:
         model: nn.Module,
         groups: Sequence[Sequence[LayerPlan]],
         sums: Mapping[str, MomentSum],
-        device: torch.device,
+        session: Session,
     ) -> None:
-        self.model, self.groups, self.sums, self.device = model, groups, sums, device
+        self.model, self.groups, self.sums, self.session = model, groups, sums, session
+        self.device = session.device or device_of(model)
         self.logits = Logits(model, output_head(model))
         self.leaves: list[torch.Tensor] = []
         self.forward_runs = False
         self.pending: dict[str, dict[str, torch.Tensor]] = {}
 
-    def run(self, batches: Sequence[Any], session: Session, draws: int) -> None:
-        """Adds the gradients of all batches to the sums."""
+    def run(self, batches: Sequence[Any], draws: int | None) -> None:
+        """Adds the gradients of all batches to the sums; `draws` is as of `output_moments`."""
+        draws = draws or _DRAWS.get(self.device.type, 1)
         handles = [
             self.model.get_submodule(member.name).register_forward_hook(self._watch(members, member))
             for members in self.groups
@@ -214,7 +216,7 @@ class _Pass:
             joined = self._joined(batches)
             for index, batch in enumerate(joined):
                 # Each batch has labels of its own, those of other ranks included.
-                generator = torch.Generator(self.device).manual_seed(session.seed * 1_000_003 + number_of(index))
+                generator = torch.Generator(self.device).manual_seed(self.session.seed * 1_000_003 + number_of(index))
                 self.forward_runs = True
                 output, gradient_of = self._forward(batch.to(self.device))
                 self.forward_runs = False
@@ -226,7 +228,7 @@ class _Pass:
                     torch.autograd.grad(output, self.leaves, gradient, retain_graph=draw + 1 < draws, allow_unused=True)
                     self.pending.clear()
                 self.leaves.clear()
-                session.report("gradients", index + 1, len(joined))
+                self.session.report("gradients", index + 1, len(joined))
 
     def _joined(self, batches: Sequence[Any]) -> Sequence[Any]:
         """Returns the batches of token rows put together on a GPU, where small ones wait for launches most of the time.

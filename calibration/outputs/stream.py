@@ -55,7 +55,7 @@ class Writer:
         terms: the points that it is added to and that are there before it runs, each with its factor.
         factor: m, by which its output is multiplied.
         norm: the module that stands between; "" for none.
-        gain: v of that module by channel, `[out]`, 0 where it lets nothing through.
+        gain: v of that module by channel, `[out]`, 0 where it lets nothing through; None without such a module.
     """
 
     terms: tuple[tuple[Point, float], ...]
@@ -108,9 +108,8 @@ class Stream:
             # A clone: what is added in place later would change it.
             self.original.setdefault(point, []).append(hidden.clone())
 
-        def gain(writer: Writer) -> Callable[..., None]:
-            assert writer.gain is not None
-            inverse = _inverse(writer.gain)
+        def gain_of(norm: str, gain: torch.Tensor) -> Callable[..., None]:
+            inverse = _inverse(gain)
 
             def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
                 y, out = (t.reshape(-1, t.shape[-1]) for t in (args[0], output_of(result)))
@@ -118,12 +117,12 @@ class Stream:
                 passing = (inverse != 0).to(y)
                 size = (out * inverse.to(y)).norm(dim=1, keepdim=True)
                 inverses = (y * passing).norm(dim=1, keepdim=True) / size.clamp(min=torch.finfo(size.dtype).tiny)
-                self.token_gains.setdefault(writer.norm, []).append(inverses)
+                self.token_gains.setdefault(norm, []).append(inverses)
 
             return hook
 
-        normed = [writer for writer in self.writers.values() if writer.norm]
-        handles = [block.get_submodule(w.norm).register_forward_hook(gain(w)) for w in normed]
+        normed = [(writer.norm, writer.gain) for writer in self.writers.values() if writer.gain is not None]
+        handles = [block.get_submodule(norm).register_forward_hook(gain_of(norm, gain)) for norm, gain in normed]
         inside = [point for point in self.points if point != Point("")]
         with removing([*_hooks(block, inside, keep), *handles]):
             yield
@@ -140,9 +139,8 @@ class Stream:
         # A reshape, not a view: Whisper's encoder transposes what its convolutions give, so rows are not contiguous.
         errors = [factor * (original.to(now).reshape_as(now) - now) for now, original, factor in terms]
         error = torch.stack(errors).sum(0) / writer.factor
-        if not writer.norm:
+        if writer.gain is None:
             return error
-        assert writer.gain is not None
         return error * self.token_gains[writer.norm][batch] * _inverse(writer.gain).to(error)
 
 

@@ -69,7 +69,6 @@ class CandidateWeights:
         if key in self.solutions:
             return dict(self.solutions[key].weights)
         if key not in self._solved:
-            assert candidate.weight is not None
             weights = {m.name: self.layers[m.name].original for m in self.groups[group]}
             # Solved on the device of the run in the dtype of the checkpoint, as `quantize` does; kept packed where the
             # original weight is.
@@ -77,7 +76,7 @@ class CandidateWeights:
             weights = {name: w.to(self.device, self.stored or w.dtype) for name, w in weights.items()}
             self._solved[key] = {}
             for part in self._parts(weights):
-                solved = solve_group(part, {}, candidate.weight, get_solver(self.solver))
+                solved = solve_group(part, {}, candidate.weight_format, get_solver(self.solver))
                 self._solved[key] |= {name: weight.to(home) for name, weight in solved.items()}
         return self._solved[key]
 

@@ -35,6 +35,13 @@ class Candidate:
     rank: int = 0
 
     @property
+    def weight_format(self) -> Format:
+        """The weight format; ValueError for the candidate that keeps 16 bit."""
+        if self.weight is None:
+            raise ValueError(f"candidate {self.name}: keeps 16 bit and has no weight format")
+        return self.weight
+
+    @property
     def has_static_scale(self) -> bool:
         """Whether the input has a scale that calibration measures."""
         return self.activation is not None and self.activation.is_static

@@ -37,7 +37,7 @@ from quant.calibration.solvers.lowrank import Branch, take_branches
 from quant.calibration.solvers.solver import get_pipeline, supports
 from quant.calibration.statistics import LayerStats, MomentSum, round_activation, rows_of, static_input_scale
 from quant.calibration.walk.collect import watch_inputs
-from quant.formats.tensor import BlockScaledTensor
+from quant.formats.tensor import BlockScaledTensor, moved
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan
 from quant.recipes.solver_names import with_branch
@@ -65,13 +65,6 @@ class GroupSolution:
     divisor: torch.Tensor | None = None
     input_scale: torch.Tensor | None = None
     branches: Mapping[str, Branch] = field(default_factory=dict)
-
-    def to(self, device: torch.device) -> GroupSolution:
-        """Returns the same solution on `device`."""
-        weights = {name: weight.to(device) for name, weight in self.weights.items()}
-        divisor, scale = (None if t is None else t.to(device) for t in (self.divisor, self.input_scale))
-        branches = {name: (down.to(device), up.to(device)) for name, (down, up) in self.branches.items()}
-        return GroupSolution(weights, divisor, scale, branches)
 
 
 def solve_each_group(
@@ -128,7 +121,7 @@ def solve_each_group(
             for work in choices:
                 solution = work.solve()
                 if solution is not None:
-                    solutions[group, work.candidate.name] = solution if home is None else solution.to(home)
+                    solutions[group, work.candidate.name] = solution if home is None else moved(solution, home)
             choices.clear()  # frees the second moments
             done += 1
             session.report("alone", done, len(needed))
@@ -255,15 +248,14 @@ class _Work:
         self.moment = MomentSum()
         # A solver that works from one pass over the original inputs sees them unrounded.
         self.activation = None if self.pipeline.at_once else candidate.activation
-        assert candidate.weight is not None
         if self.pipeline.transforms and group in inputs.tokens:
             statistics = inputs.of(group)
             weight = torch.cat([w.to(task.device).float() for w in self.weights.values()])
             divisor = torch.ones_like(statistics.amax)
             # Transforms follow each other: each sees the weight and the input that those before have scaled.
             for transform in self.pipeline.transforms:
-                divided = statistics.divided(divisor)
-                divisor = divisor * transform(weight * divisor, divided, candidate.weight, candidate.activation, None)
+                formats = candidate.weight_format, candidate.activation
+                divisor = divisor * transform(weight * divisor, statistics.divided(divisor), *formats, None)
             self.divisor = divisor
         if candidate.activation is not None and group in inputs.amax:
             amax = inputs.amax[group] if self.divisor is None else inputs.amax[group] / self.divisor
@@ -276,7 +268,6 @@ class _Work:
         # AWQ with plain rounding needs the divisor and no second moment.
         if stats is None and (self.pipeline.needs_moment or self.divisor is None):
             return None
-        assert self.candidate.weight is not None
         weights = {name: w.to(self.task.device) for name, w in self.weights.items()}
         weights = {name: w.float() if self.divisor is None else w * self.divisor for name, w in weights.items()}
         branches: dict[str, Branch] = {}
@@ -284,7 +275,7 @@ class _Work:
             assert stats is not None
             weights, branches, stats = take_branches(weights, stats, self.candidate.rank, stored)
         solved = solve_group(
-            weights, dict.fromkeys(weights, stats), self.candidate.weight, self.pipeline.rounding, stored
+            weights, dict.fromkeys(weights, stats), self.candidate.weight_format, self.pipeline.rounding, stored
         )
         return GroupSolution(solved, self.divisor, self.input_scale, branches)
 

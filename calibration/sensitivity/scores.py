@@ -97,7 +97,7 @@ def score_groups(
     # Static input scales come from these ranges, and every score depends on them.
     amax = measure_amax(model, groups, candidates, rows, session) if amax is None else amax
     switchable = SwitchableModel(
-        model, groups, candidates, amax, scoring.solver, stored, scoring.solutions, device=session.device,
+        model, groups, candidates, amax, scoring.solver, stored, scoring.solutions, session=session,
         dtype=scoring.dtype,
     )  # fmt: skip
     with switchable.ready():

@@ -41,7 +41,7 @@ from quant.calibration.statistics import static_input_scale
 from quant.calibration.walk.collect import collect_input_amax
 from quant.formats.tensor import round_activation
 from quant.kernels.linear.expert_modules import can_run_experts_one_by_one, experts_forward
-from quant.recipes.expert_stacks import expert_matrices, stacking_of
+from quant.recipes.expert_stacks import expert_matrices, stacking_of_experts
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.module_hooks import forwarding, take_hooks
 from quant.recipes.plan import LayerPlan
@@ -63,8 +63,7 @@ class SwitchableModel:
         solutions: groups in a format that another solver has solved, as `solve_each_group` gives them.
         stored: dtype that scales are rounded to, the model's own; None takes the dtype of the weights.
         budget: bytes of dense weights that may be cached; a GPU with more free memory raises it.
-        device: the device where the model runs; weights are copied to it as layers need them. None leaves the model
-            where it is.
+        session: the session, whose device runs the model; weights are copied to it as layers need them.
         dtype: dtype to which 16-bit weights are widened while `ready`; None leaves them.
         blocks: the names of the model's repeated blocks, found while their linear layers are still in place.
         layers: the switchable layers by name, while this is entered.
@@ -82,7 +81,7 @@ class SwitchableModel:
     stored: torch.dtype | None = None
     solutions: Mapping[Key, GroupSolution] = field(default_factory=dict)
     budget: int = 2 << 30
-    device: torch.device | None = None
+    session: Session = field(default_factory=Session)
     dtype: torch.dtype | None = None
     blocks: list[str] = field(default_factory=list)
     layers: dict[str, SwitchableLayer] = field(default_factory=dict)
@@ -99,7 +98,14 @@ class SwitchableModel:
             )
         self.candidates = {**self.candidates, KEPT.name: KEPT}
         self.weights = CandidateWeights(
-            self.groups, self.layers, self.solver, self.stored, self.solutions, self.device, self.dtype, self.budget
+            self.groups,
+            self.layers,
+            self.solver,
+            self.stored,
+            self.solutions,
+            self.session.device,
+            self.dtype,
+            self.budget,
         )
         # Autograd only visits nodes with an input that needs a gradient. Weights and token ids need none, so every
         # layer takes this empty tensor as a second input.
@@ -107,8 +113,8 @@ class SwitchableModel:
 
     def __enter__(self) -> SwitchableModel:
         self.blocks = block_names(self.model)
-        if self.device is not None and self.device.type == "cuda":
-            self.weights.budget = max(self.weights.budget, (free_memory(self.device) - _RESERVE) // 2)
+        if self.session.device is not None and self.session.device.type == "cuda":
+            self.weights.budget = max(self.weights.budget, (free_memory(self.session.device) - _RESERVE) // 2)
         experts: set[nn.Module] = set()
         # Every replacement leaves its inverse in `_undo`; `__exit__` runs them last first.
         for group, members in self.groups.items():
@@ -117,8 +123,7 @@ class SwitchableModel:
                 parent = self.model.get_submodule(parent_name)
                 original = getattr(parent, last)
                 if layer.kind == LayerKind.EXPERTS:
-                    stacking = stacking_of(parent, last)
-                    assert stacking is not None
+                    stacking = stacking_of_experts(parent, last)
                     weight = expert_matrices(self.model, layer.name)
                     self._replace_parameter(parent, last, SwitchableExperts(self, layer, group, weight, stacking))
                     experts.add(parent)
@@ -166,11 +171,11 @@ class SwitchableModel:
         """While open, this is entered and the model prepared for measuring, by `prepared` with `dtype`."""
         # With a device, weights stay where they are and layers copy them: layers are replaced before the model is
         # placed, so that only its other tensors move. Without one, weights are widened before layers take them.
-        if self.device is None:
+        if self.session.device is None:
             with prepared(self.model, self.dtype), self:
                 yield
             return
-        with self, prepared(self.model, self.dtype, self.device):
+        with self, prepared(self.model, self.dtype, self.session):
             yield
 
     def set(self, choice: Mapping[str, str]) -> None:
@@ -219,11 +224,11 @@ class SwitchableModel:
             return None
         if (group, candidate.name) in self.solutions:
             scale = self.solutions[group, candidate.name].input_scale
-            return None if scale is None else scale.to(self.device)
+            return None if scale is None else scale.to(self.session.device)
         assert candidate.activation is not None
         # Members of a group share their input, so a serving engine gives them one scale: the largest.
         members = self.groups[group]
-        amax = torch.stack([self.amax[member.name] for member in members]).amax().to(self.device)
+        amax = torch.stack([self.amax[member.name] for member in members]).amax().to(self.session.device)
         weight = self.layers[members[0].name].original
         return static_input_scale(amax, candidate.activation, self.stored or weight.dtype)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quant.calibration.ranks import NumberedTensors, dealt, in_order, rank_and_world, shares_rows
+from quant.calibration.ranks import Exchange, dealt, rank_and_world, shares_rows
 from quant.formats.scaling import nonzero
 
 # Columns of a factor that are taken together on a CPU and on a GPU, and the number of such slabs that ranks share.
@@ -90,15 +90,14 @@ def inverse_of_upper(upper: Tensor) -> Tensor:
     slabs = _slabs(upper)
     rank, shared = rank_and_world()[0], shares_rows() and len(slabs) >= _SHARED_SLABS
     owners = dealt([stop**2 * (stop - start) for start, stop in slabs.items()]) if shared else [rank] * len(slabs)
-    own: list[NumberedTensors] = []
+    own: list[tuple[int, list[torch.Tensor]]] = []
     for (start, stop), owner in zip(slabs.items(), owners, strict=True):
         if owner == rank:
             ones = upper.new_zeros(stop, stop - start)
             ones[start:].fill_diagonal_(1)
             own.append((start, [torch.linalg.solve_triangular(upper[:stop, :stop], ones, upper=True)]))
     inverse = torch.zeros_like(upper)
-    for start, (slab,) in in_order(own, upper.device) if shared else own:
-        assert slab is not None
+    for start, (slab,) in Exchange(upper.device).in_order(own) if shared else own:
         inverse[: slabs[start], start : slabs[start]] = slab
     return inverse
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from quant.calibration.ranks import in_order
+from quant.calibration.ranks import Exchange
 from quant.calibration.solvers.base import Solver, shared_global_scale
 from quant.calibration.solvers.peers import Peer
 from quant.calibration.statistics import LayerStats
@@ -103,21 +103,21 @@ def _split(tall: BlockScaledTensor, members: Mapping[str, torch.Tensor]) -> dict
 def all_solved(
     own: Mapping[int, Mapping[str, BlockScaledTensor]],
     outlines: Sequence[tuple[Mapping[str, tuple[int, ...]], Format]],
-    device: torch.device,
+    exchange: Exchange,
 ) -> list[dict[str, BlockScaledTensor]]:
     """Returns the solutions of several groups, of which each rank has some.
 
     Args:
         own: this rank's solutions, by number of the group.
         outlines: shapes of the members by name, and the format, of every group.
-        device: the device of the solutions.
+        exchange: the exchange with the other ranks, on the device of the solutions.
     """
     entries = [
         (index, [tensor for name in outlines[index][0] for tensor in _tensors(solved[name])])
         for index, solved in own.items()
     ]
     everywhere = []
-    for index, tensors in in_order(entries, device):
+    for index, tensors in exchange.in_order(entries):
         shapes, format = outlines[index]
         # Codes, scale and global scale in turn, as `_tensors` lists them.
         parts = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)

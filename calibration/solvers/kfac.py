@@ -73,9 +73,8 @@ def output_blocks(stats: LayerStats, rows: int) -> list[Tensor]:
     outputs = stats.outputs
     if outputs is None:
         return []
-    if outputs.second_moment is not None:
-        return [outputs.second_moment]
-    assert outputs.block_moments is not None
+    if outputs.block_moments is None:
+        return [outputs.matrix]
     width = outputs.block_moments.shape[-1]
     # The last block is padded by zeros.
     return [block[: rows - i * width, : rows - i * width] for i, block in enumerate(outputs.block_moments)]

@@ -46,10 +46,9 @@ def take_branches(
     Returns:
         The residuals and the branches, by layer name, and statistics without the drift to solve the residuals with.
     """
-    assert stats.second_moment is not None
-    noise = stats.second_moment.diagonal() if stats.noise is None else stats.noise
+    noise = stats.matrix.diagonal() if stats.noise is None else stats.noise
     corrects = stats.drift is not None or stats.residual is not None
-    factor = factorize(stats.second_moment) if corrects else None
+    factor = factorize(stats.matrix) if corrects else None
     residuals, branches = {}, {}
     for name, weight in weights.items():
         corrected = weight if factor is None else corrected_weight(weight, stats.drift, factor, stats.residual)

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from quant.calibration.blocks import Call, capture, in_float64, output_of, removing
 from quant.calibration.solvers.fold import modules_in_order
 from quant.calibration.solvers.rotation import rotation_block
+from quant.formats.tensor import moved
 from quant.kernels.hadamard import hadamard_transform
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -94,7 +95,7 @@ def _merge_in_block(model: nn.Module, owner: str, call: Call, name: str) -> int:
     reader = name.removeprefix(f"{owner}.")
     # In float64 a change by the rotation is distinguished from rounding: 1e-6 against several percent.
     block = in_float64(model.get_submodule(owner))
-    call = call.to(dtype=torch.float64)
+    call = moved(call, dtype=torch.float64)
     order = modules_in_order(block, call)
     for producer in reversed(order[: order.index(reader)] if reader in order else []):
         if not isinstance(block.get_submodule(producer), nn.Linear):

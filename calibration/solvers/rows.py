@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from quant.calibration.ranks import dealt, in_order, rank_and_world, shares_rows
+from quant.calibration.ranks import Exchange, dealt, rank_and_world, shares_rows
 from quant.calibration.solvers.block_search import search_threads
 from quant.formats.format import Format
 from quant.formats.parallel import bounds_of, run_parts
@@ -57,6 +57,8 @@ def solve_by_rows(
     else:
         run_parts(solve_part, own_parts)
     own = [(start, [part.codes, part.scale, part.global_scale]) for start, part in sorted(solved.items())]
-    in_row_order = [part for _, part in in_order(own, weight.device)] if shares_rows() else [part for _, part in own]
+    in_row_order = (
+        [part for _, part in Exchange(weight.device).in_order(own)] if shares_rows() else [part for _, part in own]
+    )
     codes, scales, seconds = zip(*in_row_order, strict=True)
     return BlockScaledTensor(torch.cat(codes), torch.cat(scales), format, tuple(weight.shape), seconds[0])

@@ -163,12 +163,11 @@ def supports(solver: Solver, format: Format) -> bool:
 def check_solvers(plan: Plan) -> None:
     """Raises ValueError, with the layer's name and the way out, where a planned solver does not know its format."""
     for layer in plan.quantized:
-        assert layer.weight is not None
         pipeline = get_pipeline(layer.solver)
-        if not supports(pipeline.rounding, layer.weight):
-            supporting = [name for name, solver in SOLVERS.items() if supports(solver, layer.weight)]
+        if not supports(pipeline.rounding, layer.weight_format):
+            supporting = [name for name, solver in SOLVERS.items() if supports(solver, layer.weight_format)]
             raise ValueError(
-                f"{layer.name}: solver {layer.solver!r} does not support {layer.weight}; solvers that do: "
+                f"{layer.name}: solver {layer.solver!r} does not support {layer.weight_format}; solvers that do: "
                 f"{', '.join(supporting)}"
             )
 

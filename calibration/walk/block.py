@@ -19,10 +19,11 @@ from quant.calibration.blocks import Call, Stop, output_of, removing
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.outputs.stream import Stream
 from quant.calibration.placement import DeviceCopies
-from quant.calibration.ranks import gathered
+from quant.calibration.ranks import Exchange, gathered
 from quant.calibration.walk.experts import FusedExperts
 from quant.calibration.walk.group import Group, Settings, Solved
 from quant.calibration.walk.stand_in import CurrentBatch, RememberedModules, StandIn, weight_of
+from quant.formats.tensor import moved
 from quant.recipes.plan import LayerPlan
 
 
@@ -58,6 +59,7 @@ class Block:
 
     Attributes:
         device: the device of the block.
+        exchange: the exchange with the other ranks that work on it.
         batches, tokens: the numbers of batches and tokens of all ranks.
         targets: float32 weights `[out, in]` still to be rounded, by name within the block; transforms change them.
         stand_ins: the modules that stand in for solved layers, by name.
@@ -82,6 +84,7 @@ class Block:
         self.calls, self.batch, self.settings, self.stored = calls, calls.batch, settings, stored
         # Fused experts may still be in their files, on the meta device.
         self.device = next(p.device for p in module.parameters() if not p.is_meta)
+        self.exchange = Exchange(self.device)
         own = len(calls.original), sum(_token_count(call.hidden) for call in calls.original)
         self.batches, self.tokens = (sum(counts) for counts in zip(*gathered(own), strict=True))
         self.targets = {n: weight_of(module, n).detach().float() for g in groups for n in g.names}
@@ -102,17 +105,17 @@ class Block:
         outputs = []
         with fast_matmul():
             for self.batch.index, call in enumerate(calls):
-                moved = call.to(self.device)
-                outputs.append(output_of(self.module(*moved.args, **moved.kwargs)).to(call.hidden.device))
+                on_device = moved(call, self.device)
+                outputs.append(output_of(self.module(*on_device.args, **on_device.kwargs)).to(call.hidden.device))
         return outputs
 
     def run_until_stopped(self, calls: Sequence[Call]) -> None:
         """Runs the block on some calls, each until a hook raises `Stop`."""
         with fast_matmul():
             for self.batch.index, call in enumerate(calls):
-                moved = call.to(self.device)
+                on_device = moved(call, self.device)
                 with suppress(Stop):
-                    self.module(*moved.args, **moved.kwargs)
+                    self.module(*on_device.args, **on_device.kwargs)
 
     @contextmanager
     def hooked(self, hooks: Mapping[str, Callable[..., None]]) -> Iterator[None]:

@@ -18,9 +18,10 @@ from torch import nn
 
 from quant.calibration.blocks import block_names, calls_of_chain, find_chains, output_of, without_hidden
 from quant.calibration.placement import DeviceCopies, device_of, home_of_states, tensors_of
-from quant.calibration.prefetch import prefetched
+from quant.calibration.prefetch import Prefetcher
 from quant.calibration.texts.rows import trial_rows
 from quant.calibration.walk.handed_on import handed_on
+from quant.formats.tensor import moved
 from quant.recipes.module_hooks import forwarding
 
 
@@ -47,7 +48,8 @@ def blocks_first(
         return
     blocks = {name: model.get_submodule(name) for name in names}
     # The first block is on the device while all batches run up to it, and again for its own turn.
-    steps = prefetched([names[0], *names], lambda name: tensors_of(blocks[name].modules()), device, whole=False)
+    prefetcher = Prefetcher(device, whole=False)
+    steps = prefetcher.steps([names[0], *names], lambda name: tensors_of(blocks[name].modules()))
     borrowed = DeviceCopies(list(blocks[names[0]].modules()), next(steps)[1], device, dtype)
     calls = calls_of_chain(model, names, run)
     borrowed.restore()
@@ -55,14 +57,14 @@ def blocks_first(
     home = home_of_states(sum(hidden.nbytes for hidden in first), device)
     states = [hidden.to(home) for hidden in first]
     slots = {name: call.slot for name, call in calls[0].items()}
-    own = [handed_on(by_block, device, None) for by_block in calls]
+    own = [moved(handed_on(by_block), device) for by_block in calls]
     calls = [without_hidden(by_block) for by_block in calls]
     del first
     results: dict[str, Any] = {}
     for name, copies in steps:
         borrowed = DeviceCopies(list(blocks[name].modules()), copies, device, dtype)
         for index, by_block in enumerate(calls):
-            call = by_block[name].with_arguments(own[index]).with_hidden(states[index]).to(device)
+            call = moved(by_block[name].with_arguments(own[index]).with_hidden(states[index]), device)
             results[name] = blocks[name](*call.args, **call.kwargs)
             states[index] = output_of(results[name]).to(home)
         # Only the other results of a block are kept, such as attention weights.

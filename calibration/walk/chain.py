@@ -18,6 +18,7 @@ from quant.calibration.blocks import Call, calls_of_chain, without_hidden
 from quant.calibration.placement import home_of_states
 from quant.calibration.session import Session
 from quant.calibration.walk.handed_on import HandedOn, copied, handed_on
+from quant.formats.tensor import moved
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +101,8 @@ class Chain:
         first = [by_block[self.names[0]].hidden for by_block in self.calls]
         home = home_of_states(sum(hidden.numel() for hidden in first) * dtype.itemsize, session.device)
         states = [hidden.to(home, dtype) for hidden in first]
-        self.original = [handed_on(by_block, session.device, dtype) for by_block in self.calls]
-        self.few = handed_on(self.few_calls, session.device, dtype)
+        self.original = [moved(handed_on(by_block), session.device, dtype) for by_block in self.calls]
+        self.few = moved(handed_on(self.few_calls), session.device, dtype)
         self.calls = [without_hidden(by_block) for by_block in self.calls]
         return States(states, states, self.few_calls[self.names[0]].hidden), home
 
@@ -115,14 +116,14 @@ class Chain:
             # kept only in front of the first block that hands mappings on, so these are still empty.
             self.quantized = [copied(mappings) for mappings in self.original]
         captured = [by_block[name].with_arguments(own) for by_block, own in zip(self.calls, self.original, strict=True)]
-        moved = [call.to(device, dtype) for call in captured]
+        calls = [moved(call, device, dtype) for call in captured]
         quantized = [
             call.with_arguments(own).with_hidden(state)
-            for call, own, state in zip(moved, self.quantized, states.quantized, strict=True)
+            for call, own, state in zip(calls, self.quantized, states.quantized, strict=True)
         ]
         original = [
             call.with_arguments(own).with_hidden(state)
-            for call, own, state in zip(moved, self.original, states.original, strict=True)
+            for call, own, state in zip(calls, self.original, states.original, strict=True)
         ]
-        few = self.few_calls[name].to(device, dtype).with_arguments(self.few)
+        few = moved(self.few_calls[name], device, dtype).with_arguments(self.few)
         return quantized, original, few.with_hidden(states.few.to(device, dtype))

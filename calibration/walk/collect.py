@@ -20,7 +20,7 @@ from quant.calibration.walk.not_finite import InputNotFiniteError, reporting_bad
 from quant.formats.stacking import Stacking
 from quant.kernels.linear.expert_modules import can_run_experts_one_by_one, experts_forward
 from quant.kernels.linear.expert_stack import ExpertStack
-from quant.recipes.expert_stacks import expert_matrices, stacking_of
+from quant.recipes.expert_stacks import expert_matrices, stacking_of_experts
 from quant.recipes.module_hooks import forwarding
 
 
@@ -170,9 +170,7 @@ def watch_experts(model: nn.Module, name: str, observe: Callable[[int, torch.Ten
     """Replaces a parameter of `model` by a `WatchedExperts`, and returns the parameter."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
-    stacking = stacking_of(module, last)
-    assert stacking is not None
-    watched = WatchedExperts(expert_matrices(model, name), stacking, observe)
+    watched = WatchedExperts(expert_matrices(model, name), stacking_of_experts(module, last), observe)
     parameter = module.get_parameter(last)
     delattr(module, last)
     setattr(module, last, watched)

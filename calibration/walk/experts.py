@@ -25,7 +25,7 @@ from torch import nn
 
 from quant.calibration.blocks import Stop
 from quant.calibration.fast_matmul import fast_matmul
-from quant.calibration.ranks import gathered, rank_and_world
+from quant.calibration.ranks import Exchange, gathered, rank_and_world
 from quant.calibration.solvers.gptq import Gptq
 from quant.calibration.solvers.group import all_solved, solve_group
 from quant.calibration.solvers.local_hessian import LocalHessian
@@ -76,6 +76,7 @@ class FusedExperts:
         self.module, self.members, self.batch = block.get_submodule(path), members, batch
         self.path = path
         self.device = next(p.device for p in block.parameters() if not p.is_meta)
+        self.exchange = Exchange(self.device)
         self.input_scales, self.scratch, self.stored = input_scales, scratch, stored
         self.inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.errors: list[torch.Tensor | None] = []
@@ -184,7 +185,7 @@ class FusedExperts:
 
         with fast_matmul():
             self._watch(projection, experts, see, run)
-        return stats_of(list(sums.values()), self.device, list(map(_owner, experts)))
+        return stats_of(list(sums.values()), self.exchange, list(map(_owner, experts)))
 
     def _tokens(self, projection: str, count: int, run: Run) -> list[int]:
         """Returns how many tokens of all ranks reach each expert."""
@@ -201,8 +202,7 @@ class FusedExperts:
 
     def _solve(self, member: LayerPlan, projection: str, weight: Sequence[torch.Tensor], run: Run) -> Solved:
         pipeline = get_pipeline(member.solver)
-        assert member.weight is not None
-        count, format = len(weight), member.weight
+        count, format = len(weight), member.weight_format
         notes = []
         if pipeline.transforms or pipeline.reshapes:
             notes.append(f"experts take no scaling, rotation, branch or reconstruction: only {pipeline.spec.rounding}")
@@ -224,7 +224,7 @@ class FusedExperts:
             )
             for part in parts:
                 stats = self._statistics(member, projection, part, run)
-                average = pooled(stats, self.device, list(map(_owner, part)), sum(tokens), average)
+                average = pooled(stats, self.exchange, list(map(_owner, part)), sum(tokens), average)
                 del stats  # as large as the part's moments, and the next part needs room
 
         def solve_part(part: range) -> list[dict[str, BlockScaledTensor]]:
@@ -236,7 +236,7 @@ class FusedExperts:
                     matrix = {member.name: weight[expert].to(self.device).float()}
                     used = {member.name: stats[index] or average}
                     own[index] = solve_group(matrix, used, format, pipeline.rounding, self.stored)
-            return all_solved(own, [({member.name: tuple(member.shape[1:])}, format)] * len(part), self.device)
+            return all_solved(own, [({member.name: tuple(member.shape[1:])}, format)] * len(part), self.exchange)
 
         solved = (each[member.name] for part in parts for each in solve_part(part))
         whole = stacked(solved, count, self.scratch)
@@ -245,8 +245,7 @@ class FusedExperts:
 
 def _moment_width(member: LayerPlan) -> int | None:
     """Returns the width of the diagonal blocks of the second moment that a solver looks at; None for all of it."""
-    assert member.weight is not None
-    return member.weight.block[1] if isinstance(get_pipeline(member.solver).rounding, LocalHessian) else None
+    return member.weight_format.block[1] if isinstance(get_pipeline(member.solver).rounding, LocalHessian) else None
 
 
 def _fit_share(tokens: int, inputs: int) -> float:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from quant.calibration.observers import get_observer
-from quant.calibration.ranks import in_order
+from quant.calibration.ranks import Exchange
 from quant.calibration.solvers.solver import Pipeline, get_pipeline
 from quant.calibration.statistics import LayerStats, round_activation, static_input_scale
 from quant.formats.format import Format
@@ -40,11 +40,6 @@ class Solved:
     input_scale: torch.Tensor | None
     tokens: int
     notes: tuple[str, ...] = ()
-
-    def to(self, device: torch.device) -> Solved:
-        """Returns the same solution on `device`."""
-        scale = None if self.input_scale is None else self.input_scale.to(device)
-        return replace(self, weight=self.weight.to(device), parts=self.parts.to(device), input_scale=scale)
 
 
 @dataclass(frozen=True)
@@ -109,9 +104,7 @@ class Group:
     @property
     def weight_format(self) -> Format:
         """Of all members."""
-        format = self.members[0].weight
-        assert format is not None
-        return format
+        return self.members[0].weight_format
 
     @property
     def activation(self) -> Format | None:
@@ -128,10 +121,9 @@ class Group:
         """Returns the input as the quantized layer sees it, before its rounding."""
         return self.parts.input(x)
 
-    def pool(self, device: torch.device, tokens: int) -> None:
+    def pool(self, exchange: Exchange, tokens: int) -> None:
         """Adds up the magnitudes of all ranks, batch by batch; `tokens` reached any of them."""
-        for _, (amax, total) in in_order(self.magnitudes, device):
-            assert amax is not None and total is not None
+        for _, (amax, total) in exchange.in_order(self.magnitudes):
             self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
             self.total = total if self.total is None else self.total + total
         self.magnitudes.clear()
@@ -141,8 +133,7 @@ class Group:
         """Yields every `every`-th token of the inputs that all ranks have kept, batch by batch."""
         assert self.amax is not None
         own = [(number, [x[::every]]) for number, x in zip(self.batch_numbers, self.inputs, strict=True)]
-        for _, (x,) in in_order(own, self.amax.device):
-            assert x is not None
+        for _, (x,) in Exchange(self.amax.device).in_order(own):
             yield x
 
     def original(self, batch: int) -> torch.Tensor:

@@ -16,8 +16,6 @@ from collections import UserDict
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from quant.calibration.blocks import Call
 
 Slot = int | str
@@ -25,14 +23,11 @@ HandedOn = Mapping[Slot, "UserDict[Any, Any]"]
 """The mappings among the arguments of a block, by their index or keyword."""
 
 
-def handed_on(calls: Mapping[str, Call], device: torch.device | None, dtype: torch.dtype | None) -> HandedOn:
+def handed_on(calls: Mapping[str, Call]) -> HandedOn:
     """Returns the mappings that the blocks of one pass hand on, as they are before the first block.
-
-    On `device`, in `dtype`.
 
     Args:
         calls: the calls of the blocks, in order of execution.
-        device, dtype: as for `Call.to`.
     """
     first, *later = calls.values()
     mappings: dict[Slot, UserDict[Any, Any]] = {i: value for i, value in enumerate(first.args) if _is_mapping(value)}
@@ -42,8 +37,7 @@ def handed_on(calls: Mapping[str, Call], device: torch.device | None, dtype: tor
             mappings[name] = value
         elif type(value) is dict and not value and any(call.kwargs.get(name) for call in later):
             mappings[name] = UserDict()
-    moved = Call(tuple(mappings.values()), {}, 0).to(device, dtype)
-    return {slot: copy.copy(mapping) for slot, mapping in zip(mappings, moved.args, strict=True)}
+    return copied(mappings)
 
 
 def _is_mapping(value: Any) -> bool:

@@ -34,7 +34,7 @@ from torch import nn
 
 from quant.calibration.blocks import output_of
 from quant.calibration.outputs.stream import find_writers
-from quant.calibration.prefetch import prefetched
+from quant.calibration.prefetch import Prefetcher
 from quant.calibration.session import Session
 from quant.calibration.solvers.solver import check_solvers, get_pipeline
 from quant.calibration.texts.rows import check_ids
@@ -95,7 +95,7 @@ def solve_sequentially(
             chain = captured.pop() if captured else walk.capture(names)
             states, unfinished = walk.begin(chain)
             with reporting_block(lambda: walk.block_name, session):
-                for name, copies in prefetched(unfinished, walk.tensors_of, session.device, whole=False):
+                for name, copies in Prefetcher(session.device, whole=False).steps(unfinished, walk.tensors_of):
                     block = walk.open_block(chain, name, copies, states)
                     outputs = solve_block(block, needs_output=name != names[-1])
                     states = walk.close_block(name, block, outputs) or states

@@ -3,7 +3,7 @@
 There are two ways, and both give the sum of one rank to the bit.
 
 *Together.* Each rank multiplies out its own batches, and the matrices [in, in] are added up in slabs of rows, each slab
-by one rank (`ranks.sum_in_order`). All ranks get the sum. This is for a layer that every token passes.
+by one rank (`Exchange.sum_in_order`). All ranks get the sum. This is for a layer that every token passes.
 
 *By owners.* The inputs themselves go to the rank that will solve the layer, which adds them up by itself. This is for
 experts: there are many, each gets few tokens, and each is solved by one rank.
@@ -21,7 +21,7 @@ from itertools import chain
 import torch
 
 from quant.calibration.fast_matmul import columns_product, fast_matmul
-from quant.calibration.ranks import gathered, in_order, number_of, rank_and_world, sum_in_order
+from quant.calibration.ranks import Exchange, gathered, number_of, rank_and_world
 from quant.calibration.shrinkage import MomentSpread
 from quant.calibration.statistics import LayerStats, MomentSum, add_up, pooled_stats
 
@@ -73,13 +73,13 @@ def slices_that_fit(count: int, columns: int, width: int | None = None) -> list[
 
 
 def stats_of(
-    moments: Sequence[Moments], device: torch.device, owners: Sequence[int] | None = None, *, again: bool = False
+    moments: Sequence[Moments], exchange: Exchange, owners: Sequence[int] | None = None, *, again: bool = False
 ) -> list[LayerStats | None]:
     """Returns the means of several sums over all ranks; None where no token came. All ranks must call this together.
 
     Args:
         moments: the sums, which are empty afterwards.
-        device: the device of the inputs.
+        exchange: the exchange with the other ranks, on the device of the inputs.
         owners: the rank that alone gets second moment and drift of each sum; None where all ranks get all.
         again: whether they are needed once more, and so keep their inputs.
     """
@@ -90,9 +90,9 @@ def stats_of(
                     each.sum.add(x, drift, rows, noise, residual)
         elif owners is None:
             for each in moments:
-                _add_together(each, device)
+                _add_together(each, exchange)
         else:
-            _add_at_owners(moments, device, owners)
+            _add_at_owners(moments, exchange, owners)
     means = []
     for each in moments:
         means.append(each.sum.stats())
@@ -105,7 +105,7 @@ def stats_of(
 
 def pooled(
     stats_by_sum: Sequence[LayerStats | None],
-    device: torch.device,
+    exchange: Exchange,
     owners: Sequence[int] | None,
     tokens: int | None = None,
     before: LayerStats | None = None,
@@ -123,12 +123,12 @@ def pooled(
         for index, (stats, owner) in enumerate(zip(stats_by_sum, owners, strict=True))
         if stats is not None and owner == rank
     ]
-    whole = (tensors for _, tensors in in_order(own, device))
+    whole = (tensors for _, tensors in exchange.in_order(own))
     parts = [replace(s, second_moment=t[0], block_moments=t[1]) for s, t in zip(reached, whole, strict=True)]
     return pooled_stats(parts, tokens, before)
 
 
-def _add_together(moments: Moments, device: torch.device) -> None:
+def _add_together(moments: Moments, exchange: Exchange) -> None:
     total, waiting = moments.sum, moments.waiting
     everywhere = gathered(
         [
@@ -145,19 +145,21 @@ def _add_together(moments: Moments, device: torch.device) -> None:
     for part, (_, x, drift, rows, noise, error) in zip(means, waiting, strict=True):
         part.add_means(x, drift, noise, error)
         part.add_spread(x, rows)
-    total.spread = MomentSpread(columns, device)
+    total.tokens = sum(tokens for tokens, *_ in outlines)
     # Vectors are added up in order on every rank; only the matrices are worth dealing out in slabs.
     small = [
         (number, [part.first, part.shift, part.noise, part.push, None if part.spread is None else part.spread.sums])
         for (number, *_), part in zip(waiting, means, strict=True)
     ]
-    for _, (first, shift, noise, push, sums) in in_order(small, device):
+    for _, (first, shift, noise, push, sums) in exchange.in_order(small):
         total.first, total.shift = add_up(total.first, first), add_up(total.shift, shift)
         total.noise, total.push = add_up(total.noise, noise), add_up(total.push, push)
-        assert sums is not None
+        assert first is not None and sums is not None
+        if total.spread is None:
+            total.spread = MomentSpread(first)
+            total.spread.tokens = total.tokens
+            total.spread.squared_tokens = sum(tokens**2 // rows for tokens, *_, rows in outlines)
         total.spread.sums += sums
-    total.tokens = total.spread.tokens = sum(tokens for tokens, *_ in outlines)
-    total.spread.squared_tokens = sum(tokens**2 // rows for tokens, *_, rows in outlines)
 
     def residual(index: int) -> torch.Tensor:
         _, x, *_, error = waiting[index]
@@ -177,14 +179,14 @@ def _add_together(moments: Moments, device: torch.device) -> None:
 
     width = total.width
     shape = (columns, columns) if width is None else (-(-columns // width), width, width)
-    total.second = sum_in_order(numbers, second, shape, device)
+    total.second = exchange.sum_in_order(numbers, second, shape)
     if drifts and width is None:
-        total.cross = sum_in_order(numbers, cross, shape, device)
+        total.cross = exchange.sum_in_order(numbers, cross, shape)
     if outputs:
-        total.residual = sum_in_order(numbers, residual, (outputs, columns), device)
+        total.residual = exchange.sum_in_order(numbers, residual, (outputs, columns))
 
 
-def _add_at_owners(moments: Sequence[Moments], device: torch.device, owners: Sequence[int]) -> None:
+def _add_at_owners(moments: Sequence[Moments], exchange: Exchange, owners: Sequence[int]) -> None:
     # index · 2³² + number sorts by sum first and by batch within a sum.
     rank, most = rank_and_world()[0], 1 << 32
     # The rows of a batch travel as its first dimension.
@@ -193,7 +195,7 @@ def _add_at_owners(moments: Sequence[Moments], device: torch.device, owners: Seq
         for index, each in enumerate(moments)
         for number, x, drift, rows, noise, residual in each.waiting
     ]
-    for number, (x, drift, noise, residual) in in_order(own, device):
+    for number, (x, drift, noise, residual) in exchange.in_order(own):
         index = number // most
         assert x is not None
         if owners[index] == rank:

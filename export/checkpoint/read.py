@@ -270,10 +270,9 @@ def _read_linear(
 ) -> tuple[BlockScaledTensor, torch.Tensor | None]:
     outside = ("bias", *planned_parts(plan))
     local = {key: tensors[f"{name}.{key}"] for key in below.get(name, ()) if key not in outside}
-    assert plan.weight is not None
-    for key, problem in matrix_problems(local, plan.weight, plan.activation, shape):
+    for key, problem in matrix_problems(local, plan.weight_format, plan.activation, shape):
         raise ValueError(f"{place(tensors, f'{name}.{key}')} {problem}; quantize the model again, or download it again")
-    return layout_of_tensors(local).decompress(local, plan.weight)
+    return layout_of_tensors(local).decompress(local, plan.weight_format)
 
 
 def place(tensors: Mapping[str, torch.Tensor], name: str) -> str:

@@ -130,8 +130,7 @@ def is_storage_only(layer: LayerPlan) -> bool:
 
 def planned_precision(layer: LayerPlan) -> str:
     """The precision in which a planned layer should run."""
-    assert layer.weight is not None
-    weight = _ELEMENTS.get(layer.weight.element.name.lower(), layer.weight.element.name.lower())
+    weight = _ELEMENTS.get(layer.weight_format.element.name.lower(), layer.weight_format.element.name.lower())
     if layer.activation is None or is_storage_only(layer):
         return f"half, {weight} weights"
     activation = _ELEMENTS.get(layer.activation.element.name.lower(), layer.activation.element.name.lower())

@@ -95,7 +95,7 @@ def export_aoti(
             package = torch._inductor.aoti_compile_and_package(
                 program,
                 package_path=str(Path(folder, path.name)),
-                inductor_configs={**_settings(device), **(options or {})},
+                inductor_configs={**_settings(on_gpu=device.type == "cuda"), **(options or {})},
             )
         except RuntimeError as error:
             text = " ".join(str(error).split())
@@ -187,10 +187,10 @@ def _check_library(package: Path, path: Path) -> None:
                     )
 
 
-def _settings(device: torch.device) -> dict[str, Any]:
+def _settings(*, on_gpu: bool) -> dict[str, Any]:
     """Settings that save time: no headers are compiled, and for a GPU no CPU's vector instructions are tried."""
     settings: dict[str, Any] = {"aot_inductor.precompile_headers": False}
-    return settings if device.type == "cpu" else {**settings, "cpp.vec_isa_ok": False}
+    return {**settings, "cpp.vec_isa_ok": False} if on_gpu else settings
 
 
 @contextlib.contextmanager
@@ -225,7 +225,7 @@ def _share_input_scales(program: torch.export.ExportedProgram) -> None:
 def _linear(*arguments: Any) -> torch.Tensor:
     call = LinearCall(*arguments)
     x, weight, rounding = call.x, call.weight, call.rounding
-    if rounding and takes_fp8(weight.format, rounding, weight.shape, x.dtype) and has_fp8_tensor_cores(x.device):
+    if rounding and takes_fp8(weight.format, rounding, weight.shape, x.dtype) and has_fp8_tensor_cores(x):
         return fp8_linear(x, weight, call.bias, call.input_scale, rounding)
     if rounding is not None:
         x = fake_quantize(x, rounding, **{"global_scale" if rounding.global_scale else "scale": call.input_scale})

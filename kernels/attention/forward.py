@@ -30,7 +30,7 @@ from quant.kernels.attention_operands import (
 )
 from quant.kernels.attention_reference import fp8_attention_reference, reference
 from quant.kernels.attention_tiles import DIMS, HEAD_DIMS
-from quant.kernels.hardware import capability_of, has_fp8_tensor_cores, is_hopper
+from quant.kernels.hardware import capability_of, has_fp8_tensor_cores, is_on_hopper
 
 
 @overload
@@ -190,7 +190,7 @@ def fp8_attention(
 
 def _has_kernel(q: torch.Tensor) -> bool:
     # Ada and later multiply in FP8, Ampere and later in BF16.
-    return capability_of(q.device) >= ((8, 9) if q.dtype == torch.float8_e4m3fn else (8, 0))
+    return capability_of(q) >= ((8, 9) if q.dtype == torch.float8_e4m3fn else (8, 0))
 
 
 def _attention(
@@ -199,7 +199,7 @@ def _attention(
     """Implements `quant::attention`; the log-sum-exp is empty unless it is requested."""
     *fields, with_lse = arguments
     options = AttentionOptions(*fields)  # type: ignore[arg-type]
-    hopper = is_hopper(q.device)
+    hopper = is_on_hopper(q)
     if options.v_laid_out and not hopper:
         v = restore_v(v, k.shape[2], options.cu_seqlens_k)
     if not _has_kernel(q):
@@ -240,7 +240,7 @@ def run_fp8_attention(
     in_graph: bool = False,
 ) -> torch.Tensor:
     """Computes `quant::fp8_attention`; with `in_graph`, in a way that a compiler can trace."""
-    if not has_fp8_tensor_cores(q.device):
+    if not has_fp8_tensor_cores(q):
         return fp8_attention_reference(
             q, k, v, scales, causal=causal, softmax_scale=softmax_scale, dtype=dtype, whole=in_graph
         )

@@ -32,11 +32,10 @@ class PagedKVCache:
         kv_heads: KV heads of each.
         dim: head dimension, a multiple of 16 up to 256.
         format: one of `KV_FORMATS`; None keeps `dtype`.
-        pages: number of pages at first.
+        pages: number of pages at first; more are added when all are taken.
         page_size: tokens of a page, one of `PAGE_SIZES`.
         k_scale, v_scale: calibrated scales, float32 `[layers, kv_heads]`; None takes scales from
             the first tokens.
-        grow: whether to add pages when all are taken.
         dtype: BF16 or FP16, of an unquantized cache.
         device: the device of the pages.
 
@@ -55,7 +54,6 @@ class PagedKVCache:
         page_size: int = 64,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
-        grow: bool = True,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -65,7 +63,7 @@ class PagedKVCache:
         if min(layers, kv_heads, pages) < 1:
             raise ValueError(f"KV cache: {layers} layers, {kv_heads} KV heads, {pages} pages; each must be at least 1")
         self.layers, self.kv_heads, self.dim = layers, kv_heads, dim
-        self.format, self.page_size, self.grow = format, page_size, grow
+        self.format, self.page_size = format, page_size
         self.device = torch.empty(0, device=device).device  # with its index, as tensors have it
         self._scales = self._checked_scales(k_scale, v_scale)
         # By layer, the tensors whose scale its first tokens will set.
@@ -115,11 +113,6 @@ class PagedKVCache:
 
     def _zeros(self, pages: int, width: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(self.layers, pages, self.kv_heads, self.page_size, *width, dtype=dtype, device=self.device)
-
-    @property
-    def free_pages(self) -> int:
-        """Pages without an owner."""
-        return len(self._free)
 
     @property
     def nbytes(self) -> int:
@@ -306,11 +299,6 @@ class PagedKVCache:
 
     def _make_room(self, needed: int) -> None:
         have = len(self._owners)
-        if not self.grow:
-            raise ValueError(
-                f"KV cache: {needed} pages of {self.page_size} tokens are needed and {len(self._free)} of {have} are "
-                "free; drop sequences, or make it with more pages"
-            )
         more = max(needed - len(self._free), have)
         for name, pool in self._pools.items():
             bigger = pool.new_zeros(self.layers, have + more, *pool.shape[2:])

@@ -41,7 +41,7 @@ from quant.kernels.attention_operands import (
 )
 from quant.kernels.attention_tiles import DIMS
 from quant.kernels.hadamard import random_sign_rotation
-from quant.kernels.hardware import is_hopper
+from quant.kernels.hardware import is_on_hopper
 
 GRANULARITIES = ("block", "head", "tensor")
 
@@ -133,7 +133,7 @@ def quantize_attention(
         max_seqlen_k = int(cu_seqlens_k.diff().max()) if max_seqlen_k is None else max_seqlen_k
     options = AttentionOptions(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-        v_laid_out=is_hopper(q.device) if laid_out is None else laid_out,
+        v_laid_out=is_on_hopper(q) if laid_out is None else laid_out,
     )  # fmt: skip
     work = AttentionInputs(q, k, v, rope, hadamard, max_seqlen_k, options)
     if q.is_cuda:

@@ -56,12 +56,6 @@ class RunTimeParts:
         down, up = self.lowrank
         return nn.functional.linear(nn.functional.linear(x, down.to(x.dtype)), up.to(x.dtype))
 
-    def to(self, device: torch.device) -> RunTimeParts:
-        """Returns the same parts on `device`."""
-        scale = None if self.pre_scale is None else self.pre_scale.to(device)
-        lowrank = None if self.lowrank is None else (self.lowrank[0].to(device), self.lowrank[1].to(device))
-        return RunTimeParts(scale, self.hadamard, lowrank)
-
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises ValueError where a part does not fit a weight of `shape` `[out, in]`."""
         rows, columns = shape

@@ -18,7 +18,7 @@ from torch.nn import functional
 from quant.formats.number import E4M3
 from quant.formats.rounding import decode_power_of_two, encode, encode_power_of_two
 from quant.formats.scaling import divided
-from quant.kernels.hardware import current, has_triton
+from quant.kernels.hardware import current
 from quant.kernels.linear.ops import register, without_autocast
 from quant.kernels.portable.training.fp8_block_layout import BLOCK, allocate
 
@@ -62,7 +62,7 @@ def _reference_operands(x: torch.Tensor, rule: str, square: bool, rows: bool, co
 
 
 def _operands_on_gpu(x: torch.Tensor, rule: str, square: bool, rows: bool, columns: bool) -> _Operands:
-    if not runs_on(x.device):
+    if not runs_on(x):
         return _reference_operands(x, rule, square, rows, columns)
     from quant.kernels.hopper.sm90_fp8_block_operands import sm90_fp8_block_operands
 
@@ -75,7 +75,7 @@ def _reference_swiglu(gate: torch.Tensor, up: torch.Tensor, rule: str, columns: 
 
 
 def _swiglu_on_gpu(gate: torch.Tensor, up: torch.Tensor, rule: str, columns: bool) -> _Operands:
-    if not runs_on(gate.device):
+    if not runs_on(gate):
         return _reference_swiglu(gate, up, rule, columns)
     from quant.kernels.hopper.sm90_fp8_block_operands import sm90_fp8_block_operands
 
@@ -93,7 +93,7 @@ def _reference_swiglu_gradients(dh: torch.Tensor, gate: torch.Tensor, up: torch.
 
 
 def _swiglu_gradients_on_gpu(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> _TwoOperands:
-    if not runs_on(dh.device):
+    if not runs_on(dh):
         return _reference_swiglu_gradients(dh, gate, up, rule)
     from quant.kernels.hopper.sm90_fp8_block_operands import sm90_fp8_block_swiglu_gradients
 
@@ -129,7 +129,7 @@ def _reference_product(
 def _product_on_gpu(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, square: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    if not runs_on(a.device):
+    if not runs_on(a):
         return _reference_product(a, a_scale, b, b_scale, square, dtype)
     return torch._scaled_mm(a, b.t(), a_scale.t(), b_scale.t() if square else b_scale, out_dtype=dtype)
 
@@ -140,12 +140,9 @@ def _fake_product(
     return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
 
 
-def runs_on(device: torch.device) -> bool:
-    """Returns whether cuBLASLt multiplies FP8 blocks on this device: on Hopper, with CUDA 12.9 or later."""
-    if device.type != "cuda":
-        return False
-    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
-    return version >= (12, 9) and current(device.index or 0).has_wgmma and has_triton()
+def runs_on(x: torch.Tensor) -> bool:
+    """Returns whether FP8 blocks are multiplied where `x` is."""
+    return x.is_cuda and current(x.device.index).multiplies_fp8_blocks
 
 
 register(

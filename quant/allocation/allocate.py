@@ -56,6 +56,7 @@ from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
 from quant.execution.conv1d import as_linears
 from quant.execution.solve import Quantized
+from quant.formats.tensor import moved
 from quant.recipes.plan import Plan
 
 # Rounds switchable layers where the plan's solver works from data.
@@ -147,10 +148,10 @@ def allocate(
     problem = space.problem(scores)
     switchable = SwitchableModel(
         model, space.groups, space.candidates, amax, scoring.solver, stored_dtype(model), scoring.solutions,
-        device=session.device, dtype=settings.dtype,
+        session=session, dtype=settings.dtype,
     )  # fmt: skip
     # From here on the model is on the session's device: the rows follow it once, instead of at each measurement.
-    texts = texts.to(session.device or device_of(model))
+    texts = moved(texts, session.device or device_of(model))
     bench = Bench(
         switchable, space, divergence_of(model, rows), *texts, session, by_perplexity=goal.by_perplexity,
         expected=len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0) + effort.probes(texts.searched),
@@ -234,10 +235,6 @@ class _Texts(NamedTuple):
     held_out: HeldOut
     searched: torch.Tensor
 
-    def to(self, device: torch.device) -> _Texts:
-        """Returns the same rows on `device`."""
-        return _Texts(self.scored.to(device), self.held_out.to(device), self.searched.to(device))
-
 
 def _divided(rows: torch.Tensor, held_out: HeldOut | None, effort: Effort) -> _Texts:
     """Returns calibration rows for scores, for the joint loss without `held_out`, and for the search, in this order.
@@ -265,7 +262,7 @@ def _scoring(model: nn.Module, space: Space, rows: torch.Tensor, options: Option
         return scoring
     # Taken before `prepared` widens the weights and moves them.
     stored, home = stored_dtype(model), device_of(model)
-    with prepared(model, options.dtype, session.device):
+    with prepared(model, options.dtype, session):
         rows = rows.to(session.device)
         solutions = solve_each_group(model, space.groups, space.allowed, rows, options.solver, stored, session, home)
     return replace(scoring, solutions=solutions)

@@ -73,8 +73,3 @@ class HeldOut:
     def without_verification(cls, check: torch.Tensor) -> HeldOut:
         """Returns the calibration rows that a budget is checked on."""
         return cls({_CALIBRATION: check}, {})
-
-    def to(self, device: torch.device) -> HeldOut:
-        """Returns the same rows on `device`."""
-        parts = ({name: rows.to(device) for name, rows in part.items()} for part in (self.check, self.verify))
-        return HeldOut(*parts)

@@ -109,9 +109,8 @@ def _without_convs(plan: Plan) -> Plan:
 
 
 def _recipe_of(candidate: Candidate, solver: str, kv_cache: str | None) -> Recipe:
-    assert candidate.weight is not None
     activation = candidate.activation.name if candidate.activation else KEEP
-    return Recipe(candidate.name, candidate.weight.name, activation, solver, kv_cache=kv_cache or KEEP)
+    return Recipe(candidate.name, candidate.weight_format.name, activation, solver, kv_cache=kv_cache or KEEP)
 
 
 def _fits(candidate: Candidate, layer: LayerPlan, plan: Plan | None, runtimes: Sequence[Target], mixed: bool) -> bool:

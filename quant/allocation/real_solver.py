@@ -145,7 +145,7 @@ class RealSolver:
         """Gives a divergence that runs a quantized copy."""
         few = next(iter(self.loop.bench.held_out.check.values()))
         divergence = divergence_of(quantized.model, few.to(device_of(quantized.model)))
-        with prepared(quantized.model, self.dtype, self.session.device):
+        with prepared(quantized.model, self.dtype, self.session):
             yield divergence
 
 

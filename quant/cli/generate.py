@@ -77,7 +77,7 @@ def generate_command(
     if len(prompts) > 1:
         raise UserError(f"{len(prompts)} prompts: MODEL takes one, and an exported file several (--engine)")
     options = {name: how[name] for name in ("device", "dtype", "attention", "kv_cache")}
-    _run_model(model, prompts[0], max_new_tokens, **options, quiet=quiet, as_json=as_json)
+    _run_model(model, prompts[0], max_new_tokens, options, quiet=quiet, as_json=as_json)
 
 
 def _check_options(has_engine: bool) -> None:
@@ -133,15 +133,12 @@ def _run_model(
     model: str,
     prompt: str,
     max_new_tokens: int,
+    options: dict[str, Any],
     *,
-    device: str,
-    dtype: str | None,
-    attention: str | None,
-    kv_cache: str | None,
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Continues a prompt with a model, and prints the text."""
+    """Continues a prompt with a model, and prints the text; `options` are keywords of `generate`."""
     from quant.checkpoints.runnable import open_runnable
     from quant.execution.announcements import announce_source
     from quant.runtime.generate import generate
@@ -152,12 +149,10 @@ def _run_model(
     announce_source(hears, source)
     if not source.is_causal_lm:
         raise UserError(f"{model} ({type(module).__name__}) is not a causal language model; it cannot continue text")
-    how = attention_options(source.path, attention, kv_cache)
+    options |= attention_options(source.path, options["attention"], options["kv_cache"])
     # JSON has the text whole; without it, pieces appear as they are decoded.
     with nullcontext() if as_json else _line(prompt) as on_text:
-        written = generate(
-            module, source.load_tokenizer(), prompt, max_new_tokens, device=device, dtype=dtype, on_text=on_text, **how
-        )
+        written = generate(module, source.load_tokenizer(), prompt, max_new_tokens, **options, on_text=on_text)
     if as_json:
         print_json({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second})
     elif not quiet:

@@ -218,8 +218,7 @@ def _hardware_notes(plan: Plan, target: str | None) -> Counter[str]:
     runtime = None if target is None else get_target(target)
     notes: Counter[str] = Counter()
     for layer in plan.quantized:
-        assert layer.weight is not None
-        pair = None if runtime is None else runtime.pair(layer.weight, layer.activation)
+        pair = None if runtime is None else runtime.pair(layer.weight_format, layer.activation)
         if pair is not None and pair.note:
             notes[f"{pair}: {pair.note}"] += 1
     return notes

@@ -41,8 +41,9 @@ from quant.calibration.evaluating import prepared
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.inputs import Inputs, cast_for, taking_inputs
 from quant.calibration.outputs.logits import Logits
-from quant.calibration.placement import Device, device_of, find_device, is_visited
+from quant.calibration.placement import Device, device_of, is_visited
 from quant.calibration.ranks import gathered, own_batches
+from quant.calibration.session import Session
 from quant.calibration.walk.block_major import blocks_first
 from quant.errors import UserError
 from quant.evaluation.checks import check_evaluable, predicts_tokens
@@ -124,14 +125,14 @@ def evaluate(
         raise UserError(f"batch_size is {batch_size}; expected 1 or more rows that run together")
     started = time.perf_counter()
     report = progress or (lambda done, total: None)
-    target_device = find_device(device)
+    session = Session.on(device)
     # Models that do not fit on the device, whose blocks visit it one by one.
-    visited = [each for each in models if is_visited(each, target_device, dtype)]
+    visited = [each for each in models if is_visited(each, session.device, dtype)]
     if isinstance(rows, Inputs):
-        with torch.no_grad(), prepared(models, dtype, target_device):
+        with torch.no_grad(), prepared(models, dtype, session):
             evaluation = _evaluate_calls(models, rows, batch_size, report)
     else:
-        with torch.no_grad(), fast_matmul(), prepared(models, dtype, target_device):
+        with torch.no_grad(), fast_matmul(), prepared(models, dtype, session):
             if predicts_tokens(model, rows[:1, :2]):
                 logits = [Logits(each, output_head(each)) for each in models]
                 with _blocks_first([each for each in logits if each.model in visited], rows, batch_size, dtype):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from quant.calibration.placement import home_of_states
-from quant.calibration.ranks import from_first, gathered, in_order, number_of, own_batches, rank_and_world, wait_for_all
+from quant.calibration.ranks import Exchange, from_first, gathered, number_of, own_batches, rank_and_world, wait_for_all
 from quant.calibration.session import Session, Step, Store
 from quant.calibration.walk.chain import BlockStore, States
 from quant.execution.install import install_weight
@@ -184,7 +184,7 @@ class BlockKeeper(BlockStore):
         # Clocks and free memory differ between ranks, and `_of_all_ranks` is collective: one rank decides for all.
         large, due, fit = from_first(lambda: (*self._is_due(nbytes), home_of_states(nbytes, device) == device))
         if large or due:
-            tensors = _of_all_ranks(kinds, device if fit else torch.device("cpu"))
+            tensors = _of_all_ranks(kinds, Exchange(device if fit else torch.device("cpu")))
             self.store.put("states", {**tensors, "few": states.few}, {"block": block})
             self.kept_states = time.perf_counter()
         if not large:
@@ -231,18 +231,17 @@ def _stored(block: nn.Module) -> dict[str, torch.Tensor]:
     return {name: t for name, t in tensors.items() if not name.startswith(quantized) or name.endswith(".bias")}
 
 
-def _of_all_ranks(kinds: Mapping[str, Sequence[torch.Tensor]], device: torch.device) -> dict[str, torch.Tensor]:
+def _of_all_ranks(kinds: Mapping[str, Sequence[torch.Tensor]], exchange: Exchange) -> dict[str, torch.Tensor]:
     """Returns the hidden states of all batches by name, on the first rank; nothing on the others.
 
-    States of several ranks are collected on `device`; with one rank they stay where they are.
+    States of several ranks are collected on its device; with one rank they stay where they are.
     """
     rank, world = rank_and_world()
     tensors = {}
     for kind, states in kinds.items():
-        own = [(number_of(i), [state if world == 1 else state.to(device)]) for i, state in enumerate(states)]
-        for number, (state,) in in_order(own, device):
+        own = [(number_of(i), [state if world == 1 else state.to(exchange.device)]) for i, state in enumerate(states)]
+        for number, (state,) in exchange.in_order(own):
             if rank == 0:
-                assert state is not None
                 tensors[f"{kind}:{number}"] = state
     return tensors
 

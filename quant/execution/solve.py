@@ -17,7 +17,7 @@ from quant.calibration.blocks import stored_dtype
 from quant.calibration.evaluating import evaluating
 from quant.calibration.inputs import Inputs, inputs_of, taking_inputs
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
-from quant.calibration.ranks import meet
+from quant.calibration.ranks import Exchange
 from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.texts.mixture import Record
@@ -90,7 +90,7 @@ def solve_plan(
     by_block = _looks_at_data(plan)
     if by_block:
         # Solvers with data sum their moments over ranks; solvers without data share groups through the store's files.
-        meet(session.device)
+        Exchange(session.device).begin_connecting()
     # Before checks and statistics: a parameter on the meta device has a reader, but no values to compute with.
     read_stored(model, _needed_throughout(model, plan))
     if session.rank == 0:  # an error there ends the other ranks; each of them would read all of the model

@@ -29,6 +29,7 @@ from quant.execution.finished_layers import BlockKeeper
 from quant.execution.install import install_weight, use_expert_modules
 from quant.execution.layer_result import LayerResult, layer_result
 from quant.execution.solve_weights import solve_weights
+from quant.formats.tensor import moved
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
@@ -70,7 +71,7 @@ def solve_blocks(
         if rounded is not None:
             rounded(layer.name, before.to(home))
         # A store takes solutions from the device where they are.
-        solved = solved if session.store.keeps else solved.to(home)
+        solved = solved if session.store.keeps else moved(solved, home)
         install_weight(model, layer, solved.weight, solved.input_scale, solved.parts)
 
     if session.device is None or session.device.type == "cpu":

@@ -13,7 +13,7 @@ from torch import nn
 
 from quant.calibration.listener import Progress
 from quant.calibration.placement import Device, device_of
-from quant.calibration.prefetch import prefetched
+from quant.calibration.prefetch import Prefetcher
 from quant.calibration.ranks import dealt, from_first, wait_for_all
 from quant.calibration.session import Session
 from quant.calibration.solvers.group import solve_group
@@ -74,7 +74,7 @@ def solve_weights(
         return [w for member, w in weights if member.kind != LayerKind.EXPERTS or not hasattr(w, "stored")]
 
     with torch.no_grad():
-        for members, weights in prefetched(own, weights_of, session.device):
+        for members, weights in Prefetcher(session.device).steps(own, weights_of):
             finished = put_back(store, _step(members), model)
             if finished is not None:
                 results |= finished[1]
@@ -182,16 +182,15 @@ def _solve(
 ) -> dict[str, BlockScaledTensor]:
     """Returns codes and scales by name. Experts that are read one by one are solved so on the session's device."""
     first = members[0]
-    assert first.weight is not None
     if not isinstance(whole := weights[first.name], torch.Tensor):
-        format, solver = first.weight, get_solver(first.solver)
+        format, solver = first.weight_format, get_solver(first.solver)
         # A generator: one expert is dequantized, solved and stacked before the next is read.
         matrices = (
             solve_group({first.name: whole[index].to(session.device)}, {}, format, solver)[first.name]
             for index in range(len(whole))
         )
         return {first.name: stacked(matrices, len(whole), Scratch.of(session))}
-    return solve_group(weights, {}, first.weight, get_solver(first.solver))
+    return solve_group(weights, {}, first.weight_format, get_solver(first.solver))
 
 
 def _weight_of(model: nn.Module, layer: LayerPlan, copy: torch.Tensor | None = None) -> torch.Tensor:

@@ -181,8 +181,7 @@ def read_calibration(
         raise UserError(f"--calib-samples {rows.samples}: --calib names {len(names)} sources, and each gives a row")
     inputs = named_inputs(source, rows)
     if inputs is not None:
-        assert source.model is not None
-        inputs = with_decoder_text(source.model, inputs, session)
+        inputs = with_decoder_text(source.module, inputs, session)
         _announce_inputs(listener, "calibrating on", rows.label, inputs)
         about = {"about": inputs.about} if inputs.about else {}
         return inputs, [{"source": rows.label, "rows": len(inputs), "sha256": digest_of(inputs), **about}]
@@ -195,9 +194,8 @@ def read_calibration(
     for index, name in enumerate(sorted(names, key=lambda name: name not in WRITTEN)):
         part = replace(rows, sources=(name,), samples=rows.of_source(index))
         if name in WRITTEN:
-            assert source.model is not None
             text, record = mixed_text(
-                source.model, plan or make_plan(source.model, "fp8"), tokenizer_if_any(source),
+                source.module, plan or make_plan(source.module, "fp8"), tokenizer_if_any(source),
                 replace(session, seed=part.seed), samples=part.samples, seqlen=part.seqlen,
                 own_only=name == SELF,
             )  # fmt: skip
@@ -267,8 +265,7 @@ def read_evaluation(
         if inputs is None:
             data |= read_texts(source, each)
             continue
-        assert source.model is not None
-        data[name] = inputs = with_decoder_text(writer or source.model, inputs, session)
+        data[name] = inputs = with_decoder_text(writer or source.module, inputs, session)
         _announce_inputs(listener, "evaluating on", name, inputs)
     return data
 

@@ -343,8 +343,7 @@ def _largest(amaxes: list[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def _check_parts(layer: LayerPlan, quantizers: _Quantizers) -> None:
-    name, format = layer.name, layer.weight
-    assert format is not None
+    name, format = layer.name, layer.weight_format
     # Scales of rows or blocks would have to be `[experts, …]`, and one quantizer holds a set for the first two axes
     # alone.
     if layer.kind == LayerKind.EXPERTS and len(quantizers.weight) == 1:
@@ -368,20 +367,19 @@ def _solved(
     amax: torch.Tensor | None,
     input_amax: torch.Tensor | None,
 ) -> Solved:
-    assert layer.weight is not None
     if layer.kind == LayerKind.EXPERTS:
         matrices = expert_matrices(model, layer.name)
         # One quantizer for a whole stack `[experts, out, in]` holds one amax, under which each matrix is rounded.
         each = quantizers.weight if len(quantizers.weight) > 1 else quantizers.weight * len(matrices)
         solved = (
-            weight_of(quantizer, matrix, layer.weight, tensor_amax(quantizer))
+            weight_of(quantizer, matrix, layer.weight_format, tensor_amax(quantizer))
             for quantizer, matrix in zip(each, matrices, strict=True)
         )
         weight = stacked(solved, len(matrices))
     elif quantizers.packed is not None:
-        weight = compressed_weight(quantizers.weight[0], quantizers.packed, layer.weight)
+        weight = compressed_weight(quantizers.weight[0], quantizers.packed, layer.weight_format)
     else:
-        weight = weight_of(quantizers.weight[0], _matrix(model, layer), layer.weight, amax)
+        weight = weight_of(quantizers.weight[0], _matrix(model, layer), layer.weight_format, amax)
     input_scale = None
     if layer.has_static_scale:
         assert layer.activation is not None and input_amax is not None

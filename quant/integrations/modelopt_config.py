@@ -39,7 +39,6 @@ def modelopt_config(plan: Plan) -> dict[str, Any]:
         if layer.name in done:
             continue
         _check(layer)
-        assert layer.weight is not None
         pattern, members = _pattern(plan, layer)
         done |= members
         # Stacked experts are a parameter of their module; their quantizer is called `gate_up_proj_weight_quantizer`.
@@ -78,10 +77,9 @@ def _check(layer: LayerPlan) -> None:
 
 
 def _weight(layer: LayerPlan) -> dict[str, Any]:
-    assert layer.weight is not None
-    if layer.weight.per_row:
-        return {"num_bits": _bits(layer.weight), "axis": 0}
-    return _attributes(layer.name, layer.weight)
+    if layer.weight_format.per_row:
+        return {"num_bits": _bits(layer.weight_format), "axis": 0}
+    return _attributes(layer.name, layer.weight_format)
 
 
 def _input(name: str, format: Format) -> dict[str, Any]:

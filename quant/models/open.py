@@ -66,6 +66,13 @@ class Source:
     trusts_code: bool = False
 
     @property
+    def module(self) -> nn.Module:
+        """The module; ValueError for a bare state dict, which has none."""
+        if self.model is None:
+            raise ValueError(f"{self.name}: a bare state dict has no module")
+        return self.model
+
+    @property
     def config(self) -> Any:
         """The model's transformers config, or None."""
         return getattr(self.model, "config", None)

@@ -43,8 +43,7 @@ class Job:
     @property
     def model(self) -> nn.Module:
         """The model, unless the source is a bare state dict."""
-        assert self.source.model is not None
-        return self.source.model
+        return self.source.module
 
     @contextmanager
     def stages(self) -> Iterator[tuple[Job, StageProgress]]:

@@ -137,7 +137,7 @@ def _compare(
     if sum(p.numel() for p in baseline.model.parameters()) > _QUICK.get("cpu" if device is None else device.type, 0):
         quick = False
     errors, continuation = {}, None
-    with torch.no_grad(), prepared(models, torch.float32, device):
+    with torch.no_grad(), prepared(models, torch.float32, job.session):
         # A merged scale or rotation changes the outputs of other layers too, which then say nothing of an error.
         if not any(":merge" in layer.solver for layer in solved.plan.quantized):
             errors = output_errors(*models, rows[0, :_COMPARED], [layer.name for layer in solved.plan.quantized])

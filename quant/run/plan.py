@@ -125,15 +125,14 @@ def _with_heads(plan: Plan, source: Source, weights: Mapping[str, torch.Tensor])
     """Returns `plan` with the layers of prediction heads, which get modules in the model."""
     if not weights:
         return plan
-    assert source.model is not None
-    layers = plan_heads(plan, weights, stored_names(source.model))
+    layers = plan_heads(plan, weights, stored_names(source.module))
     if not layers:
         raise UserError(
-            f"{listed(weights, 3)}: the last block of {type(source.model).__name__} has no quantized layer in the same "
-            "place and of the same shape, so a prediction head's layers stay in 16 bit; leave that --include out"
+            f"{listed(weights, 3)}: the last block of {type(source.module).__name__} has no quantized layer in the "
+            "same place and of the same shape, so a prediction head's layers stay in 16 bit; leave that --include out"
         )
     for layer in layers:
-        attach_head_layer(source.model, layer.name, _as_model(source.model, weights[layer.name]))
+        attach_head_layer(source.module, layer.name, _as_model(source.module, weights[layer.name]))
     return replace(plan, layers=(*plan.layers, *layers))
 
 

@@ -32,7 +32,8 @@ from quant.run.measure import Measured
 
 def write(job: Job, decision: Decision, solved: Solved, measured: Measured) -> Outcome:
     """Writes a checkpoint with its report, on the first rank; the others have nothing left to do."""
-    if job.request.out is None:
+    out = job.request.out
+    if out is None:
         assert solved.quantized is not None
         attach(solved.quantized.model, solved.plan)
         for message in _warnings(decision, solved):
@@ -45,26 +46,23 @@ def write(job: Job, decision: Decision, solved: Solved, measured: Measured) -> O
     is_first = rank_and_world()[0] == 0
     leave()  # compressed-tensors, which the trial load imports, waits for all ranks of a process group
     if is_first:
-        _write_checkpoint(job, solved, report)
+        _write_checkpoint(job, out, solved, report)
     return Outcome(solved.plan, report)
 
 
-def _write_checkpoint(job: Job, solved: Solved, report: Report) -> None:
+def _write_checkpoint(job: Job, out: Path, solved: Solved, report: Report) -> None:
     request, source = job.request, job.source
-    assert request.out is not None
     finish = _finish(job, solved.plan, report)
     if solved.quantized is None:
         assert source.state_dict is not None and solved.tensors is not None
-        save_state_dict(
-            source.state_dict, solved.tensors, solved.plan, request.out, overwrite=request.overwrite, finish=finish
-        )
+        save_state_dict(source.state_dict, solved.tensors, solved.plan, out, overwrite=request.overwrite, finish=finish)
         return
     # Of a model that is in a directory, the files of its tokenizer are copied.
     directory = described_by(solved.quantized.model, source.directory)
     write_model(
         solved.quantized.model,
         solved.plan,
-        Destination(request.out, request.overwrite, job.session.store, source=directory),
+        Destination(out, request.overwrite, job.session.store, source=directory),
         stored_names(job.model),
         tokenizer=tokenizer_if_any(source) if directory is None else None,
         allow_missing=request.allow_missing,

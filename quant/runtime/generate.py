@@ -114,8 +114,8 @@ def generate(
         cast_unquantized(model, dtype)
     # After the cast, so that a float32 model never takes its full size on the GPU.
     model.to(target)
-    kernels = _multiplies(target)
     ids = ids.to(target)
+    kernels = _multiplies(ids)
     cache = _cache(model, kv_cache)
     stream = TextStream(tokenizer, on_text)
     started = time.perf_counter()
@@ -314,9 +314,9 @@ def cast_unquantized(model: nn.Module, dtype: str) -> None:
         setattr(module, name, buffer)
 
 
-def _multiplies(device: torch.device) -> str:
-    """Returns the kernels that multiply by quantized weights on `device`, in words."""
-    if device.type != "cuda":
+def _multiplies(x: torch.Tensor) -> str:
+    """Returns the kernels that multiply by quantized weights where `x` is, in words."""
+    if not x.is_cuda:
         return "PyTorch reference"
     return "Triton" if has_triton() else "PyTorch reference (Triton is not installed)"
 

@@ -62,6 +62,13 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         self.length = 0
 
     @property
+    def pages(self) -> PagedKVCache:
+        """The pages; UserError before the first keys, which they are made for."""
+        if self._pages is None:
+            raise UserError("this KV cache holds no keys yet: run the model on the prompt first")
+        return self._pages
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the pages."""
         return self._pages.nbytes if self._pages is not None else 0
@@ -74,7 +81,6 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"keys {list(key_states.shape)} and values {list(value_states.shape)} differ in shape; such a cache "
                 "stays in 16 bit (--kv-cache 16bit)"
             )
-        assert self.format is not None
         name = self._config._attn_implementation
         self._turns = name in IMPLEMENTATIONS and turns(self._module, self.format, fp8=name == FP8)
         k_scale, v_scale = scales_of(self._module, self.format, kv_heads, self._turns)
@@ -99,7 +105,6 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         """Takes the new keys and values; returns the keys and values that the model's attention needs."""
         if self._pages is None:
             self.lazy_initialization(key_states, value_states)
-        assert self._pages is not None
         # `update` sets the flag and `write` clears it. If it is still set, attention got keys without our mark: the
         # modeling code made new tensors of them on the way.
         if self._waiting:
@@ -110,7 +115,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         self.length += key_states.shape[2]
         if self._config._attn_implementation not in IMPLEMENTATIONS:
             keys = key_states if self._turn is None else self._turn.k(key_states)
-            self._pages.append(0, self._sequences, keys, value_states)
+            self.pages.append(0, self._sequences, keys, value_states)
             return self.read(key_states.dtype)
         self._waiting = True
         # A view that carries the layer through the modeling code; the keys themselves stay untouched.
@@ -125,30 +130,27 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
             q, k, v: queries, keys and values of the new tokens.
             options: softmax scale and soft cap of the attention, as `turning` takes them.
         """
-        assert self._pages is not None
         self._waiting = False
         # The first tokens decide the matrices, and later tokens keep them: cached keys are turned already.
         if self._turns and self._turn is None:
             self._turn = turning(q, k, **options)
         if self._turn is not None:
             q, k = self._turn.q(q), self._turn.k(k)
-        self._pages.append(0, self._sequences, k, v)
+        self.pages.append(0, self._sequences, k, v)
         return q
 
     @property
     def scales(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The scales of K and V in FP8 with one a head; None for other formats."""
-        assert self._pages is not None and self.format is not None
         if not self.format.per_tensor:
             return None
-        pages = self._pages.layer(0)
+        pages = self.pages.layer(0)
         assert pages.k_scale is not None and pages.v_scale is not None
         return pages.k_scale, pages.v_scale
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
         """Returns the causal attention of the newest tokens over the pages."""
-        assert self._pages is not None
-        return self._pages.attend(0, self._sequences, q, **options)
+        return self.pages.attend(0, self._sequences, q, **options)
 
     @property
     def turn(self) -> Turn | None:
@@ -157,9 +159,8 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reserve(self, room: int) -> tuple[KVPages, torch.Tensor]:
         """Returns the pages and the block table, with pages for `room` more tokens of each sequence."""
-        assert self._pages is not None
-        self._pages.reserve(self._sequences, room)
-        return self._pages.layer(0), self._pages.block_table(self._sequences)
+        self.pages.reserve(self._sequences, room)
+        return self.pages.layer(0), self.pages.block_table(self._sequences)
 
     def read(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns everything that is cached, dequantized: `[batch, kv_heads, length, dim]`."""
@@ -168,8 +169,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def read_turned(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the same as `read`, with keys turned like the queries of `write`."""
-        assert self._pages is not None
-        read = [self._pages.read(0, sequence) for sequence in self._sequences]
+        read = [self.pages.read(0, sequence) for sequence in self._sequences]
         return torch.stack([k for k, _ in read]).to(dtype), torch.stack([v for _, v in read]).to(dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -31,12 +31,11 @@ Source: (L⁻ᵀ M^¼)(L⁻ᵀ M^¼)ᵀ is the geometric mean of A⁻¹ and B (P
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from quant.formats.scaling import nonzero
-from quant.kernels.hadamard import hadamard_transform
+from quant.kernels.hadamard import hadamard_transform, on_each_device
 
 PRIOR = 64
 """Tokens without correlation between channels that are added to every mean."""
@@ -88,15 +87,15 @@ def turning(
     product = lower.mT @ of_q @ lower
     # Symmetric up to rounding, and both methods need it to be so exactly.
     inverse, root = (_by_products if k.is_cuda else _by_eigenvalues)((product + product.mT) / 2)
-    rotation = _rotation(k.shape[3], k.device)
+    rotation = _rotation(k, k.shape[3])
     # L⁻ᵀ M^¼ H by substitution, which is more exact than an inverse of L.
     turned_k = torch.linalg.solve_triangular(lower.mT, root @ rotation, upper=True)
     return Turn((lower @ inverse @ rotation).float(), turned_k.float(), center)
 
 
-@lru_cache(maxsize=8)
-def _rotation(dim: int, device: torch.device) -> torch.Tensor:
-    return hadamard_transform(torch.eye(dim, dtype=torch.float64)).to(device)
+@on_each_device
+def _rotation(dim: int) -> torch.Tensor:
+    return hadamard_transform(torch.eye(dim, dtype=torch.float64, device="cpu"))
 
 
 def _center(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> torch.Tensor:

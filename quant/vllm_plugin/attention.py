@@ -33,9 +33,10 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import decode_tiles_for
 from quant.kernels.kv_pages import PAGE_SIZES, KVPages
-from quant.vllm_plugin import releases, self_test
+from quant.vllm_plugin import releases
 from quant.vllm_plugin.attention_batch import Batch, Builder
 from quant.vllm_plugin.kv_blocks import cell_bytes, pages_of
+from quant.vllm_plugin.self_test import SelfTest
 
 logger = init_logger("vllm.blockscale")
 
@@ -83,7 +84,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         config = get_current_vllm_config_or_none()
         reason = "" if config is None else cache_refusal(config)
         if not reason and torch.cuda.is_available():
-            reason = self_test.attention_failure(torch.device("cuda", torch.cuda.current_device()))
+            reason = SelfTest.on_current_gpu().attention_failure()
         if reason:
             raise ValueError(f"NVFP4 KV cache: {reason}; leave out --kv-cache-dtype {kv_cache_dtype}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
@@ -102,8 +103,8 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         self._scales: tuple[torch.Tensor, torch.Tensor] | None = None
         self._pages: dict[tuple[int, int, int], KVPages] = {}
 
-    def scales(self, layer: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the global scales of keys and of values, float32 `[kv_heads]`.
+    def scales(self, layer: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the global scales of keys and of values, float32 `[kv_heads]`, where `like` is.
 
         They are made in the first forward pass, by which vLLM measures its memory. Made while a CUDA graph is
         captured, they would exist only once that graph was replayed.
@@ -111,7 +112,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         if self._scales is None:
             # From the FP8 scale amax / 448 to NVFP4's amax / 2688.
             k, v = (
-                (scale.to(device).float() / 6).reshape(-1).expand(self.num_kv_heads).contiguous()
+                (scale.to(like.device).float() / 6).reshape(-1).expand(self.num_kv_heads).contiguous()
                 for scale in (layer._k_scale, layer._v_scale)
             )
             self._scales = k, v
@@ -122,7 +123,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         key = (cache.data_ptr(), len(cache), cache.stride(0))
         if key not in self._pages:
             if self.shares_with is None:
-                scales = self.scales(layer, cache.device)
+                scales = self.scales(layer, cache)
                 pages = pages_of(cache, self.num_kv_heads, cache.shape[2], self.head_size, scales)
             else:
                 target = get_forward_context().no_compile_layers[self.shares_with]
@@ -149,7 +150,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         assert output is not None
         out = output.view(-1, self.num_heads, self.head_size)
         if attn_metadata is None:
-            self.scales(layer, output.device)
+            self.scales(layer, output)
             return output.fill_(0)
         batch, pages = attn_metadata, self.pages(layer, kv_cache)
         query, key, value = query[: batch.tokens], key[: batch.tokens], value[: batch.tokens]

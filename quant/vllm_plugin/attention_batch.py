@@ -11,6 +11,7 @@ Lengths are read on the host, where they are known without waiting for the GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -61,8 +62,8 @@ class Builder(AttentionMetadataBuilder[Batch]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=False)
 
     def build(
@@ -85,29 +86,30 @@ class Builder(AttentionMetadataBuilder[Batch]):
                     verified.setdefault(last - first, []).append((row, first))
                 elif last > first:
                     chunks.append((row, first, last, length))
-        device = common.query_start_loc.device
+        copied = partial(torch.Tensor.to, device=common.query_start_loc.device, non_blocking=True)
+        few = [rows_and_tokens(new, rows) for new, rows in verified.items()]
         return Batch(
             common.slot_mapping, common.block_table_tensor, common.seq_lens, common.num_actual_tokens, decodes,
-            common.max_seq_len, [rows_and_tokens(new, rows, device) for new, rows in verified.items()], chunks,
-            chunk_starts(chunks, device), chunk_ends(chunks, device),
+            common.max_seq_len, [(copied(rows), copied(members)) for rows, members in few], chunks,
+            copied(chunk_starts(chunks)), copied(chunk_ends(chunks)),
         )  # fmt: skip
 
 
-def rows_and_tokens(new: int, rows: list[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns an entry of `Batch.verified` for sequences with `new` tokens, each with its first token."""
-    index = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
-    return index[:, 0], index[:, 1:] + torch.arange(new, device=device)
+def rows_and_tokens(new: int, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns an entry of `Batch.verified`, on the host, for sequences with `new` tokens, each with its first token."""
+    index = torch.tensor(rows, dtype=torch.int64, device="cpu")
+    return index[:, 0], index[:, 1:] + torch.arange(new, device="cpu")
 
 
-def chunk_starts(chunks: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
-    """Returns `Batch.starts` of some chunks."""
+def chunk_starts(chunks: list[tuple[int, int, int, int]]) -> torch.Tensor:
+    """Returns `Batch.starts` of some chunks, on the host."""
     starts = [0]
     for _, first, last, _ in chunks:
         starts.append(starts[-1] + last - first)
-    return torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True)
+    return torch.tensor(starts, dtype=torch.int32, device="cpu")
 
 
-def chunk_ends(chunks: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
-    """Returns `Batch.ends` of some chunks."""
+def chunk_ends(chunks: list[tuple[int, int, int, int]]) -> torch.Tensor:
+    """Returns `Batch.ends` of some chunks, on the host."""
     ends = [[[0, stop - first], [0, length]] for _, first, stop, length in chunks]
-    return torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
+    return torch.tensor(ends, dtype=torch.int32, device="cpu")

@@ -24,7 +24,8 @@ from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
 from quant.kernels.linear.experts import grouped_linear
-from quant.vllm_plugin import releases, self_test, weights
+from quant.vllm_plugin import releases, weights
+from quant.vllm_plugin.self_test import SelfTest
 
 logger = init_logger("vllm.blockscale")
 
@@ -163,7 +164,7 @@ def self_test_failure() -> str:
     """Returns why experts cannot take our kernels on this GPU, empty if they can."""
     if not torch.cuda.is_available():
         return ""
-    return self_test.experts_failure("nvfp4", torch.device("cuda", torch.cuda.current_device()))
+    return SelfTest.on_current_gpu().experts_failure("nvfp4")
 
 
 def install() -> str:

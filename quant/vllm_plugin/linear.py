@@ -34,7 +34,8 @@ from vllm.model_executor.parameter import permute_param_layout_
 from vllm.scalar_type import scalar_types
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.vllm_plugin import releases, self_test, weights
+from quant.vllm_plugin import releases, weights
+from quant.vllm_plugin.self_test import SelfTest
 
 logger = init_logger("vllm.blockscale")
 Layer = Any
@@ -53,7 +54,7 @@ def refusal(format: str, quantization: str, class_name: str) -> str:
         return "gives way to the backend that was chosen"
     if not torch.cuda.is_available():
         return ""
-    reason = self_test.product_failure(format, torch.device("cuda", torch.cuda.current_device()))
+    reason = SelfTest.on_current_gpu().product_failure(format)
     if reason:
         logger.warning_once("Blockscale: linear layers in %s stay with vLLM: %s", format, reason)
     return reason
@@ -67,10 +68,10 @@ def has_our_layers() -> bool:
     return bool(_formats_installed)
 
 
-def _norm_failure(device: torch.device) -> str:
-    if device.type != "cuda":
+def _norm_failure(weight: torch.Tensor) -> str:
+    if not weight.is_cuda:
         return ""
-    if reason := self_test.norm_failure(device):
+    if reason := SelfTest(weight.device).norm_failure():
         logger.warning_once("Blockscale: norms stay with vLLM: %s", reason)
     return reason
 
@@ -79,7 +80,7 @@ def install_weight(layer: Layer, weight: BlockScaledTensor, codes: str = "weight
     """Makes `weight` the parameters of `layer`, its codes under the name `codes`."""
     weights.hold(layer, weight, codes)
     # With tensor parallelism vLLM fuses the norm into the all-reduce; our norm would undo that.
-    if getattr(layer, "tp_size", 1) == 1 and not _norm_failure(weight.codes.device):
+    if getattr(layer, "tp_size", 1) == 1 and not _norm_failure(weight.codes):
         _formats_installed.add(weight.format.name)
     logger.info_once("Blockscale: linear layers in %s take our kernels", weight.format.name)
 

@@ -13,12 +13,13 @@ milliseconds and the time that Triton needs for the kernels, which the model's l
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from quant.formats.format import FORMATS
-from quant.formats.tensor import BlockScaledTensor, quantize
+from quant.formats.tensor import moved, quantize
 from quant.kernels.attention.decode import paged_reference
 from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import decode_tiles_for
@@ -32,47 +33,7 @@ TOLERANCE = 2.0**-7
 OUT, IN, TOKENS, EXPERTS = 128, 256, (1, 80), 4
 
 
-def product_failure(format: str, device: torch.device) -> str:
-    """Returns why linear layers in a format cannot take our kernels here, empty if they can."""
-    return _failure_of(f"linear layers in {format}", lambda: _linear_error(format, device), str(device))
-
-
-def experts_failure(format: str, device: torch.device) -> str:
-    """Returns why fused experts in a format cannot take our kernels here, empty if they can."""
-    return _failure_of(f"experts in {format}", lambda: _experts_error(format, device), str(device))
-
-
-def norm_failure(device: torch.device) -> str:
-    """Returns why norms and SwiGLU between our layers cannot take our kernels here, empty if they can."""
-    return _failure_of("norms and SwiGLU", lambda: _norm_error(device), str(device))
-
-
-def attention_failure(device: torch.device) -> str:
-    """Returns why attention over an NVFP4 cache cannot take our kernels here, empty if it can."""
-    return _failure_of("attention over an NVFP4 cache", lambda: _attention_error(device), str(device))
-
-
 _results: dict[tuple[str, str], str] = {}
-
-
-def _failure_of(part: str, error_of: Callable[[], float], device: str) -> str:
-    key = part, device
-    if key not in _results:
-        # vLLM sets a default dtype and device around the construction of a model; samples are made on the CPU.
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        try:
-            with torch.no_grad(), torch.device("cpu"):
-                error = error_of()
-            wrong = not error <= TOLERANCE  # a NaN is wrong too
-            _results[key] = f"our kernel for {part} failed its self-test: relative error {error:.3g}" if wrong else ""
-        # Triton, its assembler and the driver raise errors of many classes; each means "not on this machine".
-        except Exception as error:
-            reason = " ".join(str(error).split())[:120]
-            _results[key] = f"our kernel for {part} does not run here: {type(error).__name__}: {reason}"
-        finally:
-            torch.set_default_dtype(before)
-    return _results[key]
 
 
 @cache
@@ -91,70 +52,109 @@ def _largest(errors: list[float]) -> float:
     return float(torch.tensor(errors).amax())
 
 
-def _to(weight: BlockScaledTensor, device: torch.device) -> BlockScaledTensor:
-    second = None if weight.global_scale is None else weight.global_scale.to(device)
-    return BlockScaledTensor(weight.codes.to(device), weight.scale.to(device), weight.format, weight.shape, second)
+@dataclass(frozen=True)
+class SelfTest:
+    """Tests of kernels on one device.
 
+    Each method returns why a part of the model cannot take our kernels there; empty if it can.
+    """
 
-def _linear_error(format: str, device: torch.device) -> float:
-    """Returns the largest error over the numbers of tokens, against float64."""
-    weight = quantize(_sample(OUT, IN, 0) / 16, FORMATS[format])
-    layer = torch.nn.Module()
-    weights.hold(layer, weights.arranged(_to(weight, device))[0])
-    errors = []
-    for tokens in TOKENS:
-        x = _sample(tokens, IN, tokens).bfloat16()
-        expected = x.double() @ weight.dequantize(torch.float64).T
-        errors.append(_relative(weights.multiply(layer, x.to(device), None, layer.get_parameter("weight")), expected))
-    return _largest(errors)
+    device: torch.device
 
+    @classmethod
+    def on_current_gpu(cls) -> SelfTest:
+        """The tests on the GPU of this process."""
+        return cls(torch.device("cuda", torch.cuda.current_device()))
 
-def _experts_error(format: str, device: torch.device) -> float:
-    values = torch.stack([_sample(OUT, IN, expert) / 16 for expert in range(EXPERTS)])
-    weight = quantize(values, FORMATS[format])
-    held, _ = weights.arranged(_to(weight, device))
-    dense, errors = weight.dequantize(torch.float64), []
-    for tokens in TOKENS:
-        x = _sample(tokens * EXPERTS, IN, tokens).bfloat16()
-        offsets = torch.arange(0, EXPERTS * tokens + 1, tokens, dtype=torch.int32, device=device)
-        expected = torch.cat([x[i * tokens : (i + 1) * tokens].double() @ dense[i].T for i in range(EXPERTS)])
-        errors.append(_relative(grouped_linear(x.to(device), held, offsets), expected))
-    return _largest(errors)
+    def product_failure(self, format: str) -> str:
+        """Of linear layers in a format."""
+        return self._failure_of(f"linear layers in {format}", lambda: self._linear_error(format))
 
+    def experts_failure(self, format: str) -> str:
+        """Of fused experts in a format."""
+        return self._failure_of(f"experts in {format}", lambda: self._experts_error(format))
 
-def _norm_error(device: torch.device) -> float:
-    from quant.kernels.portable.decoder_step import add_rmsnorm, swiglu
+    def norm_failure(self) -> str:
+        """Of norms and SwiGLU between our layers."""
+        return self._failure_of("norms and SwiGLU", self._norm_error)
 
-    x, residual = _sample(3, IN, 0).bfloat16(), _sample(3, IN, 1).bfloat16()
-    weight = _sample(1, IN, 2)[0].bfloat16()
-    h = (x + residual).double()
-    normed = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
-    gate, up = x.double().chunk(2, -1)
-    return _largest(
-        [
-            _relative(add_rmsnorm(x.to(device), residual.to(device), weight.to(device), 1e-6)[0], normed),
-            _relative(swiglu(x.to(device)), torch.nn.functional.silu(gate) * up),
-        ]
-    )
+    def attention_failure(self) -> str:
+        """Of attention over an NVFP4 cache."""
+        return self._failure_of("attention over an NVFP4 cache", self._attention_error)
 
+    def _failure_of(self, part: str, error_of: Callable[[], float]) -> str:
+        key = part, str(self.device)
+        if key not in _results:
+            # vLLM sets a default dtype and device around the construction of a model; samples are made on the CPU.
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float32)
+            try:
+                with torch.no_grad(), torch.device("cpu"):
+                    error = error_of()
+                failure = f"our kernel for {part} failed its self-test: relative error {error:.3g}"
+                _results[key] = "" if error <= TOLERANCE else failure  # a NaN is wrong too
+            # Triton, its assembler and the driver raise errors of many classes; each means "not on this machine".
+            except Exception as error:
+                reason = " ".join(str(error).split())[:120]
+                _results[key] = f"our kernel for {part} does not run here: {type(error).__name__}: {reason}"
+            finally:
+                torch.set_default_dtype(before)
+        return _results[key]
 
-def _attention_error(device: torch.device) -> float:
-    from quant.kernels.portable.attention.paged_attention import attend_pages
-    from quant.kernels.portable.attention.paged_kv_cache import write_kv_slots
+    def _linear_error(self, format: str) -> float:
+        """Returns the largest error over the numbers of tokens, against float64."""
+        weight = quantize(_sample(OUT, IN, 0) / 16, FORMATS[format])
+        layer = torch.nn.Module()
+        weights.hold(layer, weights.arranged(moved(weight, self.device))[0])
+        errors = []
+        for tokens in TOKENS:
+            x = _sample(tokens, IN, tokens).bfloat16()
+            expected = x.double() @ weight.dequantize(torch.float64).T
+            y = weights.multiply(layer, x.to(self.device), None, layer.get_parameter("weight"))
+            errors.append(_relative(y, expected))
+        return _largest(errors)
 
-    heads, kv_heads, dim, page, length = 4, 2, 64, 16, 24
-    scales = torch.full((2, kv_heads), 1 / 600)
-    k, v = (_sample(length * kv_heads, dim, i).view(length, kv_heads, dim).bfloat16() for i in (0, 1))
-    q = _sample(heads, dim, 2).view(1, heads, 1, dim).bfloat16()
-    table, lengths = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
-    cache = torch.zeros(3, kv_heads, page, cell_bytes(dim), dtype=torch.uint8)
-    oracle = pages_of(cache, kv_heads, page, dim, (scales[0], scales[1]))
-    write_reference(oracle, table, torch.zeros(1), k.transpose(0, 1)[None], v.transpose(0, 1)[None])
-    expected = paged_reference(q, oracle, table, lengths)
-    scales, table, lengths = scales.to(device), table.to(device), lengths.to(device)
-    pages = pages_of(torch.zeros_like(cache, device=device), kv_heads, page, dim, (scales[0], scales[1]))
-    slots = torch.tensor([int(table[0, i // page]) * page + i % page for i in range(length)], device=device)
-    write_kv_slots(pages, slots, k.to(device), v.to(device))
-    tiles = decode_tiles_for(pages, heads // kv_heads, kv_heads, length, 132)
-    y = attend_pages(q.to(device), pages, table, lengths, AttentionOptions(causal=True), tiles)
-    return _relative(y, expected.double())
+    def _experts_error(self, format: str) -> float:
+        values = torch.stack([_sample(OUT, IN, expert) / 16 for expert in range(EXPERTS)])
+        weight = quantize(values, FORMATS[format])
+        held, _ = weights.arranged(moved(weight, self.device))
+        dense, errors = weight.dequantize(torch.float64), []
+        for tokens in TOKENS:
+            x = _sample(tokens * EXPERTS, IN, tokens).bfloat16()
+            offsets = torch.arange(0, EXPERTS * tokens + 1, tokens, dtype=torch.int32, device=self.device)
+            expected = torch.cat([x[i * tokens : (i + 1) * tokens].double() @ dense[i].T for i in range(EXPERTS)])
+            errors.append(_relative(grouped_linear(x.to(self.device), held, offsets), expected))
+        return _largest(errors)
+
+    def _norm_error(self) -> float:
+        from quant.kernels.portable.decoder_step import add_rmsnorm, swiglu
+
+        x, residual = _sample(3, IN, 0).bfloat16(), _sample(3, IN, 1).bfloat16()
+        weight = _sample(1, IN, 2)[0].bfloat16()
+        h = (x + residual).double()
+        normed = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+        gate, up = x.double().chunk(2, -1)
+        x, residual, weight = moved((x, residual, weight), self.device)
+        gated = torch.nn.functional.silu(gate) * up
+        return _largest([_relative(add_rmsnorm(x, residual, weight, 1e-6)[0], normed), _relative(swiglu(x), gated)])
+
+    def _attention_error(self) -> float:
+        from quant.kernels.portable.attention.paged_attention import attend_pages
+        from quant.kernels.portable.attention.paged_kv_cache import write_kv_slots
+
+        heads, kv_heads, dim, page, length = 4, 2, 64, 16, 24
+        scales = torch.full((2, kv_heads), 1 / 600)
+        k, v = (_sample(length * kv_heads, dim, i).view(length, kv_heads, dim).bfloat16() for i in (0, 1))
+        q = _sample(heads, dim, 2).view(1, heads, 1, dim).bfloat16()
+        table, lengths = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+        cache = torch.zeros(3, kv_heads, page, cell_bytes(dim), dtype=torch.uint8)
+        oracle = pages_of(cache, kv_heads, page, dim, (scales[0], scales[1]))
+        write_reference(oracle, table, torch.zeros(1), k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+        expected = paged_reference(q, oracle, table, lengths)
+        scales, table, lengths = scales.to(self.device), table.to(self.device), lengths.to(self.device)
+        pages = pages_of(torch.zeros_like(cache, device=self.device), kv_heads, page, dim, (scales[0], scales[1]))
+        slots = torch.tensor([int(table[0, i // page]) * page + i % page for i in range(length)], device=self.device)
+        write_kv_slots(pages, slots, k.to(self.device), v.to(self.device))
+        tiles = decode_tiles_for(pages, heads // kv_heads, kv_heads, length, 132)
+        y = attend_pages(q.to(self.device), pages, table, lengths, AttentionOptions(causal=True), tiles)
+        return _relative(y, expected.double())

@@ -25,7 +25,7 @@ def _texts(pieces: int, length: int, columns: int, seed: int = 0) -> torch.Tenso
 
 
 def _shrinkage(texts: torch.Tensor) -> float:
-    spread = MomentSpread(texts.shape[-1], texts.device)
+    spread = MomentSpread(texts)
     for text in texts:
         spread.add(text, 1)
     return float(spread.shrinkage())
@@ -34,7 +34,7 @@ def _shrinkage(texts: torch.Tensor) -> float:
 @pytest.mark.parametrize("lengths", [[96] * 6, [40, 200, 7, 130]])
 def test_shrinkage_is_its_definition_in_float64(lengths: list[int]) -> None:
     texts = _texts(len(lengths), max(lengths), 48, seed=len(lengths))
-    spread = MomentSpread(48, texts.device)
+    spread = MomentSpread(texts)
     for text, length in zip(texts, lengths, strict=True):
         spread.add(text[:length], 1)
     moments = [
@@ -72,7 +72,7 @@ def test_shrinkage_is_close_to_the_best_of_a_simulation() -> None:
 
 def test_batches_do_not_matter() -> None:
     texts = _texts(6, 96, 32)
-    apart, together = MomentSpread(32, texts.device), MomentSpread(32, texts.device)
+    apart, together = MomentSpread(texts), MomentSpread(texts)
     for text in texts:
         apart.add(text, 1)
     together.add(texts[:4].flatten(0, 1), 4)

@@ -52,7 +52,7 @@ def observe(block: Block) -> list[torch.Tensor]:
     for index, group in enumerate(block.groups):
         # 2 stands for any number except one: such a group can neither stop the pass nor be compared call by call.
         group.calls = called.count(index) // block.batches if called.count(index) % block.batches == 0 else 2
-        group.pool(block.device, sum(of_rank[index] for of_rank in tokens))
+        group.pool(block.exchange, sum(of_rank[index] for of_rank in tokens))
     # Reversed, so that the first call of a group overwrites its later ones.
     first = {index: position for position, index in reversed(list(enumerate(called)))}
     by_call = sorted(range(len(block.groups)), key=lambda index: first.get(index, len(called)))
@@ -85,7 +85,7 @@ def observe_and_sum(block: Block) -> tuple[list[torch.Tensor], dict[str, Moments
         outputs = block.run(block.calls.original)
     tokens = gathered([group.tokens for group in block.groups])
     for index, group in enumerate(block.groups):
-        group.pool(block.device, sum(of_rank[index] for of_rank in tokens))
+        group.pool(block.exchange, sum(of_rank[index] for of_rank in tokens))
         group.fix_input_scale(block.settings.observer, block.stored)
     return outputs, sums
 

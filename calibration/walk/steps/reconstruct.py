@@ -17,6 +17,7 @@ from quant.calibration.ranks import at_first, from_first, number_of, rank_and_wo
 from quant.calibration.solvers.autoround import BlockLayer, Reconstructed, Reconstruction, reconstruct_block
 from quant.calibration.solvers.group import all_solved
 from quant.calibration.walk.block import Block
+from quant.formats.tensor import moved
 
 
 def reconstruct(block: Block, outputs: Sequence[torch.Tensor]) -> None:
@@ -49,8 +50,8 @@ def reconstruct(block: Block, outputs: Sequence[torch.Tensor]) -> None:
         # Stand-ins next to the learned layers must no longer remember their outputs.
         stand_in.keeps = False
         stand_in.outputs.clear()
-    calls = [call.to(block.device) for call in block.calls.quantized]
-    refined = _on_first_rank(block, calls, [output.to(block.device) for output in outputs], layers, settings)
+    calls = moved(block.calls.quantized, block.device)
+    refined = _on_first_rank(block, calls, moved(outputs, block.device), layers, settings)
     if not math.isfinite(refined.before):
         first = block.groups[0].members[0].name
         raise ValueError(f"{first}: NaN or infinity in the output of its block, which autoround would refine")
@@ -75,7 +76,7 @@ def _on_first_rank(
         return reconstruct_block(block.module, calls, outputs, layers, settings)
     cpu = torch.device("cpu")
     own = [
-        (number_of(index), call.to(cpu), output.to(cpu))
+        (number_of(index), moved(call, cpu), output.to(cpu))
         for index, (call, output) in enumerate(zip(calls, outputs, strict=True))
     ]
     # Ranks exchange Python objects through the CPU, whatever their devices.
@@ -85,7 +86,7 @@ def _on_first_rank(
     def learn() -> tuple[float, float]:
         assert everywhere is not None
         batches = sorted((batch for part in everywhere for batch in part), key=itemgetter(0))
-        all_calls = [call.to(block.device) for _, call, _ in batches]
+        all_calls = [moved(call, block.device) for _, call, _ in batches]
         all_outputs = [output.to(block.device) for _, _, output in batches]
         learned.append(reconstruct_block(block.module, all_calls, all_outputs, layers, settings))
         return learned[0].before, learned[0].after
@@ -94,5 +95,5 @@ def _on_first_rank(
     solved = {index: {name: each.weights[name]} for each in learned for index, name in enumerate(layers)}
     outlines = [({name: layer.quantized.shape}, layer.quantized.format) for name, layer in layers.items()]
     # Codes and scales as they are: decoding and rounding again could differ by a bit.
-    parts = all_solved(solved, outlines, block.device)
+    parts = all_solved(solved, outlines, block.exchange)
     return Reconstructed({name: weight for part in parts for name, weight in part.items()}, before, after)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import Stop
-from quant.calibration.ranks import NumberedTensors, dealt, gathered, in_order, rank_and_world, sharing
+from quant.calibration.ranks import dealt, gathered, rank_and_world, sharing
 from quant.calibration.solvers.gptq import Gptq
 from quant.calibration.solvers.group import all_solved, solve_group
 from quant.calibration.solvers.lowrank import Branch, take_branches
@@ -34,6 +34,7 @@ from quant.calibration.walk.stand_in import StandIn
 from quant.calibration.walk.steps.promote import HeldOut, promote_group
 from quant.formats.tensor import BlockScaledTensor
 
+_Pair = tuple[int, list[torch.Tensor]]  # of a held-out batch: its number, original input and input
 _DATA_FREE = "mse"  # the solver of effort 1
 
 
@@ -87,10 +88,10 @@ def _collect(block: Block, stage: list[Group]) -> tuple[list[Moments], list[list
     columns = stage[0].members[0].shape[-1]
     later = len(stage) > 1 and sum(group.tokens for group in stage) < len(stage) * columns
     moments = [Moments(later=later) for _ in stage]
-    held_out: list[list[NumberedTensors]] = [[] for _ in stage]
+    held_out: list[list[_Pair]] = [[] for _ in stage]
     judging = _held_out_batches(block)
 
-    def watch(group: Group, sums: Moments, held: list[NumberedTensors]) -> Callable[..., None]:
+    def watch(group: Group, sums: Moments, held: list[_Pair]) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             x = args[0].reshape(-1, args[0].shape[-1])
             if len(x) == 0:
@@ -112,7 +113,7 @@ def _collect(block: Block, stage: list[Group]) -> tuple[list[Moments], list[list
             block.run_until_stopped(block.calls.quantized)
     if not judging:
         return moments, [[] for _ in stage]
-    return moments, [[_pair(tensors) for _, tensors in in_order(held, block.device)] for held in held_out]
+    return moments, [[_pair(tensors) for _, tensors in block.exchange.in_order(held)] for held in held_out]
 
 
 def _held_out_batches(block: Block) -> range:
@@ -191,10 +192,14 @@ def solve_siblings(
         for part, solvers in zip(parts, ranks, strict=True):
             # No name holds the statistics of a part: they are as large as its moments, and the next part needs room.
             siblings = pooled(
-                stats_of(moments[part], block.device, solvers, again=True), block.device, solvers, sum(counts), siblings
+                stats_of(moments[part], block.exchange, solvers, again=True),
+                block.exchange,
+                solvers,
+                sum(counts),
+                siblings,
             )
     for part, solvers in zip(parts, ranks, strict=True):
-        _solve_part(block, stage[part], stats_of(moments[part], block.device, solvers), siblings, solvers)
+        _solve_part(block, stage[part], stats_of(moments[part], block.exchange, solvers), siblings, solvers)
 
 
 def _solve_part(
@@ -284,12 +289,12 @@ def _rounded_by_all(block: Block, groups: Sequence[Group], own: Mapping[int, _Ro
     Of other ranks' the weights before rounding have no branch taken off.
     """
     outlines = [({m.name: m.shape for m in group.members}, group.weight_format) for group in groups]
-    solved = all_solved({index: rounded.weights for index, rounded in own.items()}, outlines, block.device)
+    solved = all_solved({index: rounded.weights for index, rounded in own.items()}, outlines, block.exchange)
     sent = [
         (index, [part for member in groups[index].members for part in rounded.branches[member.name]])
         for index, rounded in own.items() if rounded.branches
     ]  # fmt: skip
-    branches = dict(in_order(sent, block.device))
+    branches = dict(block.exchange.in_order(sent))
     for index, group in enumerate(groups):
         pairs = zip(branches.get(index, ())[::2], branches.get(index, ())[1::2], strict=True)
         yield own.get(index) or _Rounded(
@@ -304,9 +309,8 @@ def _targets_of(block: Block, group: Group) -> dict[str, torch.Tensor]:
     return {member.name: block.targets[name] for member, name in zip(group.members, group.names, strict=True)}
 
 
-def _pair(tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     first, second = tensors
-    assert first is not None and second is not None
     return first, second
 
 

@@ -22,6 +22,7 @@ from quant.calibration.solvers.rotation import rotate_weight, rotation_block
 from quant.calibration.walk.block import Block
 from quant.calibration.walk.group import Group
 from quant.calibration.walk.stand_in import weight_of
+from quant.formats.tensor import moved
 
 
 def scale_inputs(block: Block) -> None:
@@ -71,7 +72,7 @@ def _find_folds(block: Block) -> list[Fold | None]:
         # Experts that are still in their files: a copy without them computes unwritten memory, which proves nothing.
         return [None] * len(block.groups)
     module = in_float64(block.module)
-    call = block.calls.few.to(dtype=torch.float64)
+    call = moved(block.calls.few, dtype=torch.float64)
     order = modules_in_order(module, call)
     folds = []
     for group in block.groups:
@@ -108,11 +109,9 @@ def _scale_gradients(block: Block, name: str, divisor: torch.Tensor) -> None:
     before = sum(sizes[: group.names.index(name)])
     factor = torch.ones(sum(sizes), device=divisor.device)
     factor[before : before + len(divisor)] = divisor
-    if outputs.second_moment is not None:
-        scaled = outputs.second_moment * factor * factor[:, None]
-        group.outputs = replace(outputs, second_moment=scaled)
+    if outputs.block_moments is None:
+        group.outputs = replace(outputs, second_moment=outputs.matrix * factor * factor[:, None])
         return
-    assert outputs.block_moments is not None
     count, width, _ = outputs.block_moments.shape
     factors = nn.functional.pad(factor, (0, count * width - len(factor))).view(count, width)
     scaled = outputs.block_moments * factors[:, None] * factors[:, :, None]

@@ -96,8 +96,7 @@ def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[st
     names = names or StoredNames()
     pairs: dict[tuple[Format, Format | None], list[LayerPlan]] = {}
     for layer in plan.quantized:
-        assert layer.weight is not None
-        pairs.setdefault((layer.weight, layer.activation), []).append(layer)
+        pairs.setdefault((layer.weight_format, layer.activation), []).append(layer)
     formats = {_FORMAT_NAMES[weight.name] for weight, _ in pairs}
     ignored = _targets([m for m in plan.layers if m.weight is None and m.kind not in _NEVER_LINEAR], names)
     groups = {}

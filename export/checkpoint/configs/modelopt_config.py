@@ -183,9 +183,8 @@ def _configs(plan: Plan, names: StoredNames) -> tuple[dict[str, Any], dict[str, 
 
 def _layer_config(layer: LayerPlan) -> dict[str, Any]:
     algorithm = _algorithm(layer)
-    assert layer.weight is not None
-    grouped = {"group_size": layer.weight.block[1]} if algorithm in _GROUPED else {}
-    return {"quant_algo": algorithm, **grouped, **(_AWQ if layer.weight.element is INT4 else {})}
+    grouped = {"group_size": layer.weight_format.block[1]} if algorithm in _GROUPED else {}
+    return {"quant_algo": algorithm, **grouped, **(_AWQ if layer.weight_format.element is INT4 else {})}
 
 
 def _group(kind: Mapping[str, Any], described: Iterable[str]) -> dict[str, Any]:

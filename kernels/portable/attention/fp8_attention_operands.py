@@ -369,7 +369,7 @@ def _launch(
     grid = (triton.cdiv(longest, SCALE_BLOCK), q.shape[1] + 2 * k.shape[1], work.sequences or q.shape[0])
     cos, sin, cos_batch = _rope_of(work)
     spare = scales[0]
-    turns = sign_matrices(dim, q.dtype, q.device) if work.hadamard else q
+    turns = sign_matrices(q) if work.hadamard else q
     qkv_to_fp8_kernel[grid](
         q, k, v, cos, sin, spare if work.mean is None else work.mean.contiguous(), turns, *codes,
         *scales, spare if shift is None else shift, options.cu_seqlens_q, options.cu_seqlens_k,

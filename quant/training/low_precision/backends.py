@@ -21,7 +21,7 @@ from quant.errors import UserError
 from quant.extras import require
 from quant.formats.format import FORMATS
 from quant.formats.install_command import install_command
-from quant.kernels.training import fp8_block
+from quant.kernels.hardware import Hardware
 from quant.training.low_precision.native import NativeProducts
 from quant.training.low_precision.recipe import RECIPES, TrainingRecipe
 from quant.training.low_precision.state import LowPrecision
@@ -52,31 +52,31 @@ class Backend:
     products: Callable[[], Any] | None = None
 
 
-def choose_backend(asked: str, recipe: TrainingRecipe, device: torch.device) -> Backend:
-    """The backend that runs a recipe on a device.
+def choose_backend(asked: str, recipe: TrainingRecipe, gpu: Hardware | None) -> Backend:
+    """The backend that runs a recipe on a GPU, or elsewhere.
 
     Args:
         asked: one of `BACKENDS`; "auto" takes the fastest that is installed and runs the recipe.
         recipe: to run.
-        device: of the model.
+        gpu: that holds the model; None for any other device.
 
     Raises:
         UserError: an unknown name, or a backend that does not run the recipe here; the message says which machine does.
     """
     if asked not in BACKENDS:
         raise UserError(f"unknown backend {asked!r}; known: {', '.join(BACKENDS)}")
-    products = "BF16 products" if device.type == "cuda" else "FP32 products"
+    products = "FP32 products" if gpu is None else "BF16 products"
     emulated = f"emulated by {products} of rounded operands, which is slower than 16 bit"
     if asked == "emulated":
         return Backend("emulated", emulated)
     if asked != "auto":
-        refusal = _REFUSALS[asked](recipe, device)
+        refusal = _REFUSALS[asked](recipe, gpu)
         if refusal is not None:
             raise UserError(f'backend "{asked}" does not run {recipe.name} here: {refusal}; backend="emulated" does')
         return _backend(asked, recipe)
     reasons = []
     for name, refuses in _REFUSALS.items():
-        refusal = refuses(recipe, device)
+        refusal = refuses(recipe, gpu)
         try:
             if refusal is None:
                 return _backend(name, recipe)
@@ -122,55 +122,52 @@ def _is_fp8_block(recipe: TrainingRecipe) -> bool:
     return formats == (group, square, group, square) and plain
 
 
-def _native_refusal(recipe: TrainingRecipe, device: torch.device) -> str | None:
-    """Why our kernels do not run a recipe on a device; None where they do."""
+def _native_refusal(recipe: TrainingRecipe, gpu: Hardware | None) -> str | None:
+    """Why our kernels do not run a recipe on a GPU; None where they do."""
     if not _knows("native", recipe):
         return "it has fp8_block alone"
-    if fp8_block.runs_on(device):
-        return None
-    return _no_fp8(device) or "products of FP8 blocks need a Hopper GPU, CUDA 12.9 and Triton"
+    if gpu is None:
+        return _NO_FP8
+    return None if gpu.multiplies_fp8_blocks else "products of FP8 blocks need a Hopper GPU, CUDA 12.9 and Triton"
 
 
-def _torchao_refusal(recipe: TrainingRecipe, device: torch.device) -> str | None:
-    """Why torchao does not run a recipe on a device; None where it does."""
+def _torchao_refusal(recipe: TrainingRecipe, gpu: Hardware | None) -> str | None:
+    """Why torchao does not run a recipe on a GPU; None where it does."""
     if not _knows("torchao", recipe):
         return _needs_blackwell(recipe) or f"torchao has no recipe like it; it has {', '.join(TORCHAO)}"
-    if (refusal := _no_fp8(device)) is not None:
-        return refusal
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return f"{torch.cuda.get_device_name(device)} has no FP8 products with a scale for each row; an H100 has"
+    if gpu is None:
+        return _NO_FP8
+    if gpu.capability < (9, 0):
+        return f"{gpu.name} has no FP8 products with a scale for each row; an H100 has"
     return None
 
 
-def _te_refusal(recipe: TrainingRecipe, device: torch.device) -> str | None:
-    """Why Transformer Engine does not run a recipe on a device; None where it does.
+def _te_refusal(recipe: TrainingRecipe, gpu: Hardware | None) -> str | None:
+    """Why Transformer Engine does not run a recipe on a GPU; None where it does.
 
     The GPU decides here, before anything of Transformer Engine is called: its quantizer of MXFP8 gives unwritten memory
     on a GPU that has no MXFP8, and no error.
     """
     if not _knows("te", recipe):
         return f"Transformer Engine has no recipe like it; it has {', '.join(TRANSFORMER_ENGINE)}"
-    if recipe.name in _OF_BLACKWELL and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (10, 0)):
+    if recipe.name in _OF_BLACKWELL and (gpu is None or gpu.capability < (10, 0)):
         return _needs_blackwell(recipe)
-    if (refusal := _no_fp8(device)) is not None:
-        return refusal
+    if gpu is None:
+        return _NO_FP8
     least = (9, 0) if recipe.name == "fp8_block" else (8, 9)
-    if torch.cuda.get_device_capability(device) < least:
-        return f"{torch.cuda.get_device_name(device)} has no such FP8 products; an H100 has"
+    if gpu.capability < least:
+        return f"{gpu.name} has no such FP8 products; an H100 has"
     return None
 
 
 _OF_BLACKWELL = ("mxfp8", "nvfp4")
+_NO_FP8 = "a cpu has no FP8 products; an H100 or newer has"
 
 
 def _needs_blackwell(recipe: TrainingRecipe) -> str | None:
     if recipe.name not in _OF_BLACKWELL:
         return None
     return f"no GPU before Blackwell (compute capability 10.0) has the products of {recipe.name}"
-
-
-def _no_fp8(device: torch.device) -> str | None:
-    return None if device.type == "cuda" else f"a {device.type} has no FP8 products; an H100 or newer has"
 
 
 _REFUSALS = {"native": _native_refusal, "torchao": _torchao_refusal, "te": _te_refusal}

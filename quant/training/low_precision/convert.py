@@ -13,6 +13,7 @@ from torch import nn
 
 from quant.calibration.blocks import block_names
 from quant.errors import UserError, counted
+from quant.kernels.hardware import current
 from quant.plan.callers_model import inner_model
 from quant.plan.make import make_plan
 from quant.recipes.layer_kind import LayerKind
@@ -170,8 +171,8 @@ def to_low_precision_training(
     include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))
     model = inner_model(model)
     _check_model(model)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    chosen = choose_backend(backend, recipe, device)
+    parameter = next(model.parameters(), torch.empty(0))
+    chosen = choose_backend(backend, recipe, current(parameter.device.index) if parameter.is_cuda else None)
     watch = GradientWatch(on_nonfinite)
     if all_gather_fp8:
         check_gather_in_fp8(model, recipe)

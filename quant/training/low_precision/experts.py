@@ -21,7 +21,7 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.expert_modules import QuantExperts, can_run_experts_one_by_one, experts_forward
 from quant.kernels.linear.expert_stack import ExpertStack
 from quant.kernels.linear.ops import autocast_dtype, is_in_backward
-from quant.recipes.expert_stacks import stacking_of
+from quant.recipes.expert_stacks import stacking_of, stacking_of_experts
 from quant.training.low_precision.linear import LowPrecisionLinear, RoundedProducts, ValueOf
 from quant.training.low_precision.packed import deployed_input, fingerprint, input_scale, packed_weight, stored_format
 from quant.training.low_precision.recipe import TrainingRecipe
@@ -48,9 +48,7 @@ class LowPrecisionStack(ExpertStack):
         super().__init__()
         self.__dict__["owner"] = owner  # past nn.Module, which would take it for a submodule
         self.parameter_name = parameter
-        stacking = stacking_of(owner, parameter)
-        assert stacking is not None
-        self.stacking = stacking
+        self.stacking = stacking_of_experts(owner, parameter)
         self.low_precision = LowPrecision(name, recipe, [self])
         self._matrices: Any = None
         self._weight_amax: torch.Tensor | None = None

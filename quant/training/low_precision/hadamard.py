@@ -9,26 +9,25 @@ vector serves here, so nothing has to be saved or kept equal among ranks.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch.nn.functional import pad
 
+from quant.kernels.hadamard import on_each_device
 from quant.training.low_precision.operands import float32_product
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Transformer Engine 2.20's `get_wgrad_sign_vector`."""
 
 
-@cache
-def hadamard_matrix(size: int, device: torch.device) -> torch.Tensor:
+@on_each_device
+def hadamard_matrix(size: int) -> torch.Tensor:
     """`diag(signs) H / sqrt(size)`, float32 `[size, size]`."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, device="cpu")
     while len(matrix) < size:  # Sylvester's construction
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    signs = torch.tensor(SIGNS[:size], dtype=torch.float32)
+    signs = torch.tensor(SIGNS[:size], dtype=torch.float32, device="cpu")
     turned: torch.Tensor = signs[:, None] * matrix / size**0.5
-    return turned.to(device)
+    return turned
 
 
 def transform_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -41,6 +40,6 @@ def transform_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
         return x
     # Both operands get the same zeros, which add nothing to a sum over tokens.
     x = pad(x, (0, -x.shape[1] % size))
-    turned = float32_product(x.bfloat16().float().unflatten(1, (-1, size)), hadamard_matrix(size, x.device))
+    turned = float32_product(x.bfloat16().float().unflatten(1, (-1, size)), hadamard_matrix(x, size))
     rounded: torch.Tensor = turned.flatten(1).bfloat16().float()
     return rounded

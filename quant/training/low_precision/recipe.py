@@ -71,7 +71,6 @@ class TrainingRecipe:
         stochastic_gradients: whether dy is rounded stochastically.
         four_over_six: NVFP4 blocks of x and w map their largest magnitude to 6 or to 4, by squared error.
         arithmetic: the order of operations of NVFP4 scales, and of FP32 scales that are no powers of two.
-        fast_accumulation: products that may use the tensor cores' fast FP8 accumulation: the forward one.
         first_layers, last_layers: decoder blocks that stay in BF16.
         schedule: when the forward product leaves the format.
     """
@@ -89,7 +88,6 @@ class TrainingRecipe:
     stochastic_gradients: bool = False
     four_over_six: bool = False
     arithmetic: Arithmetic = Arithmetic.BLOCKSCALE
-    fast_accumulation: tuple[str, ...] = ("y",)
     first_layers: int = 0
     last_layers: int = 0
     schedule: Schedule = Schedule()

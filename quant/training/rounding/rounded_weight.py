@@ -125,7 +125,7 @@ class RoundedWeight(nn.Module):
             return self.fusion.members[0].range_shift
         return self.range_shift
 
-    def step(self, device: torch.device) -> torch.Tensor | None:
+    def step(self) -> torch.Tensor | None:
         """Returns learned block scales times global scale; None for scales that are not learned.
 
         A replica of nn.DataParallel takes shared scales from the original model, which is on another GPU.
@@ -139,7 +139,7 @@ class RoundedWeight(nn.Module):
         if narrowed is not None:
             whole = whole.to(narrowed)
         assert owner.start_step is not None
-        return learned_step(owner.start_step, whole, self.weight_format).to(device)
+        return learned_step(owner.start_step, whole, self.weight_format).to(self.weight.device)
 
     def remember_dtype(self) -> None:
         """Makes all fused layers round their weights to the dtype that this one's has in a forward pass."""
@@ -165,7 +165,7 @@ class RoundedWeight(nn.Module):
     def current_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Returns block scale values, or None where rounding measures them, and the global scale."""
         format, device = self.weight_format, self.weight.device
-        if (step := self.step(device)) is not None:
+        if (step := self.step()) is not None:
             return nearest_scale(step, format, self.global_scale, self.stored), self.global_scale
         if not self.measures_level:
             return self.block_scale, self.global_scale

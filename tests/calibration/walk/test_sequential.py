@@ -241,7 +241,7 @@ def test_the_walk_gives_what_solving_by_hand_gives() -> None:
         x = model.model.layers[0].input_layernorm(model.model.embed_tokens(ROWS)).reshape(-1, 64)
     names = [f"model.layers.0.self_attn.{p}_proj" for p in "qkv"]
     tall = torch.cat([_weight(model, name) for name in names])
-    exact, spread = x.double().t().mm(x.double()).div(len(x)).float(), MomentSpread(64, x.device)
+    exact, spread = x.double().t().mm(x.double()).div(len(x)).float(), MomentSpread(x)
     spread.add(x, len(ROWS))
     stats = LayerStats(len(x), shrink(exact, spread.shrinkage()))
     expected = solve_group({"w": tall}, {"w": stats}, NVFP4, get_pipeline("gptq"))["w"].dequantize()

@@ -182,7 +182,7 @@ def test_package_with_scaled_mm(
     static: bool,
 ) -> None:
     """What a GPU with FP8 tensor cores gets, through PyTorch's `_scaled_mm` for CPUs."""
-    monkeypatch.setattr("quant.export.packages.aoti.has_fp8_tensor_cores", lambda device: True)
+    monkeypatch.setattr("quant.export.packages.aoti.has_fp8_tensor_cores", lambda x: True)
     model, x = Gated(weight, activation, static), torch.randn(2, 40, 64, dtype=torch.bfloat16)
     assert count(lowered(model, {"x": x}), "_scaled_mm") == 3
     got = load_aoti(package(model, tmp_path / "model.pt2", {"x": x}, device="cpu"))(x=x).float()

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from quant.calibration import fast_matmul, ranks, statistics
-from quant.calibration.ranks import gathered, in_order, number_of, own_batches, sum_in_order
+from quant.calibration.ranks import Exchange, gathered, number_of, own_batches
 from quant.calibration.solvers import factor, rows
 from quant.cli.evaluate import evaluate_command
 from quant.cli.quantize import quantize_command
@@ -288,12 +288,12 @@ def test_sums_in_order_are_those_of_one_rank(tmp_path: Path) -> None:
         assert gathered("rank" * 1000 * rank) == ["rank" * 1000 * each for each in range(world)]  # many messages long
         own = list(own_batches(len(matrices)))
         assert own == [number_of(i) for i in range(len(own))]
-        found = sum_in_order(gathered(own), lambda i: matrices[own[i]].clone(), (7, 5), torch.device("cpu"))
+        found = Exchange().sum_in_order(gathered(own), lambda i: matrices[own[i]].clone(), (7, 5))
         assert torch.equal(found, expected)
         entries = [(number, [matrices[number][: number % 3], None, matrices[number].bool()]) for number in own]
         for small in (1 << 20, 0):  # bytes that go in one message
             ranks._SMALL = small  # type: ignore[misc]
-            everything = list(in_order(entries, torch.device("cpu")))
+            everything = list(Exchange().in_order(entries))
             assert [number for number, _ in everything] == list(range(8))
             for number, (values, nothing, signs) in everything:
                 assert nothing is None and values is not None and torch.equal(values, matrices[number][: number % 3])

@@ -148,13 +148,13 @@ def test_prompts_chunks_and_decoding_see_what_the_cache_holds(attention: Any) ->
             if counts[s] == 1:
                 decodes += 1
             elif before[s] > 0 and counts[s] <= FEW:
-                verified.append(rows_and_tokens(counts[s], [(row, at)], table.device))
+                verified.append(rows_and_tokens(counts[s], [(row, at)]))
             else:
                 chunks.append((row, at, at + counts[s], length))
             at += counts[s]
         batch = Batch(
             torch.tensor(slots + [-1] * padding), table[order], torch.tensor(lengths, dtype=torch.int32), at, decodes,
-            max(lengths), verified, chunks, chunk_starts(chunks, table.device), chunk_ends(chunks, table.device),
+            max(lengths), verified, chunks, chunk_starts(chunks), chunk_ends(chunks),
         )  # fmt: skip
         y = attention(batch, q, k, v)
         first_only = chunks and all(length == stop - first for _, first, stop, length in chunks)
@@ -235,11 +235,9 @@ def test_a_layer_that_shares_a_cache_sees_the_keys_of_the_layer_that_writes_it()
         stop = at + count
         slots = torch.tensor([int(table[0, p // PAGE]) * PAGE + p % PAGE for p in range(at, stop)])
         chunks = [] if count == 1 else [(0, 0, count, stop)]
-        lengths, cpu = torch.tensor([stop], dtype=torch.int32), table.device
+        lengths = torch.tensor([stop], dtype=torch.int32)
         decodes = 1 if count == 1 else 0
-        batch = Batch(
-            slots, table, lengths, count, decodes, stop, [], chunks, chunk_starts(chunks, cpu), chunk_ends(chunks, cpu)
-        )
+        batch = Batch(slots, table, lengths, count, decodes, stop, [], chunks, chunk_starts(chunks), chunk_ends(chunks))
         q, k, v = tokens(count)
         owner(batch, q, k, v)
         held = cache.clone()

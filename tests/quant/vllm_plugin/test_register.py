@@ -183,7 +183,7 @@ def linear_kernel_of(vllm: Any, monkeypatch: pytest.MonkeyPatch, backend: str = 
 def test_layers_take_our_kernel_unless_the_user_named_one_or_its_self_test_failed(
     vllm: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    from quant.vllm_plugin import self_test
+    from quant.vllm_plugin.self_test import SelfTest
 
     ours, marlin = "BlockscaleNvFp4LinearKernel", "MarlinNvFp4LinearKernel"
     assert linear_kernel_of(vllm, monkeypatch, **options) == ours
@@ -193,7 +193,7 @@ def test_layers_take_our_kernel_unless_the_user_named_one_or_its_self_test_faile
     monkeypatch.delenv("VLLM_DISABLED_KERNELS")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(self_test, "product_failure", lambda format, device: f"{format} is wrong on {device}")
+    monkeypatch.setattr(SelfTest, "product_failure", lambda self, format: f"{format} is wrong on {self.device}")
     assert linear_kernel_of(vllm, monkeypatch, **options) == marlin
 
 

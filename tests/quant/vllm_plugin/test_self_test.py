@@ -8,7 +8,7 @@ import torch
 
 from quant.vllm_plugin import self_test, weights
 
-CPU = torch.device("cpu")
+ON_CPU = self_test.SelfTest(torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def fresh_results(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp8", "int4", "fp8_channel", "fp8_block"])
 def test_the_products_of_every_format_pass(format: str) -> None:
-    assert self_test.product_failure(format, CPU) == ""
+    assert ON_CPU.product_failure(format) == ""
 
 
 def test_the_kernels_of_norms_experts_and_attention_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,9 +29,9 @@ def test_the_kernels_of_norms_experts_and_attention_pass(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(paged_attention, "attend_pages", partial(paged_attention.attend_pages, asm=False))
     with interpreted():
-        assert self_test.norm_failure(CPU) == ""
-        assert self_test.experts_failure("nvfp4", CPU) == ""
-        assert self_test.attention_failure(CPU) == ""
+        assert ON_CPU.norm_failure() == ""
+        assert ON_CPU.experts_failure("nvfp4") == ""
+        assert ON_CPU.attention_failure() == ""
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,6 @@ def test_a_wrong_kernel_is_told_once(kernel: Any, reason: str, monkeypatch: pyte
         return y if len(x) == 1 else kernel(y)
 
     monkeypatch.setattr(weights, "multiply", multiply)
-    failures = [self_test.product_failure("nvfp4", CPU) for _ in range(3)]
+    failures = [ON_CPU.product_failure("nvfp4") for _ in range(3)]
     assert all(failure.startswith(f"our kernel for linear layers in nvfp4 {reason}") for failure in failures)
     assert calls == [1, 80]

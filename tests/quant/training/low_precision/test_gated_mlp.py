@@ -20,7 +20,7 @@ ROWS = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(7))
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quant.kernels.training.fp8_block.runs_on", lambda device: True)
+    monkeypatch.setattr("quant.kernels.training.fp8_block.runs_on", lambda x: True)
 
 
 @pytest.fixture

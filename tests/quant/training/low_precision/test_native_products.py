@@ -20,7 +20,7 @@ BLOCK = RECIPES["fp8_block"]
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quant.kernels.training.fp8_block.runs_on", lambda device: True)
+    monkeypatch.setattr("quant.kernels.training.fp8_block.runs_on", lambda x: True)
 
 
 def trained(backend: str, recipe: TrainingRecipe = BLOCK, **options: object) -> nn.Sequential:
@@ -136,7 +136,7 @@ def test_copies_train_and_the_packed_model_has_the_trained_codes() -> None:
 def test_recipes_and_machines_that_it_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(quant.UserError, match='backend "native" does not run mxfp8 here: it has fp8_block alone'):
         quant.to_low_precision_training(nn.Sequential(nn.Linear(128, 128)), "mxfp8", backend="native")
-    monkeypatch.setattr("quant.kernels.training.fp8_block.runs_on", lambda device: False)
+    monkeypatch.setattr("quant.kernels.training.fp8_block.runs_on", lambda x: False)
     with pytest.raises(quant.UserError, match="does not run fp8_block here: a cpu has no FP8 products"):
         quant.to_low_precision_training(nn.Sequential(nn.Linear(128, 128)), "fp8_block", backend="native")
 
