@@ -58,7 +58,7 @@ def choose_backend(asked: str, recipe: TrainingRecipe, gpu: Hardware | None) -> 
     Args:
         asked: one of `BACKENDS`; "auto" takes the fastest that is installed and runs the recipe.
         recipe: to run.
-        gpu: that holds the model; None for any other device.
+        gpu: the GPU that holds the model; None for any other device.
 
     Raises:
         UserError: an unknown name, or a backend that does not run the recipe here; the message says which machine does.
@@ -161,7 +161,7 @@ def _te_refusal(recipe: TrainingRecipe, gpu: Hardware | None) -> str | None:
 
 
 _OF_BLACKWELL = ("mxfp8", "nvfp4")
-_NO_FP8 = "a cpu has no FP8 products; an H100 or newer has"
+_NO_FP8 = "this device has no FP8 products; an H100 or newer has"
 
 
 def _needs_blackwell(recipe: TrainingRecipe) -> str | None:
