@@ -21,7 +21,8 @@ from quant.errors import UserError
 from quant.extras import require
 from quant.formats.format import FORMATS
 from quant.formats.install_command import install_command
-from quant.kernels.hardware import Hardware
+from quant.kernels.hardware import capability_of
+from quant.kernels.training import fp8_block
 from quant.training.low_precision.native import NativeProducts
 from quant.training.low_precision.recipe import RECIPES, TrainingRecipe
 from quant.training.low_precision.state import LowPrecision
@@ -52,31 +53,31 @@ class Backend:
     products: Callable[[], Any] | None = None
 
 
-def choose_backend(asked: str, recipe: TrainingRecipe, gpu: Hardware | None) -> Backend:
-    """The backend that runs a recipe on a GPU, or elsewhere.
+def choose_backend(asked: str, recipe: TrainingRecipe, parameter: torch.Tensor) -> Backend:
+    """The backend that runs a recipe on the device of a model.
 
     Args:
         asked: one of `BACKENDS`; "auto" takes the fastest that is installed and runs the recipe.
         recipe: to run.
-        gpu: the GPU that holds the model; None for any other device.
+        parameter: a parameter of the model.
 
     Raises:
         UserError: an unknown name, or a backend that does not run the recipe here; the message says which machine does.
     """
     if asked not in BACKENDS:
         raise UserError(f"unknown backend {asked!r}; known: {', '.join(BACKENDS)}")
-    products = "FP32 products" if gpu is None else "BF16 products"
+    products = "BF16 products" if parameter.is_cuda else "FP32 products"
     emulated = f"emulated by {products} of rounded operands, which is slower than 16 bit"
     if asked == "emulated":
         return Backend("emulated", emulated)
     if asked != "auto":
-        refusal = _REFUSALS[asked](recipe, gpu)
+        refusal = _REFUSALS[asked](recipe, parameter)
         if refusal is not None:
             raise UserError(f'backend "{asked}" does not run {recipe.name} here: {refusal}; backend="emulated" does')
         return _backend(asked, recipe)
     reasons = []
     for name, refuses in _REFUSALS.items():
-        refusal = refuses(recipe, gpu)
+        refusal = refuses(recipe, parameter)
         try:
             if refusal is None:
                 return _backend(name, recipe)
@@ -122,52 +123,56 @@ def _is_fp8_block(recipe: TrainingRecipe) -> bool:
     return formats == (group, square, group, square) and plain
 
 
-def _native_refusal(recipe: TrainingRecipe, gpu: Hardware | None) -> str | None:
-    """Why our kernels do not run a recipe on a GPU; None where they do."""
+def _native_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | None:
+    """Why our kernels do not run a recipe where a parameter is; None where they do."""
     if not _knows("native", recipe):
         return "it has fp8_block alone"
-    if gpu is None:
-        return _NO_FP8
-    return None if gpu.multiplies_fp8_blocks else "products of FP8 blocks need a Hopper GPU, CUDA 12.9 and Triton"
+    if fp8_block.runs_on(parameter):
+        return None
+    return _no_fp8(parameter) or "products of FP8 blocks need a Hopper GPU, CUDA 12.9 and Triton"
 
 
-def _torchao_refusal(recipe: TrainingRecipe, gpu: Hardware | None) -> str | None:
-    """Why torchao does not run a recipe on a GPU; None where it does."""
+def _torchao_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | None:
+    """Why torchao does not run a recipe where a parameter is; None where it does."""
     if not _knows("torchao", recipe):
         return _needs_blackwell(recipe) or f"torchao has no recipe like it; it has {', '.join(TORCHAO)}"
-    if gpu is None:
-        return _NO_FP8
-    if gpu.capability < (9, 0):
-        return f"{gpu.name} has no FP8 products with a scale for each row; an H100 has"
+    if (refusal := _no_fp8(parameter)) is not None:
+        return refusal
+    if capability_of(parameter) < (9, 0):
+        gpu = torch.cuda.get_device_name(parameter.device)
+        return f"{gpu} has no FP8 products with a scale for each row; an H100 has"
     return None
 
 
-def _te_refusal(recipe: TrainingRecipe, gpu: Hardware | None) -> str | None:
-    """Why Transformer Engine does not run a recipe on a GPU; None where it does.
+def _te_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | None:
+    """Why Transformer Engine does not run a recipe where a parameter is; None where it does.
 
     The GPU decides here, before anything of Transformer Engine is called: its quantizer of MXFP8 gives unwritten memory
     on a GPU that has no MXFP8, and no error.
     """
     if not _knows("te", recipe):
         return f"Transformer Engine has no recipe like it; it has {', '.join(TRANSFORMER_ENGINE)}"
-    if recipe.name in _OF_BLACKWELL and (gpu is None or gpu.capability < (10, 0)):
+    if recipe.name in _OF_BLACKWELL and capability_of(parameter) < (10, 0):
         return _needs_blackwell(recipe)
-    if gpu is None:
-        return _NO_FP8
+    if (refusal := _no_fp8(parameter)) is not None:
+        return refusal
     least = (9, 0) if recipe.name == "fp8_block" else (8, 9)
-    if gpu.capability < least:
-        return f"{gpu.name} has no such FP8 products; an H100 has"
+    if capability_of(parameter) < least:
+        return f"{torch.cuda.get_device_name(parameter.device)} has no such FP8 products; an H100 has"
     return None
 
 
 _OF_BLACKWELL = ("mxfp8", "nvfp4")
-_NO_FP8 = "this device has no FP8 products; an H100 or newer has"
 
 
 def _needs_blackwell(recipe: TrainingRecipe) -> str | None:
     if recipe.name not in _OF_BLACKWELL:
         return None
     return f"no GPU before Blackwell (compute capability 10.0) has the products of {recipe.name}"
+
+
+def _no_fp8(parameter: torch.Tensor) -> str | None:
+    return None if parameter.is_cuda else f"a {parameter.device.type} has no FP8 products; an H100 or newer has"
 
 
 _REFUSALS = {"native": _native_refusal, "torchao": _torchao_refusal, "te": _te_refusal}

@@ -13,7 +13,6 @@ from torch import nn
 
 from quant.calibration.blocks import block_names
 from quant.errors import UserError, counted
-from quant.kernels.hardware import current
 from quant.plan.callers_model import inner_model
 from quant.plan.make import make_plan
 from quant.recipes.layer_kind import LayerKind
@@ -171,8 +170,7 @@ def to_low_precision_training(
     include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))
     model = inner_model(model)
     _check_model(model)
-    parameter = next(model.parameters(), torch.empty(0))
-    chosen = choose_backend(backend, recipe, current(parameter.device.index) if parameter.is_cuda else None)
+    chosen = choose_backend(backend, recipe, next(model.parameters(), torch.empty(0)))
     watch = GradientWatch(on_nonfinite)
     if all_gather_fp8:
         check_gather_in_fp8(model, recipe)

@@ -137,7 +137,7 @@ def test_recipes_and_machines_that_it_does_not_have(monkeypatch: pytest.MonkeyPa
     with pytest.raises(quant.UserError, match='backend "native" does not run mxfp8 here: it has fp8_block alone'):
         quant.to_low_precision_training(nn.Sequential(nn.Linear(128, 128)), "mxfp8", backend="native")
     monkeypatch.setattr("quant.kernels.training.fp8_block.runs_on", lambda x: False)
-    with pytest.raises(quant.UserError, match="does not run fp8_block here: this device has no FP8 products"):
+    with pytest.raises(quant.UserError, match="does not run fp8_block here: a cpu has no FP8 products"):
         quant.to_low_precision_training(nn.Sequential(nn.Linear(128, 128)), "fp8_block", backend="native")
 
 

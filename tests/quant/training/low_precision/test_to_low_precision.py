@@ -159,7 +159,7 @@ def test_an_optimizer_of_weights_that_are_replaced_is_refused() -> None:
 @pytest.mark.parametrize(
     ("recipe", "line"),
     [
-        ("fp8_rowwise", "this device has no FP8 products; an H100 or newer has"),
+        ("fp8_rowwise", "a cpu has no FP8 products; an H100 or newer has"),
         ("nvfp4", r"no GPU before Blackwell \(compute capability 10.0\) has the products of nvfp4"),
         ("fp8_block", "torchao has no recipe like it; it has fp8_tensorwise, fp8_rowwise, fp8_rowwise_wgrad_bf16"),
     ],
@@ -170,7 +170,7 @@ def test_a_backend_that_does_not_run_here_says_which_machine_would(recipe: str, 
     )
     assert report.backend == "emulated"
     # Left to itself, the choice names the machine of the backend that has the recipe.
-    assert re.search(line if recipe != "fp8_block" else "this device has no FP8 products", report.note)
+    assert re.search(line if recipe != "fp8_block" else "a cpu has no FP8 products", report.note)
     with pytest.raises(
         UserError, match=f'backend "torchao" does not run {recipe} here: {line}; backend="emulated" does'
     ):
