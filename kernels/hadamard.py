@@ -22,7 +22,7 @@ P = ParamSpec("P")
 
 
 def on_each_device(make: Callable[P, torch.Tensor]) -> Callable[Concatenate[torch.Tensor, P], torch.Tensor]:
-    """Has a function that makes a constant on the CPU keep it on every device where it was needed.
+    """Decorates a function that makes a constant on the CPU, to keep the constant on each device that needs it.
 
     The new function takes a tensor that is on the device, then the arguments of `make`.
     """

@@ -54,32 +54,29 @@ def _largest(errors: list[float]) -> float:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Tests of kernels on one device.
-
-    Each method returns why a part of the model cannot take our kernels there; empty if it can.
-    """
+    """Tests of kernels on one device."""
 
     device: torch.device
 
     @classmethod
     def on_current_gpu(cls) -> SelfTest:
-        """The tests on the GPU of this process."""
+        """Returns the tests on the GPU of this process."""
         return cls(torch.device("cuda", torch.cuda.current_device()))
 
     def product_failure(self, format: str) -> str:
-        """Of linear layers in a format."""
+        """Returns why linear layers in a format cannot take our kernels here, empty if they can."""
         return self._failure_of(f"linear layers in {format}", lambda: self._linear_error(format))
 
     def experts_failure(self, format: str) -> str:
-        """Of fused experts in a format."""
+        """Returns why fused experts in a format cannot take our kernels here, empty if they can."""
         return self._failure_of(f"experts in {format}", lambda: self._experts_error(format))
 
     def norm_failure(self) -> str:
-        """Of norms and SwiGLU between our layers."""
+        """Returns why norms and SwiGLU between our layers cannot take our kernels here, empty if they can."""
         return self._failure_of("norms and SwiGLU", self._norm_error)
 
     def attention_failure(self) -> str:
-        """Of attention over an NVFP4 cache."""
+        """Returns why attention over an NVFP4 cache cannot take our kernels here, empty if it can."""
         return self._failure_of("attention over an NVFP4 cache", self._attention_error)
 
     def _failure_of(self, part: str, error_of: Callable[[], float]) -> str:

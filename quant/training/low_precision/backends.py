@@ -54,7 +54,7 @@ class Backend:
 
 
 def choose_backend(asked: str, recipe: TrainingRecipe, parameter: torch.Tensor) -> Backend:
-    """The backend that runs a recipe on the device of a model.
+    """Returns the backend that runs a recipe on the device of a model.
 
     Args:
         asked: one of `BACKENDS`; "auto" takes the fastest that is installed and runs the recipe.
@@ -124,7 +124,7 @@ def _is_fp8_block(recipe: TrainingRecipe) -> bool:
 
 
 def _native_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | None:
-    """Why our kernels do not run a recipe where a parameter is; None where they do."""
+    """Returns why our kernels do not run a recipe where a parameter is; None where they do."""
     if not _knows("native", recipe):
         return "it has fp8_block alone"
     if fp8_block.runs_on(parameter):
@@ -133,7 +133,7 @@ def _native_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | No
 
 
 def _torchao_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | None:
-    """Why torchao does not run a recipe where a parameter is; None where it does."""
+    """Returns why torchao does not run a recipe where a parameter is; None where it does."""
     if not _knows("torchao", recipe):
         return _needs_blackwell(recipe) or f"torchao has no recipe like it; it has {', '.join(TORCHAO)}"
     if (refusal := _no_fp8(parameter)) is not None:
@@ -145,7 +145,7 @@ def _torchao_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | N
 
 
 def _te_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | None:
-    """Why Transformer Engine does not run a recipe where a parameter is; None where it does.
+    """Returns why Transformer Engine does not run a recipe where a parameter is; None where it does.
 
     The GPU decides here, before anything of Transformer Engine is called: its quantizer of MXFP8 gives unwritten memory
     on a GPU that has no MXFP8, and no error.
