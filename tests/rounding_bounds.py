@@ -32,7 +32,7 @@ def _exact(x: torch.Tensor, format: Format | None, *, powers: bool, draws: bool,
     x = x.double()
     error = torch.zeros_like(x)
     if hadamard:
-        turned = (x.unflatten(1, (-1, 16)) @ hadamard_matrix(16, x.device).double()).flatten(1)
+        turned = (x.unflatten(1, (-1, 16)) @ hadamard_matrix(x, 16).double()).flatten(1)
         spread = x.abs().unflatten(1, (-1, 16)).sum(-1, keepdim=True).expand(-1, -1, 16).flatten(1) / 4
         x, error = turned, turned.abs() * 2.0**-9 + spread * 2.0**-23  # rounded to BF16
     if format is None:

@@ -21,7 +21,6 @@ from quant.errors import UserError
 from quant.extras import require
 from quant.formats.format import FORMATS
 from quant.formats.install_command import install_command
-from quant.kernels.hardware import capability_of
 from quant.kernels.training import fp8_block
 from quant.training.low_precision.native import NativeProducts
 from quant.training.low_precision.recipe import RECIPES, TrainingRecipe
@@ -138,7 +137,7 @@ def _torchao_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | N
         return _needs_blackwell(recipe) or f"torchao has no recipe like it; it has {', '.join(TORCHAO)}"
     if (refusal := _no_fp8(parameter)) is not None:
         return refusal
-    if capability_of(parameter) < (9, 0):
+    if _capability(parameter) < (9, 0):
         gpu = torch.cuda.get_device_name(parameter.device)
         return f"{gpu} has no FP8 products with a scale for each row; an H100 has"
     return None
@@ -152,12 +151,12 @@ def _te_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | None:
     """
     if not _knows("te", recipe):
         return f"Transformer Engine has no recipe like it; it has {', '.join(TRANSFORMER_ENGINE)}"
-    if recipe.name in _OF_BLACKWELL and capability_of(parameter) < (10, 0):
+    if recipe.name in _OF_BLACKWELL and (not parameter.is_cuda or _capability(parameter) < (10, 0)):
         return _needs_blackwell(recipe)
     if (refusal := _no_fp8(parameter)) is not None:
         return refusal
     least = (9, 0) if recipe.name == "fp8_block" else (8, 9)
-    if capability_of(parameter) < least:
+    if _capability(parameter) < least:
         return f"{torch.cuda.get_device_name(parameter.device)} has no such FP8 products; an H100 has"
     return None
 
@@ -169,6 +168,10 @@ def _needs_blackwell(recipe: TrainingRecipe) -> str | None:
     if recipe.name not in _OF_BLACKWELL:
         return None
     return f"no GPU before Blackwell (compute capability 10.0) has the products of {recipe.name}"
+
+
+def _capability(parameter: torch.Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(parameter.device)
 
 
 def _no_fp8(parameter: torch.Tensor) -> str | None:
