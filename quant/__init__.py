@@ -7,6 +7,7 @@ transformers.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from typing import Any
 
@@ -88,7 +89,12 @@ __all__ = ["__version__", *_HOME]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'quant' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    if inspect.isfunction(value):
+        # Commands import the function from its module, and its messages name their options.
+        value = importlib.import_module("quant.errors").naming_parameters(value)
+    globals()[name] = value  # found there from now on
+    return value
 
 
 def __dir__() -> list[str]:

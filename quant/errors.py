@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
 
 # Control characters but tab and newline, and what reorders the text after it.
 _CONTROLS = {*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {0x09, 0x0A}
 _ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
+
+
+_OPTION = re.compile(r"--([a-z][a-z-]*)")
+_PARAMETERS = {"set": "settings", "calib": "data"}  # parameters that are not called like their option
 
 
 class UserError(ValueError):
@@ -14,6 +23,34 @@ class UserError(ValueError):
 
     The command line prints it without a traceback and ends with exit code 2.
     """
+
+
+def naming_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a public function so that its errors name its parameters, where they would name options of a command.
+
+    `--whole-groups` becomes `whole_groups=True`, and `--baseline` becomes `baseline=`. An option that is no parameter
+    of the function stays, and so do all of them while a command runs.
+    """
+    parameters = inspect.signature(function).parameters
+
+    def spelled(option: re.Match[str]) -> str:
+        name = _PARAMETERS.get(option[1], option[1].replace("-", "_"))
+        if name not in parameters:
+            return option[0]
+        return f"{name}=True" if parameters[name].default is False else f"{name}="
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except Exception as error:
+            click = sys.modules.get("click")  # loaded by every command
+            in_command = click is not None and click.get_current_context(silent=True) is not None
+            if not in_command and error.args and isinstance(error.args[0], str):
+                error.args = (_OPTION.sub(spelled, error.args[0]), *error.args[1:])
+            raise
+
+    return wrapper
 
 
 def printable(text: str) -> str:

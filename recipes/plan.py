@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
 from quant.formats.atomic import write_atomically
-from quant.formats.format import Format, get_format
+from quant.formats.format import Format, get_format, parse_format
 from quant.formats.json_files import read_json
+from quant.recipes.html_table import html_table
 from quant.recipes.json_data import check_fields, typed
 from quant.recipes.json_text import json_text
 from quant.recipes.layer_kind import LayerKind
@@ -92,7 +93,7 @@ class LayerPlan:
         transposed: whether the original parameter is stored with its input axis first.
 
     Raises:
-        ValueError: an unknown kind, or a score that is NaN or infinite.
+        ValueError: an unknown kind or format, or a score that is NaN or infinite.
     """
 
     name: str
@@ -110,7 +111,14 @@ class LayerPlan:
     transposed: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", LayerKind(self.kind))  # users write the value, such as "linear"
+        # Users write names, such as "linear" and "nvfp4", and a list where a tuple is meant.
+        object.__setattr__(self, "kind", LayerKind(self.kind))
+        object.__setattr__(self, "shape", tuple(self.shape))
+        for field_name in ("weight", "activation"):
+            try:
+                object.__setattr__(self, field_name, _format_of(getattr(self, field_name)))
+            except ValueError as error:
+                raise ValueError(f"plan layer {self.name!r}: {field_name}: {error}") from None
         if self.score is not None and not math.isfinite(self.score):
             raise ValueError(f"plan layer {self.name!r}: its score is {self.score}; leave it out, or measure it again")
 
@@ -226,6 +234,14 @@ class Plan:
     target: str | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        for name in ("kv_cache", "attention"):
+            object.__setattr__(self, name, _format_of(getattr(self, name)))
+        counts = Counter(layer.name for layer in self.layers)
+        if len(counts) != len(self.layers):
+            raise ValueError(f"plan names a layer twice: {sorted(name for name, count in counts.items() if count > 1)}")
+
     def __repr__(self) -> str:
         """One line; `by_name` and `quant inspect` have the layers."""
         counts = Counter(layer.formats for layer in self.layers)
@@ -244,9 +260,7 @@ class Plan:
             (layer.name, "×".join(map(str, layer.shape)), layer.formats, layer.solver or "", layer.reason)
             for layer in self.layers
         )
-        rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
-        head = "".join(f"<th>{name}</th>" for name in ("layer", "shape", "formats", "solver", "why"))
-        return f"<p>{html.escape(repr(self))}</p><table><tr>{head}</tr>{rows}</table>"
+        return f"<p>{html.escape(repr(self))}</p>{html_table(('layer', 'shape', 'formats', 'solver', 'why'), cells)}"
 
     @cached_property
     def by_name(self) -> dict[str, LayerPlan]:
@@ -319,9 +333,6 @@ class Plan:
         formats = {k: get_format(fields[k]) if fields.get(k) else None for k in ("kv_cache", "attention")}
         layers = tuple(LayerPlan.from_dict(layer) for layer in fields["layers"])
         plan = cls(**{**fields, **formats, "layers": layers})
-        if len(plan.by_name) != len(layers):
-            names = [layer.name for layer in layers]
-            raise ValueError(f"plan names a layer twice: {sorted({n for n in names if names.count(n) > 1})}")
         plan.check_groups()
         return plan
 
@@ -368,6 +379,15 @@ class Plan:
         # Sorted keys, so that the digest does not depend on the order of fields in a file.
         executed = {key: value for key, value in self.to_dict().items() if key != "provenance"}
         return hashlib.sha256(json_text(executed, sort_keys=True).encode()).hexdigest()
+
+
+def _format_of(value: Any) -> Format | None:
+    """Returns a format by its name or as it is; None, and the names of 16 bit, stand for none."""
+    if value is None or isinstance(value, Format):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"{reprlib.repr(value)} is no format; give one by name, such as 'nvfp4', or None for 16 bit")
+    return parse_format(value)
 
 
 _PARTS = get_type_hints(Parts)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePath
 
+from quant.recipes.html_table import html_table
 from quant.recipes.json_data import JsonData
 
 
@@ -57,6 +59,41 @@ class Evaluation(JsonData):
     interval: tuple[float, ...] | None = None
     text: str | None = None
     others: tuple[Evaluation, ...] = ()
+
+    def __repr__(self) -> str:
+        """Returns the figures of every text in one line."""
+        return f"Evaluation({'; '.join(each._in_words() for each in self.texts)})"
+
+    def _repr_html_(self) -> str:
+        """Returns a table with a row for each text, for notebooks."""
+        columns = [each._figures() for each in self.texts]
+        labels = list(dict.fromkeys(label for column in columns for label in column))
+        rows = [
+            (each.text or "", *(c.get(label, "–") for label in labels))
+            for each, c in zip(self.texts, columns, strict=True)
+        ]
+        return html_table(("text", *labels), rows)
+
+    def _in_words(self) -> str:
+        name = "" if self.text is None else f"{PurePath(self.text).name}: "
+        return name + ", ".join(f"{label} {value}" for label, value in self._figures().items())
+
+    def _figures(self) -> dict[str, str]:
+        """Returns the figures that were measured, by label."""
+        interval = "" if self.interval is None else f" (95%: {self.interval[0]:.4g} to {self.interval[1]:.4g})"
+        figures = {}
+        if self.kl is not None:
+            figures["KL"] = f"{self.kl:.4g} nats{interval}"
+        if self.cosine is not None:
+            figures["1 − cosine"] = f"{self.cosine:.4g}{interval}"
+        if self.error is not None:
+            figures["relative error"] = f"{self.error:.2%}"
+        if self.perplexity is not None:
+            before = "" if self.baseline_perplexity is None else f" (before: {self.baseline_perplexity:.4g})"
+            figures["perplexity"] = f"{self.perplexity:.4g}{before}"
+        if self.top1 is not None:
+            figures["top-1 agreement"] = f"{self.top1:.1%}"
+        return {**figures, self.unit: f"{self.tokens:,}"}
 
     @property
     def texts(self) -> tuple[Evaluation, ...]:

@@ -22,7 +22,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "te
 
 
 def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
-    """At most four lines for the terminal.
+    """Returns at most six lines for the terminal.
 
     Args:
         report: of the run.
@@ -30,17 +30,20 @@ def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
         directory: of the checkpoint that the run wrote.
     """
     lines = [] if (verdict := _verdict(report, plan)) is None else [verdict]
+    opened = f"report:   {shlex.quote(str(directory / 'report.html'))} in a browser"
     config = directory / "config.json"
     names = read_fields(config).get("architectures") or [""] if config.is_file() else [""]
     # The commands need text, and so a tokenizer: none for vision models, state dicts, or a model without its tokenizer.
     if not names[0].endswith("ForCausalLM") or not any((directory / name).is_file() for name in _TOKENIZERS):
-        return lines
+        return [*lines, opened]
+    if report.evaluation is None:
+        lines.append("the loss was not measured: give --eval FILE to a run, or use the line `measure` below")
     path, original = shlex.quote(str(directory)), shlex.quote(report.model)
     lines.append(f'try it:   quant generate {path} --prompt "The capital of France is"')
     lines.append(f"measure:  quant evaluate {path} --text FILE --baseline {original}")
     if first_problem(plan, "vllm") is None:
         lines.append(f"serve:    vllm serve {path}")
-    return lines
+    return [*lines, opened]
 
 
 def _verdict(report: Report, plan: Plan) -> str | None:
@@ -50,10 +53,13 @@ def _verdict(report: Report, plan: Plan) -> str | None:
     if worst is None or worst.kl is None or not usual or None in usual:
         return None
     limit = max(kl for kl in usual if kl is not None)
+    measured = f"KL {worst.kl:.4f}"
+    if worst.interval is not None:
+        measured += f" (95%: {worst.interval[0]:.4f} to {worst.interval[1]:.4f})"
     if worst.kl <= _LARGE * limit:
-        return f"KL {worst.kl:.4f} is no more than usual for these formats (about {limit:g} on a model of 135M)"
+        return f"{measured} is no more than usual for these formats (about {limit:g} on a model of 135M)"
     advice = ", or ".join(_advice(plan))
-    return f"KL {worst.kl:.4f} is large for these formats (about {limit:g} is usual on a model of 135M): try {advice}"
+    return f"{measured} is large for these formats (about {limit:g} is usual on a model of 135M): try {advice}"
 
 
 def _usual_kl(weight: str, activation: str | None) -> float | None:

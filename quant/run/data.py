@@ -106,21 +106,24 @@ def verification_data(job: Job, decision: Decision) -> Mapping[str, Data]:
 
 
 def announce_time(job: Job, decision: Decision) -> None:
-    """Says before anything slow starts how long a plan that works from text will take."""
+    """Says before anything slow starts how long a plan that needs text will take."""
     source, request, plan = job.source, job.request, decision.plan
     is_solved = decision.allocation is not None and decision.allocation.quantized is not None
-    if (
-        is_solved
-        or job.listener.is_silent
-        or not source.is_causal_lm
-        or not any(solver_needs_data(layer) for layer in plan.quantized)
-    ):
+    if is_solved or job.listener.is_silent or not source.is_causal_lm or not lacks_data(plan):
         return
     # Writing is sequential, one token at a time, so it may take longer than solving.
     share = written_share(request.calib, has_tokenizer=tokenizer_if_any(source) is not None)
     samples, seqlen = request.calib_samples, within_context(source, request.seqlen)
     written = round(share * samples * seqlen)
     time = expected_time(job.model, plan, job.session, rows=samples, seqlen=seqlen, written=written)
+    if not any(solver_needs_data(layer) for layer in plan.quantized):
+        # Static input scales, and those of the KV cache, need text too.
+        if written:
+            job.listener.message(
+                f"the model writes {written:,} tokens of calibration text, which will take about "
+                f"{in_words(time.writing)}; --calib FILE spares that"
+            )
+        return
     solvers = " and ".join(dict.fromkeys(layer.solver for layer in plan.quantized))
     writing = f"{in_words(time.writing)} to write text, " if written else ""
     job.listener.message(

@@ -215,7 +215,7 @@ def test_blocks_of_merged_matrices_must_not_straddle() -> None:
     assert "out = 64 is not a multiple of 128" in found[0].what
     ragged = {m.name for m in plan.quantized if m.shape[-2] % 128}
     found = validate(plan, None, get_target("vllm-modelopt"))
-    assert set(where(found)) == ragged and len(ragged) > 2 and "which vllm-modelopt wants" in found[0].what
+    assert set(where(found)) == ragged and len(ragged) > 2 and "which vllm-modelopt requires" in found[0].what
 
 
 def test_vllm_knows_four_formats_in_a_mixed_modelopt_checkpoint() -> None:

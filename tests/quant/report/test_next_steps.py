@@ -29,14 +29,17 @@ def verdict(rich: tuple[Report, Plan], kl: float, directory: Path, solver: str =
     layers = (replace(layer, solver=solver, activation=activation) for layer in plan.quantized)
     plan = plan.replace_layers(layers)
     results = [replace(r, activation=inputs or None) if r.format else r for r in report.layers]
-    return next_steps(replace(report, layers=results, evaluation=Evaluation(9.0, kl, 0.9, 8, 1.0)), plan, directory)
+    evaluation = Evaluation(9.0, kl, 0.9, 8, 1.0, interval=(kl / 2, 2 * kl))
+    *lines, opened = next_steps(replace(report, layers=results, evaluation=evaluation), plan, directory)
+    assert opened == f"report:   {directory}/report.html in a browser"
+    return lines
 
 
 def test_a_large_loss_has_advice_and_a_usual_one_none(make_report: Make, tmp_path: Path) -> None:
     four = make_report(4, ("nvfp4",))
     (line,) = verdict(four, 0.3, tmp_path)
     assert (
-        line.startswith("KL 0.3000 is large")
+        line.startswith("KL 0.3000 (95%: 0.1500 to 0.6000) is large")
         and "--effort 2" in line
         and f"--bits {four[1].effective_bits + 0.5:.1f}" in line
     )
@@ -49,7 +52,7 @@ def test_a_large_loss_has_advice_and_a_usual_one_none(make_report: Make, tmp_pat
     assert "no more than usual" in verdict(four, 0.2, tmp_path, "gptq", "nvfp4")[0]
     assert "no more than usual" in verdict(four, 0.1, tmp_path, "gptq")[0]
     assert "is large" in verdict(make_report(4, ("fp8_channel",)), 0.1, tmp_path, "gptq", "fp8_token")[0]
-    assert next_steps(replace(four[0], evaluation=None), four[1], tmp_path) == []
+    assert next_steps(replace(four[0], evaluation=None), four[1], tmp_path)[:-1] == []
 
 
 @pytest.mark.parametrize(("preset", "served"), [("nvfp4a16", True), ("mxfp6a16", False)])
@@ -58,8 +61,9 @@ def test_the_command_ends_with_lines_that_work(tmp_path: Path, preset: str, serv
     command = ["quantize", str(BASE), "--format", preset, "--effort", "0", "--out", str(out)]
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 0, result.output
-    lines = [line for line in result.stderr.splitlines() if re.match(r"KL|try it:|measure:|serve:", line)]
-    assert len(lines) == 2 + served and f"quant generate '{out}'" in lines[0] and f"--baseline {BASE}" in lines[1]
+    lines = [line for line in result.stderr.splitlines() if re.match(r"KL|the loss|try it:|measure:|serve:", line)]
+    assert len(lines) == 3 + served and lines[0].startswith("the loss was not measured: give --eval FILE")
+    assert f"quant generate '{out}'" in lines[1] and f"--baseline {BASE}" in lines[2]
     assert lines[-1].startswith("serve:") == served
     shown = CliRunner().invoke(main, ["generate", str(out), "--prompt", "The capital of France is", "--json"])
     assert shown.exit_code == 0, shown.output
@@ -67,4 +71,4 @@ def test_the_command_ends_with_lines_that_work(tmp_path: Path, preset: str, serv
     for file in out.glob("tokenizer*"):
         file.unlink()
     report, plan = Report.from_dict(json.loads((out / "report.json").read_text())), Plan.load(out / "plan.json")
-    assert next_steps(report, plan, out) == []
+    assert next_steps(report, plan, out) == [f"report:   '{out}/report.html' in a browser"]
