@@ -20,6 +20,7 @@ from quant.cli.base import (
     model_options,
     print_json,
 )
+from quant.cli.terminal.completion import MODELS
 from quant.cli.terminal.console import bar, listener, page
 from quant.cli.terminal.tables import fitting, print_table
 from quant.errors import UserError
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @click.command("evaluate", cls=Command)
-@click.argument("model")
+@click.argument("model", shell_complete=MODELS)
 @click.option(
     "--text", "texts", multiple=True, type=click.Path(path_type=Path),
     help="Text, or token ids in safetensors. Repeatable: figures stand side by side.",
@@ -42,7 +43,11 @@ if TYPE_CHECKING:
     "--data", multiple=True, metavar="SOURCE",
     help="In place of a text: images/, sounds/, hf:NAME or named inputs, as for `quantize --calib`. Repeatable.",
 )  # fmt: skip
-@click.option("--baseline", help="Model to compare with; gives KL, top-1 agreement, cosine and relative error.")
+@click.option(
+    "--baseline",
+    shell_complete=MODELS,
+    help="Model to compare with; gives KL, top-1 agreement, cosine and relative error.",
+)
 @click.option("--samples", default=16, show_default=True, help="Rows of each text; images or sounds.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @click.option("--batch-size", default=1, show_default=True, help="Rows per forward pass.")

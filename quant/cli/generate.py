@@ -24,6 +24,7 @@ from quant.cli.base import (
     echo,
     print_json,
 )
+from quant.cli.terminal.completion import MODELS
 from quant.cli.terminal.console import listener, status
 from quant.cli.terminal.tables import print_table
 from quant.errors import UserError
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @click.command("generate", cls=Command)
-@click.argument("model")
+@click.argument("model", shell_complete=MODELS)
 @click.option("--prompt", "prompts", required=True, multiple=True, help="Text to continue. Repeatable with --engine.")
 @click.option("--max-new-tokens", default=64, show_default=True, help="Maximum number of tokens to add.")
 @DEVICE

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from quant.cli.base import JSON, REVISION, TRUST, Command, echo, print_json
+from quant.cli.terminal.completion import MODELS
 from quant.cli.terminal.tables import print_plan, print_table
 from quant.errors import UserError
 from quant.export.checkpoint.directory import check_apart
@@ -29,7 +30,7 @@ _SOLVER_NOTE = (
 
 
 @click.command("inspect", cls=Command)
-@click.argument("directory")
+@click.argument("directory", shell_complete=MODELS)
 @TRUST
 @REVISION
 @JSON

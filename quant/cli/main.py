@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 COMMANDS = {
     "quantize": ("quant.cli.quantize:quantize_command", "Quantize a model and write a checkpoint."),
@@ -62,6 +63,13 @@ class LazyGroup(click.Group):
         # The table repeats names, and this notices when the two disagree.
         assert isinstance(command, click.Command) and command.name == cmd_name
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Completes the names of commands from the table; click would import every command for its summary."""
+        names = [name for name in self.lazy if name.startswith(incomplete)]
+        return [CompletionItem(name, help=self.lazy[name][1]) for name in names] or super().shell_complete(
+            ctx, incomplete
+        )
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the list of `--help` from the table."""

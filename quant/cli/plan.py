@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from quant.cli.base import JSON, Toolbox, echo, model_options, print_json
+from quant.cli.terminal.completion import MODELS, RUNTIMES
 from quant.cli.terminal.console import page
 from quant.cli.terminal.tables import print_plan, print_table
 from quant.errors import UserError, counted, megabytes
@@ -117,10 +118,11 @@ def edit_command(
 
 @plan_group.command("validate")
 @_PLAN
-@click.option("--model", help="Model that the plan is for; only its shapes are read.")
+@click.option("--model", shell_complete=MODELS, help="Model that the plan is for; only its shapes are read.")
 @click.option(
     "--target",
     "target_name",
+    shell_complete=RUNTIMES,
     metavar="RUNTIME",
     help="vllm, sglang, … (`quant plan targets` lists them).  [default: the plan's]",
 )

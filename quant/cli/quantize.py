@@ -10,6 +10,16 @@ import click
 
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_line, model_options, print_json
+from quant.cli.terminal.completion import (
+    FORMAT_NAMES,
+    MODELS,
+    OBSERVERS,
+    PRESET_LIST,
+    PRESETS,
+    RUNTIMES,
+    SOLVERS,
+    SOURCES,
+)
 from quant.cli.terminal.console import CONSOLE, listener
 from quant.cli.terminal.tables import print_plan
 from quant.extras import importing
@@ -52,11 +62,16 @@ def _help_all(context: click.Context, _: click.Parameter, asked: bool) -> None:
 
 
 @click.command("quantize", cls=QuantizeCommand)
-@click.argument("model")
-@click.option("--format", "recipe", help="Preset: nvfp4, nvfp4a16, mxfp8, fp8, … (`quant formats` lists them).")
+@click.argument("model", shell_complete=MODELS)
+@click.option(
+    "--format",
+    "recipe",
+    shell_complete=PRESETS,
+    help="Preset: nvfp4, nvfp4a16, mxfp8, fp8, … (`quant formats` lists them).",
+)
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe file (TOML).")
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Plan file, which you may have edited.")
-@click.option("--solver", help="Method that rounds weights; replaces the recipe's.")
+@click.option("--solver", shell_complete=SOLVERS, help="Method that rounds weights; replaces the recipe's.")
 @click.option(
     "--effort",
     type=click.IntRange(0, 3),
@@ -69,9 +84,13 @@ def _help_all(context: click.Context, _: click.Parameter, asked: bool) -> None:
     metavar="'LIMIT FORMAT …'",
     help="A layer with a relative output error above LIMIT gets the next format: '0.1 fp8 keep'.",
 )
-@click.option("--observer", help="Method that sets static activation scales: absmax, percentile, mse or entropy.")
-@click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8.")
-@click.option("--attention", metavar="FORMAT", help="Format of attention's operands: fp8.")
+@click.option(
+    "--observer",
+    shell_complete=OBSERVERS,
+    help="Method that sets static activation scales: absmax, percentile, mse or entropy.",
+)
+@click.option("--kv-cache", shell_complete=FORMAT_NAMES, metavar="FORMAT", help="Format of the KV cache: fp8.")
+@click.option("--attention", shell_complete=FORMAT_NAMES, metavar="FORMAT", help="Format of attention's operands: fp8.")
 @click.option(
     "--include",
     multiple=True,
@@ -79,7 +98,12 @@ def _help_all(context: click.Context, _: click.Parameter, asked: bool) -> None:
     help="Quantize only layers that match; 'mtp.*' adds prediction heads. Repeatable.",
 )
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Keep matching layers in 16 bit. Repeatable.")
-@click.option("--lm-head", metavar="FORMAT", help="Format of the output head, its inputs in 16 bit.  [default: 16 bit]")
+@click.option(
+    "--lm-head",
+    shell_complete=FORMAT_NAMES,
+    metavar="FORMAT",
+    help="Format of the output head, its inputs in 16 bit.  [default: 16 bit]",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Directory for the checkpoint, the plan and the report.")
 @click.option("--overwrite", is_flag=True, help="Replace the contents of --out.")
 @click.option("--allow-missing", is_flag=True, help="Write --out even if transformers would miss or ignore tensors.")
@@ -87,6 +111,7 @@ def _help_all(context: click.Context, _: click.Parameter, asked: bool) -> None:
 @click.option("--restart", is_flag=True, help="Delete what an unfinished run to --out left, and begin anew.")
 @click.option(
     "--calib",
+    shell_complete=SOURCES,
     multiple=True,
     metavar="SOURCE",
     help="Calibration data: a file of text, rows or token ids, hf:DATASET, a folder of images or sounds, self, mix, or "
@@ -103,6 +128,7 @@ def _help_all(context: click.Context, _: click.Parameter, asked: bool) -> None:
 @click.option(
     "--eval",
     "eval_texts",
+    shell_complete=SOURCES,
     multiple=True,
     metavar="SOURCE",
     help="Evaluation text or other inputs, as for --calib. Repeatable: text of another kind shows what carries over.",
@@ -125,12 +151,14 @@ def _help_all(context: click.Context, _: click.Parameter, asked: bool) -> None:
 @click.option("--max-ppl-increase", metavar="PERCENT", help="The same for perplexity, such as 1%.")
 @click.option(
     "--target",
+    shell_complete=RUNTIMES,
     multiple=True,
     metavar="NAME",
     help="Runtime, whose formats are offered, or GPU, for --latency: vllm, h100, FILE.json. Repeatable.",
 )
 @click.option(
     "--formats",
+    shell_complete=PRESET_LIST,
     metavar="LIST",
     help="Formats to choose from, besides 16 bit; +lowrank:RANK after one adds a branch in 16 bit.  "
     "[default: nvfp4,fp8]",

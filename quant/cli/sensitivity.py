@@ -11,6 +11,7 @@ import click
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, model_options, print_json
+from quant.cli.terminal.completion import MODELS, PRESET_LIST, SOLVERS, SOURCES
 from quant.cli.terminal.console import listener
 from quant.cli.terminal.tables import print_table
 from quant.export.checkpoint.directory import check_apart
@@ -23,8 +24,14 @@ if TYPE_CHECKING:
 
 
 @click.command("sensitivity", cls=Command)
-@click.argument("model")
-@click.option("--formats", default="nvfp4,mxfp8,fp8", show_default=True, help="Presets, PRESETa16, or WEIGHT@INPUT.")
+@click.argument("model", shell_complete=MODELS)
+@click.option(
+    "--formats",
+    shell_complete=PRESET_LIST,
+    default="nvfp4,mxfp8,fp8",
+    show_default=True,
+    help="Presets, PRESETa16, or WEIGHT@INPUT.",
+)
 @click.option(
     "--method",
     type=click.Choice(METHODS),
@@ -33,12 +40,24 @@ if TYPE_CHECKING:
     help="fisher: one backward pass; kl: measured for each group; output: relative error of each layer's output.",
 )
 @click.option("--out", type=click.Path(path_type=Path), help="File for the table; an interrupted run continues it.")
-@click.option("--calib", multiple=True, metavar="SOURCE", help="Calibration data, as for `quantize`.  [default: mix]")
+@click.option(
+    "--calib",
+    shell_complete=SOURCES,
+    multiple=True,
+    metavar="SOURCE",
+    help="Calibration data, as for `quantize`.  [default: mix]",
+)
 @click.option(
     "--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Rows of text; 2 are enough for kl."
 )
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
-@click.option("--solver", default="rtn", show_default=True, help="Method that rounds the weights to be scored.")
+@click.option(
+    "--solver",
+    shell_complete=SOLVERS,
+    default="rtn",
+    show_default=True,
+    help="Method that rounds the weights to be scored.",
+)
 @click.option("--include", multiple=True, metavar="GLOB", help="Score only layers that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out layers that match. Repeatable.")
 @SEED
