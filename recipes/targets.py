@@ -168,7 +168,7 @@ _FP8 = (
 )
 _INT4 = ("int4", "int4_g64", "int4_g32")
 _HOPPER = "from SM100; on Hopper inputs stay in 16 bit (Marlin)"
-_HUMMING = "by the package humming, or by our plug-in on Hopper"
+_HUMMING = "stops without the package humming, or our plug-in on Hopper"
 _MODELOPT = "model_executor/layers/quantization/modelopt.py"
 _QUANT_ALGOS, _MIXED, _BLOCKS = "QUANT_ALGOS", "ModelOptMixedPrecisionConfig", "ModelOptFp8PbWoLinearMethod"
 _SGLANG = "srt/layers/quantization/compressed_tensors/compressed_tensors.py, _get_scheme_from_parts"

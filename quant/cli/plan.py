@@ -230,8 +230,10 @@ def _print_problems(plan: Plan, problems: list[Problem], model: str | None, targ
     out = page()
     against = " and ".join(filter(None, (f"model {model}" if model else "", f"target {target}" if target else "")))
     if not problems:
-        out.print(f"{counted(len(plan.layers), 'layer')}, no problem{f' with {against}' if against else ''}")
-        for note, count in _hardware_notes(plan, target).items():
+        notes = _hardware_notes(plan, target)
+        conditions = " under these conditions:" if notes else ""
+        out.print(f"{counted(len(plan.layers), 'layer')}, no problem{f' with {against}' if against else ''}{conditions}")
+        for note, count in notes.items():
             out.print(f"{counted(count, 'layer')} in {note}")
         if not against:
             out.print("checked by itself alone; pass --model and --target to check it against them")
