@@ -231,8 +231,8 @@ def _print_problems(plan: Plan, problems: list[Problem], model: str | None, targ
     against = " and ".join(filter(None, (f"model {model}" if model else "", f"target {target}" if target else "")))
     if not problems:
         notes = _hardware_notes(plan, target)
-        conditions = " under these conditions:" if notes else ""
-        out.print(f"{counted(len(plan.layers), 'layer')}, no problem{f' with {against}' if against else ''}{conditions}")
+        conditions = (f" with {against}" if against else "") + (" under these conditions:" if notes else "")
+        out.print(f"{counted(len(plan.layers), 'layer')}, no problem{conditions}")
         for note, count in notes.items():
             out.print(f"{counted(count, 'layer')} in {note}")
         if not against:
