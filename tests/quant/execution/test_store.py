@@ -457,7 +457,7 @@ def test_fifty_kills_at_random_moments(
     [
         (None, "expected an object"),
         ({"bytes": "7", "sha256": "", "moved": []}, "bytes"),
-        ({"bytes": 7, "sha256": "", "moved": ["../model/00001.safetensors"]}, "no file of a step"),
+        ({"bytes": 7, "sha256": "", "moved": ["../model/00001.safetensors"]}, "not a file of a step"),
     ],
 )
 def test_a_forged_note_about_a_file_of_the_checkpoint_is_refused(record: Any, problem: str, tmp_path: Path) -> None:
