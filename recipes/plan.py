@@ -29,8 +29,8 @@ from typing import Any, TypedDict, get_type_hints
 
 from quant.formats.atomic import write_atomically
 from quant.formats.format import Format, get_format, parse_format
+from quant.formats.html_table import html_table
 from quant.formats.json_files import read_json
-from quant.recipes.html_table import html_table
 from quant.recipes.json_data import check_fields, typed
 from quant.recipes.json_text import json_text
 from quant.recipes.layer_kind import LayerKind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from quant.recipes.html_table import html_table
+from quant.formats.html_table import html_table
 from quant.recipes.json_data import JsonData
 
 

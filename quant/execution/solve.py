@@ -40,12 +40,12 @@ from quant.execution.solve_blocks import Rounded, solve_blocks
 from quant.execution.solve_weights import solve_weights
 from quant.export.checkpoint.names import stored_names
 from quant.export.checkpoint.write import plan_of_model
+from quant.formats.html_table import html_table
 from quant.models.stored_weights import read_stored, stored_in
 from quant.plan.head_plan import scale_donors, split_heads
 from quant.plan.make import without_data
 from quant.plan.prediction_heads import head_layers
 from quant.recipes.guard import Guard
-from quant.recipes.html_table import html_table
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan
 
