@@ -129,7 +129,12 @@ def test_decoders_that_one_graph_cannot_serve(build: Any, capacity: int, words: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "operator"), [("native", "TRT_QuantizedAttention"), ("plugin", "QuantFp8Attention"), ("none", "Attention")]
+    ("kind", "operator"),
+    [
+        ("native", "TRT_QuantizedAttention"),
+        ("plugin", "QuantFp8Attention"),
+        pytest.param("none", "Attention", marks=pytest.mark.slow),
+    ],
 )
 def test_fp8_attention(tmp_path: Path, kind: str, operator: str) -> None:
     model = llama(torch.float16)

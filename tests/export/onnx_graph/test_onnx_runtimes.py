@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow_cases import quick_cases
 from torch import nn
 
 import quant
@@ -18,18 +19,22 @@ from quant.export.onnx_graph.decoder import GraphInput
 from quant.export.onnx_graph.export import export_onnx
 from quant.export.onnx_graph.runtimes import loaded, onnxruntime_problem
 
+FORMATS = [
+    ("16bit", "16bit"),
+    ("int4", "16bit"),
+    ("fp8", "fp8"),
+    ("fp8_channel", "fp8_token"),
+    ("int8", "16bit"),
+    ("nvfp4", "16bit"),
+]
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+
 @pytest.mark.parametrize(
-    ("weight", "inputs"),
-    [
-        ("16bit", "16bit"),
-        ("int4", "16bit"),
-        ("fp8", "fp8"),
-        ("fp8_channel", "fp8_token"),
-        ("int8", "16bit"),
-        ("nvfp4", "16bit"),
-    ],
+    ("weight", "inputs", "dtype"),
+    quick_cases(
+        [(*formats, dtype) for formats in FORMATS for dtype in (torch.float32, torch.float16, torch.bfloat16)],
+        lambda weight, inputs, dtype: dtype is torch.float32 or weight in ("16bit", "nvfp4"),
+    ),
 )
 def test_a_file_that_onnxruntime_does_not_load_is_told(
     weight: str, inputs: str, dtype: torch.dtype, tmp_path: Path
