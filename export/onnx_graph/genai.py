@@ -32,11 +32,11 @@ from quant.recipes.json_text import json_text
 CONFIG_FILE = "genai_config.json"
 _MASK, _POSITIONS = "attention_mask", "position_ids"
 _PAST, _PRESENT = "past_key_values.{}.{}", "present.{}.{}"
-# Files of a checkpoint that its tokenizer is made of.
-_TOKENIZER = (
+TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
+"""Files of a checkpoint that its tokenizer is made of."""
 _SAMPLING = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}
 """Fields of a generation config that the library has too, and transformers' defaults."""
 
@@ -121,7 +121,7 @@ def write_genai_files(model: Any, source: Path, folder: Path) -> None:
     """
     if not (source / "tokenizer.json").is_file():
         raise ValueError(f"{source}: onnxruntime-genai needs tokenizer.json, which is not there")
-    for name in _TOKENIZER:
+    for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     write_atomically(folder / CONFIG_FILE, json_text(genai_config(model), indent=1) + "\n")

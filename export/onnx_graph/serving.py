@@ -90,11 +90,13 @@ class CachedAttention(Attention):
 
     def positions(self) -> torch.Tensor:
         """Returns the positions of the new tokens, `[batch, sequence]`."""
-        return self.inputs[LENGTHS][:, None] + torch.arange(self.inputs[IDS].shape[1])[None]
+        lengths = self.inputs[LENGTHS]
+        return lengths[:, None] + torch.arange(self.inputs[IDS].shape[1], device=lengths.device)[None]
 
     def visible(self, tokens: int, window: int | None) -> torch.Tensor:
         """Returns which of the cache's `tokens` each query sees, `[batch, sequence, tokens]`."""
-        columns, positions = torch.arange(tokens)[None, None], self.positions()[:, :, None]
+        positions = self.positions()[:, :, None]
+        columns = torch.arange(tokens, device=positions.device)[None, None]
         seen = columns <= positions
         return seen if window is None else seen & (columns > positions - window)
 
@@ -141,24 +143,44 @@ def serving_program(
     check_decoder(model, capacity)
     names = {module: name for name, module in model.named_modules()}
     function = CachedAttention(names, kind=kind, scales=scales)
-    row = {
-        LENGTHS: GraphInput(torch.tensor([3, 2]), ("batch",)),
-        LAST: GraphInput(torch.tensor([4, 3]), ("batch",)),
-    }
-    inputs = {IDS: GraphInput(torch.zeros(2, 5, dtype=torch.long), ("batch", "sequence")), **row}
     with attending(model, function, masked=False):
         caches = cache_shapes(model, function)
-        past = {
-            name: GraphInput(torch.zeros(2, heads, capacity, dim, dtype=dtype), ("batch", heads, capacity, dim))
-            for name, (heads, dim, dtype) in zip(cache_names("past", len(caches) // 2), caches, strict=True)
-        }
-        arguments = ({name: x.example for name, x in inputs.items()}, [x.example for x in past.values()])
-        graph = ServingGraph(model, function)
-        exported = trace(graph, arguments, {**inputs, **past}, shapes, split=len(inputs), longest=capacity)
+        inputs, past = serving_inputs(caches, capacity)
+        exported = trace_serving(ServingGraph(model, function), inputs, past, shapes, capacity)
     outputs = [LOGITS, *cache_names("new", len(caches) // 2)]
     program = translate(exported, {**inputs, **past}, outputs, MODEL_PREFIX, opset=SERVING_OPSET)
     program.metadata_props[CAPACITY_KEY] = str(capacity)
     return program
+
+
+def serving_inputs(
+    caches: Sequence[tuple[int, int, torch.dtype]], capacity: int, device: torch.device | str = "cpu"
+) -> tuple[dict[str, GraphInput], dict[str, GraphInput]]:
+    """Examples of a step's tokens and of the KV cache, by the names of the graph's inputs."""
+    inputs = {
+        IDS: GraphInput(torch.zeros(2, 5, dtype=torch.long, device=device), ("batch", "sequence")),
+        LENGTHS: GraphInput(torch.tensor([3, 2], device=device), ("batch",)),
+        LAST: GraphInput(torch.tensor([4, 3], device=device), ("batch",)),
+    }
+    past = {
+        name: GraphInput(
+            torch.zeros(2, heads, capacity, dim, dtype=dtype, device=device), ("batch", heads, capacity, dim)
+        )
+        for name, (heads, dim, dtype) in zip(cache_names("past", len(caches) // 2), caches, strict=True)
+    }
+    return inputs, past
+
+
+def trace_serving(
+    graph: nn.Module,
+    inputs: Mapping[str, GraphInput],
+    past: Mapping[str, GraphInput],
+    shapes: str | Sequence[str] | None,
+    capacity: int,
+) -> torch.export.ExportedProgram:
+    """A module with the arguments of `ServingGraph`, as a graph over any rows and steps of up to `capacity` tokens."""
+    arguments = ({name: x.example for name, x in inputs.items()}, [x.example for x in past.values()])
+    return trace(graph, arguments, {**inputs, **past}, shapes, split=len(inputs), longest=capacity)
 
 
 def check_decoder(model: nn.Module, capacity: int | None) -> None:
@@ -194,7 +216,8 @@ def cache_shapes(model: nn.Module, function: CachedAttention) -> list[tuple[int,
 
     function.begin({}, [])
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        model(input_ids=torch.zeros(2, 5, dtype=torch.long), use_cache=False)
+        device = next(model.parameters()).device
+        model(input_ids=torch.zeros(2, 5, dtype=torch.long, device=device), use_cache=False)
     shapes = [(x.shape[1], x.shape[3], x.dtype) for x in function.new]
     config: Any = text_config(model.config)
     blocks = getattr(config, "num_hidden_layers", None)
@@ -215,7 +238,7 @@ def last_token_only(model: Any, last: torch.Tensor) -> Iterator[None]:
 
     def chosen(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         (hidden,) = args  # [batch, sequence, width]
-        rows = torch.arange(hidden.shape[0]) * hidden.shape[1] + last
+        rows = torch.arange(hidden.shape[0], device=last.device) * hidden.shape[1] + last
         return (hidden.flatten(0, 1).index_select(0, rows)[:, None],)
 
     hook = model.get_output_embeddings().register_forward_pre_hook(chosen)

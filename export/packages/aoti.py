@@ -46,7 +46,7 @@ from quant.kernels.linear.ops import LINEAR, LinearCall
 from quant.kernels.linear.quantized_module import restore_layout
 
 _ATTENTION = "quant::fp8_attention"
-_EXPORTED_ATTENTION = "quant::onnx_attention"
+EXPORTED_ATTENTION = "quant::onnx_attention"
 
 Dims = Mapping[str, Mapping[int, str]]
 
@@ -79,23 +79,41 @@ def export_aoti(
         ValueError: there is no such device, the name is wrong, the model does not export, or the C++ compiler cannot
             make a library that torch loads; nothing is written.
     """
-    path = Path(path)
+    path, device = Path(path), find_device(path, device)
+    examples = {name: x.to(device) for name, x in inputs.items()}
+    program = lowered(model.to(device), examples, dims=dims, ranges=ranges, attention_scales=attention_scales)
+    return compile_package(program, path, device, options or {})
+
+
+def find_device(path: Path, device: torch.device | str | None) -> torch.device:
+    """The device that the package `path` is compiled for; ValueError if it is missing, or if the name is wrong."""
     if path.suffix != ".pt2":
         raise ValueError(f"{path}: an AOTInductor package ends in .pt2")
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{path}: no CUDA device here; a package for a GPU is made on that GPU, or pass device='cpu'")
-    examples = {name: x.to(device) for name, x in inputs.items()}
-    program = lowered(model.to(device), examples, dims=dims, ranges=ranges, attention_scales=attention_scales)
+    return device
+
+
+def compile_package(
+    program: torch.export.ExportedProgram,
+    path: Path,
+    device: torch.device,
+    options: Mapping[str, Any],
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Compiles a lowered graph into the package `path`; arguments and errors are as for `export_aoti`.
+
+    `metadata` lies in the package as JSON, next to Inductor's own entries on the device.
+    """
+    settings = {**_settings(on_gpu=device.type == "cuda"), **options, "aot_inductor.metadata": dict(metadata or {})}
     with (
         temporary_directory(path) as folder,
-        _replaced_ops({_ATTENTION: partial(run_fp8_attention, in_graph=True)}),
+        replaced_ops({_ATTENTION: partial(run_fp8_attention, in_graph=True)}),
     ):
         try:
             package = torch._inductor.aoti_compile_and_package(
-                program,
-                package_path=str(Path(folder, path.name)),
-                inductor_configs={**_settings(on_gpu=device.type == "cuda"), **(options or {})},
+                program, package_path=str(Path(folder, path.name)), inductor_configs=settings
             )
         except RuntimeError as error:
             text = " ".join(str(error).split())
@@ -119,11 +137,9 @@ def lowered(
 
     Arguments are as for `export_aoti`.
     """
-    _warm_tables()
-    with _scales_as_matrices(model):
-        bodies: dict[str, Callable[..., torch.Tensor]] = {LINEAR: _linear, CONV: _conv}
-        program = traced(model, inputs, bodies, dims=dims, ranges=ranges, attention_scales=attention_scales)
-    _share_input_scales(program)
+    with scales_as_matrices(model):
+        program = traced(model, inputs, BODIES, dims=dims, ranges=ranges, attention_scales=attention_scales)
+    share_input_scales(program)
     return program
 
 
@@ -154,9 +170,17 @@ def traced(
         except (torch._dynamo.exc.UserError, RuntimeError) as error:
             text = " ".join(str(error).split())
             raise ValueError(f"{type(model).__name__} does not export: {text[:400]}") from error
-        with _replaced_ops({**bodies, _EXPORTED_ATTENTION: _exported_attention}):
-            decomposed: torch.export.ExportedProgram = program.run_decompositions({})
-    return decomposed
+        return decomposed(program, {**bodies, EXPORTED_ATTENTION: _exported_attention})
+
+
+def decomposed(
+    program: torch.export.ExportedProgram, bodies: Mapping[str, Callable[..., torch.Tensor]]
+) -> torch.export.ExportedProgram:
+    """The graph in PyTorch's own ops: each op named in `bodies` becomes the ops of its body."""
+    _warm_tables()
+    with replaced_ops(bodies):
+        lowered_program: torch.export.ExportedProgram = program.run_decompositions({})
+    return lowered_program
 
 
 def load_aoti(path: str | Path) -> Callable[..., Any]:
@@ -194,7 +218,7 @@ def _settings(*, on_gpu: bool) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _scales_as_matrices(model: nn.Module) -> Iterator[None]:
+def scales_as_matrices(model: nn.Module) -> Iterator[None]:
     """While open, static input scales are `[1, 1]`: Inductor turns scalars into code, and `_scaled_mm` reads memory."""
     modules = [m for m in model.modules() if isinstance(m, QuantLinear | QuantConv) and m.input_scale is not None]
     scales = [module.input_scale for module in modules]
@@ -208,7 +232,7 @@ def _scales_as_matrices(model: nn.Module) -> Iterator[None]:
             module.input_scale = scale
 
 
-def _share_input_scales(program: torch.export.ExportedProgram) -> None:
+def share_input_scales(program: torch.export.ExportedProgram) -> None:
     """Layers whose static input scales are equal read the first one's, so that a common input is rounded once."""
     # Buffers are placeholders of the exported graph; their values are in its state dict.
     names = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs if spec.target is not None}
@@ -242,6 +266,10 @@ def _conv(*arguments: Any) -> torch.Tensor:
     dense = conv_parameter(dequantize_in_graph(weight, x.dtype), call.codes.shape, call.groups, call.transposed)
     window = (call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups)
     return torch.convolution(x, dense, call.bias, *window)
+
+
+BODIES: dict[str, Callable[..., torch.Tensor]] = {LINEAR: _linear, CONV: _conv}
+"""The bodies of quantized layers, by the names of their ops."""
 
 
 def dequantize_in_graph(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -344,7 +372,7 @@ def _exported_attention(
 
 
 @contextlib.contextmanager
-def _replaced_ops(bodies: Mapping[str, Callable[..., torch.Tensor]]) -> Iterator[None]:
+def replaced_ops(bodies: Mapping[str, Callable[..., torch.Tensor]]) -> Iterator[None]:
     """While open, tracing replaces each op of these names by the ops of its body.
 
     A rule for `FunctionalTensorMode` runs before the op is recorded, and Inductor compiles the ops of the body.

@@ -1,4 +1,6 @@
-"""`publish` puts an engine into a model repository for Triton Inference Server.
+"""`publish` puts an engine of one forward pass into a model repository for Triton Inference Server.
+
+Decoders, which generate text, are published by `triton_decoder`.
 
     REPOSITORY/
       NAME/config.pbtxt     the tensors with the engine's names, types and shapes, and which versions are served
@@ -31,7 +33,8 @@ from quant.recipes.json_text import json_text
 
 CONFIG_FILE, RECEIPT_FILE, SERVE_FILE = "config.pbtxt", "receipt.json", "serve.md"
 ENGINE_FILES = {"tensorrt": "model.plan", "tensorrt_rtx": "model.engine"}
-_SERVED = 2  # versions at a time
+SERVED = 2
+"""Versions of a model that the server serves at a time."""
 # Types of tensors in config.pbtxt, by their names in ONNX.
 _TYPES = {
     "FLOAT": "TYPE_FP32",
@@ -82,8 +85,28 @@ def publish(
         ValueError: a tensor that the server has no type for, or an earlier version has other tensors. Nothing is
             written.
     """
-    repository = Path(repository)
+    backend = built_by(receipt)
+
+    def fill(folder: Path) -> None:
+        shutil.move(engine, folder / ENGINE_FILES[backend])
+        if backend == "tensorrt_rtx":
+            shutil.copyfile(Path(__file__).with_name("triton_model.py"), folder / "model.py")
+        write_atomically(folder / RECEIPT_FILE, json_text(receipt, indent=1) + "\n")
+
     config = model_config(name, onnx_path, receipt)
+    return publish_version(Path(repository), name, config, fill, guide, overwrite=overwrite)
+
+
+def publish_version(
+    repository: Path,
+    name: str,
+    config: str,
+    fill: Callable[[Path], None],
+    guide: Callable[[Bundle], str],
+    *,
+    overwrite: bool,
+) -> Bundle:
+    """Adds a version to a model repository; `fill` writes its files into a folder. Otherwise as `publish`."""
     checked = check_config(config)
     home = repository / name
     versions = [int(folder.name) for folder in home.glob("[0-9]*") if folder.is_dir()] if not overwrite else []
@@ -96,11 +119,7 @@ def publish(
     with temporary_directory(repository) as temporary:
         folder = temporary / name / str(bundle.version)
         folder.mkdir(parents=True)
-        backend = built_by(receipt)
-        shutil.move(engine, folder / ENGINE_FILES[backend])
-        if backend == "tensorrt_rtx":
-            shutil.copyfile(Path(__file__).with_name("triton_model.py"), folder / "model.py")
-        write_atomically(folder / RECEIPT_FILE, json_text(receipt, indent=1) + "\n")
+        fill(folder)
         write_atomically(temporary / name / CONFIG_FILE, config)
         write_atomically(temporary / SERVE_FILE, guide(bundle))
         # The repository, or the model in it, or the version appears by one rename.
@@ -155,7 +174,7 @@ def model_config(name: str, onnx_path: str | Path, receipt: Mapping[str, Any]) -
         f"max_batch_size: {largest}",
         *tensors("input", inputs),
         *tensors("output", outputs),
-        f"version_policy {{ latest {{ num_versions: {_SERVED} }} }}",
+        f"version_policy {{ latest {{ num_versions: {SERVED} }} }}",
         f"instance_group {{ count: 1 kind: KIND_GPU{which} }}",
         *batching,
         *(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.export.checkpoint.compressed_tensors import runtime_warnings
+from quant.export.packages.triton_decoder import END_TOKENS
 from quant.export.packages.triton_server import Bundle, built_by
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.targets import Pair, Target, get_target
@@ -30,7 +31,8 @@ def serving_text(directory: Path, plan: Plan | None, bundle: Bundle, receipt: Ma
     parts = [f"# Serving {bundle.name}\n"]
     if text:
         parts += [_vllm(directory, plan, bundle.name), _sglang(directory, plan), _trtllm(directory, plan)]
-    return "\n".join([*parts, _triton(bundle, receipt)])
+    server = _triton_text(bundle, receipt) if END_TOKENS in receipt else _triton(bundle, receipt)
+    return "\n".join([*parts, server + _canary(bundle)])
 
 
 def _vllm(directory: Path, plan: Plan | None, name: str) -> str:
@@ -125,7 +127,36 @@ Shapes (smallest, best and largest):
 {ranges}
     curl -s localhost:8000/v2/models/{bundle.name}/versions/{bundle.version}/ready -o /dev/null -w '%{{http_code}}\\n'
     curl -s localhost:8000/v2/models/{bundle.name}/config
+"""
 
+
+def _triton_text(bundle: Bundle, receipt: Mapping[str, Any]) -> str:
+    """The section on a decoder, which the Python backend runs with this library."""
+    engine = receipt.get("engine")
+    runtime = built_by(receipt) if engine else "onnxruntime"
+    version = str(engine["backend"]).partition(" ")[2] if engine else ""
+    extra = {"onnxruntime": "onnx", "tensorrt_rtx": "tensorrt-rtx", "tensorrt": "tensorrt"}[runtime]
+    pinned = f" {runtime.replace('_', '-')}=={version}" if version else ""
+    where = f"on a GPU of {engine['target']}" if engine else "on a processor"
+    return f"""## Triton Inference Server
+
+`model.py` runs the model in {runtime} {where}, through the Python backend. The server's image needs Blockscale for it,
+from a checkout in CHECKOUT. TRITON is the server's release, such as 26.09.
+
+    docker run --rm {"--gpus all " if engine else ""}-p 8000:8000 -p 8001:8001 -p 8002:8002 \\
+        -v {bundle.repository.resolve()}:/models -v $CHECKOUT:/blockscale nvcr.io/nvidia/tritonserver:$TRITON-py3 \\
+        bash -c 'pip install "/blockscale[hf,{extra}]"{pinned} && tritonserver --model-repository=/models'
+    curl -s localhost:8000/v2/models/{bundle.name}/generate -d '{{"text_input": "The sky is", "max_tokens": 32}}'
+    curl -s localhost:8000/v2/models/{bundle.name}/generate_stream \\
+        -d '{{"text_input": "The sky is", "max_tokens": 32, "stream": true, "temperature": 0.7, "top_p": 0.9}}'
+
+Requests that wait at the same time run as one batch; others wait until its last row has ended. `model.py` was tested
+with a stand-in for the backend's Python module, and never inside the server.
+"""
+
+
+def _canary(bundle: Bundle) -> str:
+    return f"""
 ### Canary
 
 The two newest versions are served. A request to `/v2/models/{bundle.name}/infer` gets the newest, one to

@@ -2,8 +2,9 @@
 
     onnx              model.onnx: checked, every layer compared with PyTorch, and opened in onnxruntime
     tensorrt          an engine, built and audited; its intermediate ONNX file is checked in the same way
-    triton-server     such an engine in a model repository of Triton Inference Server, and serve.md
-    aoti              a .pt2 package of AOTInductor
+    triton-server     such an engine, or a decoder's ONNX file, in a model repository of Triton Inference Server; a
+                      decoder is text in, text out; and serve.md
+    aoti              a .pt2 package of AOTInductor; of a decoder, one that reads prompts and decodes over a KV cache
     torch-tensorrt    the module lowered through torch-tensorrt's quantize ops, or compiled by it to an engine
     edge-llm          the checkpoint in ModelOpt's layout, and the ONNX that TensorRT Edge-LLM's exporter makes of it
     modelopt, compressed-tensors
@@ -16,119 +17,44 @@ before everything is written and compared.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from quant.api.export_kinds import DTYPES, KINDS
-from quant.calibration.attention_names import text_config
-from quant.calibration.kv_cache import AttentionScales
+from quant.api.export_job import ExportJob, cache_notes, put_in_dtype, verified, write_engine
 from quant.checkpoints.convert import convert
-from quant.checkpoints.open import Checkpoint
-from quant.errors import UserError, counted
+from quant.errors import UserError
 from quant.export.checkpoint.directory import check_apart, check_destination, new_directory
 from quant.export.checkpoint.layout import LAYOUT_NAMES
-from quant.export.checkpoint.read import read_layer
-from quant.export.engine.audit import failures
-from quant.export.engine.build import BuildOptions, export_engine
+from quant.export.engine.audit import failures, receipt_path
 from quant.export.engine.targets import choose_common_backend, resolve_targets
-from quant.export.onnx_graph.decoder import GraphInput, is_decoder, model_inputs
+from quant.export.onnx_graph.decoder import is_decoder, model_inputs
 from quant.export.onnx_graph.export import write_onnx
 from quant.export.onnx_graph.genai import write_genai_files
-from quant.export.onnx_graph.runtimes import layer_of_tensorrt, loaded, main_dtype, onnxruntime_problem
+from quant.export.onnx_graph.runtimes import layer_of_tensorrt, loaded, onnxruntime_problem
 from quant.export.onnx_graph.translate import dimension_ranges
-from quant.export.onnx_graph.verify import check_file, verify, worst_layer
 from quant.export.packages.aoti import export_aoti
+from quant.export.packages.aoti_decoder import export_aoti_decoder
 from quant.export.packages.edge_llm import check_edge_llm, check_exported, has_exporter, run_exporter
 from quant.export.packages.torch_tensorrt import lower
 from quant.export.packages.torch_tensorrt_engine import compile_engine
-from quant.export.packages.triton_server import RECEIPT_FILE, SERVE_FILE, Bundle, publish
+from quant.export.packages.triton_decoder import END_TOKENS, batch_rows, publish_decoder
+from quant.export.packages.triton_server import CONFIG_FILE, RECEIPT_FILE, SERVE_FILE, Bundle, publish
 from quant.export.packages.triton_server_guide import serving_text
 from quant.extras import require
 from quant.formats.atomic import temporary_directory, write_atomically
-from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan
-from quant.runtime.generate import cast_unquantized
-
-DEFAULT_CAPACITY = 4096
-"""Tokens of the KV cache of an exported decoder by default."""
-
-
-@dataclass(frozen=True)
-class ExportJob:
-    """A loaded checkpoint and the options of `quant export`, as its help describes them."""
-
-    kind: str
-    directory: Path
-    model: nn.Module
-    plan: Plan | None
-    out: Path
-    overwrite: bool
-    shapes: tuple[str, ...]
-    inputs: Mapping[str, GraphInput] | None
-    attention: str
-    attention_scales: Mapping[str, AttentionScales] | None
-    dtype: str | None
-    capacity: int | None
-    genai: bool
-    target: str | None
-    backend: str | None
-    allow_fallback: bool
-    features: tuple[str, ...]
-    progress: Callable[[str, int, int], None]
-
-    def onnx_options(self) -> dict[str, Any]:
-        """Returns the arguments of `export_onnx`."""
-        return {
-            "shapes": list(self.shapes) or None,
-            "inputs": self.inputs,
-            "attention": self.attention,
-            "attention_scales": self.attention_scales,
-            "capacity": self.cache_capacity(),
-            "genai": self.genai,
-            "plan": self.plan,
-        }
-
-    def cache_capacity(self) -> int:
-        """Returns how many tokens the KV cache has room for: as requested, or `DEFAULT_CAPACITY` for a decoder.
-
-        0 for a graph without one.
-        """
-        if "capacity" not in KINDS[self.kind][1] or self.inputs is not None or self.genai:
-            return self.capacity or 0
-        if self.capacity is None and is_decoder(self.model):
-            positions = getattr(text_config(self.model.config), "max_position_embeddings", None)
-            return min(DEFAULT_CAPACITY, positions or DEFAULT_CAPACITY)
-        return self.capacity or 0
-
-    @property
-    def fp8_attention(self) -> bool:
-        """Whether the graph has attention in FP8."""
-        return self.plan is not None and self.plan.attention is not None and self.attention != "none"
-
-    @cached_property
-    def opened(self) -> Checkpoint:
-        """The checkpoint's files."""
-        return Checkpoint(self.directory, self.model)
-
-    def stored(self, name: str) -> BlockScaledTensor:
-        """Returns the weight of a layer, read from the checkpoint's files."""
-        assert self.plan is not None
-        return read_layer(self.opened.tensors, self.plan.by_name[name])[0]
+from quant.runtime.generate import end_tokens
 
 
 def export_onnx_files(job: ExportJob) -> dict[str, Any]:
     """Writes a directory with the ONNX file, plan and receipt; with --genai the files that its runtime needs."""
     if job.genai:
         _check_genai(job)
-    notes = [*_put_in_dtype(job), *_cache_notes(job)]
+    notes = [*put_in_dtype(job), *cache_notes(job)]
     problem = onnxruntime_problem(job.model, fp8_attention=job.fp8_attention)
     notes += [problem] if problem else []
     for note in notes:
@@ -136,7 +62,7 @@ def export_onnx_files(job: ExportJob) -> dict[str, Any]:
     with new_directory(job.out, overwrite=job.overwrite) as folder:
         path = folder / "model.onnx"
         write_onnx(job.model, path, **job.onnx_options())
-        receipt = _verified(job, path)
+        receipt = verified(job, path)
         if problem is None and find_spec("onnxruntime") is not None:
             loaded(path)
         if job.genai:
@@ -161,60 +87,27 @@ def _check_genai(job: ExportJob) -> None:
         raise UserError("--genai: no provider of onnxruntime has attention in FP8; pass --attention none")
 
 
-def _put_in_dtype(job: ExportJob) -> list[str]:
-    """Casts unquantized tensors to --dtype, or to FP32 where onnxruntime runs all but BF16; a note of the latter."""
-    dtype, notes = job.dtype, []
-    is_for_onnxruntime = job.kind == "onnx" and layer_of_tensorrt(job.model) is None and not job.fp8_attention
-    if dtype is None and is_for_onnxruntime and main_dtype(job.model) == torch.bfloat16:
-        dtype = "fp32"
-        notes.append(
-            "the model is in BF16, which onnxruntime does not run on a processor, so the file is in FP32; "
-            "--dtype fp16 or bf16 halves what is not quantized"
-        )
-    if dtype is not None:
-        cast_unquantized(job.model, DTYPES[dtype])
-    return notes
-
-
-def _cache_notes(job: ExportJob) -> list[str]:
-    """Returns a sentence for the user on the KV cache in an exported graph."""
-    if job.plan is None or job.plan.kv_cache is None or not (job.cache_capacity() or job.genai):
-        return []
-    return [
-        f"the plan has the KV cache in {job.plan.kv_cache}, and this graph keeps it in 16 or 32 bit: ONNX and TensorRT "
-        "write no other cache in place"
-    ]
-
-
 def export_tensorrt(job: ExportJob) -> dict[str, Any]:
     """Writes an engine and its receipt (`--to tensorrt`)."""
     with temporary_directory(job.out) as folder:
-        return _engine(job, folder / "model.onnx", job.out)
-
-
-def _engine(job: ExportJob, path: Path, out: Path) -> dict[str, Any]:
-    """Builds and audits the engine `out` from the ONNX file `path`, which it writes; returns the receipt."""
-    assert job.target is not None
-    notes = [*_put_in_dtype(job), *_cache_notes(job)]
-    for note in notes:
-        warnings.warn(note, stacklevel=2)
-    write_onnx(job.model, path, **job.onnx_options())
-    receipt = _verified(job, path)
-    return export_engine(
-        path,
-        out,
-        BuildOptions(job.target, job.shapes or None, job.backend, job.progress, job.features),
-        plan=job.plan,
-        attention=job.attention,
-        allow_fallback=job.allow_fallback,
-        layers=receipt["layers"],
-        source=job.model,
-    )
+        return write_engine(job, folder / "model.onnx", job.out)
 
 
 def export_aoti_package(job: ExportJob) -> dict[str, Any]:
     """Writes a `.pt2` package (`--to aoti`)."""
-    _put_in_dtype(job)
+    notes = [*put_in_dtype(job), *cache_notes(job)]
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    record = {"out": str(job.out), "warnings": notes, "passed": True}
+    if capacity := job.cache_capacity():
+        if job.fp8_attention:
+            raise UserError(
+                "the plan has attention in FP8, which a package with a KV cache does not: pass --attention none, or "
+                "--capacity 0 for a package of one pass"
+            )
+        plan = job.plan.digest() if job.plan is not None else ""
+        export_aoti_decoder(job.model, job.out, capacity, shapes=list(job.shapes), plan=plan)
+        return {**record, "files": {job.out.name: job.out.stat().st_size}}
     inputs = job.inputs or model_inputs(job.model)
     dims = {name: {axis: dim for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for name, x in inputs.items()}
     examples = {name: x.example for name, x in inputs.items()}
@@ -226,15 +119,23 @@ def export_aoti_package(job: ExportJob) -> dict[str, Any]:
         ranges=dimension_ranges(inputs, job.shapes),
         attention_scales=job.attention_scales,
     )
-    return {"out": str(job.out), "files": {job.out.name: job.out.stat().st_size}, "passed": True}
+    return {**record, "files": {job.out.name: job.out.stat().st_size}}
 
 
 def export_torch_tensorrt(job: ExportJob) -> dict[str, Any]:
     """Writes the lowered module as a `.pt2` program, or with --target a compiled engine (`--to torch-tensorrt`)."""
     check_attention(job.kind, job.plan, job.attention)
-    _put_in_dtype(job)
+    put_in_dtype(job)
     inputs = {name: x.example for name, x in (job.inputs or model_inputs(job.model)).items()}
-    record: dict[str, Any] = {"out": str(job.out), "passed": True}
+    notes = []
+    if job.inputs is None and is_decoder(job.model):
+        notes.append(
+            "torch-tensorrt compiles one pass over a fixed number of tokens, without a KV cache; a decoder that is to "
+            "generate text goes through --to tensorrt, onnx or aoti"
+        )
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    record: dict[str, Any] = {"out": str(job.out), "warnings": notes, "passed": True}
     if job.target is None:
         lower(job.model, job.out, inputs)
     else:
@@ -251,21 +152,67 @@ def export_triton_server(job: ExportJob) -> dict[str, Any]:
         raise UserError(
             "the plugin is unknown to a Triton server, which would have to load it first; pass --attention native"
         )
+    if job.cache_capacity():
+        return _export_text_server(job)
+    if job.target is None:
+        raise UserError("a model without a KV cache is served as an engine: name its GPU with --target, such as sm89")
     name = job.directory.resolve().name
     with temporary_directory(job.out) as folder:
         path, engine = folder / "model.onnx", folder / "engine"
-        receipt = _engine(job, path, engine)
+        receipt = write_engine(job, path, engine)
 
         def guide(bundle: Bundle) -> str:
             return serving_text(job.directory, job.plan, bundle, receipt, text=is_decoder(job.model))
 
         bundle = publish(engine, receipt, path, job.out, name=name, guide=guide, overwrite=job.overwrite)
-    version = job.out / name / str(bundle.version)
-    files = [job.out / name / "config.pbtxt", *sorted(version.iterdir()), job.out / SERVE_FILE]
+    return _server_record(job, bundle, receipt)
+
+
+def _export_text_server(job: ExportJob) -> dict[str, Any]:
+    """A decoder with its KV cache and tokenizer: an engine for --target, or else an ONNX file for onnxruntime."""
+    problem = onnxruntime_problem(job.model, fp8_attention=job.fp8_attention)
+    if job.target is None and problem is not None:
+        raise UserError(f"{problem}; name the GPU of an engine with --target, such as sm120")
+    with temporary_directory(job.out) as folder:
+        path, engine = folder / "model.onnx", folder / "model.engine"
+        if job.target is None:
+            notes = [*put_in_dtype(job), *cache_notes(job)]
+            for note in notes:
+                warnings.warn(note, stacklevel=2)
+            write_onnx(job.model, path, **job.onnx_options())
+            receipt = {**verified(job, path), "warnings": notes}
+            loaded(path)
+            files = sorted(folder.glob("model.onnx*"))
+        else:
+            receipt = write_engine(job, path, engine)
+            files = [engine, receipt_path(engine)]
+        receipt = {**receipt, END_TOKENS: list(end_tokens(job.model))}
+
+        def guide(bundle: Bundle) -> str:
+            return serving_text(job.directory, job.plan, bundle, receipt, text=True)
+
+        bundle = publish_decoder(
+            files,
+            receipt,
+            job.directory,
+            job.out,
+            name=job.directory.resolve().name,
+            rows=batch_rows(receipt, job.shapes),
+            gpu=job.target is not None,
+            guide=guide,
+            overwrite=job.overwrite,
+        )
+    return _server_record(job, bundle, receipt)
+
+
+def _server_record(job: ExportJob, bundle: Bundle, receipt: dict[str, Any]) -> dict[str, Any]:
+    """The record of a published version."""
+    home = job.out / bundle.name
+    files = [home / CONFIG_FILE, *sorted((home / str(bundle.version)).rglob("*")), job.out / SERVE_FILE]
     return {
         **receipt,
         "out": str(job.out),
-        "files": {str(file.relative_to(job.out)): file.stat().st_size for file in files},
+        "files": {str(file.relative_to(job.out)): file.stat().st_size for file in files if file.is_file()},
         "config_checked": bundle.checked,
     }
 
@@ -326,7 +273,8 @@ def check_request(
     if kind in ("onnx", "tensorrt", "triton-server"):
         for package in ("onnx", "onnxscript"):
             require(package, "onnx")
-    if kind in ("tensorrt", "triton-server"):
+    # A decoder needs no target on a Triton server, which only the loaded model tells.
+    if kind == "tensorrt" or (kind == "triton-server" and target is not None):
         if target is None:
             raise UserError(
                 "an engine is built for one kind of GPU: name it with --target, such as sm120, sm89 or local"
@@ -353,24 +301,3 @@ EXPORTERS: dict[str, Callable[[ExportJob], dict[str, Any]]] = {
     "modelopt": export_layout,
     "compressed-tensors": export_layout,
 }
-
-
-def _verified(job: ExportJob, path: Path) -> dict[str, Any]:
-    """Returns the receipt of an ONNX file; UserError if a layer in it differs from PyTorch's."""
-    check_file(path)
-    receipt = verify(
-        job.model,
-        path,
-        checkpoint=job.stored if job.plan is not None else None,
-        progress=lambda done, total: job.progress("compare", done, total),
-    )
-    if not receipt["passed"]:
-        worst = worst_layer(receipt)
-        assert worst is not None
-        failed = sum(not layer["passed"] for layer in receipt["layers"])
-        raise UserError(
-            f"{failed} of {counted(len(receipt['layers']), 'exported layer')} differ from PyTorch; the worst is "
-            f"{worst['name']}: relative error {worst['onnx']:.2g} of its ONNX nodes. "
-            "This is a defect of the export; nothing was written"
-        )
-    return receipt

@@ -9,9 +9,9 @@ _ENGINE = {*_GRAPH, "target", "backend", "allow_fallback", "features"}
 KINDS: dict[str, tuple[str, set[str]]] = {
     "onnx": ("-onnx", {*_GRAPH, "capacity", "genai"}),
     "tensorrt": (".engine", {*_ENGINE, "capacity"}),
-    "aoti": (".pt2", _GRAPH),
+    "aoti": (".pt2", {*_GRAPH, "capacity"}),
     "torch-tensorrt": (".pt2", {"inputs", "attention", "dtype", "target", "allow_fallback"}),
-    "triton-server": ("-triton", _ENGINE),
+    "triton-server": ("-triton", {*_ENGINE, "capacity"}),
     "edge-llm": ("-edge-llm", set()),
     "modelopt": ("-modelopt", set()),
     "compressed-tensors": ("-compressed-tensors", set()),

@@ -89,6 +89,9 @@ TRUST = click.option(
 )
 
 
+UNSAFE = click.option("--unsafe-load", is_flag=True, help="Open pickled modules and .pt2, which runs their code.")
+
+
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options that say how to load MODEL where it is not a Hugging Face model."""
     factory = click.option(
@@ -96,8 +99,7 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="PACKAGE.MODULE:FUNCTION",
         help="Function that builds the module, for a state dict or a directory of weights.",
     )
-    unsafe = click.option("--unsafe-load", is_flag=True, help="Open pickled modules and .pt2, which runs their code.")
-    return factory(unsafe(TRUST(REVISION(command))))
+    return factory(UNSAFE(TRUST(REVISION(command))))
 
 
 def attention_options(model: Path | None, attention: str | None, kv_cache: str | None) -> RunTimeFormats:

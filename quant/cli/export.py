@@ -102,11 +102,15 @@ def export_command(
     Every layer of the exported file is compared with PyTorch, and a file that differs is not written. The result is
     added to the report of DIRECTORY.
 
+    Decoders get a KV cache with --to onnx, tensorrt, aoti and triton-server; --to torch-tensorrt compiles one pass
+    without it. A Triton server without --target runs a decoder in onnxruntime.
+
     --to modelopt writes the same codes and scales in ModelOpt's layout, for TensorRT-LLM; vLLM 0.26 refuses mxfp4 and
     ragged fp8_block there, and mixes only fp8, nvfp4, nvfp4a16 and mxfp8. --to compressed-tensors converts a
     checkpoint of ModelOpt.
     """
-    from quant.api.export import EXPORTERS, ExportJob, check_attention, check_request
+    from quant.api.export import EXPORTERS, check_attention, check_request
+    from quant.api.export_job import ExportJob
     from quant.checkpoints.load import describe, is_checkpoint, load, no_checkpoint
     from quant.checkpoints.open import outline
     from quant.models.state_dict import call_factory

@@ -19,6 +19,7 @@ from quant.cli.base import (
     REVISION,
     SEED,
     TRUST,
+    UNSAFE,
     Command,
     attention_options,
     echo,
@@ -32,6 +33,7 @@ from quant.models.files import find_checkpoint
 
 if TYPE_CHECKING:
     from quant.engines.check import EngineCheck
+    from quant.engines.session import Session
 
 
 @click.command("generate", cls=Command)
@@ -46,12 +48,14 @@ if TYPE_CHECKING:
     "--engine",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Run this ONNX file in onnxruntime, or this engine in TensorRT; it was exported from the checkpoint MODEL.",
+    help="Run this file, which was exported from the checkpoint MODEL: an ONNX file in onnxruntime, an engine in "
+    "TensorRT, or a .pt2 of AOTInductor, which is code and needs --unsafe-load.",
 )
 @click.option("--temperature", default=0.0, show_default=True, help="With --engine: 0 takes the likeliest token.")
 @click.option("--top-k", default=0, show_default=True, help="With --engine: number of tokens to draw among; 0 is all.")
 @click.option("--top-p", default=1.0, show_default=True, help="With --engine: draw among tokens of this probability.")
 @SEED
+@UNSAFE
 @TRUST
 @REVISION
 @QUIET
@@ -61,6 +65,7 @@ def generate_command(
     prompts: tuple[str, ...],
     max_new_tokens: int,
     engine: Path | None,
+    unsafe_load: bool,
     quiet: bool,
     as_json: bool,
     **how: Any,
@@ -72,8 +77,12 @@ def generate_command(
     """
     _check_options(engine is not None)
     if engine is not None:
+        from quant.engines.open import open_session
+
         sampling = {name: how[name] for name in ("temperature", "top_k", "top_p", "seed")}
-        _run_engine(engine, model, prompts, max_new_tokens, sampling, quiet=quiet, as_json=as_json)
+        with status(f"loading {engine}", quiet or as_json):
+            session = open_session(engine, unsafe_load=unsafe_load)
+        _run_session(session, model, prompts, max_new_tokens, sampling, quiet=quiet, as_json=as_json)
         return
     if len(prompts) > 1:
         raise UserError(f"{len(prompts)} prompts: MODEL takes one, and an exported file several (--engine)")
@@ -94,8 +103,8 @@ def _check_options(has_engine: bool) -> None:
             raise UserError(f"--{name.replace('_', '-')}: {runs} {why}")
 
 
-def _run_engine(
-    engine: Path,
+def _run_session(
+    session: Session,
     model: str,
     prompts: tuple[str, ...],
     max_new_tokens: int,
@@ -106,12 +115,9 @@ def _run_engine(
 ) -> None:
     """Continues prompts with an exported file, and prints the texts."""
     from quant.engines.loop import Sampling
-    from quant.engines.open import open_session
     from quant.engines.text import generate_text
 
     chosen = Sampling(**sampling)
-    with status(f"loading {engine}", quiet or as_json):
-        session = open_session(engine)
     # Pieces of several texts would be mixed up, so those are printed whole.
     single = len(prompts) == 1 and not as_json
     with _line(prompts[0]) if single else nullcontext() as on_text:
@@ -191,22 +197,25 @@ def _line(prompt: str) -> Iterator[Callable[[str], None]]:
     "--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens compared in each row."
 )
 @DEVICE
+@UNSAFE
 @TRUST
 @QUIET
 @JSON
 def check_engine_command(
-    engine: Path, source: str, max_new_tokens: int, device: str, quiet: bool, as_json: bool
+    engine: Path, source: str, max_new_tokens: int, device: str, unsafe_load: bool, quiet: bool, as_json: bool
 ) -> None:
     """Load ENGINE, let it read prompts and decode, and compare its tokens, logits and times with `quant.load`.
 
-    ENGINE is an ONNX file, a directory of `quant export --to onnx`, or an engine. An engine needs the GPU that it was
-    built for. Without it, everything that its file shows is checked: that it is whole, and of this plan, the precision
-    of each layer, and the codes that it holds. A difference ends the command with exit code 2.
+    ENGINE is an ONNX file, a directory of `quant export --to onnx`, a .pt2 of AOTInductor, or an engine. An engine
+    needs the GPU that it was built for. Without it, everything that its file shows is checked: that it is whole, and of
+    this plan, the precision of each layer, and the codes that it holds. A difference ends the command with exit code 2.
     """
     from quant.engines.check import check_engine
 
     with status(f"checking {engine}", quiet or as_json):
-        checked = check_engine(engine, find_checkpoint(source), new=max_new_tokens, device=device)
+        checked = check_engine(
+            engine, find_checkpoint(source), new=max_new_tokens, device=device, unsafe_load=unsafe_load
+        )
     if as_json:
         print_json(checked.to_dict())
     elif not quiet:

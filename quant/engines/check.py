@@ -100,14 +100,17 @@ class EngineCheck:
         return asdict(self)
 
 
-def check_engine(path: str | Path, directory: str | Path, *, new: int = 64, device: Device = "auto") -> EngineCheck:
+def check_engine(
+    path: str | Path, directory: str | Path, *, new: int = 64, device: Device = "auto", unsafe_load: bool = False
+) -> EngineCheck:
     """Checks an exported file against the checkpoint that it was made from, as far as this machine can.
 
     Args:
-        path: ONNX file, directory with `model.onnx`, or engine.
+        path: ONNX file, directory with `model.onnx`, engine, or package of AOTInductor.
         directory: the checkpoint.
         new: tokens that are compared after each prompt.
         device: of the reference, as for `quant.load`.
+        unsafe_load: allows a package, which is compiled code.
 
     Raises:
         UserError: a file or a checkpoint that cannot be loaded, or that do not belong together.
@@ -121,7 +124,7 @@ def check_engine(path: str | Path, directory: str | Path, *, new: int = 64, devi
             return EngineCheck(
                 facts=[*facts, ("run", f"not run: {reason or problems}")], passed=False if problems else None
             )
-    session = open_session(path)
+    session = open_session(path, unsafe_load=unsafe_load)
     check_plan(session, directory)
     new = min(new, session.capacity // 2)
     model = load(directory, device=find_device(device))

@@ -53,9 +53,9 @@ GREEDY = Sampling()
 def generate_tokens(
     session: Session,
     prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     *,
-    sampling: Sampling = GREEDY,
+    sampling: Sampling | Sequence[Sampling] = GREEDY,
     stops: Collection[int] = (),
     chunk: int | None = None,
     on_token: Callable[[int, int], object] | None = None,
@@ -65,48 +65,48 @@ def generate_tokens(
     Args:
         session: of the exported model.
         prompts: token ids of each row.
-        max_new_tokens: of each row.
-        sampling: how tokens are chosen.
+        max_new_tokens: of all rows, or of each.
+        sampling: how tokens are chosen: in all rows, from one stream of random numbers, or in each row from its own.
         stops: ids that end a row.
         chunk: tokens of a row that are read at once; None for all that the session takes.
-        on_token: called with the row and the token, as soon as it is chosen.
+        on_token: called with the row and the token, as soon as it is chosen; the row ends if it returns False.
 
     Raises:
         UserError: an empty prompt, or more tokens than the cache holds.
     """
-    check_lengths(session, prompts, max_new_tokens)
-    rows = [list(prompt) for prompt in prompts]
-    choose, open_rows = _chooser(sampling), set(range(len(rows)))
+    limits = check_lengths(session, prompts, max_new_tokens)
+    rows, open_rows = [list(prompt) for prompt in prompts], set(range(len(prompts)))
+    choosers = [_chooser(sampling)] * len(rows) if isinstance(sampling, Sampling) else list(map(_chooser, sampling))
     session.begin(len(rows))
     logits = read(session, rows, chunk=chunk)
-    for count in range(1, max_new_tokens + 1):
+    while True:
         for row in sorted(open_rows):
-            token = choose(logits[row])
+            token = choosers[row](logits[row])
             rows[row].append(token)
-            if on_token is not None:
-                on_token(row, token)
-            if token in stops:
+            goes_on = on_token is None or on_token(row, token) is not False
+            if not goes_on or token in stops or len(rows[row]) == len(prompts[row]) + limits[row]:
                 open_rows.discard(row)
-        if not open_rows or count == max_new_tokens:
-            break
+        if not open_rows:
+            return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
         logits = step(session, rows)
-    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 
 
-def check_lengths(session: Session, prompts: Sequence[Sequence[int]], new: int) -> None:
-    """Raises UserError for prompts that are empty, too many, or too long for the cache."""
-    if new < 1:
-        raise UserError(f"--max-new-tokens is {new}; expected 1 or more")
+def check_lengths(session: Session, prompts: Sequence[Sequence[int]], new: int | Sequence[int]) -> list[int]:
+    """The new tokens of each row; UserError for prompts that are empty, too many, or too long for the cache."""
+    limits = [new] * len(prompts) if isinstance(new, int) else list(new)
     if not prompts or len(prompts) > session.most_rows():
         raise UserError(f"{len(prompts)} prompts, and this file takes 1 to {session.most_rows()} rows")
-    for prompt in prompts:
+    for prompt, limit in zip(prompts, limits, strict=True):
+        if limit < 1:
+            raise UserError(f"--max-new-tokens is {limit}; expected 1 or more")
         if not prompt:
             raise UserError("a prompt holds no token; give some text with --prompt")
-        if len(prompt) + new > session.capacity:
+        if len(prompt) + limit > session.capacity:
             raise UserError(
-                f"a prompt has {len(prompt)} tokens and {new} more are wanted, but the cache holds {session.capacity}; "
-                "shorten it, lower --max-new-tokens, or export with a larger --capacity"
+                f"a prompt has {len(prompt)} tokens and {limit} more are wanted, but the cache holds "
+                f"{session.capacity}; shorten it, lower --max-new-tokens, or export with a larger --capacity"
             )
+    return limits
 
 
 def read(session: Session, rows: Sequence[Sequence[int]], *, chunk: int | None = None) -> np.ndarray:

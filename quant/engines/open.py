@@ -4,30 +4,38 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quant.engines.aoti_session import AotiSession
 from quant.engines.onnxruntime_session import OnnxruntimeSession
 from quant.engines.session import Session
 from quant.engines.tensorrt_session import TensorrtSession
 from quant.errors import UserError
 
 ONNX_FILE = "model.onnx"
+PACKAGE_ENDING = ".pt2"
 
 
-def open_session(path: str | Path) -> Session:
-    """The session of an ONNX file, a directory with `model.onnx`, or an engine.
+def open_session(path: str | Path, *, unsafe_load: bool = False) -> Session:
+    """The session of an ONNX file, a directory with `model.onnx`, an engine, or a package of AOTInductor.
+
+    Args:
+        path: of the file or directory.
+        unsafe_load: allows a package, which is compiled code that runs as soon as it is loaded.
 
     Raises:
         UserError: the file cannot be loaded here, or is no serving graph; the message names it and the way out.
     """
     path = Path(path)
+    if path.suffix == PACKAGE_ENDING and path.is_file():
+        return AotiSession(path, unsafe_load=unsafe_load)
     if is_engine(path):
         return TensorrtSession(path)
     return OnnxruntimeSession(path / ONNX_FILE if path.is_dir() else path)
 
 
 def is_engine(path: Path) -> bool:
-    """Whether a file is an engine, and not an ONNX file; UserError if it is neither."""
+    """Whether a file is an engine of TensorRT; UserError if there is no such file."""
     if (path / ONNX_FILE).is_file():
         return False
     if not path.is_file():
-        raise UserError(f"{path}: no such file; name an ONNX file or an engine that `quant export` wrote")
-    return path.suffix != ".onnx"
+        raise UserError(f"{path}: no such file; name an ONNX file, engine or package that `quant export` wrote")
+    return path.suffix not in (".onnx", PACKAGE_ENDING)

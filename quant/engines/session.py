@@ -2,9 +2,10 @@
 
     onnxruntime    an ONNX file of `quant export --to onnx`, on the processor
     tensorrt       an engine of `quant export --to tensorrt`, on the GPU that it was built for
+    aoti           a package of `quant export --to aoti`, on the kind of machine that it was compiled on
 
-Both take the inputs and outputs of `quant.export.onnx_graph.serving`, and everything above this interface (`loop`,
-`check`) is the same code for both.
+All take the inputs and outputs of `quant.export.onnx_graph.serving`, and everything above this interface (`loop`,
+`check`) is the same code for all.
 """
 
 from __future__ import annotations

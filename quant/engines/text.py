@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quant.checkpoints.load import describe, is_checkpoint, no_checkpoint
 from quant.checkpoints.open import outline
@@ -14,6 +13,7 @@ from quant.engines.loop import GREEDY, Sampling, generate_tokens
 from quant.engines.session import Session
 from quant.errors import UserError
 from quant.models.huggingface import load_tokenizer
+from quant.runtime.generate import end_tokens
 from quant.runtime.text_stream import TextStream
 
 
@@ -75,7 +75,7 @@ def generate_text(
         ids,
         max_new_tokens,
         sampling=sampling,
-        stops=end_tokens(directory),
+        stops=end_tokens(outline(directory)),
         on_token=lambda row, token: streams[row].add([token]),
     )
     return EngineGeneration(
@@ -96,10 +96,3 @@ def check_plan(session: Session, directory: Path) -> None:
         raise UserError(f"{directory} has no config.json; name the checkpoint that the file was exported from")
     if session.plan and session.plan != describe(directory)[0].digest():
         raise UserError(f"the file was exported from another plan than that of {directory}: their digests differ")
-
-
-def end_tokens(directory: Path) -> tuple[int, ...]:
-    """Ids of the tokens that end a text."""
-    model: Any = outline(directory)
-    stops = model.generation_config.eos_token_id
-    return () if stops is None else tuple(stops) if isinstance(stops, list | tuple) else (int(stops),)

@@ -314,6 +314,12 @@ def cast_unquantized(model: nn.Module, dtype: str) -> None:
         setattr(module, name, buffer)
 
 
+def end_tokens(model: Any) -> tuple[int, ...]:
+    """Ids of the tokens that end a text of a transformers model."""
+    stops = model.generation_config.eos_token_id
+    return () if stops is None else tuple(stops) if isinstance(stops, list | tuple) else (int(stops),)
+
+
 def _multiplies(x: torch.Tensor) -> str:
     """Returns the kernels that multiply by quantized weights where `x` is, in words."""
     if not x.is_cuda:

@@ -96,7 +96,7 @@ def test_texts_of_several_prompts(files: tuple[Path, Path]) -> None:
         ),
         (["generate", "DIR", "--engine", "OUT", "--prompt", "a", "--max-new-tokens", "96"], "the cache holds 96"),
         (["generate", "OUT", "--engine", "OUT", "--prompt", "a"], "has no config.json; name the checkpoint"),
-        (["generate", "DIR", "--engine", "DIR", "--prompt", "a"], "no such file; name an ONNX file or an engine"),
+        (["generate", "DIR", "--engine", "DIR", "--prompt", "a"], "no such file; name an ONNX file, engine or"),
         (["check-engine", "DIR/plan.json", "--source", "DIR"], "its receipt plan.json.json is missing"),
         (["check-engine", "OUT", "--source", "OUT"], "has no config.json; name the checkpoint"),
     ],

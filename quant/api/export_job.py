@@ -1,0 +1,160 @@
+"""`ExportJob` is what every exporter of `quant.api.export` takes; here are the steps that several of them share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.api.export_kinds import DTYPES, KINDS
+from quant.calibration.attention_names import text_config
+from quant.calibration.kv_cache import AttentionScales
+from quant.checkpoints.open import Checkpoint
+from quant.errors import UserError, counted
+from quant.export.checkpoint.read import read_layer
+from quant.export.engine.build import BuildOptions, export_engine
+from quant.export.onnx_graph.decoder import GraphInput, is_decoder
+from quant.export.onnx_graph.export import write_onnx
+from quant.export.onnx_graph.runtimes import layer_of_tensorrt, main_dtype
+from quant.export.onnx_graph.verify import check_file, verify, worst_layer
+from quant.formats.tensor import BlockScaledTensor
+from quant.recipes.plan import Plan
+from quant.runtime.generate import cast_unquantized
+
+DEFAULT_CAPACITY = 4096
+"""Tokens of the KV cache of an exported decoder by default."""
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """A loaded checkpoint and the options of `quant export`, as its help describes them."""
+
+    kind: str
+    directory: Path
+    model: nn.Module
+    plan: Plan | None
+    out: Path
+    overwrite: bool
+    shapes: tuple[str, ...]
+    inputs: Mapping[str, GraphInput] | None
+    attention: str
+    attention_scales: Mapping[str, AttentionScales] | None
+    dtype: str | None
+    capacity: int | None
+    genai: bool
+    target: str | None
+    backend: str | None
+    allow_fallback: bool
+    features: tuple[str, ...]
+    progress: Callable[[str, int, int], None]
+
+    def onnx_options(self) -> dict[str, Any]:
+        """Returns the arguments of `export_onnx`."""
+        return {
+            "shapes": list(self.shapes) or None,
+            "inputs": self.inputs,
+            "attention": self.attention,
+            "attention_scales": self.attention_scales,
+            "capacity": self.cache_capacity(),
+            "genai": self.genai,
+            "plan": self.plan,
+        }
+
+    def cache_capacity(self) -> int:
+        """Returns how many tokens the KV cache has room for: as requested, or `DEFAULT_CAPACITY` for a decoder.
+
+        0 for a graph without one.
+        """
+        if "capacity" not in KINDS[self.kind][1] or self.inputs is not None or self.genai:
+            return self.capacity or 0
+        if self.capacity is None and is_decoder(self.model):
+            positions = getattr(text_config(self.model.config), "max_position_embeddings", None)
+            return min(DEFAULT_CAPACITY, positions or DEFAULT_CAPACITY)
+        return self.capacity or 0
+
+    @property
+    def fp8_attention(self) -> bool:
+        """Whether the graph has attention in FP8."""
+        return self.plan is not None and self.plan.attention is not None and self.attention != "none"
+
+    @cached_property
+    def opened(self) -> Checkpoint:
+        """The checkpoint's files."""
+        return Checkpoint(self.directory, self.model)
+
+    def stored(self, name: str) -> BlockScaledTensor:
+        """Returns the weight of a layer, read from the checkpoint's files."""
+        assert self.plan is not None
+        return read_layer(self.opened.tensors, self.plan.by_name[name])[0]
+
+
+def put_in_dtype(job: ExportJob) -> list[str]:
+    """Casts unquantized tensors to --dtype, or to FP32 where onnxruntime runs all but BF16; a note of the latter."""
+    dtype, notes = job.dtype, []
+    is_for_onnxruntime = job.kind == "onnx" and layer_of_tensorrt(job.model) is None and not job.fp8_attention
+    if dtype is None and is_for_onnxruntime and main_dtype(job.model) == torch.bfloat16:
+        dtype = "fp32"
+        notes.append(
+            "the model is in BF16, which onnxruntime does not run on a processor, so the file is in FP32; "
+            "--dtype fp16 or bf16 halves what is not quantized"
+        )
+    if dtype is not None:
+        cast_unquantized(job.model, DTYPES[dtype])
+    return notes
+
+
+def cache_notes(job: ExportJob) -> list[str]:
+    """Returns a sentence for the user on the KV cache in an exported graph."""
+    if job.plan is None or job.plan.kv_cache is None or not (job.cache_capacity() or job.genai):
+        return []
+    return [
+        f"the plan has the KV cache in {job.plan.kv_cache}, and this graph keeps it in 16 or 32 bit: ONNX, TensorRT "
+        "and AOTInductor write no other cache in place"
+    ]
+
+
+def write_engine(job: ExportJob, path: Path, out: Path) -> dict[str, Any]:
+    """Builds and audits the engine `out` from the ONNX file `path`, which it writes; returns the receipt."""
+    assert job.target is not None
+    notes = [*put_in_dtype(job), *cache_notes(job)]
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    write_onnx(job.model, path, **job.onnx_options())
+    receipt = verified(job, path)
+    return export_engine(
+        path,
+        out,
+        BuildOptions(job.target, job.shapes or None, job.backend, job.progress, job.features),
+        plan=job.plan,
+        attention=job.attention,
+        allow_fallback=job.allow_fallback,
+        layers=receipt["layers"],
+        source=job.model,
+    )
+
+
+def verified(job: ExportJob, path: Path) -> dict[str, Any]:
+    """Returns the receipt of an ONNX file; UserError if a layer in it differs from PyTorch's."""
+    check_file(path)
+    receipt = verify(
+        job.model,
+        path,
+        checkpoint=job.stored if job.plan is not None else None,
+        progress=lambda done, total: job.progress("compare", done, total),
+    )
+    if not receipt["passed"]:
+        worst = worst_layer(receipt)
+        assert worst is not None
+        failed = sum(not layer["passed"] for layer in receipt["layers"])
+        raise UserError(
+            f"{failed} of {counted(len(receipt['layers']), 'exported layer')} differ from PyTorch; the worst is "
+            f"{worst['name']}: relative error {worst['onnx']:.2g} of its ONNX nodes. "
+            "This is a defect of the export; nothing was written"
+        )
+    return receipt
