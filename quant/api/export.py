@@ -170,15 +170,15 @@ def export_triton_server(job: ExportJob) -> dict[str, Any]:
 
 def _export_text_server(job: ExportJob) -> dict[str, Any]:
     """A decoder with its KV cache and tokenizer: an engine for --target, or else an ONNX file for onnxruntime."""
+    notes = [*put_in_dtype(job), *cache_notes(job)] if job.target is None else []
     problem = onnxruntime_problem(job.model, fp8_attention=job.fp8_attention)
     if job.target is None and problem is not None:
-        raise UserError(f"{problem}; name the GPU of an engine with --target, such as sm120")
+        raise UserError(f"{problem}; an engine for a GPU is named by --target, such as sm120")
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
     with temporary_directory(job.out) as folder:
         path, engine = folder / "model.onnx", folder / "model.engine"
         if job.target is None:
-            notes = [*put_in_dtype(job), *cache_notes(job)]
-            for note in notes:
-                warnings.warn(note, stacklevel=2)
             write_onnx(job.model, path, **job.onnx_options())
             receipt = {**verified(job, path), "warnings": notes}
             loaded(path)

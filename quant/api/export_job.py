@@ -97,7 +97,8 @@ class ExportJob:
 def put_in_dtype(job: ExportJob) -> list[str]:
     """Casts unquantized tensors to --dtype, or to FP32 where onnxruntime runs all but BF16; a note of the latter."""
     dtype, notes = job.dtype, []
-    is_for_onnxruntime = job.kind == "onnx" and layer_of_tensorrt(job.model) is None and not job.fp8_attention
+    runs_on_cpu = job.kind == "onnx" or (job.kind == "triton-server" and job.target is None)
+    is_for_onnxruntime = runs_on_cpu and layer_of_tensorrt(job.model) is None and not job.fp8_attention
     if dtype is None and is_for_onnxruntime and main_dtype(job.model) == torch.bfloat16:
         dtype = "fp32"
         notes.append(

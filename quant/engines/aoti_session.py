@@ -22,6 +22,7 @@ from quant.formats.json_files import parse_json
 from quant.kernels.processor import memory_left
 
 _FIELDS = {"capacity": int, "caches": list, "dtype": str, "plan": str, "torch": str}
+_DTYPES = ("float32", "float16", "bfloat16")
 _LONGEST = 1 << 20  # bytes of metadata
 # Vector instructions of a processor, as Inductor names them, and whether this one has them.
 _INSTRUCTIONS = {
@@ -99,11 +100,19 @@ def read_metadata(path: Path) -> dict[str, Any]:
             description = parse_json(entries.get(METADATA, "{}")) if isinstance(entries, dict) else {}
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: no package of AOTInductor: {error}") from error
-    if not isinstance(description, dict) or any(
-        not isinstance(description.get(field), kind) for field, kind in _FIELDS.items()
-    ):
+    if not _is_description(description):
         raise UserError(other)
     return {**entries, METADATA: description}
+
+
+def _is_description(document: Any) -> bool:
+    """Whether a package's own entry of its metadata has all fields, of the right types."""
+    if not isinstance(document, dict) or any(
+        not isinstance(document.get(name), kind) for name, kind in _FIELDS.items()
+    ):
+        return False
+    is_pair = [isinstance(x, list) and len(x) == 2 and all(isinstance(n, int) for n in x) for x in document["caches"]]
+    return all(is_pair) and document["dtype"] in _DTYPES
 
 
 def check_machine(path: Path, entries: Mapping[str, Any]) -> None:

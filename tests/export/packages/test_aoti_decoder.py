@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,21 @@ import numpy as np
 import pytest
 import serving_samples
 import torch
+from click.testing import CliRunner
+from samples import BASE
 from serving_samples import CAPACITY, NEW
 
 import quant
-
-pytest.importorskip("transformers", reason="needs the extra hf")
-
+from quant.cli.main import main
+from quant.cli.quantize import quantize_command
+from quant.engines import aoti_session
 from quant.engines.aoti_session import AotiSession
 from quant.engines.check import forced_run, reference_run
 from quant.engines.loop import generate_tokens
-from quant.export.packages.aoti_decoder import decoder_program
+from quant.errors import UserError
+from quant.export.packages.aoti_decoder import METADATA, decoder_program, export_aoti_decoder
+
+pytest.importorskip("transformers", reason="needs the extra hf")
 
 ROWS = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))
 
@@ -49,7 +55,9 @@ class GraphSession:
 
     def step(self, ids: np.ndarray, lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
         inputs = {"input_ids": ids, "lengths": lengths, "last": last}
-        logits = self._run({name: torch.from_numpy(value) for name, value in inputs.items()}, self.caches)
+        tensors = {name: torch.from_numpy(value) for name, value in inputs.items()}
+        with torch.no_grad():
+            logits = self._run(tensors, self.caches)
         result: np.ndarray = logits.float().numpy()
         return result
 
@@ -85,12 +93,16 @@ def test_only_the_new_tokens_are_written() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "format"), [("llama-64", "nvfp4"), ("qwen3", "fp8"), ("gemma3", "int4a16")])
-def test_the_package_writes_the_models_tokens(
-    decoder_package: Callable[..., Path], tmp_path: Path, kind: str, format: str
-) -> None:
+def test_the_package_writes_the_models_tokens(tmp_path: Path, kind: str, format: str) -> None:
     """Equal tokens in 16-bit inputs; where inputs are rounded, another order of sums may round one the other way."""
     model = quantized(kind, format)
-    session = AotiSession(decoder_package(model, tmp_path / "model.pt2", CAPACITY, device="cpu"), unsafe_load=True)
+    try:
+        path = export_aoti_decoder(model, tmp_path / "model.pt2", CAPACITY, device="cpu")
+    except ValueError as error:
+        if "links libstdc++ statically" in str(error):
+            pytest.skip(str(error))
+        raise
+    session = AotiSession(path, unsafe_load=True)
     assert (session.capacity, session.dtype) == (CAPACITY, "float32")
     rows = serving_samples.prompts()
     if format == "int4a16":
@@ -103,3 +115,97 @@ def test_the_package_writes_the_models_tokens(
         run = forced_run(session, rows, reference.tokens, chunk=chunk)
         assert (run.tokens == reference.tokens).mean() > 0.95
         assert np.linalg.norm(run.logits - reference.logits) < 0.05 * np.linalg.norm(reference.logits)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("aoti") / "checkpoint"
+    arguments = [str(BASE), "--format", "int4a16", "--effort", "0", "--out", str(out), "--quiet"]
+    assert CliRunner().invoke(quantize_command, arguments).exit_code == 0
+    return out
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(main, list(map(str, arguments)))
+
+
+@pytest.mark.slow
+def test_the_commands(checkpoint: Path, tmp_path: Path) -> None:
+    """Two prompts together, and the comparison with the checkpoint; without --unsafe-load no code is loaded."""
+    package = tmp_path / "model.pt2"
+    exported = run("export", checkpoint, "--to", "aoti", "--capacity", 96, "--dtype", "fp32", "--out", package)
+    if "links libstdc++ statically" in exported.stderr:
+        pytest.skip(exported.stderr)
+    assert exported.exit_code == 0, exported.output
+    arguments = ["generate", checkpoint, "--engine", package, "--max-new-tokens", 8, "--prompt", "The", "--json"]
+    written = json.loads(run(*arguments, "--prompt", "a b c d e f", "--unsafe-load").stdout)
+    model = quant.load(checkpoint).to(torch.float32)
+    for tokens, expected in zip(
+        written["tokens"], serving_samples.greedy_tokens(model, written["prompt_tokens"], 8), strict=True
+    ):
+        assert tokens == expected[: len(tokens)] and (len(tokens) == 8 or tokens[-1] == 0)
+    checked = run("check-engine", package, "--source", checkpoint, "--max-new-tokens", 16, "--unsafe-load", "--json")
+    assert checked.exit_code == 0 and json.loads(checked.stdout)["agreeing"] >= 46, checked.output
+    refused = run(*arguments)
+    assert refused.exit_code == 2 and "is compiled code, which runs when it is loaded" in refused.stderr
+
+
+ENTRIES = {
+    "AOTI_PLATFORM": "linux", "AOTI_MACHINE": "x86_64", "AOTI_CPU_ISA": "AVX512", "AOTI_DEVICE_KEY": "cpu",
+    "AOTI_COMPUTE_CAPABILITY": "",
+}  # fmt: skip
+DESCRIPTION = {"capacity": 64, "caches": [[2, 16]], "dtype": "float32", "plan": "", "torch": "2.13.0"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "description", "words"),
+    [
+        ({}, {"torch": "2.4.1"}, "was compiled by torch 2.4.1, and torch 2.13.0 is installed; export it again"),
+        ({"AOTI_PLATFORM": "win32"}, {}, "was compiled for win32 x86_64, and this is linux x86_64"),
+        ({}, {}, "was compiled for a processor with AVX512, which this one lacks"),
+        ({"AOTI_DEVICE_KEY": "cuda"}, {}, "was compiled for a GPU, and this machine has none"),
+        ({"AOTI_CPU_ISA": "INVALID_VEC_ISA"}, {}, "is compiled code, which runs when it is loaded; if you trust it"),
+        ({}, {"capacity": "many"}, "no package of a decoder with a KV cache; export one with"),
+        ({}, {"caches": [[2]]}, "no package of a decoder with a KV cache"),
+        ({}, {"dtype": "no_such_dtype"}, "no package of a decoder with a KV cache"),
+    ],
+)
+def test_packages_that_do_not_fit_are_refused_before_they_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: dict[str, str], description: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr(aoti_session, "load_aoti", lambda path: pytest.fail("loaded"))
+    monkeypatch.setattr(aoti_session.torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr(aoti_session.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(aoti_session.sys, "platform", "linux")
+    monkeypatch.setattr(aoti_session.platform, "machine", lambda: "x86_64")
+    monkeypatch.setitem(aoti_session._INSTRUCTIONS, "AVX512", lambda: False)
+    path = tmp_path / "model.pt2"
+    with zipfile.ZipFile(path, "w") as archive:
+        fields = {**ENTRIES, **entries, METADATA: json.dumps({**DESCRIPTION, **description})}
+        archive.writestr("model/data/aotinductor/model/c.wrapper_metadata.json", json.dumps(fields))
+    with pytest.raises(UserError, match=words) as caught:
+        AotiSession(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_files_are_no_package(tmp_path: Path) -> None:
+    (tmp_path / "model.pt2").write_bytes(b"none")
+    with pytest.raises(UserError, match=r"model\.pt2: no package of AOTInductor"):
+        AotiSession(tmp_path / "model.pt2")
+    with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
+        archive.writestr("data.pkl", b"")
+    with pytest.raises(UserError, match="no package of a decoder with a KV cache"):
+        AotiSession(tmp_path / "other.pt2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--capacity", 4], "--capacity 4: a cache holds 8 tokens or more"),
+        (["--capacity", 100_000], "has positions for"),
+    ],
+)
+def test_capacities_that_do_not_fit(checkpoint: Path, tmp_path: Path, arguments: list[Any], words: str) -> None:
+    result = run("export", checkpoint, "--to", "aoti", "--out", tmp_path / "m.pt2", *arguments)
+    assert result.exit_code == 2 and words in result.stderr and len(result.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []

@@ -157,13 +157,15 @@ def test_an_export_never_touches_its_checkpoint(checkpoint: Path, tmp_path: Path
 def test_a_model_repository_for_a_triton_server(checkpoint: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
     out = tmp_path / "repository"
-    arguments = ["--to", "triton-server", "--target", "sm120", "--shapes", "batch=1:1:4,sequence=1:8:16", "--out", out]
+    shapes = "batch=1:1:4,sequence=1:8:16"
+    arguments = ["--to", "triton-server", "--target", "sm120", "--shapes", shapes, "--capacity", 64, "--out", out]
     result = export(checkpoint, *arguments, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["passed"]
     home = out / "model-nvfp4a16"
     config = (home / "config.pbtxt").read_text()
-    assert "max_batch_size: 4" in config and 'name: "logits"' in config
+    assert "max_batch_size: 4" in config and 'name: "text_output"' in config and "KIND_GPU" in config
+    assert (home / "1" / "model.engine.json").is_file() and (home / "1" / "tokenizer" / "tokenizer.json").is_file()
     assert {row["found"] for row in json.loads((home / "1" / "receipt.json").read_text())["audit"]} >= {
         "half, fp4 weights"
     }
