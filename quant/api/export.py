@@ -173,7 +173,7 @@ def _export_text_server(job: ExportJob) -> dict[str, Any]:
     notes = [*put_in_dtype(job), *cache_notes(job)] if job.target is None else []
     problem = onnxruntime_problem(job.model, fp8_attention=job.fp8_attention)
     if job.target is None and problem is not None:
-        raise UserError(f"{problem}; an engine for a GPU is named by --target, such as sm120")
+        raise UserError(f"{problem}; an engine for a GPU runs it: name it with --target, such as sm120")
     for note in notes:
         warnings.warn(note, stacklevel=2)
     with temporary_directory(job.out) as folder:

@@ -189,7 +189,7 @@ def test_requests_of_a_batch(bundle: tuple[Path, Path], model: Any) -> None:
         {"text_input": "The", "max_tokens": 12},
         {"text_input": "a b c d e f g", "max_tokens": 5},
         {"text_input": "The sky", "max_tokens": 9, "stream": True},
-        {"text_input": "The", "max_tokens": 95},
+        {"text_input": "The", "max_tokens": 96},
         {"text_input": "The", "max_tokens": 8, "temperature": 3.0, "seed": 1},
         {"max_tokens": 8},
     ]
@@ -200,7 +200,7 @@ def test_requests_of_a_batch(bundle: tuple[Path, Path], model: Any) -> None:
         text = expected(bundle[0], asked[index]["text_input"], asked[index]["max_tokens"])
         assert "".join(requests[index].sender.texts) == text and text
     assert len(requests[0].sender.texts) == 1 and len(requests[2].sender.texts) > 2
-    assert "95 more are wanted, but the cache holds 96" in requests[3].sender.error
+    assert "96 more are wanted, but the cache holds 96" in requests[3].sender.error
     assert requests[5].sender.error == "text_input is missing"
     alone = [Request(**asked[4]), Request(**{**asked[4], "seed": 2})]
     for request in alone:
