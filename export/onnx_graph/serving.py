@@ -156,7 +156,7 @@ def serving_program(
 def serving_inputs(
     caches: Sequence[tuple[int, int, torch.dtype]], capacity: int, device: torch.device | str = "cpu"
 ) -> tuple[dict[str, GraphInput], dict[str, GraphInput]]:
-    """Examples of a step's tokens and of the KV cache, by the names of the graph's inputs."""
+    """Returns examples of a step's tokens and of the KV cache, by the names of the graph's inputs."""
     inputs = {
         IDS: GraphInput(torch.zeros(2, 5, dtype=torch.long, device=device), ("batch", "sequence")),
         LENGTHS: GraphInput(torch.tensor([3, 2], device=device), ("batch",)),
@@ -178,7 +178,7 @@ def trace_serving(
     shapes: str | Sequence[str] | None,
     capacity: int,
 ) -> torch.export.ExportedProgram:
-    """A module with the arguments of `ServingGraph`, as a graph over any rows and steps of up to `capacity` tokens."""
+    """Traces a module with the arguments of `ServingGraph` over any rows and steps of up to `capacity` tokens."""
     arguments = ({name: x.example for name, x in inputs.items()}, [x.example for x in past.values()])
     return trace(graph, arguments, {**inputs, **past}, shapes, split=len(inputs), longest=capacity)
 

@@ -86,7 +86,7 @@ def export_aoti(
 
 
 def find_device(path: Path, device: torch.device | str | None) -> torch.device:
-    """The device that the package `path` is compiled for; ValueError if it is missing, or if the name is wrong."""
+    """Returns the device that a package is compiled for; ValueError if it is missing, or if `path` has a wrong name."""
     if path.suffix != ".pt2":
         raise ValueError(f"{path}: an AOTInductor package ends in .pt2")
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -176,7 +176,7 @@ def traced(
 def decomposed(
     program: torch.export.ExportedProgram, bodies: Mapping[str, Callable[..., torch.Tensor]]
 ) -> torch.export.ExportedProgram:
-    """The graph in PyTorch's own ops: each op named in `bodies` becomes the ops of its body."""
+    """Returns the graph in PyTorch's own ops: each op named in `bodies` becomes the ops of its body."""
     _warm_tables()
     with replaced_ops(bodies):
         lowered_program: torch.export.ExportedProgram = program.run_decompositions({})

@@ -50,7 +50,7 @@ class InPlaceGraph(ServingGraph):
     """A serving graph that writes into the cache that it is called with, and returns logits alone."""
 
     def forward(self, inputs: dict[str, torch.Tensor], past: list[torch.Tensor]) -> Any:
-        """Logits `[batch, vocabulary]`."""
+        """Returns logits `[batch, vocabulary]`."""
         logits, *written = super().forward(inputs, past)
         # Inductor sees that each cache was made from the input of its name, and writes the new rows alone.
         for cache, new in zip(past, written, strict=True):
@@ -98,7 +98,7 @@ def export_aoti_decoder(
 def decoder_program(
     model: nn.Module, capacity: int, *, shapes: str | list[str] | None = None, device: torch.device | str = "cpu"
 ) -> tuple[torch.export.ExportedProgram, list[tuple[int, int, torch.dtype]]]:
-    """The graph that the package is compiled from, and KV heads, dimension and dtype of each part of its cache."""
+    """Returns the graph that is compiled, and KV heads, dimension and dtype of each part of its cache."""
     check_decoder(model, capacity)
     function = CachedAttention({module: name for name, module in model.named_modules()})
     with attending(model, function, masked=False), scales_as_matrices(model):
@@ -113,7 +113,7 @@ def decoder_program(
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, *_: Any
 ) -> torch.Tensor:
-    """Attention over the whole cache, where a mask `[batch, 1, sequence, capacity]` says who sees which.
+    """Attends over the whole cache, where a mask `[batch, 1, sequence, capacity]` says who sees which.
 
     The query heads that share keys become further queries, so that no key of the cache is copied:
     [batch, kv_heads · group, sequence, dim] -> [batch, kv_heads, group · sequence, dim].
@@ -128,7 +128,7 @@ def _attention(
 
 
 def _scatter(cache: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The cache `[batch, kv_heads, capacity, dim]` with `x` in each row from position `index` `[batch]` on."""
+    """Returns the cache `[batch, kv_heads, capacity, dim]` with `x` in each row from position `index` `[batch]` on."""
     rows = torch.arange(cache.shape[0], device=cache.device)[:, None]
     positions = index[:, None] + torch.arange(x.shape[2], device=cache.device)
     # Indices with a slice between them come first in the result: [batch, sequence, kv_heads, dim].

@@ -91,7 +91,7 @@ def publish_decoder(
 
 
 def batch_rows(receipt: Mapping[str, Any], shapes: Sequence[str]) -> int:
-    """Rows that a batch may have: as many as all profiles of an engine take, or as --shapes says, or `_ROWS`."""
+    """Returns the most rows of a batch: as all profiles of an engine take, or as --shapes says, or `_ROWS`."""
     profiles = receipt["engine"]["profiles"] if "engine" in receipt else ()
     # input_ids=1x1:8x1:32x1,… or batch=1:8:32,…: the smallest, best and largest shape.
     largest = [re.search(r"input_ids=[^,:]*:[^,:]*:(\d+)x", text) for text in profiles]
@@ -100,7 +100,7 @@ def batch_rows(receipt: Mapping[str, Any], shapes: Sequence[str]) -> int:
 
 
 def decoder_config(name: str, rows: int, *, gpu: bool) -> str:
-    """The text of `config.pbtxt`, the same for every version."""
+    """Returns the text of `config.pbtxt`, the same for every version."""
     inputs = [
         f"input {{ name: {json_text(field)} data_type: {kind} dims: [1]{'' if field == TEXT else ' optional: true'} }}"
         for field, kind in INPUTS.items()

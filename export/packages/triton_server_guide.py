@@ -131,7 +131,7 @@ Shapes (smallest, best and largest):
 
 
 def _triton_text(bundle: Bundle, receipt: Mapping[str, Any]) -> str:
-    """The section on a decoder, which the Python backend runs with this library."""
+    """Returns the section on a decoder, which the Python backend runs with this library."""
     engine = receipt.get("engine")
     runtime = built_by(receipt) if engine else "onnxruntime"
     version = str(engine["backend"]).partition(" ")[2] if engine else ""

@@ -169,7 +169,7 @@ def export_triton_server(job: ExportJob) -> dict[str, Any]:
 
 
 def _export_text_server(job: ExportJob) -> dict[str, Any]:
-    """A decoder with its KV cache and tokenizer: an engine for --target, or else an ONNX file for onnxruntime."""
+    """Publishes a decoder with its KV cache and tokenizer: an engine for --target, or else an ONNX file."""
     notes = [*put_in_dtype(job), *cache_notes(job)] if job.target is None else []
     problem = onnxruntime_problem(job.model, fp8_attention=job.fp8_attention)
     if job.target is None and problem is not None:
@@ -206,7 +206,7 @@ def _export_text_server(job: ExportJob) -> dict[str, Any]:
 
 
 def _server_record(job: ExportJob, bundle: Bundle, receipt: dict[str, Any]) -> dict[str, Any]:
-    """The record of a published version."""
+    """Returns the record of a published version."""
     home = job.out / bundle.name
     files = [home / CONFIG_FILE, *sorted((home / str(bundle.version)).rglob("*")), job.out / SERVE_FILE]
     return {

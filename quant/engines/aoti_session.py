@@ -86,7 +86,7 @@ class AotiSession:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """The metadata of a decoder's package, read without loading its code; UserError for any other file."""
+    """Returns the metadata of a decoder's package, read without loading its code; UserError for any other file."""
     other = (
         f"{path}: no package of a decoder with a KV cache; export one with `quant export DIRECTORY --to aoti`, without "
         "--capacity 0"
@@ -106,7 +106,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def _is_description(document: Any) -> bool:
-    """Whether a package's own entry of its metadata has all fields, of the right types."""
+    """Returns whether a package's own entry of its metadata has all fields, of the right types."""
     if not isinstance(document, dict) or any(
         not isinstance(document.get(name), kind) for name, kind in _FIELDS.items()
     ):

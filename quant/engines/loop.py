@@ -92,7 +92,7 @@ def generate_tokens(
 
 
 def check_lengths(session: Session, prompts: Sequence[Sequence[int]], new: int | Sequence[int]) -> list[int]:
-    """The new tokens of each row; UserError for prompts that are empty, too many, or too long for the cache."""
+    """Returns the new tokens of each row; UserError for prompts that are empty, too many, or too long for the cache."""
     limits = [new] * len(prompts) if isinstance(new, int) else list(new)
     if not prompts or len(prompts) > session.most_rows():
         raise UserError(f"{len(prompts)} prompts, and this file takes 1 to {session.most_rows()} rows")

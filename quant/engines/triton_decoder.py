@@ -92,7 +92,7 @@ class TritonPythonModel:
                     self._fail(row.sender, error)
 
     def _row(self, request: Any) -> Row | None:
-        """A request as a row; None, and an error sent to it, if it is not valid."""
+        """Returns a request as a row; None, and an error sent to it, if it is not valid."""
         sender = request.get_response_sender()
         try:
             text = self._value(request, TEXT, None)
@@ -114,7 +114,7 @@ class TritonPythonModel:
         return row
 
     def _value(self, request: Any, name: str, default: Any) -> Any:
-        """The value of an input, or a default for one that the request does not have."""
+        """Returns the value of an input, or a default for one that the request does not have."""
         tensor = self.server.get_input_tensor_by_name(request, name)
         if tensor is None:
             return default

@@ -315,7 +315,7 @@ def cast_unquantized(model: nn.Module, dtype: str) -> None:
 
 
 def end_tokens(model: Any) -> tuple[int, ...]:
-    """Ids of the tokens that end a text of a transformers model."""
+    """Returns the ids of the tokens that end a text of a transformers model."""
     stops = model.generation_config.eos_token_id
     return () if stops is None else tuple(stops) if isinstance(stops, list | tuple) else (int(stops),)
 
