@@ -68,7 +68,14 @@ def quantized(kind: str, format: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("kind", "format"), [("llama-64", "nvfp4a16"), ("gemma3", "int4a16"), ("mistral", "mxfp6a16")])
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    [
+        ("llama-64", "nvfp4a16"),
+        pytest.param("gemma3", "int4a16", marks=pytest.mark.slow),
+        pytest.param("mistral", "mxfp6a16", marks=pytest.mark.slow),
+    ],
+)
 def test_the_graph_writes_the_models_tokens(kind: str, format: str) -> None:
     """Rows of three lengths, whole and in chunks, over a cache that held other numbers."""
     model = quantized(kind, format)
