@@ -181,7 +181,7 @@ _RTX = (
     Pair("fp8_block", None, STORAGE, "TRT_BlockDequantize, GEMM in half", _LINEAR),
     Pair("mxfp8", "mxfp8", STORAGE, "GEMM in half", _LINEAR),
     Pair("mxfp8", None, STORAGE, "GEMM in half", _LINEAR),
-    Pair("int4", None, STORAGE, "dequantized in the GEMM", _LINEAR),
+    *(Pair(weight, None, STORAGE, "dequantized in the GEMM", _LINEAR) for weight in _INT4),
 )
 _RTX_SOURCE = "engines built with tensorrt_rtx 1.7.1 and read back"
 # Fused experts are unpacked by none of transformers' loaders; the output head is.
@@ -327,7 +327,12 @@ _ALL = (
         ),
         source=_RTX_SOURCE,
     ),
-    Target("tensorrt-rtx-sm89", "TensorRT-RTX engine for Ada, built without a GPU", _RTX, source=_RTX_SOURCE),
+    Target(
+        "tensorrt-rtx-sm89",
+        "TensorRT-RTX engine for Ada, built without a GPU",
+        _RTX,
+        source=_RTX_SOURCE,
+    ),
     Target(
         "onnxruntime-genai",
         "onnxruntime-genai 0.18, from `quant export --to onnx --genai`",
@@ -342,7 +347,7 @@ _ALL = (
                     ("int8", "int8_token"),
                     ("int8", "int8_tensor"),
                     ("int8", None),
-                    ("int4", None),
+                    *((weight, None) for weight in _INT4),
                 )
             ),
             Pair("nvfp4", "nvfp4", note="by the provider of TensorRT-RTX; read, not run", kinds=_LINEAR),

@@ -30,7 +30,7 @@ from torch import nn
 from quant.export.engine.contents.engine_file import Engine, read_engine
 from quant.export.engine.contents.program import BITS, MULTIPLYING, PRODUCTS, Kernel, Operand
 from quant.export.engine.contents.weights import compare_tensors
-from quant.export.engine.contents.wiring import order_problems
+from quant.export.engine.contents.wiring import absent_blocks, order_problems
 from quant.formats.number import E8M0
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
@@ -39,7 +39,7 @@ UNPLANNED = "–"
 """The planned precision where there is no plan."""
 
 _AUDITED = (LayerKind.LINEAR, LayerKind.HEAD, LayerKind.CONV)
-TENSORS = "its tensors"
+TENSORS = "as in the checkpoint"
 """In findings about values: planned, and found where the engine holds them."""
 NOT_EXPORTED = "not in the exported graph"
 _ELEMENTS = {"e2m1": "fp4", "e4m3": "fp8", "int8": "int8", "int4": "int4"}
@@ -101,7 +101,8 @@ def audit(
         findings += _audit_tensors(engine, model)
     # TensorRT-RTX 1.7's parser drops `nonpad_kv_seqlen` of Attention with a warning: the engine has the input, unread.
     findings += [Finding(name, "an input that is read", "read by no kernel", False) for name in engine.unread]
-    return findings + [Finding("order of blocks", "as in the model", text, False) for text in order_problems(engine)]
+    blocks = [*order_problems(engine), *([] if model is None else absent_blocks(engine, model))]
+    return findings + [Finding("order of blocks", "as in the model", text, False) for text in blocks]
 
 
 def failures(findings: Iterable[Finding]) -> list[str]:

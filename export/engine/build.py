@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import time
 import warnings
 from collections import Counter
@@ -27,6 +28,7 @@ from torch import nn
 from quant.export.engine.audit import TENSORS, Finding, audit, failures, fallback_message, is_storage_only, receipt_path
 from quant.export.engine.graph import (
     ATTENTION,
+    check_backend,
     check_graph,
     label_nodes,
     load_graph,
@@ -34,7 +36,7 @@ from quant.export.engine.graph import (
 )
 from quant.export.engine.process import Progress, run_worker, timing_cache, worker_environment
 from quant.export.engine.targets import FEATURES, choose_common_backend, resolve_targets
-from quant.export.onnx_graph.export import ATTENTION_KEY, PLAN_KEY, write_onnx
+from quant.export.onnx_graph.export import ATTENTION_KEY, EXPORT_KEY, PLAN_KEY, write_onnx
 from quant.export.onnx_graph.opsets import PLUGIN
 from quant.export.onnx_graph.shapes import format_profile
 from quant.export.onnx_graph.translate import layer_of
@@ -161,6 +163,7 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     model = load_graph(onnx_path)
     for target in targets:
         check_graph(model, target)
+    check_backend(model, backend.module)
     profiles = make_profiles(model, options.shapes)
     attentions = {layer_of(node) for node in model.graph.node if node.op_type in ATTENTION}
     layers = list(dict.fromkeys(name for name in map(layer_of, model.graph.node) if name and name not in attentions))
@@ -172,6 +175,9 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
         "attention": metadata.get(ATTENTION_KEY),
         "attention_nodes": attention_nodes,
         "layers": layers,
+        "target": ",".join(target.sm for target in targets),
+        "features": list(options.features),
+        "export": json.loads(metadata[EXPORT_KEY]) if EXPORT_KEY in metadata else None,
     }
     with temporary_directory(out) as folder:
         graph, engine = folder / "graph.onnx", folder / "engine"

@@ -1,6 +1,7 @@
 """Checks and prepares an ONNX graph before an engine is built from it.
 
     load_graph       the graph without its weights
+    check_backend    refuses nodes that the library which builds the engine does not take
     check_graph      refuses graphs that TensorRT compiles wrongly, or that need hardware that the target lacks
     make_profiles    the ranges of shapes, as `onnx_graph.shapes` reads them, above the minimum of fused attention
     label_nodes      names nodes after their layers, by which the audit finds a layer in the engine
@@ -27,6 +28,7 @@ ATTENTION = ("Attention", "TRT_QuantizedAttention", PLUGIN)
 # Ops whose output has the shape of their first input.
 _SAME_SHAPE = ("Cast", "DequantizeLinear", "Identity", "Mul", "QuantizeLinear")
 _LONGEST_CHUNK = 512  # of a prompt, in the default profile
+_SMALL_GROUP = 32  # of INT4 weights
 _FEWEST_HEADS = 4  # of attention with a single query, in half precision
 # The hardware that types of weights need: see `Target.has_fp4` and `has_fp8`.
 _FEATURES = {"FLOAT4E2M1": "FP4", "FLOAT8E4M3FN": "FP8"}
@@ -65,6 +67,18 @@ def check_graph(model: Any, target: Target) -> None:
     for node in model.graph.node:
         for problem in _node_problems(node, types, producer, shapes, target):
             raise ValueError(f"{_node_label(node)}: {problem}")
+
+
+def check_backend(model: Any, backend: str) -> None:
+    """Raises ValueError for the first node that `backend`, a key of `EXTRAS`, does not build; by layer."""
+    if backend != "tensorrt":
+        return
+    for node in model.graph.node:
+        if node.op_type == "DequantizeLinear" and _attribute(node, "block_size", 0) == _SMALL_GROUP:
+            raise ValueError(
+                f"{_node_label(node)}: full TensorRT has weights in groups of 64 and 128, these are of {_SMALL_GROUP}; "
+                "pass --backend tensorrt_rtx, or use int4 or int4_g64"
+            )
 
 
 def make_profiles(model: Any, shapes: str | Sequence[str] | None) -> list[Shapes]:

@@ -58,7 +58,8 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
             trt, [int(name.removeprefix("SM")) for name in request["compute_capabilities"]]
         )
     _parse(trt, network, logger, request)
-    network.name = RECORD + request["record"]
+    record = {**json.loads(request["record"]), "builder": f"{trt.__name__} {trt.__version__}"}
+    network.name = RECORD + json.dumps(record, allow_nan=False)
     config = builder.create_builder_config()
     # Names and types of all kernels stay readable in the engine, for the audit.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED

@@ -32,16 +32,19 @@ from quant.export.onnx_graph.decoder import (
     operand_scales,
 )
 from quant.export.onnx_graph.genai import genai_program
-from quant.export.onnx_graph.runtimes import onnxruntime_problem
+from quant.export.onnx_graph.runtimes import main_dtype, onnxruntime_problem
 from quant.export.onnx_graph.serving import serving_program
 from quant.export.onnx_graph.translate import MODEL_PREFIX, dimension_ranges, quiet, trace, translate
 from quant.formats.atomic import put_file, temporary_directory
+from quant.recipes.json_text import json_text
 from quant.recipes.plan import Plan
 
 EXTERNAL_BYTES = 256 << 20
 """From this size on weights go to a file of their own; protobuf ends at 2 GiB."""
 PLAN_KEY = "blockscale.plan"
 ATTENTION_KEY = "blockscale.attention"
+EXPORT_KEY = "blockscale.export"
+"""Key in the file's metadata; its value is a JSON object of the options by which a model is exported likewise."""
 
 
 def export_onnx(model: nn.Module, path: str | Path, **options: Any) -> Path:
@@ -111,6 +114,14 @@ def write_onnx(
     if plan is not None:
         program.metadata_props[PLAN_KEY] = plan.digest()
     program.metadata_props[ATTENTION_KEY] = attention
+    if inputs is None and not genai:
+        options = {
+            "dtype": str(main_dtype(model)).removeprefix("torch."),
+            "shapes": [shapes] if isinstance(shapes, str) else shapes and list(shapes),
+            "capacity": capacity,
+            "measured": bool(scales),
+        }
+        program.metadata_props[EXPORT_KEY] = json_text(options)
     return _save(program, path)
 
 

@@ -12,7 +12,7 @@ were built and read back, and no others pass.
     fp8_block      16 bit                     half precision
     int8           int8_token, int8_tensor    INT8
     int8           16 bit                     half precision
-    int4           16 bit                     half precision, dequantized inside the GEMM
+    int4           16 bit                     half precision, dequantized inside the GEMM; groups of 64 and 32 likewise
 
 Convolutions take the same pairs of FP8 and INT8, and run in FP8 and INT8 with inputs of the same kind. With inputs in
 16 bit they run in half precision, and so do transposed ones with any inputs; the engine holds their codes.
@@ -42,11 +42,11 @@ _INPUTS: dict[str, tuple[str, ...]] = {
     "fp8_block": (),
     "int8": ("int8_token", "int8", "int8_tensor"),
     "int4": (),
+    "int4_g64": (),
+    "int4_g32": (),
 }
 # The format to use in place of one that cannot be exported, and the reason.
 _INSTEAD = {
-    "int4_g64": "int4",
-    "int4_g32": "int4",
     "mxfp4": "nvfp4",
     "mxfp6": "fp8",
     "mxfp6_e3m2": "fp8",
@@ -57,8 +57,6 @@ _INSTEAD = {
     "int8_tensor": "int8",
 }
 _WHY = {
-    "int4_g64": "no engine was built with groups of 64",
-    "int4_g32": "TensorRT has INT4 only in groups of 64 and 128",
     "mxfp4": "TensorRT has no E2M1 weights with E8M0 scales",
     "mxfp6": "ONNX has no 6-bit numbers at this opset",
     "mxfp6_e3m2": "ONNX has no 6-bit numbers at this opset",

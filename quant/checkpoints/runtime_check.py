@@ -26,9 +26,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from quant.calibration.texts.mixture import sample_texts
-from quant.checkpoints.load import load
+from quant.checkpoints.load import describe, load
 from quant.checkpoints.runtime_probe import PROBES, continue_greedily, score
 from quant.errors import UserError
+from quant.export.checkpoint.configs.compressed_tensors_warnings import unpacking_warnings
 from quant.kernels.linear.modules import QuantLinear
 from quant.kernels.linear.quantized_module import QuantizedModule
 from quant.models.huggingface import load_tokenizer
@@ -110,6 +111,8 @@ def check_runtime(
     """
     if runtime not in PROBES:
         raise UserError(f"no runtime {runtime!r}; known: {', '.join(PROBES)}")
+    if runtime == "transformers":
+        _refuse_unpacked(directory)
     rows = _rows(directory)
     request = {
         "rows": rows.tolist(), "new_tokens": NEW_TOKENS, "engine": engine or {}, "trust_remote_code": trust_remote_code
@@ -117,6 +120,14 @@ def check_runtime(
     with tempfile.TemporaryDirectory() as folder:
         facts, seen = _probe(runtime, directory, request, Path(folder))
     return _compare(load(directory, trust_remote_code=trust_remote_code), rows, facts, seen)
+
+
+def _refuse_unpacked(directory: Path) -> None:
+    """Raises UserError for a checkpoint whose weights transformers unpacks to another dtype than the model's."""
+    config = json.loads((directory / "config.json").read_text())
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    for message in unpacking_warnings(describe(directory)[0], getattr(torch, name, torch.bfloat16)):
+        raise UserError(f"{directory}: {message}")
 
 
 def _rows(directory: Path) -> torch.Tensor:

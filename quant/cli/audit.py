@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quant.cli.base import JSON, QUIET, REVISION, TRUST, Command, print_json
-from quant.cli.terminal.console import page, status
+from quant.cli.terminal.console import page, stages, status
 from quant.cli.terminal.tables import print_table
 from quant.errors import UserError, counted, printable
 from quant.formats.json_files import read_json
 from quant.recipes.json_data import typed
-from quant.recipes.plan import Plan
+from quant.recipes.plan import PLAN_FILE, Plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -138,6 +138,11 @@ def _show_runtime(check: RuntimeCheck) -> None:
     metavar="PACKAGE.MODULE:FUNCTION",
     help="Function that builds the module of a checkpoint without config.json.",
 )
+@click.option(
+    "--rebuild",
+    is_flag=True,
+    help="Also build the engine again from the checkpoint, and compare kernel by kernel how they are wired.",
+)
 @click.option("--attention", type=click.Choice(["fp8", "half"]), help="Precision that attention must run in.")
 @click.option("--allow-fallback", is_flag=True, help="List layers that do not run as planned, and succeed.")
 @QUIET
@@ -147,6 +152,7 @@ def audit_command(
     plan_file: Path | None,
     checkpoint: Path | None,
     model_factory: str | None,
+    rebuild: bool,
     attention: str | None,
     allow_fallback: bool,
     quiet: bool,
@@ -170,7 +176,10 @@ def audit_command(
         checkpoint = plan_file.parent
     if checkpoint is None and plan is not None and not quiet:
         click.echo("the tensors were not compared: name the checkpoint with --checkpoint", err=True)
-    findings = audit(engine, plan, attention=attention, model=_load(checkpoint, model_factory))
+    model = _load(checkpoint, model_factory)
+    findings = audit(engine, plan, attention=attention, model=model)
+    if rebuild:
+        findings += _rebuilt(engine, model, checkpoint, quiet or as_json)
     if as_json:
         print_json([dataclasses.asdict(finding) for finding in findings])
     elif not quiet:
@@ -178,6 +187,18 @@ def audit_command(
     problems = failures(findings)
     if problems and not allow_fallback:
         raise UserError(f"{engine}: {fallback_message(problems)}")
+
+
+def _rebuilt(engine: Path, model: nn.Module | None, checkpoint: Path | None, quiet: bool) -> list[Finding]:
+    """Compares an engine with one that is built again from its checkpoint."""
+    from quant.checkpoints.load import describe
+    from quant.engines.rebuild import rebuilt_findings
+
+    if model is None or checkpoint is None:
+        raise UserError("--rebuild: name the checkpoint that the engine was exported from with --checkpoint")
+    plan = describe(checkpoint)[0] if (checkpoint / PLAN_FILE).is_file() else None
+    with stages(quiet) as progress:
+        return rebuilt_findings(engine, model, plan, progress)
 
 
 def print_findings(findings: list[Finding]) -> None:

@@ -34,7 +34,7 @@ def runtime_warnings(
         *_part_warnings(plan),
         *rotation_warnings(plan),
         *_format_warnings(plan),
-        *_unpacking_warnings(plan, dtype),
+        *unpacking_warnings(plan, dtype),
         *stopped_warnings(plan, names),
         *_expert_warnings(plan, names),
         *_input_warnings(plan),
@@ -108,7 +108,7 @@ def _format_warnings(plan: Plan) -> Iterator[str]:
         yield f"{_counted(embeddings)} quant.load: other runtimes take embeddings in 16 bit only"
 
 
-def _unpacking_warnings(plan: Plan, dtype: torch.dtype) -> Iterator[str]:
+def unpacking_warnings(plan: Plan, dtype: torch.dtype) -> Iterator[str]:
     """Yields a sentence on formats that transformers unpacks to BF16, whatever the model's dtype."""
     unpacked = [layer.weight for layer in plan.quantized if layer.weight is not None and not layer.weight.scale.is_wide]
     if unpacked and dtype != torch.bfloat16:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,7 +78,7 @@ class View:
 
     Attributes:
         rows: outputs of each linear layer.
-        vectors: weights of norms, and of other modules whose weight is a vector.
+        vectors: the factors of norms, and weights of other modules that are vectors.
         input_scales: of each quantized layer that has one.
         norm_after: the BatchNorm after each convolution.
         explained: indices of the constants that a tensor of the model was found in.
@@ -106,7 +107,7 @@ class View:
                 if module.input_scale is not None:
                     self.input_scales[name] = float(module.input_scale)
             elif isinstance(weight, torch.Tensor) and weight.ndim == 1:
-                self.vectors[name] = weight.detach().float().numpy()
+                self.vectors[name] = factors_of(module, weight.detach().float()).numpy()
         self.of_module: dict[str, list[Kernel]] = {}
         self.writer: dict[tuple[int, str], Kernel] = {}
         for kernel in self.kernels:
@@ -147,6 +148,24 @@ class View:
         """Every single number in the module's kernels and in those that feed its GEMM."""
         kernels = [*self.of_module.get(module, ()), *self.feeding(module)]
         return {number for kernel in kernels for number in self.engine.scalars(kernel)}
+
+
+def factors_of(module: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Returns what a norm multiplies by, float32: its weight, or one more, as Gemma's norms do.
+
+    Numbers of alternating sign have the mean 0 and the root mean square 1, so a norm gives back its factors.
+    """
+    if "Norm" not in type(module).__name__ or isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return weight
+    signs = 1.0 - 2.0 * (torch.arange(len(weight)) % 2)
+    try:
+        with torch.no_grad():
+            outputs = module(signs.to(module.weight.dtype)[None])
+    except Exception:  # a module of the user's own, which takes other inputs
+        return weight
+    bias = getattr(module, "bias", None)
+    factors = (outputs[0].float() - (0.0 if bias is None else bias.detach().float())) * signs
+    return weight + 1 if (factors - weight - 1).abs().sum() < (factors - weight).abs().sum() else weight
 
 
 def _outputs(module: nn.Module) -> int:

@@ -41,6 +41,7 @@ from quant.export.engine.contents.constants import (
     holds_swizzled,
     holds_vector,
     input_factors,
+    is_close,
 )
 from quant.export.engine.contents.engine_file import Engine
 from quant.export.engine.contents.program import Kernel, Operand
@@ -50,16 +51,17 @@ from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.modules import QuantLinear
 
 _WEIGHTLESS = 16  # constants of fewer numbers are literals of the graph
-# ONNX ops of which an activation function has one.
+# ONNX ops of an activation function, in each way to write it.
+_SILU, _EXACT_GELU, _TANH_GELU = [{"Sigmoid", "Mul"}, {"Swish"}], [{"Gelu"}, {"Erf"}], [{"Gelu"}, {"Tanh"}]
 _ACTIVATIONS = {
-    "SiLU": {"Sigmoid", "Swish"},
-    "SiLUActivation": {"Sigmoid", "Swish"},
-    "ReLU": {"Relu"},
-    "GELU": {"Gelu", "Erf"},
-    "GELUActivation": {"Gelu", "Erf"},
-    "NewGELUActivation": {"Gelu", "Tanh"},
-    "GELUTanh": {"Gelu", "Tanh"},
-    "PytorchGELUTanh": {"Gelu", "Tanh"},
+    "SiLU": _SILU,
+    "SiLUActivation": _SILU,
+    "ReLU": [{"Relu"}],
+    "GELU": _EXACT_GELU,
+    "GELUActivation": _EXACT_GELU,
+    "NewGELUActivation": _TANH_GELU,
+    "GELUTanh": _TANH_GELU,
+    "PytorchGELUTanh": _TANH_GELU,
 }
 
 
@@ -116,12 +118,11 @@ def _surplus(view: View) -> Iterator[str]:
 
 def _is_norm_weight(view: View, values: np.ndarray) -> bool:
     """Whether these are a norm's weight times one number, in an engine that does not name its norms."""
-    for vector in view.vectors.values():
-        for weight in (vector, 1 + vector):
-            if weight.shape == values.shape and weight.all():
-                ratio = values / weight
-                if np.abs(ratio - ratio[0]).max() <= 2.0**-7 * abs(ratio[0]):
-                    return True
+    for weight in view.vectors.values():
+        if weight.shape == values.shape and weight.all():
+            ratio = values / weight
+            if np.abs(ratio - ratio[0]).max() <= 2.0**-7 * abs(ratio[0]):
+                return True
     return False
 
 
@@ -177,9 +178,9 @@ def _is_in_norm(view: View, kernels: Sequence[Kernel], scale: float) -> bool:
     """Whether one of these kernels divides by the scale of an input as a part of a norm's weight."""
     for kernel in kernels:
         for name in kernel.modules & view.vectors.keys():
-            for divided in (view.vectors[name] / scale, (1 + view.vectors[name]) / scale):
-                if any(holds_vector(view, operand, divided, WHOLE) for operand in view.constants([kernel])):
-                    return True
+            divided = view.vectors[name] / scale
+            if any(holds_vector(view, operand, divided, WHOLE) for operand in view.constants([kernel])):
+                return True
     return False
 
 
@@ -252,9 +253,10 @@ def _plain_problems(view: View, name: str, module: nn.Module) -> Iterator[str]:
         # Adding zeros is no work.
         if tensor.ndim < 2 and not bool(tensor.any()):
             continue
-        if _holds_parameter(
-            view, name, module, tensor.detach().T if _is_turned(module, parameter) else tensor.detach()
-        ):
+        expected = tensor.detach().T if _is_turned(module, parameter) else tensor.detach()
+        if parameter == "weight" and name in view.vectors:
+            expected = torch.from_numpy(view.vectors[name])
+        if _holds_parameter(view, name, module, expected):
             continue
         if is_conv and parameter == "weight" and holds_folded_weight(view, operands, module):
             break  # with its bias
@@ -269,24 +271,16 @@ def _is_turned(module: nn.Module, parameter: str) -> bool:
 def _holds_parameter(view: View, name: str, module: nn.Module, expected: torch.Tensor) -> bool:
     """Whether the module's kernels read these numbers, rounded to the type of a constant."""
     part, kernels = view.part_of(name), view.of_module[name]
-    operands = view.constants(kernels)
-    if any(holds_rounded(view, operand, expected, part) for operand in operands):
+    if any(holds_rounded(view, operand, expected, part) for operand in view.constants(kernels)):
         return True
-    if "Norm" not in type(module).__name__:
-        return False
-    # Gemma's norms multiply by one more than they store.
-    more = 1 + expected.float()
-    return any(holds_rounded(view, operand, more, part) for operand in operands) or any(
-        _holds_divided(view, kernel, expected) for kernel in kernels
-    )
+    return "Norm" in type(module).__name__ and any(_holds_divided(view, kernel, expected) for kernel in kernels)
 
 
 def _holds_divided(view: View, kernel: Kernel, expected: torch.Tensor) -> bool:
     """Whether a kernel has a norm's weight divided by the scale of a layer whose input it rounds."""
     values = expected.float().numpy()
     return any(
-        holds_vector(view, operand, vector / view.input_scales[layer], WHOLE)
-        for vector in (values, 1 + values)
+        holds_vector(view, operand, values / view.input_scales[layer], WHOLE)
         for layer in kernel.modules & view.input_scales.keys()
         for operand in view.constants([kernel])
     )
@@ -305,8 +299,12 @@ def _number_problems(view: View, name: str, module: Any) -> Iterator[str]:
             yield buffer
     kinds = {node.rpartition("/")[2].partition("_")[0] for k in view.of_module[name] for node in k.nodes
              if node.rpartition("/")[0] == name}  # fmt: skip
-    if not kinds & _ACTIVATIONS.get(type(module).__name__, kinds):
+    if not any(function <= kinds for function in _ACTIVATIONS.get(type(module).__name__, [kinds])):
         yield "function"
+    # RoPE's table is multiplied by it in YaRN and its kin.
+    factor = getattr(module, "attention_scaling", 1.0)
+    if isinstance(factor, float) and factor != 1.0 and not any_close([factor], numbers):
+        yield "attention scaling"
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "Norm" in type(module).__name__ and isinstance(epsilon, float) and not any_close([epsilon], numbers):
         yield "epsilon"
@@ -322,9 +320,28 @@ def _number_problems(view: View, name: str, module: Any) -> Iterator[str]:
         and not any(abs(x - y) <= 2.0**-7 * y for x in numbers for y in (scaling, math.sqrt(scaling)))
     ):
         yield "scaling"
-    # A cache in 16 bit has no scales.
-    if any(operand.stored == "fp8_e4m3" and len(operand.dims) == 4 for k in kernels for operand in k.inputs):
-        for scale in ("k_scale", "v_scale"):
-            value = getattr(module, scale, None)
-            if isinstance(value, torch.Tensor) and not any_close([float(value), 1 / float(value)], numbers):
+    for kernel in kernels:
+        yield from _cache_problems(view, kernel, module)
+
+
+def _cache_problems(view: View, kernel: Kernel, module: Any) -> Iterator[str]:
+    """Yields the scales of an FP8 cache that an attention does not have; a cache in 16 bit has none.
+
+    In our plugin those of K stand before those of V, one for each KV head.
+    """
+    caches = [o for o in kernel.inputs if o.stored == "fp8_e4m3" and len(o.dims) == 4]
+    constants = [o for o in kernel.inputs if o.index is not None and o.stored == "float"]
+    if not caches or not constants:
+        return
+    for index, scale in enumerate(("k_scale", "v_scale")):
+        value = getattr(module, scale, None)
+        if isinstance(value, torch.Tensor):
+            expected = value.detach().float().numpy().reshape(-1)
+            near = constants[index : index + 1] if len(constants) == 2 else constants
+            if not any(
+                is_close(held, np.broadcast_to(expected, held.shape), "float")
+                or is_close(held, np.broadcast_to(1 / expected, held.shape), "float")
+                for held in (view.values(operand).reshape(-1) for operand in near)
+                if expected.size in (1, held.size)
+            ):
                 yield scale

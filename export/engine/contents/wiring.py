@@ -1,4 +1,4 @@
-"""Checks how the kernels of an engine are connected: blocks follow each other in the order of the model.
+"""Checks how the kernels of an engine are connected: all blocks are there, and follow each other in the model's order.
 
 A graph in which two blocks were exchanged has all the right weights at all the right names.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+
+from torch import nn
 
 from quant.export.engine.contents.engine_file import Engine
 from quant.export.engine.contents.program import Kernel
@@ -22,6 +24,24 @@ def order_problems(engine: Engine) -> list[str]:
         kernels = [kernel for kernel in engine.kernels if kernel.program == program]
         problems.update(dict.fromkeys(_program_problems(kernels)))
     return list(problems)
+
+
+def absent_blocks(engine: Engine, model: nn.Module) -> list[str]:
+    """Returns a clause for each block of a transformers model that the engine lacks, where it has others of its list.
+
+    An engine of a model that was cut short has all the tensors that its kernels read.
+    """
+    if not hasattr(model, "main_input_name"):
+        return []
+    modules = {path for kernel in engine.kernels for path in kernel.modules}
+    present = {(match[1], int(match[2])) for path in modules if (match := _BLOCKS.match(f"{path}."))}
+    return [
+        f"{name}.{index} is not in the engine"
+        for name, blocks in model.named_modules()
+        if isinstance(blocks, nn.ModuleList) and any(path == name for path, _ in present)
+        for index in range(len(blocks))
+        if (name, index) not in present
+    ]
 
 
 def _program_problems(kernels: list[Kernel]) -> Iterator[str]:

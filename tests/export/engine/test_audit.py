@@ -193,9 +193,9 @@ def test_a_layer_that_was_never_quantized_fails(module: Any, tmp_path: Path) -> 
         ("0", "fp8", True),
         ("2", "half", False),
         ("pooler", "not in the exported graph", True),
-        ("0", "its tensors", True),
-        ("1", "its tensors", True),  # of an activation the function
-        ("2", "its tensors", True),
+        ("0", "as in the checkpoint", True),
+        ("1", "as in the checkpoint", True),  # of an activation the function
+        ("2", "as in the checkpoint", True),
     ]
     assert receipt["engine"]["layers"] == ["0", "2"]
 
@@ -217,7 +217,7 @@ def test_another_models_engine_fails(tmp_path: Path) -> None:
     assert CliRunner().invoke(main, [*command, str(tmp_path / "ours" / "plan.json")]).exit_code == 0
     failed = CliRunner().invoke(main, [*command, str(tmp_path / "theirs" / "plan.json")])
     assert failed.exit_code == 2
-    assert "model.layers.0.self_attn.q_proj: planned its tensors, found other codes, scales" in failed.stderr
+    assert "model.layers.0.self_attn.q_proj: planned as in the checkpoint, found other codes, scales" in failed.stderr
 
 
 def test_attention_is_not_dropped_without_a_word(tmp_path: Path) -> None:

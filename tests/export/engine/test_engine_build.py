@@ -380,9 +380,9 @@ def test_export_ends_in_an_engine_that_does_what_the_plan_says(tmp_path: Path, f
     assert [(row["name"], row["planned"], row["found"]) for row in receipt["audit"]] == [
         ("0", word, word),
         ("2", word, word),
-        ("0", "its tensors", "its tensors"),
-        ("1", "its tensors", "its tensors"),  # of an activation the function
-        ("2", "its tensors", "its tensors"),
+        ("0", "as in the checkpoint", "as in the checkpoint"),
+        ("1", "as in the checkpoint", "as in the checkpoint"),  # of an activation the function
+        ("2", "as in the checkpoint", "as in the checkpoint"),
     ]
     said = summary(receipt)
     assert "needs no GPU" in said[0]
@@ -402,7 +402,7 @@ def test_a_format_without_a_gemm_is_said_before_the_build(tmp_path: Path) -> Non
     assert receipt["passed"]
     assert {(row["planned"], row["found"]) for row in receipt["audit"]} == {
         ("half, fp8 weights", "half, fp8 weights"),
-        ("its tensors", "its tensors"),
+        ("as in the checkpoint", "as in the checkpoint"),
     }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from engine_samples import SHAPES, drawn
 from torch import nn
 
 import quant
@@ -30,24 +31,7 @@ pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
 onnx = pytest.importorskip("onnx", reason="needs the extra [onnx]")
 pytest.importorskip("onnxscript", reason="needs the extra [onnx]")
 
-SHAPES = "batch=1:1:2,sequence=1:8:16"
 MLP, ATTENTION = "model.layers.0.mlp", "model.layers.1.self_attn"
-
-
-def drawn(model: nn.Module) -> nn.Module:
-    """The model with other numbers in every norm and bias: an initialization has ones and zeros there."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for module in model.modules():
-            if "Norm" in type(module).__name__:
-                for parameter in module.parameters():
-                    parameter.uniform_(0.5, 2)
-            elif isinstance(getattr(module, "bias", None), nn.Parameter):
-                module.bias.normal_()
-            if isinstance(module, nn.BatchNorm2d):
-                module.running_mean.normal_()
-                module.running_var.uniform_(0.5, 2)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -160,24 +144,24 @@ def change_activation(model: Any) -> None:
 
 
 CASES = {
-    mirror_scales: f"{MLP}.up_proj: planned its tensors, found other scales",
-    exchange_axes_of_scales: f"{MLP}.down_proj: planned its tensors, found other scales",
-    scale_input: f"{ATTENTION}.o_proj: planned its tensors, found other scale, input scale",
-    scale_weight: f"{MLP}.gate_proj: planned its tensors, found other scale",
-    exchange_mlps: f"{MLP}.gate_proj: planned its tensors, found other codes",
-    exchange_q_and_k: f"{ATTENTION}.q_proj: planned its tensors, found other codes",
-    replace_head: "lm_head: planned its tensors, found other weight",
-    replace_embedding: "model.embed_tokens: planned its tensors, found other weight",
-    mirror_norm: "model.layers.1.input_layernorm: planned its tensors, found other weight",
-    exchange_norms: "model.layers.0.input_layernorm: planned its tensors, found other weight",
-    shift_codes: f"{MLP}.down_proj: planned its tensors, found other codes",
-    transpose_codes: f"{ATTENTION}.o_proj: planned its tensors, found other codes",
-    drop_bias: f"{ATTENTION}.v_proj: planned its tensors, found other bias",
-    change_theta: "model.rotary_emb: planned its tensors, found other inv_freq",
-    change_epsilon: "model.norm: planned its tensors, found other epsilon",
-    add_bias: f"{MLP}.up_proj: planned its tensors, found other surplus constant",
-    change_activation: f"{MLP}.act_fn: planned its tensors, found other function",
-    change_scaling: f"{ATTENTION}: planned its tensors, found other scaling",
+    mirror_scales: f"{MLP}.up_proj: planned as in the checkpoint, found other scales",
+    exchange_axes_of_scales: f"{MLP}.down_proj: planned as in the checkpoint, found other scales",
+    scale_input: f"{ATTENTION}.o_proj: planned as in the checkpoint, found other scale, input scale",
+    scale_weight: f"{MLP}.gate_proj: planned as in the checkpoint, found other scale",
+    exchange_mlps: f"{MLP}.gate_proj: planned as in the checkpoint, found other codes",
+    exchange_q_and_k: f"{ATTENTION}.q_proj: planned as in the checkpoint, found other codes",
+    replace_head: "lm_head: planned as in the checkpoint, found other weight",
+    replace_embedding: "model.embed_tokens: planned as in the checkpoint, found other weight",
+    mirror_norm: "model.layers.1.input_layernorm: planned as in the checkpoint, found other weight",
+    exchange_norms: "model.layers.0.input_layernorm: planned as in the checkpoint, found other weight",
+    shift_codes: f"{MLP}.down_proj: planned as in the checkpoint, found other codes",
+    transpose_codes: f"{ATTENTION}.o_proj: planned as in the checkpoint, found other codes",
+    drop_bias: f"{ATTENTION}.v_proj: planned as in the checkpoint, found other bias",
+    change_theta: "model.rotary_emb: planned as in the checkpoint, found other inv_freq",
+    change_epsilon: "model.norm: planned as in the checkpoint, found other epsilon",
+    add_bias: f"{MLP}.up_proj: planned as in the checkpoint, found other surplus constant",
+    change_activation: f"{MLP}.act_fn: planned as in the checkpoint, found other function",
+    change_scaling: f"{ATTENTION}: planned as in the checkpoint, found other scaling",
 }
 
 
@@ -276,7 +260,7 @@ def test_convolutions(tmp_path: Path, resnet: Any) -> None:
     stage = "resnet.encoder.stages"
     # The factors of another BatchNorm are a surplus after the convolution, too.
     assert set(problems(tmp_path, wrong, resnet)) >= {
-        f"{stage}.0.layers.0.layer.1.normalization: planned its tensors, found other factors",
-        f"{stage}.1.layers.0.layer.0.convolution: planned its tensors, found other codes",
-        f"{stage}.1.layers.0.layer.1.convolution: planned its tensors, found other scales",
+        f"{stage}.0.layers.0.layer.1.normalization: planned as in the checkpoint, found other factors",
+        f"{stage}.1.layers.0.layer.0.convolution: planned as in the checkpoint, found other codes",
+        f"{stage}.1.layers.0.layer.1.convolution: planned as in the checkpoint, found other scales",
     }

@@ -48,6 +48,8 @@ def test_refused(weight: str, activation: str | None, shape: tuple[int, int], wo
         ("int8", "int8"),
         ("int8", "int8_tensor"),
         ("int4", None),
+        ("int4_g64", None),
+        ("int4_g32", None),
     ],
 )
 def test_accepted(weight: str, activation: str | None) -> None:

@@ -51,8 +51,8 @@ def test_codes_and_scales_are_in_the_engine(
     assert [(finding.name, finding.found) for finding in findings] == [
         ("up", word),
         ("down", word),
-        ("up", "its tensors"),
-        ("down", "its tensors"),
+        ("up", "as in the checkpoint"),
+        ("down", "as in the checkpoint"),
     ]
 
 

@@ -94,6 +94,13 @@ def test_every_kind_of_decoder(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("format", ["int4a16_g64", "int4a16_g32"])
+def test_groups_of_int4(format: str, tmp_path: Path) -> None:
+    model, path = exported("llama-64", format, tmp_path)
+    check_tokens(model, open_session(path))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["fp8", "fp8_channel", "int8", "int8_static"])
 def test_every_format(format: str, tmp_path: Path) -> None:
     model, path = exported("llama-64", format, tmp_path)
