@@ -93,9 +93,9 @@ def publish_decoder(
 def batch_rows(receipt: Mapping[str, Any], shapes: Sequence[str]) -> int:
     """Returns the most rows of a batch: as all profiles of an engine take, or as --shapes says, or `_ROWS`."""
     profiles = receipt["engine"]["profiles"] if "engine" in receipt else ()
-    # input_ids=1x1:8x1:32x1,… or batch=1:8:32,…: the smallest, best and largest shape.
-    largest = [re.search(r"input_ids=[^,:]*:[^,:]*:(\d+)x", text) for text in profiles]
-    largest += [re.search(r"batch=[^,:]*:[^,:]*:(\d+)", text) for text in ([] if profiles else shapes)]
+    # input_ids=1x1:8x1:32x1,… or batch=1:8:32,…: the smallest, best and largest shape; or one, if it is fixed.
+    largest = [re.search(r"input_ids=(?:[^,:]*:[^,:]*:)?(\d+)x", text) for text in profiles]
+    largest += [re.search(r"batch=(?:[^,:]*:[^,:]*:)?(\d+)", text) for text in ([] if profiles else shapes)]
     return min((int(match[1]) for match in largest if match), default=_ROWS)
 
 

@@ -236,6 +236,8 @@ def test_the_config_of_an_engine() -> None:
     profiles = ["input_ids=1x1:8x1:32x1,lengths=1:8:32", "input_ids=1x1:1x128:8x512,lengths=1:1:8"]
     rows = batch_rows({"engine": {"profiles": profiles}}, ())
     assert rows == 8 and batch_rows({}, ()) == 16
+    assert batch_rows({}, ("batch=1,sequence=8",)) == 1 and batch_rows({}, ("sequence=8,batch=1:2:4",)) == 4
+    assert batch_rows({"engine": {"profiles": ["input_ids=2x8,lengths=2"]}}, ()) == 2
     text = decoder_config("smol", rows, gpu=True)
     assert "max_batch_size: 8\n" in text and "KIND_GPU" in text
     if importlib.util.find_spec("tritonclient") is not None:
