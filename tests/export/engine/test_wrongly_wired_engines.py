@@ -178,9 +178,9 @@ def test_another_window_and_the_logits_of_another_position(tmp_path: Path, monke
         layer.self_attn.sliding_window = 63
     assert narrow.config.sliding_window == 64
     engines = [built(tmp_path, narrow, right, **options)]
-    chosen = serving.last_token_alone
+    chosen = serving.last_token_only
     with monkeypatch.context() as patch:
-        patch.setattr(serving, "last_token_alone", lambda model, last: chosen(model, last - 1))
+        patch.setattr(serving, "last_token_only", lambda model, last: chosen(model, last - 1))
         (tmp_path / "last").mkdir()
         engines.append(built(tmp_path / "last", right.model, right, **options))
     for engine in engines:
