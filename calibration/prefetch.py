@@ -32,8 +32,8 @@ class Prefetcher:
     """Copies tensors to a device in a thread, until it is closed.
 
     Attributes:
-        device: the device with its index; None stands for the device of each tensor.
-        whole: reads parameters that are still in their files, also experts that can be run one by one from there.
+        device: the device with its index; None leaves each tensor on its device.
+        whole: whether to read also the experts that could be run one by one from their files.
     """
 
     device: torch.device | None
@@ -61,8 +61,8 @@ class Prefetcher:
         """Begins to copy tensors.
 
         Returns:
-            A function that waits for the copies and gives them in order, to be called on the thread that uses them.
-            A tensor that is on the device already is given as it is, and so is a parameter that stays in its file.
+            A function that waits for the copies and returns them in order, to be called on the thread that uses them.
+            A tensor that is on the device already is returned as it is, and so is a parameter that stays in its file.
         """
         if self.device is not None and self.device.type == "cuda":
             copies = self._thread.submit(self._to_gpu, tensors)
@@ -96,8 +96,8 @@ class _CopyStream:
         self.buffers = [torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self.read = [torch.cuda.Event(), torch.cuda.Event()]
         self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="reader")
-        # Which of the two buffers is filled next.
-        self.turn = 0
+        # Index of the buffer that is filled next.
+        self.next_buffer = 0
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy on the GPU, for work on `stream`."""
@@ -107,8 +107,8 @@ class _CopyStream:
         source, target = (t.contiguous().flatten().view(torch.uint8) for t in (tensor, copy))
         for start in range(0, len(source), _BUFFER_BYTES):
             part = source[start : start + _BUFFER_BYTES]
-            buffer, read = self.buffers[self.turn][: len(part)], self.read[self.turn]
-            self.turn = 1 - self.turn
+            buffer, read = self.buffers[self.next_buffer][: len(part)], self.read[self.next_buffer]
+            self.next_buffer = 1 - self.next_buffer
             # The copy that last read this buffer must be over before it is filled again.
             read.synchronize()
             share = max(-(-len(part) // _READERS), 1 << 20)
@@ -133,7 +133,7 @@ def _for_current_stream(copies: list[torch.Tensor], copied: torch.cuda.Event) ->
 
 
 def value_of(tensor: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
-    """Returns a tensor without its history. A parameter that is still in its files (`stored_weights`) is read here.
+    """Returns a tensor without its autograd history; a parameter that is still in its files is read (`stored_weights`).
 
     `whole` is as in `Prefetcher`.
     """

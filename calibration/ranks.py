@@ -132,7 +132,7 @@ def wait_for_all() -> None:
 
 
 def own_batches(count: int) -> range:
-    """Returns the batches of calibration or evaluation rows that this rank runs: one in `world`."""
+    """Returns the batches of calibration or evaluation rows that this rank runs: every `world`-th."""
     rank, world = rank_and_world()
     return range(rank, count, world)
 
@@ -198,8 +198,8 @@ class Exchange:
         """Yields the entries of all ranks, in order; every rank must go through all of them.
 
         Args:
-            own: this rank's: tensors, some of them perhaps None, and their number in the order in which one rank would
-                have come to them. Entries of one number stay in the order in which they are given.
+            own: this rank's entries: each has its number in the order in which one rank would have come to it, and
+                tensors, of which some may be None. Entries of one number keep their order.
         """
         if rank_and_world()[1] == 1:
             yield from ((number, tuple(tensors)) for number, tensors in sorted(own, key=lambda entry: entry[0]))
@@ -221,7 +221,7 @@ class Exchange:
             key=lambda item: item[:3],
         )  # fmt: skip
         sizes = [
-            sum(_room(o) for _, outline in outlines_of_rank for o in outline if o is not None)
+            sum(_padded_bytes(o) for _, outline in outlines_of_rank for o in outline if o is not None)
             for outlines_of_rank in everywhere
         ]
         # Small tensors travel together in one message: their cost is latency, not bandwidth.
@@ -263,14 +263,14 @@ class Exchange:
         rows, columns = -(-shape[0] // world), shape[1:]
         total: torch.Tensor | None = None
         sent: tuple[Any, torch.Tensor, torch.Tensor, list[int]] | None = None
-        for turn in _turns([owner for _, owner, _ in order]):
-            owners = [order[i][1] for i in turn]
+        for run in _rounds([owner for _, owner, _ in order]):
+            owners = [order[i][1] for i in run]
             sends = rank in owners
-            mine = make(order[turn[owners.index(rank)]][2]) if sends else torch.empty(0, *columns, device=self.device)
+            mine = make(order[run[owners.index(rank)]][2]) if sends else torch.empty(0, *columns, device=self.device)
             # Slabs are of equal size; the last is filled up with zeros, which the result leaves out.
             if sends and len(mine) < rows * world:
                 mine = torch.cat([mine, mine.new_zeros(rows * world - len(mine), *columns)])
-            slabs = mine.new_empty(rows * len(turn), *columns)
+            slabs = mine.new_empty(rows * len(run), *columns)
             if sent is not None:
                 total = _with_slabs(total, *sent)
             received = [rows if owner in owners else 0 for owner in range(world)]
@@ -293,7 +293,7 @@ class Exchange:
         own, offset = torch.zeros(size, dtype=torch.uint8, device=self.device), 0
         for tensor in tensors:
             own[offset : offset + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
-            offset += _room((tuple(tensor.shape), tensor.dtype))
+            offset += _padded_bytes((tuple(tensor.shape), tensor.dtype))
         packed = [torch.empty_like(own) for _ in range(rank_and_world()[1])]
         if size:
             dist.all_gather(packed, own)
@@ -309,8 +309,8 @@ class Exchange:
         return tensor
 
 
-def _room(outline: Outline) -> int:
-    """Returns the bytes of a tensor among others, each of which begins where any dtype may."""
+def _padded_bytes(outline: Outline) -> int:
+    """Returns the bytes that a tensor takes in a packed message, in which every tensor begins at a multiple of 16."""
     shape, dtype = outline
     return -(-math.prod(shape) * dtype.itemsize // 16) * 16
 
@@ -329,7 +329,7 @@ def _unpacked(
             shape, dtype = each
             part = packed[offset : offset + math.prod(shape) * dtype.itemsize]
             tensors.append(part.view(dtype).view(shape).clone())
-            offset += _room(each)
+            offset += _padded_bytes(each)
         entries.append(tuple(tensors))
     return entries
 
@@ -337,7 +337,7 @@ def _unpacked(
 def _with_slabs(
     total: torch.Tensor | None, work: Any, mine: torch.Tensor, slabs: torch.Tensor, owners: Sequence[int]
 ) -> torch.Tensor:
-    """Returns the sum so far with the slabs of one turn, when they have come and `mine` has gone."""
+    """Waits until the slabs of a round have arrived and `mine` is sent, and returns the sum with them added."""
     if work is not None:
         work.wait()
     by_owner = dict(zip(sorted(owners), slabs.chunk(len(owners)), strict=True))
@@ -348,14 +348,14 @@ def _with_slabs(
     return total
 
 
-def _turns(owners: Iterable[int]) -> list[list[int]]:
-    """Returns runs of neighbouring positions in which no owner comes twice."""
-    turns: list[list[int]] = []
+def _rounds(owners: Iterable[int]) -> list[list[int]]:
+    """Returns runs of consecutive positions in which no owner occurs twice."""
+    rounds: list[list[int]] = []
     seen: set[int] = set()
     for position, owner in enumerate(owners):
-        if owner in seen or not turns:
-            turns.append([])
+        if owner in seen or not rounds:
+            rounds.append([])
             seen = set()
-        turns[-1].append(position)
+        rounds[-1].append(position)
         seen.add(owner)
-    return turns
+    return rounds

@@ -1,4 +1,4 @@
-"""`install_command` is the command that installs an extra of this distribution, for messages about missing packages.
+"""`install_command` gives the command that installs an extra of this distribution, for messages about packages.
 
 No package index has the distribution yet, so extras are installed from the checkout that this copy came from.
 """
@@ -43,8 +43,8 @@ def _is_ours(directory: Path) -> bool:
 def _source_directory() -> Path | None:
     """Returns the directory that pip installed this copy from, as it notes in `direct_url.json` (PEP 610)."""
     try:
-        noted = metadata.distribution(_DISTRIBUTION).read_text("direct_url.json")
+        direct_url_json = metadata.distribution(_DISTRIBUTION).read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         return None
-    url = urlsplit(json.loads(noted)["url"]) if noted else None
+    url = urlsplit(json.loads(direct_url_json)["url"]) if direct_url_json else None
     return Path(url2pathname(url.path)) if url is not None and url.scheme == "file" else None

@@ -7,10 +7,10 @@ tried on other values, see `quant.recipes.plain_layers`.
 
 The purpose of a linear layer decides whether it may lose precision. A router is a linear layer in a block of experts
 with one output for each expert. A head turns the last hidden states into the result: it is the module that
-transformers knows as the output embeddings, or has a name by which heads go. The rule for names is the same for
+transformers knows as the output embeddings, or has a usual name of heads. The rule for names is the same for
 modules and for bare state dicts.
 
-A convolution, and the `Conv1D` of GPT-2, are in the list by the matrix that they multiply by: output channels first,
+A convolution, and the `Conv1D` of GPT-2, have the shape of the matrix that they multiply by: output channels first,
 also where the parameter is stored with its input channels first (`transposed`).
 
 Layers that read the same input are found by `quant.recipes.shared_inputs`.
@@ -95,7 +95,7 @@ class Layer:
 
 def find_layers(model: nn.Module) -> list[Layer]:
     """Lists every layer of `model` that owns a weight, in model order; `watching` finds their fusion groups."""
-    head, routers, occurrences = output_head(model), _routers(model), _places(model)
+    head, routers, occurrences = output_head(model), _routers(model), _occurrences(model)
     tried: dict[Any, bool] = {}
     owner: dict[int, str] = {}
     layers = []
@@ -130,7 +130,7 @@ def _kept_parameter(path: str, name: str) -> str | None:
 
     Args:
         path: the path of the parameter in the model.
-        name: within its module.
+        name: its name within its module.
     """
     if name == "in_proj_weight":
         return _PACKED
@@ -138,7 +138,7 @@ def _kept_parameter(path: str, name: str) -> str | None:
     return _COMPUTED if ".parametrizations." in f".{path}" or name in ("weight_orig", "weight_g", "weight_v") else None
 
 
-def _places(model: nn.Module) -> Counter[int]:
+def _occurrences(model: nn.Module) -> Counter[int]:
     """Counts the occurrences of each module in the model, by its id."""
     return Counter(id(child) for module in model.modules() for child in module._modules.values())
 
@@ -159,10 +159,12 @@ def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
         stem, _, last = name.rpartition(".")
         if last == "weight":
             kind = _kind_by_name(stem, shape)
-            turned = transposed and len(shape) == 2 and stem.rpartition(".")[2] in _CONV1D_NAMES
+            input_first = transposed and len(shape) == 2 and stem.rpartition(".")[2] in _CONV1D_NAMES
             obstacle = _UNKNOWN_CONV if kind == LayerKind.CONV else None
             layers.append(
-                Layer(stem, kind, tuple(shape[::-1] if turned else shape), obstacle=obstacle, transposed=turned)
+                Layer(
+                    stem, kind, tuple(shape[::-1] if input_first else shape), obstacle=obstacle, transposed=input_first
+                )
             )
         elif len(shape) == 3 and last in EXPERT_NAMES:
             pair = [shapes.get(f"{stem}.{part}", ()) for part in ("gate_up_proj", "down_proj")]
@@ -200,9 +202,9 @@ def _obstacle(module: nn.Module, kind: LayerKind, tried: dict[Any, bool]) -> str
     """Returns why the weight of `module` cannot be quantized, judging only by the module; None if it can.
 
     Args:
-        module: the module that holds it.
+        module: the module that holds the weight.
         kind: the kind of the layer.
-        tried: verdicts on linear layers that are alike.
+        tried: verdicts on linear layers so far, reused for equal ones.
     """
     from torch import nn
 
@@ -275,7 +277,7 @@ def _kind_by_name(stem: str, shape: Sequence[int]) -> LayerKind:
 
 
 def _is_head(name: str) -> bool:
-    """Returns whether a linear layer's name is one by which heads go."""
+    """Returns whether a linear layer has a usual name of heads."""
     first, *deeper = name.split(".")
     return first in _TOP_HEADS or not _HEADS.isdisjoint((first, *deeper))
 

@@ -45,7 +45,7 @@ def take_hooks(new: Any, old: nn.Module) -> None:
 
 
 _OWN = "_names_of_its_class"  # attribute of a replacement: the names that its constructor gave it
-# The last is of a linear layer that stands for a `Conv1D` while it is solved.
+# `stands_for` belongs to a linear layer that represents a `Conv1D` while its weight is solved.
 _NEVER = {"forward", "_hf_hook", "_old_forward", "_compiled_call_impl", "stands_for"}
 
 
@@ -53,7 +53,7 @@ def take_over(new: Any, old: nn.Module | None) -> None:
     """Gives `new`, just made to replace `old`, its hooks and all that was put on it; parameters stay the same objects.
 
     Args:
-        new: in whose names `old` finds no room: those of its class mean something else there.
+        new: the replacement; names that it has of its own are not overwritten, for its class gives them a meaning.
         old: a module of torch, or one that has replaced another itself; None for a parameter, which has none of these.
     """
     own = {*vars(new), *new._parameters, *new._buffers, *new._modules, "weight", "bias"}
@@ -63,29 +63,29 @@ def take_over(new: Any, old: nn.Module | None) -> None:
     take_hooks(new, old)
     before = vars(old).get(_OWN, ())
     if not before and type(old).__module__.startswith("quant."):
-        return  # a stand-in during calibration: all that it has is its own
+        return  # a stand-in during calibration: all its attributes are its own
 
     from torch import nn  # here, so that reading a recipe needs no torch
 
     of_torch = {*vars(nn.Module()), *_NEVER}
 
-    def put_by_others(names: Iterable[str]) -> list[str]:
+    def added_names(names: Iterable[str]) -> list[str]:
         return [name for name in names if name not in before and name not in own and not hasattr(type(new), name)]
 
-    for name in put_by_others(vars(old)):
+    for name in added_names(vars(old)):
         if name not in of_torch:
             setattr(new, name, vars(old)[name])
-    for name in put_by_others(old._parameters):
+    for name in added_names(old._parameters):
         new.register_parameter(name, old._parameters[name])
-    for name in put_by_others(old._buffers):
+    for name in added_names(old._buffers):
         new.register_buffer(name, old._buffers[name], name not in old._non_persistent_buffers_set)
-    for name in put_by_others(old._modules):
+    for name in added_names(old._modules):
         new.add_module(name, old._modules[name])
 
 
 @contextmanager
 def forwarding(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """While open, `module` runs `forward`; then it has its forward again, from its class or set on the instance."""
+    """Makes `module` run `forward` while open, then restores its own, from its class or set on the instance."""
     before = vars(module).get("forward")
     module.forward = forward
     try:

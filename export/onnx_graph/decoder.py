@@ -98,7 +98,7 @@ class Attention:
                 f"{name}: its window slides over {window} tokens, which fused attention cannot; limit the "
                 f"sequence to the window with --shapes sequence=1:{window}:{window}"
             )
-        # A mask says all; fused kernels take it or causality.
+        # A mask includes causality, and fused kernels take only one of the two.
         return keys._replace(causal=keys.causal and keys.mask is None)
 
 
@@ -113,7 +113,7 @@ class Keys(NamedTuple):
 
 @contextmanager
 def attending(model: nn.Module, attention: Attention, *, masked: bool) -> Iterator[None]:
-    """While open, every attention of a transformers `model` is `attention`."""
+    """Replaces every attention of a transformers `model` by `attention` while open."""
     masks = {_NAME: _key_mask} if masked else {}
     with implementations_kept(model), names_registered({_NAME: attention}, masks):
         config: Any = model.config
@@ -124,7 +124,7 @@ def attending(model: nn.Module, attention: Attention, *, masked: bool) -> Iterat
 def _key_mask(
     q_length: Any, kv_length: Any, attention_mask: torch.Tensor | None = None, **_: Any
 ) -> torch.Tensor | None:
-    """Returns which keys are not padding, `[batch, 1, queries, keys]`."""
+    """Returns a mask that is true for keys that are not padding, `[batch, 1, queries, keys]`."""
     if attention_mask is None:
         return None
     return attention_mask[:, None, None, :].to(torch.bool).expand(-1, 1, q_length, -1)
@@ -186,7 +186,8 @@ def model_inputs(model: Any) -> dict[str, GraphInput]:
 def operand_scales(scales: Mapping[str, AttentionScales]) -> dict[str, tuple[float, float, float, float]]:
     """Returns FP8 scales of q, k, v and p by attention module, from those of `collect_attention_scales`.
 
-    Raises ValueError for scales per head, or in another format than FP8.
+    Raises:
+        ValueError: there is a scale for each head, or for another format than FP8.
     """
     by_module = {}
     for name, module in scales.items():

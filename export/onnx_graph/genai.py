@@ -90,7 +90,7 @@ def genai_program(model: nn.Module, *, kind: str, scales: Mapping[str, Sequence[
 
 
 def _inputs(caches: Sequence[tuple[int, int, torch.dtype]]) -> tuple[dict[str, GraphInput], dict[str, GraphInput]]:
-    """Returns example inputs of 5 tokens after 7 cached ones, and the caches."""
+    """Returns example inputs of 5 tokens, and caches that hold 7 earlier tokens."""
     tokens = torch.zeros(2, 5, dtype=torch.long)
     inputs = {
         IDS: GraphInput(tokens, ("batch", "sequence")),

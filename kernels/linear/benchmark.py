@@ -1,4 +1,4 @@
-"""This file times matmuls as a model calls them, with the launch that `dispatch` chooses and without a search."""
+"""`time_as_called` times matmuls as a model calls them: with the launch that `dispatch` chooses, without a search."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def time_as_called(
         weights: `[out, in]`, on any device.
         tokens: numbers of rows.
         index: the index of the GPU.
-        progress: a function that is called as `progress(done, in all)`.
+        progress: a function that is called as `progress(done, total)`.
 
     Returns:
         JSON-ready rows: format, out, in, tokens, choice, microseconds, bytes_per_second, flops, times_16_bit.
@@ -53,8 +53,8 @@ def time_as_called(
         for count in tokens:
             x = torch.randn(count, columns, device=weight.codes.device, dtype=torch.bfloat16)
             choice = dispatch.choose_launch(weight, x)
-            took = graph_microseconds([call_of(x, copy, choice) for copy in weights])
-            base = graph_microseconds([lambda w=w, x=x: x @ w.T for w in dense])  # type: ignore[misc]
+            microseconds_per_call = graph_microseconds([call_of(x, copy, choice) for copy in weights])
+            baseline = graph_microseconds([lambda w=w, x=x: x @ w.T for w in dense])  # type: ignore[misc]
             rows.append(
                 {
                     "format": format,
@@ -62,10 +62,10 @@ def time_as_called(
                     "in": columns,
                     "tokens": count,
                     "choice": " ".join(str(value) for value in to_dict(choice).values()),
-                    "microseconds": took,
-                    "bytes_per_second": weight.nbytes / took * 1e6,
-                    "flops": 2 * count * math.prod(weight.shape) / took * 1e6,
-                    "times_16_bit": base / took,
+                    "microseconds": microseconds_per_call,
+                    "bytes_per_second": weight.nbytes / microseconds_per_call * 1e6,
+                    "flops": 2 * count * math.prod(weight.shape) / microseconds_per_call * 1e6,
+                    "times_16_bit": baseline / microseconds_per_call,
                 }
             )
         if progress is not None:

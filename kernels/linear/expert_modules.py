@@ -50,7 +50,7 @@ class QuantExperts(QuantizedModule, ExpertStack):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that indexing gives: `float32` unless `.to(dtype)` said otherwise."""
+        """Dtype of the values that indexing returns: the constructor's, until `.to(dtype)` changes it."""
         return self._dtype.dtype
 
     def _settle(self, x: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ class QuantExperts(QuantizedModule, ExpertStack):
 
     def every(self, x: torch.Tensor) -> torch.Tensor:
         """Maps `[experts, tokens, in]` to `[experts, tokens, out]`, each expert with its own tokens."""
-        # As many tokens for each expert: the offsets of a batched product are multiples of that number.
+        # Every expert has the same number of tokens, so offsets are its multiples.
         offsets = torch.arange(len(x) + 1, device=x.device, dtype=torch.int32) * x.shape[1]
         y: torch.Tensor = self.grouped(x.flatten(0, 1), offsets).unflatten(0, x.shape[:2])
         return y
@@ -109,7 +109,7 @@ def experts_forward(
         top_k_weights: routing weights, `[tokens, k]`.
         observe: a function that is called with (projection, expert, its input `[tokens, in]`) before each matmul, for
             calibration.
-        until: the last projection to be observed; those from it on are not run, and the result means nothing.
+        until: the last projection to be observed; it is not run, nor are later ones, and the result is meaningless.
 
     Returns:
         `[tokens, hidden]`.

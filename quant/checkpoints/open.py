@@ -127,7 +127,7 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
     model, tensors, plan = opened.model, opened.tensors, opened.plan
     owned: set[str] = set()
     for layer in plan.quantized:
-        # An empty tensor of this name is ours: transformers stops at it (`StoredNames.stopped`).
+        # This toolkit writes an empty tensor of this name, so that transformers stops there (`StoredNames.stopped`).
         if layer.kind == LayerKind.EXPERTS and layer.name in tensors and tensors[layer.name].numel():
             raise UserError(
                 f"{place(tensors, layer.name)} is left over, because its experts are quantized one by one; quantize "
@@ -158,8 +158,8 @@ def outline(directory: Path, like: type[nn.Module] | None = None) -> nn.Module:
 
     Args:
         directory: the directory with config.json.
-        like: the class of the model where it is known, in the place of the one that config.json names. A class with
-            Python files of its own, which runs already, is then not run a second time from the directory.
+        like: the class of the model, if it is known; it replaces the one that config.json names. So a class that comes
+            with Python files of its own, which has been imported already, is not imported again from the directory.
     """
     initialization = require("transformers.initialization", "hf")
     accelerate = require("accelerate", "hf")
@@ -249,9 +249,9 @@ def suspect_problems(model: nn.Module, scan: Scan, tensors: TensorFiles) -> Iter
     """Yields the tensors that hold NaN or infinity.
 
     Args:
-        model: the checkpoint's.
-        scan: the scan of its files.
-        tensors: the tensors in the files.
+        model: the model that the checkpoint is for.
+        scan: the scan of the checkpoint's files.
+        tensors: the tensors in these files.
     """
     suspects = scan.suspects()
     if not suspects:
@@ -273,7 +273,7 @@ def dtype_problems(
     Args:
         model: the model that they are for.
         tensors: the tensors of parameters and buffers, by name.
-        source: the source of these tensors, for the names of their files.
+        source: the mapping that the tensors were read from, which knows their files.
     """
     state = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
@@ -317,7 +317,8 @@ def _as_in_transformers(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict
 def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path, *, assign: bool) -> None:
     """Loads the tensors that are not quantized.
 
-    Raises UserError if one has another shape, is missing or belongs to no module.
+    Raises:
+        UserError: a tensor has another shape in the model, is missing, or belongs to no module.
     """
     tensors = with_fused_experts(model, tensors)
     state = model.state_dict(keep_vars=True)

@@ -106,10 +106,10 @@ def evaluate_command(
     # lm-eval measures one model at a time.
     if tasks is not None and baseline:
         raise UserError("--baseline is for --text and --data; run --tasks on each model")
-    hears, session = listener(quiet or as_json), Session.on(device)
-    announce_device(hears, session)
+    terminal, session = listener(quiet or as_json), Session.on(device)
+    announce_device(terminal, session)
     source, module = open_runnable(model, model_factory=model_factory, unsafe_load=unsafe_load)
-    announce_source(hears, source)
+    announce_source(terminal, source)
     if tasks is not None:
         how = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
         with how:
@@ -127,9 +127,9 @@ def evaluate_command(
         # Both models are in memory together, since each row is run through both.
         _, other = open_runnable(baseline, model_factory=model_factory, unsafe_load=unsafe_load)
     asked = Rows(tuple(map(str, data or texts)), samples, seqlen)
-    with hears.stages() as progress:
+    with terminal.stages() as progress:
         rows = read_evaluation(
-            source, asked, dataclasses.replace(session, progress=progress), writer=other, listener=hears
+            source, asked, dataclasses.replace(session, progress=progress), writer=other, listener=terminal
         )
     # Ranks measure different rows of the same text, so all must have read the same one.
     hashes = {f"the text {name}": digest_of(each) for name, each in rows.items()}

@@ -187,7 +187,7 @@ def _attention_scales(
     directory: Path,
     calib: tuple[str, ...],
     progress: Progress,
-    hears: Listener,
+    terminal: Listener,
     **size: Any,
 ) -> Mapping[str, AttentionScales]:
     """Returns FP8 scales of attention's operands, measured: a checkpoint cannot hold them."""
@@ -201,7 +201,7 @@ def _attention_scales(
     source = Source(
         name=str(directory), kind=SourceKind.HUGGINGFACE, model=model, state_dict=None, path=directory, dtype=dtype
     )  # fmt: skip
-    data, _ = read_calibration(source, Rows(calib, **size), Session(progress=progress), listener=hears, plan=plan)
+    data, _ = read_calibration(source, Rows(calib, **size), Session(progress=progress), listener=terminal, plan=plan)
     return collect_attention_scales(
         model,
         as_rows(model, data, "FP8 attention"),

@@ -150,10 +150,10 @@ def _run_model(
     from quant.execution.announcements import announce_source
     from quant.runtime.generate import generate
 
-    hears = listener(quiet or as_json)
-    with hears.step(f"loading {model}"):
+    terminal = listener(quiet or as_json)
+    with terminal.step(f"loading {model}"):
         source, module = open_runnable(model)
-    announce_source(hears, source)
+    announce_source(terminal, source)
     if not source.is_causal_lm:
         raise UserError(f"{model} ({type(module).__name__}) is not a causal language model; it cannot continue text")
     options |= attention_options(source.path, options["attention"], options["kv_cache"])

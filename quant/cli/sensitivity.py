@@ -99,18 +99,18 @@ def sensitivity_command(
     check_sources(calib, "--calib")
     if out is not None:
         check_apart(out, find_model(model), *calib)
-    hears = listener(quiet or as_json)
+    terminal = listener(quiet or as_json)
     # The first rank writes the table for all.
     if out is not None and rank_and_world()[0] == 0:
         click.get_current_context().with_resource(claimed(out))
     session = Session.on(device, seed=seed)
-    announce_device(hears, session)
-    with hears.step(f"loading {model}"):
+    announce_device(terminal, session)
+    with terminal.step(f"loading {model}"):
         source, module = open_original(model, model_factory=model_factory, unsafe_load=unsafe_load)
-    announce_source(hears, source)
-    with hears.stages() as progress:
+    announce_source(terminal, source)
+    with terminal.stages() as progress:
         session = replace(session, progress=progress)
-        data, _ = read_calibration(source, Rows(calib, samples, seqlen, seed), session, listener=hears)
+        data, _ = read_calibration(source, Rows(calib, samples, seqlen, seed), session, listener=terminal)
         rows = as_rows(module, data, "a sensitivity table")
         # Scores are sums over rows that ranks share: different text would add up without an error.
         check_same({"the calibration text": tensor_hash(rows)}, session, WatchedFiles(source.path).files)

@@ -11,10 +11,10 @@ from quant.recipes.json_data import JsonData
 
 @dataclass(frozen=True)
 class OutputDistance(JsonData):
-    """How far one output of a model is from the baseline's.
+    """The distance of one output of a model from the baseline's.
 
     Attributes:
-        name: the name as the model calls it.
+        name: the model's name for the output.
         cosine: mean over the inputs of 1 − cosine similarity.
         error: norm of the difference over the norm of the baseline's output, all inputs together.
     """

@@ -1,6 +1,6 @@
 """The tensors of finished steps move into the files of the checkpoint, so that they do not lie on the disk twice.
 
-    1. tensors are written to a file of the checkpoint, and brought to the disk
+    1. tensors are written to a file of the checkpoint, and flushed to the disk
     2. a note in the store says how far that file is whole, and which steps have no tensor left to be written
     3. the files of these steps release their space, and keep their headers
 
@@ -50,12 +50,12 @@ class MovedSteps:
     """The steps of a store that are in the checkpoint's files, and the `FileLog` that moves more of them there.
 
     Args:
-        store: the store that has notes where an earlier run was stopped while it moved steps.
+        store: the store; it has notes if an earlier run was stopped while it moved steps.
     """
 
     def __init__(self, store: Partial) -> None:
         self._store, self._lock = store, threading.Lock()
-        # By the checkpoint's file; with the state of the hash at its end, from which the hash of the whole goes on.
+        # By file of the checkpoint: its note, and the state of the hash there, from which hashing continues.
         self._notes: dict[str, tuple[Note, Any]] = {}
         self._sources: dict[str, str] = {}
         self._left: Counter[str] = Counter()
@@ -65,7 +65,7 @@ class MovedSteps:
                 note = Note(0, "", ()) if step is None else Note.from_dict(step.record)
             hashed = _hash_of_start(store.path / NEW / shard, note.bytes)
             if hashed is None or hashed.hexdigest() != note.sha256:
-                # Where one file is not as it was, no note counts: the steps that were moved are worked on again.
+                # If one file has changed, no note is trusted, and the steps that were moved run again.
                 self._notes.clear()
                 for each in store.shards():
                     store.drop(f"{NOTE}{each}")
@@ -81,23 +81,23 @@ class MovedSteps:
         """Prepares the log.
 
         Args:
-            made_of: the name of the model's layer or tensor that each tensor of the checkpoint is made of, by its name.
+            made_of: by tensor of the checkpoint, the name of the model's layer or tensor that it is made of.
         """
         holds, sources = self._store.holds, set(made_of.values())
         self._sources = {stored: holds[name] for stored, name in made_of.items() if name in holds}
         self._left = Counter(self._sources.values())
-        # A file with anything else stays: what is tied to it is perhaps still to be written.
+        # A file that holds anything else is kept: tensors tied to it may still have to be written.
         self._left.update(file for name, file in holds.items() if name not in sources)
-        for file in self.files:  # a run that was stopped between the steps 2 and 3 has not done so
-            _give_up_room(self._store.path / file)
+        for file in self.files:  # a run that was stopped between steps 2 and 3 has not released it
+            _release_space(self._store.path / file)
 
     def begun(self, file: str) -> tuple[int, Any]:
-        """As in `FileLog`."""
+        """Returns the size of the whole part of a file, and the state of its hash there, as `FileLog` asks."""
         note, hashed = self._notes.get(file, (Note(0, "", ()), hashlib.sha256()))
         return note.bytes, hashed.copy()
 
     def reached(self, file: str, size: int, sha256: str, tensors: Sequence[str]) -> None:
-        """As in `FileLog`; files are written by several threads at a time."""
+        """Notes that a file is whole up to `size`, as `FileLog` asks; several threads write files at a time."""
         with self._lock:  # a step's file is emptied when the notes of all files that hold some of it are written
             sources = [self._sources.pop(name) for name in tensors if name in self._sources]
             self._left.subtract(sources)
@@ -108,7 +108,7 @@ class MovedSteps:
                 self._notes[file] = note, hashed
                 self._store.note(f"{NOTE}{file}", note.to_dict())
                 for source in emptied:
-                    _give_up_room(self._store.path / source)
+                    _release_space(self._store.path / source)
 
 
 def _hash_of_start(file: Path, size: int) -> Any:
@@ -124,7 +124,7 @@ def _hash_of_start(file: Path, size: int) -> Any:
     return hashed
 
 
-def _give_up_room(file: Path) -> None:
+def _release_space(file: Path) -> None:
     """Gives the pages of a file's tensors back to the disk, where the file system can; they read as zeros then."""
     with file.open("r+b") as opened, suppress(OSError, AttributeError):
         # A safetensors file: 8 bytes with the length of the JSON header, the header, then the tensors.

@@ -65,9 +65,9 @@ def find_model(name: str) -> Path:
 
 
 def find_checkpoint(directory: str | Path) -> Path:
-    """Returns the directory of a quantized checkpoint, which may be one on the Hugging Face hub.
+    """Returns the directory of a quantized checkpoint, downloaded if it is a name on the Hugging Face hub.
 
-    Any other path as it is.
+    Any other path is returned unchanged.
     """
     path = Path(directory)
     return find_model(str(directory)) if not path.exists() and split_revision(str(directory)) else path
@@ -77,13 +77,13 @@ def with_revision(name: str, revision: str) -> str:
     """Returns the name of a model on the Hugging Face hub at a revision.
 
     Raises:
-        UserError: `name` is something on the disk, or no such name.
+        UserError: `name` is a path on the disk, is not a name on the hub, or has a revision already.
     """
     hub_name = split_revision(name)
     if Path(name).expanduser().exists() or hub_name is None or hub_name[1] is not None:
-        what = "is on the disk" if Path(name).expanduser().exists() else "is not a name on the hub, such as org/name"
+        fault = "is on the disk" if Path(name).expanduser().exists() else "is not a name on the hub, such as org/name"
         raise UserError(
-            f"--revision {revision} is for a model on the Hugging Face hub, and {name} {what}; leave it out"
+            f"--revision {revision} is for a model on the Hugging Face hub, and {name} {fault}; leave it out"
         )
     return f"{name}@{revision}"
 

@@ -1,4 +1,4 @@
-"""These are the classes that vLLM chooses linear kernels from, over our custom op `quant::linear`.
+"""Kernel classes that vLLM may choose for linear layers; each calls our custom op `quant::linear`.
 
 vLLM asks a class whether it can run a layer, lets it change the loaded parameters once
 (`process_weights_after_loading`), and then calls `apply_weights` with each input. Every class refuses where the user
@@ -44,11 +44,14 @@ _formats_installed: set[str] = set()
 
 
 def refusal(format: str, quantization: str, class_name: str) -> str:
-    """Returns why our classes take no layer in `format`; `quantization` is vLLM's name for such layers.
-
-    Empty if it does.
+    """Returns the reason why our classes take no layer in `format`; empty if they take them.
 
     A failed self-test is logged once; the user's own choices are not logged.
+
+    Args:
+        format: the name of the weights' format.
+        quantization: vLLM's name for layers of this kind.
+        class_name: the name of our class.
     """
     if not releases.is_free_to_choose(quantization, class_name):
         return "gives way to the backend that was chosen"
@@ -86,7 +89,7 @@ def install_weight(layer: Layer, weight: BlockScaledTensor, codes: str = "weight
 
 
 class _OverMarlin:
-    """The part that the classes with Marlin as the next base share."""
+    """The shared part of the classes that fall back on one of vLLM's Marlin classes, their next base."""
 
     format: ClassVar[str]
     quantization: ClassVar[str]
@@ -115,7 +118,7 @@ class _OverMarlin:
         shape = "x".join(map(str, weight.shape))
         logger.warning_once("Blockscale: a linear layer in %s stays with Marlin: %s", weight.format.name, reason)
         logger.debug("Blockscale: %s [%s]: %s", getattr(layer, "prefix", ""), shape, reason)
-        # `apply_weights` reads it: empty is Marlin's layer.
+        # `apply_weights` reads this: an empty name means that Marlin runs the layer.
         layer.blockscale_format = ""
         super().process_weights_after_loading(layer)  # type: ignore[misc]
 
@@ -141,7 +144,7 @@ def takes_weight_only_nvfp4() -> bool:
 
 
 def weight_only_nvfp4(config: NvFp4LinearLayerConfig) -> MarlinNvFp4LinearKernel:
-    """Returns the kernel of such a layer, where vLLM constructs Marlin's class by itself."""
+    """Returns the kernel of an NVFP4 layer without input scales; vLLM calls it in place of Marlin's class."""
     return (BlockscaleNvFp4LinearKernel if takes_weight_only_nvfp4() else MarlinNvFp4LinearKernel)(config)
 
 
@@ -226,7 +229,7 @@ class BlockscaleFp8LinearKernel(FP8ScaledMMLinearKernel):
 
 
 def install() -> str:
-    """Puts our classes into vLLM's lists, once however often it is called; returns the formats that they take.
+    """Puts our classes into vLLM's lists, and returns the formats that they take; repeated calls change nothing.
 
     Raises:
         AttributeError, ImportError, KeyError, TypeError: this vLLM lacks a list or a name; nothing was changed.

@@ -34,7 +34,7 @@ def plan_of_checkpoint(
         model_layers: all layers; linear ones, the head and experts may be quantized.
         config: the `quantization_config`, or `quantization` of ModelOpt's `hf_quant_config.json`.
         tensors: the tensors of the checkpoint, under the model's names.
-        names: the names of the model's tensors on disk, which the config may go by.
+        names: the names of the model's tensors on disk, which the config may use.
 
     Raises:
         ValueError: the config has a scheme that is not supported, or does not fit the tensors.
@@ -77,7 +77,7 @@ def plan_of_checkpoint(
 
 
 def _ungrouped(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[LayerPlan]:
-    """Returns the members of groups that runtimes cannot merge, because formats or per-tensor scales differ."""
+    """Returns, without their group, the layers that runtimes cannot merge: formats or per-tensor scales differ."""
     return [
         replace(member, group=None)
         for members in plan.groups().values()

@@ -49,7 +49,7 @@ def _attend(
     width: tl.constexpr,
     block_kv: tl.constexpr,
 ):
-    """Adds one tile of keys. `last` is the key at which each row stands, `width` the power of two above `dim`."""
+    """Adds one tile of keys. `last` is the last causal key of each row, `width` the power of two above `dim`."""
     key = start + tl.arange(0, block_kv)
     d = tl.arange(0, width)
     k_tile = k_head + key[None, :] * dim + d[:, None]
@@ -217,7 +217,7 @@ def dense_attention_with_options(
         log2_scale *= tl.load(q_scale + (first_block_q + block * block_q // scale_block) * q_block)
 
     last = row + (seq_kv - seq_q)
-    first_last = block * block_q + (seq_kv - seq_q)  # the key at which the tile's first row stands
+    first_last = block * block_q + (seq_kv - seq_q)  # the last causal key of the tile's first row
     begin = 0
     end = seq_kv
     full_begin = 0

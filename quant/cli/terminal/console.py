@@ -30,10 +30,10 @@ from quant.errors import megabytes, printable
 
 
 class _Console(Console):
-    """A console on which names from files are only shown, whatever they hold."""
+    """A console that escapes the control characters that names from files may hold."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Renders, with control characters escaped."""
+        """Renders text with its control characters escaped."""
         for segment in super().render(renderable, options):
             # Control segments are rich's own cursor movements; text may hold escape sequences of a hostile file name.
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
@@ -88,12 +88,12 @@ class Printer(Listener):
 
 
 def listener(quiet: bool) -> Listener:
-    """Returns a listener that prints, unless it is to be quiet."""
+    """Returns a listener that prints, or a silent one."""
     return SILENT if quiet else Printer()
 
 
 class Stages:
-    """The progress of a command's stages; is called as `progress(stage, done, total)`."""
+    """The progress of a command's stages, called as `progress(stage, done, total)`."""
 
     def __init__(self, bars: Progress) -> None:
         self.bars = bars
@@ -119,7 +119,7 @@ class Stages:
         """Notes that `done` steps of `total` are finished."""
         if stage not in self.tasks:
             self.tasks[stage] = self.bars.add_task(_STAGES.get(stage, stage), total=total, facts="")
-        # Speed of one stage says nothing of the next.
+        # The speed of one stage does not predict the next.
         if stage != self.stage:
             self.stage = stage
             self.reports.clear()
@@ -132,13 +132,13 @@ class Stages:
             # Two reports stay, however old: a block may take longer than the window.
             while len(self.reports) > 2 and self.reports[-1][0] - self.reports[1][0] > _SECONDS_OF_SPEED:
                 self.reports.popleft()
-            (before, less), (now, more) = self.reports[0], self.reports[-1]
-            if more > less:
-                facts.append(f"{(more - less) / max(now - before, 1e-9):,.0f} {unit}/s")
+            (start, done_before), (now, done_now) = self.reports[0], self.reports[-1]
+            if done_now > done_before:
+                facts.append(f"{(done_now - done_before) / max(now - start, 1e-9):,.0f} {unit}/s")
         self.bars.update(self.tasks[stage], completed=done, total=total, facts=", ".join((*facts, _memory())))
 
     def line(self) -> str | None:
-        """Returns the stage that runs in one line; None while none does."""
+        """Returns one line about the running stage; None while no stage runs."""
         return None if self.stage is None or self._task(self.stage).finished else self._line(self.stage)
 
     def last_lines(self) -> list[str]:
@@ -171,7 +171,7 @@ def stages(quiet: bool) -> Iterator[Stages]:
 
 @contextmanager
 def _printed_now_and_then(running: Stages) -> Iterator[None]:
-    """Prints the line of the stage that runs every ten seconds, whether or not a step ends in them."""
+    """Prints the line of the running stage every ten seconds, whether or not a step has ended."""
     over = threading.Event()
 
     def print_lines() -> None:
@@ -206,6 +206,6 @@ def _memory() -> str:
 
 @contextmanager
 def bar(stage: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Shows one progress bar; gives `advance(done, total)`."""
+    """Shows one progress bar, and yields `advance(done, total)`."""
     with stages(quiet) as advance:
         yield lambda done, total: advance(stage, done, total)

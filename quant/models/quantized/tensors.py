@@ -1,7 +1,7 @@
-"""Checkpoints that are released quantized are dequantized as they are read, one tensor at a time.
+"""Checkpoints that were released quantized are dequantized while they are read, one tensor at a time.
 
-`QuantizedTensors` has the names, shapes and dtype of the original checkpoint. Tensors without scales are given as they
-are, so layers that the source left in 16 bit stay so. Scales of inputs and of the KV cache are left out.
+`QuantizedTensors` has the names, shapes and dtype of the original checkpoint. Tensors without scales are returned
+unchanged, so layers that the source left in 16 bit stay so. Scales of inputs and of the KV cache are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
 
     Args:
         shards: the safetensors files.
-        quantization: the quantization as the config says.
+        quantization: the quantization that the config describes.
         dtype: the dtype of dequantized tensors; others keep their own.
 
     Raises:
@@ -68,7 +68,7 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
         return out
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor, which is not read for that."""
+        """Returns the shape of a tensor without reading its values."""
         return self.packed[name].shape if name in self.packed else self.stored_shape(name)
 
     def matrix(self, name: str, index: int | None = None) -> torch.Tensor:
@@ -95,7 +95,7 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
         return tuple(self._files[self._home[name]].get_slice(name).get_shape())
 
     def stored_dtype(self, name: str) -> str:
-        """Returns the dtype of a tensor on disk, as safetensors call it."""
+        """Returns the dtype of a tensor on disk, as safetensors names it."""
         return str(self._files[self._home[name]].get_slice(name).get_dtype())
 
     def on_disk(self, name: str) -> bool:

@@ -260,7 +260,7 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
     monkeypatch.setattr("quant.export.checkpoint.tensor_file._LOG_BYTES", 4096)
 
     def work() -> None:
-        give, given = moved_steps._give_up_room, []
+        give, given = moved_steps._release_space, []
 
         def dies(part: Path) -> None:
             given.append(part)
@@ -268,7 +268,7 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
                 os.kill(os.getpid(), signal.SIGKILL)
             give(part)
 
-        moved_steps._give_up_room = dies
+        moved_steps._release_space = dies
         pipeline.run(job(models(name), tmp_path / "out", text, **options))
 
     assert in_child(work) == -signal.SIGKILL
