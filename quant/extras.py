@@ -40,8 +40,8 @@ def require(module: str, extra: str) -> ModuleType:
             return importlib.import_module(module)
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == package
-        why = "is not installed" if missing else f"cannot be imported ({' '.join(str(error).split())})"
-        raise UserError(f"this needs the package `{package}`, which {why}: {install_command(extra)}") from error
+        fault = "is not installed" if missing else f"cannot be imported ({' '.join(str(error).split())})"
+        raise UserError(f"this needs the package `{package}`, which {fault}: {install_command(extra)}") from error
 
 
 @contextmanager

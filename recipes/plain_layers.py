@@ -52,8 +52,8 @@ def linear_obstacle(linear: nn.Module, tried: dict[Any, bool]) -> str | None:
     """
     from torch import nn
 
-    if (why := hook_obstacle(linear)) is not None:
-        return why
+    if (obstacle := hook_obstacle(linear)) is not None:
+        return obstacle
     patch = patched_forward(linear)
     own_call = type(linear).__call__ is not nn.Module.__call__
     if patch is None and not own_call and (type(linear).forward is nn.Linear.forward or is_conv1d(linear)):

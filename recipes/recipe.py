@@ -117,8 +117,8 @@ class Recipe:
             # Nesting that tomllib survives may still exceed the recursion limit of code that walks the fields.
             check_depth(fields)
         except (ValueError, RecursionError) as error:
-            why = "nested too deeply" if isinstance(error, RecursionError) else error
-            raise ValueError(f"{path}: not a TOML recipe: {why}") from None
+            fault = "nested too deeply" if isinstance(error, RecursionError) else error
+            raise ValueError(f"{path}: not a TOML recipe: {fault}") from None
         return cls.from_dict({"name": path.stem, **fields}, str(path))
 
 

@@ -127,13 +127,13 @@ def _kept_convs(layers: Sequence[Layer], recipe: Recipe, only: Sequence[str]) ->
     sizes = {layer.name: math.prod(layer.shape) for layer in layers if layer.kind in QUANTIZABLE}
     convs = {layer.name: layer for layer in layers if layer.kind == LayerKind.CONV}
     matched = [{name for name in sizes if fnmatchcase(name, glob)} for glob in only]
-    asked = set().union(*(names for names in matched if names <= convs.keys()))
+    requested = set().union(*(names for names in matched if names <= convs.keys()))
     if 2 * sum(sizes[name] for name in convs) < sum(sizes.values()):
-        return {name: _FEW_CONVS for name in convs if name not in asked}
+        return {name: _FEW_CONVS for name in convs if name not in requested}
     weight, activation = named_format(recipe.weight, recipe.name), named_format(recipe.activation, recipe.name)
     if weight is None or activation is None or weight.element.bits != 8 or weight.element.is_integer:
         return {}
-    return {name: _NO_FP8_CONV for name, conv in convs.items() if name not in asked and not _has_fp8_kernel(conv)}
+    return {name: _NO_FP8_CONV for name, conv in convs.items() if name not in requested and not _has_fp8_kernel(conv)}
 
 
 def _has_fp8_kernel(conv: Layer) -> bool:
@@ -150,9 +150,9 @@ def _plan_layer(
     house: Mapping[str, str],
 ) -> LayerPlan:
     choice = Rule("*", recipe.weight, recipe.activation, recipe.solver, f"recipe {recipe.name}")
-    asked = next((glob for glob in narrow if fnmatchcase(layer.name, glob)), None)
-    if layer.kind in (LayerKind.EMBEDDING, LayerKind.HEAD) and asked is not None:
-        choice = dataclasses.replace(choice, reason=f"--include {asked}")
+    included_by = next((glob for glob in narrow if fnmatchcase(layer.name, glob)), None)
+    if layer.kind in (LayerKind.EMBEDDING, LayerKind.HEAD) and included_by is not None:
+        choice = dataclasses.replace(choice, reason=f"--include {included_by}")
     elif layer.kind not in QUANTIZABLE:
         choice = Rule("*", KEEP, KEEP, recipe.solver, _KEPT_KINDS[layer.kind])
     if (kept_reason := layer.kept or house.get(layer.name)) is not None:
@@ -168,8 +168,8 @@ def _plan_layer(
     if layer.kind == LayerKind.EMBEDDING:
         activation = None  # its input is a number of a row
     reason = choice.reason or ""
-    if weight is not None and (why := obstacle(layer, weight, activation)):
-        weight, reason = None, why
+    if weight is not None and (refusal := obstacle(layer, weight, activation)):
+        weight, reason = None, refusal
     return LayerPlan(
         name=layer.name,
         kind=layer.kind,
@@ -201,8 +201,8 @@ def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | N
     """Returns why `layer` cannot take `weight` with inputs in `activation`, one clause; None if it can."""
     if layer.kind not in (*QUANTIZABLE, LayerKind.HEAD, LayerKind.EMBEDDING):
         return f"{weight} is for linear layers; this is a layer of kind '{layer.kind}'"
-    if layer.kind == LayerKind.CONV and (why := _conv_obstacle(weight, activation)):
-        return why
+    if layer.kind == LayerKind.CONV and (refusal := _conv_obstacle(weight, activation)):
+        return refusal
     if layer.kind == LayerKind.EMBEDDING and activation is not None:
         return f"the input of an embedding is a number of a row, which {activation} cannot round"
     if layer.tied_to is not None:

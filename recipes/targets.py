@@ -109,9 +109,13 @@ class Target:
             return []
         pair = self.pair(layer.weight, layer.activation)
         if pair is None:
-            why = self.why_not(layer)
+            refusal = self.why_not(layer)
             name = _name(layer.weight, layer.activation)
-            return [f"{self.name} cannot run {name}: {why}" if why else self._no_pair(layer.weight, layer.activation)]
+            return [
+                f"{self.name} cannot run {name}: {refusal}"
+                if refusal
+                else self._no_pair(layer.weight, layer.activation)
+            ]
         clauses = []
         rows = layer.matrix[-2]
         if mixed and not pair.mixes:

@@ -116,13 +116,13 @@ def choose_backend(target: Target, backend: str | None = None) -> Backend:
         raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(EXTRAS)}")
     # In order of preference; `able` says whether a library builds for the target on this machine, installed or not.
     able = {"tensorrt": local_capability() == target.capability, "tensorrt_rtx": target.sm in RTX_TARGETS}
-    why = {
+    reasons = {
         "tensorrt": "it times kernels on this machine's GPU",
         "tensorrt_rtx": "it builds ahead of time and needs no GPU",
     }
     for name in able:
         if backend in (None, name) and able[name] and importlib.util.find_spec(name):
-            return Backend(name, f"{name} builds for {target}: {why[name]}")
+            return Backend(name, f"{name} builds for {target}: {reasons[name]}")
     ways_out = {
         ("tensorrt_rtx", True): f"TensorRT-RTX can build it on any machine: {install_command('tensorrt-rtx')}",
         ("tensorrt_rtx", False): f"TensorRT-RTX builds for {', '.join(RTX_TARGETS)} alone",

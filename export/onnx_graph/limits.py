@@ -75,8 +75,8 @@ def layer_problem(
     `static_scale` says whether the layer has a calibrated input scale; `activation` is None for 16-bit inputs.
     """
     if weight.name not in _INPUTS:
-        why = _WHY.get(weight.name, f"{weight} is a format of inputs")
-        return f"{weight} weights cannot be exported: {why}; use {_INSTEAD.get(weight.name, 'fp8')}"
+        reason = _WHY.get(weight.name, f"{weight} is a format of inputs")
+        return f"{weight} weights cannot be exported: {reason}; use {_INSTEAD.get(weight.name, 'fp8')}"
     if len(shape) == 2 and not weight.divides(shape):
         block = weight.block_shape(shape)[1]
         return (
@@ -87,10 +87,10 @@ def layer_problem(
         return None
     if activation.name not in _INPUTS[weight.name]:
         choices = " or ".join((*_INPUTS[weight.name], "16-bit inputs (activation null)"))
-        why = f"TensorRT has no GEMM of {weight} weights and {activation} inputs"
+        reason = f"TensorRT has no GEMM of {weight} weights and {activation} inputs"
         if weight.has_square_blocks:
-            why = "TensorRT miscompiles FP8 weights in blocks with FP8 inputs"
-        return f"{why}; use {choices} in the plan"
+            reason = "TensorRT miscompiles FP8 weights in blocks with FP8 inputs"
+        return f"{reason}; use {choices} in the plan"
     if activation.is_static and not static_scale:
         return f"{activation} inputs need a calibrated scale in an engine; quantize with calibration text (--calib)"
     return None

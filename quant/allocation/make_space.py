@@ -136,9 +136,9 @@ def _check_runtime(
 ) -> None:
     if any(c.weight is not None for choices in allowed.values() for c in choices):
         return
-    asked = ", ".join(c.name for c in candidates if c.weight is not None)
+    requested = ", ".join(c.name for c in candidates if c.weight is not None)
     has = ", ".join(dict.fromkeys(map(str, runtime.pairs)))
-    raise UserError(f"{runtime.name} runs none of {asked} for this model's layers; it has {has}")
+    raise UserError(f"{runtime.name} runs none of {requested} for this model's layers; it has {has}")
 
 
 def _constrain(

@@ -126,20 +126,20 @@ def unused_tensors(
     original: Mapping[str, torch.Tensor],
     written: Collection[str],
     names: StoredNames,
-    asked: Iterable[str] | None = None,
+    candidates: Iterable[str] | None = None,
 ) -> list[str]:
     """Returns the names of the source's tensors that the model's class has no use for, and that are not written.
 
-    For all tensors, or for those in `asked`.
+    For all tensors, or for those in `candidates`.
     """
-    asked = original if asked is None else asked
+    candidates = original if candidates is None else candidates
     # The metadata of our checkpoints lists the tensors that were carried over, so transformers need not be asked again.
     if isinstance(original, TensorFiles) and original.carried:
-        return [name for name in asked if name in original.carried and name not in written]
+        return [name for name in candidates if name in original.carried and name not in written]
     own = {names.stored(name) for name in model.state_dict(keep_vars=True)}
     lacking = [
         name
-        for name in asked
+        for name in candidates
         if not (name in written or name in own or names.of_model(name) in own or is_quantized(name, written))
     ]
     ignored = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_COMPUTED)
@@ -150,16 +150,16 @@ def unused_tensors(
 
 
 def _unexpected(
-    model: Any, original: Mapping[str, torch.Tensor], asked: list[str], names: StoredNames
+    model: Any, original: Mapping[str, torch.Tensor], candidates: list[str], names: StoredNames
 ) -> Collection[str]:
-    """Returns the tensors among `asked` that transformers finds no parameter for; no data is read."""
-    if not asked:
+    """Returns the tensors among `candidates` that transformers finds no parameter for; no data is read."""
+    if not candidates:
         return ()
     config = copy.deepcopy(model.config)
     # With this table transformers would build quantized modules, and all tensors would count as unexpected.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    outlines = {name: _deferred(name, original) for name in asked}
+    outlines = {name: _deferred(name, original) for name in candidates}
     # Loading meta tensors into a meta model runs transformers' renaming and joining of tensors, and reads no data.
     shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in outlines.items()}
     with huggingface.quiet(), explained("transformers cannot list the tensors that it ignores"):
@@ -167,9 +167,9 @@ def _unexpected(
             None, config=config, state_dict=shapes, device_map="meta", dtype=config.dtype, output_loading_info=True
         )
     unexpected = set(info["unexpected_keys"])
-    if len(unexpected) == len(asked):  # under whichever names
-        return asked
-    return {name for name in asked if unexpected.intersection((name, *_in_model(names.of_model(name))))}
+    if len(unexpected) == len(candidates):  # under whichever names
+        return candidates
+    return {name for name in candidates if unexpected.intersection((name, *_in_model(names.of_model(name))))}
 
 
 def _in_model(name: str) -> list[str]:

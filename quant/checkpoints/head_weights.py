@@ -29,9 +29,9 @@ def head_weights(model: nn.Module, source: Path, is_asked: Callable[[str], bool]
     original, names = source_tensors(source, stored_dtype(model)), stored_names(model)
     # transformers is asked about all experts of a block or about none, because it joins their matrices.
     stems = {_stem(name) for name in original if is_asked(name.removesuffix(".weight"))}
-    asked = [name for name in original if _stem(name) in stems]
+    candidates = [name for name in original if _stem(name) in stems]
     weights: dict[str, torch.Tensor] = {}
-    for name in unused_tensors(model, original, (), names, asked):
+    for name in unused_tensors(model, original, (), names, candidates):
         tensor = original[name]
         if not is_wide_float(tensor):
             continue

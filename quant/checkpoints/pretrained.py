@@ -175,10 +175,10 @@ def _upload(directory: Path, files: list[str], token: str | bool | None, options
     repository = hub.create_repo(
         options.get("repo_id") or directory.name, token=token, private=options.get("private"), exist_ok=True
     )
-    how = {name: options[name] for name in ("commit_message", "create_pr", "revision") if options.get(name)}
+    upload_options = {name: options[name] for name in ("commit_message", "create_pr", "revision") if options.get(name)}
     hub.upload_folder(
         repo_id=repository.repo_id, folder_path=directory, allow_patterns=files, token=token,
-        **{"commit_message": "Upload model", **how},
+        **{"commit_message": "Upload model", **upload_options},
     )  # fmt: skip
 
 

@@ -131,8 +131,8 @@ def _verify(directory: Path, model: nn.Module | None, source: str | Path | None)
             findings += [Finding(name, what) for what in check(subject, bool(findings))]
             checked.append(name)
         # A damaged file stops one check only; the others still report their findings.
-        except _NotCheckedError as why:
-            skipped[name] = str(why)
+        except _NotCheckedError as error:
+            skipped[name] = str(error)
         except (ValueError, OSError) as error:
             findings.append(Finding(name, " ".join(str(error).split())))
     explained: list[str] = []

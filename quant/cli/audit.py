@@ -78,9 +78,9 @@ def verify_command(
             for line in result.explained:
                 click.echo(printable(f"not as in the source: {line}"), err=True)
             # Checks that were skipped for one reason share a line; on standard error, because they are not findings.
-            for why in dict.fromkeys(result.skipped.values()):
-                names = ", ".join(name for name, reason in result.skipped.items() if reason == why)
-                click.echo(printable(f"{names}: not checked, {why}"), err=True)
+            for skip_reason in dict.fromkeys(result.skipped.values()):
+                names = ", ".join(name for name, reason in result.skipped.items() if reason == skip_reason)
+                click.echo(printable(f"{names}: not checked, {skip_reason}"), err=True)
             if result.runtime is not None:
                 _show_runtime(result.runtime)
             click.echo(f"{counted(len(result.findings), 'finding')} in {', '.join(result.checked)}", err=True)

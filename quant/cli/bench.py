@@ -86,8 +86,8 @@ def tune_command(model: str, tokens: str, quiet: bool, as_json: bool) -> None:
         return
     for name, entry in entries.items():
         echo(f"{name}: {entry['microseconds']:.1f} µs, {entry['choice']}")
-    for name, why in dropped.items():
-        echo(f"dropped {name}: {why}", err=True)
+    for name, reason in dropped.items():
+        echo(f"dropped {name}: {reason}", err=True)
     if not quiet:
         echo(f"written to {path}", err=True)
 

@@ -111,8 +111,8 @@ def evaluate_command(
     source, module = open_runnable(model, model_factory=model_factory, unsafe_load=unsafe_load)
     announce_source(terminal, source)
     if tasks is not None:
-        how = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
-        with how:
+        attention_formats = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
+        with attention_formats:
             scores = evaluate_tasks(
                 module.to(session.device), tasks, source.load_tokenizer(), task_path=task_path, shots=shots,
                 limit=limit, batch_size=batch_size,
@@ -126,17 +126,17 @@ def evaluate_command(
     if baseline:
         # Both models are in memory together, since each row is run through both.
         _, other = open_runnable(baseline, model_factory=model_factory, unsafe_load=unsafe_load)
-    asked = Rows(tuple(map(str, data or texts)), samples, seqlen)
+    source_rows = Rows(tuple(map(str, data or texts)), samples, seqlen)
     with terminal.stages() as progress:
         rows = read_evaluation(
-            source, asked, dataclasses.replace(session, progress=progress), writer=other, listener=terminal
+            source, source_rows, dataclasses.replace(session, progress=progress), writer=other, listener=terminal
         )
     # Ranks measure different rows of the same text, so all must have read the same one.
     hashes = {f"the text {name}": digest_of(each) for name, each in rows.items()}
     check_same(hashes, session, WatchedFiles(source.path).files)
-    how = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
+    attention_formats = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
     # Attention is patched only on the module of the model; the baseline keeps its own.
-    with how, bar("evaluate", quiet or as_json) as advance:
+    with attention_formats, bar("evaluate", quiet or as_json) as advance:
         result = evaluate_texts(module, rows, other, batch_size=batch_size, device=session.device, progress=advance)
     if as_json:
         print_json(result.to_dict())

@@ -68,7 +68,7 @@ def generate_command(
     unsafe_load: bool,
     quiet: bool,
     as_json: bool,
-    **how: Any,
+    **choices: Any,
 ) -> None:
     """Continue a prompt with MODEL, quantized or not, by greedy decoding, which is repeatable.
 
@@ -79,14 +79,14 @@ def generate_command(
     if engine is not None:
         from quant.engines.open import open_session
 
-        sampling = {name: how[name] for name in ("temperature", "top_k", "top_p", "seed")}
+        sampling = {name: choices[name] for name in ("temperature", "top_k", "top_p", "seed")}
         with status(f"loading {engine}", quiet or as_json):
             session = open_session(engine, unsafe_load=unsafe_load)
         _run_session(session, model, prompts, max_new_tokens, sampling, quiet=quiet, as_json=as_json)
         return
     if len(prompts) > 1:
         raise UserError(f"{len(prompts)} prompts: MODEL takes one, and an exported file several (--engine)")
-    options = {name: how[name] for name in ("device", "dtype", "attention", "kv_cache")}
+    options = {name: choices[name] for name in ("device", "dtype", "attention", "kv_cache")}
     _run_model(model, prompts[0], max_new_tokens, options, quiet=quiet, as_json=as_json)
 
 
@@ -96,11 +96,11 @@ def _check_options(has_engine: bool) -> None:
     foreign = ("device", "dtype", "attention", "kv_cache") if has_engine else ("temperature", "top_k", "top_p", "seed")
     for name in foreign:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            why = (
+            clause = (
                 "which is as it was exported" if has_engine else "by greedy decoding; pass --engine FILE to draw tokens"
             )
             runs = "--engine runs a file" if has_engine else "MODEL runs"
-            raise UserError(f"--{name.replace('_', '-')}: {runs} {why}")
+            raise UserError(f"--{name.replace('_', '-')}: {runs} {clause}")
 
 
 def _run_session(

@@ -268,8 +268,8 @@ def _print_targets() -> None:
         if any(pair.source for pair in target.pairs):
             columns["!from"] = [pair.source for pair in target.pairs]
         print_table(columns, title=title, drops=("from", "layers"))
-        for formats, why in target.refused.items():
-            out.print(f"refused: {formats}: {why}")
-        for formats, why in target.misread.items():
-            out.print(f"misread without a word: {formats}: {why}")
+        for formats, reason in target.refused.items():
+            out.print(f"refused: {formats}: {reason}")
+        for formats, reason in target.misread.items():
+            out.print(f"misread without a word: {formats}: {reason}")
         out.print(f"KV cache: {', '.join((*target.kv_cache, '16 bit'))}. From: {target.source}\n")

@@ -54,8 +54,8 @@ _GROUPS = {
 }
 
 
-def _help_all(context: click.Context, _: click.Parameter, asked: bool) -> None:
-    if asked:
+def _help_all(context: click.Context, _: click.Parameter, is_given: bool) -> None:
+    if is_given:
         context.meta[_ALL] = True
         click.echo(context.get_help())
         context.exit()

@@ -61,7 +61,7 @@ def rebuilt_findings(
         differences = differing_kernels(engine, read_engine(built.path))
     if not differences:
         return [Finding("all kernels", AS_BUILT, AS_BUILT, True)]
-    return [Finding(name, AS_BUILT, how, False) for name, how in differences.items()]
+    return [Finding(name, AS_BUILT, difference, False) for name, difference in differences.items()]
 
 
 def _options(path: Path, record: dict[str, Any]) -> dict[str, Any]:

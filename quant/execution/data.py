@@ -33,12 +33,12 @@ class NoTextError(UserError):
 
     Args:
         plan: the plan whose layer the message names.
-        why: no text could be found.
+        reason: the reason why no text could be found.
     """
 
-    def __init__(self, plan: Plan, why: str) -> None:
-        super().__init__(f"{lacks_data(plan)} ({why})")
-        self.why = why
+    def __init__(self, plan: Plan, reason: str) -> None:
+        super().__init__(f"{lacks_data(plan)} ({reason})")
+        self.reason = reason
 
 
 def solver_needs_data(layer: LayerPlan) -> bool:

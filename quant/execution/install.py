@@ -49,8 +49,8 @@ def install_weight(
         delattr(parent, last)
     elif layer.kind == LayerKind.EMBEDDING:
         table = parent.get_submodule(last)
-        if why := embedding_refusal(table):
-            raise UserError(f"{layer.name}: cannot be in {layer.weight}: {why}; keep it in 16 bit")
+        if refusal := embedding_refusal(table):
+            raise UserError(f"{layer.name}: cannot be in {layer.weight}: {refusal}; keep it in 16 bit")
         assert isinstance(table, nn.Embedding)
         new = QuantEmbedding(weight, table.weight.dtype, table.padding_idx)
     elif layer.kind == LayerKind.CONV:

@@ -215,7 +215,7 @@ def with_data(plan: Plan, find: Callable[[], tuple[T, list[Record]]]) -> tuple[P
         # Static scales need text at effort 1 too: the message then names a layer that the user cannot choose away by
         # effort.
         if lower is not None and lacks_data(lower) and isinstance(error, NoTextError):
-            raise NoTextError(lower, error.why) from error
+            raise NoTextError(lower, error.reason) from error
         if lower is None or lacks_data(lower):
             raise
         return lower, None

@@ -178,8 +178,8 @@ def _read(model: nn.Module) -> tuple[dict[str, _Quantizers], dict[str, dict[str,
             f"quantized; turn them off: mtq.disable_quantizer(model, {unsupported[0]!r})"
         )
     if not layers:
-        why = "all its weight quantizers are disabled" if seen else "it has no quantizers"
-        raise UserError(f"the model is not quantized by ModelOpt: {why}; call mtq.quantize(model, config) first")
+        reason = "all its weight quantizers are disabled" if seen else "it has no quantizers"
+        raise UserError(f"the model is not quantized by ModelOpt: {reason}; call mtq.quantize(model, config) first")
     if dropped:
         warnings.warn(
             f"ModelOpt also simulates rounded inputs of {counted(len(dropped), 'module')} without a quantized weight "

@@ -84,8 +84,8 @@ class QuantConfig(CompressedTensorsConfig):  # type: ignore[misc]
         return (cls(), kwargs) if return_unused_kwargs else cls()
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        asked = [name for name, value in (("recipe", self.recipe), ("data", self.data)) if value is not None]
-        return {"quant_method": METHOD, "asked": [*asked, *self.options]}
+        options = [name for name, value in (("recipe", self.recipe), ("data", self.data)) if value is not None]
+        return {"quant_method": METHOD, "asked": [*options, *self.options]}
 
     def to_dict(self) -> dict[str, Any]:
         recipe = "nvfp4" if self.recipe is None else self.recipe

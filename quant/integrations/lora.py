@@ -105,10 +105,10 @@ def _adapt_inside_rounding(config: Any) -> None:
 
 def _adapt_quantized_layers(config: Any, layers: Any) -> None:
     """Makes PEFT put our LoRA layers over quantized ones."""
-    how = config.init_lora_weights
-    if isinstance(how, str) and how.lower().startswith(_INTO_THE_BASE):
+    kind = config.init_lora_weights
+    if isinstance(kind, str) and kind.lower().startswith(_INTO_THE_BASE):
         raise UserError(
-            f"init_lora_weights={how!r} subtracts the adapter from the weights, and quantized ones stay as they are; "
+            f"init_lora_weights={kind!r} subtracts the adapter from the weights, and quantized ones stay as they are; "
             "leave it True, or take 'gaussian', 'orthogonal' or 'eva'"
         )
     # PEFT's experimental hook (`LoraConfig._register_custom_module`) for classes of layers that it does not know.
@@ -206,8 +206,8 @@ def _solved_again(layer: LayerPlan, adapted: Any) -> LayerPlan:
     """
     spec = get_pipeline(layer.solver).spec
     solver = spec.rounding if spec.transforms or spec.merges_rotations else layer.solver
-    why = "LoRA merged" if layer.name in adapted else "a fused layer got a LoRA"
-    reason = f"{layer.reason}; {why}, quantized again by {solver}"
+    cause = "LoRA merged" if layer.name in adapted else "a fused layer got a LoRA"
+    reason = f"{layer.reason}; {cause}, quantized again by {solver}"
     return replace(layer, solver=solver, parts=Parts(), reason=reason, transposed=False)
 
 

@@ -84,7 +84,7 @@ def cached_snapshot(name: str, commit: str | None) -> Path | None:
 
 @cache
 def _snapshot(name: str, revision: str | None) -> Path:
-    asked = "" if revision is None or _COMMIT.fullmatch(revision) else f" --revision {revision}"
+    option = "" if revision is None or _COMMIT.fullmatch(revision) else f" --revision {revision}"
     folder = name.rpartition("/")[2]
     try:
         hub = require("huggingface_hub", "hf")
@@ -101,7 +101,7 @@ def _snapshot(name: str, revision: str | None) -> Path:
     except Exception as error:  # the network, the hub, the disk, a missing package: all have one way out
         raise UserError(
             f"{name}: no such file or directory, and nothing is downloaded: {_why(error, name, revision)}; if it is a "
-            f"model on the Hugging Face hub: hf download {name}{asked} --local-dir {folder}, then pass {folder}"
+            f"model on the Hugging Face hub: hf download {name}{option} --local-dir {folder}, then pass {folder}"
         ) from error
 
 

@@ -126,17 +126,17 @@ def _head_rules(layers: Sequence[Layer], lm_head: str) -> list[Rule]:
     return [Rule(name, lm_head, KEEP, reason=f"--lm-head {lm_head}") for name in heads]
 
 
-def without_data(plan: Plan, why: str) -> Plan | None:
+def without_data(plan: Plan, reason: str) -> Plan | None:
     """Returns `plan` with the solver of effort 1 where its effort chose one that needs data; None where it chose none.
 
     Args:
         plan: the plan as `make_plan` gives it.
-        why: there is no data.
+        reason: the reason why there is no data.
     """
     chosen = plan.provenance.get("effort")
     if not isinstance(chosen, dict) or chosen["level"] < 2:
         return None
-    record = {"level": 1, "solver": solver_of(1, KEEP), "asked": chosen["level"], "why": why}
+    record = {"level": 1, "solver": solver_of(1, KEEP), "asked": chosen["level"], "why": reason}
     plan = replace(plan, provenance={**plan.provenance, "effort": record})
     return plan.replace_layers(
         replace(layer, solver=record["solver"]) for layer in plan.layers if layer.solver == chosen["solver"]
@@ -160,11 +160,11 @@ def _why_none(plan: Plan, include: Sequence[str]) -> str:
         plan: the plan that quantizes nothing.
         include: globs of the requested layers.
     """
-    asked = [layer for layer in plan.layers if any(fnmatchcase(layer.name, glob) for glob in include)]
-    names = {layer.name for layer in asked}
+    matched = [layer for layer in plan.layers if any(fnmatchcase(layer.name, glob) for glob in include)]
+    names = {layer.name for layer in matched}
     never = (LayerKind.NORM, LayerKind.EMBEDDING)
     other_layers = [layer for layer in plan.layers if layer.name not in names and layer.kind not in never]
-    reasons = [(reason, count, part) for part in (asked, other_layers) for reason, count in _reasons(part)]
+    reasons = [(reason, count, part) for part in (matched, other_layers) for reason, count in _reasons(part)]
     listed = "; ".join(
         f"{counted(count, 'layer')}, {next(layer.name for layer in part if layer.reason == reason)} first: {reason}"
         for reason, count, part in reasons[:4]
@@ -186,7 +186,7 @@ def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
     Layers that no run calls get the groups of their siblings, or the groups that their names suggest.
     """
     layers = group_experts(find_layers(model))
-    seen, why = Watched(), None
+    seen, obstacle = Watched(), None
     # Without values, some models cannot read what decides how they go on: a plan without weights tries all ways.
     is_outline = any(parameter.is_meta for parameter in model.parameters())
     # From the cheapest to the most expensive: shapes, then two tokens, then images or sounds of zeros.
@@ -197,16 +197,16 @@ def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
                 attempt(model)
             # Attempts that failed half-way have seen layers that this one may have skipped.
             watched.add(seen)
-            seen, why = watched, None
+            seen, obstacle = watched, None
             break
         except Exception as error:  # the model's own code, which may fail in any way on a stand-in input
             if attempt is run and not is_outline:
                 raise UserError(f"the model failed on the given example input: {error}") from error
-            why = f"{type(model).__name__} does not run on token ids; in Python, pass run="
+            obstacle = f"{type(model).__name__} does not run on token ids; in Python, pass run="
             seen.add(watched)
     # Experts that the router did not choose were never called, though their siblings were.
     layers = group_unseen(seen.of(layers), model)
-    return layers, why if without_group(layers) else None
+    return layers, obstacle if without_group(layers) else None
 
 
 def _fusion_record(layers: Sequence[Layer], plan: Plan, unknown: str | None) -> dict[str, Any]:

@@ -25,9 +25,9 @@ def fusion_warnings(plan: Plan) -> list[str]:
         static = [layer for layer in static if layer.group is None and patterns([layer.name])[0] in unseen]
     if not static or (unknown is None and unseen is None):
         return []
-    why = f"fusion groups {unknown}" if unknown else "no run has called them, so their fusion groups are unknown"
+    reason = f"fusion groups {unknown}" if unknown else "no run has called them, so their fusion groups are unknown"
     return [
-        f"{counted(len(static), 'layer')}, {static[0].name} first: {why}. Each has a tensor scale of its own, and a "
+        f"{counted(len(static), 'layer')}, {static[0].name} first: {reason}. Each has a tensor scale of its own, and a "
         "runtime that merges layers with one input (q/k/v, gate/up) expects them to share one"
     ]
 

@@ -46,9 +46,9 @@ def check_same(values: Mapping[str, str], session: Session, files: Sequence[Path
                 own_value, first_value = (each.get(name, "none") for each in (theirs, first))
                 if rank_and_world()[0]:
                     wait_for_all()  # until the first rank has said it, and this one is ended
-                how = "" if len(own_value + first_value) > 80 else f" ({own_value}; rank 0 has {first_value})"
+                detail = "" if len(own_value + first_value) > 80 else f" ({own_value}; rank 0 has {first_value})"
                 raise UserError(
-                    f"rank {rank} on {machine} differs from rank 0 in {name}{how}; all ranks need the same files, "
+                    f"rank {rank} on {machine} differs from rank 0 in {name}{detail}; all ranks need the same files, "
                     "options, versions and GPUs"
                 )
 

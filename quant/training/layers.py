@@ -93,9 +93,9 @@ def install_training_layers(
     for layer in plan.quantized:
         packed: Any = model.get_submodule(layer.name)
         original = start.weights.get(layer.name)
-        how = scales or ("recomputed" if layer.solver == "rtn" and original is not None else "frozen")
+        scale_mode = scales or ("recomputed" if layer.solver == "rtn" and original is not None else "frozen")
         weight_dtype = dtype or (stored if original is None else original.dtype)
-        values = _initial_values(layer, packed, start, how, weight_dtype)
+        values = _initial_values(layer, packed, start, scale_mode, weight_dtype)
         # Another layer has a parameter that is in the model still, and keeps it as it is.
         is_free = original is not None and id(original) not in parameters
         if original is None or not is_free or not _is_trained_whole(layer, packed, original):
@@ -106,7 +106,7 @@ def install_training_layers(
             if weight.dtype != values.dtype:
                 weight.grad = None  # of the dtype that it had
             weight.data = values
-        installed[layer.name] = _in_training(packed, weight, start.biases.get(layer.name), how, stored)
+        installed[layer.name] = _in_training(packed, weight, start.biases.get(layer.name), scale_mode, stored)
     for members in by_input(plan.quantized):
         _share([installed[member.name] for member in members])
     for layer in plan.quantized:

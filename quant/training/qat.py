@@ -301,15 +301,15 @@ def _check_optimizers(
         narrow = sum(_is_kept_in(before[key][1], each.state.get(parameter, {}), parameter)
                      for key, parameter in parameters.items() if key in before)  # fmt: skip
         if lost:
-            why = f"holds {counted(lost, 'parameter')} that the model no longer has, from before it was quantized"
+            mismatch = f"holds {counted(lost, 'parameter')} that the model no longer has, from before it was quantized"
         elif lacks:
-            why = f"lacks {counted(lacks, 'parameter')} that the model has since, its learned scales"
+            mismatch = f"lacks {counted(lacks, 'parameter')} that the model has since, its learned scales"
         elif narrow:
-            why = f"has made steps, and keeps what it knows of {counted(narrow, 'parameter')} in another dtype"
+            mismatch = f"has made steps, and keeps what it knows of {counted(narrow, 'parameter')} in another dtype"
         else:
             continue
         raise UserError(
-            f"an optimizer ({type(each).__name__}) {why}, and would not train it; the model is prepared: make the "
+            f"an optimizer ({type(each).__name__}) {mismatch}, and would not train it; the model is prepared: make the "
             "optimizer anew, after prepare_qat"
         )
 

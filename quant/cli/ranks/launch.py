@@ -35,7 +35,7 @@ def is_rank() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def local_device(asked: str) -> str:
+def local_device(device: str) -> str:
     """Returns the device of this rank, which takes the GPU of its number on its machine.
 
     Raises:
@@ -45,10 +45,10 @@ def local_device(asked: str) -> str:
 
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if asked.startswith("cuda:"):
-        raise UserError(f"--device {asked} is one GPU, and there are several ranks; pass cuda, and each takes its own")
-    if asked not in ("auto", "cuda") or (asked == "auto" and not gpus):
-        return asked
+    if device.startswith("cuda:"):
+        raise UserError(f"--device {device} is one GPU, and there are several ranks; pass cuda, and each takes its own")
+    if device not in ("auto", "cuda") or (device == "auto" and not gpus):
+        return device
     if gpus < ranks:
         fewer = f"--devices {gpus}, or " if gpus > 1 else ""
         raise UserError(
@@ -122,8 +122,8 @@ def _exit_code(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     ended = [(rank, process.returncode) for rank, process in enumerate(ranks) if process.poll()]
     if ranks[0].returncode in (None, -signal.SIGKILL) and ended:
         rank, code = ended[0]
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        sys.stderr.write(f"error: rank {rank} {how}; run the same command again\n")
+        ending = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        sys.stderr.write(f"error: rank {rank} {ending}; run the same command again\n")
     # The first rank's code counts if it failed, since `ended` is in the order of ranks.
     code = next((code for _, code in ended), 0)
     # subprocess gives −N for signal N, shells 128 + N.

@@ -161,8 +161,8 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Quantization | Non
     if (path / PLAN_FILE).is_file():
         raise UserError(f"{path}: already quantized by this toolkit, as its {PLAN_FILE} says; {WAY_OUT}")
     quantization = Quantization(path, method, fields)
-    if why := _why_not(quantization):
-        raise UserError(f"{path}: already quantized, {why}")
+    if refusal := _why_not(quantization):
+        raise UserError(f"{path}: already quantized, {refusal}")
     return quantization
 
 
@@ -215,7 +215,7 @@ def refuse_packed(
     file: Path,
     dtypes: Mapping[str, str],
     names: Iterable[str] | None = None,
-    why: str = ", and no quantization_config says how",
+    clause: str = ", and no quantization_config says how",
 ) -> None:
     """Refuses tensors that are codes or scales, where no config says how to decode them.
 
@@ -223,7 +223,7 @@ def refuse_packed(
         file: the file that holds them.
         dtypes: the dtypes of the tensors to look at, as safetensors call them.
         names: the names of all tensors in the file; by default the keys of `dtypes`.
-        why: the second half of the message.
+        clause: the second clause of the message.
 
     Raises:
         UserError: there is one; the message names it and the file.
@@ -236,9 +236,9 @@ def refuse_packed(
         suffix = next((s for s in _SCALES if name.endswith(s) and name.removesuffix(s) in names), None)
         blocks = name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in names
         if suffix or blocks or name.endswith("_scale_inv") or name.rpartition(".")[2] in _INTEGER_PARTS:
-            raise UserError(f"{file}: {name} belongs to a quantized weight{why}; {advice}")
+            raise UserError(f"{file}: {name} belongs to a quantized weight{clause}; {advice}")
     for name, dtype in dtypes.items():
         if dtype in _FP8:
-            raise UserError(f"{file}: {name} is in FP8 and has no scale{why}; {advice}")
+            raise UserError(f"{file}: {name} is in FP8 and has no scale{clause}; {advice}")
         if dtype in CODES and name.endswith(".weight"):
-            raise UserError(f"{file}: {name} holds integers ({dtype}){why}; {advice}")
+            raise UserError(f"{file}: {name} holds integers ({dtype}){clause}; {advice}")

@@ -52,28 +52,28 @@ class Backend:
     products: Callable[[], Any] | None = None
 
 
-def choose_backend(asked: str, recipe: TrainingRecipe, parameter: torch.Tensor) -> Backend:
+def choose_backend(backend: str, recipe: TrainingRecipe, parameter: torch.Tensor) -> Backend:
     """Returns the backend that runs a recipe on the device of a model.
 
     Args:
-        asked: one of `BACKENDS`; "auto" takes the fastest that is installed and runs the recipe.
+        backend: one of `BACKENDS`; "auto" takes the fastest that is installed and runs the recipe.
         recipe: to run.
         parameter: a parameter of the model.
 
     Raises:
         UserError: an unknown name, or a backend that does not run the recipe here; the message says which machine does.
     """
-    if asked not in BACKENDS:
-        raise UserError(f"unknown backend {asked!r}; known: {', '.join(BACKENDS)}")
+    if backend not in BACKENDS:
+        raise UserError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
     products = "BF16 products" if parameter.is_cuda else "FP32 products"
     emulated = f"emulated by {products} of rounded operands, which is slower than 16 bit"
-    if asked == "emulated":
+    if backend == "emulated":
         return Backend("emulated", emulated)
-    if asked != "auto":
-        refusal = _REFUSALS[asked](recipe, parameter)
+    if backend != "auto":
+        refusal = _REFUSALS[backend](recipe, parameter)
         if refusal is not None:
-            raise UserError(f'backend "{asked}" does not run {recipe.name} here: {refusal}; backend="emulated" does')
-        return _backend(asked, recipe)
+            raise UserError(f'backend "{backend}" does not run {recipe.name} here: {refusal}; backend="emulated" does')
+        return _backend(backend, recipe)
     reasons = []
     for name, refuses in _REFUSALS.items():
         refusal = refuses(recipe, parameter)
@@ -84,8 +84,8 @@ def choose_backend(asked: str, recipe: TrainingRecipe, parameter: torch.Tensor) 
             package, extra = _PACKAGES[name]
             refusal = f"{package} would run it on the FP8 tensor cores of this GPU: {install_command(extra)}"
         reasons.append((name, refusal))
-    # The reason is told even where nobody asked for a backend: it says which machine, or package, would be faster.
-    reason = next((why for name, why in reasons if _knows(name, recipe)), reasons[-1][1])
+    # The reason is told even if no backend was requested: it says which machine, or package, would be faster.
+    reason = next((reason for name, reason in reasons if _knows(name, recipe)), reasons[-1][1])
     return Backend("emulated", f"{emulated} ({reason})")
 
 

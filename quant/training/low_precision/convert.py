@@ -123,7 +123,7 @@ class LowPrecisionTraining:
         reasons: dict[str, list[str]] = {}
         for name, reason in self.in_16bit.items():
             reasons.setdefault(reason, []).append(name)
-        lines += [f"in 16 bit: {counted(len(n), 'layer')}, {n[0]} first: {why}" for why, n in reasons.items()]
+        lines += [f"in 16 bit: {counted(len(n), 'layer')}, {n[0]} first: {reason}" for reason, n in reasons.items()]
         return "\n".join(lines)
 
 
@@ -186,8 +186,8 @@ def to_low_precision_training(
     converted = tuple(name for name in candidates if name not in reasons)
     if not converted:
         first = next(iter(reasons.items()), None)
-        why = f"{first[0]}: {first[1]}" if first else f"{type(model).__name__} has no nn.Linear"
-        raise UserError(f"no layer can train in {recipe.name}: {why}")
+        reason = f"{first[0]}: {first[1]}" if first else f"{type(model).__name__} has no nn.Linear"
+        raise UserError(f"no layer can train in {recipe.name}: {reason}")
     for name in linears.keys() & set(converted):
         # A new module would lose hooks and attributes, and break the ties of whoever holds the old one.
         linears[name].__class__ = LowPrecisionLinear
