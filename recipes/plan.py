@@ -215,6 +215,8 @@ class RunTimeFormats(TypedDict):
 class Plan:
     """Everything that a run executes: layer plans, the formats of the KV cache and of attention, guard and observer.
 
+    A plan is not modified: `quant.edit_plan(plan, "*.down_proj=fp8_channel")` returns another with these formats.
+
     Attributes:
         layers: every layer that owns a weight, in model order.
         kv_cache: format of the KV cache; None keeps 16 bit.

@@ -83,8 +83,9 @@ def quantize(
         observer: key of `OBSERVERS`, how static activation scales are chosen; replaces the recipe's, which is absmax.
         bits: per weight, every scale counted; formats are then chosen layer by layer and `recipe` is not used. For
             other budgets and limits see `quant.allocation.allocate.allocate`, whose plan can be passed as `recipe`.
-        max_kl: the same, for the smallest model whose measured KL to the original stays below. A quarter of the data
-            chooses the formats, and a quarter verifies them; its measurements are in the plan's provenance.
+        max_kl: the same, for the smallest model whose measured KL to the original stays below; with `bits`, both hold,
+            and it is an error if no choice of formats keeps both. A quarter of the data chooses the formats, and a
+            quarter verifies them; its measurements are in the plan's provenance.
         formats: the formats to choose from, such as "nvfp4,fp8"; 16 bit always may.
         tokenizer: the tokenizer of the model, for calibration text where `data` is None.
         device: the device where everything is computed, "auto", "cpu", "cuda" or "cuda:N"; the model stays where it is,

@@ -90,8 +90,8 @@ def compare_with_source(directory: str | Path, source: str | Path, model: nn.Mod
     home = find_model(str(source))
     if not (home / "config.json").is_file():
         raise UserError(
-            f"{home}: only a directory with config.json and weights has the names, keys and files that a checkpoint "
-            "keeps; give the one that the model was quantized from"
+            f"{home}: a checkpoint is compared with a directory of config.json and weights, whose names, keys and "
+            "files it keeps; of a model from a single file, check the checkpoint alone, without a source"
         )
     pair = _Pair(Path(directory), home, model)
     return [*_tensor_differences(pair), *_config_differences(pair), *_file_differences(pair)]

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 @click.option(
     "--source",
     metavar="MODEL",
-    help="Original model: its tensors, config and files outside the plan must be in the checkpoint as they are.",
+    help="Original model, a directory or a name on the hub: its tensors, config and files outside the plan must be in "
+    "the checkpoint as they are.",
 )
 @click.option(
     "--runtime",

@@ -83,6 +83,14 @@ def test_the_command_ends_with_2_for_a_fault_and_tells_reasons(pair: tuple[Path,
     assert result.exit_code == 2 and "source: LICENSE is missing" in result.stdout
 
 
+def test_a_source_in_one_file_is_refused_with_the_way_out(pair: tuple[Path, Path]) -> None:
+    source, checkpoint = pair
+    result = CliRunner().invoke(verify_command, [str(checkpoint), "--source", str(source / "model.safetensors")])
+    assert result.exit_code == 2
+    assert "model.safetensors: a checkpoint is compared with a directory" in result.stderr
+    assert "check the checkpoint alone, without a source" in result.stderr
+
+
 @pytest.mark.parametrize("solver", ["gptq", "awq+gptq", "rotation:merge+rtn", "awq:merge+rtn"])
 def test_tensors_that_a_solver_changes_are_explained(tmp_path: Path, solver: str) -> None:
     """The run itself stops at a difference that nothing explains; here it ends, and the report has the reasons."""
