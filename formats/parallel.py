@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 import torch
 
-# Rows of a part are a multiple of this, so that none but the last part ends in a vector that is not full: its elements
-# would be computed by other instructions, which may round otherwise.
+# Rows of a part are a multiple of this, so that only the last part can end in a partly filled vector: the elements of
+# one are computed by other instructions, which may round differently.
 _ROWS = 64
 
 
@@ -28,7 +28,7 @@ def in_parts(work: Callable[[int, int], object], x: torch.Tensor, size: int, par
     Args:
         work: fills its own rows of a result.
         x: a tensor of the work. On any device but the CPU, all rows are one part.
-        size: rows.
+        size: the number of rows.
         parts: the number of parts that are worth a thread each; they share the threads that PyTorch may use.
     """
     if x.device.type != "cpu":
@@ -57,14 +57,14 @@ def run_parts(work: Callable[[int, int], object], bounds: Sequence[tuple[int, in
             with torch.inference_mode(modes[1]), torch.set_grad_enabled(modes[0]):
                 work(*part)
 
-        # PyTorch counts its threads, and knows its modes, for each of Python's threads apart.
+        # PyTorch holds its number of threads, and its modes, separately for each of Python's threads.
         with ThreadPoolExecutor(threads, "rows", torch.set_num_threads, (1,)) as pool:
             list(pool.map(run, bounds))
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """While open, PyTorch uses one thread, in this thread of Python's and in those that start now."""
+    """Limits PyTorch to one thread while open, in this thread of Python's and in those that start now."""
     before = torch.get_num_threads()
     if before == 1:
         yield

@@ -1,4 +1,4 @@
-"""CUDA graphs time calls here: a graph records them once and replays them, which leaves out the host's time."""
+"""`graph_microseconds` times calls in a CUDA graph, which is recorded once and replayed without the host's time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def graph_microseconds(calls: list[Callable[[], Any]], repeats: int = 5, at_least: float = 2e-3) -> float:
-    """Returns the microseconds a call: the median over `repeats` replays of a graph that makes `calls` several times.
+    """Returns the microseconds per call: the median over `repeats` replays of a graph that makes `calls` several times.
 
     Args:
         calls: each launches work on the current stream.

@@ -106,12 +106,12 @@ def audit(
 
 
 def failures(findings: Iterable[Finding]) -> list[str]:
-    """One clause for each finding that did not pass."""
+    """Returns one clause for each finding that did not pass."""
     return [f"{f.name}: planned {f.planned}, found {f.found}" for f in findings if not f.passed]
 
 
 def fallback_message(problems: Sequence[str]) -> str:
-    """The error for layers that do not run as planned."""
+    """Returns the error for layers that do not run as planned."""
     shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
     return (
         f"not run as planned in the engine: {shown}. Change the formats in the plan, or "
@@ -120,17 +120,17 @@ def fallback_message(problems: Sequence[str]) -> str:
 
 
 def receipt_path(engine: str | Path) -> Path:
-    """The file of an engine's receipt."""
+    """Returns the file of an engine's receipt."""
     return Path(f"{engine}.json")
 
 
 def is_storage_only(layer: LayerPlan) -> bool:
-    """Whether TensorRT stores the layer in fewer bits and multiplies in half precision, with inputs in any format."""
+    """Returns whether TensorRT stores the layer in fewer bits and multiplies in half precision, whatever the inputs."""
     return layer.weight is not None and layer.weight.scale is E8M0
 
 
 def planned_precision(layer: LayerPlan) -> str:
-    """The precision in which a planned layer should run."""
+    """Returns the precision in which a planned layer should run."""
     weight = _ELEMENTS.get(layer.weight_format.element.name.lower(), layer.weight_format.element.name.lower())
     if layer.activation is None or is_storage_only(layer):
         return f"half, {weight} weights"
@@ -139,7 +139,7 @@ def planned_precision(layer: LayerPlan) -> str:
 
 
 def _is_gemm_of(kernel: Kernel, layer: str) -> bool:
-    """Whether a kernel is the GEMM of a layer."""
+    """Returns whether a kernel is the GEMM of a layer."""
     return kernel.is_gemm and any(node.startswith(f"{layer}{kind}") for node in kernel.nodes for kind in PRODUCTS)
 
 
@@ -155,7 +155,7 @@ def _audit_layer(layer: LayerPlan, kernels: Sequence[Kernel]) -> Finding:
 
 
 def _audit_unplanned(kernels: Sequence[Kernel], planned: Mapping[str, Any]) -> Iterator[Finding]:
-    """GEMMs that no planned layer owns: layers kept in 16 bit or, without a plan, all of them."""
+    """Yields a finding for each GEMM that no planned layer owns: one kept in 16 bit or, without a plan, any."""
     seen = set()
     for kernel in kernels:
         names = [node.rpartition("/")[0] for node in kernel.nodes if node in kernel.matmuls] or kernel.nodes
@@ -166,7 +166,7 @@ def _audit_unplanned(kernels: Sequence[Kernel], planned: Mapping[str, Any]) -> I
 
 
 def _attended(kernel: Kernel) -> list[Operand]:
-    """q, k and v of an attention; a mask, which is no codes, stands between k and v."""
+    """Returns q, k and v of an attention; a mask, which has no codes, comes between k and v."""
     matrices = [operand for operand in kernel.inputs if operand.is_matrix]
     # q [batch · heads, queries, dim], k, mask [batch, 1, queries, keys], v; heads may be a dimension of their own.
     if len(matrices) > 3 and len(matrices[2].dims) == 4 and matrices[2].dims[1] == 1:
@@ -177,7 +177,7 @@ def _attended(kernel: Kernel) -> list[Operand]:
 
 
 def _audit_tensors(engine: Engine, model: nn.Module) -> Iterator[Finding]:
-    """Whether each module's kernels read the module's own codes, scales, biases and weights."""
+    """Yields findings on whether each module's kernels read the module's own codes, scales, biases and weights."""
     if not engine.starts:
         yield Finding("all tensors", TENSORS, "constants in a layout of another TensorRT, not compared", False)
         return
@@ -186,7 +186,7 @@ def _audit_tensors(engine: Engine, model: nn.Module) -> Iterator[Finding]:
 
 
 def _audit_attention(kernels: Sequence[Kernel], required: str | None, nodes: Sequence[str]) -> Iterator[Finding]:
-    """Fused attentions, and attention nodes of the graph that were not fused."""
+    """Yields findings for fused attentions, and for attention nodes of the graph that were not fused."""
     precisions: dict[str, str] = {}
     for kernel in kernels:
         if kernel.is_attention and not kernel.is_body:
@@ -203,7 +203,7 @@ def _audit_attention(kernels: Sequence[Kernel], required: str | None, nodes: Seq
 
 
 def _precision(gemm: Kernel, kernels: Sequence[Kernel]) -> str:
-    """The types of a GEMM's operands and, for a weight in 16 bit, of the codes that it came from."""
+    """Returns the types of a GEMM's operands and, for a weight in 16 bit, of the codes that it came from."""
     matrices = [operand for operand in gemm.inputs if operand.is_matrix]
     if gemm.kind == "runtime_fusion":
         # The fusion's operands are those of all its parts; the GEMM among the parts has the types that are multiplied.
@@ -226,7 +226,7 @@ def _precision(gemm: Kernel, kernels: Sequence[Kernel]) -> str:
 
 
 def _stored_type(operands: Iterable[Operand], weight: Operand) -> str | None:
-    """The type that a weight is stored in: the narrowest among constants of about its size.
+    """Returns the type that a weight is stored in: the narrowest among constants of about its size.
 
     Block scales are far smaller than the weight. The builder expands MXFP8's scales to the weight's size, in a wider
     type.

@@ -217,7 +217,7 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
 def audit_built(
     built: BuiltEngine, plan: Plan | None, attention: str = "native", source: nn.Module | None = None
 ) -> list[Finding]:
-    """The audit of an engine just built, with the layers and attention nodes of its graph."""
+    """Audits an engine just built, with the layers and attention nodes of its graph."""
     required, layers = "half" if attention == "none" else None, built.layers or None
     return audit(
         built.path, plan, attention=required, attention_nodes=built.attention_nodes, exported=layers, model=source
@@ -225,7 +225,7 @@ def audit_built(
 
 
 def summary(receipt: Mapping[str, Any]) -> list[str]:
-    """A summary of an engine, one line each: its builder, its shapes, and its precisions."""
+    """Returns a summary of an engine, one line each: its builder, its shapes, and its precisions."""
     if "engine" not in receipt:
         return []
     engine, rows = receipt["engine"], receipt["audit"]
@@ -242,7 +242,7 @@ def summary(receipt: Mapping[str, Any]) -> list[str]:
 
 
 def _without_cache(profile: str) -> str:
-    """A profile without the KV cache, whose shape follows from the rows, in two inputs for each layer."""
+    """Returns a profile without the KV cache, whose shape follows from the rows, in two inputs for each layer."""
     return ",".join(part for part in profile.split(",") if not part.startswith("past_"))
 
 

@@ -72,7 +72,7 @@ class CacheSpec:
 
 
 def compile_cache_attention(spec: CacheSpec, arch: int) -> list[BundledKernel]:
-    """The kernels of the plugin for one compute capability, by role: write, attend, reduce."""
+    """Compiles the kernels of the plugin for one compute capability, by role: write, attend, reduce."""
     import triton
 
     kernels = [_write(spec, arch, 1, 1)]

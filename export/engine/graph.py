@@ -41,7 +41,7 @@ _NOT_IMPORTED = {
 
 
 def load_graph(path: Path) -> Any:
-    """The ONNX model in a file, its external data left on disk; ValueError where the file holds none."""
+    """Loads the ONNX model in a file, its external data left on disk; ValueError if the file holds none."""
     onnx = require("onnx")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such ONNX file")
@@ -82,7 +82,7 @@ def check_backend(model: Any, backend: str) -> None:
 
 
 def make_profiles(model: Any, shapes: str | Sequence[str] | None) -> list[Shapes]:
-    """The optimization profiles of a graph, none if its shapes are fixed; ValueError as in `parse_profile`."""
+    """Returns the optimization profiles of a graph, none if its shapes are fixed; ValueError as in `parse_profile`."""
     inputs = graph_inputs(model)
     floors = attention_floors(model, inputs)
     texts = as_profiles(shapes)
@@ -101,12 +101,12 @@ def make_profiles(model: Any, shapes: str | Sequence[str] | None) -> list[Shapes
 
 
 def cache_capacity(model: Any) -> int | None:
-    """Tokens that the KV cache of a serving graph holds; None for other graphs."""
+    """Returns how many tokens the KV cache of a serving graph holds; None for other graphs."""
     return next((int(entry.value) for entry in model.metadata_props if entry.key == CAPACITY_KEY), None)
 
 
 def default_profiles(capacity: int, floors: Mapping[str, int]) -> list[str]:
-    """Decoding steps of many rows, and chunks of prompts of a few."""
+    """Returns profiles for decoding steps of many rows, and for chunks of prompts of a few."""
     low, high = max(1, floors.get("sequence", 1)), min(_LONGEST_CHUNK, capacity)
     return ["batch=1:8:32,sequence=1:1:1", f"batch=1:1:8,sequence={low}:{max(low, high // 2)}:{high}"]
 
@@ -125,7 +125,7 @@ def check_step(ids: tuple[tuple[int, ...], ...], capacity: int, floors: Mapping[
 
 
 def attention_floors(model: Any, inputs: Sequence[Input]) -> dict[str, int]:
-    """Smallest value of each dimension that is the sequence of a quantized attention.
+    """Returns the smallest value of each dimension that is the sequence of a quantized attention.
 
     Raises ValueError for a fixed sequence that has no fused kernel.
     """
@@ -156,18 +156,18 @@ def attention_floors(model: Any, inputs: Sequence[Input]) -> dict[str, int]:
 
 
 def _shapes(model: Any) -> dict[str, Any]:
-    """Dimensions of every value whose shape the file states."""
+    """Returns the dimensions of every value whose shape the file states."""
     return {value.name: value.type.tensor_type.shape.dim for value in (*model.graph.value_info, *model.graph.input)}
 
 
 def _heads_and_queries(name: str, shapes: Mapping[str, Any]) -> tuple[int, int]:
-    """Heads and queries of q `[batch, heads, sequence, dim]`; 0 for a number that the graph does not state."""
+    """Returns the heads and queries of q `[batch, heads, sequence, dim]`; 0 for one that the graph does not state."""
     dims = shapes.get(name, ())
     return (dims[1].dim_value, dims[2].dim_value) if len(dims) == 4 else (0, 0)
 
 
 def _sequence(name: str, shapes: Mapping[str, Any], producer: Mapping[str, Any]) -> int | str | None:
-    """Length of the sequence of an operand `[batch, heads, sequence, dim]`, its name, or None if unknown."""
+    """Returns the sequence length of an operand `[batch, heads, sequence, dim]`, its name, or None if unknown."""
     while name not in shapes and name in producer and producer[name].op_type in _SAME_SHAPE:
         name = producer[name].input[0]
     dims = shapes.get(name)
@@ -204,7 +204,7 @@ def _node_problems(
     shapes: Mapping[str, Any],
     target: Target,
 ) -> Iterator[str]:
-    """Reasons why TensorRT does not run a node as it is.
+    """Yields reasons why TensorRT does not run a node as it is.
 
     Args:
         node: of the graph.
@@ -260,7 +260,7 @@ def _blocked_and_quantized(kind: str) -> str:
 
 
 def _unwrap(node: Any, producer: Mapping[str, Any]) -> Any:
-    """The node behind casts and transposes."""
+    """Returns the node behind casts and transposes."""
     while node is not None and node.op_type in ("Cast", "CastLike", "Transpose"):
         node = producer.get(node.input[0])
     return node
@@ -277,14 +277,14 @@ def _node_label(node: Any) -> str:
 
 
 def as_profiles(shapes: str | Sequence[str] | None) -> list[str]:
-    """The profiles that `--shapes` gives: none, one, or several."""
+    """Returns the profiles that `--shapes` gives: none, one, or several."""
     if shapes is None:
         return []
     return [shapes] if isinstance(shapes, str) else list(shapes)
 
 
 def require(module: str) -> Any:
-    """The imported module; ValueError names the extra that installs it."""
+    """Imports a module; ValueError names the extra that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -29,7 +29,7 @@ class BundledKernel:
 
 
 def pack(kernels: Iterable[BundledKernel]) -> bytes:
-    """The text of a bundle."""
+    """Writes kernels as the text of a bundle."""
     parts = [_FIRST]
     for kernel in kernels:
         one = kernel.compiled
@@ -40,7 +40,7 @@ def pack(kernels: Iterable[BundledKernel]) -> bytes:
 
 
 def unpack(text: bytes) -> list[BundledKernel]:
-    """The kernels of a bundle; ValueError where it is none, or is cut off."""
+    """Reads the kernels of a bundle; ValueError if it is none, or is cut off."""
     if not text.startswith(_FIRST.encode()):
         raise ValueError("not a bundle of kernels: it does not begin with " + _FIRST.strip())
     kernels: list[BundledKernel] = []

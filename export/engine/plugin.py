@@ -70,11 +70,11 @@ class Attributes:
         return "FP8", "FP8", "FP8", "FP32", OUTPUT_TYPES[self.output_type]
 
     def scale(self, dim: int) -> float:
-        """The factor of q·k."""
+        """Returns the factor of q·k."""
         return self.softmax_scale or 1 / math.sqrt(dim)
 
     def to_fields(self) -> dict[str, np.ndarray]:
-        """One array of one value per attribute: int32 and float32, as ONNX's parser makes them."""
+        """Returns one array of one value for each attribute: int32 and float32, as ONNX's parser makes them."""
         return {
             field.name: np.array([getattr(self, field.name)], np.float32 if field.type == "float" else np.int32)
             for field in fields(self)
@@ -82,7 +82,7 @@ class Attributes:
 
     @classmethod
     def from_fields(cls, values: Mapping[str, Any]) -> Attributes:
-        """The inverse of `to_fields`; fields that are no attributes are ignored."""
+        """Makes attributes from the fields that `to_fields` returned; fields that are no attributes are ignored."""
         attributes: dict[str, Any] = {
             field.name: (float if field.type == "float" else int)(np.ravel(values[field.name])[0])
             for field in fields(cls)
@@ -127,7 +127,7 @@ def _differ(*sizes: int | None) -> bool:
 
 
 def infer_types(types: Sequence[str], attributes: Attributes, name: str = PLUGIN) -> str:
-    """The output's type from the inputs', by their TensorRT names.
+    """Returns the output's type from the inputs', by their TensorRT names.
 
     Raises ValueError, with the node's `name`, if an input has another type than the kernel reads.
     """
@@ -139,7 +139,7 @@ def infer_types(types: Sequence[str], attributes: Attributes, name: str = PLUGIN
 
 
 def compile_attention(dim: int, attributes: Attributes, arch: int) -> CompiledKernel:
-    """The kernel for the engine: PTX for one compute capability, head dimension and mask."""
+    """Compiles the kernel for the engine: PTX for one compute capability, head dimension and mask."""
     from quant.kernels.portable.attention.dense_attention import fp8_dense_attention
 
     # The kernel's arguments in order: q, k, v, scales, four integers, out. `launch` passes them in this order.
@@ -160,12 +160,12 @@ def compile_attention(dim: int, attributes: Attributes, arch: int) -> CompiledKe
 
 
 def launch_grid(q: Sequence[Any], tiles: Tiles, ceil_div: Callable[[Any, int], Any]) -> tuple[Any, Any, Any]:
-    """Blocks in x, y and z for q of shape `[batch, heads, seq_q, dim]`: numbers, or TensorRT's symbols."""
+    """Returns the blocks in x, y and z for q `[batch, heads, seq_q, dim]`: numbers, or TensorRT's symbols."""
     return ceil_div(q[2], tiles.block_q), q[1], q[0]
 
 
 def integer_arguments(q: Sequence[Any], k: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
-    """The integers between the kernel's inputs and its output: heads, kv_heads, seq_q, seq_kv."""
+    """Returns the integers between the kernel's inputs and its output: heads, kv_heads, seq_q, seq_kv."""
     return q[1], k[1], q[2], k[2]
 
 
@@ -184,7 +184,7 @@ def launch(kernel: LoadedKernel, shapes: Sequence[Sequence[int]], addresses: Seq
 
 
 def bundle_attention(dim: int, attributes: Attributes, archs: Iterable[int]) -> dict[int, BundledKernel]:
-    """The kernel for each of these compute capabilities, with the queries of its tile, which decide a launch's grid."""
+    """Compiles the kernel for each of these compute capabilities, with its tile's queries, which decide the grid."""
     return {
         arch: BundledKernel("attend", tiles_for(dim, arch).block_q, compile_attention(dim, attributes, arch))
         for arch in archs
@@ -192,12 +192,12 @@ def bundle_attention(dim: int, attributes: Attributes, archs: Iterable[int]) -> 
 
 
 def kernel_fields(kernels: Mapping[int, BundledKernel]) -> dict[str, np.ndarray]:
-    """Compiled kernels as a field of the plugin: a bundle, which C++ reads too."""
+    """Returns compiled kernels as a field of the plugin: a bundle, which C++ reads too."""
     return {KERNELS: np.frombuffer(pack(kernels.values()), np.int8)}
 
 
 def kernels_from_fields(values: Mapping[str, Any]) -> dict[int, BundledKernel]:
-    """The inverse of `kernel_fields`, by compute capability; none where a node is only being built."""
+    """Reads the kernels that `kernel_fields` packed, by compute capability; none where a node is only being built."""
     if KERNELS not in values:
         return {}
     return {kernel.compiled.arch: kernel for kernel in unpack(np.asarray(values[KERNELS]).tobytes())}

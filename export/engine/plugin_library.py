@@ -44,7 +44,7 @@ class DenseCall(ctypes.Structure):
 
 
 def cuda_include() -> Path | None:
-    """A folder with `cuda.h`: the toolkit's, or the one that Triton brings; None without either."""
+    """Returns a folder with `cuda.h`: the toolkit's, or the one that comes with Triton; None without either."""
     folders = [Path("/usr/local/cuda/include")]
     try:
         import triton
@@ -88,13 +88,13 @@ class PluginKernels:
     def attend_dense(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """FP8 attention of dense q, k and v; operands as the node `QuantFp8Attention` has them."""
+        """Computes FP8 attention of dense q, k and v; operands as the node `QuantFp8Attention` has them."""
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
         call = DenseCall(*sizes, *map(_address, (q, k, v, scales, out)))
         self._check(self._library.blockscale_attend_dense(self._handle, ctypes.byref(call), _stream()))
 
     def cache_call(self, tensors: dict[str, torch.Tensor | None], capacity: int) -> CacheCall:
-        """The call of `QuantCacheAttention` on these tensors, by the names of `CacheCall`; `workspace` is added."""
+        """Returns the call of `QuantCacheAttention` on these tensors, by `CacheCall`'s names; `workspace` is added."""
         q, k = tensors["q"], tensors["k"]
         assert q is not None and k is not None
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3], capacity, tensors["k_blocks"] is not None)

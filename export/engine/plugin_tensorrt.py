@@ -105,7 +105,7 @@ def register_quick(trt: Any, trtp: Any, arch: int) -> None:
 
 
 def _constant(size: Any) -> int | None:
-    """A symbolic size as a number, None where it is only known at run time."""
+    """Returns a symbolic size as a number, None where it is only known at run time."""
     return size.constant_value() if size.is_constant else None
 
 
@@ -114,7 +114,7 @@ def _data_type(trt: Any, name: str) -> Any:
 
 
 def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
-    """The `IPluginV3` of TensorRT-RTX, which compiles its kernel for each of `archs`.
+    """Returns the `IPluginV3` of TensorRT-RTX, which compiles its kernel for each of `archs`.
 
     Methods are TensorRT's; the builder calls `configure_plugin`, and `get_fields_to_serialize` puts the PTX into the
     engine. A process that loads the engine calls `enqueue`.
@@ -218,7 +218,7 @@ def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
 
 
 def _field_collection(trt: Any, values: Mapping[str, np.ndarray], alive: list[Any]) -> Any:
-    """Plugin fields of these values; `alive` gets the objects that must live as long as the collection."""
+    """Returns plugin fields with these values; `alive` gets the objects that must live as long as the collection."""
     types = trt.PluginFieldType
     kinds = {"int32": types.INT32, "float32": types.FLOAT32, "int8": types.CHAR}
     alive.extend(values.values())

@@ -94,7 +94,7 @@ def run_worker(
 
 
 def _import_path() -> list[str]:
-    """Absolute folders that the build process imports from: this process's own, without the current directory.
+    """Returns the absolute folders that the build process imports from: this process's, without the current directory.
 
     The current directory may hold a `quant` of anybody. It stays only where this package itself was imported from it.
     """
@@ -104,7 +104,7 @@ def _import_path() -> list[str]:
 
 
 def _explained(text: str) -> str:
-    """The builder's message, with the way out if we know one."""
+    """Returns the builder's message, with the way out if we know one."""
     text = " ".join(text.split())
     ways_out = {
         "Attention operation was not supported by a dedicated kernel": (
@@ -128,7 +128,7 @@ def _death(code: int) -> str:
 
 
 def worker_environment(request: Mapping[str, Any], folder: Path) -> dict[str, str] | None:
-    """Environment of the build process; None for the environment of this process.
+    """Returns the environment of the build process; None for the environment of this process.
 
     For a graph with a plugin the parser of TensorRT-RTX 1.7 loads `libtensorrt_rtx.so`, and its wheel has only
     `libtensorrt_rtx.so.1`: the build fails without a link of the first name.
@@ -143,7 +143,7 @@ def worker_environment(request: Mapping[str, Any], folder: Path) -> dict[str, st
 
 
 def timing_cache(backend: str, target: Target) -> str | None:
-    """A file for the kernel timings that TensorRT measures; None for TensorRT-RTX, which measures nothing."""
+    """Returns a file for the kernel timings that TensorRT measures; None for TensorRT-RTX, which measures nothing."""
     if backend != "tensorrt":
         return None
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockscale"

@@ -67,7 +67,7 @@ class Backend:
 
 
 def resolve_target(name: str) -> Target:
-    """The target of that name; `local` is the GPU in this machine. ValueError for an unknown name, or without a GPU."""
+    """Returns the target of a name; `local` is this machine's GPU. ValueError for an unknown name, or without a GPU."""
     if name == "local":
         capability = local_capability()
         if capability is None:
@@ -79,13 +79,13 @@ def resolve_target(name: str) -> Target:
 
 
 def resolve_targets(names: str) -> list[Target]:
-    """The targets in a list such as `sm89,sm120`, each once; ValueError as `resolve_target`."""
+    """Returns the targets in a list such as `sm89,sm120`, each once; ValueError as `resolve_target`."""
     targets = {target.sm: target for target in map(resolve_target, names.replace(" ", "").split(","))}
     return list(targets.values())
 
 
 def choose_common_backend(targets: Sequence[Target], backend: str | None, features: Collection[str]) -> Backend:
-    """The library that builds one engine for all targets, with these features; ValueError if none does."""
+    """Returns the library that builds one engine for all targets, with these features; ValueError if none does."""
     unknown = sorted(set(features) - FEATURES.keys())
     if unknown:
         raise ValueError(f"unknown engine feature {unknown[0]!r}; known: {', '.join(FEATURES)}")
@@ -100,14 +100,14 @@ def choose_common_backend(targets: Sequence[Target], backend: str | None, featur
 
 
 def local_capability() -> tuple[int, int] | None:
-    """Compute capability of this machine's first GPU, or None."""
+    """Returns the compute capability of this machine's first GPU, or None."""
     import torch
 
     return torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
 
 
 def choose_backend(target: Target, backend: str | None = None) -> Backend:
-    """The library that builds for `target` on this machine; `backend` insists on one.
+    """Returns the library that builds for `target` on this machine; `backend` insists on one.
 
     If both can, TensorRT is chosen, since it times the kernels on the GPU itself. Raises ValueError if none can, or if
     none that can is installed; the message names the extra and the targets of each library.

@@ -108,7 +108,7 @@ def _capability(trt: Any, name: str) -> Any:
 
 
 def _load_timing_cache(config: Any, path: Path) -> Any:
-    """Kernel timings of earlier builds, so that this one need not measure them again."""
+    """Loads the kernel timings of earlier builds, so that this one need not measure them again."""
     cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
     config.set_timing_cache(cache, ignore_mismatch=False)
     return config.get_timing_cache()
@@ -124,7 +124,7 @@ def _logger(trt: Any, out: TextIO) -> Any:
             self.node = ""
 
         def log(self, severity: Any, text: str) -> None:
-            """Called by TensorRT for every message."""
+            """Prints a message of TensorRT as JSON, and remembers errors and the node."""
             level = int(severity)
             # "Parsing node: model.layers.0.mlp.up_proj/MatMul [MatMul]"; it names the node if the parser crashes.
             if text.startswith(("Parsing node: ", "Searching for plugin: ")):
@@ -148,11 +148,11 @@ def _monitor(trt: Any, out: TextIO) -> Any:
             self.shown = -1
 
         def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
-            """A phase begins."""
+            """Adds a phase that begins."""
             self.phases[phase] = (0, max(steps, 1))
 
         def phase_finish(self, phase: str) -> None:
-            """A phase ends."""
+            """Removes a phase that has ended."""
             steps = self.phases.pop(phase, (0, 1))[1]
             if not self.phases:
                 self.phases[phase] = (steps, steps)
@@ -160,7 +160,7 @@ def _monitor(trt: Any, out: TextIO) -> Any:
                 self.phases.clear()
 
         def step_complete(self, phase: str, step: int) -> bool:
-            """A step is done; True goes on."""
+            """Records a finished step; returns True to go on."""
             if phase in self.phases:
                 self.phases[phase] = (step + 1, self.phases[phase][1])
                 self.show()
@@ -198,7 +198,7 @@ def _say(out: TextIO, **message: Any) -> None:
 
 
 def _peak_rss() -> int:
-    """Peak resident memory of this process, file-backed pages included, in bytes."""
+    """Returns the peak resident memory of this process, file-backed pages included, in bytes."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -67,7 +67,7 @@ def export_aoti(
     Args:
         model: quantized or not. A transformers model gives its logits, or else its last hidden state; the outputs
             of any other are tensors, in any nest of tuples and dicts. It is moved to `device`.
-        path: of the package; ends in `.pt2`.
+        path: the path of the package, which ends in `.pt2`.
         inputs: an example of each input by the name of `forward`'s parameter.
         dims: names of dynamic dimensions, by input and axis; all others are fixed at the examples' sizes.
         ranges: smallest and largest size of a named dimension.
@@ -104,7 +104,7 @@ def compile_package(
 ) -> Path:
     """Compiles a lowered graph into the package `path`; arguments and errors are as for `export_aoti`.
 
-    `metadata` lies in the package as JSON, next to Inductor's own entries on the device.
+    `metadata` is stored in the package as JSON, next to Inductor's own entries on the device.
     """
     settings = {**_settings(on_gpu=device.type == "cuda"), **options, "aot_inductor.metadata": dict(metadata or {})}
     with (
@@ -133,7 +133,7 @@ def lowered(
     ranges: Mapping[str, tuple[int, int]] | None = None,
     attention_scales: Mapping[str, AttentionScales] | None = None,
 ) -> torch.export.ExportedProgram:
-    """The exported graph that the package is compiled from, without our ops for linears and convolutions.
+    """Returns the exported graph that the package is compiled from, without our ops for linears and convolutions.
 
     Arguments are as for `export_aoti`.
     """
@@ -152,9 +152,10 @@ def traced(
     ranges: Mapping[str, tuple[int, int]] | None = None,
     attention_scales: Mapping[str, AttentionScales] | None = None,
 ) -> torch.export.ExportedProgram:
-    """The model as a graph in which ops named in `bodies`, and attention, are replaced by PyTorch ops.
+    """Returns the model as a graph in which ops named in `bodies`, and attention, are replaced by PyTorch ops.
 
-    Raises ValueError if the model does not export with these dimensions.
+    Raises:
+        ValueError: the model does not export with these dimensions.
     """
     ranges = ranges or {}
     names = {name for axes in (dims or {}).values() for name in axes.values()}
@@ -184,7 +185,7 @@ def decomposed(
 
 
 def load_aoti(path: str | Path) -> Callable[..., Any]:
-    """A package as a function of the model's inputs."""
+    """Returns a package as a function of the model's inputs."""
     return torch._inductor.aoti_load_package(str(path))
 
 
@@ -212,14 +213,17 @@ def _check_library(package: Path, path: Path) -> None:
 
 
 def _settings(*, on_gpu: bool) -> dict[str, Any]:
-    """Settings that save time: no headers are compiled, and for a GPU no CPU's vector instructions are tried."""
+    """Returns settings that save time: no compiled headers, and for a GPU no trial of CPU vector instructions."""
     settings: dict[str, Any] = {"aot_inductor.precompile_headers": False}
     return {**settings, "cpp.vec_isa_ok": False} if on_gpu else settings
 
 
 @contextlib.contextmanager
 def scales_as_matrices(model: nn.Module) -> Iterator[None]:
-    """While open, static input scales are `[1, 1]`: Inductor turns scalars into code, and `_scaled_mm` reads memory."""
+    """Reshapes static input scales to `[1, 1]` while open.
+
+    Inductor turns scalars into code, and `_scaled_mm` reads its scales from memory.
+    """
     modules = [m for m in model.modules() if isinstance(m, QuantLinear | QuantConv) and m.input_scale is not None]
     scales = [module.input_scale for module in modules]
     try:
@@ -233,7 +237,7 @@ def scales_as_matrices(model: nn.Module) -> Iterator[None]:
 
 
 def share_input_scales(program: torch.export.ExportedProgram) -> None:
-    """Layers whose static input scales are equal read the first one's, so that a common input is rounded once."""
+    """Makes layers with equal static input scales read the first one's, so that a common input is rounded once."""
     # Buffers are placeholders of the exported graph; their values are in its state dict.
     names = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs if spec.target is not None}
     first: dict[float, Any] = {}
@@ -273,7 +277,7 @@ BODIES: dict[str, Callable[..., torch.Tensor]] = {LINEAR: _linear, CONV: _conv}
 
 
 def dequantize_in_graph(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
-    """`weight.dequantize(dtype)` as one expression without tables or loops, for a compiler to fuse."""
+    """Returns `weight.dequantize(dtype)` as one expression without tables or loops, for a compiler to fuse."""
     format, (rows, columns) = weight.format, weight.shape
     # weight = element · (block scale · second-level scale), the step rounded to float32 and the product to `dtype`.
     elements = _element_values(weight.codes, format, columns)
@@ -336,7 +340,7 @@ def _traceable(
     sequence: tuple[int, int] | None,
     scales: Mapping[str, AttentionScales] | None,
 ) -> Iterator[nn.Module]:
-    """Gives the module to trace: itself, or a transformers model that attends by one op, without masks."""
+    """Yields the module to trace: `model`, or a transformers model that attends by one op, without masks."""
     if not hasattr(model, "main_input_name"):
         if scales:
             raise ValueError(f"{type(model).__name__} is no transformers model; its own code calls fp8_attention")
@@ -359,7 +363,7 @@ def _exported_attention(
     scales: list[float],
     kind: str,
 ) -> torch.Tensor:
-    """The body of a traced model's attention op: PyTorch's attention, or ours in FP8 if there are scales."""
+    """Computes a traced model's attention op: PyTorch's attention, or ours in FP8 if there are scales."""
     if not scales:
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -373,7 +377,7 @@ def _exported_attention(
 
 @contextlib.contextmanager
 def replaced_ops(bodies: Mapping[str, Callable[..., torch.Tensor]]) -> Iterator[None]:
-    """While open, tracing replaces each op of these names by the ops of its body.
+    """Makes tracing replace each op of these names by the ops of its body while open.
 
     A rule for `FunctionalTensorMode` runs before the op is recorded, and Inductor compiles the ops of the body.
     """

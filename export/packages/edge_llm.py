@@ -71,7 +71,7 @@ def _uses_window(config: Any) -> bool:
 
 
 def has_exporter() -> bool:
-    """Whether the exporter is installed in this environment."""
+    """Returns whether the exporter is installed in this environment."""
     return importlib.util.find_spec(PACKAGE) is not None
 
 
@@ -113,7 +113,7 @@ def check_exported(checkpoint: Path, out: Path, plan: Plan) -> dict[str, int]:
 
 
 def _missing(checkpoint: Path, names: Collection[str], payloads: dict[bytes, bytes]) -> tuple[int, list[str]]:
-    """How many layers were looked up in the initializers of a graph, and the weights that are not there."""
+    """Returns how many layers were looked up in the initializers of a graph, and the weights that are not there."""
     codes = dict(_codes(checkpoint, names))
     single = {name for name, payload in codes.items() if _digest(payload) in payloads}
     # The exporter merges the rows of q, k and v: their codes lie one after the other in what is left.
@@ -128,7 +128,7 @@ def _missing(checkpoint: Path, names: Collection[str], payloads: dict[bytes, byt
 
 
 def _codes(checkpoint: Path, names: Collection[str]) -> Iterator[tuple[str, bytes]]:
-    """Name and codes of each quantized layer."""
+    """Yields the name and codes of each quantized layer."""
     for file in weight_files(checkpoint):
         with safe_open(file, "pt") as tensors:
             for name in set(tensors.keys()) & set(names):

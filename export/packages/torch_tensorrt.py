@@ -63,7 +63,7 @@ def lower(model: nn.Module, path: str | Path, inputs: Mapping[str, torch.Tensor]
 
 
 def lowered_program(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.export.ExportedProgram:
-    """The program that `lower` writes."""
+    """Returns the program that `lower` writes."""
     require_ops()
     with _lowered(model):
         return traced(model, inputs, {})
@@ -179,7 +179,7 @@ def _check(name: str, linear: QuantLinear | QuantConv) -> None:
 
 @contextmanager
 def _lowered(model: nn.Module) -> Iterator[None]:
-    """While open, `_LoweredLinear` and `_LoweredConv` take the places of `QuantLinear` and `QuantConv`."""
+    """Puts `_LoweredLinear` and `_LoweredConv` in the places of `QuantLinear` and `QuantConv` while open."""
     kinds = QuantLinear | QuantConv | QuantExperts
     modules = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     for name, module in modules.items():

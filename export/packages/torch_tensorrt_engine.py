@@ -140,7 +140,7 @@ def _as_on(target: Target) -> Iterator[None]:
 
 @contextmanager
 def _for_target(trt: Any, target: Target) -> Iterator[None]:
-    """Builder configs are for the target, and engines name the layers that they run."""
+    """Patches TensorRT while open: builder configs are for the target, and engines name the layers that they run."""
     original = trt.Builder.create_builder_config
     # torch-tensorrt loads the engine only to serialize it again, which needs the GPU.
     loaded = SimpleNamespace(deserialize_cuda_engine=lambda engine: SimpleNamespace(serialize=lambda: bytes(engine)))
@@ -170,7 +170,7 @@ def _register(torch_tensorrt: Any, trt: Any) -> None:
 
 
 def _layer_name(node: Any, name: str) -> str:
-    """The module that a node of `quant::linear` is the forward of."""
+    """Returns the name of the module whose forward a node of `quant::linear` is."""
     # The second argument is the buffer `model.layers.0.mlp.up_proj.codes`.
     codes = str(getattr(node.args[1], "target", "")) if node is not None else ""
     return codes.removesuffix(".codes") if codes.endswith(".codes") else name
@@ -187,7 +187,7 @@ class _Linear:
         self, x: Any, codes: Any, scale: Any, global_scale: Any, bias: Any, input_scale: Any, weight_format: str,
         activation: str,
     ) -> Any:  # fmt: skip
-        """The output of the layer; arguments as for `quant::linear`."""
+        """Returns the output of the layer; arguments as for `quant::linear`."""
         dtype, format = x.dtype, FORMATS[weight_format]
         weight = self._weight(format, codes, scale, global_scale, dtype)
         if activation:
@@ -207,7 +207,7 @@ class _Linear:
         return self._named(self.network.add_elementwise(y, row, self.trt.ElementWiseOperation.SUM), "Add").get_output(0)
 
     def _weight(self, format: Format, codes: Any, scale: Any, global_scale: Any, dtype: Any) -> Any:
-        """The dequantized weight `[out, in]`."""
+        """Returns the dequantized weight `[out, in]`."""
         trt = self.trt
         kinds = {4: trt.fp4, 8: trt.int8 if format.element.name.lower() == "int8" else trt.fp8}
         stored = codes.view(torch.uint8)
@@ -224,7 +224,7 @@ class _Linear:
         return self._dequantized(values, self._constant(steps, trt.float32, steps.shape), dtype, axis=0)
 
     def _rounded(self, format: Format, x: Any, input_scale: Any) -> Any:
-        """`x` in its codes and back."""
+        """Rounds `x` to its codes and decodes them."""
         trt, dtype = self.trt, x.dtype
         scale = self._constant(np.float32(input_scale), trt.float32, ())
         if not format.global_scale:

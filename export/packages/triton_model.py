@@ -58,7 +58,7 @@ class TritonPythonModel:
         }
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One answer per request; a request that cannot be run gets an error and the others their outputs."""
+        """Answers each request; one that cannot be run gets an error, and the others their outputs."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:

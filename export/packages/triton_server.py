@@ -137,7 +137,7 @@ def publish_version(
 
 
 def model_config(name: str, onnx_path: str | Path, receipt: Mapping[str, Any]) -> str:
-    """The text of `config.pbtxt`, the same for every version of a model; ValueError as in `publish`."""
+    """Returns the text of `config.pbtxt`, the same for every version of a model; ValueError as in `publish`."""
     import onnx
 
     model = onnx.load(onnx_path, load_external_data=False)
@@ -211,7 +211,7 @@ def check_config(text: str) -> bool:
 
 
 def built_by(receipt: Mapping[str, Any]) -> str:
-    """The library that built the engine of a receipt: `tensorrt` or `tensorrt_rtx`."""
+    """Returns the library that built the engine of a receipt: `tensorrt` or `tensorrt_rtx`."""
     return str(receipt["engine"]["backend"]).partition(" ")[0]
 
 
@@ -221,7 +221,7 @@ def _output(value: Any) -> Input:
 
 
 def _batch(inputs: Sequence[Input], outputs: Sequence[Input]) -> bool:
-    """Whether the first dimension of all tensors is one dynamic dimension, which the server can batch over."""
+    """Returns whether the first dimension of all tensors is one dynamic dimension, which the server can batch over."""
     first = {item.dims[0] if item.dims else None for item in (*inputs, *outputs)}
     return len(first) == 1 and all(isinstance(dim, str) and dim != "?" for dim in first)
 

@@ -19,7 +19,7 @@ from quant.recipes.targets import Pair, Target, get_target
 
 
 def serving_text(directory: Path, plan: Plan | None, bundle: Bundle, receipt: Mapping[str, Any], *, text: bool) -> str:
-    """The text of `serve.md`.
+    """Returns the text of `serve.md`.
 
     Args:
         directory: the checkpoint.
@@ -88,7 +88,7 @@ def _reads(target: Target, plan: Plan | None) -> bool:
 
 
 def _how_it_runs(target: Target, plan: Plan | None) -> str:
-    """A sentence for each pair of formats in the plan: how a runtime runs it, or why it does not."""
+    """Returns a sentence for each pair of formats in the plan: how a runtime runs it, or why it does not."""
     sentences = [
         f"{layer.formats}: {target.why_not(layer) or 'it has no such pair'}."
         if pair is None

@@ -46,18 +46,18 @@ def softmax(first: bool) -> str:
         lines.append(f"mov.f32 new{j}, {_operand('reference', 2 * j)}; mov.f32 decay{j}, {_hex(1.0)};")
     # `untried` guards against a second restart: after one, the largest power is 2^5 by construction.
     if first:
-        lines += [*_found(first), *_powers(), *_words()]
+        lines += [*_references(first), *_powers(), *_words()]
     else:
         lines += ["AGAIN:", *_powers(), *_words(), "or.b32 n, any0, any1; and.b32 n, n, 0x80808080;"]
         lines.append("setp.ne.and.b32 over, n, 0, untried; vote.sync.any.pred over, over, -1; @!over bra DONE;")
-        lines += ["setp.ne.u32 untried, 0, 0;", *_found(first), "bra AGAIN; DONE:"]
-    for at, name in ((1, "sum"), (9, "new"), (17, "decay")):
-        lines += [f"mov.b32 {_operand('out', at + 2 * j)}, {name}{j};" for j in (0, 1)]
+        lines += ["setp.ne.u32 untried, 0, 0;", *_references(first), "bra AGAIN; DONE:"]
+    for first_number, name in ((1, "sum"), (9, "new"), (17, "decay")):
+        lines += [f"mov.b32 {_operand('out', first_number + 2 * j)}, {name}{j};" for j in (0, 1)]
     return "{ " + "\n".join(lines) + " }"
 
 
 def _powers() -> Iterator[str]:
-    """Yields 2^x of all numbers, and their sums."""
+    """Yields the powers 2^x of all scores, and their sums."""
     factor, bias = _operand("factor"), _operand("bias")
     for j, numbers in enumerate(_ROWS):
         yield f"add.rn.f32 t, {bias}, {_hex(START)}; sub.rn.f32 shift{j}, t, new{j};"
@@ -73,7 +73,7 @@ def _powers() -> Iterator[str]:
 
 
 def _words() -> Iterator[str]:
-    """Yields codes, and `any`, where the highest bit of a byte says that a code is 448 (0x7E) or NaN (0x7F)."""
+    """Yields the codes, and `any`: the highest bit of a byte in it is set for a code of 448 (0x7E) or NaN (0x7F)."""
     for i in range(0, NUMBERS, 8):
         for j in (0, 1):
             at = i + 2 * j
@@ -84,8 +84,8 @@ def _words() -> Iterator[str]:
             yield f"or.b32 any{j}, any{j}, n;" if i else f"mov.b32 any{j}, n;"
 
 
-def _found(first: bool) -> Iterator[str]:
-    """Yields the reference of rows that have outgrown theirs, or, in the first tile, of all rows that see a key."""
+def _references(first: bool) -> Iterator[str]:
+    """Yields the reference of rows that have outgrown theirs or, in the first tile, of all rows that see a key."""
     for j, numbers in enumerate(_ROWS):
         yield f"mov.f32 top{j}, {_operand('scores', numbers[0])};"
         yield from (f"max.f32 top{j}, top{j}, {_operand('scores', i)};" for i in numbers[1:])

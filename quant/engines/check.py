@@ -96,7 +96,7 @@ class EngineCheck:
     passed: bool | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Returns the result as JSON holds it."""
         return asdict(self)
 
 
@@ -134,7 +134,7 @@ def check_engine(
 
 
 def engine_facts(path: Path, directory: Path) -> tuple[list[tuple[str, str]], str]:
-    """The facts that an engine's file tells without a GPU, and a sentence on its fault, or an empty text."""
+    """Returns the facts that an engine's file shows without a GPU, and a sentence on its fault, or an empty text."""
     receipt = read_receipt(path)
     record, plan = receipt["engine"], describe(directory)[0]
     with path.open("rb") as file:
@@ -159,7 +159,7 @@ def engine_facts(path: Path, directory: Path) -> tuple[list[tuple[str, str]], st
 
 
 def _steps(profile: str) -> str:
-    """The part of a profile about token ids: `input_ids=1x1:8x1:32x1`."""
+    """Returns the part of a profile about token ids: `input_ids=1x1:8x1:32x1`."""
     return profile.partition(",")[0]
 
 
@@ -168,7 +168,7 @@ def _passed(findings: Sequence[Finding], words: str) -> str:
 
 
 def sample_prompts(directory: Path, model: Any, session: Session, new: int) -> list[list[int]]:
-    """Rows of prose of different lengths, which fit into the cache; random tokens where no tokenizer makes enough."""
+    """Returns rows of prose of different lengths that fit into the cache; random tokens if no tokenizer makes any."""
     lengths = [min(length, session.capacity - new) for length in _PROMPTS[: session.most_rows()]]
     # Each row begins elsewhere.
     starts = [_APART * row for row in range(len(lengths))]
@@ -219,7 +219,7 @@ def compare(model: nn.Module, session: Session, prompts: Sequence[Sequence[int]]
 
 
 def reference_run(model: Any, prompts: Sequence[Sequence[int]], new: int) -> Run:
-    """The likeliest tokens by the model itself, one row after the other, with transformers' cache."""
+    """Runs the model itself for its likeliest tokens, one row after the other, with transformers' cache."""
     device = next(model.parameters()).device
     rows, prefill, steps = [], 0.0, []
     with torch.no_grad():
@@ -243,7 +243,7 @@ def reference_run(model: Any, prompts: Sequence[Sequence[int]], new: int) -> Run
 def forced_run(
     session: Session, prompts: Sequence[Sequence[int]], tokens: np.ndarray, *, chunk: int | None = None
 ) -> Run:
-    """The engine's logits while it is fed `tokens` `[rows, steps]` after the prompts."""
+    """Runs the engine on prompts and then feeds it `tokens` `[rows, steps]`, and returns its logits."""
     rows = [list(prompt) for prompt in prompts]
     session.begin(len(rows))
     started = time.perf_counter()
@@ -259,6 +259,6 @@ def forced_run(
 
 
 def _mean_kl(expected: np.ndarray, computed: np.ndarray) -> float:
-    """Mean divergence of the computed distributions from the expected ones."""
+    """Returns the mean divergence of the computed distributions from the expected ones."""
     p, q = (torch.from_numpy(x).double().log_softmax(-1) for x in (expected, computed))
     return float((p.exp() * (p - q)).sum(-1).mean())

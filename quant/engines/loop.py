@@ -60,7 +60,7 @@ def generate_tokens(
     chunk: int | None = None,
     on_token: Callable[[int, int], object] | None = None,
 ) -> list[list[int]]:
-    """The tokens that follow each prompt, until one of `stops`, which is included, or `max_new_tokens`.
+    """Generates the tokens that follow each prompt, until one of `stops`, which is included, or `max_new_tokens`.
 
     Args:
         session: of the exported model.
@@ -132,7 +132,7 @@ def step(session: Session, rows: Sequence[Sequence[int]]) -> np.ndarray:
 def _feed(
     session: Session, rows: Sequence[Sequence[int]], cached: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One step: how many tokens of each row are cached after it, and the logits of the last of them."""
+    """Runs one step, and returns how many tokens of each row are cached after it, and the last ones' logits."""
     ends = np.array([len(row) for row in rows])
     starts = np.minimum(np.minimum(cached, ends - 1), session.capacity - width)
     counts = np.minimum(ends - starts, width)
@@ -143,7 +143,7 @@ def _feed(
 
 
 def _chooser(sampling: Sampling) -> Callable[[np.ndarray], int]:
-    """A function of a row's logits."""
+    """Returns a function that chooses a token from a row's logits."""
     if sampling.temperature == 0:
         return lambda logits: int(logits.argmax())
     random = np.random.default_rng(sampling.seed)
@@ -156,7 +156,7 @@ def _chooser(sampling: Sampling) -> Callable[[np.ndarray], int]:
 
 
 def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Probabilities `[vocabulary]` that tokens are drawn with, float64."""
+    """Returns the probabilities `[vocabulary]` that tokens are drawn with, float64."""
     scaled = logits.astype(np.float64) / sampling.temperature
     order = np.argsort(-scaled, kind="stable")
     p = np.exp(scaled - scaled.max())

@@ -15,7 +15,7 @@ PACKAGE_ENDING = ".pt2"
 
 
 def open_session(path: str | Path, *, unsafe_load: bool = False) -> Session:
-    """The session of an ONNX file, a directory with `model.onnx`, an engine, or a package of AOTInductor.
+    """Opens a session of an ONNX file, a directory with `model.onnx`, an engine, or a package of AOTInductor.
 
     Args:
         path: of the file or directory.
@@ -33,7 +33,7 @@ def open_session(path: str | Path, *, unsafe_load: bool = False) -> Session:
 
 
 def is_engine(path: Path) -> bool:
-    """Whether a file is an engine of TensorRT; UserError if there is no such file."""
+    """Returns whether a file is an engine of TensorRT; UserError if there is no such file."""
     if (path / ONNX_FILE).is_file():
         return False
     if not path.is_file():

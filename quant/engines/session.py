@@ -25,8 +25,8 @@ class Session(Protocol):
     Attributes:
         backend: library and device, such as "onnxruntime 1.32.0, CPU".
         capacity: tokens that each row of the KV cache holds.
-        dtype: of the cache and of everything that is not quantized, as numpy names it.
-        plan: digest of the plan that the file was exported with; empty if the file does not say.
+        dtype: the dtype of the cache and of everything that is not quantized, as numpy names it.
+        plan: digest of the plan that the file was exported with; empty if the file does not record it.
     """
 
     backend: str
@@ -35,16 +35,16 @@ class Session(Protocol):
     plan: str
 
     def most_rows(self) -> int:
-        """The largest number of rows."""
+        """Returns the largest number of rows."""
 
     def begin(self, rows: int) -> None:
-        """Makes an empty KV cache for so many rows; UserError if the file or the memory does not allow it."""
+        """Makes an empty KV cache for `rows` rows; UserError if the file or the memory does not allow it."""
 
     def width(self, tokens: int) -> int:
-        """Tokens that a step takes, at least `tokens`; the largest step if it takes fewer."""
+        """Returns how many tokens a step takes, at least `tokens`; the largest step's number if that takes fewer."""
 
     def step(self, ids: np.ndarray, lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Logits `[rows, vocabulary]` in float32.
+        """Computes logits `[rows, vocabulary]` in float32.
 
         Args:
             ids: int64 `[rows, width]`.
@@ -54,7 +54,7 @@ class Session(Protocol):
 
 
 def check_names(path: Path, inputs: list[str], outputs: list[str]) -> int:
-    """The number of layers of a serving graph; UserError for the inputs and outputs of any other."""
+    """Returns the number of layers of a serving graph; UserError for the inputs and outputs of any other graph."""
     layers = sum(name.startswith("past_key.") for name in inputs)
     expected = {IDS, LENGTHS, LAST, *cache_names("past", layers)}, {LOGITS, *cache_names("new", layers)}
     if not layers or (set(inputs), set(outputs)) != expected:
@@ -67,7 +67,7 @@ def check_names(path: Path, inputs: list[str], outputs: list[str]) -> int:
 
 
 def check_memory(path: Path, nbytes: int, free: int | None, rows: int) -> None:
-    """Raises UserError for a KV cache that does not fit into `free` bytes; None if nobody knows them."""
+    """Raises UserError for a KV cache that does not fit into `free` bytes; None if the free memory is unknown."""
     if free is not None and nbytes > free:
         raise UserError(
             f"{path}: the KV cache of {rows} rows takes {nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; run "

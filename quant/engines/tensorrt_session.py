@@ -105,7 +105,7 @@ class TensorrtSession:
         return result
 
     def _context(self, shape: tuple[int, ...]) -> Any:
-        """The execution context of the profile whose range of widths is narrowest around `shape`."""
+        """Returns the execution context of the profile whose range of widths is narrowest around `shape`."""
         able = [
             (high[1] - low[1], index)
             for index, (low, high) in enumerate(self._profiles)
@@ -123,7 +123,7 @@ class TensorrtSession:
 
 
 def read_receipt(path: Path) -> dict[str, Any]:
-    """The receipt next to an engine; UserError if there is none, for it says what the engine was built for."""
+    """Reads the receipt next to an engine; UserError if there is none, for it says what the engine was built for."""
     receipt = receipt_path(path)
     if not receipt.is_file():
         raise UserError(f"{path}: its receipt {receipt.name} is missing; keep both files of `quant export` together")
@@ -137,7 +137,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
 
 
 def runs_here(path: Path) -> str | None:
-    """Why this machine has not the GPU that an engine was built for; None if it has."""
+    """Returns why the engine cannot run on this machine, which lacks the GPU that it was built for; None if it can."""
     target = str(read_receipt(path)["engine"].get("target", ""))
     capability = local_capability()
     if capability is None:
@@ -149,7 +149,7 @@ def runs_here(path: Path) -> str | None:
 
 
 def library(path: Path, built_by: str) -> Any:
-    """The TensorRT that an engine was built with; UserError if it is missing or has another version."""
+    """Imports the TensorRT that an engine was built with; UserError if it is missing or has another version."""
     module, _, version = built_by.partition(" ")
     if module not in EXTRAS:
         raise UserError(f"{path}: its receipt names no builder; export it again")
@@ -164,7 +164,7 @@ def library(path: Path, built_by: str) -> Any:
 
 
 def deserialized(trt: Any, path: Path, built_by: str) -> tuple[Any, Any]:
-    """The engine in memory, and its logger, which must live as long; UserError if the library refuses the file."""
+    """Loads an engine and its logger, which must live as long; UserError if the library refuses the file."""
     messages: list[str] = []
 
     class Logger(trt.ILogger):  # type: ignore[misc]
@@ -174,7 +174,7 @@ def deserialized(trt: Any, path: Path, built_by: str) -> tuple[Any, Any]:
             trt.ILogger.__init__(self)
 
         def log(self, severity: Any, text: str) -> None:
-            """Called by the library."""
+            """Keeps a message if it is an error."""
             if int(severity) < 2:
                 messages.append(text)
 

@@ -27,7 +27,7 @@ from quant.report.summary import verified_text
 
 
 def pareto(record: AllocationRecord) -> Section:
-    """Loss against size: the predicted curve, the measured points, the uniform formats and the chosen point."""
+    """Charts loss against size: the predicted curve, the measured points, the uniform formats and the chosen point."""
     chosen, budget = record.chosen, record.budget
     single, best = "one format for all, measured", "chosen, measured"
     points: list[tuple[str, str, float, float | None, float | None, str]] = [
@@ -68,7 +68,7 @@ def pareto(record: AllocationRecord) -> Section:
 
 
 def budget_text(budget: Budget) -> str:
-    """The budget in words: '4.8 bits', 'KL ≤ 0.05'."""
+    """Returns the budget in words: '4.8 bits', 'KL ≤ 0.05'."""
     return {
         BudgetKind.BITS: f"{budget.value:g} bits",
         BudgetKind.BYTES: megabytes(budget.value),
@@ -79,7 +79,7 @@ def budget_text(budget: Budget) -> str:
 
 
 def rounds(record: AllocationRecord) -> Section | None:
-    """The prediction and the measurement of every round of the allocation loop."""
+    """Charts the prediction and the measurement of every round of the allocation loop."""
     chosen, turns, rows = record.chosen, record.rounds, []
     if not turns:
         return None
@@ -123,7 +123,7 @@ def _off(measured: float, predicted: float) -> str:
 
 
 def _by_parent(names: Sequence[str]) -> str:
-    """Layer names without their common start, grouped by module: `5.self_attn.(q_proj, k_proj), 6.mlp.up`."""
+    """Returns layer names without their common start, grouped by module: `5.self_attn.(q_proj, k_proj), 6.mlp.up`."""
     shared = os.path.commonpath([name.replace(".", "/") for name in names]).replace("/", ".") + "."
     parents: dict[str, list[str]] = {}
     for name in names:
@@ -134,7 +134,7 @@ def _by_parent(names: Sequence[str]) -> str:
 
 
 def heat_map(table: Sensitivity, plan: Plan) -> Section | None:
-    """A panel for each format, with a row for each place in a block and a column for each block."""
+    """Draws a panel for each format, with a row for each place in a block and a column for each block."""
     formats = [name for name in table.formats if name != KEEP]
     cells, rows = [], []
     for i, group in enumerate(table.groups):
@@ -159,7 +159,7 @@ def heat_map(table: Sensitivity, plan: Plan) -> Section | None:
 
 
 def _short(role: str) -> str:
-    """`model.layers.*.self_attn.(q_proj|k_proj)` -> `q/k`."""
+    """Shortens `model.layers.*.self_attn.(q_proj|k_proj)` to `q/k`."""
     tail = re.search(r"\(.*\)$", role)
     last = tail.group()[1:-1] if tail else role.rpartition(".")[2]
     return "/".join(part.rpartition(".")[2].removesuffix("_proj") for part in last.split("|"))
@@ -168,7 +168,7 @@ def _short(role: str) -> str:
 def waterfall(
     table: Sensitivity, plan: Plan, record: AllocationRecord | None, colours: Mapping[str | None, str]
 ) -> Section | None:
-    """Each group's part of the predicted loss, in model order, then the sum and the measurement."""
+    """Charts each group's part of the predicted loss, in model order, then the sum and the measurement."""
     chosen = [(i, group, f) for i, group in enumerate(table.groups) if (f := chosen_format(group, plan)) is not None]
     scores = [group.scores[f] for _, group, f in chosen]
     if not any(scores):
@@ -211,7 +211,7 @@ def waterfall(
 
 
 def chosen_format(group: GroupScores, plan: Plan) -> str | None:
-    """The column of the table that the plan chose for a group; None if no column matches the plan."""
+    """Returns the column of the table that the plan chose for a group; None if no column matches the plan."""
     layer = plan.by_name.get(group.layers[0]) if group.layers else None
     if layer is None:
         return None

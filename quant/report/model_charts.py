@@ -24,7 +24,7 @@ from quant.report.section import (
 
 
 def texts(evaluation: Evaluation) -> Section | None:
-    """The figures on every text side by side; None where there is one text, which the tiles show."""
+    """Charts the figures on every text side by side; None where there is one text, which the tiles show."""
     if not evaluation.others:
         return None
     text = (
@@ -44,7 +44,7 @@ def texts(evaluation: Evaluation) -> Section | None:
 
 
 def sizes(report: Report, plan: Plan) -> Section:
-    """Bytes by format, before and after on one scale."""
+    """Charts bytes by format, before and after on one scale."""
     # Fewest bits first, 16 bit last, in every chart.
     colours, order = format_colours(report), list(format_colours(report))
     groups: dict[tuple[str | None, str], list[LayerResult]] = {}
@@ -73,7 +73,7 @@ def sizes(report: Report, plan: Plan) -> Section:
 
 
 def memory(plan: Plan, kv_cache: KVCache | None) -> Section | None:
-    """Bytes of the weights by part, and their size compared with the KV cache if its size is known."""
+    """Charts the bytes of the weights by part, and their size compared with the KV cache if its size is known."""
     weights = memory_of(plan)
     if not weights.total:
         return None

@@ -47,7 +47,7 @@ def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
 
 
 def _verdict(report: Report, plan: Plan) -> str | None:
-    """How the KL compares with the usual one of the formats; None where either is unknown."""
+    """Returns how the KL compares with the usual one of the formats; None where either is unknown."""
     worst = None if report.evaluation is None else report.evaluation.worst
     usual = [_usual_kl(layer.format, layer.activation) for layer in report.layers if layer.format is not None]
     if worst is None or worst.kl is None or not usual or None in usual:
@@ -68,7 +68,7 @@ def _usual_kl(weight: str, activation: str | None) -> float | None:
 
 
 def _advice(plan: Plan) -> list[str]:
-    """Options of `quantize` that lower the loss, the cheapest first."""
+    """Returns options of `quantize` that lower the loss, the cheapest first."""
     options = []
     if not all(map(solver_needs_data, plan.quantized)):
         options.append("--effort 2, which rounds on calibration text")

@@ -13,7 +13,7 @@ _STAGES = {"fake_quant": "PyTorch", "checkpoint": "checkpoint", "onnx": "ONNX", 
 
 
 def receipt(record: Receipt) -> list[Section]:
-    """Deviations of each stage of an export from the model, layer by layer; then the audit of the engine."""
+    """Charts deviations of each stage of an export from the model, layer by layer; then the audit of the engine."""
     names = [m.name for m in record.layers if not m.passed] + [entry.name for entry in record.audit if not entry.passed]
     more = f" and {len(names) - 6} more" if len(names) > 6 else ""
     # Failures go first; a reader should not have to look for them in a table of hundreds of layers.

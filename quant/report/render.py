@@ -31,7 +31,7 @@ _PARTS = ("report.css", "vendor/d3.min.js", "vendor/plot.umd.min.js", "report.js
 
 
 def render_html(report: Report, plan: Plan) -> str:
-    """The whole page.
+    """Returns the whole page.
 
     Args:
         report: results.
@@ -76,7 +76,7 @@ def render_page(template: str, **fields: Any) -> str:
 
 
 def _tiles(report: Report) -> list[tuple[str, str, str]]:
-    """The headline figures: label, value and note."""
+    """Returns the headline figures: label, value and note."""
     size = f"{megabytes(report.bytes_before)} → {megabytes(report.bytes_after)}"
     tiles = [
         ("Smaller by", f"{report.ratio:.2f}×", size),
@@ -110,7 +110,7 @@ def _note(*parts: str) -> str:
 
 
 def _layers(report: Report, plan: Plan) -> list[dict[str, Any]]:
-    """Tables of layers: every layer stands in one, with those that became the same for the same reason."""
+    """Returns tables of layers: every layer is in one, with those that became the same for the same reason."""
     colours = format_colours(report)
     groups: dict[tuple[str | None, str | None, str | None, float | None], list[tuple[str, LayerResult]]] = {}
     for i, layer in enumerate(report.layers):
@@ -152,7 +152,7 @@ def _cells(layer: LayerResult, plan: Plan, *, with_reason: bool) -> list[str]:
 
 
 def _facts(report: Report, plan: Plan) -> dict[str, dict[str, str]]:
-    """The facts needed to reproduce the result, as lists of label and value by title."""
+    """Returns the facts needed to reproduce the result, as lists of label and value by title."""
     seconds = {stage: f"{value:.1f} s" for stage, value in report.seconds.items()}
     if report.peak_rss_bytes is not None:
         seconds["peak memory"] = megabytes(report.peak_rss_bytes)

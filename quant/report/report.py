@@ -74,7 +74,7 @@ class Receipt(JsonData):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Receipt:
-        """A receipt from the fields of its file, which has further ones; either list may be missing.
+        """Makes a receipt from the fields of its file, which has further ones; either list may be missing.
 
         Raises:
             ValueError: an unknown or a missing field of a layer, or no verdict.
@@ -189,13 +189,13 @@ class Report(JsonData):
         return self.bytes_before / self.bytes_after if self.bytes_after else math.inf
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form with a schema version; optional parts that are None are left out."""
+        """Returns the report as JSON holds it, with a schema version; optional parts that are None are left out."""
         fields = {key: value for key, value in super().to_dict().items() if value is not None or key not in _PARTS}
         return {"schema_version": SCHEMA_VERSION, **fields}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Report:
-        """The inverse of `to_dict`.
+        """Makes a report from the fields that `to_dict` returned.
 
         Raises:
             ValueError: another schema version, an unknown or a missing field.
@@ -220,7 +220,7 @@ class Report(JsonData):
 
 
 def kv_cache_of(config: Any, plan: Plan) -> KVCache | None:
-    """The KV cache at the context and batch that the plan was allocated for, or else of one sequence of 4,096 tokens.
+    """Returns the KV cache at the context and batch of the plan's allocation, or else of one sequence of 4,096 tokens.
 
     Args:
         config: a transformers config, or None.
@@ -237,7 +237,7 @@ def kv_cache_of(config: Any, plan: Plan) -> KVCache | None:
 
 
 def peak_rss() -> int | None:
-    """Peak resident memory of this process in bytes; None where the system does not tell."""
+    """Returns the peak resident memory of this process in bytes; None where the system does not report it."""
     try:
         import resource
     except ImportError:

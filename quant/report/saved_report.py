@@ -10,7 +10,7 @@ from quant.recipes.json_data import typed
 
 
 def saved_report(directory: Path) -> dict[str, Any] | None:
-    """The fields of report.json in `directory`; None without one.
+    """Returns the fields of report.json in `directory`; None without one.
 
     Raises:
         ValueError: not JSON, or its layers have no name and SNR, which `quant inspect` shows.

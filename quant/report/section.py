@@ -46,7 +46,7 @@ class Section:
 
 
 def number(value: float | None) -> str:
-    """Four significant digits, or a dash."""
+    """Formats a number with four significant digits, or as a dash."""
     return "–" if value is None else f"{value:.4g}"
 
 
@@ -60,12 +60,12 @@ def short_name(name: str | None) -> str:
 
 
 def percentage(value: float, total: float) -> str:
-    """`value` as a percentage of `total`, or a dash."""
+    """Formats `value` as a percentage of `total`, or as a dash."""
     return f"{value / total:.1%}" if total else "–"
 
 
 def format_colours(report: Report) -> dict[str | None, str]:
-    """Colours of the weight formats in use, fewest bits first; then `kept` for None, which is 16 bit."""
+    """Returns the colours of the weight formats in use, fewest bits first; then `kept` for None, which is 16 bit."""
     # Ties by name: the colour of a format must not depend on the order of layers.
     bits = {layer.format: layer.bits for layer in report.layers if layer.format is not None}
     colours: dict[str | None, str] = {}
@@ -79,19 +79,19 @@ def coloured(*names: str) -> list[tuple[str, str]]:
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each name, the last colour for all names after it."""
+    """Returns a colour for each name, the last colour for all names after it."""
     return {name: COLOURS[min(i, len(COLOURS) - 1)] for i, name in enumerate(names)}
 
 
 def role_and_block(name: str) -> tuple[str, int | None]:
-    """Role of a group in its block, and the block's number: the name with its first number replaced by a star."""
+    """Splits a group's name into its role, with the first number replaced by a star, and that number, its block."""
     # The first number alone: `layers.3.experts.7` is expert 7 in each of the blocks.
     match = re.search(r"(?:^|(?<=\.))\d+(?=\.|$)", name)
     return (f"{name[: match.start()]}*{name[match.end() :]}", int(match.group())) if match else (name, None)
 
 
 def block_starts(names: Iterable[str]) -> list[tuple[int, int]]:
-    """The first position of each block of the model in a list of layer names, as (position, block number)."""
+    """Returns the first position of each block of the model in a list of layer names, as (position, block number)."""
     first: dict[int, int] = {}
     for position, name in enumerate(names):
         if (block := role_and_block(name)[1]) is not None:

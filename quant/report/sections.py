@@ -15,7 +15,7 @@ from quant.report.section import (
 
 
 def sections(report: Report, plan: Plan) -> list[Section]:
-    """The sections that the report has data for, in the page's order."""
+    """Returns the sections that the report has data for, in the page's order."""
     record, table = report.allocation, report.sensitivity
     page: list[Section | None] = [texts(report.evaluation)] if report.evaluation else []
     page += [predictions(report.examples), continuation(report.examples)] if report.examples else []

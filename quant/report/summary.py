@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def print_summary(report: Report, console: Console) -> None:
-    """A short table for the terminal."""
+    """Prints a short table on the terminal."""
     from rich.table import Table
     from rich.text import Text
 
@@ -31,7 +31,7 @@ def print_summary(report: Report, console: Console) -> None:
 
 
 def summary(report: Report) -> list[tuple[str, str]]:
-    """The headline figures as pairs of label and text."""
+    """Returns the headline figures as pairs of label and text."""
     quantized = any(layer.format is not None for layer in report.layers)
     bits = f"{report.effective_bits:.3f} per quantized weight, scales counted" if quantized else "nothing is quantized"
     rows = [
@@ -82,7 +82,7 @@ def summary(report: Report) -> list[tuple[str, str]]:
 
 
 def _figures(texts: Sequence[Evaluation]) -> list[tuple[str, str]]:
-    """The figures, with a line for each text."""
+    """Returns the figures, with a line for each text."""
     figures = [("evaluated on", [str(each.text) for each in texts])] if len(texts) > 1 else []
     if texts[0].perplexity is not None:
         figures.append(("perplexity", [_perplexity(each) for each in texts]))
@@ -100,7 +100,7 @@ def _figures(texts: Sequence[Evaluation]) -> list[tuple[str, str]]:
 
 
 def _distillation(trained: Distillation, now: Evaluation | None) -> str:
-    """How it was trained, and KL before and after on each text."""
+    """Returns how the model was trained, and KL before and after on each text."""
     lines = [f"{trained.steps} steps of {trained.batch} × {trained.seqlen} tokens, from {trained.start}"]
     # Both evaluations are on the same texts in the same order.
     for old, new in zip(trained.before.texts if trained.before else (), now.texts if now else (), strict=True):
@@ -117,7 +117,7 @@ def _perplexity(each: Evaluation) -> str:
 
 
 def interval_text(evaluation: Evaluation, digits: int = 4) -> str:
-    """The interval over rows (Student's t) in parentheses, after a blank; empty without one."""
+    """Returns the interval over rows (Student's t) in parentheses, after a blank; empty without one."""
     if evaluation.interval is None:
         return ""
     low, high = evaluation.interval
@@ -125,7 +125,7 @@ def interval_text(evaluation: Evaluation, digits: int = 4) -> str:
 
 
 def _kept_budget(record: AllocationRecord) -> str:
-    """The part of a budget of memory or time that the choice uses."""
+    """Returns the part of a budget of memory or time that the choice uses."""
     chosen, budget = record.chosen, record.budget
     if budget.kind == BudgetKind.SECONDS and chosen.seconds is not None:
         return f"; {1e3 * chosen.seconds:.4g} of {1e3 * budget.value:g} ms a decode step ({chosen.timing})"
@@ -135,7 +135,7 @@ def _kept_budget(record: AllocationRecord) -> str:
 
 
 def verified_text(record: AllocationRecord, verified: Verified) -> str:
-    """The loss of the chosen allocation on the rows of a text that verify it, in the unit of its limit."""
+    """Returns the loss of the chosen allocation on the rows of a text that verify it, in the unit of its limit."""
     percent = record.budget.kind == BudgetKind.PERPLEXITY
 
     def text(value: float) -> str:

@@ -78,27 +78,29 @@ def distill(
     _check_student(inner_model(student), wants_hidden)
     # Without logits: those of a whole batch, `[rows · seqlen, vocabulary]` in float32, may take more memory than the
     # model. `chunked_kl` applies the head to a slice at a time.
-    before, states, head = run_to_head(student, inputs, wants_hidden)
+    outputs, states, head = run_to_head(student, inputs, wants_hidden)
     targets: Teacher
     if isinstance(teacher, CachedTeacher):
         if wants_hidden:
             raise UserError("a cached teacher has no hidden states; pass the model, or hidden=0")
         _check_padding(inputs)
         targets = teacher.of(ids, temperature)
-        theirs: list[torch.Tensor] = []
+        teacher_states: list[torch.Tensor] = []
     else:
-        targets, theirs = _run_teacher(teacher, inputs, wants_hidden)
+        targets, teacher_states = _run_teacher(teacher, inputs, wants_hidden)
     # autograd does not see the head inside `chunked_kl`, which finds the gradients of these parameters itself.
-    learned = head.parameters() if isinstance(head, LogitHead) else ()
-    if before.shape[:-1] != ids.shape:
+    head_parameters = head.parameters() if isinstance(head, LogitHead) else ()
+    if outputs.shape[:-1] != ids.shape:
         raise UserError(
-            f"{type(inner_model(student)).__name__}: gives outputs {list(before.shape)} for token ids "
+            f"{type(inner_model(student)).__name__}: gives outputs {list(outputs.shape)} for token ids "
             f"{list(ids.shape)}; distillation is for causal language models, with logits at each token"
         )
     counted = _counted(inputs)
-    loss = chunked_kl(before.flatten(0, 1), head, targets, temperature=temperature, mask=counted, parameters=learned)
+    loss = chunked_kl(
+        outputs.flatten(0, 1), head, targets, temperature=temperature, mask=counted, parameters=head_parameters
+    )
     if wants_hidden:
-        loss = loss + hidden * _distance(states, theirs, counted).to(loss.device)
+        loss = loss + hidden * _distance(states, teacher_states, counted).to(loss.device)
     return loss
 
 
@@ -114,7 +116,7 @@ def _run_teacher(
 
 
 class DistillMixin:
-    """A Trainer of transformers, or of TRL, whose loss is `distill`; stands before it among the base classes.
+    """Makes `distill` the loss of a Trainer of transformers or TRL; it comes before the Trainer among the base classes.
 
         class Distillation(quant.DistillMixin, trl.SFTTrainer): …
 
@@ -192,9 +194,9 @@ def _check_padding(inputs: Mapping[str, Any]) -> None:
 
 
 def _counted(inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Returns which positions count, bool `[rows, seqlen]`; None for all."""
+    """Returns a mask of the positions that count, bool `[rows, seqlen]`; None for all."""
     mask = inputs.get("attention_mask")
-    # A mask of four dimensions says which positions see which, and not which of them are padding.
+    # A mask of four dimensions tells which positions attend to which, and not which of them are padding.
     if mask is not None and mask.dim() != 2:
         mask = None
     labels = inputs.get("labels")
@@ -206,23 +208,25 @@ def _counted(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     return counted if mask is None else counted & mask.bool()
 
 
-def _distance(states: list[torch.Tensor], theirs: list[torch.Tensor], counted: torch.Tensor | None) -> torch.Tensor:
+def _distance(
+    states: list[torch.Tensor], teacher_states: list[torch.Tensor], counted: torch.Tensor | None
+) -> torch.Tensor:
     """Returns the mean squared distance of hidden states over layers and positions, relative to the teacher's.
 
     Relative at each position, because the first one of a row often has more than all others together.
     """
-    shapes = [tuple(s.shape) for s in states], [tuple(t.shape) for t in theirs]
+    shapes = [tuple(s.shape) for s in states], [tuple(t.shape) for t in teacher_states]
     if shapes[0] != shapes[1]:
         raise UserError(
             f"hidden states differ: the student has {len(states)} layers of {states[0].shape[-1]}, the teacher "
-            f"{len(theirs)} of {theirs[0].shape[-1]}; pass hidden=0"
+            f"{len(teacher_states)} of {teacher_states[0].shape[-1]}; pass hidden=0"
         )
     layers = []
-    for ours, taught in zip(states, theirs, strict=True):
-        target = taught.to(ours.device).float()
-        apart = (ours.float() - target).square().sum(-1) / target.square().sum(-1).clamp_min(_TINY)
+    for student_state, teacher_state in zip(states, teacher_states, strict=True):
+        target = teacher_state.to(student_state.device).float()
+        distances = (student_state.float() - target).square().sum(-1) / target.square().sum(-1).clamp_min(_TINY)
         if counted is not None:
-            mask = counted.to(apart.device)
-            apart = torch.where(mask, apart, 0).sum() / mask.sum().clamp_min(1)
-        layers.append(apart.mean().to(states[0].device))
+            mask = counted.to(distances.device)
+            distances = torch.where(mask, distances, 0).sum() / mask.sum().clamp_min(1)
+        layers.append(distances.mean().to(states[0].device))
     return torch.stack(layers).mean()

@@ -7,7 +7,7 @@ multiplies them:
 
 `run_to_head` runs the whole model, wrappers and hooks included, with a head that remembers its input. At a model's
 first run that head multiplies a few positions, and the model's logits of them are compared with the operations that its
-config names. A model that does something else (Chameleon rules the tokens of images out) is taken whole, with its own
+config names. A model that does something else (Chameleon rules the tokens of images out) is run whole, with its own
 logits.
 """
 
@@ -42,8 +42,8 @@ class Tail:
     """The operations that a model applies to the products of its head.
 
     Attributes:
-        times, over: it multiplies and divides them.
-        cap: it then caps them softly; None does not.
+        times, over: factor and divisor of the products.
+        cap: limit of the soft cap after them; None for a model without one.
     """
 
     times: float = 1.0
@@ -81,7 +81,7 @@ def run_to_head(
 ) -> tuple[torch.Tensor, list[torch.Tensor], Head]:
     """Returns the head's inputs `[rows, seqlen, hidden]`, the hidden states, and the map from inputs to logits.
 
-    Of a model that is taken whole, its logits `[rows, seqlen, vocabulary]` and the identity.
+    For a model that is run whole, the inputs are its logits `[rows, seqlen, vocabulary]`, and the map is the identity.
     """
     inner = inner_model(model)
     # Replicas on other GPUs would share what a replaced head remembers, and its weight.
@@ -111,24 +111,24 @@ def run_to_head(
         if tail is not None and len(seen) == 1:
             return seen[0][0], states(result), LogitHead(head, tail)
     result = call()
-    return _logits(result, named), states(result), _same
+    return _logits(result, named), states(result), _identity
 
 
 def _without_head(
     call: Callable[[], Any], head: nn.Module, compares: bool
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], Any]:
     """Runs a model with a head that remembers its inputs; with `compares`, also the products of a few positions."""
-    plain = head.forward
+    original_forward = head.forward
     seen: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     used = [p for p in head.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
 
     def remember(x: torch.Tensor) -> torch.Tensor:
         if compares:
-            products: torch.Tensor = plain(x[:1, :_COMPARED] if x.dim() > 2 else x[:_COMPARED])
+            products: torch.Tensor = original_forward(x[:1, :_COMPARED] if x.dim() > 2 else x[:_COMPARED])
             seen.append((x, products.detach()))
             return products
         seen.append((x, None))
-        # DDP may ask the outputs which parameters they come from, and takes others for unused: the head is used.
+        # DDP may trace which parameters the outputs depend on, and takes all others for unused: the head is used.
         return x[..., :1] + sum(0 * p.flatten()[:1].sum() for p in used)
 
     with _replaced_forward(head, remember):
@@ -138,17 +138,17 @@ def _without_head(
 
 @torch.no_grad()
 def _find_tail(products: torch.Tensor, logits: torch.Tensor, config: Any) -> Tail | None:
-    """Returns the tail of those that a config names which makes `logits` of `products`; None if there is none."""
+    """Returns the tail that turns `products` into `logits`, among those that a config names; None if none does."""
     if products.shape != logits.shape:
         return None
     logits = logits.to(products.device)
     tails = [Tail(*each) for each in product(_named(config, _TIMES, 1.0), _named(config, _OVER, 1.0),
                                              _named(config, _CAPS, None))]  # fmt: skip
-    apart = [float((tail(products).double() - logits.double()).abs().max()) for tail in tails]
-    nearest = min(range(len(tails)), key=lambda index: apart[index])
-    # A model that computes in other dtypes on the way rounds otherwise; a forgotten factor differs by more.
+    distances = [float((tail(products).double() - logits.double()).abs().max()) for tail in tails]
+    nearest = min(range(len(tails)), key=lambda index: distances[index])
+    # A model that computes in other dtypes on the way rounds differently; a missed factor differs by more.
     rounding = 2 * max(torch.finfo(each.dtype).eps for each in (products, logits))
-    return tails[nearest] if apart[nearest] <= rounding * float(logits.abs().max()) else None
+    return tails[nearest] if distances[nearest] <= rounding * float(logits.abs().max()) else None
 
 
 def _named(config: Any, names: tuple[str, ...], none: float | None) -> list[Any]:
@@ -166,7 +166,7 @@ def _logits(result: Any, named: bool = False) -> torch.Tensor:
     return output_of(result)
 
 
-def _same(logits: torch.Tensor) -> torch.Tensor:
+def _identity(logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 

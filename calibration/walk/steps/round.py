@@ -123,7 +123,7 @@ def _held_out_batches(block: Block) -> range:
 
 
 def _drift(block: Block, group: Group, x: torch.Tensor) -> torch.Tensor | None:
-    """Returns the part of the input error r - x that the solver corrects for; None where it corrects nothing.
+    """Returns the part of the input error r - x that the solver corrects for; None if it corrects nothing.
 
     Where inputs are rounded, x is the input before that: against the noise of rounding, least squares would shrink the
     weights, layer after layer, and the model would lose more than it gains.
@@ -137,10 +137,10 @@ def _drift(block: Block, group: Group, x: torch.Tensor) -> torch.Tensor | None:
 def _residual(block: Block, group: Group) -> torch.Tensor | None:
     """Returns the part of the residual stream's error that the group's output makes up for.
 
-    None where it does not write.
+    None for a group that does not write to the stream.
     """
     share = group.pipeline.shares(group.activation is not None).residual
-    # The members of a group are one weight for the solver, and would have to write in turn.
+    # The solver sees the members of a group as one weight, but each would write to the stream by itself.
     if not share or len(group.names) > 1 or not _is_aligned(block, group):
         return None
     error = block.stream.error(group.names[0], block.batch.index)
@@ -286,7 +286,7 @@ def _take_branches(
 def _rounded_by_all(block: Block, groups: Sequence[Group], own: Mapping[int, _Rounded]) -> Iterator[_Rounded]:
     """Yields the solutions of all ranks' groups.
 
-    Of other ranks' the weights before rounding have no branch taken off.
+    For groups that other ranks solved, the weights before rounding still contain the branch.
     """
     outlines = [({m.name: m.shape for m in group.members}, group.weight_format) for group in groups]
     solved = all_solved({index: rounded.weights for index, rounded in own.items()}, outlines, block.exchange)

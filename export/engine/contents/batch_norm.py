@@ -30,7 +30,7 @@ from quant.kernels.linear.modules import QuantLinear
 
 
 def norms_after(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """The BatchNorm that is defined right after each convolution."""
+    """Returns the BatchNorm that is defined right after each convolution, by convolution."""
     after: dict[nn.Module, nn.Module] = {}
     conv = None
     for module in modules:
@@ -42,7 +42,7 @@ def norms_after(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
 
 
 def holds_factors(view: View, operands: Sequence[Operand], norm: Any) -> bool:
-    """Whether constants have the factor and the offset of each channel that a BatchNorm is in evaluation."""
+    """Returns whether constants have the factor and the offset of each channel that a BatchNorm is in evaluation."""
     (factor, shift, size), rounding = _factors(norm), _rounding(norm)
     return all(
         # One times x, and x plus zero, are no work.
@@ -53,7 +53,7 @@ def holds_factors(view: View, operands: Sequence[Operand], norm: Any) -> bool:
 
 
 def holds_folded_scales(view: View, name: str, module: QuantLinear | QuantConv) -> bool:
-    """Whether a constant has a convolution's scales times the factors of the BatchNorm that follows it."""
+    """Returns whether a constant has a convolution's scales times the factors of the BatchNorm that follows it."""
     norm: Any = view.norm_after.get(module)
     weight = module.quantized_weight
     if norm is None or norm.num_features != weight.shape[0]:
@@ -74,7 +74,7 @@ def holds_folded_scales(view: View, name: str, module: QuantLinear | QuantConv) 
 
 
 def holds_folded_weight(view: View, operands: Sequence[Operand], conv: Any) -> bool:
-    """Whether constants have a convolution's weight times the factors of the BatchNorm that follows it."""
+    """Returns whether constants have a convolution's weight times the factors of the BatchNorm that follows it."""
     after = view.norm_after.get(conv)
     if after is None or after.num_features != conv.out_channels or conv.transposed:
         return False
@@ -91,14 +91,14 @@ def holds_folded_weight(view: View, operands: Sequence[Operand], conv: Any) -> b
 
 
 def _holds_bias(view: View, operands: Sequence[Operand], conv: Any, norm: Any) -> bool:
-    """Whether a constant has a convolution's bias after the BatchNorm; one of zeros needs none."""
+    """Returns whether a constant has a convolution's bias after the BatchNorm; one of zeros needs none."""
     (factor, shift, size), rounding = _factors(norm), _rounding(norm)
     bias = shift if conv.bias is None else conv.bias.detach().float().numpy() * factor + shift
     return not bias.any() or any(holds_vector(view, operand, bias, WHOLE, rounding * size) for operand in operands)
 
 
 def _factors(norm: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """y = x · factor + shift of a BatchNorm in evaluation, and the sum of the sizes of the shift's terms."""
+    """Returns factor and shift of a BatchNorm, y = x · factor + shift, and the sum of the shift terms' sizes."""
     deviation = torch.sqrt(norm.running_var.double() + norm.eps)
     factor = (1.0 if norm.weight is None else norm.weight.detach().double()) / deviation
     bias = torch.zeros_like(factor) if norm.bias is None else norm.bias.detach().double()
@@ -107,5 +107,5 @@ def _factors(norm: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _rounding(norm: Any) -> float:
-    """The relative error of numbers that were computed from a BatchNorm in its own dtype."""
+    """Returns the relative error of numbers that were computed from a BatchNorm in its own dtype."""
     return {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}.get(norm.running_var.dtype, 1e-5)

@@ -51,7 +51,7 @@ class Part:
     start: int
 
     def cut(self, values: np.ndarray, rows: int, columns: int) -> np.ndarray | None:
-        """The layer's `[rows, columns]` of a constant; None if it cannot be there."""
+        """Returns the layer's `[rows, columns]` of a constant; None if it cannot be there."""
         sizes = [size for size in values.shape if size != 1]
         if self.count > 1 and values.ndim >= 3 and values.shape[0] == self.count:
             values = values[self.index]
@@ -118,7 +118,7 @@ class View:
         self.values = lru_cache(maxsize=8)(lambda operand: engine.constant(operand))
 
     def constants(self, kernels: Iterable[Kernel]) -> list[Operand]:
-        """The constants that these kernels read, each once."""
+        """Returns the constants that these kernels read, each once."""
         by_index = {o.index: o for kernel in kernels for o in kernel.inputs if o.index is not None}
         return list(by_index.values())
 
@@ -129,13 +129,13 @@ class View:
         return is_equal
 
     def feeding(self, module: str) -> list[Kernel]:
-        """The kernels that write the operands of the module's GEMM."""
+        """Returns the kernels that write the operands of the module's GEMM."""
         gemms = [kernel for kernel in self.of_module.get(module, ()) if kernel.is_gemm and _multiplies(kernel, module)]
         written = [self.writer.get((gemm.program, operand.name)) for gemm in gemms for operand in gemm.inputs]
         return [kernel for kernel in written if kernel is not None]
 
     def part_of(self, module: str) -> Part:
-        """Where a layer lies in the merged matrix of its GEMM."""
+        """Returns where a layer lies in the merged matrix of its GEMM."""
         for kernel in self.of_module.get(module, ()):
             # "v/MatMul [profile 1]+k/MatMul [profile 1]": the order of the rows.
             names = [part.rpartition("/")[0] for part in kernel.name.split("+")]
@@ -145,7 +145,7 @@ class View:
         return WHOLE
 
     def scalars(self, module: str) -> set[float]:
-        """Every single number in the module's kernels and in those that feed its GEMM."""
+        """Returns every single number in the module's kernels and in those that feed its GEMM."""
         kernels = [*self.of_module.get(module, ()), *self.feeding(module)]
         return {number for kernel in kernels for number in self.engine.scalars(kernel)}
 
@@ -169,7 +169,7 @@ def factors_of(module: Any, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _outputs(module: nn.Module) -> int:
-    """Outputs of a linear layer; 0 for other modules."""
+    """Returns the number of outputs of a linear layer; 0 for other modules."""
     if isinstance(module, QuantLinear | QuantConv):
         return int(module.weight_shape[0])
     weight = getattr(module, "weight", None)
@@ -181,7 +181,7 @@ def _multiplies(kernel: Kernel, module: str) -> bool:
 
 
 def input_factors(module: QuantLinear | QuantConv) -> list[float]:
-    """Numbers by which the compiler may multiply scales of rows: those of the input's codes."""
+    """Returns the numbers by which the compiler may multiply scales of rows: those of the input's codes."""
     factors = []
     if module.activation_format is not None:
         factors.append(TOKEN_STEP.get(module.activation_format.element, 1.0))
@@ -191,7 +191,7 @@ def input_factors(module: QuantLinear | QuantConv) -> list[float]:
 
 
 def any_close(expected: Iterable[float], numbers: Iterable[float]) -> bool:
-    """Whether one of the expected numbers is among those of a kernel."""
+    """Returns whether one of the expected numbers is among those of a kernel."""
     # Immediates are written in full; a constant of one number may have been rounded to half precision.
     return any(abs(number - scale) <= 2e-6 * abs(scale) for scale in expected for number in numbers) or any(
         abs(number - scale) <= 2.0**-10 * abs(scale) and float(np.float16(number)) == number
@@ -201,19 +201,19 @@ def any_close(expected: Iterable[float], numbers: Iterable[float]) -> bool:
 
 
 def holds_matrix(view: View, operand: Operand, expected: np.ndarray, part: Part) -> bool:
-    """Whether a constant has these codes `[in, out]` as a layer's part."""
+    """Returns whether a constant has these codes `[in, out]` as a layer's part."""
     values = part.cut(view.values(operand), *expected.shape)
     return view.explain(operand, values is not None and bool((values == expected).all()))
 
 
 def holds_cropped(view: View, operand: Operand, expected: np.ndarray) -> bool:
-    """Whether a constant has the weight of a convolution; channels may be padded."""
+    """Returns whether a constant has the weight of a convolution; channels may be padded."""
     values = cropped(view.values(operand), expected.shape)
     return view.explain(operand, values is not None and bool((values == expected).all()))
 
 
 def cropped(values: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
-    """The first of each dimension of a constant; a convolution over one dimension has a second one of size 1."""
+    """Returns a constant cut to `shape`, its dimensions of size 1 adapted; None if it is smaller."""
     if values.ndim > len(shape):
         values = values.reshape([size for size in values.shape if size != 1])
         values = values.reshape([*values.shape, *[1] * (len(shape) - values.ndim)])
@@ -223,7 +223,7 @@ def cropped(values: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
 
 
 def holds_swizzled(view: View, operand: Operand, expected: np.ndarray, part: Part) -> bool:
-    """Whether a constant has FP4's block scales in tiles of 128 outputs and 4 blocks: `[…, tiles, 4, tiles, 4, 32]`."""
+    """Returns whether a constant has FP4's block scales, swizzled to `[…, tiles, 4, tiles, 4, 32]`."""
     values = view.values(operand)
     if values.ndim < 5 or values.shape[-4] != 4 or values.shape[-2:] != (4, 32):
         return False
@@ -238,7 +238,7 @@ def holds_swizzled(view: View, operand: Operand, expected: np.ndarray, part: Par
 
 
 def holds_numbers(view: View, operand: Operand, expected: np.ndarray, part: Part, inputs: int) -> bool:
-    """Whether a constant has these scales `[blocks, outputs]`, each once or once for every input of its block."""
+    """Returns whether a constant has these scales `[blocks, outputs]`, each once, or once for every input."""
     values = part.cut(view.values(operand), *expected.shape) if operand.size < inputs * expected.shape[1] else None
     if values is None:
         expected = np.repeat(expected, -(-inputs // expected.shape[0]), axis=0)[:inputs]
@@ -249,7 +249,7 @@ def holds_numbers(view: View, operand: Operand, expected: np.ndarray, part: Part
 def holds_vector(
     view: View, operand: Operand, expected: np.ndarray, part: Part, error: np.ndarray | None = None
 ) -> bool:
-    """Whether a constant has these numbers, one for each output, up to `error` or the rounding to its type."""
+    """Returns whether a constant has these numbers, one for each output, up to `error` or the rounding to its type."""
     if operand.stored not in TOLERANCES or sum(dim != 1 for dim in operand.dims) > 2 or operand.size < expected.size:
         return False
     values = part.cut(view.values(operand), 1, expected.size)
@@ -257,7 +257,7 @@ def holds_vector(
 
 
 def holds_rounded(view: View, operand: Operand, expected: torch.Tensor, part: Part) -> bool:
-    """Whether a constant has these numbers, rounded to its type."""
+    """Returns whether a constant has these numbers, rounded to its type."""
     if operand.stored not in _ROUNDED or operand.size < expected.numel():
         return False
     sizes = [size for size in expected.shape if size != 1]
@@ -271,6 +271,6 @@ def holds_rounded(view: View, operand: Operand, expected: torch.Tensor, part: Pa
 
 
 def is_close(values: np.ndarray, expected: np.ndarray, stored: str, error: np.ndarray | None = None) -> bool:
-    """Whether numbers are the expected ones, up to the rounding to the constant's type, or up to `error`."""
+    """Returns whether numbers are the expected ones, up to the rounding to the constant's type, or up to `error`."""
     bound = TOLERANCES[stored] * np.abs(expected) if error is None else error
     return bool((np.abs(values - expected) <= bound + 1e-12).all())

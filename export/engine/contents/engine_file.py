@@ -80,7 +80,7 @@ class Engine:
         return _offsets(self.sizes)
 
     def constant(self, operand: Operand) -> np.ndarray:
-        """The elements of a constant in the order of its dims: codes as uint8, numbers as float32 or integers."""
+        """Returns the elements of a constant, in the order of its dims: codes as uint8, numbers as float32 or int."""
         assert operand.index is not None
         size, bits = self.sizes[operand.index], _STORED_BITS.get(operand.stored, 8)
         data = np.fromfile(self.path, np.uint8, size, offset=self.starts[0] + self._offsets[operand.index])
@@ -98,7 +98,7 @@ class Engine:
         return np.lib.stride_tricks.as_strided(data, dims, steps)
 
     def scalars(self, kernel: Kernel) -> tuple[float, ...]:
-        """Every single number that a kernel multiplies by: alpha, constants of one value, and immediates."""
+        """Returns every single number that a kernel multiplies by: alpha, constants of one value, and immediates."""
         numbers = [] if kernel.alpha is None else [kernel.alpha]
         for operand in kernel.inputs:
             # A convolution has its scale once for each channel.
@@ -148,7 +148,7 @@ def read_engine(engine: str | Path) -> Engine:
 
 
 def _offsets(sizes: dict[int, int]) -> dict[int, int]:
-    """Where each constant begins in the table: they follow each other by index, at multiples of 128 bytes."""
+    """Returns where each constant begins in the table: they follow each other by index, at multiples of 128 bytes."""
     offsets, position = {}, 0
     for index in sorted(sizes):
         offsets[index] = position
@@ -157,7 +157,7 @@ def _offsets(sizes: dict[int, int]) -> dict[int, int]:
 
 
 def _locate(blob: mmap.mmap, sizes: dict[int, int]) -> list[int]:
-    """Where the table of constants may begin.
+    """Returns where the table of constants may begin.
 
     The position is not written anywhere. Constants are padded with zeros to 128 bytes, so it is one at which every
     padding is zero; with a few paddings of up to 126 bytes no other position passes. A table without any paddings ends
@@ -185,7 +185,7 @@ def _locate(blob: mmap.mmap, sizes: dict[int, int]) -> list[int]:
 
 
 def _read_immediates(blob: mmap.mmap, sources: set[str]) -> dict[str, tuple[float, ...]]:
-    """The floating-point numbers in the CUDA source of each of these functions."""
+    """Returns the floating-point numbers in the CUDA source of each of these functions."""
     numbers: dict[str, tuple[float, ...]] = {}
     for match in _SOURCE.finditer(blob):
         name = match[1].decode()
@@ -198,7 +198,7 @@ def _read_immediates(blob: mmap.mmap, sources: set[str]) -> dict[str, tuple[floa
 
 
 def _unread_inputs(head: bytes) -> list[str]:
-    """Names of the engine's inputs that no layer takes: they stand in the record of the binding and in no other."""
+    """Returns the engine's inputs that no layer takes: their names occur in the record of the binding only."""
     words = Counter(_text(head, match) for match in _WORD.finditer(head))
     names, bindings = [], list(_BINDING.finditer(head))
     for match, following in zip(bindings, [*bindings[1:], None], strict=True):
@@ -212,7 +212,7 @@ def _unread_inputs(head: bytes) -> list[str]:
 
 
 def _text(head: bytes, match: re.Match[bytes]) -> str:
-    """The string whose lengths a match ends with."""
+    """Returns the string whose lengths a match ends with."""
     return head[match.end() : match.end() + struct.unpack("<Q", match[1])[0]].decode("utf-8", "replace")
 
 
@@ -228,7 +228,7 @@ def _read_record(head: bytes) -> dict[str, Any]:
 
 
 def _numbers(data: np.ndarray, stored: str) -> np.ndarray:
-    """Bytes as numbers of the compiler's type; types of 8 bit stay codes."""
+    """Returns bytes as numbers of the compiler's type; types of 8 bit stay codes."""
     if stored == "half":
         return data.view(np.float16).astype(np.float32)
     if stored in ("bf16", "bfloat16"):

@@ -126,7 +126,10 @@ class Kernel:
 
 
 def read_program(text: str, origin: tuple[int, int, bool], sizes: dict[int, int]) -> list[Kernel]:
-    """The kernels of one program, which has an index, a profile, and may be a body; `sizes` gets those of constants."""
+    """Reads the kernels of a program; `origin` is its index, its profile, and whether it is a body.
+
+    `sizes` gets the sizes of its constants.
+    """
     index, profile, is_body = origin
     # Tensors are declared first; then follow the kernels of `main`, and a program that computes shapes.
     operands: dict[str, Operand] = {}
@@ -171,7 +174,7 @@ def read_program(text: str, origin: tuple[int, int, bool], sizes: dict[int, int]
 
 
 def _operand(fields: dict[str, str]) -> Operand:
-    """The tensor that a line declares."""
+    """Returns the tensor that a line declares."""
     sizes = re.findall(r'"[^"]*"|\d+', fields.get("dims", ""))
     steps = re.findall(r'"[^"]*"|\d+', fields.get("strides", ""))
     is_stored = "const_payload_size" in fields

@@ -66,7 +66,7 @@ _ACTIVATIONS = {
 
 
 def compare_tensors(engine: Engine, model: nn.Module) -> dict[str, list[str]]:
-    """Names of the tensors of each module that the engine has not where the module's kernels read; empty if it has all.
+    """Returns, by module, the tensors that the engine lacks where its kernels read; an empty list if it has all.
 
     Modules without a kernel of their name are left out: they were not exported, or compute nothing.
     """
@@ -101,7 +101,7 @@ def _compare(engine: Engine, model: nn.Module) -> dict[str, list[str]]:
 
 
 def _surplus(view: View) -> Iterator[str]:
-    """Layers whose kernels read numbers, one for each output, that no tensor of the model explains: another bias."""
+    """Yields layers whose kernels read numbers, one for each output, that no tensor explains: another bias."""
     for name, outputs in view.rows.items():
         # The kernel of the layer's own nodes, and the next one, which adds what the layer has no node for.
         own = view.of_module.get(name, [])
@@ -117,7 +117,7 @@ def _surplus(view: View) -> Iterator[str]:
 
 
 def _is_norm_weight(view: View, values: np.ndarray) -> bool:
-    """Whether these are a norm's weight times one number, in an engine that does not name its norms."""
+    """Returns whether these are a norm's weight times one number, in an engine that does not name its norms."""
     for weight in view.vectors.values():
         if weight.shape == values.shape and weight.all():
             ratio = values / weight
@@ -140,7 +140,7 @@ def _has_tensors(module: nn.Module) -> bool:
 
 
 def _quantized_problems(view: View, name: str, module: QuantLinear | QuantConv) -> Iterator[str]:
-    """The tensors of a quantized layer that are not where its kernels read."""
+    """Yields the tensors of a quantized layer that are not where its kernels read."""
     weight, format = module.quantized_weight, module.weight_format
     operands = view.constants(view.of_module[name])
     part = view.part_of(name)
@@ -175,7 +175,7 @@ def _quantized_problems(view: View, name: str, module: QuantLinear | QuantConv) 
 
 
 def _is_in_norm(view: View, kernels: Sequence[Kernel], scale: float) -> bool:
-    """Whether one of these kernels divides by the scale of an input as a part of a norm's weight."""
+    """Returns whether one of these kernels divides by the scale of an input as a part of a norm's weight."""
     for kernel in kernels:
         for name in kernel.modules & view.vectors.keys():
             divided = view.vectors[name] / scale
@@ -194,7 +194,7 @@ def _bias_problems(view: View, operands: Sequence[Operand], module: Any, part: P
 
 
 def _scalar_scales(module: QuantLinear | QuantConv) -> list[float]:
-    """The numbers of which one must multiply the GEMM's result: the weight's single scale, and with it the input's."""
+    """Returns numbers of which one must multiply the GEMM's result: the weight's scale, also times the input's."""
     weight = module.quantized_weight
     if weight.global_scale is not None:
         scale = float(weight.global_scale)
@@ -211,7 +211,7 @@ def _scalar_scales(module: QuantLinear | QuantConv) -> list[float]:
 
 
 def _holds_scales(view: View, operands: Sequence[Operand], module: QuantLinear | QuantConv, part: Part) -> bool:
-    """Whether one of the constants has the block scales of a layer."""
+    """Returns whether one of the constants has the block scales of a layer."""
     weight, format = module.quantized_weight, module.weight_format
     if format.global_scale:
         stored = weight.scale.view(torch.uint8).numpy().T
@@ -233,7 +233,7 @@ def _holds_scales(view: View, operands: Sequence[Operand], module: QuantLinear |
 
 
 def _holds_products(view: View, operands: Sequence[Operand], weight: BlockScaledTensor, part: Part) -> bool:
-    """Whether a constant has NVFP4's block scales times the global scale, as TensorRT-RTX 1.5 folds them."""
+    """Returns whether a constant has NVFP4's block scales times the global scale, as TensorRT-RTX 1.5 folds them."""
     scales = weight.scale_values().numpy().T
     return any(
         holds_numbers(view, operand, scales, part, weight.shape[1]) for operand in operands if operand.stored == "float"
@@ -241,7 +241,7 @@ def _holds_products(view: View, operands: Sequence[Operand], weight: BlockScaled
 
 
 def _plain_problems(view: View, name: str, module: nn.Module) -> Iterator[str]:
-    """The parameters of a module in 16 or 32 bit that are not where its kernels read."""
+    """Yields the parameters of a module in 16 or 32 bit that are not where its kernels read."""
     operands = view.constants(view.of_module[name])
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         if module not in view.folded and not holds_factors(view, operands, module):
@@ -264,12 +264,12 @@ def _plain_problems(view: View, name: str, module: nn.Module) -> Iterator[str]:
 
 
 def _is_turned(module: nn.Module, parameter: str) -> bool:
-    """Whether a constant has the parameter `[out, in]` as `[in, out]`."""
+    """Returns whether a constant has the parameter `[out, in]` as `[in, out]`."""
     return isinstance(module, nn.Linear) and parameter == "weight"
 
 
 def _holds_parameter(view: View, name: str, module: nn.Module, expected: torch.Tensor) -> bool:
-    """Whether the module's kernels read these numbers, rounded to the type of a constant."""
+    """Returns whether the module's kernels read these numbers, rounded to the type of a constant."""
     part, kernels = view.part_of(name), view.of_module[name]
     if any(holds_rounded(view, operand, expected, part) for operand in view.constants(kernels)):
         return True
@@ -277,7 +277,7 @@ def _holds_parameter(view: View, name: str, module: nn.Module, expected: torch.T
 
 
 def _holds_divided(view: View, kernel: Kernel, expected: torch.Tensor) -> bool:
-    """Whether a kernel has a norm's weight divided by the scale of a layer whose input it rounds."""
+    """Returns whether a kernel has a norm's weight divided by the scale of a layer whose input it rounds."""
     values = expected.float().numpy()
     return any(
         holds_vector(view, operand, values / view.input_scales[layer], WHOLE)
@@ -287,7 +287,7 @@ def _holds_divided(view: View, kernel: Kernel, expected: torch.Tensor) -> bool:
 
 
 def _number_problems(view: View, name: str, module: Any) -> Iterator[str]:
-    """Single numbers of a module that its kernels do not have: a norm's epsilon, attention's scales, RoPE's table."""
+    """Yields single numbers of a module that its kernels lack: a norm's epsilon, attention's scales, RoPE's table."""
     numbers = view.scalars(name)
     for buffer, table in module.named_buffers(recurse=False):
         # Some models keep the table of each kind of block, and the first one under another name.

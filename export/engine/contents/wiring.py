@@ -18,7 +18,7 @@ _BLOCKS = re.compile(r"^(.*?\b(?:layers?|blocks?|h))\.(\d+)\.")
 
 
 def order_problems(engine: Engine) -> list[str]:
-    """One clause for each block that does not follow the block before it, in any of the engine's programs."""
+    """Returns one clause for each block that does not follow the block before it, in any of the engine's programs."""
     problems: dict[str, None] = {}
     for program in sorted({kernel.program for kernel in engine.kernels if not kernel.is_body}):
         kernels = [kernel for kernel in engine.kernels if kernel.program == program]
@@ -62,6 +62,6 @@ def _program_problems(kernels: list[Kernel]) -> Iterator[str]:
 
 
 def _blocks(kernel: Kernel) -> set[tuple[str, int]]:
-    """The outermost block of each layer that a GEMM multiplies: `model.layers` and 3."""
+    """Returns the outermost block of each layer that a GEMM multiplies: `model.layers` and 3."""
     matches = (_BLOCKS.match(node) for node in kernel.matmuls)
     return {(match[1], int(match[2])) for match in matches if match}

@@ -81,7 +81,7 @@ class ShardInFP8(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], None]:
-        """The tensors that this rank sends. The size of the whole decides, so that all ranks send alike."""
+        """Returns the tensors that this rank sends; the size of the whole decides, so that all ranks send alike."""
         shard = self.tensor.to(policy.param_dtype or self.dtype)
         if outer_size[0] % (mesh.size() * BLOCK) or outer_size[1] % BLOCK:
             missing = -(-outer_size[0] // mesh.size()) - len(shard)
@@ -99,7 +99,7 @@ class ShardInFP8(torch.Tensor):
     def fsdp_post_all_gather(
         self, gathered: tuple[torch.Tensor, ...], metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> Any:
-        """The whole weight in `dtype`; with `out`, a weight that was gathered before, in its memory."""
+        """Returns the whole weight in `dtype`; with `out`, a weight that was gathered before, in its memory."""
         if len(gathered) == 1:
             whole = gathered[0]
         else:
@@ -122,7 +122,7 @@ def _sharded(x: Any) -> Any:
 
 
 def _decoded(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Element times the scale of its square, `[rows, columns]`: exact in BF16, for both are short."""
+    """Multiplies each element by the scale of its square, `[rows, columns]`: exact in BF16, for both are short."""
     rows, columns = codes.shape
     squares = codes.to(dtype).view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
     return (squares * scale[:, None, :, None].to(dtype)).view(rows, columns)

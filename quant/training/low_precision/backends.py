@@ -107,7 +107,7 @@ _PACKAGES = {"torchao": ("torchao", "torchao"), "te": ("Transformer Engine", "te
 
 
 def _knows(name: str, recipe: TrainingRecipe) -> bool:
-    """Whether a backend has the recipe on some machine."""
+    """Returns whether a backend has the recipe on some machine."""
     if name == "native":
         return _is_fp8_block(recipe)
     # A changed recipe keeps the name; peers know their own ones only.
@@ -115,7 +115,7 @@ def _knows(name: str, recipe: TrainingRecipe) -> bool:
 
 
 def _is_fp8_block(recipe: TrainingRecipe) -> bool:
-    """Whether a recipe is `fp8_block` but for the arithmetic of its scales, its schedule and its first layers."""
+    """Returns whether a recipe is `fp8_block` except for its scales' arithmetic, its schedule and its first layers."""
     formats = (recipe.input, recipe.weight, recipe.gradient, recipe.weight_for_dx)
     group, square = FORMATS["fp8_group"], FORMATS["fp8_block"]
     plain = recipe.rounds_dx and recipe.rounds_dw and not (recipe.hadamard or recipe.stochastic_gradients)
@@ -202,7 +202,7 @@ class TorchaoProducts:
         self.is_tensorwise = TORCHAO[recipe] == "tensorwise"
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision) -> torch.Tensor:
-        """The product of a layer in training; it records the largest magnitude of `x`."""
+        """Computes the product of a layer in training, and records the largest magnitude of `x`."""
         _, weight_amax = state.scaled_by(x)
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
@@ -215,7 +215,7 @@ class TorchaoProducts:
 
 
 def _with_scale_of(weight: torch.Tensor, amax: torch.Tensor, settings: Any) -> Any:
-    """The weight in E4M3 under the scale of a group of layers; its gradient passes through."""
+    """Returns the weight in E4M3 under the scale of a group of layers; its gradient passes through."""
     from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
     from torchao.float8.float8_utils import amax_to_scale
 

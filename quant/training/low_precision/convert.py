@@ -64,7 +64,7 @@ class LowPrecisionTraining:
             state.rounds_forward = share < self.recipe.schedule.bf16_forward_from
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The histories of largest magnitudes, for a checkpoint: the model's own keys stay those of plain layers.
+        """Returns the histories of largest magnitudes for a checkpoint; the model's own keys stay as in plain layers.
 
         And the recipe's name in bytes, for plain weights show none.
         """
@@ -118,7 +118,7 @@ class LowPrecisionTraining:
         return {name: layers[name].low_precision for name in self.converted if name in layers}
 
     def __str__(self) -> str:
-        """A line for the log, and one for each reason."""
+        """Returns a line for the log, and one for each reason."""
         lines = [f"{counted(len(self.converted), 'layer')} in {self.recipe.name}: {self.note}"]
         reasons: dict[str, list[str]] = {}
         for name, reason in self.in_16bit.items():
@@ -265,7 +265,7 @@ def _check_model(model: nn.Module) -> None:
 def _reasons_to_keep(
     model: nn.Module, recipe: TrainingRecipe, include: Sequence[str], exclude: Sequence[str]
 ) -> dict[str, str]:
-    """Why linear layers stay in 16 bit, by name; the plan has reasons for others."""
+    """Returns why linear layers stay in 16 bit, by name; the plan has reasons for others."""
     # transformers knows the head by its purpose, whatever the name.
     embeddings = getattr(model, "get_output_embeddings", None)
     head = embeddings() if callable(embeddings) else None
@@ -300,7 +300,7 @@ _AT_THE_ENDS = "at the ends"
 def _reason_of_settings(
     name: str, include: Sequence[str], exclude: Sequence[str], is_at_the_ends: Callable[[str], bool]
 ) -> str | None:
-    """Why the caller or the recipe leaves a layer in 16 bit."""
+    """Returns why the caller or the recipe leaves a layer in 16 bit; None if neither does."""
     if any(fnmatchcase(name, glob) for glob in exclude):
         return "excluded"
     if include and not any(fnmatchcase(name, glob) for glob in include):
@@ -311,7 +311,7 @@ def _reason_of_settings(
 def _experts(
     model: nn.Module, recipe: TrainingRecipe, globs: tuple[Sequence[str], Sequence[str]], reasons: dict[str, str]
 ) -> list[str]:
-    """The names of the parameters of fused experts; reasons to keep some in 16 bit go into `reasons`."""
+    """Returns the names of the parameters of fused experts; reasons to keep some in 16 bit go into `reasons`."""
     ends = _blocks_at_the_ends(model, recipe)
     names = [layer.name for layer in find_layers(model) if layer.kind == LayerKind.EXPERTS]
     for name in names:
@@ -324,7 +324,7 @@ def _experts(
 
 
 def _sibling_experts(linears: Mapping[str, Any], converted: Sequence[str]) -> list[list[Any]]:
-    """The same layer of all experts of a mixture that is a list of modules, such as `experts.#.up_proj`."""
+    """Returns the same layer of all experts of a mixture that is a list of modules, such as `experts.#.up_proj`."""
     siblings: dict[str, list[Any]] = {}
     for name in converted:
         pattern = re.sub(r"experts\.\d+\.", "experts.#.", name)
@@ -334,7 +334,7 @@ def _sibling_experts(linears: Mapping[str, Any], converted: Sequence[str]) -> li
 
 
 def _plan(model: nn.Module, recipe: TrainingRecipe, layers: Sequence[str]) -> Plan:
-    """The plan by which these layers will be deployed: it finds those that a runtime merges, which share scales."""
+    """Returns the plan by which these layers will be deployed, with the layers grouped that a runtime merges."""
     try:
         plan = make_plan(model, stored_format(recipe).name, include=layers, solver="rtn")
     except ValueError as error:
@@ -343,7 +343,7 @@ def _plan(model: nn.Module, recipe: TrainingRecipe, layers: Sequence[str]) -> Pl
 
 
 def _blocks_at_the_ends(model: nn.Module, recipe: TrainingRecipe) -> list[str]:
-    """Names of the repeated blocks that the recipe leaves in 16 bit."""
+    """Returns the names of the repeated blocks that the recipe leaves in 16 bit."""
     if not recipe.first_layers and not recipe.last_layers:
         return []
     blocks = block_names(model)

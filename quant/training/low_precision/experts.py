@@ -80,7 +80,7 @@ class LowPrecisionStack(ExpertStack):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """One forward pass: the experts are taken apart once, and the largest input of all is recorded at the end."""
+        """Opens a forward pass: the experts are taken apart once, and the largest input is recorded at the end."""
         state = self.low_precision
         # Indexing the parameter for each expert would make a gradient of its whole size for each of them.
         self._matrices, self._largest_input = self.weight.unbind(0), None
@@ -95,7 +95,7 @@ class LowPrecisionStack(ExpertStack):
             self._matrices = self._weight_amax = self._largest_input = None
 
     def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """`[tokens, in]` to `[tokens, out]` through expert `index`."""
+        """Maps `[tokens, in]` to `[tokens, out]` through expert `index`."""
         state = self.low_precision
         x = x.to(autocast_dtype(x) or x.dtype)
         of_x = of_w = None
@@ -115,11 +115,11 @@ class LowPrecisionStack(ExpertStack):
         return y
 
     def dense(self, index: int) -> torch.Tensor:
-        """The matrix `[out, in]` of one expert, not rounded."""
+        """Returns the matrix `[out, in]` of one expert, not rounded."""
         return self.weight[index]
 
     def packed(self) -> BlockScaledTensor:
-        """The codes and scales that products multiply by, `[experts, out, in]`."""
+        """Returns the codes and scales that products multiply by, `[experts, out, in]`."""
         state = self.low_precision
         assert state.recipe.weight is not None
         # Each expert has a second-level scale of its own, as runtimes load them.
@@ -130,7 +130,7 @@ class LowPrecisionStack(ExpertStack):
         return BlockScaledTensor(codes, scale, stored_format(state.recipe), tuple(self.weight.shape), second)
 
     def deployed(self) -> QuantExperts | None:
-        """The experts as they will be deployed; None before a training step has recorded an input that they need."""
+        """Returns the experts as deployed; None before a training step has recorded an input that they need."""
         state, held = self.low_precision, self.held
         history = state.amax["x"].values
         key = fingerprint(self.weight, state), id(history)
@@ -159,7 +159,7 @@ class _Projections:
 def low_precision_experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Forward of a transformers experts module, `[tokens, hidden]` to the same; without stacks it runs plainly."""
+    """Runs a transformers experts module, `[tokens, hidden]` to the same; without stacks it runs plainly."""
     stacks: dict[str, LowPrecisionStack] = getattr(self, _STACKS, {})
     inputs = hidden_states, top_k_index, top_k_weights
     if not self.training and stacks:
@@ -184,7 +184,7 @@ def register() -> None:
 
 
 def experts_refusal(model: nn.Module, name: str, recipe: TrainingRecipe) -> str | None:
-    """Why the experts of a parameter stay in 16 bit; None where they can be converted."""
+    """Returns why the experts of a parameter stay in 16 bit; None where they can be converted."""
     owner = model.get_submodule(name.rpartition(".")[0])
     stacking = stacking_of(owner, name.rpartition(".")[2])
     if stacking is None or not can_run_experts_one_by_one(owner) or not hasattr(model, "config"):
@@ -226,7 +226,7 @@ def restore_experts(model: nn.Module) -> None:
 
 
 def trained_layers(model: nn.Module) -> dict[str, LowPrecisionLinear | LowPrecisionStack]:
-    """The linears and the experts of a model that train in low precision, by name."""
+    """Returns the linears and the experts of a model that train in low precision, by name."""
     layers: dict[str, LowPrecisionLinear | LowPrecisionStack] = {}
     for name, module in model.named_modules():
         if isinstance(module, LowPrecisionLinear):

@@ -45,7 +45,7 @@ def restore_gated_mlps(model: nn.Module) -> None:
 
 
 def _is_swiglu(module: nn.Module) -> bool:
-    """Whether the class computes down(silu(gate(x)) · up(x)) and nothing else: tried on three stand-ins for layers."""
+    """Returns whether a class computes just down(silu(gate(x)) · up(x)), tried on three stand-ins for layers."""
     stand_ins = {
         "gate_proj": lambda x: 3 * x + 1,
         "up_proj": lambda x: x - 2,
@@ -69,7 +69,7 @@ def _trains_natively(layer: Any) -> bool:
 
 
 def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """`[..., hidden]` to `[..., hidden]`."""
+    """Maps `[..., hidden]` to `[..., hidden]`."""
     layers = [getattr(module, name) for name in _LAYERS]
     x_dtype = autocast_dtype(x) or x.dtype
     is_plain = all(

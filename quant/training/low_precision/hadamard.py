@@ -21,7 +21,7 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 @on_each_device
 def hadamard_matrix(size: int) -> torch.Tensor:
-    """`diag(signs) H / sqrt(size)`, float32 `[size, size]`."""
+    """Returns `diag(signs) H / sqrt(size)`, float32 `[size, size]`."""
     matrix = torch.ones(1, 1, device="cpu")
     while len(matrix) < size:  # Sylvester's construction
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -31,7 +31,7 @@ def hadamard_matrix(size: int) -> torch.Tensor:
 
 
 def transform_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
-    """`x` `[rows, tokens]` with each `size` consecutive tokens transformed; a short last block counts zeros.
+    """Transforms each `size` consecutive tokens of `x` `[rows, tokens]`; a short last block counts zeros.
 
     The result is rounded to BF16, as in Transformer Engine's kernels: the transform happens in registers between the
     load of a BF16 tensor and the rounding to E2M1. Its width is a multiple of `size`, which changes no sum over tokens.

@@ -31,7 +31,7 @@ class LowPrecisionLinear(nn.Linear):
     low_precision: LowPrecision
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., in]` to `[..., out]`, in the dtype of `x`, or autocast's."""
+        """Maps `[..., in]` to `[..., out]`, in the dtype of `x`, or autocast's."""
         # The backward pass of delayed scaling changes a history, which no compiled graph can.
         return _outside_graphs(self, x) if self.low_precision.recipe.history else _forward(self, x)
 
@@ -53,13 +53,13 @@ def _forward(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
 
 
 def _trained(layer: LowPrecisionLinear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product as the recipe rounds it, with gradients."""
+    """Computes the product as the recipe rounds it, with gradients."""
     y = _product(layer, x, layer.weight, x)
     return y if bias is None else y + bias
 
 
 def _trained_on_shards(layer: LowPrecisionLinear, x: Any, bias: Any) -> torch.Tensor:
-    """`_trained` under tensor parallelism: each rank multiplies by its shard of the weight, a DTensor.
+    """Computes `_trained` under tensor parallelism: each rank multiplies by its shard of the weight, a DTensor.
 
     Shards of outputs (colwise) give shards of y, shards of inputs (rowwise) give summands of it. Blocks lie on one rank
     where shards are whole blocks; a scale of the whole x or w is common to all ranks. A model in eval mode rounds as in
@@ -87,7 +87,7 @@ def _trained_on_shards(layer: LowPrecisionLinear, x: Any, bias: Any) -> torch.Te
 
 
 def _product(layer: LowPrecisionLinear, x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """x wᵀ as the recipe rounds it; `whole` is x of all ranks, whose largest magnitude counts."""
+    """Computes x wᵀ as the recipe rounds it; `whole` is x of all ranks, whose largest magnitude counts."""
     state = layer.low_precision
     y: torch.Tensor
     if layer.training:
@@ -115,7 +115,7 @@ def _outside_graphs(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def _deployed(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
-    """The product of the deployed layer, without gradients."""
+    """Computes the product of the deployed layer, without gradients."""
     return deployed_layer(layer, layer.low_precision, x)(x)  # type: ignore[no-any-return]
 
 
@@ -182,7 +182,7 @@ def _input_gradient(
     amax: torch.Tensor | None,
     weight_amax: torch.Tensor | None,
 ) -> torch.Tensor:
-    """dx = dy w, `[tokens, in]`."""
+    """Computes dx = dy w, `[tokens, in]`."""
     if recipe.gradient is None or recipe.weight is None or not recipe.rounds_dx:
         return dy @ weight.to(dy.dtype)
     a = round_operand(dy, recipe.gradient, recipe.of_gradients, stochastic=recipe.stochastic_gradients, amax=amax)
@@ -196,7 +196,7 @@ def _weight_gradient(
     amax: torch.Tensor | None,
     input_amax: torch.Tensor | None,
 ) -> torch.Tensor:
-    """dw = dyᵀ x, `[out, in]`, summed over the tokens."""
+    """Computes dw = dyᵀ x, `[out, in]`, summed over the tokens."""
     if recipe.gradient is None or recipe.input is None or not recipe.rounds_dw:
         return dy.t() @ x
     # Both operands are transformed before they are rounded, so that H cancels in their product.
@@ -207,7 +207,7 @@ def _weight_gradient(
 
 
 def _transposed_weight(weight: torch.Tensor, recipe: TrainingRecipe, amax: torch.Tensor | None) -> Operand:
-    """wᵀ, rounded along the outputs: the same codes as in the forward product where blocks are square or the tensor."""
+    """Rounds wᵀ along the outputs: to the forward product's codes if blocks are square or the whole tensor."""
     format = recipe.weight_for_dx
     assert format is not None
     if format.per_tensor or format.has_square_blocks:

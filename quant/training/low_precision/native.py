@@ -23,7 +23,7 @@ _Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def scale_rule(recipe: TrainingRecipe) -> str:
-    """How the kernel computes scales."""
+    """Returns how the kernel computes scales."""
     if recipe.power_of_two_scales:
         return "power_of_two"
     return "transformer_engine" if recipe.arithmetic is Arithmetic.TRANSFORMER_ENGINE else "divided"
@@ -50,7 +50,7 @@ class NativeProducts:
         return y
 
     def operands(self, x: torch.Tensor, is_trained: bool) -> _Operands:
-        """The operands of an input `[..., columns]`, with the transposed ones if its weight is trained."""
+        """Returns the operands of an input `[..., columns]`, with the transposed ones if its weight is trained."""
         rows = x.reshape(-1, x.shape[-1])
         # A compiler merges equal operations itself, and must not see a tensor of an earlier call.
         if torch.compiler.is_compiling():
@@ -64,14 +64,14 @@ class NativeProducts:
         return operands
 
     def quantize(self, x: torch.Tensor, square: bool = False, rows: bool = True, columns: bool = True) -> _Operands:
-        """`x` `[R, C]` in blocks of 1×128, or squares, for sums over its columns, its rows, or both."""
+        """Quantizes `x` `[R, C]` in blocks of 1×128, or squares, for sums over its columns, its rows, or both."""
         operands: _Operands = torch.ops.quant.fp8_block_operands(x, self.rule, square, rows, columns)
         return operands
 
     def weight_gradient(
         self, dy: _Operands, codes_t: torch.Tensor, scale_t: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
-        """dw = dyᵀ x, of the shape and dtype of `weight`, from the operands of dy and the transposed ones of x."""
+        """Computes dw = dyᵀ x in the shape and dtype of `weight`, from operands of dy and transposed ones of x."""
         # The sum over the tokens is in FP32 either way; a BF16 weight's gradient is rounded once at its end.
         dtype = weight.dtype if weight.dtype is torch.bfloat16 else torch.float32
         dw = torch.ops.quant.fp8_block_product(dy[2], dy[3], codes_t, scale_t, False, dtype)
@@ -117,5 +117,5 @@ class _BlockProducts(torch.autograd.Function):
 
 
 def unpadded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The matrix without the rows and columns that fill blocks."""
+    """Returns the matrix without the rows and columns that fill blocks."""
     return matrix if matrix.shape == (rows, columns) else matrix[:rows, :columns]

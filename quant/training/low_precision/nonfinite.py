@@ -93,7 +93,7 @@ class GradientWatch:
 
 
 def nonfinite_line(model: nn.Module, layers: _Layers, identities: set[int] | None = None) -> str | None:
-    """Where NaN or infinity came into the gradients of a model; None where all are finite.
+    """Returns where NaN or infinity came into the gradients of a model; None where all are finite.
 
     Args:
         model: that trains.
@@ -133,7 +133,7 @@ def _is_false(flag: torch.Tensor | None) -> bool:
 
 
 def _not_finite(tensors: Mapping[str, Any]) -> list[str]:
-    """The names of the tensors that hold NaN or infinity."""
+    """Returns the names of the tensors that hold NaN or infinity."""
     if not tensors:
         return []
     # The largest magnitude is finite if and only if all numbers are. One read serves all tensors.

@@ -122,7 +122,7 @@ def _unblocked(blocks: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 def _one_level(
     blocks: torch.Tensor, amax: torch.Tensor, format: Format, recipe: TrainingRecipe
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block scales of a format without a second level, for magnitudes `amax`, and the blocks divided by them."""
+    """Returns block scales for magnitudes `amax` in a format without a second level, and the blocks divided by them."""
     scale = divided(amax, format.element.max)
     if format.has_power_of_two_scales:
         scale = decode_power_of_two(encode_power_of_two(scale))
@@ -141,7 +141,7 @@ def _one_level(
 def _two_level(
     blocks: torch.Tensor, amax: torch.Tensor, whole: torch.Tensor, format: Format, recipe: TrainingRecipe
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Block scales, the blocks divided by them, and the tensor's scale; see the module docstring."""
+    """Returns block scales, the blocks divided by them, and the tensor's scale; see the module docstring."""
     if recipe.arithmetic is Arithmetic.BLOCKSCALE or recipe.four_over_six:
         rule = "four_over_six" if recipe.four_over_six else "max"
         bound = 256.0 if recipe.four_over_six else E4M3.max
@@ -158,7 +158,7 @@ def _two_level(
 
 
 def multiply(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
-    """`a bᵀ`, `[rows of a, rows of b]`: exact products of the values, accumulated in FP32, times both factors.
+    """Computes `a bᵀ`, `[rows of a, rows of b]`: exact products of the values, summed in FP32, times both factors.
 
     On a GPU the values go through BF16 tensor cores, which hold them exactly; on a CPU through FP32.
     """
@@ -171,6 +171,6 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
 
 
 def float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b` of float32 tensors, also where autocast would round them to BF16."""
+    """Computes `a @ b` of float32 tensors, also where autocast would round them to BF16."""
     with nullcontext() if autocast_dtype(a) is None else torch.autocast(a.device.type, enabled=False):
         return a @ b

@@ -26,7 +26,7 @@ from quant.training.low_precision.state import LowPrecision
 
 
 def stored_format(recipe: TrainingRecipe) -> Format:
-    """The format in which checkpoints store the weights of a recipe; a preset of that name deploys them.
+    """Returns the format in which checkpoints store the weights of a recipe; a preset of that name deploys them.
 
     Raises:
         UserError: the recipe leaves weights or inputs in 16 bit.
@@ -42,14 +42,14 @@ def stored_format(recipe: TrainingRecipe) -> Format:
 
 
 def deployed_input(recipe: TrainingRecipe) -> Format | None:
-    """The format to which the deployed layer rounds its input."""
+    """Returns the format to which the deployed layer rounds its input."""
     name = get_recipe(stored_format(recipe).name).activation
     return None if name is None else FORMATS[name]
 
 
 @torch.no_grad()
 def packed_weight(weight: torch.Tensor, state: LowPrecision, amax: torch.Tensor | None = None) -> BlockScaledTensor:
-    """The codes and scales that the layer's forward product multiplies by.
+    """Returns the codes and scales that the layer's forward product multiplies by.
 
     Args:
         weight: `[out, in]`.
@@ -88,7 +88,7 @@ def _packed(operand: Operand, format: Format, shape: tuple[int, ...]) -> BlockSc
 
 
 def input_scale(state: LowPrecision, dtype: torch.dtype) -> torch.Tensor | None:
-    """The static scale of the deployed layer's input; layers that are merged share the largest of theirs.
+    """Returns the static scale of the deployed layer's input; layers that are merged share the largest of theirs.
 
     An expert that no token has reached takes its siblings'.
 
@@ -112,7 +112,7 @@ def input_scale(state: LowPrecision, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def deployed_layer(layer: Any, state: LowPrecision, x: torch.Tensor) -> nn.Module:
-    """The layer as it will be deployed, made again where its weight or the recorded inputs have changed.
+    """Returns the layer as it will be deployed, made again where its weight or the recorded inputs have changed.
 
     Before the first step there is no static input scale. The input `x` then gives its own.
     """
@@ -138,7 +138,7 @@ def deployed_layer(layer: Any, state: LowPrecision, x: torch.Tensor) -> nn.Modul
 
 
 def fingerprint(weight: torch.Tensor, state: LowPrecision) -> tuple[object, ...]:
-    """Facts that tell a weight from what it was before.
+    """Returns facts that distinguish a weight from its earlier values.
 
     The version counter misses changes through `.data`, by which averaged weights are often put in and taken out, and
     those of FSDP2, which gathers other values into the same memory. So the norm and a sample of values count too.

@@ -138,7 +138,7 @@ RECIPES: dict[str, TrainingRecipe] = {
 
 
 def get_training_recipe(recipe: str | TrainingRecipe) -> TrainingRecipe:
-    """A recipe, or the one of a name.
+    """Returns a recipe as it is, or the one of a name.
 
     Raises:
         ValueError: unknown name; the message lists the known ones.

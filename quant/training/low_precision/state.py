@@ -41,7 +41,7 @@ class AmaxHistory:
         self.values = torch.cat([amax, self.values.to(amax.device)[:-1]])
 
     def largest(self, otherwise: torch.Tensor) -> torch.Tensor:
-        """The largest remembered magnitude, float32 scalar, or `otherwise` before the first step."""
+        """Returns the largest remembered magnitude, float32 scalar, or `otherwise` before the first step."""
         amax = self.values.to(otherwise.device).amax()
         return torch.where(amax < 0, otherwise.float(), amax)
 
@@ -93,7 +93,7 @@ class LowPrecision:
         return {**vars(self), "deployed": None, "input_is_finite": None, "gradient_is_finite": None}
 
     def scaled_by(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The largest magnitudes that x `[..., in]` and the weight are scaled by in this forward pass.
+        """Returns the largest magnitudes that x `[..., in]` and the weight are scaled by in this forward pass.
 
         None where a format has no scale of a whole tensor. The histories take in this step's magnitudes, except while
         gradient checkpointing runs the forward pass again: that must round as the first run did.
@@ -123,12 +123,12 @@ class LowPrecision:
             self.amax["x"].record(_of_all_ranks(x.detach().abs().amax()))
 
     def weight_amax(self) -> torch.Tensor:
-        """The largest magnitude of the weights of the group, float32 scalar."""
+        """Returns the largest magnitude of the weights of the group, float32 scalar."""
         device = self.group[0].weight.device
         return group_amax([each.weight.detach().to(device) for each in self.group])
 
     def recorded_inputs(self) -> list[torch.Tensor]:
-        """The largest recorded input of each layer that shares the deployed layer's input scale; of siblings if none.
+        """Returns the largest recorded input of each layer that shares the deployed input scale; of siblings if none.
 
         Merged layers read one input, but one of them may have been skipped in the last steps.
         """
@@ -156,7 +156,7 @@ class LowPrecision:
         self.input_is_finite = self.gradient_is_finite = None
 
     def gradient_scaled_by(self, dy: torch.Tensor) -> torch.Tensor | None:
-        """The largest magnitude that a recipe with a history scales dy by; records this step's."""
+        """Returns the largest magnitude that a recipe with a history scales dy by; records this step's."""
         if not self.recipe.history:
             return None
         current = dy.abs().amax().float()
@@ -166,11 +166,11 @@ class LowPrecision:
 
 
 def _and_finite(earlier: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """Whether all numbers were finite so far, and are in x: a micro-batch in the middle counts as the last does."""
+    """Returns whether all numbers were finite so far, and are in x: a middle micro-batch counts as the last does."""
     finite = x.detach().isfinite().all()
     return finite if earlier is None else finite & earlier.to(finite.device)
 
 
 def _of_all_ranks(amax: Any) -> torch.Tensor:
-    """The largest magnitude over all shards of a DTensor; of another tensor its own."""
+    """Returns the largest magnitude over all shards of a DTensor; for another tensor its own."""
     return amax.full_tensor() if hasattr(amax, "full_tensor") else amax  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ _GOLDEN = 0.6180339887498949
 
 
 def round_stochastically(steps: torch.Tensor, number: Number, draws: torch.Tensor | None = None) -> torch.Tensor:
-    """`steps` rounded to neighbours on the grid of `number`, saturating.
+    """Rounds `steps` to neighbours on the grid of `number`, saturating.
 
     Args:
         steps: float32, any shape.

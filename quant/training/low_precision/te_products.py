@@ -53,7 +53,7 @@ class TEProducts:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision) -> torch.Tensor:
-        """The product of a layer in training; the largest magnitude of `x` is recorded where deployment needs it.
+        """Computes the product of a layer in training; the largest magnitude of `x` is recorded if deployment needs it.
 
         Raises:
             UserError: gradient checkpointing runs a layer with delayed scaling again, whose histories have moved on.
@@ -76,7 +76,7 @@ class TEProducts:
         return y.reshape(*x.shape[:-1], -1)
 
     def _module(self, weight: torch.Tensor, state: LowPrecision) -> Any:
-        """Transformer Engine's module, with this weight."""
+        """Returns Transformer Engine's module, with this weight."""
         if self._linear is None:
             engine = require("transformer_engine.pytorch", "te")
             rows, columns = weight.shape
@@ -134,7 +134,7 @@ _POSITIONS = {
 
 
 def context(recipe: TrainingRecipe) -> Any:
-    """Transformer Engine's context for a recipe; one that does nothing where another is open."""
+    """Returns Transformer Engine's context for a recipe; one that does nothing if another is open."""
     manager = require("transformer_engine.pytorch.quantization", "te").FP8GlobalStateManager
     if manager.is_fp8_enabled():
         return nullcontext()
