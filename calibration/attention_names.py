@@ -19,7 +19,7 @@ Watch = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 @contextmanager
 def names_registered(functions: Mapping[str, Callable[..., Any]], masks: Mapping[str, Any]) -> Iterator[None]:
-    """While open, transformers knows attention functions, and functions that make their masks, by these names."""
+    """Registers attention functions, and functions that make their masks, with transformers while open."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -38,7 +38,7 @@ def names_registered(functions: Mapping[str, Callable[..., Any]], masks: Mapping
 
 @contextmanager
 def implementations_kept(model: nn.Module) -> Iterator[list[tuple[Any, str]]]:
-    """Gives every config of a transformers model with its attention's name, and restores the names afterwards."""
+    """Yields every config of a transformers model with its attention's name, and restores the names afterwards."""
     held = {id(each): each for module in model.modules() for each in configs_of(getattr(module, "config", None))}
     before = [(config, config._attn_implementation) for config in held.values()]
     try:
@@ -49,7 +49,7 @@ def implementations_kept(model: nn.Module) -> Iterator[list[tuple[Any, str]]]:
 
 
 def configs_of(config: Any) -> Iterator[Any]:
-    """Yields a config of transformers, then the configs inside it; nothing for anything else."""
+    """Yields a config of transformers, then the configs inside it; yields nothing for other objects."""
     if not hasattr(config, "_attn_implementation"):
         return
     yield config
@@ -58,13 +58,13 @@ def configs_of(config: Any) -> Iterator[Any]:
 
 
 def text_config(config: Any) -> Any:
-    """Returns the part of a transformers config that is about text; any other config, or None, as it is."""
+    """Returns the part of a transformers config that is about text; other configs, and None, are returned unchanged."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 @contextmanager
 def watching_attention(model: nn.Module, watch: Watch) -> Iterator[None]:
-    """While open, `watch(module, q, k, v)` is called before each attention of a transformers model.
+    """Calls `watch(module, q, k, v)` before each attention of a transformers model while open.
 
     q is `[batch, heads, tokens, head_dim]`; k and v the same with KV heads, k after RoPE. Models of other libraries are
     not changed.
@@ -86,7 +86,7 @@ def watching_attention(model: nn.Module, watch: Watch) -> Iterator[None]:
 
 
 def _watched(name: str, watch: Watch) -> Callable[..., Any]:
-    """Returns the attention that transformers knows by `name`, watched."""
+    """Returns transformers' attention function `name`, with a call of `watch` before it."""
 
     def attend(module: nn.Module, query: Any, key: Any, value: Any, *arguments: Any, **options: Any) -> Any:
         watch(module, query, key, value)

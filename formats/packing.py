@@ -35,7 +35,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
-    """Returns codes `[..., n]`, uint8, from the bytes that `pack` made. The inverse of `pack`."""
+    """Returns codes `[..., n]`, uint8, from the bytes that `pack` made."""
     if bits == 4:
         return torch.stack([packed & 0x0F, packed >> 4], dim=-1).flatten(-2)[..., :n]
     _require_six(bits)

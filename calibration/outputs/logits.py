@@ -2,7 +2,7 @@
 
 The logits of 512 positions of a vocabulary of 150k take 300 MB in FP32, and several such tensors are needed. So the
 model runs on whole rows without its output head, and the head is applied to a slice of positions at a time. Some models
-do more between the hidden states and the logits than apply a head and a soft cap. So the short cut is compared with the
+do more between the hidden states and the logits than apply a head and a soft cap. So the shortcut is compared with the
 model's own forward on a few tokens, and if the two differ, the whole model computes the logits.
 """
 
@@ -39,7 +39,7 @@ class Logits:
         return (self._before_head(rows) if self.split else logits_of(self.model, rows))[:, :-1].flatten(0, 1)
 
     def decide(self, rows: torch.Tensor) -> None:
-        """Finds out, on a few tokens of `rows`, whether the head can be split off, unless that was found out before."""
+        """Tests on a few tokens of `rows`, unless a test was made before, whether the head can be split off."""
         if self.split is None:
             self.split = self._can_split(trial_rows(rows))
 

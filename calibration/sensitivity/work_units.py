@@ -34,7 +34,7 @@ def run_units(
 
     Args:
         names: the units, the same on every rank.
-        work: computes one.
+        work: computes the result of one unit.
         session: the ranks that share the units; its listener is called for the stage "score".
         key: digest of everything that the results depend on; results on disk with another key are not used.
         path: partial results are written to files of this name with a suffix; None writes none.
@@ -43,22 +43,22 @@ def run_units(
     # All ranks must start from the same results, or they would divide the other units differently: one rank may have
     # read the files before another wrote its first result.
     done = _from_all(_read(path, key) if path else {})
-    mine = [name for name in names if name not in done][rank::world]
+    names_of_rank = [name for name in names if name not in done][rank::world]
     own: dict[str, Result] = {}
-    for count, name in enumerate(mine, 1):
+    for count, name in enumerate(names_of_rank, 1):
         own[name] = work(name)
         # After each unit, with the results of earlier runs: a file of a rank is only ever written by that rank.
         if path is not None:
             held = {"key": key, "units": {**_units_in(_part(path, rank), key), **own}}
             write_atomically(_part(path, rank), json.dumps(held, allow_nan=False))
-        session.report("score", len(names) - len(mine) + count, len(names))
+        session.report("score", len(names) - len(names_of_rank) + count, len(names))
     done = _from_all({**done, **own})
     return {name: done[name] for name in names}
 
 
-def _from_all(mine: dict[str, Result]) -> dict[str, Result]:
-    """Returns the results that all ranks have between them."""
-    return {name: result for part in gathered(mine) for name, result in part.items()}
+def _from_all(own: dict[str, Result]) -> dict[str, Result]:
+    """Returns the results of all ranks together."""
+    return {name: result for part in gathered(own) for name, result in part.items()}
 
 
 def total(results: dict[str, Result]) -> Result:

@@ -45,7 +45,7 @@ class Kfac(Gptq):
     """Second-order rounding on both sides of a weight. See the module docstring.
 
     Attributes:
-        pieces: the pieces of rows.
+        pieces: the number of pieces that rows are divided into.
         output_damping: added to the diagonal of A, as a fraction of its mean.
     """
 
@@ -68,7 +68,7 @@ class Kfac(Gptq):
 def output_blocks(stats: LayerStats, rows: int) -> list[Tensor]:
     """Returns the diagonal blocks of A, `[k, k]` each, whose sizes add up to the `rows` of the weight.
 
-    None without A.
+    The list is empty if there are no statistics of outputs.
     """
     outputs = stats.outputs
     if outputs is None:
@@ -97,7 +97,7 @@ class _OutputBlock:
 
 
 class _TwoSided:
-    """A weight that is being solved. Matrices are laid out `[in, out]`, outputs sorted by piece, then by block of A."""
+    """A weight while it is solved. Matrices are laid out `[in, out]`, outputs sorted by piece, then by block of A."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class _TwoSided:
         pieces = []
         for index, (first, last) in enumerate(pairwise(self.bounds)):
             rows = slice(first, last)
-            # The goal of each row: where its error under A would be least, were it free.
+            # The goal of each row: the values at which its error under A would be least without rounding.
             goal = start.values[:, rows].clone()
             for output in self.outputs:
                 own, shift = output.pieces[index]

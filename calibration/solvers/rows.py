@@ -32,7 +32,7 @@ def solve_by_rows(
     Args:
         solve: a function that solves some rows of `weight` and the same rows of `residual`.
         weight: `[out, in]`.
-        format: the target. A weight whose scales span rows is solved in one part.
+        format: the format of the result. A weight whose scales span rows is solved in one part.
         residual: `[out, in]`, or None.
     """
     rows = len(weight)
@@ -40,7 +40,7 @@ def solve_by_rows(
         count: float = next((count for count in _COUNTS if rows >= count * _LEAST), 1)
     else:
         count = search_threads(*weight.shape)
-    # Bounds depend only on the weight: a part of other rows could round otherwise.
+    # Bounds depend only on the weight: a part of other rows could round differently.
     parts = bounds_of(rows, count) if format.block[0] == 1 else []
     if len(parts) < 2:
         return solve(weight, residual)

@@ -1,4 +1,4 @@
-"""NVFP4 weights in the layout of `kernels/layout.py` are decoded here: in registers, and to BF16 or E4M3 in memory.
+"""These kernels decode NVFP4 weights in the layout of `kernels/layout.py`: in registers, and to BF16 or E4M3 in memory.
 
 A thread holds four words of a tile, 32 codes, and the scales of the two rows that they belong to. Eleven integer
 instructions and four packed products turn a word into eight BF16 values. Each is element times block scale, exactly,
@@ -74,7 +74,7 @@ def decode(words, scales, warps: gl.constexpr):
     low, high = gl.split(scale)
     low = gl.convert_layout(low, words.type.layout, assert_trivial=True)
     high = gl.convert_layout(high, words.type.layout, assert_trivial=True)
-    # Said to have effects so that it keeps its place: before the wait for the product that it overlaps with.
+    # Declared impure so that it stays before the wait for the product that it overlaps with.
     c0, c1, c2, c3 = gl.inline_asm_elementwise(
         _PRODUCTS,
         "=r,=r,=r,=r,r,h,h",
@@ -107,7 +107,7 @@ def _tiles(words, scales, K, tiles: gl.constexpr):
 
 @gluon.jit
 def sm90_nvfp4_dequantize(words, scales, global_scale, out, K, tiles: gl.constexpr):
-    """64 rows by 64 · tiles columns of W in the dtype of `out`."""
+    """Decodes 64 rows by 64 · tiles columns of W to the dtype of `out`."""
     # Through shared memory to rows of 64 columns, so that a thread stores 16 bytes.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     value = _tiles(words, scales, K, tiles).to(gl.float32) * (gl.load(global_scale).to(gl.float32) * DECODED)
@@ -120,7 +120,7 @@ def sm90_nvfp4_dequantize(words, scales, global_scale, out, K, tiles: gl.constex
 
 @gluon.jit
 def sm90_nvfp4_to_e4m3(words, scales, unit, out, K, tiles: gl.constexpr):
-    """64 rows by 64 · tiles columns of W in E4M3; `unit` is the scale of each row without the global scale."""
+    """Decodes 64 rows by 64 · tiles columns of W to E4M3; `unit` is the scale of each row without the global scale."""
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     value = _tiles(words, scales, K, tiles)
     inner: gl.constexpr = value.type.layout
@@ -135,7 +135,7 @@ def sm90_nvfp4_to_e4m3(words, scales, unit, out, K, tiles: gl.constexpr):
 
 @triton.jit
 def nvfp4_row_scales_kernel(scales, global_scale, unit, scale, K, largest: tl.constexpr, tiles: tl.constexpr):
-    """For each row of W: `unit`, 6 / 448 of its largest block scale, and `scale`, `unit` times the global scale.
+    """Computes for each row of W `unit`, 6 / 448 of its largest block scale, and `scale`, that times the global scale.
 
     A word holds the four scale bytes of a row in a tile, and bytes compare as the scales that they stand for.
     """

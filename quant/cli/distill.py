@@ -19,7 +19,7 @@ from quant.training.options import DistillOptions
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--teacher", required=True, help="The original, in 16 bit or quantized; or a file of cache_teacher.")
 @click.option("--cache-teacher", type=click.Path(path_type=Path),
-              help="Write what the teacher says to this file first, and train on the file: the teacher and the student "
+              help="Write the teacher's outputs to this file first, and train on it: the teacher and the student "
               "are never in memory together. Later runs take the file as their --teacher.")  # fmt: skip
 @click.option("--top", default=64, show_default=True, type=click.IntRange(1),
               help="Likeliest tokens that --cache-teacher keeps at each position.")  # fmt: skip
@@ -37,7 +37,7 @@ from quant.training.options import DistillOptions
 @click.option("--hidden", default=0.0, show_default=True, type=click.FloatRange(0),
               help="Weight of the distance of hidden states.")  # fmt: skip
 @click.option("--scales", type=click.Choice(["frozen", "learned"]), default="frozen", show_default=True,
-              help="What becomes of the block scales.")  # fmt: skip
+              help="Whether the block scales are trained.")  # fmt: skip
 @click.option("--eval", "eval_texts", multiple=True, type=click.Path(path_type=Path),
               help="Evaluation text, before and after. Repeatable.")  # fmt: skip
 @click.option("--eval-samples", default=16, show_default=True, help="Rows of each evaluation text.")

@@ -133,7 +133,7 @@ def formats_command(as_json: bool) -> None:
 
 
 def _in_words(field: str, value: Any) -> str:
-    """A value of `quant formats` as a table shows it."""
+    """Returns a value of `quant formats` as a table shows it."""
     if field == "block":
         rows, columns = value
         whole = {(0, 0): "tensor", (1, 0): "row"}
@@ -179,7 +179,7 @@ def _limited(formats: list[str] | None) -> str:
 
 
 def _solver_facts(name: str) -> dict[str, Any]:
-    """A row of the table; `formats` is None where a part takes all."""
+    """Returns a row of the table; `formats` is None for a part that takes all."""
     from quant.calibration.solvers.solver import get_pipeline, supports
     from quant.calibration.walk.expected_time import operations, passes
 

@@ -127,7 +127,7 @@ def _check_shape(layer: LayerPlan, weight: BlockScaledTensor) -> None:
 
 
 def _differ(members: list[_Read]) -> bool:
-    """Returns whether fused layers have tensor scales of their own, which torchao gives to each."""
+    """Returns whether the tensor scales of fused layers differ, since torchao computes one for each layer."""
     first = members[0]
 
     def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -268,15 +268,15 @@ def _format(name: str, tensor: Any, number: Any) -> Format:
 
 
 def _inputs(name: str, granularity: Any, kind: str) -> Format:
-    """Returns the format of inputs that torchao gives a scale to each token, group or the tensor."""
-    which = type(granularity).__name__
+    """Returns the format of inputs with torchao's granularity: a scale for each token, each group or the tensor."""
+    granularity_name = type(granularity).__name__
     sizes = getattr(granularity, "block_size", getattr(granularity, "group_size", None))
     size = sizes[-1] if isinstance(sizes, tuple | list) else sizes
-    if which == "PerRow" and getattr(granularity, "dim", -1) == -1:
+    if granularity_name == "PerRow" and getattr(granularity, "dim", -1) == -1:
         return get_format(f"{kind}_token")
-    if which == "PerTensor":
+    if granularity_name == "PerTensor":
         return get_format("fp8" if kind == "fp8" else "int8_tensor")
-    if which in ("PerBlock", "PerGroup") and size == 128 and kind == "fp8":
+    if granularity_name in ("PerBlock", "PerGroup") and size == 128 and kind == "fp8":
         return get_format("fp8_group")
     raise UserError(f"{name}: no format here for inputs in {kind} by {granularity}; take PerRow()")
 

@@ -21,7 +21,7 @@ from quant.training.modules import QATLinear
 
 
 class LoraQATLinear(Linear):  # type: ignore[misc]
-    """PEFT's `lora.Linear` over a `QATLinear`, to whose weight it adds its own before that is rounded."""
+    """PEFT's `lora.Linear` over a `QATLinear`, which adds the adapter to its weight before rounding."""
 
     base_layer: QATLinear
 
@@ -80,7 +80,7 @@ class _Added:
 
 def check_inside(config: Any) -> None:
     """Raises UserError for options of a `LoraConfig` that an adapter inside of the rounding cannot have."""
-    for name, why in (
+    for name, reason in (
         ("lora_dropout", "the adapter has no input of its own"),
         ("lora_bias", "it adds only to the weight"),
         ("use_dora", "it divides by the norm of a weight"),
@@ -89,5 +89,5 @@ def check_inside(config: Any) -> None:
         if value := getattr(config, name, None):
             raise UserError(
                 f"{name}={value!r}: not for LoRA inside of the rounding of a model that prepare_qat prepared, where "
-                f"{why}; leave it out, or use PEFT without quant.lora, which puts adapters beside the rounded layers"
+                f"{reason}; leave it out, or use PEFT without quant.lora, which puts adapters beside the rounded layers"
             )

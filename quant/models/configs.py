@@ -1,6 +1,6 @@
 """Configs of models are read and checked here, and errors that they cause elsewhere become one line.
 
-transformers takes a config for granted: some fields it checks, over others its models stumble with any exception.
+transformers trusts a config: it checks some fields, and wrong values of others raise any exception in its models.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def checked_fields(file: Path) -> dict[str, Any]:
             ids = fields[name]
             typed(list[int] if isinstance(ids, list) else int | None, ids, name)
     except ValueError as error:
-        raise UserError(f"{file}: {error}; mend it, or download it again") from None
+        raise UserError(f"{file}: {error}; correct it, or download it again") from None
     return fields
 
 
@@ -69,7 +69,7 @@ def check_numbers(file: Path) -> None:
     try:
         json.dumps(read_fields(file), allow_nan=False)
     except ValueError as error:
-        raise UserError(f"{file}: {one_line(error)}; mend it, or download it again") from None
+        raise UserError(f"{file}: {one_line(error)}; correct it, or download it again") from None
 
 
 def check_processor(file: Path) -> None:
@@ -121,7 +121,7 @@ def check_sizes(config: Any, files: Iterable[Path], where: Path) -> None:
     for name, value in wide.items():
         # A block has at least one tensor, and no single dimension comes near twice the bytes of all weights.
         if value > (tensors if name in _BLOCKS else 2 * nbytes):
-            raise UserError(f"{where}: {name} is {reprlib.repr(value)}, far beyond the weights that are there")
+            raise UserError(f"{where}: {name} is {reprlib.repr(value)}, far beyond the weights in the files")
 
 
 def _sizes(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
@@ -135,7 +135,7 @@ def _sizes(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def explained(where: str | Path) -> Iterator[None]:
-    """While open, whatever transformers or a model's own code raises becomes one line that begins with `where`.
+    """Turns whatever transformers or a model's own code raises while open into one line that begins with `where`.
 
     Raises:
         UserError: instead of any exception except this package's own, and out-of-memory errors.

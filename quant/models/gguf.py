@@ -3,7 +3,7 @@
 The loader parses the file anew for the config, the weights and the tokenizer, which takes three to five seconds each
 time for a vocabulary of 49,152 tokens, and builds the table of tensor names once per submodule, which is hundreds of
 times the same. It has no argument for a parsed file, so `shared_parsing` replaces the two functions of the gguf package
-for the time of a `with` block by versions that do the same once.
+within a `with` block by versions that do the same work once.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
 
 @contextlib.contextmanager
 def _dropped_tensors() -> Iterator[list[str]]:
-    """While open, collects the tensors of a GGUF file that transformers has no name for and silently drops."""
+    """Collects, while open, the tensors of a GGUF file that transformers has no name for and silently drops."""
     dropped: list[str] = []
     with contextlib.ExitStack() as stack:
         # Releases of transformers without this module report such tensors as they do for safetensors.
@@ -86,13 +86,13 @@ def _recording(process: Any, dropped: list[str]) -> Any:
     model itself.
     """
 
-    def noting(self: Any, weights: Any, name: str, **options: Any) -> Any:
+    def process_and_record(self: Any, weights: Any, name: str, **options: Any) -> Any:
         result = process(self, weights=weights, name=name, **options)
         if result.name is not None and result.name not in options["tensor_key_mapping"]:
             dropped.append(name)
         return result
 
-    return noting
+    return process_and_record
 
 
 def _refuse_dropped(model: Any, path: Path, names: list[str]) -> None:
@@ -115,7 +115,7 @@ def _refuse_dropped(model: Any, path: Path, names: list[str]) -> None:
     if dropped:
         raise UserError(
             f"{path}: transformers {version} leaves out {listed(dropped, 3)}, and {type(model).__name__} would compute "
-            "something else without; open the Hugging Face directory of the model, or try another version"
+            "something else without them; open the Hugging Face directory of the model, or try another version"
         )
     if heads:
         warnings.warn(
@@ -153,9 +153,9 @@ def load_tokenizer(path: Path) -> Any:
 
 @contextlib.contextmanager
 def shared_parsing() -> Iterator[None]:
-    """While open, a GGUF file is parsed once however often `gguf.GGUFReader` is called.
+    """Makes `gguf.GGUFReader` parse a file only once while open.
 
-    The results are the same, and the memory of the parsed file is given back at the end. transformers' GGUF progress
+    The results are the same, and the memory of the parsed file is released at the end. transformers' GGUF progress
     bar, which ignores transformers' own switch for progress bars, obeys it inside.
     """
     gguf = require("gguf", "hf")

@@ -38,7 +38,7 @@ def load(
         meta: whether tensors are on the meta device.
 
     Raises:
-        UserError: damaged, not only tensors, no state dict, or one with codes or scales of quantized weights.
+        UserError: it is damaged, holds more than tensors or no state dict, or holds codes and scales.
     """
     content = _unwrap(_read(path, unsafe))
     if isinstance(content, nn.Module):
@@ -66,7 +66,7 @@ def _read(path: Path, unsafe: bool) -> Any:
         ) from None
     except (AttributeError, ImportError) as error:
         raise UserError(f"{path}: its classes cannot be imported ({error}); save model.state_dict() instead") from None
-    except Exception as error:  # a damaged pickle makes the unpickler stumble over anything
+    except Exception as error:  # a damaged pickle can make the unpickler raise anything
         reason = str(error).partition("\n")[0]
         raise UserError(f"{path}: truncated or damaged ({reason}); copy or download it again") from None
 
@@ -84,10 +84,10 @@ def _unwrap(content: Any) -> Any:
 def _state_dict_of(content: Any, path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(content, Mapping):
         raise UserError(f"{path}: holds a {type(content).__name__}; expected a state dict or an nn.Module")
-    strange = [str(name) for name, value in content.items() if not isinstance(value, torch.Tensor)]
-    if strange or not content:
-        what = f"{', '.join(strange[:3])} is not a tensor" if strange else "it is empty"
-        raise UserError(f"{path}: not a state dict ({what}); save model.state_dict(), or wrap it as {_WRAPPERS[0]!r}")
+    not_tensors = [str(name) for name, value in content.items() if not isinstance(value, torch.Tensor)]
+    if not_tensors or not content:
+        fault = f"{', '.join(not_tensors[:3])} is not a tensor" if not_tensors else "it is empty"
+        raise UserError(f"{path}: not a state dict ({fault}); save model.state_dict(), or wrap it as {_WRAPPERS[0]!r}")
     return {str(name): tensor.detach() for name, tensor in content.items()}
 
 
@@ -100,7 +100,7 @@ def load_exported(path: Path, dtype: torch.dtype | None, unsafe: bool) -> nn.Mod
         unsafe: whether its code may run.
 
     Raises:
-        UserError: not trusted, damaged, or of another dtype.
+        UserError: the file is not trusted, is damaged, or has another dtype.
     """
     if not unsafe:
         raise UserError(
@@ -109,7 +109,7 @@ def load_exported(path: Path, dtype: torch.dtype | None, unsafe: bool) -> nn.Mod
         )
     try:
         model = torch.export.load(path).module()
-    except Exception as error:  # whatever a damaged archive makes the deserializer stumble over
+    except Exception as error:  # a damaged archive can make the deserializer raise anything
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"{path}: not a readable exported program ({reason}); export it again with this torch"

@@ -2,7 +2,7 @@
 
 Qwen3-Next stores its head as `mtp.*`, DeepSeek-V3 and GLM-4.5 as one block more than the config counts. Servers run
 these tensors, and transformers does not even load them. A matrix of a head becomes a linear layer at the place that its
-name says; nothing ever calls it, and everything that goes by a model's layers (plans, solvers, checkpoints) finds it:
+name says; nothing ever calls it, and everything that lists a model's layers (plans, solvers, checkpoints) finds it:
 
     mtp.layers.0.self_attn.q_proj.weight      model.mtp.layers.0.self_attn.q_proj       next to the model's parts
     model.layers.61.self_attn.q_proj.weight   model.model.layers.61.self_attn.q_proj    in a list that hides it
@@ -27,7 +27,7 @@ class HeadPart(nn.Module):
 
 
 class BlocksBeforeHeads(nn.ModuleList):
-    """A list of blocks that holds parts of prediction heads too, which only their names reach."""
+    """A list of blocks that also holds parts of prediction heads, which are reached only by name."""
 
     def _blocks(self) -> list[nn.Module]:
         return [module for module in self._modules.values() if module is not None and not isinstance(module, HeadPart)]

@@ -130,7 +130,7 @@ class QATExperts(RoundedWeight, ExpertStack):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """While open, the experts are taken apart once, so that their gradients are put together once."""
+        """Takes the experts apart once while open, so that their gradients are put together once."""
         self.remember_dtype()
         self._matrices = self.trained_weight.unbind(0)
         try:

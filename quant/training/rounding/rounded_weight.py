@@ -43,7 +43,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 class Adapter(Protocol):
-    """Something that is trained instead of a weight, and added to it before it is rounded."""
+    """A trained matrix that is added to a frozen weight before rounding."""
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ class RoundedWeight(nn.Module):
         start: the quantized weight that `weight` rounds to at the start.
         scales: one of `SCALES`.
         stored: dtype of the checkpoint, to which float scales are rounded.
-        dtype: the dtype of the layer that this one stands for, when its weight is read.
+        dtype: the dtype of the weight's values in the layer that this one replaces.
 
     Attributes:
         range_shift: the parameter of learned scales. Layers that share a per-tensor scale share it: the first of them
@@ -235,13 +235,13 @@ class RoundedWeight(nn.Module):
         """Compares how the layer of the state was prepared, and goes on as that was trained.
 
         Raises:
-            UserError: otherwise than this one.
+            UserError: that layer was prepared differently from this one.
         """
         text, own = bytes(state.tolist()).decode(errors="replace"), self._prepared_with()
         saved, *trained = text.split("\n")
         if saved != own:
             raise UserError(
-                f"the weights to load are of a model that was prepared otherwise: a layer in training has ({saved}) "
+                f"the weights to load are of a model that was prepared differently: a layer in training has ({saved}) "
                 f"there and ({own}) here; prepare this model with the same plan, solver and scales"
             )
         if len(trained) == 2:

@@ -136,6 +136,6 @@ def test_weights_of_a_model_that_was_prepared_otherwise_are_refused(one: Any, ot
         models.append(tiny_models.llama(gain=2.0).requires_grad_(True))
         quant.prepare_qat(models[-1], preset, ROWS, solver=solver, scales=scales)
     with pytest.raises(
-        quant.UserError, match=r"prepared otherwise: a layer in training has \(.*\) there and \(.*\) here"
+        quant.UserError, match=r"prepared differently: a layer in training has \(.*\) there and \(.*\) here"
     ):
         models[1].load_state_dict(models[0].state_dict(), strict=False)
