@@ -1,7 +1,7 @@
 """A `Sensitivity` table holds the loss that each fusion group causes in each format.
 
-    scores[group][format]      expected loss if only this group is quantized so and all others stay as they are bits,
-    bytes                size of the group in that format, every scale and pad counted
+    scores[group][format]      expected loss if only this group is quantized so and all others stay as they are
+    bits, bytes                size of the group in that format, every scale and pad counted
 
 A format here is a name that `--formats` takes: a preset (`nvfp4`, `mxfp8`, `fp8`: weights and inputs), a preset with
 `a16` at its end (weights only), or `keep`, which is 16 bit and costs no loss. The three methods measure different

@@ -1,9 +1,11 @@
 """`Preparer` turns samples into calls of a model, as the model's own processor prepares them.
 
-    image           pixel_values of the image processor sound           input_features or input_values of the feature
-    extractor, at its sampling rate image + text    both; where the model writes on after images, through the chat
-    template: the user shows the image and requests a description, and the caption is the answer sound + text    the
-    transcript is the decoder's text two texts       the first for the encoder, the second for the decoder
+    image           pixel_values of the image processor
+    sound           input_features or input_values of the feature extractor, at its sampling rate
+    image + text    both; where the model writes on after images, through the chat template: the user shows the image
+                    and requests a description, and the caption is the answer
+    sound + text    the transcript is the decoder's text
+    two texts       the first for the encoder, the second for the decoder
 
 An encoder-decoder is called with the decoder's tokens too, from its start token on. A sample without a text for the
 decoder gets only the start token, and `decoder_text` then lets the model write.

@@ -4,9 +4,9 @@ transformers drops tensors that a model's class has no use for, such as the mult
 and DeepSeek-V3, which servers run. It also casts tensors to the config's dtype as it loads them: float32 biases of
 routers, or `A_log` of a state-space layer, in a BF16 model. A checkpoint has them as the source does:
 
-    not in the model                           carried under its name; its module is in the config's `ignore` cast, and
-    not changed since                the source's dtype and bytes the whole model cast to another dtype      the model's
-    dtype, which the user chose
+    not in the model                           carried under its name; its module is in the config's `ignore`
+    cast, and not changed since                the source's dtype and bytes
+    the whole model cast to another dtype      the model's dtype, which the user chose
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ huggingface_hub downloads files that are not in its cache yet, and honours its o
 HF_HUB_CACHE, HF_ENDPOINT, tokens). A name is looked up once a process, so that a branch that moves during the run
 cannot mix two commits. Of the repository's files a model has:
 
-    *.safetensors, or else *.bin, of the top folder     its weights; `consolidated*` are the same weights again files
-    without weights (`companion_names`)           config, tokenizer, templates, licence, code, which is not run
-    1_Pooling/, adapters                                parts of the model, with their weights onnx/, original/,
-    checkpoint-500/                   other models, or this one in another form; left out
+    *.safetensors, or else *.bin, of the top folder     its weights; `consolidated*` are the same weights again
+    files without weights (`companion_names`)           config, tokenizer, templates, licence, code, which is not run
+    1_Pooling/, adapters                                parts of the model, with their weights
+    onnx/, original/, checkpoint-500/                   other models, or this one in another form; left out
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 The same machine always gives the same tokens. Two machines do while the two likeliest tokens lie further apart than
 rounding moves their logits. On SmolLM2 that is, on average:
 
-    float32                              0       sums differ only in their last bits BF16
-    0.1 FP8 attention and an FP8 cache       0.1     in either dtype FP8 attention and an NVFP4 cache     0.3     a key
-    that rounds the other way changes the keys of later layers
+    float32                              0       sums differ only in their last bits
+    BF16                                 0.1
+    FP8 attention and an FP8 cache       0.1     in either dtype
+    FP8 attention and an NVFP4 cache     0.3     a key that rounds the other way changes the keys of later layers
 """
 
 from __future__ import annotations
