@@ -25,7 +25,7 @@ _STATES_SHARE = 0.08  # for one of the four sets of hidden states that exist whi
 NARROW = (torch.float16, torch.bfloat16)
 
 Device = torch.device | str | None
-"""What `device=` takes. None stands for where the model is, "auto" for the GPU where there is one."""
+"""Values of `device=`. None means the device that the model is on, "auto" the GPU where there is one."""
 
 
 def find_device(device: Device) -> torch.device | None:
@@ -66,7 +66,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def elsewhere(model: nn.Module, device: torch.device | None) -> bool:
-    """Returns whether `model` has to be copied to run on `device`; None stands for where it is."""
+    """Returns whether `model` has to be copied to run on `device`; None means the device that it is on."""
     return device is not None and device_of(model) != device
 
 
@@ -77,7 +77,7 @@ def is_visited(model: nn.Module, device: torch.device | None, dtype: torch.dtype
 
 @contextmanager
 def placed(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None = None) -> Iterator[torch.device]:
-    """While open, `model` runs on `device` and takes its inputs there; gives that device.
+    """Makes `model` run on `device` while open, with its inputs there; yields that device.
 
     Args:
         model: a model whose weights must not be changed meanwhile.
@@ -113,7 +113,7 @@ def _visiting(
     prefetcher: Prefetcher,
     dtype: torch.dtype | None,
 ) -> Iterator[None]:
-    """While open, each of `blocks` is on the device for its own forward pass, and the next one on its way."""
+    """Brings each of `blocks` to the device for its own forward pass while open, with the next one on its way."""
     device, waiting = prefetcher.device, dict[int, Callable[[], list[torch.Tensor]]]()
 
     def enter(index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -175,7 +175,7 @@ class DeviceCopies:
     """Copies on a device that replace the tensors of some modules, until the originals are restored.
 
     Args:
-        modules: their submodules are not counted in.
+        modules: the modules; their submodules are not included.
         copies: the copies of `tensors_of(modules)`, in that order, in the same dtypes.
         device: the device of the copies; None for the device of the tensors.
         dtype: the dtype to which copies in `narrow` dtypes are widened; None leaves them.
@@ -254,7 +254,7 @@ class DeviceCopies:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Returns a tensor, or the tensors of a tuple, on `device`; anything else, such as a cache, as it is."""
+    """Returns a tensor, or the tensors of a tuple, on `device`; other values, such as a cache, are unchanged."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     return tuple(_moved(v, device) for v in value) if type(value) is tuple else value

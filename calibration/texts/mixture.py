@@ -80,8 +80,8 @@ def mixture_rows(
         tokenizer: a Hugging Face tokenizer; without one all text is the model's own.
         session: the session. Its seed chooses the pieces and the model's draws: the same rows for the same seed, model
             and machine. Its listener is called for the stage "generate".
-        samples: rows. There are fewer where the samples end and no model writes.
-        seqlen: tokens a row.
+        samples: the number of rows; there are fewer if the samples end and no model writes.
+        seqlen: the number of tokens in a row.
         own_only: leaves the samples out, and own text begins from just the start token.
 
     Returns:
@@ -279,7 +279,7 @@ def _without_own(stock: Mapping[str, list[torch.Tensor]], needed: int, length: i
 
 def _interleaved(parts: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     """Returns the pieces of all parts, each part spread evenly over the whole."""
-    # Piece i of n stands at (i + ½) / n of the whole, whatever n is.
+    # Piece i of n is placed at (i + ½) / n of the whole, whatever n is.
     placed = [((i + 0.5) / len(pieces), piece) for pieces in parts.values() for i, piece in enumerate(pieces)]
     return [piece for _, piece in sorted(placed, key=lambda pair: pair[0])]
 

@@ -73,16 +73,16 @@ class BuiltEngine:
     """An engine file; all other fields are copied to the receipt.
 
     Attributes:
-        path: of the engine.
-        warnings: of the builder, each message once.
+        path: path of the engine.
+        warnings: the builder's warnings, each message once.
         target: compute capability, such as `sm120`, or several of them.
         backend: `tensorrt_rtx` or `tensorrt`, and its version.
-        reason: for choosing that backend.
+        reason: the reason for choosing that backend.
         profiles: ranges of shapes, as `--shapes` writes them.
         layers: the linear layers in its graph, quantized or not; empty if the graph does not name them.
         attention_nodes: names of the attention nodes of its graph.
         seconds: duration of the build.
-        peak_rss_bytes: of the build process.
+        peak_rss_bytes: peak memory of the build process.
     """
 
     path: Path
@@ -115,7 +115,7 @@ def export_engine(
         model: a quantized module, or an ONNX file of one.
         out: the engine file.
         options: target and shapes.
-        plan: of the model; the engine is compared with it.
+        plan: the plan of the model; the engine is compared with it.
         attention: how FP8 attention of the plan runs: "native", "plugin", or "none" for 16 bit.
         allow_fallback: accepts layers that run in half precision; the receipt names them.
         layers: comparisons of earlier stages by layer, for the receipt.

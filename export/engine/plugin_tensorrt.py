@@ -76,7 +76,7 @@ def register_quick(trt: Any, trtp: Any, arch: int) -> None:
         types = Attributes(causal, softmax_scale, output_type).io_types
         return [trtp.AutoTuneCombination(", ".join(types), "LINEAR")]
 
-    # TensorRT binds arguments by name, so that one object cannot stand for the attributes.
+    # TensorRT binds arguments by name, so one object cannot hold the attributes.
     def implement(
         q: Any, k: Any, v: Any, scales: Any, causal: Any, softmax_scale: Any, output_type: Any,
         outputs: Any, tactic: Any,
@@ -122,7 +122,7 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
 
     class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):  # type: ignore[misc]
         def __init__(self, attributes: Attributes, kernels: dict[int, BundledKernel]) -> None:
-            # pybind11 wants the constructor of each base to run; super() reaches the first alone.
+            # pybind11 requires that the constructor of each base runs; super() reaches only the first.
             for base in Plugin.__bases__:
                 base.__init__(self)
             self.plugin_name, self.plugin_namespace, self.plugin_version = PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION

@@ -48,7 +48,7 @@ def lower(model: nn.Module, path: str | Path, inputs: Mapping[str, torch.Tensor]
 
     Args:
         model: quantized; it is not changed.
-        path: of the program; ends in `.pt2`.
+        path: the path of the program, which ends in `.pt2`.
         inputs: an example of each input by the name of `forward`'s parameter; their shapes are fixed.
 
     Raises:
@@ -89,7 +89,7 @@ def _has_ops() -> bool:
 
 
 class _Quantizer(nn.Module):
-    """To a format and back: FP8, or NVFP4 in blocks; without a static `scale`, amax is measured in the graph."""
+    """Rounds to a format and back: FP8, or NVFP4 in blocks; without a static `scale`, the graph measures amax."""
 
     amax: torch.Tensor | None
 
@@ -145,8 +145,8 @@ class _LoweredConv(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         (conv,) = self.original
         x, weight = conv.padded(self.input_quantizer(x)), self.weight_quantizer(self.weight)
-        where = (conv.stride, conv.op_padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups)
-        return torch.convolution(x, weight, self.bias, *where)
+        geometry = (conv.stride, conv.op_padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups)
+        return torch.convolution(x, weight, self.bias, *geometry)
 
 
 def _per_tensor_scale(weight: BlockScaledTensor) -> torch.Tensor:

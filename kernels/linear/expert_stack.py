@@ -1,4 +1,4 @@
-"""An `ExpertStack` stands where a model has one parameter for the matrices of all experts.
+"""An `ExpertStack` takes the place of the parameter in which a model holds the matrices of all experts.
 
 It takes part in the products of the modeling code as the parameter would (`linear(x, P[e])`, `x @ P[e]`,
 `bmm(x, P)`, and `x @ P.view(…)[e].T`), through `__torch_function__`. Each such product runs through `product`, which
@@ -37,7 +37,7 @@ class ExpertStack(nn.Module):
         raise NotImplementedError
 
     def opened(self) -> AbstractContextManager[object]:
-        """While open, the matrices of one forward pass may be kept."""
+        """Lets a subclass keep the matrices of one forward pass while open."""
         return nullcontext()
 
     def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:

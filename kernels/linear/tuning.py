@@ -31,8 +31,8 @@ def search(
     """Times the candidates for `weight` and `tokens` rows of BF16, fastest first.
 
     Args:
-        weight: on the GPU, in either layout.
-        tokens: rows of x.
+        weight: a weight on the GPU, in either layout.
+        tokens: the number of rows of x.
         gpu: the GPU it is on.
         choices: launches to try; by default `matmul_tiles.candidates`.
 
@@ -59,8 +59,8 @@ def search(
                 continue
             calls = [call_of(x, copy, choice) for copy in weights]
             timings.append(Timing(choice, graph_microseconds(calls), error))
-        except Exception as error_:  # A compiler may refuse a candidate in any way; the search goes on.
-            dropped[choice] = f"{type(error_).__name__}: {' '.join(str(error_).split())[:200]}"
+        except Exception as exception:  # A compiler may refuse a candidate in any way; the search goes on.
+            dropped[choice] = f"{type(exception).__name__}: {' '.join(str(exception).split())[:200]}"
     return sorted(timings, key=lambda t: t.microseconds), dropped
 
 
@@ -103,7 +103,7 @@ def tune_shapes(
         The entries, why candidates were dropped, and the file.
     """
     best: dict[str, Timing] = {}
-    why: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     jobs = [(weight, count) for weight in weights for count in tokens]
     for done, (weight, count) in enumerate(jobs):
         weight = (restore(weight) if is_prepacked(weight) else weight).to("cuda")
@@ -114,9 +114,9 @@ def tune_shapes(
         for layout in layouts:
             name = key(layout.format, count, (weight.shape[0], weight.shape[1]), is_prepacked(layout))
             timings, dropped = search(layout, count, gpu)
-            why.update({f"{name} {choice}": reason for choice, reason in dropped.items()})
+            reasons.update({f"{name} {choice}": reason for choice, reason in dropped.items()})
             if timings:
                 best[name] = timings[0]
         if progress is not None:
             progress(done + 1, len(jobs))
-    return {name: to_entry(timing) for name, timing in best.items()}, why, store(gpu, best)
+    return {name: to_entry(timing) for name, timing in best.items()}, reasons, store(gpu, best)

@@ -53,7 +53,7 @@ def nvfp4_solve_kernel(
     targets, coupling, inverses, values, scales, moves, global_scale, n, blocks, targets_stride, coupling_row,
     coupling_column, improve: tl.constexpr, WIDTH: tl.constexpr, CANDIDATES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`ROWS` rows of the weight through one window; see the module docstring. Grid: (groups of rows, windows)."""
+    """Takes `ROWS` rows of the weight through one window; see the module docstring. Grid: (groups of rows, windows)."""
     column = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = column < n
     row = tl.arange(0, WIDTH)
@@ -100,7 +100,7 @@ def nvfp4_solve_kernel(
             rounded = tl.where(own, value[None, :, :], rounded)
             errors = tl.where(own, error[None, :, :], errors)
             if improve:
-                # The loss of the values that there were, under the same feedback.
+                # The loss of the previous values, under the same feedback.
                 old_error = tl.div_rn(tl.sum(tl.where((row == j)[:, None], old_left - old, 0.0), axis=0), pivot)
                 old_loss += old_error * old_error
                 old_left -= upper[:, None] * old_error[None, :]
@@ -133,7 +133,7 @@ def solve_nvfp4_window(
     start: int,
     improve: bool,
 ) -> torch.Tensor:
-    """Returns `gptq._solve_window` for whole blocks of sixteen, with every candidate scale tried with feedback.
+    """Solves a window as `gptq._solve_window` does, in whole blocks of sixteen, trying every scale with feedback.
 
     Args:
         global_scale: float32 scalar.
@@ -142,7 +142,7 @@ def solve_nvfp4_window(
         inverses: `[blocks, 16, 16]`.
         values, scales: contiguous, filled here.
         start: not used.
-        improve: see there.
+        improve: as in `gptq._solve_window`.
 
     Returns:
         The moves, `[inputs, n]`.
@@ -203,7 +203,7 @@ def _nearest_e4m3(x):
 
 @triton.jit
 def nvfp4_fake_quantize_kernel(x, out, global_scale, blocks, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
-    """`BLOCKS` blocks of sixteen values, rounded and dequantized; grid: (groups of blocks,)."""
+    """Rounds and dequantizes `BLOCKS` blocks of sixteen values; grid: (groups of blocks,)."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     offset = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     valid = (block < blocks)[:, None]
@@ -221,7 +221,7 @@ def nvfp4_learned_kernel(
     latent, first_step, step, gradient, values, scale_gradient, blocks,
     backward: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCKS` blocks of the learned weight, or with `backward` the gradients of its latent values and its scales."""
+    """Computes `BLOCKS` blocks of the learned weight; with `backward`, gradients of its latent values and scales."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     offset = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = block < blocks

@@ -273,7 +273,7 @@ def check_request(
     if kind in ("onnx", "tensorrt", "triton-server"):
         for package in ("onnx", "onnxscript"):
             require(package, "onnx")
-    # A decoder needs no target on a Triton server, which only the loaded model tells.
+    # A decoder needs no target on a Triton server, but only the loaded model shows whether it is one.
     if kind == "tensorrt" or (kind == "triton-server" and target is not None):
         if target is None:
             raise UserError(

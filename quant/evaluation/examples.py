@@ -28,7 +28,7 @@ from quant.calibration.ranks import gathered
 from quant.recipes.json_data import JsonData
 
 Decode = Callable[[Sequence[int]], str]
-"""From token ids to text."""
+"""A function from token ids to text."""
 _CONTEXT = 24  # tokens that are shown before a prediction
 _POSITIONS = 64  # of a row, whose layer outputs are compared
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quant.allocation.record import AllocationRecord
 from quant.calibration.sensitivity.costs import kv_cache_bytes
@@ -25,9 +25,6 @@ from quant.recipes.json_data import JsonData, typed
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import Plan
 
-if TYPE_CHECKING:
-    pass
-
 SCHEMA_VERSION = 1
 # Fields that `to_dict` leaves out if they are None, so that the report of a plain run stays short.
 _PARTS = ("sensitivity", "allocation", "receipt", "kv_cache", "distillation", "fingerprint", "examples")
@@ -38,7 +35,7 @@ class LayerReceipt(JsonData):
     """The relative deviation of one layer at each stage of an export; None for stages that were not run.
 
     Attributes:
-        name: as in the plan.
+        name: the layer's name in the plan.
         fake_quant: the layer in PyTorch, from the textbook in float64.
         checkpoint: the weight in the checkpoint's files, from the layer's.
         onnx: the layer's nodes in the graph, from the layer.
@@ -91,8 +88,8 @@ class KVCache(JsonData):
 
     Attributes:
         nbytes: over all layers, in the plan's format.
-        context: tokens a sequence.
-        batch: sequences.
+        context: number of tokens in a sequence.
+        batch: number of sequences.
     """
 
     nbytes: int
@@ -101,7 +98,7 @@ class KVCache(JsonData):
 
     @property
     def tokens(self) -> int:
-        """Of all sequences."""
+        """Number of tokens of all sequences together."""
         return self.context * self.batch
 
 
@@ -111,9 +108,9 @@ class Distillation(JsonData):
 
     Attributes:
         start: the quantized checkpoint that training began with.
-        teacher: as the user named it.
+        teacher: name of the teacher, as the user gave it.
         data: the training text.
-        steps: of the optimizer.
+        steps: number of optimizer steps.
         batch, seqlen: rows a step, and tokens a row.
         rate: peak learning rate.
         scales: "frozen" or "learned".
@@ -146,18 +143,18 @@ class Report(JsonData):
         evaluation: measured figures, if the run measured any.
         plan_digest: `Plan.digest()` of the plan that was executed.
         command: command line that makes this again.
-        versions: of the packages that took part.
+        versions: versions of the packages that took part.
         seconds: time by stage.
-        peak_rss_bytes: peak memory of the process, where the system tells.
+        peak_rss_bytes: peak memory of the process, where the system reports it.
         device: where the run computed.
         files: SHA-256 by name of each file written.
-        warnings: for the user, before relying on the result.
+        warnings: warnings that a user should read before relying on the result.
         sensitivity: scores of every group in every format, where formats were allocated by them.
         allocation: the budget, predictions and measurements, where formats were allocated.
         receipt: the layers compared at each stage of an export, where there was one.
-        kv_cache: size of the KV cache, where the model's config tells it.
+        kv_cache: size of the KV cache, where the model's config determines it.
         distillation: how the model was trained after it was quantized, where it was.
-        fingerprint: of the quantized model's logits, where it was evaluated; `quant verify` compares.
+        fingerprint: fingerprint of the quantized model's logits, where it was evaluated; `quant verify` compares it.
         examples: tokens and a text before and after, where a language model was evaluated.
     """
 

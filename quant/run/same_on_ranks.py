@@ -22,15 +22,15 @@ _PIECES, _BYTES = 64, 1 << 20
 
 
 def check_same(values: Mapping[str, str], session: Session, files: Sequence[Path] = ()) -> None:
-    """Checks that all ranks have the same things.
+    """Checks that all ranks have the same values, files, versions and kind of device.
 
     Args:
-        values: hashes or names that the result depends on, by the words of the error message.
+        values: hashes or names that the result depends on, by their names in the error message.
         session: the session of this rank; GPUs of different kinds would round differently.
         files: the files of the model.
 
     Raises:
-        UserError: they differ; the first rank and thing that do are named.
+        UserError: ranks differ; the message names the first rank that does, and the value.
     """
     if rank_and_world()[1] == 1:
         return
@@ -45,7 +45,7 @@ def check_same(values: Mapping[str, str], session: Session, files: Sequence[Path
             if theirs.get(name) != first.get(name):
                 own_value, first_value = (each.get(name, "none") for each in (theirs, first))
                 if rank_and_world()[0]:
-                    wait_for_all()  # until the first rank has said it, and this one is ended
+                    wait_for_all()  # the first rank reports the error, and this process is ended
                 detail = "" if len(own_value + first_value) > 80 else f" ({own_value}; rank 0 has {first_value})"
                 raise UserError(
                     f"rank {rank} on {machine} differs from rank 0 in {name}{detail}; all ranks need the same files, "

@@ -40,8 +40,7 @@ def write(job: Job, decision: Decision, solved: Solved, measured: Measured) -> O
             warnings.warn(message, stacklevel=4)  # the caller of `quant.quantize`
         return Outcome(solved.plan, quantized=solved.quantized)
     report = _report(job, decision, solved, measured)
-    # Other ranks' steps must be on disk before this process leaves the group, after which nobody can be asked for
-    # steps.
+    # Other ranks' steps must be on disk before this process leaves the group: afterwards it can receive none.
     job.session.store.flush()
     is_first = rank_and_world()[0] == 0
     leave()  # compressed-tensors, which the trial load imports, waits for all ranks of a process group
@@ -57,7 +56,7 @@ def _write_checkpoint(job: Job, out: Path, solved: Solved, report: Report) -> No
         assert source.state_dict is not None and solved.tensors is not None
         save_state_dict(source.state_dict, solved.tensors, solved.plan, out, overwrite=request.overwrite, finish=finish)
         return
-    # Of a model that is in a directory, the files of its tokenizer are copied.
+    # For a model in a directory, the files of its tokenizer are copied.
     directory = described_by(solved.quantized.model, source.directory)
     write_model(
         solved.quantized.model,
@@ -71,7 +70,7 @@ def _write_checkpoint(job: Job, out: Path, solved: Solved, report: Report) -> No
 
 
 def _finish(job: Job, plan: Plan, report: Report) -> Finish:
-    """Completes the directory of the checkpoint before it appears under its name."""
+    """Returns a function that completes the directory of the checkpoint before it appears under its name."""
     started = time.perf_counter()
 
     def finish(directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:

@@ -8,8 +8,8 @@ tensors. `ChunkedKL` computes a slice's logits, its loss and its gradient
     dL/dz = T / positions · (q − p)
 
 in the forward pass, takes that back through the student's head at once, and forgets the logits. It keeps the gradient
-of the head's input `[positions, hidden]`, and that of the head's parameters (the fused losses of Liger-Kernel work so,
-too). The backward pass multiplies them by a number.
+of the head's input `[positions, hidden]`, and that of the head's parameters (as the fused losses of Liger-Kernel do).
+The backward pass multiplies them by a number.
 
 That number has T² / positions and the gradient of the loss. In a slice, 1 / positions would make FP16 zeros of most
 gradients, which no GradScaler brings back. A power of two takes its place: it keeps both the smallest elements and sums
@@ -42,7 +42,7 @@ _SLICE_SUM = 1 << 12
 _NOTHING = 1e-6
 
 Head = Callable[[torch.Tensor], torch.Tensor]
-"""Of inputs of the output head, `[positions, hidden]`, their logits `[positions, vocabulary]`."""
+"""A function from inputs of the output head, `[positions, hidden]`, to their logits `[positions, vocabulary]`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,13 +65,13 @@ class LogitTeacher:
             part: the part of the positions.
             temperature: T.
         """
-        theirs = self.head(self.hidden[part].to(logits.device)).float()
-        if theirs.shape != logits.shape:
+        teacher_logits = self.head(self.hidden[part].to(logits.device)).float()
+        if teacher_logits.shape != logits.shape:
             raise UserError(
-                f"the teacher's vocabulary has {theirs.shape[-1]:,} tokens and the student's {logits.shape[-1]:,}; "
-                "take a teacher of the same family, whose tokens are the same"
+                f"the teacher's vocabulary has {teacher_logits.shape[-1]:,} tokens and the student's "
+                f"{logits.shape[-1]:,}; take a teacher of the same family, whose tokens are the same"
             )
-        logp = (theirs / temperature).log_softmax(dim=-1)
+        logp = (teacher_logits / temperature).log_softmax(dim=-1)
         logq = logits.div_(temperature).log_softmax(dim=-1)
         p = logp.exp()
         # A token that the teacher rules out (p = 0) counts nothing, though its logarithms may differ by infinity.
@@ -87,7 +87,7 @@ class TopTeacher:
         tokens: int `[positions, k]`.
         logp: their log-probabilities at the temperature, float32 `[positions, k]`.
         name: the name of the model in messages.
-        vocabulary: tokens that the teacher knows; None is not known.
+        vocabulary: number of tokens that the teacher knows; None if that is unknown.
     """
 
     tokens: torch.Tensor
@@ -119,7 +119,7 @@ class TopTeacher:
         loss = (p * (logp - top_logq).masked_fill(p == 0, 0)).sum(dim=-1) + torch.where(
             rest_p > 0, rest_p * (rest_p.clamp(min=tiny) / rest_q).log(), 0
         )
-        # Of the loss by the logits / T: q − p at the k tokens, and q − q · rest_p / rest_q at all others, whose shares
+        # Gradient by the logits / T: q − p at the k tokens, and q − q · rest_p / rest_q at all others, whose shares
         # of the rest are the student's own.
         scaled = q * (1 - rest_p / rest_q)[:, None]
         scaled.scatter_(-1, tokens, q.gather(-1, tokens) - p)
@@ -157,7 +157,7 @@ class ChunkedKL(torch.autograd.Function):
                 logits = head(states)
             each, slope = teacher.gradient(logits.detach().to(torch.float32, copy=True), part, temperature)
             each = each.double()
-            if weights is not None:  # what does not count may be anything, NaN too
+            if weights is not None:  # positions that do not count may hold anything, NaN too
                 each = torch.where(weights[part] > 0, each * weights[part], 0)
                 slope.mul_(weights[part, None]).masked_fill_(weights[part, None] == 0, 0)
             loss += each.sum()
@@ -197,7 +197,7 @@ def chunked_kl(
 ) -> torch.Tensor:
     """Returns the mean forward KL from a teacher's to the student's next tokens, times T².
 
-    Logits are kept of a slice at a time.
+    Only the logits of one slice are in memory at a time.
 
     Args:
         hidden: inputs of the student's head, `[positions, hidden]`.

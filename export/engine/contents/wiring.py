@@ -45,7 +45,7 @@ def absent_blocks(engine: Engine, model: nn.Module) -> list[str]:
 
 
 def _program_problems(kernels: list[Kernel]) -> Iterator[str]:
-    # Blocks whose GEMMs a tensor depends on, by its name; kernels stand in an order in which they can run.
+    # Blocks whose GEMMs a tensor depends on, by its name; kernels are in an order in which they can run.
     behind: dict[str, set[tuple[str, int]]] = {}
     blocks = {block for kernel in kernels for block in _blocks(kernel)}
     for kernel in kernels:

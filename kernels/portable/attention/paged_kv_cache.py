@@ -3,7 +3,7 @@
     write_kv        program (tokens, KV head, sequence)   K [tokens, dim] ─▶ amax ─▶ scale ─▶ codes in their page; V too
     read_nvfp4_kv   program (tokens, head of a sequence)  codes, scales ─▶ code · block scale · scale ─▶ [tokens, dim]
 
-`write_kv_slots` does as `write_kv` for a server's batch, where each token has a slot of its own.
+`write_kv_slots` does the same for a server's batch, where each token has a slot of its own.
 
 The codes are equal to those of `quant.kernels.kv_pages.encode_kv`, bit for bit.
 """
@@ -49,7 +49,7 @@ def _write(
     x, codes, scale, blocks, codes_at, blocks_at, line, inside, kv_head,
     kind: tl.constexpr, per_token: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, tokens: tl.constexpr,
 ):  # fmt: skip
-    """`x` [tokens, width] to the rows of the pages that begin at `codes_at` and `blocks_at`; `line` counts rows."""
+    """Writes `x` [tokens, width] to the rows of pages that begin at `codes_at` and `blocks_at`; `line` counts rows."""
     column = tl.arange(0, width)
     if kind == "16bit":
         mask = inside[:, None] & (column < dim)[None, :]
@@ -89,7 +89,7 @@ def kv_pages_write_kernel(
     kind: tl.constexpr, per_token: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, page: tl.constexpr,
     tokens: tl.constexpr,
 ):  # fmt: skip
-    """See the module docstring."""
+    """Writes the new tokens of one KV head and sequence into their pages; see the module docstring."""
     token = tl.program_id(0) * tokens + tl.arange(0, tokens)
     kv_head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -139,7 +139,7 @@ def kv_slots_write_kernel(
     kind: tl.constexpr, per_token: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, page: tl.constexpr,
     tokens: tl.constexpr,
 ):  # fmt: skip
-    """See the module docstring. A token whose slot is negative is written nowhere."""
+    """Writes the tokens of a batch into their slots; a token whose slot is negative is not written."""
     token = (tl.program_id(0) * tokens + tl.arange(0, tokens)).to(tl.int64)
     kv_head = tl.program_id(1)
     column = tl.arange(0, width)

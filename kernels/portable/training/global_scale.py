@@ -2,8 +2,8 @@
 
     weights ─▶ largest magnitude of each run ─▶ that of all runs ─▶ / (6 · 448)
 
-Magnitudes are compared as the bits of float32, whose order is theirs; NaN is above infinity. There is a launch for each
-weight and one for the scale, which takes ten by PyTorch's own ops.
+Magnitudes are compared as the bits of float32, which have the same order; NaN is above infinity. There is a launch for
+each weight and one for the scale, where PyTorch's own ops need ten.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _RUN = 8192
 @triton.jit
 def amax_kernel(weight, largest, count, block: tl.constexpr):
     """Raises `largest`, the bits of a magnitude, to the largest magnitude of a run of `weight`."""
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    w = tl.load(weight + at, mask=at < count, other=0.0).to(tl.float32)
+    offset = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    w = tl.load(weight + offset, mask=offset < count, other=0.0).to(tl.float32)
     # Positive floats sort like their bits, so an integer maximum does.
     tl.atomic_max(largest, amax_of(w, 0).to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def global_scale_kernel(largest, out, unit: tl.constexpr):
-    """`out` is the magnitude of the bits `largest` divided by `unit`, through its reciprocal; NaN if not finite."""
+    """Writes the magnitude of the bits `largest` divided by `unit`, through its reciprocal; NaN if not finite."""
     # Both reciprocals are rounded, as by the modules that this replaces: the bits must agree.
     amax = tl.load(largest).to(tl.float32, bitcast=True)
     tl.store(out, tl.div_rn(1.0, tl.div_rn(1.0, nonzero(tl.div_rn(amax, unit)))))
