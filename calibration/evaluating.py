@@ -24,7 +24,7 @@ from quant.calibration.session import Session
 def prepared(
     models: nn.Module | Sequence[nn.Module], dtype: torch.dtype | None, session: Session | None = None
 ) -> Iterator[None]:
-    """While open, models are in evaluation mode, without a key-value cache or weight gradients.
+    """Puts models in evaluation mode while open, without a key-value cache or weight gradients.
 
     Tensors that share memory (ties, layers that two models have in common) go on sharing it.
 

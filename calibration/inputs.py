@@ -211,7 +211,7 @@ def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inpu
 
 @contextmanager
 def taking_inputs(model: nn.Module) -> Iterator[None]:
-    """While open, `model(batch)` with a batch of `Inputs` calls the model with the arguments in it."""
+    """Makes `model(batch)` with a batch of `Inputs` call the model with the arguments in it, while open."""
 
     def expand(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         return args[0].arguments() if args and isinstance(args[0], Inputs) else None

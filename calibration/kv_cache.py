@@ -200,7 +200,7 @@ def _watching_latents(
     make: Callable[..., Observer],
     observers: dict[str, dict[str, list[Observer]]],
 ) -> Iterator[None]:
-    """While open, observers see the vectors that latent attention caches; with no format nothing is watched."""
+    """Shows the vectors that latent attention caches to observers while open; with no format nothing is watched."""
 
     def hook(name: str, norm: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
         of_module = observers.setdefault(name, {})
@@ -310,7 +310,7 @@ def rotary_key(module: nn.Module, key: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def latents_changed(model: nn.Module, change: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """While open, latent attentions expand their keys and values from `change(attention, latent)`.
+    """Makes latent attentions expand their keys and values from `change(attention, latent)`, while open.
 
     Args:
         model: a model with or without latent attention.

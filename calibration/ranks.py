@@ -155,7 +155,7 @@ def dealt(sizes: Sequence[int], world: int | None = None) -> list[int]:
 
 @contextmanager
 def sharing() -> Iterator[None]:
-    """While open, all ranks solve the same weight, so that its rows may be dealt out (`shares_rows`)."""
+    """Declares that all ranks solve the same weight while open, so that its rows may be dealt out (`shares_rows`)."""
     token = _sharing.set(rank_and_world()[1] > 1)
     try:
         yield

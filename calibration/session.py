@@ -135,11 +135,11 @@ class Store:
         """Puts a whole checkpoint under its name, if it is not there, and deletes the steps."""
 
     def solving(self) -> AbstractContextManager[None]:
-        """While open, a ValueError means that the same command would fail again, so that no step is worth keeping."""
+        """Marks a ValueError as one that the same command would raise again, so that no step is worth keeping."""
         return nullcontext()
 
     def reading(self) -> AbstractContextManager[None]:
-        """While open, an error in a step's contents is reported as damage of the store."""
+        """Reports an error in a step's contents as damage of the store, while open."""
         return nullcontext()
 
 

@@ -97,7 +97,7 @@ def _temporary(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
 
 @contextmanager
 def claimed(path: Path) -> Iterator[None]:
-    """While open, no other process can claim `path`; this one may claim it again.
+    """Claims `path` while open: no other process can, and this one may claim it again.
 
     The lock is that of a file beside `path`, and ends with the process: a file that a dead process left is no obstacle.
 

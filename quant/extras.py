@@ -46,7 +46,7 @@ def require(module: str, extra: str) -> ModuleType:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """While open, imports go faster, because the garbage collector is off.
+    """Makes imports faster while open, because the garbage collector is off.
 
     torch and a model class of transformers make about two million objects, all of which stay. With PyTorch 2.13 and
     transformers 5.24 the search for garbage among them takes a fifth of the time of their import.

@@ -169,7 +169,7 @@ def _over_ranks(total: MomentSum, exchange: Exchange) -> LayerStats | None:
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """While open, no parameter requires a gradient: only those of outputs are computed."""
+    """Turns off the gradients of parameters while open: only those of outputs are computed."""
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in learned:
         parameter.requires_grad_(False)
@@ -305,7 +305,7 @@ class _Pass:
 
     @contextmanager
     def _checkpointed(self) -> Iterator[None]:
-        """While open, activations of blocks are computed again when they are needed."""
+        """Makes activations of blocks be computed again when they are needed, while open."""
         with ExitStack() as stack:
             for name in block_names(self.model):
                 block = self.model.get_submodule(name)

@@ -91,7 +91,7 @@ class Stream:
 
     @contextmanager
     def following(self, block: nn.Module) -> Iterator[None]:
-        """While open, `current` has the hidden states of the pass that runs."""
+        """Fills `current` with the hidden states of the pass that runs, while open."""
 
         def keep(point: Point, hidden: torch.Tensor) -> None:
             self.current[point] = hidden.reshape(-1, hidden.shape[-1])
@@ -102,7 +102,7 @@ class Stream:
 
     @contextmanager
     def recording(self, block: nn.Module) -> Iterator[None]:
-        """While open, passes of the original model fill `original` and `token_gains`, batch by batch."""
+        """Fills `original` and `token_gains` from passes of the original model, batch by batch, while open."""
 
         def keep(point: Point, hidden: torch.Tensor) -> None:
             # A clone: what is added in place later would change it.

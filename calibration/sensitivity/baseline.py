@@ -137,7 +137,7 @@ class Baseline:
 
     @contextmanager
     def _skipped(self, first: int, outputs: list[Any]) -> Iterator[None]:
-        """While open, the blocks of the chain before number `first` return `outputs` instead of computing them."""
+        """Makes blocks of the chain before number `first` return `outputs` instead of computing them, while open."""
         skipped = [self.switchable.model.get_submodule(name) for name in self.chain[:first]]
         for module, output in zip(skipped, outputs, strict=False):
             module.forward = _constant(output)

@@ -226,7 +226,7 @@ def _run_milp(program: _Program) -> np.ndarray | None:
 
 @contextmanager
 def _silent_stdout() -> Iterator[None]:
-    """While open, file descriptor 1 is closed: HiGHS sometimes prints a line past Python, into the output of --json."""
+    """Closes file descriptor 1 while open: HiGHS sometimes prints a line past Python, into the output of --json."""
     sys.stdout.flush()
     saved = os.dup(1)
     try:

@@ -168,7 +168,7 @@ class SwitchableModel:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """While open, this is entered and the model prepared for measuring, by `prepared` with `dtype`."""
+        """Enters this and prepares the model for measuring, by `prepared` with `dtype`, while open."""
         # With a device, weights stay where they are and layers copy them: layers are replaced before the model is
         # placed, so that only its other tensors move. Without one, weights are widened before layers take them.
         if self.session.device is None:
@@ -188,7 +188,7 @@ class SwitchableModel:
 
     @contextmanager
     def caching(self, cache: CallCache) -> Iterator[None]:
-        """While open, calls of layers are written to `cache`, or taken from it."""
+        """Writes calls of layers to `cache`, or takes them from it, while open."""
         self.cache = cache
         try:
             yield
@@ -235,7 +235,7 @@ class SwitchableModel:
 
 @contextmanager
 def recomputed(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """While open, backward passes run the blocks `names` again instead of keeping the activations inside them."""
+    """Makes backward passes run the blocks `names` again instead of keeping their inner activations, while open."""
     blocks = [model.get_submodule(name) for name in names]
     for block in blocks:
         # Reentrant checkpoints would need an input that requires a gradient, which hidden states here do not.

@@ -93,7 +93,7 @@ class TokenProducts:
 
 @contextmanager
 def observed(switchable: SwitchableModel, observe: Callable[..., None], tokens: int) -> Iterator[None]:
-    """While open, backward passes over `tokens` tokens show every layer's input and output gradient to `observe`.
+    """Shows every layer's input and output gradient to `observe` in backward passes over `tokens` tokens, while open.
 
     If the activations of all blocks are too large for autograd to keep, it keeps the blocks' inputs and runs each
     block again in the backward pass.

@@ -304,7 +304,7 @@ def _optimizer(layers: Sequence[_Learned], settings: Reconstruction) -> torch.op
 
 @contextmanager
 def _in_place(block: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """While open, `modules` take the places of the block's modules of these names."""
+    """Puts `modules` in the places of the block's modules of these names while open."""
     before = {name: block.get_submodule(name) for name in modules}
     for name, module in modules.items():
         take_hooks(module, before[name])
@@ -318,7 +318,7 @@ def _in_place(block: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[No
 
 @contextmanager
 def _frozen(block: nn.Module) -> Iterator[None]:
-    """While open, only the learned parameters of the block take gradients."""
+    """Lets only the learned parameters of the block take gradients while open."""
     learned = {id(p) for m in block.modules() if isinstance(m, _Learned) for p in (m.latent, m.factor)}
     changed = [p for p in block.parameters() if p.requires_grad and id(p) not in learned]
     for parameter in changed:

@@ -150,7 +150,7 @@ def _is_neutral(
 
 @contextmanager
 def _scaled(module: nn.Module, factors: torch.Tensor, style: str) -> Iterator[None]:
-    """While open, the output channels of a module are divided by factors."""
+    """Divides the output channels of a module by factors while open."""
     originals = [(p, p.detach().clone()) for p in module.parameters(recurse=False)]
     try:
         apply_fold(module, factors, style)

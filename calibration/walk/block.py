@@ -119,7 +119,7 @@ class Block:
 
     @contextmanager
     def hooked(self, hooks: Mapping[str, Callable[..., None]]) -> Iterator[None]:
-        """While open, `hooks` are called with the arguments of the modules of these names, before they run."""
+        """Calls `hooks` with the arguments of the modules of these names, before they run, while open."""
         with removing(self.module.get_submodule(name).register_forward_pre_hook(hook) for name, hook in hooks.items()):
             yield
 

@@ -31,7 +31,7 @@ def blocks_first(
     batches: Sequence[torch.Tensor],
     dtype: torch.dtype | None,
 ) -> Iterator[None]:
-    """While open, `model` must be called with `batches`, each once and in this order, and with no other input.
+    """Requires that `model` is called with `batches`, each once and in this order, and no other input, while open.
 
     A model whose blocks do not form a single chain is not changed, and neither is one with few batches.
 

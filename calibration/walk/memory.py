@@ -84,7 +84,7 @@ class BlockTooLargeError(ValueError):
 
 @contextmanager
 def reporting_block(name: Callable[[], str], session: Session) -> Iterator[None]:
-    """While open, a device that runs out of memory raises `BlockTooLargeError`.
+    """Raises `BlockTooLargeError` where a device runs out of memory.
 
     Args:
         name: a function that returns the name of the block that is worked on.

@@ -119,7 +119,7 @@ class ModelWalk:
 
     @contextmanager
     def _placed(self) -> Iterator[Run]:
-        """While open, the model is on the session's device, and runs there on the rows that the function is given."""
+        """Puts the model on the session's device while open, where it runs on the rows that the function is given."""
         with placed(self.model, self.session.device) as device:
             yield lambda batch: self.model(batch.to(device))
 
@@ -241,7 +241,7 @@ def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """While open, a transformers model keeps no keys and values of the tokens that it has seen."""
+    """Keeps a transformers model from caching keys and values of earlier tokens while open."""
     config: Any = getattr(model, "config", None)
     use_cache = getattr(config, "use_cache", None)
     if use_cache:

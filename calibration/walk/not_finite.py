@@ -31,7 +31,7 @@ class InputNotFiniteError(ValueError):
 
 @contextmanager
 def reporting_bad_tensor(model: nn.Module) -> Iterator[None]:
-    """While open, an `InputNotFiniteError` names the tensor that holds NaN or infinity, or says that none does.
+    """Makes an `InputNotFiniteError` name the tensor that holds NaN or infinity, or say that none does.
 
     Args:
         model: searched whole, except parameters of other blocks that are still in their files.

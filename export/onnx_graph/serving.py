@@ -231,7 +231,7 @@ def cache_shapes(model: nn.Module, function: CachedAttention) -> list[tuple[int,
 
 @contextmanager
 def last_token_only(model: Any, last: torch.Tensor) -> Iterator[None]:
-    """While open, the output head gets the hidden states of one token a row: logits are `[batch, 1, vocabulary]`.
+    """Gives the output head the hidden states of one token a row, while open: logits are `[batch, 1, vocabulary]`.
 
     The head is the largest matrix of a small model, and all other tokens' logits would be thrown away.
     """

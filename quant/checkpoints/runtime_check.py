@@ -225,7 +225,7 @@ def _quantized(module: nn.Module) -> list[QuantizedModule]:
 
 @contextmanager
 def _inputs_in_16_bit(module: nn.Module) -> Iterator[None]:
-    """While open, the quantized layers in `module` leave their inputs as they are."""
+    """Makes the quantized layers in `module` leave their inputs as they are while open."""
     held = [(child, child.activation_format) for child in _quantized(module)]
     for child, _ in held:
         child.activation_format = None

@@ -61,7 +61,7 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def patient(name: Literal["stdout", "stderr"]) -> Iterator[None]:
-    """While open, writing to standard output or error never fails: text without a reader is dropped."""
+    """Keeps writes to standard output or error from failing while open: text without a reader is dropped."""
     stream = cast(TextIO, PatientStream(getattr(sys, name)))
     with redirect_stdout(stream) if name == "stdout" else redirect_stderr(stream):
         try:

@@ -265,7 +265,7 @@ def _interval(of_rows: torch.Tensor) -> tuple[float, ...] | None:
 
 @contextmanager
 def _blocks_first(logits: Sequence[Logits], rows: torch.Tensor, size: int, dtype: torch.dtype | None) -> Iterator[None]:
-    """While open, the blocks of models that the device cannot hold have been run on all batches; see `blocks_first`."""
+    """Runs the blocks of models that the device cannot hold on all batches first; see `blocks_first`."""
     batches = [batch for _, batch in _batches(rows, size, lambda done, total: None)]
     with ExitStack() as stack:
         for each in logits if batches else ():

@@ -19,7 +19,7 @@ from quant.recipes.plain_layers import is_conv1d
 
 @contextmanager
 def as_linears(model: nn.Module) -> Iterator[None]:
-    """While open, linear layers replace the `Conv1D` modules of `model`; those that remain are then restored."""
+    """Replaces the `Conv1D` modules of `model` by linear layers while open, then restores those that remain."""
     for path, module in list(model.named_modules()):
         if is_conv1d(module):
             _put(model, path, _linear(module))

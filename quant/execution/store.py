@@ -159,7 +159,7 @@ class Partial(Store):
 
     @contextmanager
     def solving(self) -> Iterator[None]:
-        """While open, a ValueError means that the same command would fail again, so that nothing is to be kept.
+        """Marks a ValueError as one that the same command would raise again, so that nothing is to be kept.
 
         Raises:
             ValueError: a file of the model changed, which explains whatever else went wrong.
@@ -173,7 +173,7 @@ class Partial(Store):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """While open, read errors are reported as corruption: each step's SHA-256 has matched before."""
+        """Reports read errors as corruption while open: each step's SHA-256 has matched before."""
         try:
             yield
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, RuntimeError) as error:

@@ -24,7 +24,7 @@ _PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 @contextmanager
 def restored_on_error(model: nn.Module) -> Iterator[None]:
-    """While open, an exception leaves `model` as it was: modules, tensors, values, modes, attributes and config."""
+    """Restores `model` if an exception leaves the block: modules, tensors, values, modes, attributes and config."""
     original = _Original(model)
     try:
         yield

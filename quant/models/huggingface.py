@@ -330,7 +330,7 @@ def _class_of_directory(config: Any) -> tuple[str, str] | None:
 
 @contextlib.contextmanager
 def remote_code(trusted: bool) -> Iterator[None]:
-    """While open, transformers may run the Python files that a model's directory names in `auto_map`.
+    """Lets transformers run the Python files that a model's directory names in `auto_map`, while open.
 
     Without trust nothing changes: a call inside a trusted one is trusted.
     """

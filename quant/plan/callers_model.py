@@ -125,7 +125,7 @@ def refuse_adapters(model: nn.Module, taker: str, way_out: str) -> None:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """While open, modules that were compiled in place (`module.compile()`) run as they are written.
+    """Makes modules that were compiled in place (`module.compile()`) run as they are written while open.
 
     The code would be compiled again for each hook and each layer that is replaced.
     """

@@ -38,7 +38,7 @@ class _InMemory(Source):
 
 @contextmanager
 def destination(request: Request) -> Iterator[None]:
-    """While open, no other run can write to the destination of a request, which must be writable."""
+    """Claims the destination of a request, which must be writable: no other run can write to it while open."""
     # One rank claims the path for all: the same claim by another rank would be refused as a second run.
     if request.out is None or request.dry_run or rank_and_world()[0]:
         request.check_destination()

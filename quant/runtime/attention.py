@@ -105,7 +105,7 @@ def quantized_attention(
     kv_cache: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Iterator[None]:
-    """While open, `model` attends in FP8, or over keys and values rounded to a cache format, or both.
+    """Makes `model` attend in FP8, or over keys and values rounded to a cache format, or both, while open.
 
     Args:
         model: a model of transformers.
@@ -292,7 +292,7 @@ def _rounded(
 
 
 def _latents_rounded(model: nn.Module, format: Format | None) -> AbstractContextManager[None]:
-    """While open, latent attention expands keys and values from a vector as a cache in `format` returns it."""
+    """Makes latent attention expand keys and values from a vector as a cache in `format` returns it, while open."""
     if format is None:
         return nullcontext()
     return latents_changed(model, lambda module, x: _through_latent_cache(module, x[:, None], format)[:, 0])

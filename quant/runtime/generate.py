@@ -251,7 +251,7 @@ def _cache(model: nn.Module, kv_cache: str | None) -> Any:
 
 @contextmanager
 def _wide_logits(model: nn.Module) -> Iterator[None]:
-    """While open, a 16-bit head gives the logits of one position in float32, as its sums are.
+    """Makes a 16-bit head give the logits of one position in float32, as its sums are, while open.
 
     Rounded to BF16, the two largest logits of SmolLM2 are equal at 1 position in 20, and order decides.
     """
