@@ -154,18 +154,19 @@ def serving_program(
 
 
 def serving_inputs(
-    caches: Sequence[tuple[int, int, torch.dtype]], capacity: int, device: torch.device | str = "cpu"
+    caches: Sequence[tuple[int, int, torch.dtype]], capacity: int
 ) -> tuple[dict[str, GraphInput], dict[str, GraphInput]]:
-    """Returns examples of a step's tokens and of the KV cache, by the names of the graph's inputs."""
+    """Returns examples of a step's tokens and of the KV cache, by the names of the graph's inputs.
+
+    They are on torch's default device.
+    """
     inputs = {
-        IDS: GraphInput(torch.zeros(2, 5, dtype=torch.long, device=device), ("batch", "sequence")),
-        LENGTHS: GraphInput(torch.tensor([3, 2], device=device), ("batch",)),
-        LAST: GraphInput(torch.tensor([4, 3], device=device), ("batch",)),
+        IDS: GraphInput(torch.zeros(2, 5, dtype=torch.long), ("batch", "sequence")),
+        LENGTHS: GraphInput(torch.tensor([3, 2]), ("batch",)),
+        LAST: GraphInput(torch.tensor([4, 3]), ("batch",)),
     }
     past = {
-        name: GraphInput(
-            torch.zeros(2, heads, capacity, dim, dtype=dtype, device=device), ("batch", heads, capacity, dim)
-        )
+        name: GraphInput(torch.zeros(2, heads, capacity, dim, dtype=dtype), ("batch", heads, capacity, dim))
         for name, (heads, dim, dtype) in zip(cache_names("past", len(caches) // 2), caches, strict=True)
     }
     return inputs, past

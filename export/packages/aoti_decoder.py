@@ -65,26 +65,24 @@ def export_aoti_decoder(
     *,
     shapes: str | list[str] | None = None,
     plan: str = "",
-    device: torch.device | str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Path:
     """Compiles a causal language model, quantized or not, into a `.pt2` package with a KV cache; returns its path.
 
     Args:
-        model: of transformers. It is moved to `device`. Attention is in its dtype.
+        model: of transformers, on the device that the package is for. Attention is in its dtype.
         path: of the package; ends in `.pt2`.
         capacity: tokens that each row of the cache holds.
         shapes: limits of `batch` and `sequence`, as `--shapes` takes them.
         plan: digest of the plan, for the package's metadata.
-        device: "cuda" or "cpu"; by default the GPU if there is one.
         options: settings of Inductor.
 
     Raises:
         ValueError: as `export_aoti`, and for a model that a cache of this capacity cannot hold. Nothing is written.
     """
-    path, device = Path(path), find_device(Path(path), device)
-    model.to(device)
-    program, caches = decoder_program(model, capacity, shapes=shapes, device=device)
+    path = Path(path)
+    device = find_device(path, next(model.parameters()).device)
+    program, caches = decoder_program(model, capacity, shapes=shapes)
     description = {
         "capacity": capacity,
         "caches": [[heads, dim] for heads, dim, _ in caches],
@@ -96,14 +94,15 @@ def export_aoti_decoder(
 
 
 def decoder_program(
-    model: nn.Module, capacity: int, *, shapes: str | list[str] | None = None, device: torch.device | str = "cpu"
+    model: nn.Module, capacity: int, *, shapes: str | list[str] | None = None
 ) -> tuple[torch.export.ExportedProgram, list[tuple[int, int, torch.dtype]]]:
     """Returns the graph that is compiled, and KV heads, dimension and dtype of each part of its cache."""
     check_decoder(model, capacity)
     function = CachedAttention({module: name for name, module in model.named_modules()})
     with attending(model, function, masked=False), scales_as_matrices(model):
         caches = cache_shapes(model, function)
-        inputs, past = serving_inputs(caches, capacity, device)
+        with next(model.parameters()).device:
+            inputs, past = serving_inputs(caches, capacity)
         exported = trace_serving(InPlaceGraph(model, function), inputs, past, shapes, capacity)
         program = decomposed(exported, {**BODIES, EXPORTED_ATTENTION: _attention, _SCATTER: _scatter})
     share_input_scales(program)

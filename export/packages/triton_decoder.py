@@ -49,8 +49,7 @@ def publish_decoder(
     repository: str | Path,
     *,
     name: str,
-    rows: int,
-    gpu: bool,
+    config: str,
     guide: Callable[[Bundle], str],
     overwrite: bool = False,
 ) -> Bundle:
@@ -62,8 +61,7 @@ def publish_decoder(
         checkpoint: whose tokenizer is copied.
         repository: is created if it does not exist.
         name: of the model in it.
-        rows: of a batch.
-        gpu: whether it runs on a GPU.
+        config: text of its `config.pbtxt`, from `decoder_config`.
         guide: returns the text of `serve.md`.
         overwrite: drops earlier versions.
 
@@ -86,7 +84,6 @@ def publish_decoder(
         write_atomically(folder / "model.py", _MODEL)
         write_atomically(folder / RECEIPT_FILE, json_text({**receipt, FILE: paths[0].name}, indent=1) + "\n")
 
-    config = decoder_config(name, rows, gpu=gpu)
     return publish_version(Path(repository), name, config, fill, guide, overwrite=overwrite)
 
 

@@ -35,12 +35,12 @@ from quant.export.onnx_graph.export import write_onnx
 from quant.export.onnx_graph.genai import write_genai_files
 from quant.export.onnx_graph.runtimes import layer_of_tensorrt, loaded, onnxruntime_problem
 from quant.export.onnx_graph.translate import dimension_ranges
-from quant.export.packages.aoti import export_aoti
+from quant.export.packages.aoti import export_aoti, find_device
 from quant.export.packages.aoti_decoder import export_aoti_decoder
 from quant.export.packages.edge_llm import check_edge_llm, check_exported, has_exporter, run_exporter
 from quant.export.packages.torch_tensorrt import lower
 from quant.export.packages.torch_tensorrt_engine import compile_engine
-from quant.export.packages.triton_decoder import END_TOKENS, batch_rows, publish_decoder
+from quant.export.packages.triton_decoder import END_TOKENS, batch_rows, decoder_config, publish_decoder
 from quant.export.packages.triton_server import CONFIG_FILE, RECEIPT_FILE, SERVE_FILE, Bundle, publish
 from quant.export.packages.triton_server_guide import serving_text
 from quant.extras import require
@@ -106,7 +106,9 @@ def export_aoti_package(job: ExportJob) -> dict[str, Any]:
                 "--capacity 0 for a package of one pass"
             )
         plan = job.plan.digest() if job.plan is not None else ""
-        export_aoti_decoder(job.model, job.out, capacity, shapes=list(job.shapes), plan=plan)
+        export_aoti_decoder(
+            job.model.to(find_device(job.out, None)), job.out, capacity, shapes=list(job.shapes), plan=plan
+        )
         return {**record, "files": {job.out.name: job.out.stat().st_size}}
     inputs = job.inputs or model_inputs(job.model)
     dims = {name: {axis: dim for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for name, x in inputs.items()}
@@ -191,16 +193,10 @@ def _export_text_server(job: ExportJob) -> dict[str, Any]:
         def guide(bundle: Bundle) -> str:
             return serving_text(job.directory, job.plan, bundle, receipt, text=True)
 
+        name = job.directory.resolve().name
+        config = decoder_config(name, batch_rows(receipt, job.shapes), gpu=job.target is not None)
         bundle = publish_decoder(
-            files,
-            receipt,
-            job.directory,
-            job.out,
-            name=job.directory.resolve().name,
-            rows=batch_rows(receipt, job.shapes),
-            gpu=job.target is not None,
-            guide=guide,
-            overwrite=job.overwrite,
+            files, receipt, job.directory, job.out, name=name, config=config, guide=guide, overwrite=job.overwrite
         )
     return _server_record(job, bundle, receipt)
 

@@ -35,7 +35,7 @@ def is_rank() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def local_device(device: str) -> str:
+def local_device(option: str) -> str:
     """Returns the device of this rank, which takes the GPU of its number on its machine.
 
     Raises:
@@ -45,10 +45,10 @@ def local_device(device: str) -> str:
 
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.startswith("cuda:"):
-        raise UserError(f"--device {device} is one GPU, and there are several ranks; pass cuda, and each takes its own")
-    if device not in ("auto", "cuda") or (device == "auto" and not gpus):
-        return device
+    if option.startswith("cuda:"):
+        raise UserError(f"--device {option} is one GPU, and there are several ranks; pass cuda, and each takes its own")
+    if option not in ("auto", "cuda") or (option == "auto" and not gpus):
+        return option
     if gpus < ranks:
         fewer = f"--devices {gpus}, or " if gpus > 1 else ""
         raise UserError(
