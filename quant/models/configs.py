@@ -161,6 +161,6 @@ def one_line(error: BaseException) -> str:
     if "trust_remote_code" in message:
         return (
             "it needs Python files of its directory (auto_map), which would run; if you trust their author, pass "
-            "--trust-remote-code, in Python trust_remote_code=True"
+            "--trust-remote-code"
         )
     return message

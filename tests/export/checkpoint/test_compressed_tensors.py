@@ -202,13 +202,13 @@ def test_what_the_layout_cannot_store_is_refused_by_layer(format: str) -> None:
 )
 def test_a_config_that_is_none_of_ours_is_quoted(change: dict[str, Any], kind: str) -> None:
     group = config_of("NVFP4")["config_groups"]["group_0"]
-    with pytest.raises(ValueError, match=f"asks for {kind}.*{next(iter(change))}.*not supported"):
+    with pytest.raises(ValueError, match=f"quantization_config has {kind}.*{next(iter(change))}.*not supported"):
         weight_format_of({**group["weights"], **change})
 
 
 def test_inputs_that_are_none_of_ours_are_quoted() -> None:
     group = config_of("NVFP4")["config_groups"]["group_0"]
-    with pytest.raises(ValueError, match=r"asks for inputs.*'num_bits': 3.*not supported"):
+    with pytest.raises(ValueError, match=r"quantization_config has inputs.*'num_bits': 3.*not supported"):
         activation_format_of({**group["input_activations"], "num_bits": 3})
 
 

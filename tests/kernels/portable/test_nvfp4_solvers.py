@@ -47,7 +47,7 @@ def _losses(off: torch.Tensor, uppers: torch.Tensor) -> torch.Tensor:
 
 
 def _check_window(device: str) -> None:
-    columns = 5000 if device == "cuda" else 24
+    columns = 5000 if device == "cuda" else 40
     wanted, coupling, uppers = _problem(3, columns)
     second = torch.tensor(SECOND)
     gpu = [t.to(device) for t in (second, wanted, coupling, uppers)]
