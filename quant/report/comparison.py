@@ -5,7 +5,7 @@ Both are directories that `quantize` wrote, of the same model; a layer that one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,11 +56,13 @@ def compare_html(a: Run, b: Run) -> str:
     pairs = _pairs(a, b)
     changed = [pair for pair in pairs if _formats(pair[0]) != _formats(pair[1])]
     same = [pair for pair in pairs if _formats(pair[0]) == _formats(pair[1])]
+    of_outputs = _of_outputs(pairs)
+    ids = {_name(pair): f"{prefix}{i}" for prefix, part in (("K", changed), ("N", same)) for i, pair in enumerate(part)}
     sections = [
         Section("Totals", head=("", a.name, b.name, "difference"), rows=_rows("G", totals(a, b)), folded=False),
-        _errors(a, b, pairs),
-        _layers(f"Layers whose formats differ: {len(changed)} of {len(pairs)}", a, b, changed, "K"),
-        _layers(f"Layers with the same formats: {len(same)}", a, b, same, "N"),
+        _errors(a, b, pairs, ids, of_outputs),
+        _layers(f"Layers whose formats differ: {len(changed)} of {len(pairs)}", a, b, changed, ids, of_outputs),
+        _layers(f"Layers with the same formats: {len(same)}", a, b, same, ids, of_outputs, folded=True),
     ]
     models = dict.fromkeys(short_name(run.report.model) for run in (a, b))
     return render_page(
@@ -170,9 +172,7 @@ def _error(layer: LayerResult | None, of_outputs: bool) -> float | None:
     return layer.output_error if of_outputs else layer.relative_error
 
 
-def _errors(a: Run, b: Run, pairs: Sequence[Pair]) -> Section | None:
-    of_outputs = _of_outputs(pairs)
-    ids = _row_ids(pairs)
+def _errors(a: Run, b: Run, pairs: Sequence[Pair], ids: Mapping[str, str], of_outputs: bool) -> Section | None:
     shown = [pair for pair in pairs if any(_error(side, of_outputs) is not None for side in pair)]
     if not shown:
         return None
@@ -203,10 +203,18 @@ def _errors(a: Run, b: Run, pairs: Sequence[Pair]) -> Section | None:
     return Section("Error by layer", text, None, chart)
 
 
-def _layers(title: str, a: Run, b: Run, pairs: Sequence[Pair], prefix: str) -> Section | None:
+def _layers(
+    title: str,
+    a: Run,
+    b: Run,
+    pairs: Sequence[Pair],
+    ids: Mapping[str, str],
+    of_outputs: bool,
+    *,
+    folded: bool = False,
+) -> Section | None:
     if not pairs:
         return None
-    of_outputs = _of_outputs(_pairs(a, b))
     error = "output error" if of_outputs else "weight error"
     head = ["layer"]
     for what in ("formats", "bits", "bytes", error):
@@ -218,15 +226,8 @@ def _layers(title: str, a: Run, b: Run, pairs: Sequence[Pair], prefix: str) -> S
         cells += ["–" if side is None else f"{side.bits:.3f}" for side in pair]
         cells += ["–" if side is None else megabytes(side.nbytes) for side in pair]
         cells += ["–" if (value := _error(side, of_outputs)) is None else f"{value:.2%}" for side in pair]
-        rows.append(tuple(cells))
-    return Section(title, head=head, rows=_rows(prefix, rows), folded=prefix == "N")
-
-
-def _row_ids(pairs: Sequence[Pair]) -> dict[str, str]:
-    """Returns the id of each layer's row, as `_layers` writes it."""
-    changed = [_name(pair) for pair in pairs if _formats(pair[0]) != _formats(pair[1])]
-    same = [_name(pair) for pair in pairs if _formats(pair[0]) == _formats(pair[1])]
-    return {name: f"{prefix}{i}" for prefix, names in (("K", changed), ("N", same)) for i, name in enumerate(names)}
+        rows.append((ids[cells[0]], tuple(cells)))
+    return Section(title, head=head, rows=rows, folded=folded)
 
 
 def _name(pair: Pair) -> str:
