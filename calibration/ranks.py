@@ -204,7 +204,7 @@ class Exchange:
         if rank_and_world()[1] == 1:
             yield from ((number, tuple(tensors)) for number, tensors in sorted(own, key=lambda entry: entry[0]))
         else:
-            # Ranks send entries of one kind: where those of this rank have no None, those of no rank have one.
+            # All ranks send entries of one kind: if this rank has no None among its tensors, no other rank has one.
             yield from self._in_order(own)  # type: ignore[misc]
 
     def _in_order(

@@ -72,7 +72,7 @@ def _options(path: Path, record: dict[str, Any]) -> dict[str, Any]:
     module, _, version = str(record.get("builder", "")).partition(" ")
     if module != "tensorrt_rtx":
         raise UserError(
-            f"{path}: {module or 'its builder'} times kernels, so no build is like another; leave --rebuild"
+            f"{path}: {module or 'its builder'} times kernels, so no build is like another; leave --rebuild out"
         )
     try:
         installed = importlib.metadata.version(module)

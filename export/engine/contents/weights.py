@@ -327,7 +327,7 @@ def _number_problems(view: View, name: str, module: Any) -> Iterator[str]:
 def _cache_problems(view: View, kernel: Kernel, module: Any) -> Iterator[str]:
     """Yields the scales of an FP8 cache that an attention does not have; a cache in 16 bit has none.
 
-    In our plugin those of K stand before those of V, one for each KV head.
+    Our plugin takes the scales of K, then the scales of V, one for each KV head.
     """
     caches = [o for o in kernel.inputs if o.stored == "fp8_e4m3" and len(o.dims) == 4]
     constants = [o for o in kernel.inputs if o.index is not None and o.stored == "float"]
