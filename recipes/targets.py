@@ -187,7 +187,11 @@ _RTX = (
     Pair("mxfp8", None, STORAGE, "GEMM in half", _LINEAR),
     *(Pair(weight, None, STORAGE, "dequantized in the GEMM", _LINEAR) for weight in _INT4),
 )
-_RTX_SOURCE = "engines built with tensorrt_rtx 1.7.1 and read back"
+_PLUGIN_CACHES = ("fp8", "nvfp4")  # by our plugin, in C++ programs: `quant export --kv-cache`
+_RTX_SOURCE = (
+    "engines built with tensorrt_rtx 1.7.1 and read back; a KV cache in fp8 or nvfp4 by our plugin (--kv-cache), for "
+    "programs in C++"
+)
 # Fused experts are unpacked by none of transformers' loaders; the output head is.
 _UNPACKED = (LayerKind.LINEAR, LayerKind.HEAD)
 _ROUNDED = "inputs are rounded as planned"
@@ -329,12 +333,14 @@ _ALL = (
             Pair("nvfp4", None, STORAGE, "GEMM in half", _LINEAR),
             *_RTX,
         ),
+        kv_cache=_PLUGIN_CACHES,
         source=_RTX_SOURCE,
     ),
     Target(
         "tensorrt-rtx-sm89",
         "TensorRT-RTX engine for Ada, built without a GPU",
         _RTX,
+        kv_cache=_PLUGIN_CACHES,
         source=_RTX_SOURCE,
     ),
     Target(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -78,11 +79,61 @@ def plugin_attention(
     return (out.astype(tensor_dtype_to_np_dtype(output_type)),)
 
 
+def cache_attention(q: Any, k: Any, v: Any, *operands: Any, softmax_scale: float, format: str, **_: Any) -> Any:
+    """The plugin QuantCacheAttention: rounds k and v into copies of the caches, and attends in float32."""
+    count = 2 if format == "fp8" else 4
+    caches, (*scales, past, lengths) = [cache.copy() for cache in operands[:count]], operands[count:]
+    out = np.zeros(q.shape, np.float32)
+    for row, (begin, end) in enumerate(zip(past.tolist(), lengths.tolist(), strict=True)):
+        decoded = []
+        for part, (x, scale) in enumerate(zip((k, v), scales, strict=True)):
+            written = _cache_codes(x[row].astype(np.float32), scale, format)
+            for cache, codes in zip(caches[part::2], written, strict=True):
+                cache[row, :, begin:end] = codes.view(cache.dtype)
+            decoded.append(_decoded([cache[row, :, :end] for cache in caches[part::2]], scale))
+        seen = np.arange(end) <= begin + np.arange(end - begin)[:, None]
+        p = _probabilities(q[row : row + 1], decoded[0][None], seen, softmax_scale, False)
+        out[row] = (p @ _repeated(decoded[1][None], q[row : row + 1]))[0]
+    return (out.astype(q.dtype), *caches)
+
+
+def _cache_codes(x: np.ndarray, scale: np.ndarray, format: str) -> list[np.ndarray]:
+    """Codes, and NVFP4's block scales, of x `[kv_heads, tokens, dim]`.
+
+    NVFP4's block scale is the code whose squared error is the smallest, of all that there are within a few codes of
+    amax / 6; it is found in float64 here.
+    """
+    if format == "fp8":
+        return [np.clip(x / scale[:, None, None], -_E4M3_MAX, _E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)]
+    e4m3 = ml_dtypes.float8_e4m3fn
+    units = (x / scale[:, None, None]).reshape(*x.shape[:-1], -1, 16)
+    first = np.clip(np.abs(units).max(-1) / 6, 2.0**-9, _E4M3_MAX).astype(e4m3).view(np.uint8).astype(np.int32)
+    candidates = np.clip(first[..., None] + np.arange(-2, 6), 1, 126).astype(np.uint8).view(e4m3)
+    steps = candidates.astype(np.float64)[..., None]
+    codes = np.clip(units[..., None, :] / steps, -6, 6).astype(ml_dtypes.float4_e2m1fn)
+    best = ((codes.astype(np.float64) * steps - units[..., None, :]) ** 2).sum(-1).argmin(-1)
+    chosen = np.take_along_axis(codes, best[..., None, None], -2)[..., 0, :].reshape(x.shape)
+    nibbles = chosen.view(np.uint8) & 15
+    blocks = np.take_along_axis(candidates, best[..., None], -1)[..., 0]
+    return [nibbles[..., ::2] | nibbles[..., 1::2] << 4, blocks]
+
+
+def _decoded(caches: Sequence[np.ndarray], scale: np.ndarray) -> np.ndarray:
+    """Values `[kv_heads, tokens, dim]`, float32."""
+    if len(caches) == 1:
+        return caches[0].astype(np.float32) * scale[:, None, None]
+    codes, blocks = caches[0].view(np.uint8), caches[1].astype(np.float32) * scale[:, None, None]
+    nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)
+    values = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float32).reshape(*blocks.shape, 16)
+    return (values * blocks[..., None]).reshape(nibbles.shape)
+
+
 def attention_operators() -> list[type]:
-    """Both, for `evaluator`."""
+    """Our plugins and TensorRT's attention, for `evaluator`."""
     from quant.export.onnx_graph.reference import operator
 
     return [
         operator("TRT_QuantizedAttention", _trt),
         operator("QuantFp8Attention", plugin_attention, domain="quant"),
+        operator("QuantCacheAttention", cache_attention, domain="quant"),
     ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tiny_models
 import torch
 
@@ -51,3 +53,51 @@ def greedy_tokens(model: Any, rows: Sequence[Sequence[int]], new: int = NEW) -> 
                 tokens.append(int(logits.float().argmax()))
         written.append(tokens[len(row) :])
     return written
+
+
+class EvaluatorSession:
+    """A session of a serving graph that runs every operator in numpy; `operators` are those of our plugins.
+
+    An empty cache holds codes of NaN where it is in FP8, and random numbers otherwise.
+    """
+
+    backend, plan, capacity = "onnx.reference", "", CAPACITY
+
+    def __init__(self, path: Path, operators: Sequence[type] = ()) -> None:
+        import onnx
+        from onnx.helper import tensor_dtype_to_np_dtype
+
+        from quant.export.onnx_graph.reference import evaluator
+
+        model = onnx.load(path)
+        self._evaluator = evaluator(model, operators)
+        self._outputs = [value.name for value in model.graph.output]
+        self._inputs = {
+            value.name: ([dim.dim_value for dim in value.type.tensor_type.shape.dim[1:]],
+                         tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
+            for value in model.graph.input
+            if value.name.startswith("past_")
+        }  # fmt: skip
+        logits = next(value for value in model.graph.output if value.name == "logits")
+        self.dtype = str(tensor_dtype_to_np_dtype(logits.type.tensor_type.elem_type))
+        self._caches: dict[str, np.ndarray] = {}
+
+    def most_rows(self) -> int:
+        return 8
+
+    def begin(self, rows: int) -> None:
+        random = np.random.default_rng(3)
+        for name, (shape, dtype) in self._inputs.items():
+            values = random.normal(size=(rows, *shape)).astype(np.float32)
+            codes = np.full(values.shape, 0x7F, np.uint8)  # NaN in FP8
+            self._caches[name] = codes.view(dtype) if dtype.itemsize == 1 else values.astype(dtype)
+
+    def width(self, tokens: int) -> int:
+        return min(tokens, self.capacity)
+
+    def step(self, ids: np.ndarray, lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
+        inputs = {"input_ids": ids, "lengths": lengths, "last": last, **self._caches}
+        outputs = dict(zip(self._outputs, self._evaluator.run(None, inputs), strict=True))
+        self._caches = {name: outputs[name.replace("past_", "new_")] for name in self._caches}
+        logits: np.ndarray = outputs["logits"].astype(np.float32)
+        return logits

@@ -37,7 +37,7 @@ from quant.export.engine.graph import (
 from quant.export.engine.process import Progress, run_worker, timing_cache, worker_environment
 from quant.export.engine.targets import FEATURES, choose_common_backend, resolve_targets
 from quant.export.onnx_graph.export import ATTENTION_KEY, EXPORT_KEY, PLAN_KEY, write_onnx
-from quant.export.onnx_graph.opsets import PLUGIN
+from quant.export.onnx_graph.opsets import CACHE_PLUGIN, PLUGIN
 from quant.export.onnx_graph.shapes import format_profile
 from quant.export.onnx_graph.translate import layer_of
 from quant.formats.atomic import put_file, temporary_directory, write_atomically
@@ -45,8 +45,11 @@ from quant.recipes.json_text import json_text
 from quant.recipes.plan import Plan
 
 RECEIPT_VERSION = 1
-# Imports torch, so the build process loads it only for graphs with the plugin.
-PLUGIN_MODULE = "quant.export.engine.plugin_tensorrt"
+# They import torch, so the build process loads only those of plugins in the graph.
+PLUGIN_MODULES = {
+    PLUGIN: "quant.export.engine.plugin_tensorrt",
+    CACHE_PLUGIN: "quant.export.engine.cache_plugin_tensorrt",
+}
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class BuiltEngine:
         profiles: ranges of shapes, as `--shapes` writes them.
         layers: the linear layers in its graph, quantized or not; empty if the graph does not name them.
         attention_nodes: names of the attention nodes of its graph.
+        kv_cache: format of its KV cache in our plugin; None for other caches, or none.
         seconds: duration of the build.
         peak_rss_bytes: peak memory of the build process.
     """
@@ -93,6 +97,7 @@ class BuiltEngine:
     profiles: list[str]
     layers: list[str]
     attention_nodes: list[str]
+    kv_cache: str | None
     seconds: float
     peak_rss_bytes: int
 
@@ -191,7 +196,7 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
             "flags": [flag for feature in options.features for flag in FEATURES[feature]],
             "profiles": profiles,
             "record": json_text(record),
-            "plugin": PLUGIN_MODULE if any(node.op_type == PLUGIN for node in model.graph.node) else None,
+            "plugins": sorted({PLUGIN_MODULES[n.op_type] for n in model.graph.node if n.op_type in PLUGIN_MODULES}),
             "timing_cache": timing_cache(backend.module, targets[0]),
         }
         del model  # the graph is in memory once, in the build process
@@ -209,6 +214,7 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
         profiles=[format_profile(profile) for profile in profiles],
         layers=layers,
         attention_nodes=attention_nodes,
+        kv_cache=(record["export"] or {}).get("kv_cache"),
         seconds=round(seconds, 2),
         peak_rss_bytes=result["peak_rss_bytes"],
     )

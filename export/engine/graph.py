@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from quant.export.engine.targets import Target
-from quant.export.onnx_graph.opsets import PLUGIN
+from quant.export.onnx_graph.opsets import CACHE_PLUGIN, PLUGIN
 from quant.export.onnx_graph.serving import CAPACITY_KEY, IDS
 from quant.export.onnx_graph.shapes import FP8_ATTENTION_MINIMUM, Input, Shapes, graph_inputs, parse_profile
 from quant.export.onnx_graph.translate import layer_of, module_of
 from quant.formats.install_command import install_command
 
 # Op types that become one attention each.
-ATTENTION = ("Attention", "TRT_QuantizedAttention", PLUGIN)
+ATTENTION = ("Attention", "TRT_QuantizedAttention", PLUGIN, CACHE_PLUGIN)
 # Ops whose output has the shape of their first input.
 _SAME_SHAPE = ("Cast", "DequantizeLinear", "Identity", "Mul", "QuantizeLinear")
 _LONGEST_CHUNK = 512  # of a prompt, in the default profile
@@ -74,6 +74,11 @@ def check_backend(model: Any, backend: str) -> None:
     if backend != "tensorrt":
         return
     for node in model.graph.node:
+        if node.op_type == CACHE_PLUGIN:
+            raise ValueError(
+                f"{_node_label(node)}: full TensorRT takes this plugin of several kernels from its C++ library alone; "
+                "pass --backend tensorrt_rtx, or export with --kv-cache 16bit"
+            )
         if node.op_type == "DequantizeLinear" and _attribute(node, "block_size", 0) == _SMALL_GROUP:
             raise ValueError(
                 f"{_node_label(node)}: full TensorRT has weights in groups of 64 and 128, these are of {_SMALL_GROUP}; "

@@ -32,7 +32,7 @@ from quant.kernels.cuda_driver import LoadedKernel
 
 _DATA_TYPES = {"FP32": "FLOAT", "FP16": "HALF"}
 
-_alive: list[Any] = []
+retained: list[Any] = []
 """Plugins and creators: the Python bindings of TensorRT-RTX 1.7 hold no reference to their arguments."""
 
 
@@ -67,7 +67,7 @@ def register_quick(trt: Any, trtp: Any, arch: int) -> None:
     def describe(q: Any, k: Any, v: Any, scales: Any, causal: Any, softmax_scale: Any, output_type: Any) -> Any:
         attributes = Attributes(causal, softmax_scale, output_type)
         output = q.like()
-        output.dtype = _data_type(trt, attributes.io_types[-1])
+        output.dtype = data_type(trt, attributes.io_types[-1])
         return output
 
     def autotune(
@@ -109,7 +109,8 @@ def _constant(size: Any) -> int | None:
     return size.constant_value() if size.is_constant else None
 
 
-def _data_type(trt: Any, name: str) -> Any:
+def data_type(trt: Any, name: str) -> Any:
+    """Returns TensorRT's type of a name such as FP8 or FP16."""
     return getattr(trt.DataType, _DATA_TYPES.get(name, name))
 
 
@@ -135,8 +136,8 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
             return self
 
         def get_output_data_types(self, input_types: Any) -> Any:
-            names = [_type_name(trt, type_) for type_ in input_types]
-            return [_data_type(trt, infer_types(names, self.attributes))]
+            names = [type_name(trt, type_) for type_ in input_types]
+            return [data_type(trt, infer_types(names, self.attributes))]
 
         def get_output_shapes(self, inputs: Any, shape_inputs: Any, builder: Any) -> Any:
             output = trt.DimsExprs(4)
@@ -146,7 +147,7 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
 
         def supports_format_combination(self, position: Any, in_out: Any, num_inputs: Any) -> Any:
             described = in_out[position].desc
-            expected = _data_type(trt, self.attributes.io_types[position])
+            expected = data_type(trt, self.attributes.io_types[position])
             return described.type == expected and described.format == trt.TensorFormat.LINEAR
 
         def configure_plugin(self, inputs: Any, outputs: Any) -> None:
@@ -155,7 +156,7 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
 
         def get_fields_to_serialize(self) -> Any:
             values = {**self.attributes.to_fields(), **kernel_fields(self.kernels)}
-            self.alive.append(collection := _field_collection(trt, values, self.alive))
+            self.alive.append(collection := field_collection(trt, values, self.alive))
             return collection
 
         def on_shape_change(self, inputs: Any, outputs: Any) -> None:
@@ -178,7 +179,7 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
 
         def clone(self) -> Any:
             twin = Plugin(self.attributes, self.kernels)
-            _alive.append(twin)
+            retained.append(twin)
             return twin
 
         def get_valid_tactics(self) -> Any:
@@ -203,21 +204,21 @@ def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
             trt.IPluginCreatorV3One.__init__(self)
             self.name, self.plugin_namespace, self.plugin_version = PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
             self.alive: list[Any] = []
-            self.field_names = _field_collection(trt, Attributes().to_fields(), self.alive)
+            self.field_names = field_collection(trt, Attributes().to_fields(), self.alive)
 
         def create_plugin(self, name: Any, collection: Any, phase: Any) -> Any:
             values = {field.name: field.data for field in collection}
             plugin = plugin_class(Attributes.from_fields(values), kernels_from_fields(values))
-            _alive.append(plugin)
+            retained.append(plugin)
             return plugin
 
     creator = Creator()
     if not trt.get_plugin_registry().register_creator(creator, PLUGIN_DOMAIN):
         raise ValueError(f"{PLUGIN}: TensorRT-RTX did not take the plugin; is it registered already?")
-    _alive.append(creator)
+    retained.append(creator)
 
 
-def _field_collection(trt: Any, values: Mapping[str, np.ndarray], alive: list[Any]) -> Any:
+def field_collection(trt: Any, values: Mapping[str, np.ndarray], alive: list[Any]) -> Any:
     """Returns plugin fields with these values; `alive` gets the objects that must live as long as the collection."""
     types = trt.PluginFieldType
     kinds = {"int32": types.INT32, "float32": types.FLOAT32, "int8": types.CHAR}
@@ -227,8 +228,9 @@ def _field_collection(trt: Any, values: Mapping[str, np.ndarray], alive: list[An
     return trt.PluginFieldCollection(plugin_fields)
 
 
-def _type_name(trt: Any, type_: Any) -> str:
-    names = {_data_type(trt, name): name for name in ("FP8", "FP32", "BF16", "FP16")}
+def type_name(trt: Any, type_: Any) -> str:
+    """Returns the name of a TensorRT type, the inverse of `data_type`."""
+    names = {data_type(trt, name): name for name in ("FP8", "FP32", "BF16", "FP16")}
     return names.get(type_, str(type_))
 
 

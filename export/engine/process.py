@@ -134,7 +134,7 @@ def worker_environment(request: Mapping[str, Any], folder: Path) -> dict[str, st
     `libtensorrt_rtx.so.1`: the build fails without a link of the first name.
     """
     spec = importlib.util.find_spec("tensorrt_rtx_libs")
-    if not request["plugin"] or request["backend"] != "tensorrt_rtx" or spec is None:
+    if not request["plugins"] or request["backend"] != "tensorrt_rtx" or spec is None:
         return None
     for library in (Path(root) / "libtensorrt_rtx.so.1" for root in spec.submodule_search_locations or ()):
         (folder / "libtensorrt_rtx.so").symlink_to(library)

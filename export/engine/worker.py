@@ -43,7 +43,7 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
     Args:
         request: `backend`, `graph` (ONNX file to parse), `model` (ONNX file next to the external data), `engine` (file
             to write), `compute_capabilities` (["SM120"]), `flags` (of the builder), `profiles` (shapes by input),
-            `record` (text for the audit), `plugin` (module that registers the plugin in the graph, or None),
+            `record` (text for the audit), `plugins` (modules that register the plugins in the graph),
             `timing_cache` (file, or None).
         out: the messages, one JSON object per line.
     """
@@ -53,10 +53,9 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
     # From TensorRT 11 on every network is strongly typed; before, types were the builder's choice.
     strict = getattr(getattr(trt, "NetworkDefinitionCreationFlag", None), "STRONGLY_TYPED", None)
     network = builder.create_network(0 if strict is None else 1 << int(strict))
-    if request["plugin"]:
-        importlib.import_module(request["plugin"]).register(
-            trt, [int(name.removeprefix("SM")) for name in request["compute_capabilities"]]
-        )
+    for module in request["plugins"]:
+        archs = [int(name.removeprefix("SM")) for name in request["compute_capabilities"]]
+        importlib.import_module(module).register(trt, archs)
     _parse(trt, network, logger, request)
     record = {**json.loads(request["record"]), "builder": f"{trt.__name__} {trt.__version__}"}
     network.name = RECORD + json.dumps(record, allow_nan=False)

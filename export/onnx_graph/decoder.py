@@ -84,12 +84,16 @@ class Attention:
         keys = Keys(key, value, attention_mask, causal)
         keys = self.attended(name, keys, sliding_window)
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
+        return self.computed(module, name, query, keys, scale).transpose(1, 2), None
+
+    def computed(self, module: nn.Module, name: str, query: torch.Tensor, keys: Keys, scale: float) -> torch.Tensor:
+        """Returns the attention of one module, `[batch, heads, queries, dim]`; `scale` multiplies q·k."""
         scales = self.scales.get(name, ())
         if scales:
             check_attention(name, self.kind, query, keys.key, keys.mask is not None)
         arguments = (query, keys.key, keys.value, keys.mask, scale, keys.causal, list(scales), self.kind)
         out: torch.Tensor = attend(*arguments)
-        return out.transpose(1, 2), None
+        return out
 
     def attended(self, name: str, keys: Keys, window: int | None) -> Keys:
         """Returns the keys that queries attend to, from those of the tokens of this pass."""

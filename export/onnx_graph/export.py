@@ -32,10 +32,12 @@ from quant.export.onnx_graph.decoder import (
     operand_scales,
 )
 from quant.export.onnx_graph.genai import genai_program
+from quant.export.onnx_graph.quantized_cache import CACHE_FORMATS, QuantizedCache
 from quant.export.onnx_graph.runtimes import main_dtype, onnxruntime_problem
-from quant.export.onnx_graph.serving import serving_program
+from quant.export.onnx_graph.serving import CachedAttention, serving_program
 from quant.export.onnx_graph.translate import MODEL_PREFIX, dimension_ranges, quiet, trace, translate
 from quant.formats.atomic import put_file, temporary_directory
+from quant.formats.format import Format
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import Plan
 
@@ -51,7 +53,8 @@ def export_onnx(model: nn.Module, path: str | Path, **options: Any) -> Path:
     """Writes as `write_onnx`, whose options it takes, and warns with the reason if onnxruntime cannot load the file."""
     plan: Plan | None = options.get("plan")
     fp8_attention = plan is not None and plan.attention is not None and options.get("attention") != "none"
-    if (problem := onnxruntime_problem(model, fp8_attention=fp8_attention)) is not None:
+    problem = onnxruntime_problem(model, fp8_attention=fp8_attention, kv_cache=options.get("kv_cache"))
+    if problem is not None:
         warnings.warn(problem, stacklevel=2)
     return write_onnx(model, path, **options)
 
@@ -66,6 +69,7 @@ def write_onnx(
     attention_scales: Mapping[str, AttentionScales] | None = None,
     capacity: int = 0,
     genai: bool = False,
+    kv_cache: Format | None = None,
     plan: Plan | None = None,
 ) -> Path:
     """Writes `model` as an ONNX file that TensorRT builds into low-precision kernels, and returns the path.
@@ -76,8 +80,10 @@ def write_onnx(
         shapes: ranges of the dynamic dimensions, as `--shapes` takes them, or several of them; None sets no limits.
         inputs: examples of a module's positional inputs by name, for modules that are not transformers models.
         attention: "native" for TensorRT's fused FP8 attention, "plugin" for ours, "none" for 16 bit.
-        attention_scales: the scales from `collect_attention_scales`; required if the plan has attention in FP8.
+        attention_scales: the scales from `collect_attention_scales`; required if the plan has attention in FP8, or
+            `kv_cache` needs scales that the model does not hold.
         capacity: tokens that each row of a decoder's KV cache holds; 0 makes a graph of one pass without a cache.
+        kv_cache: format of the KV cache by our plugin, one of `CACHE_FORMATS`; None for the model's dtype.
         genai: makes the graph that onnxruntime-genai runs (`genai`), with a cache that grows.
         plan: the plan of the model; says whether attention is in FP8, and its digest is written.
 
@@ -92,6 +98,8 @@ def write_onnx(
     scales: Mapping[str, Sequence[float]] = {}
     if plan is not None and plan.attention is not None and attention != "none":
         scales = _planned_scales(plan, inputs, attention_scales)
+    if kv_cache is not None:
+        _check_kv_cache(kv_cache, capacity, scales)
     if inputs is not None:
         if capacity or genai:
             raise ValueError("a KV cache is for transformers models, which name their inputs themselves")
@@ -108,7 +116,11 @@ def write_onnx(
             if genai:
                 program = genai_program(model, kind=attention, scales=scales)
             elif capacity:
-                program = serving_program(model, capacity, shapes, kind=attention, scales=scales)
+                names = {module: name for name, module in model.named_modules()}
+                function = CachedAttention(names, kind=attention, scales=scales)
+                if kv_cache is not None:
+                    function = QuantizedCache(names, format=kv_cache, measured=attention_scales or {})
+                program = serving_program(model, capacity, shapes, function)
             else:
                 program = _forward_program(model, shapes, attention, scales)
     if plan is not None:
@@ -119,10 +131,25 @@ def write_onnx(
             "dtype": str(main_dtype(model)).removeprefix("torch."),
             "shapes": [shapes] if isinstance(shapes, str) else shapes and list(shapes),
             "capacity": capacity,
-            "measured": bool(scales),
+            "kv_cache": None if kv_cache is None else kv_cache.name,
+            "measured": bool(scales) or bool(kv_cache is not None and attention_scales),
         }
         program.metadata_props[EXPORT_KEY] = json_text(options)
     return _save(program, path)
+
+
+def _check_kv_cache(format: Format, capacity: int, scales: Mapping[str, Sequence[float]]) -> None:
+    """Raises ValueError for a cache that the plugin does not have, or that this graph has no place for."""
+    if format.name not in CACHE_FORMATS:
+        raise ValueError(f"--kv-cache {format}: the plugin has caches in {' and '.join(CACHE_FORMATS)}; or pass 16bit")
+    if not capacity:
+        raise ValueError(
+            f"--kv-cache {format} is for a decoder's serving graph; leave --capacity 0, --genai and --input out"
+        )
+    if scales:
+        raise ValueError(
+            f"--kv-cache {format}: the plugin attends in 16 bit over its cache; pass --attention none with it"
+        )
 
 
 def _planned_scales(

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quant.export.onnx_graph.attention import attention_translations
+from quant.export.onnx_graph.cache_attention import cache_translations
 from quant.export.onnx_graph.opsets import (
     FLOAT,
     FLOAT8E4M3FN,
@@ -78,6 +79,7 @@ def translations(packed: dict[Any, int]) -> dict[Any, Translation]:
         torch.ops.quant.linear.default: _linear(packed),
         torch.ops.quant.conv.default: _conv,
         **attention_translations(),
+        **cache_translations(),
     }
 
 

@@ -1,4 +1,4 @@
-"""The operators of exported graphs: ONNX's, TensorRT's of the domain `trt`, and the one of our attention plugin.
+"""The operators of exported graphs: ONNX's, TensorRT's of the domain `trt`, and those of our attention plugins.
 
 ONNX's exporter and checker refuse operators that they do not know. `register_schemas` describes the last two kinds to
 them: inputs, outputs, attributes, and how shapes and types follow.
@@ -19,8 +19,10 @@ SERVING_OPSET = 24
 TRT_DOMAIN = "trt"
 PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION = "QuantFp8Attention", "quant", "1"
 """Op type, domain (and namespace in TensorRT) and version of our plugin; `quant.export.engine.plugin` describes it."""
+CACHE_PLUGIN = "QuantCacheAttention"
+"""Op type of our plugin for a KV cache in FP8 or NVFP4; `quant.export.engine.cache_plugin` describes it."""
 # Numbers of `TensorProto.DataType`.
-FLOAT, FLOAT8E4M3FN = 1, 17
+FLOAT, INT32, FLOAT8E4M3FN = 1, 6, 17
 
 
 @functools.cache
@@ -85,33 +87,46 @@ def element_type(format: Format) -> int:
 
 
 def _parameters(text: str) -> list[Any]:
-    """Returns `x:T mask?:bool`: names and types of inputs or outputs; `?` marks an optional one."""
+    """Returns `x:T mask?:bool caches*:C` as names and types of inputs or outputs.
+
+    `?` marks an optional one, and `*` any number of them, which may have different types.
+    """
     from onnx.defs import OpSchema
 
     option, parameters = OpSchema.FormalParameterOption, []
+    options = {"?": option.Optional, "*": option.Variadic}
     for name, _, type in (part.partition(":") for part in text.split()):
-        needed = option.Optional if name.endswith("?") else option.Single
-        type = type if type == "T" else f"tensor({type})"
-        parameters.append(OpSchema.FormalParameter(name.rstrip("?"), type, param_option=needed))
+        needed = options.get(name[-1], option.Single)
+        type = type if type in ("T", "C", "K") else f"tensor({type})"
+        single = needed is not option.Variadic
+        parameters.append(OpSchema.FormalParameter(name.rstrip("?*"), type, param_option=needed, is_homogeneous=single))
     return parameters
 
 
 def _register(
     name: str, inputs: str, outputs: str, attributes: str, infer: Callable[[Any], None], domain: str = TRT_DOMAIN
 ) -> None:
-    """Registers an operator whose type `T` is the layer's precision; `infer` sets the types of its outputs."""
+    """Registers an operator; `infer` sets the types of its outputs.
+
+    The type `T` is the layer's precision, `C` of any operand of our plugin, and `K` of the codes in its caches.
+    """
     from onnx.defs import OpSchema, register_schema
 
     kinds = OpSchema.AttrType
     kind_of = {"block_shape": kinds.INTS, "scale": kinds.FLOAT, "softmax_scale": kinds.FLOAT}
-    kind_of |= {"plugin_version": kinds.STRING, "plugin_namespace": kinds.STRING}  # all others are INT
+    kind_of |= dict.fromkeys(("format", "plugin_version", "plugin_namespace"), kinds.STRING)  # all others are INT
+    wide = [f"tensor({type})" for type in ("float", "float16", "bfloat16")]
+    constraints = [("T", wide, "the layer's precision")]
+    if ":C" in inputs:
+        codes = ["tensor(float8e4m3fn)", "tensor(int8)"]
+        constraints += [("C", [*wide, *codes, "tensor(int32)"], "an operand"), ("K", codes, "codes of a cache")]
     schema = OpSchema(
         name,
         domain,
         1,
         inputs=_parameters(inputs),
         outputs=_parameters(outputs),
-        type_constraints=[("T", [f"tensor({t})" for t in ("float", "float16", "bfloat16")], "the layer's precision")],
+        type_constraints=constraints,
         attributes=[
             OpSchema.Attribute(key, kind_of.get(key, kinds.INT), "", required=False) for key in attributes.split()
         ],
@@ -148,9 +163,16 @@ def _codes_and_scales(codes: int, scale: int) -> Callable[[Any], None]:
     return infer
 
 
+def _like_query_and_caches(context: Any) -> None:
+    """Makes the first output like q, and each further one like a cache; inputs are q, k, v, and then the caches."""
+    context.set_output_type(0, context.get_input_type(0))
+    for index in range(1, context.get_num_outputs()):
+        context.set_output_type(index, context.get_input_type(2 + index))
+
+
 @functools.cache
 def register_schemas() -> None:
-    """Describes the operators of TensorRT's domain and of our plugin to onnx."""
+    """Describes the operators of TensorRT's domain and of our plugins to onnx."""
     from onnx import TensorProto
 
     # TensorRT's ONNX parser reads these names and attributes in the domain "trt".
@@ -176,5 +198,14 @@ def register_schemas() -> None:
         "out:T",
         "causal softmax_scale output_type plugin_version plugin_namespace",
         _like_input("output_type"),
+        PLUGIN_DOMAIN,
+    )
+    _register(
+        CACHE_PLUGIN,
+        # torch.onnx repeats an operand that stands before a variadic one.
+        "operands*:C",
+        "out:T k_cache:K v_cache:K k_blocks?:float8e4m3fn v_blocks?:float8e4m3fn",
+        "softmax_scale format plugin_version plugin_namespace",
+        _like_query_and_caches,
         PLUGIN_DOMAIN,
     )

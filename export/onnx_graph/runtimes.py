@@ -4,7 +4,7 @@ Tried with onnxruntime 1.32 on a processor, by the dtype of the model and the fo
 
     weight                             FP32 and FP16    BF16
     16 or 32 bit                       loads            no operators in BF16
-    int4, fp8, fp8_channel, int8       loads            no operators in BF16
+    int4*, fp8, fp8_channel, int8      loads            no operators in BF16
     nvfp4, mxfp8, fp8_block            operators that TensorRT alone has, or no kernel for FP4
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.formats.format import Format
 from quant.formats.install_command import install_command
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.modules import QuantLinear
@@ -40,14 +41,17 @@ def main_dtype(model: nn.Module) -> torch.dtype:
     return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), torch.float32)
 
 
-def onnxruntime_problem(model: nn.Module, *, fp8_attention: bool = False) -> str | None:
+def onnxruntime_problem(model: nn.Module, *, fp8_attention: bool = False, kv_cache: Format | None = None) -> str | None:
     """Returns why onnxruntime cannot load the ONNX file of a model, with the way out, in one sentence.
 
     None if it can.
     """
     of_tensorrt = layer_of_tensorrt(model)
     runners = "TensorRT-RTX and TensorRT run it (--to tensorrt)"
-    if of_tensorrt is not None:
+    if kv_cache is not None:
+        problem = f"the KV cache is in {kv_cache}, by a node of our TensorRT plugin"
+        way_out = "TensorRT-RTX runs it (--to tensorrt), or pass --kv-cache 16bit"
+    elif of_tensorrt is not None:
         layer, format = of_tensorrt
         problem = f"{layer} is in {format}, for which only TensorRT has operators"
         way_out = f"{runners}, and onnxruntime runs int4, fp8, fp8_channel and int8"
@@ -78,6 +82,6 @@ def loaded(path: Path) -> Any:
     except Exception as error:  # onnxruntime has a class for each of its status codes, and no base of them
         text = " ".join(str(error).split())
         raise ValueError(
-            f"{path}: onnxruntime {onnxruntime.__version__} does not load it: {text[:300]}; NVFP4, MXFP8 and BF16 "
-            "files are for TensorRT"
+            f"{path}: onnxruntime {onnxruntime.__version__} does not load it: {text[:300]}; NVFP4, MXFP8, BF16 "
+            "and --kv-cache files are for TensorRT"
         ) from error

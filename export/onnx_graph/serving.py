@@ -88,6 +88,13 @@ class CachedAttention(Attention):
         written: torch.Tensor = torch.ops.quant.onnx_scatter(past, x, self.inputs[LENGTHS])
         return written
 
+    def cache_inputs(self, shapes: Sequence[tuple[int, int, torch.dtype]], capacity: int) -> dict[str, GraphInput]:
+        """Returns the graph's inputs that hold the cache, from the heads, dimensions and dtypes of keys and values."""
+        return {
+            name: GraphInput(torch.zeros(2, heads, capacity, dim, dtype=dtype), ("batch", heads, capacity, dim))
+            for name, (heads, dim, dtype) in zip(cache_names("past", len(shapes) // 2), shapes, strict=True)
+        }
+
     def positions(self) -> torch.Tensor:
         """Returns the positions of the new tokens, `[batch, sequence]`."""
         lengths = self.inputs[LENGTHS]
@@ -121,12 +128,7 @@ class ServingGraph(nn.Module):
 
 
 def serving_program(
-    model: nn.Module,
-    capacity: int,
-    shapes: str | Sequence[str] | None,
-    *,
-    kind: str,
-    scales: Mapping[str, Sequence[float]],
+    model: nn.Module, capacity: int, shapes: str | Sequence[str] | None, function: CachedAttention
 ) -> Any:
     """Returns the ONNX model of a decoder's serving graph, as an `onnx_ir.Model`.
 
@@ -134,42 +136,29 @@ def serving_program(
         model: causal language model of transformers.
         capacity: tokens that each row of the cache holds.
         shapes: limits of the dynamic dimensions, as `--shapes` takes them.
-        kind: one of `ATTENTIONS`.
-        scales: FP8 scales of attention's operands by module; empty keeps attention in 16 bit.
+        function: of the model's attention modules.
 
     Raises:
         ValueError: the model is not a decoder, has a state other than a KV cache, or fewer positions than `capacity`.
     """
     check_decoder(model, capacity)
-    names = {module: name for name, module in model.named_modules()}
-    function = CachedAttention(names, kind=kind, scales=scales)
     with attending(model, function, masked=False):
-        caches = cache_shapes(model, function)
-        inputs, past = serving_inputs(caches, capacity)
+        past = function.cache_inputs(cache_shapes(model, function), capacity)
+        inputs = serving_inputs()
         exported = trace_serving(ServingGraph(model, function), inputs, past, shapes, capacity)
-    outputs = [LOGITS, *cache_names("new", len(caches) // 2)]
+    outputs = [LOGITS, *map(new_name, past)]
     program = translate(exported, {**inputs, **past}, outputs, MODEL_PREFIX, opset=SERVING_OPSET)
     program.metadata_props[CAPACITY_KEY] = str(capacity)
     return program
 
 
-def serving_inputs(
-    caches: Sequence[tuple[int, int, torch.dtype]], capacity: int
-) -> tuple[dict[str, GraphInput], dict[str, GraphInput]]:
-    """Returns examples of a step's tokens and of the KV cache, by the names of the graph's inputs.
-
-    They are on torch's default device.
-    """
-    inputs = {
+def serving_inputs() -> dict[str, GraphInput]:
+    """Returns examples of a step's tokens, by the names of the graph's inputs, on torch's default device."""
+    return {
         IDS: GraphInput(torch.zeros(2, 5, dtype=torch.long), ("batch", "sequence")),
         LENGTHS: GraphInput(torch.tensor([3, 2]), ("batch",)),
         LAST: GraphInput(torch.tensor([4, 3]), ("batch",)),
     }
-    past = {
-        name: GraphInput(torch.zeros(2, heads, capacity, dim, dtype=dtype), ("batch", heads, capacity, dim))
-        for name, (heads, dim, dtype) in zip(cache_names("past", len(caches) // 2), caches, strict=True)
-    }
-    return inputs, past
 
 
 def trace_serving(
@@ -247,6 +236,11 @@ def last_token_only(model: Any, last: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def new_name(past: str) -> str:
+    """Returns the name of the output that continues a cache: `new_key.0` of `past_key.0`."""
+    return past.replace("past_", "new_", 1)
 
 
 def cache_names(prefix: str, layers: int) -> list[str]:

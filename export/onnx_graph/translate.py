@@ -30,6 +30,7 @@ MODULE_KEY = "blockscale.module"
 """The module that a node was traced in; nodes of a layer have `LAYER_KEY` too."""
 MODEL_PREFIX = "model."
 """Of the names of parameters in graphs that hold a transformers model as their attribute `model`."""
+_ATTENTIONS = tuple(f"torch.ops.quant.onnx_{name}" for name in ("attention", "fp8_cache", "nvfp4_cache"))
 _PLAIN_LINEARS = (
     "torch.ops.aten.linear.default", "torch.ops.aten.addmm.default", "torch.ops.aten.convolution.default",
     "torch.ops.aten.conv1d.default", "torch.ops.aten.conv2d.default", "torch.ops.aten.conv3d.default",
@@ -199,7 +200,7 @@ def _name_layers(model: Any, prefix: str) -> None:
         node.metadata_props[MODULE_KEY] = module
         if "torch.ops.quant.linear.default" in source or "torch.ops.quant.conv.default" in source:
             groups.setdefault(source, []).append(node)
-        elif "torch.ops.quant.onnx_attention" in source or any(op in source for op in _PLAIN_LINEARS):
+        elif any(op in source for op in (*_ATTENTIONS, *_PLAIN_LINEARS)):
             plain.append((module, node))
     quantized = set()
     for nodes in groups.values():

@@ -102,7 +102,7 @@ def decoder_program(
     with attending(model, function, masked=False), scales_as_matrices(model):
         caches = cache_shapes(model, function)
         with next(model.parameters()).device:
-            inputs, past = serving_inputs(caches, capacity)
+            inputs, past = serving_inputs(), function.cache_inputs(caches, capacity)
         exported = trace_serving(InPlaceGraph(model, function), inputs, past, shapes, capacity)
         program = decomposed(exported, {**BODIES, EXPORTED_ATTENTION: _attention, _SCATTER: _scatter})
     share_input_scales(program)

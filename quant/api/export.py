@@ -55,7 +55,7 @@ def export_onnx_files(job: ExportJob) -> dict[str, Any]:
     if job.genai:
         _check_genai(job)
     notes = [*put_in_dtype(job), *cache_notes(job)]
-    problem = onnxruntime_problem(job.model, fp8_attention=job.fp8_attention)
+    problem = onnxruntime_problem(job.model, fp8_attention=job.fp8_attention, kv_cache=job.cache_format)
     notes += [problem] if problem else []
     for note in notes:
         warnings.warn(note, stacklevel=2)

@@ -21,9 +21,12 @@ from quant.export.checkpoint.read import read_layer
 from quant.export.engine.build import BuildOptions, export_engine
 from quant.export.onnx_graph.decoder import GraphInput, is_decoder
 from quant.export.onnx_graph.export import write_onnx
+from quant.export.onnx_graph.quantized_cache import CACHE_FORMATS
 from quant.export.onnx_graph.runtimes import layer_of_tensorrt, main_dtype
 from quant.export.onnx_graph.verify import check_file, verify, worst_layer
+from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.kv_pages import kv_format
 from quant.recipes.plan import Plan
 from quant.runtime.generate import cast_unquantized
 
@@ -48,6 +51,7 @@ class ExportJob:
     dtype: str | None
     capacity: int | None
     genai: bool
+    kv_cache: str | None
     target: str | None
     backend: str | None
     allow_fallback: bool
@@ -63,6 +67,7 @@ class ExportJob:
             "attention_scales": self.attention_scales,
             "capacity": self.cache_capacity(),
             "genai": self.genai,
+            "kv_cache": self.cache_format,
             "plan": self.plan,
         }
 
@@ -83,6 +88,11 @@ class ExportJob:
         """Whether the graph has attention in FP8."""
         return self.plan is not None and self.plan.attention is not None and self.attention != "none"
 
+    @property
+    def cache_format(self) -> Format | None:
+        """The format of the graph's KV cache; None for the model's dtype."""
+        return kv_format(self.kv_cache)
+
     @cached_property
     def opened(self) -> Checkpoint:
         """The checkpoint's files."""
@@ -98,7 +108,8 @@ def put_in_dtype(job: ExportJob) -> list[str]:
     """Casts unquantized tensors to --dtype, or to FP32 where onnxruntime runs all but BF16; a note of the latter."""
     dtype, notes = job.dtype, []
     runs_on_cpu = job.kind == "onnx" or (job.kind == "triton-server" and job.target is None)
-    is_for_onnxruntime = runs_on_cpu and layer_of_tensorrt(job.model) is None and not job.fp8_attention
+    is_for_tensorrt = layer_of_tensorrt(job.model) is not None or job.fp8_attention or job.cache_format is not None
+    is_for_onnxruntime = runs_on_cpu and not is_for_tensorrt
     if dtype is None and is_for_onnxruntime and main_dtype(job.model) == torch.bfloat16:
         dtype = "fp32"
         notes.append(
@@ -112,11 +123,17 @@ def put_in_dtype(job: ExportJob) -> list[str]:
 
 def cache_notes(job: ExportJob) -> list[str]:
     """Returns a sentence for the user on the KV cache in an exported graph."""
-    if job.plan is None or job.plan.kv_cache is None or not (job.cache_capacity() or job.genai):
+    if job.cache_format is not None:
+        return [
+            f"the KV cache in {job.cache_format} is a node of our plugin: the engine runs in programs that load its "
+            "C++ library (docs/engine-audit.md)"
+        ]
+    if job.plan is None or job.plan.kv_cache is None or job.kv_cache or not (job.cache_capacity() or job.genai):
         return []
+    way_out = f"; --kv-cache {job.plan.kv_cache} keeps it as planned in engines that load our plugin"
     return [
-        f"the plan has the KV cache in {job.plan.kv_cache}, and this graph keeps it in 16 or 32 bit: ONNX, TensorRT "
-        "and AOTInductor write no other cache in place"
+        f"the plan has the KV cache in {job.plan.kv_cache}, and this graph keeps it in 16 or 32 bit"
+        + way_out * ("kv_cache" in KINDS[job.kind][1] and job.plan.kv_cache.name in CACHE_FORMATS)
     ]
 
 

@@ -7,8 +7,8 @@ _GRAPH = {"shapes", "inputs", "attention", "dtype", "calib", "calib_samples", "s
 # Options of everything that builds an engine of such a graph.
 _ENGINE = {*_GRAPH, "target", "backend", "allow_fallback", "features"}
 KINDS: dict[str, tuple[str, set[str]]] = {
-    "onnx": ("-onnx", {*_GRAPH, "capacity", "genai"}),
-    "tensorrt": (".engine", {*_ENGINE, "capacity"}),
+    "onnx": ("-onnx", {*_GRAPH, "capacity", "genai", "kv_cache"}),
+    "tensorrt": (".engine", {*_ENGINE, "capacity", "kv_cache"}),
     "aoti": (".pt2", {*_GRAPH, "capacity"}),
     "torch-tensorrt": (".pt2", {"inputs", "attention", "dtype", "target", "allow_fallback"}),
     "triton-server": ("-triton", {*_ENGINE, "capacity"}),

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
     from quant.calibration.kv_cache import AttentionScales
     from quant.calibration.listener import Listener, Progress
+    from quant.execution.sources import Rows
     from quant.export.onnx_graph.decoder import GraphInput
+    from quant.formats.format import Format
     from quant.recipes.plan import Plan
 
 _INPUT_DTYPES = {**DTYPES, "int64": "int64"}
@@ -60,6 +62,11 @@ _INPUT_DTYPES = {**DTYPES, "int64": "int64"}
     help="Tokens that each row of a decoder's KV cache holds; 0 exports one pass without a cache.  "
     "[default: 4096, or the model's limit]",
 )
+@click.option(
+    "--kv-cache",
+    type=click.Choice(["fp8", "nvfp4", "16bit"]),
+    help="Format of a decoder's KV cache; fp8 and nvfp4 are for TensorRT with our plugin.  [default: 16bit]",
+)
 @click.option("--genai", is_flag=True, help="Write what onnxruntime-genai loads: graph, configuration, tokenizer.")
 @click.option("--target", help="GPU of an engine: sm89, sm120, h100, rtx5090, local, …; for TensorRT-RTX also several.")
 @click.option("--backend", help="Builder of the engine: tensorrt_rtx or tensorrt.")
@@ -71,7 +78,12 @@ _INPUT_DTYPES = {**DTYPES, "int64": "int64"}
     help="Build an engine whose weights can be replaced or streamed, or which other versions load. Repeatable.",
 )
 @click.option("--allow-fallback", is_flag=True, help="Accept an engine with layers in half precision; they are named.")
-@click.option("--calib", multiple=True, metavar="SOURCE", help="Calibration text for FP8 attention, as for `quantize`.")
+@click.option(
+    "--calib",
+    multiple=True,
+    metavar="SOURCE",
+    help="Calibration text for FP8 attention and --kv-cache, as for `quantize`.",
+)
 @click.option(
     "--calib-samples", type=click.IntRange(min=1), default=32, show_default=True, help="Rows of calibration text."
 )
@@ -113,6 +125,9 @@ def export_command(
     from quant.api.export_job import ExportJob
     from quant.checkpoints.load import describe, is_checkpoint, load, no_checkpoint
     from quant.checkpoints.open import outline
+    from quant.execution.sources import Rows
+    from quant.export.onnx_graph.quantized_cache import holds_cache_scales
+    from quant.kernels.kv_pages import kv_format
     from quant.models.state_dict import call_factory
     from quant.report.render import rewrite
 
@@ -140,11 +155,15 @@ def export_command(
         options["capacity"] = 0
     with stages(quiet) as progress:
         scales = None
+        cache = kv_format(options["kv_cache"])
         uses = "attention" in KINDS[kind][1] and options["attention"] != "none"
         if plan is not None and plan.attention is not None and uses:
-            scales = _attention_scales(
-                model, plan, directory, calib, progress, listener(quiet), samples=calib_samples, seqlen=seqlen
-            )
+            formats = {"kv_format": plan.attention, "attention_format": plan.attention}
+        else:
+            formats = {"kv_format": cache, "attention_format": None}
+        if formats["attention_format"] or (cache is not None and not holds_cache_scales(model, cache)):
+            rows = Rows(calib, samples=calib_samples, seqlen=seqlen)
+            scales = _attention_scales(model, plan, directory, rows, formats, progress, listener(quiet))
         job = ExportJob(
             kind=kind,
             directory=directory,
@@ -183,17 +202,17 @@ def _check_options(kind: str) -> None:
 
 def _attention_scales(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | None,
     directory: Path,
-    calib: tuple[str, ...],
+    rows: Rows,
+    formats: Mapping[str, Format | None],
     progress: Progress,
     terminal: Listener,
-    **size: Any,
 ) -> Mapping[str, AttentionScales]:
-    """Returns FP8 scales of attention's operands, measured: a checkpoint cannot hold them."""
+    """Measures scales of attention's operands or of a KV cache, where a checkpoint cannot hold them."""
     from quant.calibration.kv_cache import collect_attention_scales
     from quant.calibration.session import Session
-    from quant.execution.sources import Rows, as_rows, read_calibration
+    from quant.execution.sources import as_rows, read_calibration
     from quant.models.open import Source
 
     # The dtype of what is not quantized, in which the model runs.
@@ -201,14 +220,9 @@ def _attention_scales(
     source = Source(
         name=str(directory), kind=SourceKind.HUGGINGFACE, model=model, state_dict=None, path=directory, dtype=dtype
     )  # fmt: skip
-    data, _ = read_calibration(source, Rows(calib, **size), Session(progress=progress), listener=terminal, plan=plan)
-    return collect_attention_scales(
-        model,
-        as_rows(model, data, "FP8 attention"),
-        kv_format=plan.attention,
-        attention_format=plan.attention,
-        session=Session(progress=progress),
-    )
+    session = Session(progress=progress)
+    data, _ = read_calibration(source, rows, session, listener=terminal, plan=plan)
+    return collect_attention_scales(model, as_rows(model, data, "attention's scales"), session=session, **formats)
 
 
 def _parse_inputs(texts: tuple[str, ...]) -> dict[str, GraphInput]:

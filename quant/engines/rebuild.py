@@ -22,6 +22,7 @@ from quant.export.engine.build import BuildOptions, build_engine
 from quant.export.engine.contents.difference import differing_kernels
 from quant.export.engine.contents.engine_file import read_engine
 from quant.export.onnx_graph.export import write_onnx
+from quant.kernels.kv_pages import kv_format
 from quant.recipes.plan import Plan
 from quant.runtime.generate import cast_unquantized
 
@@ -52,6 +53,7 @@ def rebuilt_findings(
             shapes=options["shapes"],
             attention=options["attention"],
             capacity=options["capacity"],
+            kv_cache=kv_format(options["kv_cache"]),
             plan=plan,
         )
         build = BuildOptions(options["target"], options["shapes"], "tensorrt_rtx", progress, options["features"])
@@ -82,7 +84,7 @@ def _options(path: Path, record: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"{path} was built by {module} {version}, and {installed} is installed; install {version}")
     if exported.get("measured"):
         raise UserError(
-            f"{path}: scales of its attention were measured when it was exported, and are not in the "
+            f"{path}: scales of its attention or KV cache were measured when it was exported, and are not in the "
             "checkpoint; leave --rebuild out"
         )
     return {**exported, "attention": record["attention"], "target": record["target"], "features": record["features"]}

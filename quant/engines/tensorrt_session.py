@@ -36,6 +36,11 @@ class TensorrtSession:
         receipt = read_receipt(path)
         engine_record = receipt["engine"]
         built_by = str(engine_record.get("backend", ""))
+        if engine_record.get("kv_cache"):
+            raise UserError(
+                f"{path}: its KV cache is in {engine_record['kv_cache']}, by our plugin, which runs in C++ programs "
+                "(docs/engine-audit.md); for this command export it with --kv-cache 16bit"
+            )
         reason = runs_here(path)
         if reason is not None:
             raise UserError(reason)

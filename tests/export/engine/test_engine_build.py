@@ -303,7 +303,7 @@ def test_timings_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     graph.touch()
     request = {
         "backend": "tensorrt", "graph": str(graph), "model": str(graph), "engine": str(tmp_path / "x.engine"),
-        "compute_capabilities": ["SM90"], "flags": [], "profiles": [], "record": "{}", "plugin": None,
+        "compute_capabilities": ["SM90"], "flags": [], "profiles": [], "record": "{}", "plugins": [],
         "timing_cache": str(cache),
     }  # fmt: skip
     seen = []

@@ -101,7 +101,7 @@ def test_the_build_process_calls_what_tensorrt_declares(tmp_path: Path, release:
     (tmp_path / "graph.onnx").touch()
     request = {
         "backend": "tensorrt", "graph": str(tmp_path / "graph.onnx"), "model": str(tmp_path / "graph.onnx"),
-        "engine": str(tmp_path / "engine"), "compute_capabilities": ["SM90"], "plugin": None, "record": "{}",
+        "engine": str(tmp_path / "engine"), "compute_capabilities": ["SM90"], "plugins": [], "record": "{}",
         "flags": ["REFIT", "WEIGHT_STREAMING", "VERSION_COMPATIBLE", "EXCLUDE_LEAN_RUNTIME"],
         "profiles": [{"x": ((1, 8), (2, 8), (4, 8))}], "timing_cache": str(tmp_path / "timing.cache"),
     }  # fmt: skip

@@ -23,6 +23,7 @@ import quant
 from quant.export.engine.audit import audit, failures
 from quant.export.engine.build import BuildOptions, build_engine
 from quant.export.onnx_graph.export import write_onnx
+from quant.formats.format import FORMATS
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
@@ -164,6 +165,27 @@ def test_a_rebuild_finds_other_wiring(tmp_path: Path, right: Any, change: Callab
 def test_the_right_engine_is_built_again_byte_for_byte(tmp_path: Path, right: Any) -> None:
     (finding,) = rebuilt_findings(built(tmp_path, right.model, right), copy.deepcopy(right.model), right.plan)
     assert finding.passed and "byte for byte" in finding.found
+
+
+@pytest.mark.parametrize("wrong", ["of the next layer", "exchanged", "of V twice"])
+def test_scales_of_a_cache(tmp_path: Path, wrong: str) -> None:
+    """The plugin's node has the scales of K and of V as two constants, in this order."""
+    model = serving_samples.decoder("llama-64", dtype=torch.float16)
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.register_buffer("k_scale", torch.tensor([0.5 + index], dtype=torch.float16))
+        layer.self_attn.register_buffer("v_scale", torch.tensor([0.25 + index], dtype=torch.float16))
+    right = quant.quantize(model, "fp8", torch.randint(0, 64, (2, 16)), solver="rtn")
+    options = {"capacity": 256, "shapes": None, "kv_cache": FORMATS["fp8"]}
+    other = copy.deepcopy(right.model)
+    first, second = (layer.self_attn for layer in other.model.layers)
+    if wrong == "of the next layer":
+        first.k_scale, first.v_scale = second.k_scale, second.v_scale
+    else:
+        first.k_scale, first.v_scale = first.v_scale, first.k_scale if wrong == "exchanged" else first.v_scale
+    assert failures(audit(built(tmp_path, right.model, right, **options), right.plan, model=right.model)) == []
+    found = failures(audit(built(tmp_path, other, right, **options), right.plan, model=right.model))
+    names = "k_scale" if wrong == "of V twice" else "k_scale, v_scale"
+    assert found == [f"model.layers.0.self_attn: planned as in the checkpoint, found other {names}"]
 
 
 def test_another_window_and_the_logits_of_another_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import serving_samples
 import torch
-from serving_samples import CAPACITY, NEW
+from serving_samples import CAPACITY, NEW, EvaluatorSession
 
 import quant
 
-onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
+pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
@@ -23,7 +23,6 @@ from quant.engines.loop import Sampling, generate_tokens, probabilities  # noqa:
 from quant.engines.open import open_session  # noqa: E402 -- as above
 from quant.errors import UserError  # noqa: E402 -- as above
 from quant.export.onnx_graph.export import export_onnx  # noqa: E402 -- as above
-from quant.export.onnx_graph.reference import evaluator  # noqa: E402 -- as above
 
 ROWS = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))
 KINDS = [kind for kind in serving_samples.DECODERS if kind != "llama-64"]
@@ -124,40 +123,6 @@ def test_formats_of_tensorrt_in_the_reference_evaluator(format: str, tmp_path: P
     with pytest.raises(ValueError, match=r"model\.onnx: onnxruntime .* does not load it: .* are for TensorRT"):
         open_session(path)
     check_steps(model, EvaluatorSession(path))
-
-
-class EvaluatorSession:
-    """A session that runs every operator in numpy."""
-
-    backend, dtype, plan, capacity = "onnx.reference", "float32", "", CAPACITY
-
-    def __init__(self, path: Path) -> None:
-        model = onnx.load(path)
-        self._evaluator = evaluator(model)
-        self._outputs = [value.name for value in model.graph.output]
-        self._shapes = {
-            value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim[1:]]
-            for value in model.graph.input
-            if value.name.startswith("past_")
-        }
-        self._caches: dict[str, np.ndarray] = {}
-
-    def most_rows(self) -> int:
-        return 8
-
-    def begin(self, rows: int) -> None:
-        random = np.random.default_rng(3)
-        self._caches = {n: random.normal(size=(rows, *s)).astype(np.float32) for n, s in self._shapes.items()}
-
-    def width(self, tokens: int) -> int:
-        return min(tokens, self.capacity)
-
-    def step(self, ids: np.ndarray, lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
-        inputs = {"input_ids": ids, "lengths": lengths, "last": last, **self._caches}
-        outputs = dict(zip(self._outputs, self._evaluator.run(None, inputs), strict=True))
-        self._caches = {name: outputs[name.replace("past_", "new_")] for name in self._caches}
-        logits: np.ndarray = outputs["logits"]
-        return logits
 
 
 def test_a_row_that_fills_the_cache_in_steps_that_do_not_divide_it(llama: tuple[Any, Path]) -> None:
