@@ -80,7 +80,7 @@ class EvaluatorSession:
         }  # fmt: skip
         logits = next(value for value in model.graph.output if value.name == "logits")
         self.dtype = str(tensor_dtype_to_np_dtype(logits.type.tensor_type.elem_type))
-        self._caches: dict[str, np.ndarray] = {}
+        self.caches: dict[str, np.ndarray] = {}
 
     def most_rows(self) -> int:
         return 8
@@ -90,14 +90,14 @@ class EvaluatorSession:
         for name, (shape, dtype) in self._inputs.items():
             values = random.normal(size=(rows, *shape)).astype(np.float32)
             codes = np.full(values.shape, 0x7F, np.uint8)  # NaN in FP8
-            self._caches[name] = codes.view(dtype) if dtype.itemsize == 1 else values.astype(dtype)
+            self.caches[name] = codes.view(dtype) if dtype.itemsize == 1 else values.astype(dtype)
 
     def width(self, tokens: int) -> int:
         return min(tokens, self.capacity)
 
     def step(self, ids: np.ndarray, lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
-        inputs = {"input_ids": ids, "lengths": lengths, "last": last, **self._caches}
+        inputs = {"input_ids": ids, "lengths": lengths, "last": last, **self.caches}
         outputs = dict(zip(self._outputs, self._evaluator.run(None, inputs), strict=True))
-        self._caches = {name: outputs[name.replace("past_", "new_")] for name in self._caches}
+        self.caches = {name: outputs[name.replace("past_", "new_")] for name in self.caches}
         logits: np.ndarray = outputs["logits"].astype(np.float32)
         return logits

@@ -174,6 +174,7 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     layers = list(dict.fromkeys(name for name in map(layer_of, model.graph.node) if name and name not in attentions))
     attention_nodes = label_nodes(model)
     metadata = {entry.key: entry.value for entry in model.metadata_props}
+    export = json.loads(metadata[EXPORT_KEY]) if EXPORT_KEY in metadata else None
     # The audit reads this from the engine itself, which may come without its receipt.
     record = {
         "plan": metadata.get(PLAN_KEY),
@@ -182,7 +183,7 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
         "layers": layers,
         "target": ",".join(target.sm for target in targets),
         "features": list(options.features),
-        "export": json.loads(metadata[EXPORT_KEY]) if EXPORT_KEY in metadata else None,
+        "export": export,
     }
     with temporary_directory(out) as folder:
         graph, engine = folder / "graph.onnx", folder / "engine"
@@ -214,7 +215,7 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
         profiles=[format_profile(profile) for profile in profiles],
         layers=layers,
         attention_nodes=attention_nodes,
-        kv_cache=(record["export"] or {}).get("kv_cache"),
+        kv_cache=(export or {}).get("kv_cache"),
         seconds=round(seconds, 2),
         peak_rss_bytes=result["peak_rss_bytes"],
     )

@@ -46,7 +46,7 @@ def register(trt: Any, archs: Sequence[int]) -> None:
 
 def as_fields(format: str, softmax_scale: float, kernels: bytes = b"") -> dict[str, np.ndarray]:
     """Returns the node's attributes, and its kernels once they are compiled, as fields of the plugin."""
-    fields = {
+    fields: dict[str, np.ndarray] = {
         "softmax_scale": np.array([softmax_scale], np.float32),
         "format": np.frombuffer(format.encode("ascii"), np.int8),
     }

@@ -71,7 +71,7 @@ def _body(format: Format) -> Callable[..., tuple[torch.Tensor, ...]]:
         new = [cache.clone() for cache in caches]
         scales = [torch.tensor(values) for values in (k_scale, v_scale)]
         codes = [part.view(torch.uint8) if part.dtype is torch.int8 else part for part in new]
-        blocks = codes[2:] or [None, None]
+        blocks: list[torch.Tensor | None] = [*codes[2:]] or [None, None]
         pages = KVPages(codes[0], codes[1], format, q.shape[3], *scales, *blocks)
         write_reference(pages, torch.arange(len(q))[:, None], lengths, k, v)
         position = lengths[:, None] + torch.arange(q.shape[2])

@@ -155,13 +155,14 @@ def export_command(
         options["capacity"] = 0
     with stages(quiet) as progress:
         scales = None
+        formats: tuple[Format | None, Format | None]  # of the cache and of attention
         cache = kv_format(options["kv_cache"])
         uses = "attention" in KINDS[kind][1] and options["attention"] != "none"
         if plan is not None and plan.attention is not None and uses:
-            formats = {"kv_format": plan.attention, "attention_format": plan.attention}
+            formats = plan.attention, plan.attention
         else:
-            formats = {"kv_format": cache, "attention_format": None}
-        if formats["attention_format"] or (cache is not None and not holds_cache_scales(model, cache)):
+            formats = cache, None
+        if formats[1] is not None or (cache is not None and not holds_cache_scales(model, cache)):
             rows = Rows(calib, samples=calib_samples, seqlen=seqlen)
             scales = _attention_scales(model, plan, directory, rows, formats, progress, listener(quiet))
         job = ExportJob(
@@ -205,7 +206,7 @@ def _attention_scales(
     plan: Plan | None,
     directory: Path,
     rows: Rows,
-    formats: Mapping[str, Format | None],
+    formats: tuple[Format | None, Format | None],
     progress: Progress,
     terminal: Listener,
 ) -> Mapping[str, AttentionScales]:
@@ -222,7 +223,9 @@ def _attention_scales(
     )  # fmt: skip
     session = Session(progress=progress)
     data, _ = read_calibration(source, rows, session, listener=terminal, plan=plan)
-    return collect_attention_scales(model, as_rows(model, data, "attention's scales"), session=session, **formats)
+    texts = as_rows(model, data, "attention's scales")
+    cache, attention = formats
+    return collect_attention_scales(model, texts, kv_format=cache, attention_format=attention, session=session)
 
 
 def _parse_inputs(texts: tuple[str, ...]) -> dict[str, GraphInput]:

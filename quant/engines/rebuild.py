@@ -53,7 +53,7 @@ def rebuilt_findings(
             shapes=options["shapes"],
             attention=options["attention"],
             capacity=options["capacity"],
-            kv_cache=kv_format(options["kv_cache"]),
+            kv_cache=kv_format(options.get("kv_cache")),
             plan=plan,
         )
         build = BuildOptions(options["target"], options["shapes"], "tensorrt_rtx", progress, options["features"])
