@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -236,9 +235,3 @@ def write_tensors(
     threads = min(_SHARDS_AT_ONCE, max(torch.get_num_threads(), 4))
     with ThreadPoolExecutor(threads, thread_name_prefix="shard") as writing:
         return dict(zip(names, writing.map(write, names, shards), strict=True))
-
-
-def sha256_of(path: Path) -> str:
-    """Returns SHA-256 of a file, hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -25,6 +25,7 @@ from quant.checkpoints.open import (
 )
 from quant.errors import UserError
 from quant.export.checkpoint import modelopt
+from quant.export.checkpoint.checksums import CHECKSUMS, write_checksums
 from quant.export.checkpoint.directory import check_apart, new_directory
 from quant.export.checkpoint.layout import Layout
 from quant.export.checkpoint.layouts import LAYOUTS
@@ -38,10 +39,11 @@ from quant.plan.plan_warnings import fusion_warnings
 from quant.recipes.json_text import text_as_in_source
 from quant.recipes.plan import PLAN_FILE
 
-# Not copied: config files are written anew, and a report has hashes and sizes of the old files.
+# Not copied: config files are written anew, and a report and checksums are of the old files.
 _NOT_COPIED = (
     "config.json",
     "model.safetensors.index.json",
+    CHECKSUMS,
     PLAN_FILE,
     "receipt.json",
     "report.html",
@@ -98,7 +100,7 @@ def convert(
     for message in [*fusion_warnings(plan), *layout.runtime_warnings(plan, dtype, names, tensors)]:
         warnings.warn(message, stacklevel=2)
     with new_directory(out, overwrite=overwrite) as temporary:
-        write_tensors(temporary, tensors, carried=names.carried, heads=opened.heads)
+        hashes = write_tensors(temporary, tensors, carried=names.carried, heads=opened.heads)
         for source in directory.iterdir():
             # Tokenizer, processor, remote code and licence go along.
             if source.name.startswith(".") or source.suffix == ".safetensors" or source.name in _NOT_COPIED:
@@ -114,6 +116,7 @@ def convert(
             (temporary / file).write_text(text + "\n", encoding="utf-8")
         text = text_as_in_source(fields, indent=2, ensure_ascii=False)
         (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
+        write_checksums(temporary, hashes, PLAN_FILE)
         # The card of another tool goes along as it is.
         if is_own_card(temporary / CARD):
             write_card(temporary, plan, opened.model, source=None, layout=to, measured=directory)

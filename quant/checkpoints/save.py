@@ -21,6 +21,7 @@ from quant.checkpoints.checkpoint_warnings import checkpoint_warnings
 from quant.checkpoints.model_card import write_card
 from quant.checkpoints.trial_load import check_experts, check_read_back, trial_load
 from quant.errors import UserError
+from quant.export.checkpoint.checksums import write_checksums
 from quant.export.checkpoint.compressed_tensors import check_plan, compress
 from quant.export.checkpoint.configs.config_file import write_config
 from quant.export.checkpoint.directory import new_directory
@@ -191,10 +192,17 @@ def write_model(
         _write_companions(model, tokenizer, temporary, destination.source)
         if finish is not None:
             finish(temporary, hashes, messages)
+        _complete(temporary, hashes)
         # After the comparison with the source and the report, whose loss it shows.
         if of_transformers:
             write_card(temporary, plan, model, source=destination.source)
     return hashes
+
+
+def _complete(directory: Path, hashes: dict[str, str]) -> None:
+    """Writes the hashes of a checkpoint whose `finish` wrote no report with them, so that `verify` has them."""
+    if not (directory / "report.json").is_file():
+        write_checksums(directory, hashes, PLAN_FILE)
 
 
 def _write_companions(model: Any, tokenizer: Any, directory: Path, source: Path | None) -> None:
@@ -272,4 +280,5 @@ def save_state_dict(
         plan.save(temporary / PLAN_FILE)
         if finish is not None:
             finish(temporary, hashes, checkpoint_warnings(plan, torch.bfloat16, StoredNames()))
+        _complete(temporary, hashes)
     return hashes

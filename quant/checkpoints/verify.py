@@ -1,6 +1,6 @@
 """`verify` finds the files, tensors and tables of a checkpoint that have changed or do not fit together.
 
-    files       SHA-256 of each weight file                    against report.json
+    files       SHA-256 of each weight file                    against report.json or SHA256SUMS
     plan        the plan's digest, and the config's formats    against report.json, config.json, hf_quant_config.json
     tensors     presence, dtypes, shapes, scales, NaN          against the plan
     groups      tensor scales of layers that runtimes merge    against each other
@@ -35,9 +35,9 @@ from quant.checkpoints.runtime_check import RuntimeCheck, check_runtime
 from quant.checkpoints.source import compare_with_source
 from quant.evaluation.fingerprint import Fingerprint, fingerprint_problem
 from quant.export.checkpoint.check import plan_problems
+from quant.export.checkpoint.checksums import CHECKSUMS, read_checksums, sha256_of
 from quant.export.checkpoint.read import layer_tensor_names, read_layer, read_parts, weight_files
 from quant.export.checkpoint.scan import Scan
-from quant.export.checkpoint.write import sha256_of
 from quant.formats.json_files import read_json
 from quant.models.files import find_checkpoint
 from quant.models.huggingface import remote_code
@@ -165,6 +165,14 @@ class _Subject:
         return read_json(file, "a valid report", _report)
 
     @cached_property
+    def hashes(self) -> tuple[str, Mapping[str, str]]:
+        """The name of the file that has the SHA-256 of each weight file, and these by the names of the files."""
+        # A checkpoint with checksums was written after any report beside them.
+        if (self.directory / CHECKSUMS).is_file():
+            return CHECKSUMS, read_checksums(self.directory / CHECKSUMS)
+        return REPORT_FILE, self.report["files"]
+
+    @cached_property
     def opened(self) -> Checkpoint:
         if not self.is_described:
             raise _NotCheckedError(
@@ -198,17 +206,17 @@ def _report(document: Any) -> Mapping[str, Any]:
 
 
 def _files(subject: _Subject, failed: bool) -> Iterator[str]:
-    hashes = subject.report["files"]
+    record, hashes = subject.hashes
     for name, expected in hashes.items():
         file = subject.directory / name
         # A report that was edited may list a path outside the directory.
         if Path(name).name != name or not file.is_file():
-            yield f"{file}: is missing, and {REPORT_FILE} lists it"
+            yield f"{file}: is missing, and {record} lists it"
         elif sha256_of(file) != expected:
-            yield f"{file}: is not what was written: its SHA-256 is not that in {REPORT_FILE}"
+            yield f"{file}: is not what was written: its SHA-256 is not that in {record}"
     for file in weight_files(subject.directory):
         if file.name not in hashes:
-            yield f"{file}: is not in {REPORT_FILE}"
+            yield f"{file}: is not in {record}"
 
 
 def _plan(subject: _Subject, failed: bool) -> Iterator[str]:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from quant.export.checkpoint.checksums import sha256_of
 from quant.export.checkpoint.tensor_file import write_tensor_file
-from quant.export.checkpoint.write import sha256_of
 from quant.formats.atomic import sync
 from quant.formats.json_files import parse_json
 from quant.recipes.json_text import json_text

@@ -34,7 +34,7 @@ _WEIGHTS = {
 # Files that say how weights are stored or quantized; a checkpoint has its own.
 _OF_WEIGHTS = {
     "config.json", "hf_quant_config.json", "plan.json", "quant_config.json", "quantize_config.json", "receipt.json",
-    "recipe.yaml", "report.html", "report.json",
+    "recipe.yaml", "report.html", "report.json", "SHA256SUMS",
 }  # fmt: skip
 _ANSWERS = {"GatedRepoError", "RevisionNotFoundError", "RepositoryNotFoundError"}
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -290,7 +290,7 @@ def test_a_plain_module(preset: str, tmp_path: Path) -> None:
     model, x = Plain(), torch.randn(5, 64)
     done = quantize(model, preset, run=lambda m: m(x))
     save(model, done.plan, tmp_path / "out")
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model.safetensors", "plan.json"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["SHA256SUMS", "model.safetensors", "plan.json"]
     blank = Plain()
     assert load(tmp_path / "out", model=blank) is blank
     assert torch.equal(blank(x), model(x))

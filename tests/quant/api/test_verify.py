@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from samples import BASE, GOLDENS
 
 import quant
 from quant.cli.main import main
-from quant.export.checkpoint.write import sha256_of
+from quant.export.checkpoint.checksums import sha256_of
 
 Q = "model.layers.1.self_attn.q_proj"
 
@@ -173,13 +174,35 @@ def test_modelopts_own_config_is_compared_too(saved: Path, tmp_path: Path) -> No
     assert "q_proj: nvfp4@nvfp4, and the config says nvfp4 (hf_quant_config.json)" in result.stdout
 
 
+@pytest.mark.parametrize("written", ["saved", "converted"])
+def test_a_checkpoint_without_a_report(saved: Path, tmp_path: Path, written: str) -> None:
+    """`quant.save` and `quant.convert` write the hashes of their files where sha256sum reads them too."""
+    out = tmp_path / "out"
+    if written == "converted":
+        quant.convert(saved, out, "modelopt")
+    else:
+        quant.save(quant.load(saved), None, out)
+    assert quant.verify(out).findings == () and "files" in quant.verify(out).checked
+    sums = out / "SHA256SUMS"
+    assert len(sums.read_text().splitlines()) == 2
+    if shutil.which("sha256sum"):
+        subprocess.run(["sha256sum", "--check", "--strict", "--quiet", sums.name], cwd=out, check=True)
+    weights = bytearray((out / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (out / "model.safetensors").write_bytes(weights)
+    finding = f"{out / 'model.safetensors'}: is not what was written: its SHA-256 is not that in SHA256SUMS"
+    assert finding in [each.what for each in quant.verify(out).findings]
+    sums.write_text(f"{'0' * 63} model.safetensors\n")
+    assert f"{sums}: line 1 is no SHA-256" in quant.verify(out).findings[0].what
+
+
 def test_a_plain_module(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
     result = quant.quantize(model, "fp8_channel")
     quant.save(result.model, result.plan, tmp_path / "out")
     again = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
     found = quant.verify(tmp_path / "out", again)
-    assert found.findings == () and found.checked == ("plan", "tensors", "fusion groups")
+    assert found.findings == () and found.checked == ("files", "plan", "tensors", "fusion groups")
     assert "Sequential does not run on token ids" in found.skipped["forward pass"]
 
 
