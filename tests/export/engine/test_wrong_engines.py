@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from engine_samples import SHAPES, drawn
+from engine_samples import SHAPES, drawn, written_graph
 from torch import nn
 
 import quant
@@ -49,11 +49,7 @@ def resnet() -> Any:
 
 def problems(folder: Path, wrong: nn.Module, right: Any, change: Callable[[Any], None] | None = None) -> list[str]:
     """What the audit says of an engine of `wrong`, whose ONNX file is changed before, against the right model."""
-    path = export_onnx(wrong, folder / "model.onnx", plan=right.plan)
-    if change is not None:
-        graph = onnx.load(path)
-        change(graph)
-        onnx.save(graph, path)
+    path = written_graph(folder, wrong, right, change)
     shapes = SHAPES if "Llama" in type(wrong).__name__ else None
     built = build_engine(path, folder / "model.engine", BuildOptions("sm120", shapes))
     return failures(audit(built.path, right.plan, model=right.model))
@@ -167,6 +163,11 @@ CASES = {
 
 def test_the_right_engine_passes(tmp_path: Path, right: Any) -> None:
     assert problems(tmp_path, right.model, right) == []
+
+
+def test_a_case_that_changes_nothing_is_no_case(tmp_path: Path, right: Any) -> None:
+    with pytest.raises(AssertionError, match="the wrong model has the right model's ONNX file"):
+        written_graph(tmp_path, copy.deepcopy(right.model), right)
 
 
 @pytest.mark.parametrize("change", CASES, ids=lambda change: change.__name__)

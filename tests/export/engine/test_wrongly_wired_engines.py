@@ -16,13 +16,12 @@ import pytest
 import serving_samples
 import tiny_models
 import torch
-from engine_samples import SHAPES, drawn
+from engine_samples import SHAPES, drawn, written_graph
 from torch import nn
 
 import quant
 from quant.export.engine.audit import audit, failures
 from quant.export.engine.build import BuildOptions, build_engine
-from quant.export.onnx_graph.export import write_onnx
 from quant.formats.format import FORMATS
 
 pytestmark = pytest.mark.slow
@@ -40,8 +39,8 @@ def right() -> Any:
 
 
 def built(folder: Path, model: nn.Module, right: Any, shapes: str | None = SHAPES, **options: Any) -> Path:
-    """The engine of a model, exported by the plan of the right one."""
-    path = write_onnx(model, folder / "model.onnx", plan=right.plan, shapes=shapes, **options)
+    """The engine of a model, exported by the plan of the right one; a wrong model's graph is another one."""
+    path = written_graph(folder, model, right, shapes=shapes, **options)
     return build_engine(path, folder / "model.engine", BuildOptions("sm120", shapes)).path
 
 
@@ -203,7 +202,7 @@ def test_another_window_and_the_logits_of_another_position(tmp_path: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr(serving, "last_token_only", lambda model, last: chosen(model, last - 1))
         (tmp_path / "last").mkdir()
-        engines.append(built(tmp_path / "last", right.model, right, **options))
+        engines.append(built(tmp_path / "last", right.model, right, wrong=True, **options))
     for engine in engines:
         findings = rebuilt_findings(engine, copy.deepcopy(right.model), right.plan)
         assert not any(finding.passed for finding in findings)
