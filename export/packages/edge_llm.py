@@ -9,6 +9,9 @@ Three mistakes end with exit code 0 in version 0.11, so they are refused here, b
 - NVFP4 weights with 16-bit inputs become W4A4 with an input scale of 1; its --no-quantize-activations changes all
   layers but the merged q, k and v;
 - sliding windows are ignored, and every token sees the whole cache.
+
+Experts are tried for Qwen3-MoE alone. The exporter packs those in NVFP4 and INT4 for its plug-ins, and drops the input
+scales of NVFP4 experts, which `expert_note` says.
 """
 
 from __future__ import annotations
@@ -27,9 +30,13 @@ from torch import nn
 
 from quant.calibration.attention_names import text_config
 from quant.export.checkpoint.read import weight_files
+from quant.export.packages.edge_llm_experts import expert_problems, nvfp4_stacks
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan
 
 PACKAGE, MODULE = "tensorrt_edgellm", "tensorrt_edgellm.scripts.export"
+_EXPERT_TYPES = ("qwen3_moe",)
+_EXPERT_FORMATS = {("nvfp4", "nvfp4"), ("int4", None)}
 _FORMATS = {("nvfp4", "nvfp4"), ("fp8", "fp8"), ("mxfp8", "mxfp8"), ("int4", None)}
 # Nodes that round the inputs of a linear at run time, in the exporter's ONNX.
 _ROUNDING = ("TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize", "QuantizeLinear")
@@ -58,16 +65,35 @@ def check_edge_llm(model: nn.Module, plan: Plan) -> None:
                 f"{layer.name}: its inputs are in 16 bit, and TensorRT Edge-LLM 0.11 rounds those of NVFP4 weights "
                 "without a word; quantize with nvfp4, or use --to tensorrt"
             )
-        if pair not in _FORMATS:
-            supported = ", ".join(f"{weight}@{inputs or '16bit'}" for weight, inputs in sorted(_FORMATS, key=str))
+        is_stack = layer.kind == LayerKind.EXPERTS
+        model_type = getattr(config, "model_type", "")
+        if is_stack and model_type not in _EXPERT_TYPES:
             raise ValueError(
-                f"{layer.name}: TensorRT Edge-LLM 0.11 has no {pair[0]}@{pair[1] or '16bit'}; it has {supported}"
+                f"{layer.name}: of the models with experts, {' and '.join(_EXPERT_TYPES)} is tried with TensorRT "
+                f"Edge-LLM 0.11, and this is {model_type}; serve its checkpoint (vLLM, TensorRT-LLM)"
+            )
+        formats = _EXPERT_FORMATS if is_stack else _FORMATS
+        if pair not in formats:
+            supported = ", ".join(f"{weight}@{inputs or '16bit'}" for weight, inputs in sorted(formats, key=str))
+            raise ValueError(
+                f"{layer.name}: TensorRT Edge-LLM 0.11 has no {pair[0]}@{pair[1] or '16bit'}"
+                f"{' for experts' if is_stack else ''}; it has {supported}"
             )
 
 
 def _uses_window(config: Any) -> bool:
     # Qwen2 and others have a window in their config that no layer uses.
     return bool(getattr(config, "use_sliding_window", True))
+
+
+def expert_note(plan: Plan) -> list[str]:
+    """Returns a sentence on the input scales of NVFP4 experts, for a plan with such."""
+    if not nvfp4_stacks(plan):
+        return []
+    return [
+        "TensorRT Edge-LLM 0.11 drops the input scales of NVFP4 experts: their plug-in rounds inputs with block scales "
+        "alone, so its numbers differ from those that were measured here"
+    ]
 
 
 def has_exporter() -> bool:
@@ -105,11 +131,17 @@ def check_exported(checkpoint: Path, out: Path, plan: Plan) -> dict[str, int]:
             f"{out}: the exported graph {'rounds' if rounding else 'does not round'} inputs, and the plan rounds those "
             f"of {len(planned)} layers; this is a defect of the exporter"
         )
+    experts, problems = expert_problems(checkpoint, plan, lambda payload: _digest(payload) in payloads)
+    if problems:
+        raise ValueError(
+            f"{out}: {problems[0]} and {len(problems) - 1} more tensors of experts are not in the exported graph as "
+            "in the checkpoint; this is a defect of the exporter"
+        )
     count, missing = _missing(checkpoint, {f"{layer.name}.weight" for layer in plan.quantized}, payloads)
     # Its plug-ins for weights alone take 4-bit codes in a layout of their own: then none of them is found.
     if missing and len(missing) < count:
         raise ValueError(f"{out}: {missing[0]} and {len(missing) - 1} more are not in the exported graph")
-    return {"codes_found": count - len(missing), "codes_in_another_layout": len(missing)}
+    return {"codes_found": count - len(missing) + experts, "codes_in_another_layout": len(missing)}
 
 
 def _missing(checkpoint: Path, names: Collection[str], payloads: dict[bytes, bytes]) -> tuple[int, list[str]]:

@@ -37,7 +37,7 @@ from quant.export.onnx_graph.runtimes import layer_of_tensorrt, loaded, onnxrunt
 from quant.export.onnx_graph.translate import dimension_ranges
 from quant.export.packages.aoti import export_aoti, find_device
 from quant.export.packages.aoti_decoder import export_aoti_decoder
-from quant.export.packages.edge_llm import check_edge_llm, check_exported, has_exporter, run_exporter
+from quant.export.packages.edge_llm import check_edge_llm, check_exported, expert_note, has_exporter, run_exporter
 from quant.export.packages.torch_tensorrt import lower
 from quant.export.packages.torch_tensorrt_engine import compile_engine
 from quant.export.packages.triton_decoder import END_TOKENS, batch_rows, decoder_config, publish_decoder
@@ -224,7 +224,7 @@ def export_edge_llm(job: ExportJob) -> dict[str, Any]:
     if job.plan is None:
         raise UserError(f"{job.directory}: no plan, and so nothing to compare the exported graph with")
     check_edge_llm(job.model, job.plan)
-    compared, notes = {}, []
+    compared, notes = {}, expert_note(job.plan)
     with new_directory(job.out, overwrite=job.overwrite) as folder:
         checkpoint, onnx = folder / "checkpoint", folder / "onnx"
         convert(job.directory, checkpoint, "modelopt", model=job.model)

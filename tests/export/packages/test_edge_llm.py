@@ -31,6 +31,12 @@ pytest.importorskip("transformers", reason="needs the extra hf")
     [
         (lambda: serving_samples.decoder("gemma3"), "fp8", r"windows slide over 32 tokens, and .* ignores that"),
         (lambda: tiny_models.mistral(sliding_window=8), "fp8", r"windows slide over 8 tokens"),
+        (
+            lambda: tiny_models.qwen3_moe(),
+            "fp8",
+            r"experts\..*: .* has no fp8@fp8 for experts; it has int4@16bit, nvfp4@",
+        ),
+        (lambda: tiny_models.mixtral(), "nvfp4", r"experts, qwen3_moe is tried .*, and this is mixtral; serve its"),
         (lambda: tiny_models.llama(), "fp8_channel", r"model\.layers\.0\..* has no fp8_channel@fp8_token; it has fp8@"),
     ],
 )
@@ -77,6 +83,68 @@ def test_the_exported_graph_has_the_codes_and_the_roundings(tmp_path: Path) -> N
     _graph(out / "m.onnx", right, "TRT_FP4DynamicQuantize")
     with pytest.raises(ValueError, match=r"the exported graph rounds inputs, and the plan rounds those of 0 layers"):
         edge_llm.check_exported(tmp_path, out, alone)
+
+
+@pytest.mark.parametrize("layout", ["turns", "one after the other"])
+def test_experts_are_compared_as_the_plugin_reads_them(tmp_path: Path, layout: str) -> None:
+    """The layouts as tensorrt_edgellm 0.11 wrote them for a tiny Qwen3-MoE, whose file passes, built here by loops."""
+    experts, inter, hidden = 3, 128, 64
+    generator = np.random.default_rng(0)
+    stack = "model.layers.0.mlp.experts"
+    tensors: dict[str, np.ndarray] = {}
+    for expert in range(experts):
+        shared = generator.random(1, np.float32)
+        for matrix, rows, columns in (("gate", inter, hidden), ("up", inter, hidden), ("down", hidden, inter)):
+            name = f"{stack}.{expert}.{matrix}_proj.weight"
+            tensors[name] = generator.integers(0, 255, (rows, columns // 2), np.uint8)
+            tensors[f"{name}_scale"] = generator.integers(0, 126, (rows, columns // 16), np.uint8)
+            tensors[f"{name}_scale_2"] = shared.copy() if matrix != "down" else generator.random(1, np.float32)
+    stored = {name: torch.from_numpy(x) for name, x in tensors.items()}
+    stored |= {n: x.view(torch.float8_e4m3fn) for n, x in stored.items() if n.endswith("_scale")}
+    save_file({n: x[0] if n.endswith("_scale_2") else x for n, x in stored.items()}, tmp_path / "model.safetensors")
+    layers = make_plan(tiny_models.qwen3_moe(), "nvfp4").quantized
+    plan = Plan(tuple(layer for layer in layers if layer.name.startswith(stack)))
+
+    def of(expert: int, matrix: str, part: str = "") -> np.ndarray:
+        return tensors[f"{stack}.{expert}.{matrix}_proj.weight{part}"]
+
+    def merged(expert: int, part: str, first: str, second: str) -> np.ndarray:
+        turn = 64 if layout == "turns" else inter
+        starts = range(0, inter, turn)
+        return np.concatenate([of(expert, m, part)[s : s + turn] for s in starts for m in (first, second)])
+
+    def tiled(scales: np.ndarray) -> np.ndarray:
+        rows, blocks = scales.shape
+        tiles = np.zeros((-(-rows // 128), -(-blocks // 4), 32, 4, 4), np.uint8)
+        for row in range(rows):
+            for block in range(blocks):
+                tiles[row // 128, block // 4, row % 32, row % 128 // 32, block % 4] = scales[row, block]
+        return tiles
+
+    def initializers(first: str, second: str) -> dict[str, np.ndarray]:
+        every = range(experts)
+        return {
+            "fc1": np.stack([merged(e, "", first, second) for e in every]),
+            "fc1_scale": np.stack([tiled(merged(e, "_scale", first, second)) for e in every]),
+            "fc1_alpha": np.concatenate([of(e, "gate", "_scale_2") for e in every]),
+            "fc2": np.stack([of(e, "down") for e in every]),
+            "fc2_scale": np.stack([tiled(of(e, "down", "_scale")) for e in every]),
+            "fc2_alpha": np.concatenate([of(e, "down", "_scale_2") for e in every]),
+        }
+
+    out, node = tmp_path / "onnx", "TRT_FP4DynamicQuantize"
+    _graph(out / "m.onnx", initializers("up", "gate"), node)
+    found = {"codes_found": 3 * experts, "codes_in_another_layout": 0}
+    assert edge_llm.check_exported(tmp_path, out, plan) == found
+    assert "drops the input scales of NVFP4 experts" in edge_llm.expert_note(plan)[0]
+    _graph(out / "m.onnx", initializers("gate", "up"), node)
+    with pytest.raises(ValueError, match=rf"{stack}: the codes of gate and up and 1 more tensors of experts are not"):
+        edge_llm.check_exported(tmp_path, out, plan)
+    rescaled = initializers("up", "gate")
+    rescaled["fc1_alpha"] = rescaled["fc1_alpha"] * 2
+    _graph(out / "m.onnx", rescaled, node)
+    with pytest.raises(ValueError, match=rf"{stack}: the global scales of gate and up and 0 more tensors"):
+        edge_llm.check_exported(tmp_path, out, plan)
 
 
 @pytest.mark.filterwarnings("default:the exporter is not installed here")
