@@ -97,6 +97,7 @@ class Setting:
 SETTINGS = {
     "nvfp4a16": Setting("NVFP4 weight-only", "nvfp4"),
     "nvfp4": Setting("NVFP4 W4A4", "nvfp4", "nvfp4"),
+    "four_over_six": Setting("NVFP4 W4A4, inputs scaled to 4 or 6", "nvfp4", "nvfp4_four_over_six"),
     "fp8a16": Setting("FP8 weight-only", "fp8_channel"),
     "fp8": Setting("FP8 W8A8, static", "fp8", "fp8"),
     "fp8_channel": Setting("FP8 W8A8, per token", "fp8_channel", "fp8_token"),
@@ -227,6 +228,8 @@ def all_configurations(
                 )
             continue
         wide = [*our_solvers(), *solvers] if key.startswith("nvfp4") else SIMPLE
+        if setting.activation == "nvfp4_four_over_six":
+            wide = (solver_of(2, "nvfp4"), solver_of(3, "nvfp4"), "awq+lowrank:32+kfac", *solvers)
         for solver in dict.fromkeys(wide):
             found[f"{key} Blockscale {solver}"] = partial(run_ours, setting=key, solver=solver, device=settings.device)
         if key == "nvfp4a16":

@@ -285,7 +285,7 @@ def static_input_scale(
         )
     if activation.global_scale:
         # Checkpoints hold the reciprocal: two divisions give the scale that a loader computes from it.
-        return 1 / (1 / global_scale_of(amax, activation, "max"))
+        return 1 / (1 / global_scale_of(amax, activation))
     if not activation.per_tensor:
         return None
     scale = scale_of(amax, activation.element.max)
@@ -302,5 +302,5 @@ def round_activation(x: torch.Tensor, activation: Format | None, input_scale: to
     if x.is_cuda and activation.is_nvfp4 and x.shape[-1] % activation.block[1] == 0 and x.numel():
         from quant.kernels.portable.nvfp4_solvers import fake_quantize_nvfp4
 
-        return fake_quantize_nvfp4(x, input_scale)
+        return fake_quantize_nvfp4(x, input_scale, activation)
     return tensor.round_activation(x, activation, input_scale)

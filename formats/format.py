@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quant.formats.number import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32, INT4, INT8, Number
@@ -30,6 +30,7 @@ class Format:
         scale: number of one block scale.
         block: (rows, columns) that share a scale; 0 is the whole axis.
         global_scale: whether one FP32 scale per matrix multiplies all block scales.
+        input_rule: key of `SCALE_RULES`, by which block scales of an input are chosen when the model runs.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Format:
     scale: Number
     block: tuple[int, int]
     global_scale: bool = False
+    input_rule: str = "max"
 
     def __str__(self) -> str:
         return self.name
@@ -45,7 +47,7 @@ class Format:
         return self  # numbers are told apart by identity, in a copied model too
 
     def __reduce__(self) -> Any:
-        is_registered = FORMATS.get(self.name) is self
+        is_registered = INPUT_FORMATS.get(self.name) is self
         return (get_format, (self.name,)) if is_registered else (Format, tuple(vars(self).values()))
 
     @property
@@ -72,6 +74,10 @@ class Format:
     def is_nvfp4(self) -> bool:
         """Whether it is laid out as NVFP4: runs of 16 E2M1 codes, E4M3 block scales, one FP32 scale a matrix."""
         return self.element is E2M1 and self.scale is E4M3 and self.block == (1, 16) and self.global_scale
+
+    def has_codes_of(self, other: Format) -> bool:
+        """Returns whether codes and scales of both mean the same values, so that tensor cores take either."""
+        return replace(self, name=other.name, input_rule=other.input_rule) == other
 
     @property
     def is_fp8(self) -> bool:
@@ -156,6 +162,10 @@ _ALL = (
 )
 
 FORMATS: dict[str, Format] = {f.name: f for f in _ALL}
+# Laid out as another format, from which only the choice of scales at run time differs, so that no weight has them.
+_OF_INPUTS = (replace(FORMATS["nvfp4"], name="nvfp4_four_over_six", input_rule="four_over_six"),)
+INPUT_FORMATS: dict[str, Format] = FORMATS | {f.name: f for f in _OF_INPUTS}
+"""Formats that inputs of layers may have."""
 
 
 def get_format(name: str) -> Format:
@@ -165,9 +175,9 @@ def get_format(name: str) -> Format:
         ValueError: unknown name; the message lists the known ones.
     """
     try:
-        return FORMATS[name]
+        return INPUT_FORMATS[name]
     except KeyError:
-        raise ValueError(f"unknown format {name!r}; known formats: {', '.join(FORMATS)}") from None
+        raise ValueError(f"unknown format {name!r}; known formats: {', '.join(INPUT_FORMATS)}") from None
 
 
 def is_16bit(name: str | None) -> bool:

@@ -74,9 +74,12 @@ def nonzero(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
-def global_scale_of(amax: torch.Tensor, format: Format, rule: str = "max") -> torch.Tensor:
-    """Returns the FP32 global scale of a matrix whose largest magnitude is `amax`; 1 for an all-zero matrix."""
-    return scale_of(amax, format.element.max * HEADROOM.get(rule, E4M3.max))
+def global_scale_of(amax: torch.Tensor, format: Format, rule: str | None = None) -> torch.Tensor:
+    """Returns the FP32 global scale of a matrix whose largest magnitude is `amax`; 1 for an all-zero matrix.
+
+    `rule` chooses the block scales; by default it is the format's rule for inputs.
+    """
+    return scale_of(amax, format.element.max * HEADROOM.get(rule or format.input_rule, E4M3.max))
 
 
 def max_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:

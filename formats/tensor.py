@@ -310,7 +310,7 @@ def fake_quantize(
     NaN and infinity make everything NaN that shares their scale, or, under a static `scale`, themselves.
 
     Args:
-        x: `[..., tokens, in]`. Block scales are found here, by the `max` rule.
+        x: `[..., tokens, in]`. Block scales are found here, by the format's rule for inputs, `max` for nearly all.
         format: the activation format.
         scale: static scale of a per-tensor format, float32 scalar; None measures it.
         global_scale: static global scale (NVFP4), float32 scalar; None measures it.
@@ -322,7 +322,7 @@ def fake_quantize(
         global_scale = global_scale_of(rows.abs().amax(), format)
     second = torch.ones((), device=x.device) if global_scale is None else global_scale.reshape(())
     blocks = _to_blocks(rows.float() if scale is None else finite_or_nan(rows.float()), format.block_shape(rows.shape))
-    step = (SCALE_RULES["max"](blocks, format, second) if scale is None else scale.reshape(())) * second
+    step = (SCALE_RULES[format.input_rule](blocks, format, second) if scale is None else scale.reshape(())) * second
     values = round_to(blocks / step, format.element).mul_(step)
     return _from_blocks(values, *rows.shape).reshape(x.shape).to(x.dtype)
 

@@ -11,7 +11,7 @@ A solver that a recipe, a plan or `--solver` names goes before it.
 
 from __future__ import annotations
 
-from quant.formats.format import FORMATS, is_16bit
+from quant.formats.format import get_format, is_16bit
 
 EFFORTS = (0, 1, 2, 3)
 DEFAULT = 2
@@ -38,7 +38,7 @@ def solver_of(effort: int, activation: str, *, experts: bool = False) -> str:
     if effort == 2:
         # Scaling moves magnitude from inputs to weights, which pays where inputs have the coarser grid; 8-bit inputs
         # lose little.
-        four_bits = not is_16bit(activation) and FORMATS[activation].element.bits == 4
+        four_bits = not is_16bit(activation) and get_format(activation).element.bits == 4
         return f"{scaling if four_bits else ''}gptq"
     # Neither merged rotations nor learned rounding of finished blocks (AutoRound) gained as much, at minutes on a GPU.
     return f"{'' if is_16bit(activation) else scaling}kfac"

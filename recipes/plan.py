@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
 from quant.formats.atomic import write_atomically
-from quant.formats.format import Format, get_format, parse_format
+from quant.formats.format import FORMATS, Format, get_format, parse_format
 from quant.formats.html_table import html_table
 from quant.formats.json_files import read_json
 from quant.recipes.json_data import check_fields, typed
@@ -119,6 +119,11 @@ class LayerPlan:
                 object.__setattr__(self, field_name, _format_of(getattr(self, field_name)))
             except ValueError as error:
                 raise ValueError(f"plan layer {self.name!r}: {field_name}: {error}") from None
+        if self.weight is not None and self.weight.name not in FORMATS:
+            raise ValueError(
+                f"plan layer {self.name!r}: weight: {self.weight} is a format of inputs, whose scales are chosen when "
+                "the model runs; weights have nvfp4, whose scales a solver chooses"
+            )
         if self.score is not None and not math.isfinite(self.score):
             raise ValueError(f"plan layer {self.name!r}: its score is {self.score}; leave it out, or measure it again")
 

@@ -223,9 +223,12 @@ class Rounding:
         _descend(self.target[:, rows], self.values[:, rows], scales, self.factor, self.width, self._window(rows))
 
     def _window(self, rows: slice) -> _SolveWindow:
-        # The kernel takes contiguous values, so that on a GPU all outputs go together.
-        if self.target.is_cuda and self.format.is_nvfp4 and len(self.target) % self.width == 0:
-            return _nvfp4_window(self.second)
+        # Kernels take contiguous values, so that on a GPU all outputs go together.
+        if self.target.is_cuda and len(self.target) % self.width == 0:
+            if self.format.is_nvfp4:
+                return _nvfp4_window(self.second)
+            if self.step is not None:
+                return _fixed_window(self.format.element, self.step)
         if self.step is None:
             return partial(_solve_window, partial(_search, self.format, self.second, self.shortlist))
         return partial(_solve_window, partial(_round, self.format.element, self.step[:, rows]))
@@ -259,6 +262,13 @@ def _nvfp4_window(second: Tensor) -> _SolveWindow:
     from quant.kernels.portable.nvfp4_solvers import solve_nvfp4_window
 
     return partial(solve_nvfp4_window, second)
+
+
+def _fixed_window(element: Number, step: Tensor) -> _SolveWindow:
+    """Returns `_solve_window` as one kernel for windows on a GPU whose grid steps are fixed."""
+    from quant.kernels.portable.fixed_scale_solver import solve_fixed_window
+
+    return partial(solve_fixed_window, element, step)
 
 
 def _steps_of(scale: Tensor, weight: Tensor, format: Format, order: Tensor | None) -> Tensor:

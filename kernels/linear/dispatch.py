@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear as dense_linear
 
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels import hardware, launch_table, matmul_tiles
 from quant.kernels.layout import as_computed, is_prepacked
@@ -82,7 +82,7 @@ def linear_on_gpu(
     fields["format"], fields["shape"] = FORMATS[weight_format], (codes.shape[0], columns)
     product = _products.get(key)
     if product is None:
-        product = _prepare_product(rows, weight, bias, input_scale, FORMATS[activation] if activation else None)
+        product = _prepare_product(rows, weight, bias, input_scale, INPUT_FORMATS[activation] if activation else None)
         # While a graph is captured, checks that wait for the GPU are skipped, so such a choice serves only this call.
         if not (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
             if len(_products) >= _MOST_PRODUCTS:
@@ -114,7 +114,7 @@ def _prepare_product(
         if gpu.has_wgmma and fp8_gemm.takes_prefill(weight, activation, len(x), x.dtype):
             return partial(fp8_gemm.prefill_linear, activation=activation)
         if native_gemm.multiplies_natively(x, weight, activation):
-            return native_gemm.multiply_codes
+            return partial(native_gemm.multiply_codes, activation=activation)
     return _prepare_gemm(x, weight, bias, input_scale, activation)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import current, has_triton
 from quant.kernels.layout import is_prepacked, restore
@@ -120,7 +120,7 @@ def _grouped(
     activation: str,
 ) -> torch.Tensor:
     weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (*codes.shape[:2], x.shape[1]), global_scale)
-    rounding = FORMATS[activation] if activation else None
+    rounding = INPUT_FORMATS[activation] if activation else None
     in_16_bit = x.dtype in (torch.float16, torch.bfloat16)
     if x.is_cuda and in_16_bit and has_triton() and _rows_stand_alone(rounding, input_scale):
         with torch.cuda.device_of(x):

@@ -2,7 +2,7 @@
 
     weight          activation        tensor cores                kernel
     fp8_block       fp8_group         FP8 (Ada, Hopper, …)        kernels/portable/fp8_block_gemm.py
-    nvfp4, mxfp4,   the same format   block scales (Blackwell)    kernels/portable/block_scaled_gemm.py
+    nvfp4, mxfp4,   the same codes    block scales (Blackwell)    kernels/portable/block_scaled_gemm.py
     mxfp8
 
 A kernel that a GPU has never run is first compared with float64, once in a process. One that is wrong there is not
@@ -39,7 +39,7 @@ def multiplies_natively(x: torch.Tensor, weight: BlockScaledTensor, activation: 
         # With few tokens reading W takes all the time, and 16-bit products are no slower.
         is_able = gpu.has_fp8 and activation is _GROUPS and len(x) > matmul_tiles.FEW
     else:
-        is_able = gpu.has_block_scales and activation is format and format.name in block_scaled_gemm.SCALED_FORMATS
+        is_able = gpu.has_block_scales and block_scaled_gemm.takes(format, activation)
     if not is_able or columns > casts.MAX_COLUMNS:
         return False
     case = (format.name, activation.name, index)
@@ -56,7 +56,7 @@ def _multiplies_right(format: Format, activation: Format, index: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(size, 512, generator=generator).to(f"cuda:{index}") for size in (130, 200))
     weight = quantize(w, format)
-    y = multiply_codes(x.bfloat16(), weight, None, None)
+    y = multiply_codes(x.bfloat16(), weight, None, None, activation=activation)
     rounded = fake_quantize(x.bfloat16().float(), activation)
     exact = rounded.double() @ weight.dequantize(torch.float64).T
     # 2^-7 allows for one rounding of y to BF16 and for sums in FP32; a wrong layout of scales errs by about 1.
@@ -72,12 +72,17 @@ def _multiplies_right(format: Format, activation: Format, index: int) -> bool:
 
 
 def multiply_codes(
-    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
+    x: torch.Tensor,
+    weight: BlockScaledTensor,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    *,
+    activation: Format,
 ) -> torch.Tensor:
     """Returns `[tokens, out]`: x `[tokens, in]` is rounded to codes, then codes are multiplied by codes."""
     from quant.kernels.portable import block_scaled_gemm, casts, fp8_block_gemm
 
     if weight.format.has_square_blocks:
-        return fp8_block_gemm.fp8_block_gemm(casts.quantize(x, _GROUPS), weight, bias, x.dtype)
-    codes = casts.quantize(x, weight.format, global_scale=input_scale if weight.format.global_scale else None)
+        return fp8_block_gemm.fp8_block_gemm(casts.quantize(x, activation), weight, bias, x.dtype)
+    codes = casts.quantize(x, activation, global_scale=input_scale if activation.global_scale else None)
     return block_scaled_gemm.block_scaled_gemm(codes, weight, bias, x.dtype)

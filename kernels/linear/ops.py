@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import has_triton
 from quant.kernels.linear import dispatch, oracle
@@ -50,7 +50,7 @@ class LinearCall(NamedTuple):
     @property
     def rounding(self) -> Format | None:
         """The format that `x` is rounded to first."""
-        return FORMATS[self.activation] if self.activation else None
+        return INPUT_FORMATS[self.activation] if self.activation else None
 
 
 def quantized_linear(

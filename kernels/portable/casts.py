@@ -1,6 +1,6 @@
 """Activations are quantized on a GPU in one pass: rows in BF16 or FP16 become codes and scales.
 
-    x [tokens, in] ─▶ blocks ─▶ amax ─▶ scale (the `max` rule) ─▶ x / scale ─▶ codes, scales
+    x [tokens, in] ─▶ blocks ─▶ amax ─▶ scale (the format's rule, `max` for nearly all) ─▶ x / scale ─▶ codes, scales
 
 The codes equal those of `formats/`, rounded to nearest even against the decoded scale. This file checks the arguments
 and chooses between two kernels: `nvfp4_rows_to_codes.py` for NVFP4, `rows_to_codes.py` for all others.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import triton
 
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import INPUT_FORMATS, Format
 from quant.formats.scaling import global_scale_of, scale_of
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import current
@@ -26,7 +26,7 @@ from quant.kernels.launch_cache import CachedLaunch
 from quant.kernels.portable.nvfp4_rows_to_codes import BLOCK, nvfp4_rows_to_codes_kernel
 from quant.kernels.portable.rows_to_codes import rows_to_codes_kernel
 
-FORMATS_OUT = ("nvfp4", "mxfp8", "mxfp4", "fp8", "fp8_token", "fp8_group", "int8_token")
+FORMATS_OUT = ("nvfp4", "nvfp4_four_over_six", "mxfp8", "mxfp4", "fp8", "fp8_token", "fp8_group", "int8_token")
 """Activation formats that can be written."""
 MAX_COLUMNS = 32768
 
@@ -38,7 +38,7 @@ def quantize(
     scale: torch.Tensor | None = None,
     global_scale: torch.Tensor | None = None,
 ) -> BlockScaledTensor:
-    """Returns `x` in `format`, block scales by the `max` rule: the codes of the values of `fake_quantize`.
+    """Returns `x` in `format`, block scales by its rule for inputs: the codes of the values of `fake_quantize`.
 
     Args:
         x: `[..., in]`, FP16 or BF16.
@@ -80,7 +80,7 @@ def prepare_cast(rows: torch.Tensor, format: Format, *, contiguous: bool = True)
         }  # fmt: skip
         if format.is_nvfp4:
             chosen = nvfp4_rows_to_codes_kernel
-            constants["whole"] = columns % BLOCK == 0
+            constants |= {"whole": columns % BLOCK == 0, "four_or_six": format.input_rule == "four_over_six"}
         else:
             chosen = rows_to_codes_kernel
             kind = "wide" if format.scale.is_wide else format.scale.name
@@ -146,7 +146,7 @@ def _launch(tokens: int, columns: int, format: Format, contiguous: bool) -> _Lau
 
 def _check(x: torch.Tensor, format: Format) -> None:
     task = f"x {list(x.shape)} to {format}"
-    if format.name not in FORMATS_OUT or format is not FORMATS.get(format.name):
+    if format.name not in FORMATS_OUT or format is not INPUT_FORMATS.get(format.name):
         raise ValueError(f"{task}: no such kernel; activation formats: {', '.join(FORMATS_OUT)}")
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{task}: x is {x.dtype}, expected float16 or bfloat16")

@@ -15,7 +15,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quant.kernels.portable.block_scales import amax_of, encode_scale, quotient_to_code, reciprocal
+from quant.kernels.portable.block_scales import (
+    amax_of,
+    encode_scale,
+    encode_scale_for_four_or_six,
+    quotient_to_code,
+    reciprocal,
+)
 from quant.kernels.portable.rows_to_codes import e2m1_words
 
 BLOCK = 16
@@ -25,9 +31,12 @@ _BLOCK = tl.constexpr(BLOCK)
 @triton.jit
 def nvfp4_rows_to_codes_kernel(
     x, codes, scale, global_scale, x_stride, K,
-    largest: tl.constexpr, flat: tl.constexpr, width: tl.constexpr, whole: tl.constexpr,
+    largest: tl.constexpr, flat: tl.constexpr, width: tl.constexpr, whole: tl.constexpr, four_or_six: tl.constexpr,
 ):  # fmt: skip
-    """See the module docstring; `whole` says that rows of K are whole numbers of blocks."""
+    """See the module docstring; `whole` says that rows of K are whole numbers of blocks.
+
+    With `four_or_six`, the largest value of a block becomes 4 or 6, whichever has the smaller error.
+    """
     row = tl.program_id(0).to(tl.int64)
     threads: tl.constexpr = width // _BLOCK
     start, end = row * K, K
@@ -39,7 +48,10 @@ def nvfp4_rows_to_codes_kernel(
     value = _floats(_load_row(x + row * x_stride, end, threads))
     blocks = value.reshape(threads, 1, _BLOCK)
     second_level = tl.load(global_scale).to(tl.float32)
-    stored, step = encode_scale(amax_of(blocks, 2), second_level, "e4m3", largest)
+    if four_or_six:
+        stored, step = encode_scale_for_four_or_six(blocks, amax_of(blocks, 2), second_level)
+    else:
+        stored, step = encode_scale(amax_of(blocks, 2), second_level, "e4m3", largest)
     index = tl.arange(0, threads)[:, None]
     tl.store(scale + start // _BLOCK + index, stored, mask=index < end // _BLOCK)
     step = step[:, :, None]

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.formats.format import FORMATS
+from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import global_scale_of
 from quant.kernels.portable.block_scales import amax_of
 from quant.kernels.portable.e2m1 import nearest_e2m1
@@ -202,7 +202,9 @@ def _nearest_e4m3(x):
 
 
 @triton.jit
-def nvfp4_fake_quantize_kernel(x, out, global_scale, blocks, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+def nvfp4_fake_quantize_kernel(
+    x, out, global_scale, blocks, four_or_six: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr
+):
     """Rounds and dequantizes `BLOCKS` blocks of sixteen values; grid: (groups of blocks,)."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     offset = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -211,9 +213,22 @@ def nvfp4_fake_quantize_kernel(x, out, global_scale, blocks, WIDTH: tl.constexpr
     second = tl.load(global_scale)
     amax = amax_of(value, 1)
     step = tl.fma(amax, 0.0, _nearest_e4m3(tl.div_rn(amax, 6.0 * second))) * second
+    if four_or_six:
+        four = tl.fma(amax, 0.0, _nearest_e4m3(tl.div_rn(amax * 1.5, 6.0 * second))) * second
+        # The two errors, both in units of `step`.
+        ratio = tl.div_rn(four, step)
+        step = tl.where(_squared_error(value, four) * ratio * ratio < _squared_error(value, step), four, step)
     step = tl.broadcast_to(step[:, None], [BLOCKS, WIDTH])
     rounded = nearest_e2m1(tl.div_rn(value, step)) * step
     tl.store(out + offset, rounded.to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _squared_error(x, step):
+    """Returns the squared error of blocks `[blocks, values]` on a grid of `step` `[blocks]`, in units of it."""
+    steps = tl.div_rn(x, step[:, None])
+    error = nearest_e2m1(steps) - steps
+    return tl.sum(error * error, axis=1)
 
 
 @triton.jit
@@ -241,20 +256,25 @@ def nvfp4_learned_kernel(
         tl.store(values + offset, nearest * now, mask=valid)
 
 
-def fake_quantize_nvfp4(x: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
-    """Returns `fake_quantize(x, nvfp4, global_scale=global_scale)`, the same to the bit except for the sign of zeros.
+def fake_quantize_nvfp4(
+    x: torch.Tensor, global_scale: torch.Tensor | None, format: Format = FORMATS["nvfp4"]
+) -> torch.Tensor:
+    """Returns `fake_quantize(x, format, global_scale=global_scale)`, the same to the bit except for the sign of zeros.
+
+    Under the rule `four_over_six`, scales of equal errors may differ, because these add up in another order.
 
     Args:
         x: `[..., in]` on a GPU, `in` a multiple of sixteen; any float dtype up to float32.
         global_scale: float32 scalar; None measures it.
+        format: one that is laid out as NVFP4.
     """
     x = x.contiguous()
     if global_scale is None:
-        global_scale = global_scale_of(x.abs().amax(), FORMATS["nvfp4"])
+        global_scale = global_scale_of(x.abs().amax(), format)
     out = torch.empty_like(x)
     blocks = x.numel() // WIDTH
     nvfp4_fake_quantize_kernel[(triton.cdiv(blocks, _BLOCKS),)](
-        x, out, global_scale, blocks, WIDTH=WIDTH, BLOCKS=_BLOCKS
+        x, out, global_scale, blocks, four_or_six=format.input_rule == "four_over_six", WIDTH=WIDTH, BLOCKS=_BLOCKS
     )
     return out
 

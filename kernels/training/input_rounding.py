@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import INPUT_FORMATS, Format
 from quant.formats.tensor import round_activation
 from quant.kernels.hardware import has_triton
 from quant.kernels.linear.input_rounding import round_rows
@@ -42,7 +42,7 @@ def round_input(x: torch.Tensor, activation: Format, input_scale: torch.Tensor |
 
 
 def _round_input(x: torch.Tensor, input_scale: torch.Tensor | None, activation: str) -> torch.Tensor:
-    format = FORMATS[activation]
+    format = INPUT_FORMATS[activation]
     if x.numel() and x.is_cuda and x.dtype in _FLOATS and has_triton():
         from quant.kernels.portable.training import fake_rounding
 
@@ -59,7 +59,7 @@ def _input_gradient(
     gradient: torch.Tensor, x: torch.Tensor, rounded: torch.Tensor, input_scale: torch.Tensor | None, activation: str
 ) -> torch.Tensor:
     """Returns the gradient of an input, straight through, plus that of the scales of short blocks."""
-    format = FORMATS[activation]
+    format = INPUT_FORMATS[activation]
     if not _follows(format):
         assert input_scale is not None
         return _passed(gradient, x, input_scale, format)
@@ -125,7 +125,7 @@ class _RoundInput(torch.autograd.Function):
             rounded = _round_input(*args)
         else:
             rounded = below_autograd(torch.ops.quant.round_input.default, keyset, *args)
-        ctx.passes_all = input_scale is None and not _follows(FORMATS[ctx.activation])
+        ctx.passes_all = input_scale is None and not _follows(INPUT_FORMATS[ctx.activation])
         ctx.save_for_backward(*(() if ctx.passes_all else (x, rounded, input_scale)))
         return rounded
 

@@ -112,6 +112,8 @@ def trial_load(
     except Exception as error:  # transformers' own code, which may fail in any way
         if not_linear:
             return [_unread_layers(not_linear.values(), version, "does not load this checkpoint")]
+        if any(layer.activation and layer.activation.input_rule != "max" for layer in plan.quantized):
+            return []  # it stops at `scale_rule`; `runtime_warnings` says so
         if any(not tensor.numel() for tensor in names.values()):
             return []  # it stops at the empty tensors of `StoredNames.stopped`; `runtime_warnings` says so
         return [_failure(error, version, _loads_dequantized(directory, type(model), names))]

@@ -12,7 +12,7 @@ from typing import Any
 from quant.export.checkpoint.layout import COMPRESSED_TENSORS, same_values
 from quant.export.checkpoint.names import FormatsOf, StoredNames
 from quant.export.checkpoint.patterns import matches
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.number import E8M0
 from quant.recipes.json_data import typed
 from quant.recipes.layer_kind import LayerKind
@@ -37,7 +37,12 @@ _FORMAT_NAMES = {
 # In no runtime a linear layer. Others may be one there: routers, the convolutions of Mamba.
 _NEVER_LINEAR = (LayerKind.NORM, LayerKind.EMBEDDING, LayerKind.PARAMETER)
 _GROUPS = dict[str, dict[str, Any]]
-_INPUTS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token", "int8_tensor")
+_INPUTS = (
+    "nvfp4", "nvfp4_four_over_six", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token",
+    "int8_tensor",
+)  # fmt: skip
+# A field of our own, which other readers refuse: they would scale the blocks of inputs otherwise.
+_RULE = "scale_rule"
 
 
 def check_plan(plan: Plan) -> None:
@@ -70,7 +75,7 @@ def _can_name(activation: Format) -> bool:
     except ValueError:
         return False
     assert read is not None
-    return (read.element, read.scale, read.block) == (activation.element, activation.scale, activation.block)
+    return read.has_codes_of(activation) and read.input_rule == activation.input_rule
 
 
 # {"config_groups": {"group_0": {"format": "nvfp4-pack-quantized",
@@ -165,7 +170,8 @@ def _activation_arguments(format: Format) -> dict[str, Any]:
     # dynamic    True: scales are computed at run time; False: all are in the file, found by the observer;
     #            "local": block scales are computed at run time, and the global scale is in the file
     if format.global_scale:
-        return _arguments(format, dynamic="local", observer="static_minmax")
+        arguments = _arguments(format, dynamic="local", observer="static_minmax")
+        return arguments if format.input_rule == "max" else arguments | {_RULE: format.input_rule}
     if format.per_tensor:
         return _arguments(format, dynamic=False, observer="static_minmax")
     return _arguments(format, dynamic=True, observer=None, rows_are_tokens=True)
@@ -224,11 +230,11 @@ def activation_format_of(arguments: Mapping[str, Any] | None) -> Format | None:
     """Returns the format that an `input_activations` block describes, None for 16 bit; ValueError if none fits."""
     if arguments is None:
         return None
-    keys = ("num_bits", "type", "strategy", "group_size")
+    keys = ("num_bits", "type", "strategy", "group_size", _RULE)
     for name in _INPUTS:
-        ours = _activation_arguments(FORMATS[name])
-        if all(arguments.get(k) == ours[k] for k in keys):
-            return FORMATS[name]
+        ours = _activation_arguments(INPUT_FORMATS[name])
+        if all(arguments.get(k) == ours.get(k) for k in keys):
+            return INPUT_FORMATS[name]
     raise ValueError(f"quantization_config has inputs { ({k: arguments.get(k) for k in keys}) }: not supported")
 
 

@@ -33,6 +33,7 @@ def runtime_warnings(
     return [
         *_part_warnings(plan),
         *rotation_warnings(plan),
+        *_rule_warnings(plan),
         *_format_warnings(plan),
         *unpacking_warnings(plan, dtype),
         *stopped_warnings(plan, names),
@@ -55,6 +56,17 @@ def rotation_warnings(plan: Plan) -> list[str]:
         f"transformers ignores transform_config, and {vllm} decodes wrongly with it (the first token is right, then "
         "one token repeats). The solver rotation:merge leaves nothing to do at run time: it rotates where the modules "
         "around absorb the rotation"
+    ]
+
+
+def _rule_warnings(plan: Plan) -> list[str]:
+    """Returns a sentence if scales of inputs are chosen by a rule of our own kernels."""
+    ruled = [layer for layer in plan.quantized if layer.activation and layer.activation.input_rule != "max"]
+    if not ruled:
+        return []
+    return [
+        f"inputs of {len(ruled)} layers are in {ruled[0].activation}, whose scales only Blockscale's kernels choose: "
+        "load the checkpoint with quant.load; others stop at scale_rule in its config"
     ]
 
 

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.kernels.launch_cache import CachedLaunch
 from quant.kernels.portable.block_scales import amax_of
 
@@ -205,7 +205,8 @@ def within_kernel(gradient, x, scale, out, count, largest: tl.constexpr, block: 
 
 def can_measure(format: Format, shape: Sequence[int]) -> bool:
     """Returns whether `round_weight` finds the block scales of a weight of `shape` itself: short runs, E4M3 or E8M0."""
-    return not format.scale.is_wide and format.block[1] <= 32 and can_sum(format, shape)
+    by_amax = format.input_rule == "max"
+    return by_amax and not format.scale.is_wide and format.block[1] <= 32 and can_sum(format, shape)
 
 
 def can_sum(format: Format, shape: Sequence[int]) -> bool:
@@ -288,7 +289,7 @@ def input_gradient(
 @lru_cache(maxsize=1024)
 def _input_launch(N: int, K: int, format: str, has_scale: bool) -> CachedLaunch:
     """Returns the launch of `input_kernel` for inputs of a shape and format."""
-    form = FORMATS[format]
+    form = INPUT_FORMATS[format]
     constants = {
         "least": form.element.max * form.scale.min_subnormal, "most": form.element.max * form.scale.max,
         "columns": form.block[1], "has_scale": has_scale, "block_n": _BLOCK_N, "block_k": _BLOCK_K, "num_warps": 8,

@@ -155,7 +155,7 @@ def test_fp8_blocks_by_fp8_groups(monkeypatch: pytest.MonkeyPatch, tokens: int, 
     """With many tokens codes meet codes, with few the weight is decoded; the product is the same."""
     calls = []
     native = native_gemm.multiply_codes
-    monkeypatch.setattr(native_gemm, "multiply_codes", lambda *given: calls.append(given) or native(*given))
+    monkeypatch.setattr(native_gemm, "multiply_codes", lambda *args, **options: calls.append(args) or native(*args, **options))
     monkeypatch.setattr(torch.Tensor, "to", _stay_on_cpu(torch.Tensor.to))
     weight, x = quantize(torch.randn(200, 256), FORMATS["fp8_block"]), torch.randn(tokens, 256).bfloat16()
     y = linear(x, weight, activation="fp8_group")
@@ -167,7 +167,7 @@ def test_a_block_scaled_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.Mon
     """A first product that differs from float64 ends in a warning, and the weight is dequantized as elsewhere."""
     monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["b200"])
     weight, x = quantize(torch.randn(64, 128), FORMATS["mxfp8"]), torch.randn(9, 128).bfloat16()
-    monkeypatch.setattr(native_gemm, "multiply_codes", lambda x, weight, *rest: x.new_zeros(len(x), weight.shape[0]))
+    monkeypatch.setattr(native_gemm, "multiply_codes", lambda x, weight, *_, **__: x.new_zeros(len(x), weight.shape[0]))
     monkeypatch.setattr(torch.Tensor, "to", _stay_on_cpu(torch.Tensor.to))
     with pytest.warns(UserWarning, match=r"kernel for mxfp8 by mxfp8 is wrong on this GPU \(error 1\.0e\+00\)"):
         y = linear(x, weight, activation="mxfp8")

@@ -12,7 +12,7 @@ import triton.language as tl
 from assembler import assemble
 from interpreter import interpreted
 
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.number import E2M1, E8M0
 from quant.formats.rounding import encode
 from quant.formats.tensor import fake_quantize, quantize
@@ -62,7 +62,7 @@ def test_e2m1_codes_on_and_around_every_tie() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("static", [False, True])
 def test_codes_are_those_of_the_oracle(format: str, dtype: torch.dtype, static: bool) -> None:
-    form, x = FORMATS[format], rows(dtype=dtype)
+    form, x = INPUT_FORMATS[format], rows(dtype=dtype)
     options = second_level(form) if static else {}
     with interpreted():
         quantized = casts.quantize(x, form, **options)
@@ -131,7 +131,8 @@ def test_ptx_of_nvfp4(arch: int) -> None:
     """16 bytes at a time, nothing but the 256 scales through shared memory, no register spilled."""
     signature = {"x": "*bf16", "codes": "*u8", "scale": "*fp8e4nv", "global_scale": "*fp32", "K": "i32"}
     constants = {
-        "largest": 6.0, "flat": True, "width": 4096, "whole": True, "x_stride": 4096,
+        "largest": 6.0, "flat": True, "width": 4096, "whole": True, "four_or_six": False,
+        "x_stride": 4096,
     }  # fmt: skip
     compiled = compile_kernel(nvfp4_rows_to_codes_kernel, signature, constants, arch=arch, num_warps=4, num_stages=1)
     assert compiled.shared == 256

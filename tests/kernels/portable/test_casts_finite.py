@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from interpreter import interpreted
 
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels.attention import quantize as attention
 from quant.kernels.attention.kv_cache import PagedKVCache
@@ -46,11 +46,11 @@ def cast(x: torch.Tensor, format: Format, device: str) -> BlockScaledTensor:
         return casts.quantize(x, format, **known(format))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", INPUT_FORMATS)
 @BAD
 def test_oracle(name: str, bad: float) -> None:
     """By the definition: `(0, 0)` under a static scale loses one value, every other format the block."""
-    format, x = FORMATS[name], torch.randn(3, 256)
+    format, x = INPUT_FORMATS[name], torch.randn(3, 256)
     if format.block[0] > 1:
         return
     rounded = fake_quantize(x, format, **known(format))
@@ -66,7 +66,7 @@ def test_oracle(name: str, bad: float) -> None:
 @BAD
 @DEVICE
 def test_rows(name: str, bad: float, device: str) -> None:
-    format, x = FORMATS[name], torch.randn(3, 384).bfloat16()
+    format, x = INPUT_FORMATS[name], torch.randn(3, 384).bfloat16()
     before = cast(x, format, device).dequantize()
     x[1, 140] = bad
     after = cast(x, format, device).dequantize()
@@ -80,7 +80,7 @@ def test_rows(name: str, bad: float, device: str) -> None:
 @DEVICE
 def test_measured_scales(name: str, device: str) -> None:
     """A scale that is measured over the whole tensor takes all of it along."""
-    format, x = FORMATS[name], torch.randn(4, 256).bfloat16()
+    format, x = INPUT_FORMATS[name], torch.randn(4, 256).bfloat16()
     x[2, 7] = torch.inf
     if device == "cuda":
         got = casts.quantize(x.cuda(), format).to("cpu")
@@ -171,7 +171,7 @@ def attention_scale(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def test_linear_on_a_gpu(weight: str, activation: str | None, tokens: int) -> None:
     """A row of inputs that holds NaN gives a row of NaN, and the others are what they were."""
     held = quantize(torch.randn(512, 512, device="cuda").bfloat16(), FORMATS[weight])
-    given = None if activation is None else FORMATS[activation]
+    given = None if activation is None else INPUT_FORMATS[activation]
     static = given is not None and given.is_static
     scale = torch.tensor(0.02 if given is FORMATS["fp8"] else 0.003, device="cuda") if static else None
     x = torch.randn(tokens, 512, device="cuda").bfloat16()

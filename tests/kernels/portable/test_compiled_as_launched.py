@@ -13,14 +13,14 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from compiler import compiled_for
 
-from quant.formats.format import FORMATS
+from quant.formats.format import FORMATS, INPUT_FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import DecodeTiles
 from quant.kernels.hopper import sm90_decode_nvfp4
 from quant.kernels.kv_pages import KVPages
 from quant.kernels.layout import prepack
-from quant.kernels.portable import codes_gemm, expert_rows, nvfp4_solvers
+from quant.kernels.portable import codes_gemm, expert_rows, fixed_scale_solver, nvfp4_solvers
 from quant.kernels.portable.attention import fp8_attention_operands, paged_attention, paged_kv_cache
 from quant.kernels.portable.training import fake_rounding
 
@@ -73,6 +73,13 @@ def solve(improve: bool) -> None:
     nvfp4_solvers.solve_nvfp4_window(torch.tensor(1.0), *tensors, 0, improve)
 
 
+def solve_fixed(name: str, improve: bool) -> None:
+    wanted, blocks = torch.zeros(64, 40), torch.zeros(2, 32, 32)
+    tensors = (wanted, torch.zeros(64, 64), blocks, wanted.clone(), None)
+    element, steps = FORMATS[name].element, torch.ones(64, 40)
+    fixed_scale_solver.solve_fixed_window(element, steps, *tensors, 0, improve)
+
+
 def learn() -> None:
     latent, step = torch.zeros(8, 32), torch.ones(8, 2)
     nvfp4_solvers.learned_values(latent, step, step)
@@ -104,9 +111,11 @@ CASES: dict[str, Callable[[], Any]] = {
     **{f"decode {name}": partial(decode, name, 1) for name in (None, "fp8", "nvfp4")},
     "decode in parts": partial(decode, None, 4),
     **{f"solve {improve}": partial(solve, improve) for improve in (False, True)},
+    **{f"solve {name} {improve}": partial(solve_fixed, name, improve)
+       for name, improve in (("fp8", False), ("int8", True))},
     "learn": learn,
-    **{f"fake {x.dtype}": partial(nvfp4_solvers.fake_quantize_nvfp4, x, torch.tensor(1.0))
-       for x in (torch.zeros(4, 32), half(4, 32))},
+    **{f"fake {name} {x.dtype}": partial(nvfp4_solvers.fake_quantize_nvfp4, x, torch.tensor(1.0), INPUT_FORMATS[name])
+       for name in ("nvfp4", "nvfp4_four_over_six") for x in (torch.zeros(4, 32), half(4, 32))},
     **{f"mask {name}": partial(mask, name, torch.float32) for name in ("nvfp4", "fp8_block", "int8")},
     "experts": experts,
     "lay out v": lambda: fp8_attention_operands.lay_out_v(half(1, 2, 130, 128).to(torch.float8_e4m3fn), None),

@@ -14,7 +14,7 @@ from quant.calibration.solvers.autoround import _Rounded, _spread
 from quant.calibration.solvers.block_search import search_block
 from quant.calibration.solvers.factor import block_factors
 from quant.calibration.solvers.gptq import _solve_window
-from quant.formats.format import FORMATS
+from quant.formats.format import FORMATS, INPUT_FORMATS
 from quant.formats.number import E4M3
 from quant.formats.rounding import round_to
 from quant.formats.tensor import fake_quantize
@@ -26,7 +26,7 @@ from quant.kernels.portable.nvfp4_solvers import (
     solve_nvfp4_window,
 )
 
-NVFP4 = FORMATS["nvfp4"]
+NVFP4, FOUR_OR_SIX = FORMATS["nvfp4"], INPUT_FORMATS["nvfp4_four_over_six"]
 SECOND = 0.002
 
 
@@ -98,6 +98,8 @@ def _check_inputs(device: str) -> None:
             given = x.to(dtype)
             found = fake_quantize_nvfp4(given.to(device), None if second is None else second.to(device))
             assert torch.equal(found.cpu(), fake_quantize(given, NVFP4, global_scale=second))
+            found = fake_quantize_nvfp4(given.to(device), None if second is None else second.to(device), FOUR_OR_SIX)
+            assert torch.equal(found.cpu(), fake_quantize(given, FOUR_OR_SIX, global_scale=second))
 
 
 def _check_weights(device: str) -> None:
