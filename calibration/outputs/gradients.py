@@ -10,6 +10,10 @@ again in the backward pass (checkpointing), so that memory holds the hidden stat
 one block. Blocks of a model that the device cannot hold are copied there for as long as they run; on a CPU, 16-bit
 weights of a block are widened for the pass, because 16-bit products are slow on most.
 
+Experts of one projection share one A, over all their tokens: the gradient behind an expert is that of the stream, times
+the token's routing weight, whichever expert it is, and few tokens reach each. Of thousands of experts, A of their own
+would not fit either.
+
 Gradients of few tokens are far larger than all others, and would dominate A: those beyond `CLIP` medians are scaled
 down to that. A is shrunk towards its diagonal by the spread between rows, as second moments of inputs are.
 """
@@ -37,6 +41,10 @@ from quant.calibration.ranks import Exchange, gathered, number_of, rank_and_worl
 from quant.calibration.session import Session
 from quant.calibration.shrinkage import MomentSpread
 from quant.calibration.statistics import LayerStats, MomentSum, add_up, rows_of
+from quant.formats.stacking import Stacking
+from quant.kernels.linear.expert_modules import can_run_experts_one_by_one, experts_forward
+from quant.recipes.expert_stacks import stacking_of_experts
+from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import output_head
 from quant.recipes.module_hooks import forwarding
 from quant.recipes.plan import LayerPlan
@@ -79,7 +87,8 @@ def output_moments(
 
     Args:
         model: called as `model(batch)`.
-        groups: linear layers that read one input; their outputs are taken one after the other.
+        groups: linear layers that read one input, whose outputs are taken one after the other; or one projection of
+            fused experts.
         batches: the batches of this rank.
         session: the session; the model runs on its device.
         draws: labels drawn for each token; by default four on a GPU and one on a CPU.
@@ -91,6 +100,9 @@ def output_moments(
     if width is None:
         result.missing = {members[0].name: reason for members in groups}
         return result
+    unseen = [m for m in groups if m[0].kind == LayerKind.EXPERTS and not _shows_outputs(model, m[0].name)]
+    result.missing = {members[0].name: "its module does not show outputs of experts" for members in unseen}
+    groups = [members for members in groups if members not in unseen]
     sums = {members[0].name: MomentSum(_even_width(members, width)) for members in groups}
     failure = ""
     try:
@@ -109,6 +121,12 @@ def output_moments(
         else:
             result.moments[name] = stats
     return result
+
+
+def _shows_outputs(model: nn.Module, name: str) -> bool:
+    """Returns whether the module of a projection of experts can run so that each expert's output is seen."""
+    module = model.get_submodule(name.rpartition(".")[0])
+    return can_run_experts_one_by_one(module)
 
 
 def _width(groups: Sequence[Sequence[LayerPlan]], session: Session) -> int | None:
@@ -207,12 +225,13 @@ class _Pass:
     def run(self, batches: Sequence[Any], draws: int | None) -> None:
         """Adds the gradients of all batches to the sums; `draws` is as of `output_moments`."""
         draws = draws or _DRAWS.get(self.device.type, 1)
+        linear = [members for members in self.groups if members[0].kind != LayerKind.EXPERTS]
         handles = [
             self.model.get_submodule(member.name).register_forward_hook(self._watch(members, member))
-            for members in self.groups
+            for members in linear
             for member in members
         ]
-        with removing(handles), self._checkpointed():
+        with removing(handles), self._watched_experts(), self._checkpointed():
             joined = self._joined(batches)
             for index, batch in enumerate(joined):
                 # Each batch has labels of its own, those of other ranks included.
@@ -275,19 +294,43 @@ class _Pass:
         return gradient
 
     def _watch(self, members: Sequence[LayerPlan], member: LayerPlan) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return out
-            if not out.requires_grad:
-                # The first layers that tokens meet: the graph begins here, also where a block is computed again.
-                out = out.detach().requires_grad_()
-                if self.forward_runs:
-                    self.leaves.append(out)
-            if self.forward_runs:
-                out.register_hook(partial(self._add, members, member.name))
-            return out
+        return lambda module, args, out: self._with_gradient(out, partial(self._add, members, member.name))
 
-        return hook
+    def _with_gradient(self, out: torch.Tensor, add: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """Returns the output of a layer, whose gradient `add` will be called with."""
+        if not torch.is_grad_enabled():
+            return out
+        if not out.requires_grad:
+            # The first layers that tokens meet: the graph begins here, also where a block is computed again.
+            out = out.detach().requires_grad_()
+            if self.forward_runs:
+                self.leaves.append(out)
+        if self.forward_runs:
+            out.register_hook(add)
+        return out
+
+    @contextmanager
+    def _watched_experts(self) -> Iterator[None]:
+        """Runs fused experts one by one while open, and takes the gradients at their outputs."""
+        projections: dict[str, dict[str, Sequence[LayerPlan]]] = {}
+        for members in self.groups:
+            if members[0].kind == LayerKind.EXPERTS:
+                path, _, projection = members[0].name.rpartition(".")
+                projections.setdefault(path, {})[projection] = members
+        with ExitStack() as stack:
+            for path, planned in projections.items():
+                module = self.model.get_submodule(path)
+                after = partial(self._after_expert, module, planned)
+                stack.enter_context(forwarding(module, partial(experts_forward, module, after=after)))
+            yield
+
+    def _after_expert(
+        self, module: nn.Module, planned: Mapping[str, Sequence[LayerPlan]], name: str, expert: int, y: torch.Tensor
+    ) -> torch.Tensor:
+        if name not in planned:
+            return y
+        members, order = planned[name], _row_order(stacking_of_experts(module, name), y)
+        return self._with_gradient(y, lambda gradient: self._add(members, members[0].name, gradient[:, order]))
 
     def _add(self, members: Sequence[LayerPlan], name: str, gradient: torch.Tensor) -> None:
         key = members[0].name
@@ -350,6 +393,11 @@ class _Pass:
         if narrow is None or wide is narrow:
             return result
         return tree_map(lambda v: v.to(narrow) if _is_tensor(v) and v.dtype is wide else v, result)
+
+
+def _row_order(stacking: Stacking, y: torch.Tensor) -> torch.Tensor:
+    """Returns the positions among the outputs y `[tokens, out]` of a module of the rows of an expert's matrix."""
+    return stacking.outputs(torch.arange(y.shape[-1])).argsort().to(y.device)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import nn
 
 from quant.calibration.blocks import Stop
 from quant.calibration.fast_matmul import fast_matmul
+from quant.calibration.outputs.gradients import OutputMoments
 from quant.calibration.ranks import Exchange, gathered, rank_and_world
 from quant.calibration.solvers.gptq import Gptq
 from quant.calibration.solvers.group import all_solved, solve_group
@@ -61,6 +63,7 @@ class FusedExperts:
         input_scales: static scales of their inputs, by name.
         scratch: the scratch that takes their codes, where these are large.
         stored: dtype of the model.
+        outputs: second moments of gradients, of which those at the projections' outputs are taken out.
     """
 
     def __init__(
@@ -72,12 +75,16 @@ class FusedExperts:
         input_scales: Mapping[str, torch.Tensor],
         scratch: Scratch,
         stored: torch.dtype,
+        outputs: OutputMoments | None = None,
     ) -> None:
         self.module, self.members, self.batch = block.get_submodule(path), members, batch
         self.path = path
         self.device = next(p.device for p in block.parameters() if not p.is_meta)
         self.exchange = Exchange(self.device)
         self.input_scales, self.scratch, self.stored = input_scales, scratch, stored
+        outputs = outputs or OutputMoments()
+        self.outputs = {member.name: outputs.moments.pop(member.name, None) for member in members}
+        self.missing = {name: outputs.missing.get(name, "") for name in self.outputs}
         self.inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.errors: list[torch.Tensor | None] = []
         self.one_by_one = can_run_experts_one_by_one(self.module)
@@ -206,9 +213,8 @@ class FusedExperts:
         notes = []
         if pipeline.transforms or pipeline.reshapes:
             notes.append(f"experts take no scaling, rotation, branch or reconstruction: only {pipeline.spec.rounding}")
-        if pipeline.two_sided:
-            # Thousands of small matrices: descent in pieces would take several times as long as GPTQ for each.
-            notes.append("experts are rounded for the error of their own outputs, as by gptq")
+        if self.missing[member.name]:
+            notes.append(f"rounded for its own output's error, as by gptq: {self.missing[member.name]}")
         # A branch needs a moment too, and experts take none, so only the rounding decides.
         needs_moment = isinstance(pipeline.rounding, Gptq | LocalHessian)
         tokens = self._tokens(projection, count, run) if needs_moment else [0] * count
@@ -234,8 +240,10 @@ class FusedExperts:
                 if _owner(expert) == rank_and_world()[0]:
                     # One expert at a time is read from its file, widened and dropped.
                     matrix = {member.name: weight[expert].to(self.device).float()}
-                    used = {member.name: stats[index] or average}
-                    own[index] = solve_group(matrix, used, format, pipeline.rounding, self.stored)
+                    seen = stats[index] or average
+                    if seen is not None:
+                        seen = replace(seen, outputs=self.outputs[member.name])
+                    own[index] = solve_group(matrix, {member.name: seen}, format, pipeline.rounding, self.stored)
             return all_solved(own, [({member.name: tuple(member.shape[1:])}, format)] * len(part), self.exchange)
 
         solved = (each[member.name] for part in parts for each in solve_part(part))

@@ -93,6 +93,8 @@ class ModelWalk:
         """Measures the gradients at outputs, in the original model, where a solver needs them."""
         linears = [layer for layer in self.layers if layer.kind == LayerKind.LINEAR]
         groups = [members for members in groups_of(linears).values() if get_pipeline(members[0].solver).two_sided]
+        experts = [[layer] for layer in self.layers if layer.kind == LayerKind.EXPERTS]
+        groups += [members for members in experts if get_pipeline(members[0].solver).two_sided]
         if groups:
             self.outputs = output_moments(self.model, groups, self.batches, self.session)
 
@@ -207,7 +209,7 @@ class ModelWalk:
             if layer.kind == LayerKind.EXPERTS:
                 projections.setdefault(layer.name.removeprefix(prefix).rpartition(".")[0], []).append(layer)
         experts = [
-            FusedExperts(module, path, layers, calls.batch, self.input_scales, scratch, self.stored)
+            FusedExperts(module, path, layers, calls.batch, self.input_scales, scratch, self.stored, self.outputs)
             for path, layers in projections.items()
         ]
         groups = gather([layer for layer in members if layer.kind == LayerKind.LINEAR], prefix)

@@ -96,6 +96,7 @@ def experts_forward(
     top_k_weights: torch.Tensor,
     observe: Callable[[str, int, torch.Tensor], None] | None = None,
     until: str | None = None,
+    after: Callable[[str, int, torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Computes the forward pass of a transformers experts module whose projections are `QuantExperts`.
 
@@ -110,20 +111,24 @@ def experts_forward(
         observe: a function that is called with (projection, expert, its input `[tokens, in]`) before each matmul, for
             calibration.
         until: the last projection to be observed; it is not run, nor are later ones, and the result is meaningless.
+        after: a function that is called with (projection, expert, its output `[tokens, out]`) behind each matmul; its
+            result takes the output's place.
 
     Returns:
         `[tokens, hidden]`.
     """
     first = "gate_up_proj" if self.has_gate else "up_proj"
     projections = (getattr(self, first), self.down_proj)
-    if hidden_states.is_cuda and observe is None and all(getattr(p, "runs_grouped", False) for p in projections):
+    grouped = all(getattr(projection, "runs_grouped", False) for projection in projections)
+    if hidden_states.is_cuda and grouped and observe is None and after is None:
         return grouped_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     out = torch.zeros_like(hidden_states)
 
     def project(name: str, x: torch.Tensor, expert: int) -> torch.Tensor:
         if observe is not None:
             observe(name, expert, x)
-        return _apply_expert(self, name, x, expert)
+        y = _apply_expert(self, name, x, expert)
+        return y if after is None else after(name, expert, y)
 
     # Stacks of plain parameters may keep the matrices of one forward pass; this is where the pass begins and ends.
     with ExitStack() as stack:

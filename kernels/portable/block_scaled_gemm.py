@@ -97,7 +97,7 @@ def block_scaled_gemm(
 
     Args:
         x: `[tokens, in]`, one of `SCALED_FORMATS`.
-        weight: `[out, in]`, or with offsets `[experts, out, in]`; codes of the same meaning, in a multiple of its block.
+        weight: `[out, in]`, or with offsets `[experts, out, in]`; the same codes, in a multiple of its block.
         bias: `[out]`, or None.
         dtype: the dtype of the result.
         offsets: int32 `[experts + 1]`, where the rows of each expert begin; rows beyond the last are undefined.

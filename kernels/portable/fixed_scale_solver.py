@@ -1,10 +1,10 @@
-"""GPTQ's windows are solved in one launch each where scales are fixed beforehand: FP8 and INT8 by tensor, row or square.
+"""A window of GPTQ takes one launch where scales are fixed beforehand: FP8 and INT8 by tensor, row or square.
 
 PyTorch needs a dozen small kernels for each of the 128 inputs of a window, which is nearly all of its time. Here a lane
 of a program has one row of the weight, and takes it through the whole window:
 
     for each block b of 32 inputs:   target  = targets[b] - Σ C[a, b]ᵀ move[a]          over the blocks a before it
-        for each input j:            q[j]    = nearest(left[j] / step[j]) · step[j],     e[j] = (left[j] - q[j]) / U[j, j]
+        for each input j:            q[j] = nearest(left[j] / step[j]) · step[j],    e[j] = (left[j] - q[j]) / U[j, j]
                                      left[i] -= U[j, i] · e[j]                            for i > j
 
 It is the kernel of `nvfp4_solvers.py` without the search for scales. Moves go to later blocks through memory that only

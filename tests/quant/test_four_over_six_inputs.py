@@ -65,6 +65,6 @@ def test_gradients_pass_through_the_rounding() -> None:
 
 
 def test_weights_have_no_such_format() -> None:
-    with pytest.raises(ValueError, match="nvfp4_four_over_six is a format of inputs.*weights have nvfp4"):
+    with pytest.raises(ValueError, match=r"nvfp4_four_over_six is a format of inputs.*weights have nvfp4"):
         quant.make_plan(small(), quant.Recipe("mine", "nvfp4_four_over_six"))
     assert get_format("nvfp4_four_over_six") is CHOOSES

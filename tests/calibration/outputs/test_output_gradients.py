@@ -13,6 +13,7 @@ from quant.calibration.outputs import gradients as module
 from quant.calibration.outputs.gradients import output_moments
 from quant.calibration.session import Session
 from quant.formats.format import FORMATS
+from quant.formats.stacking import Stacking
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan
 
@@ -95,6 +96,49 @@ def test_streamed_gradients_are_those_of_plain_autograd(dtype: torch.dtype, monk
         tolerance = 1e-4 if dtype == torch.float32 else 0.05
         error = _second(found, members[0]).double() - expected
         assert error.norm() <= tolerance * expected.norm()
+
+
+def test_experts_share_the_gradients_behind_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compared with plain autograd through a loop of its own over tokens and experts."""
+    monkeypatch.setattr(module, "_label_gradient", lambda logits, _: _to_the_first(logits))
+    monkeypatch.setattr(module, "CLIP", 1e9)
+    monkeypatch.setattr("quant.calibration.shrinkage.STRENGTH", 0.0)
+    model, rows = tiny_models.qwen3_moe(gain=3), torch.randint(0, 60, (4, 16))
+    path = "model.layers.0.mlp.experts"
+    experts = model.get_submodule(path)
+    shapes = {name: tuple(experts.get_parameter(name).shape) for name in ("gate_up_proj", "down_proj")}
+    groups = [
+        [LayerPlan(f"{path}.{name}", LayerKind.EXPERTS, shape, FORMATS["nvfp4"], None, "kfac")]
+        for name, shape in shapes.items()
+    ]
+    found = output_moments(model, groups, rows.split(2), Session())
+    assert not found.missing
+    outputs: dict[str, list[torch.Tensor]] = {name: [] for name in shapes}
+
+    def loop(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        total = [torch.zeros_like(hidden[0]) for _ in hidden]
+        for token, slot in [(t, s) for t in range(len(hidden)) for s in range(index.shape[1])]:
+            expert = int(index[token, slot])
+            outputs["gate_up_proj"].append(experts.gate_up_proj[expert] @ hidden[token])
+            gate, up = outputs["gate_up_proj"][-1].chunk(2)
+            outputs["down_proj"].append(experts.down_proj[expert] @ (experts.act_fn(gate) * up))
+            total[token] = total[token] + weights[token, slot] * outputs["down_proj"][-1]
+        return torch.stack(total)
+
+    monkeypatch.setattr(experts, "forward", loop)
+    logits = model(rows).logits[:, :-1]  # no label follows the last token
+    for name, seen in outputs.items():
+        gradients = torch.stack(torch.autograd.grad(logits, seen, _to_the_first(logits.detach()), retain_graph=True))
+        expected = gradients.double().t() @ gradients.double() / len(gradients)
+        error = _second(found, f"{path}.{name}").double() - expected
+        assert error.norm() <= 1e-4 * expected.norm(), name
+
+
+def test_rows_of_interleaved_experts_stand_in_the_order_of_their_matrices() -> None:
+    stacking = Stacking((2, 6, 4), 2, interleaved=True)
+    gradient = torch.randn(5, 6)  # in the order of the matrix's rows
+    outputs = stacking.outputs(gradient)
+    assert torch.equal(outputs[:, module._row_order(stacking, outputs)], gradient)
 
 
 def _to_the_first(logits: torch.Tensor) -> torch.Tensor:

@@ -155,7 +155,9 @@ def test_fp8_blocks_by_fp8_groups(monkeypatch: pytest.MonkeyPatch, tokens: int, 
     """With many tokens codes meet codes, with few the weight is decoded; the product is the same."""
     calls = []
     native = native_gemm.multiply_codes
-    monkeypatch.setattr(native_gemm, "multiply_codes", lambda *args, **options: calls.append(args) or native(*args, **options))
+    monkeypatch.setattr(
+        native_gemm, "multiply_codes", lambda *args, **options: calls.append(args) or native(*args, **options)
+    )
     monkeypatch.setattr(torch.Tensor, "to", _stay_on_cpu(torch.Tensor.to))
     weight, x = quantize(torch.randn(200, 256), FORMATS["fp8_block"]), torch.randn(tokens, 256).bfloat16()
     y = linear(x, weight, activation="fp8_group")
