@@ -10,6 +10,7 @@ attributes (`_is_hf_initialized`, a mark for an optimizer's groups), buffers, pa
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 _HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook",
+)  # fmt: skip
+
+
+_STATE_HOOKS = (
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 
 
@@ -44,6 +50,17 @@ def take_hooks(new: Any, old: nn.Module) -> None:
     new.forward = functools.update_wrapper(functools.partial(wrapper.func, new), new.forward)
 
 
+def _take_state_hooks(new: Any, old: nn.Module) -> None:
+    """Gives `new` the hooks that run when the state of `old` is written or loaded."""
+    for name in _STATE_HOOKS:
+        if getattr(old, name, None):
+            setattr(new, name, getattr(old, name))
+    # Hooks before loading hold the module that they were registered on, by a weak reference.
+    for hook in new._load_state_dict_pre_hooks.values():
+        if getattr(hook, "module", None) is not None:
+            hook.module = weakref.ref(new)
+
+
 _OWN = "_names_of_its_class"  # attribute of a replacement: the names that its constructor gave it
 # `stands_for` belongs to a linear layer that represents a `Conv1D` while its weight is solved.
 _NEVER = {"forward", "_hf_hook", "_old_forward", "_compiled_call_impl", "stands_for"}
@@ -61,6 +78,7 @@ def take_over(new: Any, old: nn.Module | None) -> None:
     if old is None:
         return
     take_hooks(new, old)
+    _take_state_hooks(new, old)
     before = vars(old).get(_OWN, ())
     if not before and type(old).__module__.startswith("quant."):
         return  # a stand-in during calibration: all its attributes are its own

@@ -188,9 +188,10 @@ def fp8_attention(
     return torch.ops.quant.fp8_attention(q, k, v, scales, causal, scale, dtype)  # type: ignore[no-any-return]
 
 
-def _has_kernel(q: torch.Tensor) -> bool:
+def has_attention_kernel(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether the device of `x` has a kernel for operands of `dtype`."""
     # Ada and later multiply in FP8, Ampere and later in BF16.
-    return capability_of(q) >= ((8, 9) if q.dtype == torch.float8_e4m3fn else (8, 0))
+    return capability_of(x) >= ((8, 9) if dtype == torch.float8_e4m3fn else (8, 0))
 
 
 def _attention(
@@ -202,7 +203,7 @@ def _attention(
     hopper = is_on_hopper(q)
     if options.v_laid_out and not hopper:
         v = restore_v(v, k.shape[2], options.cu_seqlens_k)
-    if not _has_kernel(q):
+    if not has_attention_kernel(q, q.dtype):
         out, lse = reference(q, k, v, **options._asdict())
         return out, lse if with_lse else lse.new_empty(0)
     out, lse = _fake_attention(q, k, v, *arguments)

@@ -94,7 +94,10 @@ def _interfaces() -> list[tuple[Any, dict[str, Callable[..., Any]]]]:
     modeling = require("transformers.modeling_utils", "hf")
     masking = require("transformers.masking_utils", "hf")
     attends: dict[str, Callable[..., Any]] = {FP8: partial(_attend, fp8=True), SIXTEEN_BIT: partial(_attend, fp8=False)}
-    return [(modeling.AttentionInterface, attends), (masking.AttentionMaskInterface, dict.fromkeys(attends, _mask))]
+    return [
+        (modeling.AttentionInterface, attends),
+        (masking.AttentionMaskInterface, dict.fromkeys(attends, mask_unless_causal)),
+    ]
 
 
 @contextmanager
@@ -193,7 +196,7 @@ def _is_calibrated(module: nn.Module, format: Format) -> bool:
     return format.is_fp8 and format.per_tensor and isinstance(getattr(module, "k_scale", None), torch.Tensor)
 
 
-def _mask(
+def mask_unless_causal(
     *,
     kv_length: int,
     kv_offset: int = 0,
@@ -206,8 +209,13 @@ def _mask(
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     # A tensor of a mask costs batch · queries · keys; none is made where a kernel masks by position itself.
-    plain = mask_function is None or mask_function is causal_mask_function or _is_window(mask_function, local_size)
-    if plain and kv_offset == 0 and (attention_mask is None or bool(attention_mask[:, :kv_length].all())):
+    plain = mask_function is None or mask_function is causal_mask_function
+    # A graph can depend on no value: compiled models compute the mask of a window, and of given masks.
+    if not torch.compiler.is_compiling():
+        plain = plain or _is_window(mask_function, local_size)
+        if attention_mask is not None and bool(attention_mask[:, :kv_length].all()):
+            attention_mask = None
+    if plain and kv_offset == 0 and attention_mask is None:
         return None
     arguments |= {"mask_function": mask_function or causal_mask_function, "allow_is_causal_skip": False}
     arguments |= {"kv_length": kv_length, "kv_offset": kv_offset, "attention_mask": attention_mask}

@@ -19,6 +19,7 @@ from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan, groups_of
 from quant.training.low_precision.all_gather import check_gather_in_fp8, gather_in_16bit, gather_in_fp8
+from quant.training.low_precision.attention import attend_in_16bit, attend_in_fp8, check_attention
 from quant.training.low_precision.backends import choose_backend
 from quant.training.low_precision.experts import (
     convert_experts,
@@ -49,6 +50,7 @@ class LowPrecisionTraining:
         converted: names of the layers whose products are rounded.
         in_16bit: layers that stay as they were, with the reason, by name.
         model: that was converted.
+        attention: how attention is computed; None where it was left as it was.
     """
 
     recipe: TrainingRecipe
@@ -57,6 +59,7 @@ class LowPrecisionTraining:
     converted: tuple[str, ...]
     in_16bit: Mapping[str, str]
     model: nn.Module
+    attention: str | None = None
 
     def at(self, share: float) -> None:
         """Says how far training is, as a share of all steps; the recipe's schedule may end the forward's rounding."""
@@ -120,6 +123,7 @@ class LowPrecisionTraining:
     def __str__(self) -> str:
         """Returns a line for the log, and one for each reason."""
         lines = [f"{counted(len(self.converted), 'layer')} in {self.recipe.name}: {self.note}"]
+        lines += [] if self.attention is None else [f"attention: {self.attention}"]
         reasons: dict[str, list[str]] = {}
         for name, reason in self.in_16bit.items():
             reasons.setdefault(reason, []).append(name)
@@ -136,6 +140,7 @@ def to_low_precision_training(
     exclude: Sequence[str] = (),
     on_nonfinite: str = "stop",
     all_gather_fp8: bool = False,
+    attention: str = "16bit",
 ) -> LowPrecisionTraining:
     """Has the linear layers and fused experts of a model train in low precision; changes the model in place.
 
@@ -155,13 +160,16 @@ def to_low_precision_training(
             the layer, or "skip" the step with a warning. A GradScaler's steps are left to it: it skips them itself.
         all_gather_fp8: FSDP2, which shards the model afterwards, gathers weights of `fp8_block` as FP8 codes, with half
             the bytes of BF16 and the same results. Weights become new parameters: make the optimizer after FSDP2.
+        attention: "fp8" rounds Q, K, V and P of a transformers model to E4M3 in the forward pass of training; gradients
+            are computed in 16 bit, and so is attention in eval mode.
 
     Returns:
         Its text says which layers train in which format, and why others do not.
 
     Raises:
-        UserError: an unknown recipe, backend or action; a model on the meta device, quantized, prepared for QAT or
-            converted already; no layer that can be converted. The message names the way out.
+        UserError: an unknown recipe, backend, action or attention; attention that FP8 does not take; a model on the
+            meta device, quantized, prepared for QAT or converted already; no layer that can be converted. The message
+            names the way out.
     """
     try:
         recipe = get_training_recipe(recipe)
@@ -172,6 +180,7 @@ def to_low_precision_training(
     _check_model(model)
     chosen = choose_backend(backend, recipe, next(model.parameters(), torch.empty(0)))
     watch = GradientWatch(on_nonfinite)
+    check_attention(model, attention)
     if all_gather_fp8:
         check_gather_in_fp8(model, recipe)
     reasons = _reasons_to_keep(model, recipe, include, exclude)
@@ -188,6 +197,7 @@ def to_low_precision_training(
         first = next(iter(reasons.items()), None)
         reason = f"{first[0]}: {first[1]}" if first else f"{type(model).__name__} has no nn.Linear"
         raise UserError(f"no layer can train in {recipe.name}: {reason}")
+    of_attention = attend_in_fp8(model) if attention == "fp8" else None
     for name in linears.keys() & set(converted):
         # A new module would lose hooks and attributes, and break the ties of whoever holds the old one.
         linears[name].__class__ = LowPrecisionLinear
@@ -211,7 +221,7 @@ def to_low_precision_training(
         ForwardContext(recipe).start(model)
     if chosen.name == "native":
         fuse_gated_mlps(model)
-    return LowPrecisionTraining(recipe, chosen.name, chosen.note, converted, reasons, model)
+    return LowPrecisionTraining(recipe, chosen.name, chosen.note, converted, reasons, model, of_attention)
 
 
 def from_low_precision_training(model: nn.Module) -> None:
@@ -220,6 +230,7 @@ def from_low_precision_training(model: nn.Module) -> None:
     GradientWatch.end(model)
     ForwardContext.end(model)
     restore_gated_mlps(model)
+    attend_in_16bit(model)
     gather_in_16bit(model)
     for layer in trained_layers(model).values():
         if isinstance(layer, LowPrecisionLinear):

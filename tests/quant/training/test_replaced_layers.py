@@ -14,6 +14,9 @@ import quant
 ROWS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(7))
 
 
+ADDED = torch.ones(1)
+
+
 def _layer(model: Any) -> Any:
     return model.model.layers[0].mlp.up_proj
 
@@ -30,6 +33,10 @@ def _with_everything() -> tuple[Any, list[str]]:
     layer.register_forward_pre_hook(lambda *_: calls.append("before"))
     layer.register_forward_hook(lambda module, _, y: y * module.gain)
     layer.register_full_backward_hook(lambda *_: calls.append("backward"))
+    layer.register_state_dict_pre_hook(lambda module, *_: calls.append(f"writes {module.mark}"))
+    layer.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}added": ADDED}))
+    layer.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: state.pop(f"{prefix}added"))
+    layer.register_load_state_dict_post_hook(lambda module, _: calls.append(f"loaded {module.mark}"))
     model.train()
     layer.eval()
     return model, calls
@@ -39,8 +46,12 @@ def _check(model: Any, calls: list[str], gain: nn.Parameter) -> None:
     layer = _layer(model)
     assert (layer.mark, layer._is_hf_initialized) == ("of the layer", True)
     assert torch.equal(layer.count, torch.arange(3.0)) and torch.equal(layer.scratch, torch.ones(2))
-    keys = model.state_dict().keys()
-    assert "model.layers.0.mlp.up_proj.count" in keys and "model.layers.0.mlp.up_proj.scratch" not in keys
+    calls.clear()
+    state = model.state_dict()
+    assert "model.layers.0.mlp.up_proj.count" in state and "model.layers.0.mlp.up_proj.scratch" not in state
+    assert torch.equal(state["model.layers.0.mlp.up_proj.added"], ADDED)
+    model.load_state_dict(state)
+    assert calls == ["writes of the layer", "loaded of the layer"]
     assert layer.gain is gain and isinstance(layer.probe, nn.Identity)
     # Neither modes nor names of other layers are touched.
     assert not layer.training and model.model.layers[0].mlp.gate_proj.training
