@@ -18,8 +18,8 @@ from quant.plan.make import make_plan
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan, groups_of
+from quant.training.fp8_attention import attend_in_16bit, attend_in_fp8, check_attention
 from quant.training.low_precision.all_gather import check_gather_in_fp8, gather_in_16bit, gather_in_fp8
-from quant.training.low_precision.attention import attend_in_16bit, attend_in_fp8, check_attention
 from quant.training.low_precision.backends import choose_backend
 from quant.training.low_precision.experts import (
     convert_experts,
