@@ -79,7 +79,7 @@ def monitored(folder: Path) -> tuple[Any, Any]:
     best = ModelCheckpoint(folder, monitor="val", filename="{epoch}", save_top_k=1)
     return best, {
         "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-        "max_epochs": 3,
+        "max_epochs": 3, "default_root_dir": folder,
     }  # fmt: skip
 
 
