@@ -6,6 +6,8 @@ where they are installed. The optimizer is left out, for it is the same in all r
 
 `layers` runs four whole decoder layers, forward and backward, compiled, with the peak of memory.
 
+`attention` runs attention of Llama-3-8B's shape, causal, forward and backward, in BF16 by PyTorch and in FP8.
+
 `operands` compares the kernels that make FP8 operands with a copy of a matrix, by the bytes that they read and write.
 
 `gradients` compares the gradient of a whole model with FP32's, by recipe and with parts of NVFP4's recipe left out. A
@@ -28,8 +30,10 @@ from _llama import random_llama
 from _plot import bars
 from _table import machine, show, versions
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 import quant
+from quant.kernels.training.fp8_attention import fp8_training_attention
 from quant.training.low_precision.backends import TORCHAO
 from quant.training.low_precision.recipe import RECIPES, TrainingRecipe
 
@@ -38,7 +42,9 @@ _Context = Callable[[], AbstractContextManager[Any]]
 
 
 @click.command(help=__doc__)
-@click.argument("part", type=click.Choice(["linears", "layers", "operands", "gradients"]), default="gradients")
+@click.argument(
+    "part", type=click.Choice(["linears", "layers", "attention", "operands", "gradients"]), default="gradients"
+)
 @click.option("--tokens", default=8192, show_default=True, help="Of a step.")
 @click.option("--steps", default=20, show_default=True, help="That are timed.")
 @click.option("--draws", default=12, show_default=True, help="Whose gradients `gradients` averages.")
@@ -56,6 +62,10 @@ def main(part: str, tokens: int, steps: int, draws: int, json_path: Path | None,
         rows = list(_whole_layers(tokens, steps))
         note = f"Four Llama-3-8B layers, {tokens} tokens in rows of 2,048, compiled; ms, median of {steps}."
         show("Whole layers in low-precision training", header, rows, [note], json_path=json_path)
+    elif part == "attention":
+        rows = list(_attention(tokens, steps))
+        note = f"32 heads of 128, 8 KV heads, {tokens} tokens in rows, causal; ms, median of {steps}."
+        show("Attention in low-precision training", header, rows, [note], json_path=json_path)
     elif part == "operands":
         rows = list(_operands(tokens))
         show("Kernels that make FP8 operands", header, rows, [f"{tokens} x 14336, BF16."], json_path=json_path)
@@ -123,6 +133,25 @@ def _whole_layers(tokens: int, steps: int) -> Iterator[dict[str, Any]]:
         peak = torch.cuda.max_memory_allocated() / 1e9
         yield _told({"layers": name, "ms": ms, "× BF16": first / ms, "peak GB": peak})
         del model, step
+
+
+def _attention(tokens: int, steps: int) -> Iterator[dict[str, Any]]:
+    """A row for each length of the rows."""
+    options: dict[str, Any] = {"causal": True, "window": None, "softmax_scale": 128**-0.5}
+    for length in (2048, 8192):
+        shapes = [(tokens // length, heads, length, 128) for heads in (32, 8, 8)]
+        q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+        dout = torch.randn_like(q)
+        ways: dict[str, Callable[[], torch.Tensor]] = {
+            "BF16": lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),  # type: ignore[misc]
+            "FP8": lambda q=q, k=k, v=v: fp8_training_attention(q, k, v, **options),  # type: ignore[misc]
+        }
+        row: dict[str, Any] = {"length": length}
+        for name, run in ways.items():
+            row[f"{name}, forward"] = _median(run, steps)
+            row[f"{name}, with backward"] = _median(lambda run=run: torch.autograd.grad(run(), (q, k, v), dout), steps)  # type: ignore[misc]
+        row["× BF16"] = row["BF16, with backward"] / row["FP8, with backward"]
+        yield _told(row)
 
 
 def _operands(tokens: int) -> Iterator[dict[str, Any]]:

@@ -201,8 +201,8 @@ def _side_by_side(
     if "BF16" not in timed:
         raise click.ClickException("BF16 was not ready by half of the time, and recipes are compared with it")
     left = seconds - (time.monotonic() - begun)
-    # A fifth is left for evaluation, and for compiling anew with the next seed.
-    steps.value = max(10, int(0.8 * left / seeds / sum(ms / 1e3 for ms, _ in timed.values())))
+    # Side by side, steps overlap and take some three quarters of their time alone; the rest is left for evaluation.
+    steps.value = max(10, int(left / seeds / sum(ms / 1e3 for ms, _ in timed.values())))
     for name, worker in workers.items():
         if name not in timed:
             click.echo(f"{name} is left out: it was not ready in time", err=True)
@@ -219,7 +219,8 @@ def _side_by_side(
     for worker in workers.values():
         worker.terminate()
     rows = []
-    for name, values in losses.items():
+    for name in (name for name in names if name in losses):
+        values = losses[name]
         if values and len(values) == len(losses["BF16"]):
             ms, backend = timed[name]
             rows.append(_row(name, values, losses["BF16"]) | {"backend": backend, "ms of a step": f"{ms:.0f}"})
