@@ -63,7 +63,7 @@ def main(part: str, tokens: int, steps: int, draws: int, json_path: Path | None,
         note = f"Four Llama-3-8B layers, {tokens} tokens in rows of 2,048, compiled; ms, median of {steps}."
         show("Whole layers in low-precision training", header, rows, [note], json_path=json_path)
     elif part == "attention":
-        rows = list(_attention(tokens, steps))
+        rows = [_attention(length, tokens, steps) for length in (2048, 8192)]
         note = f"32 heads of 128, 8 KV heads, {tokens} tokens in rows, causal; ms, median of {steps}."
         show("Attention in low-precision training", header, rows, [note], json_path=json_path)
     elif part == "operands":
@@ -135,23 +135,24 @@ def _whole_layers(tokens: int, steps: int) -> Iterator[dict[str, Any]]:
         del model, step
 
 
-def _attention(tokens: int, steps: int) -> Iterator[dict[str, Any]]:
-    """A row for each length of the rows."""
-    options: dict[str, Any] = {"causal": True, "window": None, "softmax_scale": 128**-0.5}
-    for length in (2048, 8192):
-        shapes = [(tokens // length, heads, length, 128) for heads in (32, 8, 8)]
-        q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
-        dout = torch.randn_like(q)
-        ways: dict[str, Callable[[], torch.Tensor]] = {
-            "BF16": lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),  # type: ignore[misc]
-            "FP8": lambda q=q, k=k, v=v: fp8_training_attention(q, k, v, **options),  # type: ignore[misc]
-        }
-        row: dict[str, Any] = {"length": length}
-        for name, run in ways.items():
-            row[f"{name}, forward"] = _median(run, steps)
-            row[f"{name}, with backward"] = _median(lambda run=run: torch.autograd.grad(run(), (q, k, v), dout), steps)  # type: ignore[misc]
-        row["× BF16"] = row["BF16, with backward"] / row["FP8, with backward"]
-        yield _told(row)
+def _attention(length: int, tokens: int, steps: int) -> dict[str, Any]:
+    """The times of attention in rows of a length."""
+    shapes = [(tokens // length, heads, length, 128) for heads in (32, 8, 8)]
+    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    dout = torch.randn_like(q)
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "BF16": lambda: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        "FP8": lambda: fp8_training_attention(q, k, v, causal=True, window=None, softmax_scale=128**-0.5),
+    }
+    row: dict[str, Any] = {"length": length}
+    for name, run in ways.items():
+        row[f"{name}, forward"] = _median(run, steps)
+        row[f"{name}, with backward"] = _median(
+            lambda run=run: torch.autograd.grad(run(), (q, k, v), dout),  # type: ignore[misc]
+            steps,
+        )
+    row["× BF16"] = row["BF16, with backward"] / row["FP8, with backward"]
+    return _told(row)
 
 
 def _operands(tokens: int) -> Iterator[dict[str, Any]]:
