@@ -1,0 +1,78 @@
+"""transformers' Trainer and accelerate train a model in low precision, save plain checkpoints and go on from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import tiny_models
+import torch
+
+import quant
+
+ROWS = torch.randint(0, 64, (8, 24), generator=torch.Generator().manual_seed(7))
+
+
+def _converted(recipe: str) -> tuple[Any, Any]:
+    model = tiny_models.llama(gain=2.0, num_hidden_layers=1).train()
+    return model, quant.to_low_precision_training(model, recipe, attention="fp8")
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("fp8_tensorwise", marks=pytest.mark.slow)])
+def test_a_trainer_in_mixed_precision_saves_what_a_plain_model_loads_and_resumes(recipe: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the extra training")
+    from transformers import Trainer, TrainingArguments
+
+    dataset = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in ROWS]
+    losses = []
+    for resumed in (False, True):
+        model, _ = _converted(recipe)
+        arguments = TrainingArguments(
+            str(tmp_path / "run"), max_steps=4, save_steps=2, per_device_train_batch_size=2, learning_rate=1e-3,
+            bf16=True, use_cpu=True, gradient_checkpointing=True, logging_steps=1, report_to=[],
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, train_dataset=dataset)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2") if resumed else None)
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-2:])
+        assert not model.config._attn_implementation.startswith("sdpa")
+    assert losses[0] == losses[1]
+    written = safetensors.torch.load_file(tmp_path / "run/checkpoint-4/model.safetensors")
+    plain = type(model).from_pretrained(tmp_path / "run/checkpoint-4")
+    assert plain.config._attn_implementation == "sdpa"
+    assert all(torch.equal(plain.state_dict()[key], value) for key, value in written.items())
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in written.items())
+    # The trained model, in FP8 attention or plain, evaluates alike: the packed one attends in 16 bit.
+    with torch.no_grad():
+        logits = model.eval()(ROWS).logits
+        quant.convert_trained(model)
+        assert torch.equal(model(ROWS).logits, logits)
+
+
+def test_accelerate_trains_and_its_checkpoint_has_the_histories(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="the extra training")
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    model, report = _converted("nvfp4")
+    plain, _ = _converted("nvfp4")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    prepared, steps = accelerator.prepare(model, optimizer)
+    accelerator.register_for_checkpointing(report)
+
+    def loss_of_step() -> float:
+        torch.manual_seed(0)  # of stochastic rounding
+        loss = prepared(input_ids=ROWS, labels=ROWS).loss
+        accelerator.backward(loss)
+        steps.step()
+        steps.zero_grad()
+        return float(loss.detach())
+
+    first = loss_of_step()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert float(plain(input_ids=ROWS, labels=ROWS).loss.detach()) == first
+    accelerator.save_state(str(tmp_path))
+    histories = report.state_dict()
+    second = loss_of_step()
+    accelerator.load_state(str(tmp_path))
+    assert all(torch.equal(value, histories[key]) for key, value in report.state_dict().items())
+    assert loss_of_step() == second < first
