@@ -1,11 +1,15 @@
 """This benchmark compares greedy continuations in vLLM: with the plug-in, with an NVFP4 KV cache and its features.
 
     python benchmarks/vllm_greedy.py --out vllm-greedy
+    python benchmarks/vllm_greedy.py --only GLM         a head for multi-token prediction drafts
+    python benchmarks/vllm_greedy.py --model SmolLM2-135M-Instruct.Q4_1.gguf
 
-A small Llama is trained on bytes and written in `nvfp4a16`, as in `vllm_presets.py`. Each engine, a process of its own
+A small Llama, or SmolLM2 with `--model`, is written in `nvfp4a16`; the Llama is trained on bytes, as in
+`vllm_presets.py`. Each engine, a process of its own
 and all at once, continues the same 64 prompts of 200 tokens by 64 tokens each. The table counts continuations that are
 equal to the last token, and the share of tokens before the first difference. Engines that round alike should agree in
 all; those that round otherwise part where two tokens are about equally likely, which in so small a model is often.
+GLM-4-MoE models (`_mtp_model.py`) are trained with a head that drafts a token; it is in 16 bit or in NVFP4.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from quant.recipes.json_text import json_text
 
 PROMPTS, TOKENS, NEW = 64, 200, 64
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
 CACHE, EAGER = {"kv_cache_dtype": "nvfp4"}, {"enforce_eager": True}
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "vLLM": ("0", EAGER),
@@ -35,27 +40,32 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "NVFP4 cache, chunks and prefixes": (
         "1", {**EAGER, **CACHE, "max_num_batched_tokens": 64, "enable_prefix_caching": True, "twice": True},
     ),
+    "GLM": ("1", {**EAGER, "checkpoint": "glm"}),
+    "GLM, drafts of its head": ("1", {**EAGER, "checkpoint": "glm", "speculative_config": MTP}),
+    "GLM, drafts of its head in NVFP4": ("1", {**EAGER, "checkpoint": "glm-head", "speculative_config": MTP}),
+    "GLM, vLLM, drafts of its head": ("0", {**EAGER, "checkpoint": "glm", "speculative_config": MTP}),
     "LoRA": ("0", {**EAGER, "enable_lora": True}),
     "LoRA, plug-in": ("1", {**EAGER, "enable_lora": True}),
 }  # fmt: skip
 PAIRS = (
     ("vLLM", "plug-in"), ("vLLM", "FP8 cache"), ("vLLM", "NVFP4 cache"), ("LoRA", "LoRA, plug-in"),
-    *(("NVFP4 cache", name) for name in ENGINES if name.startswith("NVFP4 cache, ")),
+    *((name.partition(",")[0], name) for name in ENGINES if name.startswith(("NVFP4 cache, ", "GLM, "))),
 )  # fmt: skip
 
 
-def make(out: Path) -> None:
+def make(out: Path, source: str) -> None:
     """Writes the checkpoint, an adapter with random weights, and the prompts."""
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
     from vllm_presets import DATA, DENSE, token_rows, trained
 
     from quant.api.quantize import quantize
     from quant.checkpoints.save import save
+    from quant.models.open import open_model
     from quant.plan.make import make_plan
 
-    args = argparse.Namespace(name=DENSE, model="bytes", steps=300, device="cuda")
-    model = trained(args)
+    args = argparse.Namespace(name=DENSE, model=source, steps=300, device="cuda")
+    model = trained(args) if source == "bytes" else open_model(source).model
     adapter = {}
     torch.manual_seed(1)
     for name, module in model.model.named_modules():
@@ -71,8 +81,32 @@ def make(out: Path) -> None:
     (out / "adapter" / "adapter_config.json").write_text(json_text(config))
     done = quantize(model.cuda(), make_plan(model, "nvfp4a16", solver="rtn"), token_rows(args)[0][:8])
     save(done.model, done.plan, out / "checkpoint", overwrite=True)
-    text = list((DATA / "evaluation.txt").read_bytes())
-    (out / "prompts.json").write_text(json_text([text[i * 311 : i * 311 + TOKENS] for i in range(PROMPTS)]))
+    if source == "bytes":
+        prompts = byte_prompts()
+    else:
+        rows = load_file(DATA / "smollm2_wikitext2_512.safetensors")["calibration"][8:].flatten()
+        prompts = rows[: PROMPTS * TOKENS].view(PROMPTS, TOKENS).tolist()
+    (out / "prompts.json").write_text(json_text(prompts))
+
+
+def make_glm(out: Path, steps: int = 300, device: str = "cuda") -> None:
+    """Writes a GLM-4-MoE in NVFP4 with its head in 16 bit (`glm`) and in NVFP4 (`glm-head`), and the prompts."""
+    from _mtp_model import LAYERS, write_model
+    from vllm_presets import DENSE, token_rows
+
+    args = argparse.Namespace(name=DENSE, model="bytes", steps=steps, device=device)
+    write_model(token_rows(args)[0], out / "glm-source", steps=steps, device=device)
+    command = [sys.executable, "-m", "quant", "quantize", str(out / "glm-source"), "--format", "nvfp4a16", "--effort",
+               "0", "--device", device, "--overwrite", "--allow-missing"]  # fmt: skip
+    for name, also in (("glm", []), ("glm-head", ["--include", "*", "--include", f"model.layers.{LAYERS}.*"])):
+        subprocess.run([*command, *also, "--out", str(out / name)], check=True)
+    (out / "prompts.json").write_text(json_text(byte_prompts()))
+
+
+def byte_prompts() -> list[list[int]]:
+    """Pieces of the evaluation text, whose bytes are tokens."""
+    text = list((Path(__file__).parent / "data" / "evaluation.txt").read_bytes())
+    return [text[i * 311 : i * 311 + TOKENS] for i in range(PROMPTS)]
 
 
 def serve(out: Path, name: str) -> None:
@@ -89,19 +123,25 @@ def serve(out: Path, name: str) -> None:
 
     settings = {
         "skip_tokenizer_init": True, "max_model_len": 320, "max_num_seqs": PROMPTS, "seed": 0,
-        "gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 1 << 28, "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 1 << 29, "enable_prefix_caching": False,
         "disable_log_stats": False,
     }  # fmt: skip
     twice = options.get("twice", False)
-    engine = {key: value for key, value in options.items() if key != "twice"}
-    llm = LLM(model=str(out / "checkpoint"), **{**settings, **engine})
+    engine = {key: value for key, value in options.items() if key not in ("twice", "checkpoint")}
+    llm = LLM(model=str(out / options.get("checkpoint", "checkpoint")), **{**settings, **engine})
     ask = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": row} for row in json.loads((out / "prompts.json").read_text())]
     adapter = LoRARequest("adapter", 1, str(out / "adapter")) if "enable_lora" in engine else None
     for _ in range(2 if twice else 1):
         outputs = llm.generate(prompts, ask, use_tqdm=False, lora_request=adapter)
     counters = {metric.name.removeprefix("vllm:"): getattr(metric, "value", None) for metric in llm.get_metrics()}
-    wanted = ("num_preemptions", "spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens", "prefix_cache_hits")
+    wanted = (
+        "num_preemptions",
+        "spec_decode_num_drafts",
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_draft_tokens",
+        "prefix_cache_hits",
+    )
     found = {"tokens": [list(each.outputs[0].token_ids) for each in outputs],
              "counters": {key: counters[key] for key in wanted if counters.get(key)}}  # fmt: skip
     (out / f"{name}.json").write_text(json_text(found))
@@ -119,28 +159,34 @@ def agreement(first: list[list[int]], second: list[list[int]]) -> dict[str, obje
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("vllm-greedy"))
+    parser.add_argument("--model", default="bytes", help="the dense model; `bytes` trains one")
+    parser.add_argument("--only", default="", help="engines whose name begins so")
     parser.add_argument("--serve", choices=list(ENGINES), help="makes this process an engine")
     args = parser.parse_args()
     if args.serve:
         return serve(args.out, args.serve)
     from _table import machine, show, versions
 
-    make(args.out)
+    names = [name for name in ENGINES if name.startswith(args.only)]
+    if args.only != "GLM":
+        make(args.out, args.model)
+    if "GLM".startswith(args.only[:3]):
+        make_glm(args.out)
     processes = []
-    for name in ENGINES:
+    for name in names:
         log = (args.out / f"{name}.log").open("w")
         command = [sys.executable, __file__, "--out", str(args.out), "--serve", name]
         processes.append(subprocess.Popen(command, stdout=log, stderr=log))
     for process in processes:
         process.wait()
-    found = {name: json.loads(path.read_text()) for name in ENGINES if (path := args.out / f"{name}.json").is_file()}
+    found = {name: json.loads(path.read_text()) for name in names if (path := args.out / f"{name}.json").is_file()}
     rows = [
         {"engine": first, "other": second, **agreement(found[first]["tokens"], found[second]["tokens"]),
          "counters of the other": json_text(found[second]["counters"])}
         for first, second in PAIRS if first in found and second in found
     ]  # fmt: skip
     show("Greedy continuations in vLLM", {**machine(), **versions("vllm", "triton")}, rows)
-    if missing := ENGINES.keys() - found.keys():
+    if missing := set(names) - found.keys():
         raise SystemExit(f"no result of {', '.join(sorted(missing))}: see the logs in {args.out}")
 
 

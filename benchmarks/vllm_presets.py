@@ -42,9 +42,14 @@ PRESETS = (
 VARIANTS = ("fp8_channel weights", "fp8 + kv", "nvfp4a16 + kv", "nvfp4a16 rotated")
 # Not written: the checkpoint with an FP8 cache, served with an NVFP4 cache.
 NVFP4_KV = "nvfp4a16 + nvfp4 kv"
-BY_FOLDER = {preset.replace(" ", "_"): preset for preset in (*PRESETS, *VARIANTS)}
+# Written by hand, in the form of OpenAI's own checkpoints: only the experts are in MXFP4.
+GPT_OSS = "mxfp4 of gpt-oss"
+BY_FOLDER = {preset.replace(" ", "_"): preset for preset in (*PRESETS, *VARIANTS, GPT_OSS)}
 PLUGIN = ("nvfp4a16", "nvfp4", "mxfp4a16", "mxfp4", "mxfp8", "int4a16", "fp8_channel weights", NVFP4_KV)
-OF_EXPERTS = ("nvfp4a16", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8", "int4a16")
+OF_EXPERTS = (
+    "nvfp4a16", "mxfp4a16", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8", "int4a16", "fp8_channel weights",
+)  # fmt: skip
+EXPERTS_PLUGIN = ("nvfp4a16", "mxfp4a16", "fp8_channel weights", GPT_OSS)
 EXPERTS_IN_MODELOPT = ("nvfp4a16", "fp8")
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,6 +57,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256}),
     "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}),
     "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 256, "num_key_value_heads": 4}),
+    "gpt_oss": (
+        "GptOss",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64, "max_position_embeddings": 131072},
+    ),
 }
 DECODER = {
     "vocab_size": 256, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -114,6 +123,10 @@ def make(args: argparse.Namespace) -> None:
         layout="16 bit",
         perplexity=evaluate(model, evaluation, dtype=None, batch_size=8).perplexity,
     )
+    if args.name == "gpt_oss":
+        write_gpt_oss(model, args.out / args.name / GPT_OSS.replace(" ", "_") / "compressed-tensors")
+        own = evaluate(model, evaluation, dtype=None, batch_size=8).perplexity
+        return report(args, preset=GPT_OSS, layout="ours", perplexity=own)
     for preset in args.presets:
         name, _, what = preset.partition(" ")
         out = args.out / args.name / preset.replace(" ", "_")
@@ -140,6 +153,29 @@ def make(args: argparse.Namespace) -> None:
             report(args, preset=preset, layout="modelopt", error=f"not written: {last_line(error)}")
         del model
         torch.cuda.empty_cache()
+
+
+def write_gpt_oss(model: Any, out: Path) -> None:
+    """Writes a model with its experts in MXFP4, as gpt-oss comes, and gives the model the rounded values."""
+    import torch
+    from safetensors.torch import save_file
+
+    from quant.formats.format import FORMATS
+    from quant.formats.tensor import quantize as rounded
+
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        # transformers holds an expert `[in, out]`; the file has rows of blocks of 32 inputs.
+        stack = tensors.pop(name)
+        weight = rounded(stack.transpose(1, 2).float().contiguous(), FORMATS["mxfp4"])
+        stack.copy_(weight.dequantize(torch.float32).transpose(1, 2))
+        tensors[f"{name}_blocks"] = weight.codes.unflatten(-1, (-1, 16))
+        tensors[f"{name}_scales"] = weight.scale.view(torch.uint8)
+    out.mkdir(parents=True)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, out / "model.safetensors")
+    config = {**model.config.to_dict(), "architectures": ["GptOssForCausalLM"]}
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (out / "config.json").write_text(json_text(config) + "\n")
 
 
 def token_rows(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -272,6 +308,7 @@ def run_all(args: argparse.Namespace) -> None:
                            env={**os.environ, **environment})  # fmt: skip
 
     parts = [(name, [p for p in OF_EXPERTS if p in args.presets]) for name in args.families]
+    parts = [(name, [GPT_OSS] if name == "gpt_oss" else presets) for name, presets in parts]
     # A model that is trained is trained once: another process would end up with other weights.
     shares_of_dense = 1 if args.model == "bytes" else 4
     parts += [(DENSE, args.presets[i::shares_of_dense]) for i in range(shares_of_dense)]
@@ -351,7 +388,7 @@ def shares(args: argparse.Namespace, names: list[str]) -> Iterator[tuple[list[di
             layout, preset = path.parent.name, BY_FOLDER[path.parent.parent.name]
             job = {"name": name, "preset": preset, "layout": layout, "path": str(path.parent)}
             jobs["0"].append({**job, "plugin": False})
-            if layout == "compressed-tensors" and preset in (PLUGIN if name == DENSE else PLUGIN[:1]):
+            if layout == "compressed-tensors" and preset in (PLUGIN if name == DENSE else EXPERTS_PLUGIN):
                 jobs["1"].append({**job, "plugin": True})
             if layout == "compressed-tensors" and preset == "nvfp4a16 + kv":
                 jobs["1"].append({**job, "preset": NVFP4_KV, "plugin": True})
@@ -370,7 +407,7 @@ def table(name: str, results: list[dict[str, Any]]) -> Iterator[dict[str, object
     """One row for each preset and layout of a model."""
     mine = [found for found in results if found["name"] == name]
     base = next((r.get("perplexity") for r in mine if r["preset"] == "bf16"), None)
-    for preset in (*PRESETS, *VARIANTS, NVFP4_KV):
+    for preset in (*PRESETS, *VARIANTS, NVFP4_KV, GPT_OSS):
         own = next((r for r in mine if r["preset"] == preset and r["layout"] == "ours"), {})
         for layout in ("compressed-tensors", "modelopt"):
             found = [r for r in mine if r["preset"] == preset and r["layout"] == layout]

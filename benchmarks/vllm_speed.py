@@ -3,7 +3,8 @@
     python benchmarks/vllm_speed.py llama-8b                       torch.compile and CUDA graphs, as vLLM has them
     python benchmarks/vllm_speed.py qwen3-30b-a3b --engine '{"compilation_config": {"mode": 0}}'
 
-Weights are random NVFP4 with inputs in 16 bit, the head is in BF16, and only config.json exists on disk. The engines,
+Weights are random NVFP4 with inputs in 16 bit, or MXFP4 (`--format mxfp4`, and always the experts of gpt-oss), the head
+is in BF16, and only config.json exists on disk. The engines,
 one without the plug-in and one for each --switch, are ready at the same time in processes of their own, and one
 measures while the others wait. A step is the mean time between the tokens of a generation, once all its sequences
 decode: it holds attention, norms, the scheduler and the sampler. Prompts are in the prefix cache by then. Prefill is
@@ -47,24 +48,45 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [], "vocab_size": 151936, "rope_theta": 1000000.0, "hidden_act": "silu",
         },
     ),
+    "gpt-oss-20b": (
+        "GptOssForCausalLM",
+        {
+            "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
+            "num_experts_per_tok": 4, "vocab_size": 201088, "sliding_window": 128, "attention_bias": True,
+            "hidden_act": "silu", "layer_types": ["sliding_attention", "full_attention"] * 12,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096, "rope_theta": 150000.0,
+            },
+        },
+    ),
 }  # fmt: skip
 NVFP4 = {
     "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True, "dynamic": False,
     "scale_dtype": "torch.float8_e4m3fn",
 }  # fmt: skip
+MXFP4 = {
+    "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False,
+    "scale_dtype": "torch.uint8",
+}  # fmt: skip
+SCHEMES = {"nvfp4": ("nvfp4-pack-quantized", NVFP4), "mxfp4": ("mxfp4-pack-quantized", MXFP4)}
+"""compressed-tensors' name of each format, and its description of the weights."""
 STEPS, SETTLED = 64, 4
 """Decoding steps that are timed, after those in which sequences start."""
 
 
-def write_config(shape: str, layers: int | None, positions: int, head: str, out: Path) -> Path:
-    """A folder with the config.json of an NVFP4 checkpoint, weights only, for texts of so many positions.
+def write_config(args: argparse.Namespace, positions: int, out: Path) -> Path:
+    """A folder with the config.json of a checkpoint in `--format`, weights only, for texts of so many positions.
 
-    The output head is in NVFP4 too where `head` says so, and in BF16 else.
+    The output head is in that format too where `--head` says so, and in BF16 else. gpt-oss has its own format.
     """
+    shape, layers, head = args.shape, args.layers, args.head
     architecture, fields = SHAPES[shape]
-    group = {"format": "nvfp4-pack-quantized", "input_activations": None, "targets": ["Linear"], "weights": NVFP4}
+    packed, weights = SCHEMES[args.format]
+    group = {"format": packed, "input_activations": None, "targets": ["Linear"], "weights": weights}
     ignored = [r"re:.*mlp\.gate$"]
-    if head == "nvfp4":
+    if head == args.format:
         group["targets"] = ["Linear", "lm_head"]
     else:
         ignored.append("lm_head")
@@ -72,12 +94,17 @@ def write_config(shape: str, layers: int | None, positions: int, head: str, out:
         "architectures": [architecture], "dtype": "bfloat16", "max_position_embeddings": positions,
         "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, **fields,
         "quantization_config": {
-            "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": group},
+            "quant_method": "compressed-tensors", "format": packed, "config_groups": {"group_0": group},
             "ignore": ignored, "quantization_status": "compressed",
         },
     }  # fmt: skip
+    if fields["model_type"] == "gpt_oss":
+        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+        config["max_position_embeddings"] = 131072
     if layers:
         config["num_hidden_layers"] = layers
+        if "layer_types" in fields:
+            config["layer_types"] = fields["layer_types"][:layers]
     folder = out / shape
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json_text(config, indent=1) + "\n")
@@ -85,7 +112,7 @@ def write_config(shape: str, layers: int | None, positions: int, head: str, out:
 
 
 def random_loader() -> str:
-    """Registers a loader that makes up NVFP4 weights of the size that trained ones have; returns its name."""
+    """Registers a loader that makes up weights of the size that trained ones have; returns its name."""
     import torch
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -100,7 +127,9 @@ def random_loader() -> str:
             torch.manual_seed(0)
             for name, parameter in model.named_parameters():
                 data = parameter.data
-                if data.dtype is torch.uint8:
+                if data.dtype is torch.uint8 and name.endswith("scale"):
+                    data.random_(119, 123)  # powers of two, stored as exponent + 127
+                elif data.dtype is torch.uint8:
                     data.random_(0, 256)
                 elif data.dtype is torch.float8_e4m3fn:
                     data.copy_(torch.rand(data.shape, device=data.device).add_(0.5))
@@ -244,7 +273,8 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt whose prefill is timed")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--layers", type=int, help="fewer than the shape has, for a trial")
-    parser.add_argument("--head", choices=["bf16", "nvfp4"], default="bf16", help="format of the output head")
+    parser.add_argument("--format", choices=SCHEMES, default="nvfp4", help="of the weights; gpt-oss has its own")
+    parser.add_argument("--head", choices=["bf16", *SCHEMES], default="bf16", help="format of the output head")
     parser.add_argument("--kv-gib", type=float, default=10.0)
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--theirs", type=json.loads, default={}, help="the same, for vLLM without the plug-in")
@@ -261,7 +291,7 @@ def main() -> None:
 
     args.label = args.label or args.shape
     positions = max(8192, 2 * args.context)
-    args.folder = write_config(args.shape, args.layers, positions, args.head, args.out / args.label)
+    args.folder = write_config(args, positions, args.out / args.label)
     engines = {"vLLM": Engine(args, "vllm", "0", args.theirs)}
     for switch in args.switch:
         label = "plug-in" if switch == "1" else f"plug-in, {switch}"

@@ -17,12 +17,13 @@ A block scale, positive and E4M3, is stored as the eight bits by which s · 2^11
 a shift and an OR decode two at once. A zero scale is stored as zero, and its codes must then be zero too.
 
 MXFP4 takes the same form: each power of two is stored twice, for its 32 codes, as an exponent relative to the largest
-of the matrix, which becomes the global scale. Its scales may span 2^29.
+of the matrix, which becomes the global scale. Its scales may span 2^29 within a matrix.
 
 All MXFP6 numbers are E4M3 numbers. MXFP6 codes become E4M3 codes, a byte each, and the weight is multiplied as MXFP8
 is (`as_computed`). This takes a third more memory, and a small part of the time that unpacking six bits takes.
 
-A stack of NVFP4 experts is laid out as one tall matrix, so that each expert's part equals the layout of that expert.
+A stack of experts is laid out as one tall matrix, so that each expert's part equals the layout of that expert; each has
+a global scale of its own.
 """
 
 from __future__ import annotations
@@ -95,17 +96,18 @@ def prepack_refusal(weight: BlockScaledTensor) -> str:
     if not (format.element is E2M1 or _becomes_e4m3(format)):
         return f"{format} has no kernel layout"
     rows, columns = weight.shape[-2:]
-    if len(weight.shape) > 2 and not format.global_scale:
-        return f"experts in {format} have no kernel layout"
     if _becomes_e4m3(format):
-        return ""
+        return f"experts in {format} have no kernel layout" if len(weight.shape) > 2 else ""
     if not 2 <= len(weight.shape) <= 3 or rows % TILE or columns % TILE:
         return f"the shape {list(weight.shape)} is not a multiple of [{TILE}, {TILE}]"
     stored = weight.scale.view(torch.uint8)
     if format.has_power_of_two_scales:
-        least, most = (int(bound) for bound in stored.aminmax())
-        if most == 255 or most - least > _SPAN or most < 30:
-            return f"block scales from 2^{least - 127} to 2^{most - 127} are more than 2^{_SPAN} apart, tiny or NaN"
+        least, most = stored.int().amin((-2, -1)), stored.int().amax((-2, -1))
+        refused = ((most == 255) | (most - least > _SPAN) | (most < _SPAN + 1)).flatten().nonzero().flatten()
+        if len(refused):
+            bounds = [int(bound.flatten()[refused[0]]) - 127 for bound in (least, most)]
+            of = f" of expert {int(refused[0])}" if len(weight.shape) > 2 else ""
+            return f"block scales{of} from 2^{bounds[0]} to 2^{bounds[1]} are more than 2^{_SPAN} apart, tiny or NaN"
         return ""
     table = _scale_table().to(weight.codes.device)
     if bool((table[stored.int()] < 0).any()):
@@ -120,8 +122,8 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
     """Returns `weight` in the layout of the Hopper kernel: the same bytes in another order, as int32; MXFP6 as E4M3.
 
     Args:
-        weight: NVFP4 or MXFP4 `[out, in]`, or NVFP4 `[experts, out, in]`; out and in are multiples of 64. MXFP6
-            `[out, in]` of any size.
+        weight: NVFP4 or MXFP4 `[out, in]` or `[experts, out, in]`; out and in are multiples of 64. MXFP6 `[out, in]`
+            of any size.
 
     Raises:
         ValueError: it has no such layout; the message says why.
@@ -147,9 +149,11 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
     global_scale = weight.global_scale
     if weight.format.has_power_of_two_scales:
         # The largest exponent becomes the code 30 of 31; a scale 2^29 below it becomes 1, and 0 stays free.
-        base = weight.scale.view(torch.uint8).amax().int() - _SPAN - 1
-        stored = ((weight.scale.view(torch.uint8).int() - base) << 3).to(torch.uint8).repeat_interleave(2, 1)
-        global_scale = torch.ldexp(torch.ones((), device=words.device), base - _BASE)
+        exponents = weight.scale.view(torch.uint8).int()
+        base = exponents.amax((-2, -1), keepdim=True) - _SPAN - 1
+        stored = ((exponents - base) << 3).to(torch.uint8).repeat_interleave(2, -1)
+        exponent = base[..., 0, 0] - _BASE
+        global_scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
     else:
         stored = _scale_table().to(words.device)[weight.scale.view(torch.uint8).int()].to(torch.uint8)
     stored = stored.view(-1, 4, 8, 2, columns // TILE, 4).permute(_TO_SCALES)[..., list(_SCALE_ORDER)]
@@ -179,9 +183,9 @@ def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
     stored = stored.permute(_inverse(_TO_SCALES)).reshape(rows, columns // 16)
     if weight.format.has_power_of_two_scales:
         assert weight.global_scale is not None
-        base = torch.frexp(weight.global_scale).exponent - 1 + _BASE
-        scale = ((stored[:, ::2].int() >> 3) + base).to(torch.uint8)
-        return replace(weight, codes=packed, scale=scale, global_scale=None)
+        base = (torch.frexp(weight.global_scale).exponent - 1 + _BASE)[..., None, None]
+        scale = ((stored[:, ::2].int().view(*lead, columns // 32) >> 3) + base).to(torch.uint8)
+        return replace(weight, codes=packed.view(*lead, columns // 2), scale=scale, global_scale=None)
     table = _scale_table()
     # The table maps E4M3 codes to stored bytes, one to one, so its inverse restores them bit for bit.
     inverse = torch.zeros(256, dtype=torch.uint8, device="cpu")

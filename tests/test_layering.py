@@ -74,6 +74,8 @@ MAY_LOAD = {
     "quant/vllm_plugin/overlap.py": "vllm",
     "quant/vllm_plugin/linear.py": "vllm",
     "quant/vllm_plugin/experts.py": "vllm",
+    "quant/vllm_plugin/mxfp4_experts.py": "vllm",
+    "quant/vllm_plugin/fp8_experts.py": "vllm",
 }
 
 

@@ -49,8 +49,9 @@ the owner of a piece sees all parts, or the last part sees that the owner has go
 Codes in the checkpoint's order (`STORED_FORMATS`) can take the place of words; `sm90_decode_codes.py` decodes
 them. They take more bytes and more instructions than words, so wide tiles are best from fewer tokens on.
 
-With experts, x is sorted by expert, and a tile is 128 rows of one expert. The number of tiles is known only on the GPU,
-where each program counts them; all are dealt out whole.
+With experts, x is sorted by expert, and a tile is 128 rows of one expert, whose weights, scales and bias follow those
+of the experts before it. The number of tiles is known only on the GPU, where each program counts them; all are dealt
+out whole.
 
 Gluon has no interpreter: tests/kernels/hopper/test_sm90_codes_gemm_many.py reads the PTX and runs the index arithmetic
 in PyTorch; values are tested on a GPU.
@@ -74,6 +75,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.arrival_counters import arrival_counters
 from quant.kernels.hardware import Hardware, current
@@ -82,7 +84,9 @@ from quant.kernels.hopper.sm90_decode_codes import (
     codes_descriptor,
     codes_operand,
     load_scales,
+    numbers_only,
     scale_rows,
+    scales_of_matrix,
     stored_scales,
     tile_bytes,
     whole_scale,
@@ -111,7 +115,7 @@ from quant.kernels.hopper.sm90_gemm_schedule import Work, fetches_of, locate, tu
 from quant.kernels.hopper.tensor_maps import fields_of, matrix_fields, prepacked_fields
 from quant.kernels.launch_cache import CachedLaunch
 from quant.kernels.layout import is_prepacked
-from quant.kernels.matmul_tiles import Launch, PrefillTiles, deal, prefill_tiles
+from quant.kernels.matmul_tiles import Launch, PrefillTiles, deal, prefill_tiles, takes_stored
 
 _REGISTERS = gl.constexpr(232)
 _FETCHER_REGISTERS = gl.constexpr(40)
@@ -300,7 +304,7 @@ def _scale_of_matrix(scales, expert, form: gl.constexpr):
     if form == _WORDS:
         return gl.load(scales.global_scale + expert).to(gl.float32) * DECODED
     elif whole_scale(form):
-        return gl.load(scales.block_scale)
+        return gl.load(scales.block_scale + expert)
     else:
         return 1.0
 
@@ -395,6 +399,7 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
     N = out.N
     parts = work.parts
     block_scale = scales.block_scale
+    bias = out.bias
     whole = whole_tiles(work, constants)
     turn, end = turns_of(whole, work.cut, parts)
     if constants.overlap:
@@ -406,6 +411,11 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
         tile, start, count = fetches_of(turn, whole, work.steps, parts, unroll, split)
         n, expert, m, last = locate(tile, work, constants)
         n = (n * groups + group) * (halves * rows)
+        if constants.width > 0:
+            if form != _WORDS:
+                block_scale = scales.block_scale + expert.to(gl.int64) * scales_of_matrix(N, scales.stride, form)
+            if constants.has_bias:
+                bias = out.bias + expert * N
         # Sums of the lower and the upper half. Unused maps repeat used ones; the code that reads them is not compiled.
         low = gl.zeros((rows, wide), gl.float32, layout)
         high = low
@@ -487,13 +497,16 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
             if constants.width > 0:
                 if m + block_m > last:
                     # Rows of other experts follow, which TMA would overwrite.
-                    part = Output(out.bias, out.y, last, N)
+                    part = Output(bias, out.y, last, N)
+                    low = times_row_scales(low, block_scale, n, N, False, form)
                     store_sum(low, scale, part, n, m, constants.has_bias)
                     if halves == 2:
                         barrier()
+                        high = times_row_scales(high, block_scale, n + rows, N, False, form)
                         store_sum(high, scale, part, n + rows, m, constants.has_bias)
                 else:
-                    _send(low, low_tail, high, high_tail, scale, block_scale, staging, out, n, m, group * halves,
+                    part = Output(bias, out.y, out.M, N)
+                    _send(low, low_tail, high, high_tail, scale, block_scale, staging, part, n, m, group * halves,
                           constants)  # fmt: skip
             else:
                 _send(low, low_tail, high, high_tail, scale, block_scale, staging, out, n, m, group * halves,
@@ -573,12 +586,30 @@ def sm90_codes_gemm_many(
     )  # fmt: skip
 
 
-def grouped_gemm_many(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Computes `grouped_gemm.grouped_codes_gemm` for BF16 rows and a prepacked weight `[experts, out, in]`."""
+def grouped_gemm_many(
+    x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Computes `grouped_gemm.grouped_codes_gemm` for BF16 rows, and weights that `takes_experts`."""
     if not len(x):
         return x.new_empty(0, weight.shape[1])
-    tiles = grouped_tiles(len(x), len(offsets) - 1, weight.shape[1], current(x.device.index or 0))
-    return prepare_gemm_many(x, weight, None, tiles, offsets)(x, weight, None)
+    format = None if is_prepacked(weight) else weight.format
+    tiles = grouped_tiles(len(x), len(offsets) - 1, weight.shape[1], current(x.device.index or 0), format)
+    return prepare_gemm_many(x, weight, bias, tiles, offsets)(x, weight, bias)
+
+
+def takes_experts(weight: BlockScaledTensor, hardware: Hardware) -> bool:
+    """Returns whether `grouped_gemm_many` multiplies a weight `[experts, out, in]`: prepacked, or codes of 8 bits."""
+    if is_prepacked(weight):
+        return True
+    rows, columns = weight.shape[1:]
+    # An expert's first row begins a panel of 64 rows.
+    return (
+        weight.format.element.bits == 8
+        and rows % 64 == 0
+        and takes_stored(weight.format, (rows, columns), hardware)
+        and weight.codes.data_ptr() % 16 == 0
+        and numbers_only(weight)
+    )
 
 
 def prepare_gemm_many(
@@ -595,8 +626,8 @@ def prepare_gemm_many(
     Args:
         x: `[tokens, in]`, BF16, rows contiguous and 16-byte aligned.
         weight: prepacked, or in one of `STORED_FORMATS` and 16-byte aligned, `[out, in]`; with offsets prepacked
-            NVFP4, `[experts, out, in]`.
-        bias: `[out]`, or None.
+            or of 8 bits, `[experts, out, in]`.
+        bias: `[out]` or `[experts, out]`, or None.
         tiles: how to cut it up.
         offsets: int32 `[experts + 1]`, the first row of each expert; the function is for these offsets.
 
@@ -675,11 +706,14 @@ def constants_of(tiles: PrefillTiles, form: str, *, experts: int, split: bool, h
     )  # fmt: skip
 
 
-def grouped_tiles(tokens: int, experts: int, rows: int, hardware: Hardware) -> PrefillTiles:
+def grouped_tiles(
+    tokens: int, experts: int, rows: int, hardware: Hardware, format: Format | None = None
+) -> PrefillTiles:
     """Returns a tile for half as much again as an expert gets on average, as tall as leaves one for every SM.
 
-    An expert with more tokens than that gets one more tile, which is rare.
+    An expert with more tokens than that gets one more tile, which is rare. `format` is that of codes in the order of a
+    checkpoint.
     """
     block_m = next(size for size in (16, 32, 64, 128) if 2 * size >= 3 * tokens / experts or size == 128)
     enough = min(tokens, experts) * triton.cdiv(rows, 256) >= hardware.sms
-    return prefill_tiles(block_m, 2 if enough else 1, hardware, groups=1)
+    return prefill_tiles(block_m, 2 if enough and format is None else 1, hardware, format, groups=1)

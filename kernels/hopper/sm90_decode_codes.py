@@ -152,6 +152,13 @@ def scale_rows(scale, stride, n, N, form: gl.constexpr, warps: gl.constexpr):
 
 
 @gluon.jit
+def scales_of_matrix(N, stride, form: gl.constexpr):
+    """Returns the number of stored scales of a matrix of N rows, which an expert's follow in a stack."""
+    rows: gl.constexpr = _block(form)[0]
+    return stride * ((N + rows - 1) // rows if rows else 1)
+
+
+@gluon.jit
 def load_scales(rows, stride, step, form: gl.constexpr):
     """Loads the stored scales of 64 columns, from `scale_rows`, a step early; beyond the end, the last ones."""
     if scaling(form) == "sum":
@@ -215,7 +222,8 @@ def codes_descriptor(weight: BlockScaledTensor, rows: int) -> TensorDescriptor:
 
     The tile has 64 columns of the rows, even rows before odd ones, by pairs of codes.
     """
-    pairs = code_pairs(weight)
+    # Experts follow one another as one tall matrix.
+    pairs = code_pairs(weight).flatten(0, -2)
     (N, pitch), nbytes = pairs.shape, pairs.itemsize
     # A row of the tile is 32 pairs of one or two bytes, and the swizzle is as wide.
     layout = gl.NVMMASharedLayout(swizzle_byte_width=32 * nbytes, element_bitwidth=8 * nbytes, rank=3)
@@ -223,7 +231,7 @@ def codes_descriptor(weight: BlockScaledTensor, rows: int) -> TensorDescriptor:
 
 
 def code_pairs(weight: BlockScaledTensor) -> torch.Tensor:
-    """Returns the codes `[out, in / 2]` by pairs of neighbours in a row: a byte of two of 4 bits, or int16."""
+    """Returns the codes `[…, out, in / 2]` by pairs of neighbours in a row: a byte of two of 4 bits, or int16."""
     return weight.codes if weight.format.element.bits == 4 else weight.codes.view(torch.int16)
 
 
@@ -251,7 +259,7 @@ def numbers_only(weight: BlockScaledTensor) -> bool:
     if key not in results:
         if codes.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
-        parts = codes.view(torch.uint8).split(_ROWS_AT_ONCE)
+        parts = codes.view(torch.uint8).flatten(0, -2).split(_ROWS_AT_ONCE)
         results[key] = all(int((part & 0x7F).amax()) < least for part in parts)
     return results[key]
 

@@ -47,9 +47,10 @@ def group_of(tile, offsets, experts, block_m: tl.constexpr, width: tl.constexpr)
 
 @triton.jit(do_not_specialize=["experts"])
 def grouped_codes_gemm_kernel(
-    x, codes, scale, global_scale, offsets, y, experts, N, K, x_stride, scale_rows, scale_stride, codes_width,
+    x, codes, scale, global_scale, bias, offsets, y, experts, N, K, x_stride, scale_rows, scale_stride, codes_width,
     element: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
-    has_global: tl.constexpr, width: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+    has_global: tl.constexpr, has_bias: tl.constexpr, width: tl.constexpr, block_m: tl.constexpr,
+    block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     """16-bit rows times codes. `rows` and `columns` of a block are 0 where it spans the axis."""
     expert, first, last = group_of(tl.program_id(1), offsets, experts, block_m, width)
@@ -70,8 +71,8 @@ def grouped_codes_gemm_kernel(
                                element, bits, kind, rows, columns, False, block_k)  # fmt: skip
         offset = m.to(tl.int64)[:, None] * N + n[None, :]
         inside = row_mask & (n[None, :] < N)
-        finish_tile(acc, scale, global_scale + expert, y, y, offset, inside, n, N, scale_stride, kind, rows, columns,
-               has_global, False)  # fmt: skip
+        finish_tile(acc, scale, global_scale + expert, bias + of * N, y, offset, inside, n, N, scale_stride, kind,
+                    rows, columns, has_global, has_bias)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["experts"])
@@ -121,13 +122,16 @@ def grouped_fp8_gemm_kernel(
         tl.store(out, acc.to(y.dtype.element_ty), mask=row_mask[:, None] & (n[None, :] < N))
 
 
-def grouped_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Returns `y[i] = x[i] · W[expert of i]ᵀ`; rows beyond the last offset are left as they are found.
+def grouped_codes_gemm(
+    x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns `y[i] = x[i] · W[expert of i]ᵀ + bias[expert of i]`; rows beyond the last offset stay as they are found.
 
     Args:
         x: `[T, in]`, FP16 or BF16, sorted by expert, rows contiguous.
         weight: `[experts, out, in]`, any format, in the layout of a checkpoint.
         offsets: int32 `[experts + 1]`: the first row of each expert, and the row after the last.
+        bias: `[experts, out]`, contiguous, or None.
 
     Returns:
         `[T, out]`, dtype of `x`.
@@ -148,10 +152,11 @@ def grouped_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, offsets: torc
         second = weight.scale if weight.global_scale is None else weight.global_scale
         block_n, block_k, warps = weight_tile(block_m)
         grouped_codes_gemm_kernel[triton.cdiv(N, block_n), tiles](
-            x, weight.codes, weight.scale, second, offsets, y, experts, N, K, x.stride(0), scale_shape[-2],
-            scale_shape[-1], weight.codes.shape[-1], **layout(weight.format),
-            has_global=weight.global_scale is not None, width=triton.next_power_of_2(experts), block_m=block_m,
-            block_n=block_n, block_k=block_k, num_warps=warps, num_stages=3,
+            x, weight.codes, weight.scale, second, y if bias is None else bias, offsets, y, experts, N, K, x.stride(0),
+            scale_shape[-2], scale_shape[-1], weight.codes.shape[-1], **layout(weight.format),
+            has_global=weight.global_scale is not None, has_bias=bias is not None,
+            width=triton.next_power_of_2(experts), block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps,
+            num_stages=3,
         )  # fmt: skip
     return y
 

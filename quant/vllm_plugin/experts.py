@@ -1,16 +1,18 @@
-"""This class runs fused experts in NVFP4 for vLLM, over our grouped matmuls.
+"""These classes run fused experts for vLLM, over our grouped matmuls, and experts in NVFP4 are offered to it here.
 
     route rows to experts ─▶ gate and up ─▶ activation (vLLM's) ─▶ down ─▶ weigh and add
 
-vLLM's methods for NVFP4 experts ask one function for a backend and a class. A wrapper answers with our class where the
-user left `--moe-backend` at "auto" and the class takes the layer, and asks vLLM's function otherwise. The backend that
-the wrapper names is vLLM's "emulation", which hands the loaded parameters on unchanged; nothing is emulated.
+Inputs stay in 16 bit. `mxfp4_experts.py` and `fp8_experts.py` derive classes for other weights and say where vLLM meets
+them. vLLM's methods for NVFP4 experts ask one function for a backend and a class. A wrapper answers with our class
+where the user left `--moe-backend` at "auto" and the class takes the layer, and asks vLLM's function otherwise. The
+backend that the wrapper names is vLLM's "emulation", which hands the loaded parameters on unchanged; nothing is
+emulated.
 """
 
 from __future__ import annotations
 
 from functools import wraps
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -23,6 +25,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, 
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
+from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.experts import grouped_linear
 from quant.vllm_plugin import releases, weights
 from quant.vllm_plugin.self_test import SelfTest
@@ -30,8 +33,18 @@ from quant.vllm_plugin.self_test import SelfTest
 logger = init_logger("vllm.blockscale")
 
 
-class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
-    """NVFP4 experts with inputs in 16 bit, all of them on this GPU."""
+class BlockscaleExperts(mk.FusedMoEExpertsModular):
+    """Experts with inputs in 16 bit, all of them on this GPU."""
+
+    format: ClassVar[str]
+    """The name of the format in the log and in the self-test."""
+    weight_keys: ClassVar[tuple[QuantKey, ...]]
+    """vLLM's names for the weights that the class takes."""
+    takes_bias: ClassVar[bool] = False
+
+    def weight_of(self, layer: torch.nn.Module, name: str) -> BlockScaledTensor:
+        """Returns the stack of experts "w13" (gate and up) or "w2" (down) in the parameters that vLLM has loaded."""
+        raise NotImplementedError
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -52,8 +65,8 @@ class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
     @staticmethod
     def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
         # Any key of the inputs: a checkpoint with NVFP4 inputs also runs with inputs in 16 bit, which only adds
-        # precision.
-        return weight_key == kNvfp4Static
+        # precision. `is_supported_config` has looked at the weights, because this method does not know its class.
+        return True
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
@@ -65,6 +78,8 @@ class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
             MoEActivation.GELU_NO_MUL,
             MoEActivation.GELU_TANH_NO_MUL,
             MoEActivation.RELU2_NO_MUL,
+            # Of gpt-oss: gate and up alternate, in the weights as in the checkpoint.
+            MoEActivation.SWIGLUOAI,
         )
 
     @staticmethod
@@ -74,7 +89,7 @@ class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def is_supported_config(
-        cls: type[mk.FusedMoEExperts],
+        cls: type[BlockscaleExperts],
         moe_config: FusedMoEConfig,
         weight_key: QuantKey | None,
         activation_key: QuantKey | None,
@@ -84,7 +99,9 @@ class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
         sizes = moe_config.hidden_dim, moe_config.intermediate_size_per_partition
         if moe_config.in_dtype is not torch.bfloat16:
             return False, f"inputs in {moe_config.in_dtype}"
-        if moe_config.has_bias:
+        if weight_key not in cls.weight_keys:
+            return False, f"weights in {weight_key}"
+        if moe_config.has_bias and not cls.takes_bias:
             return False, "experts with a bias"
         if moe_config.swiglu_limit is not None and not releases.limits_activations():
             return False, "experts with a limit of their activation"
@@ -95,15 +112,14 @@ class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
         )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        for name, second in (("w13", self.g1_alphas), ("w2", self.g2_alphas)):
-            codes, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
-            weight, reason = weights.arranged(weights.nvfp4_weight(codes, scale, second))
+        for name in ("w13", "w2"):
+            weight, reason = weights.arranged_experts(self.weight_of(layer, name))
             if reason:
-                logger.warning_once("Blockscale: experts in nvfp4 take our portable kernel: %s", reason)
+                logger.warning_once("Blockscale: experts in %s take our portable kernel: %s", self.format, reason)
             replace_parameter(layer, f"{name}_weight", weight.codes)
             replace_parameter(layer, f"{name}_weight_scale", weight.scale)
             setattr(self, name, weight)
-        logger.info_once("Blockscale: fused experts in nvfp4 take our kernels")
+        logger.info_once("Blockscale: fused experts in %s take our kernels", self.format)
 
     def workspace_shapes(self, *sizes: Any, **named: Any) -> tuple[tuple[int, ...], ...]:
         # Our ops allocate what they return, and the sum goes to vLLM's own output.
@@ -129,17 +145,17 @@ class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
 
         # rows: hidden states sorted by expert; places: where each token's slots went, [tokens, k].
         rows, offsets, places = route(hidden_states, topk_ids.contiguous(), len(w1))
-        both = grouped_linear(rows, self.w13, offsets)
+        both = grouped_linear(rows, self.w13, offsets, bias=self.w1_bias)
         middle = both.new_empty(len(both), self.adjust_N_for_activation(both.shape[1], activation))
         self.activation(activation, middle, both)
         # vLLM calls `apply` and then the reduction, in the same thread; the reduction takes and deletes this.
-        self.slots = grouped_linear(middle, self.w2, offsets), places
+        self.slots = grouped_linear(middle, self.w2, offsets, bias=self.w2_bias), places
 
 
 class _Sum(mk.TopKWeightAndReduce):
     """The weighted sum over a token's experts, written where vLLM expects it: no copy follows."""
 
-    def __init__(self, experts: BlockscaleNvFp4Experts) -> None:
+    def __init__(self, experts: BlockscaleExperts) -> None:
         self.experts = experts
 
     def apply(
@@ -160,11 +176,42 @@ class _Sum(mk.TopKWeightAndReduce):
         return output
 
 
-def self_test_failure() -> str:
-    """Returns why experts cannot take our kernels on this GPU, empty if they can."""
+class BlockscaleNvFp4Experts(BlockscaleExperts):
+    """NVFP4 experts, with scales for inputs or without."""
+
+    format = "nvfp4"
+    weight_keys = (kNvfp4Static,)
+
+    def weight_of(self, layer: torch.nn.Module, name: str) -> BlockScaledTensor:
+        second = self.g1_alphas if name == "w13" else self.g2_alphas
+        codes, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
+        return weights.nvfp4_weight(codes, scale, second)
+
+
+def refusal(
+    cls: type[BlockscaleExperts], config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
+) -> str:
+    """Returns why `cls` does not take the experts of a layer, empty if it does.
+
+    Args:
+        cls: one of our classes.
+        config: vLLM's description of the layer.
+        weight_key: vLLM's name for the quantization of weights.
+        activation_key: vLLM's name for that of inputs.
+    """
+    if config.moe_backend != "auto":
+        return "--moe-backend is given"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT is set, and our launches depend on the number of tokens"
+    batched = config.moe_parallel_config.use_batched_activation_format
+    formats = mk.FusedMoEActivationFormat
+    layout = formats.BatchedExperts if batched else formats.Standard
+    able, reason = cls.is_supported_config(cls, config, weight_key, activation_key, layout)
+    if not able:
+        return reason or "vLLM says no reason"
     if not torch.cuda.is_available():
         return ""
-    return SelfTest.on_current_gpu().experts_failure("nvfp4")
+    return SelfTest.on_current_gpu().experts_failure(cls.format)
 
 
 def install() -> str:
@@ -184,23 +231,9 @@ def install() -> str:
     def select(
         config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
     ) -> tuple[nvfp4.NvFp4MoeBackend, type[mk.FusedMoEExperts]]:
-        batched = config.moe_parallel_config.use_batched_activation_format
-        formats = mk.FusedMoEActivationFormat
-        able, reason = BlockscaleNvFp4Experts.is_supported_config(
-            BlockscaleNvFp4Experts,
-            config,
-            weight_key,
-            activation_key,
-            formats.BatchedExperts if batched else formats.Standard,
-        )
-        if config.moe_backend != "auto":
-            able, reason = False, "--moe-backend is given"
-        elif envs.VLLM_BATCH_INVARIANT:
-            able, reason = False, "VLLM_BATCH_INVARIANT is set, and our launches depend on the number of tokens"
-        if able and (reason := self_test_failure()):
-            able = False
-        # The emulation backend passes parameters on as they were loaded; the others reorder them for their own kernels.
-        if able:
+        reason = refusal(BlockscaleNvFp4Experts, config, weight_key, activation_key)
+        if not reason:
+            # The emulation backend passes parameters on as they were loaded; the others reorder them.
             return emulation, BlockscaleNvFp4Experts
         logger.warning_once("Blockscale: fused experts in nvfp4 stay with vLLM: %s", reason)
         return chosen_by_vllm(config, weight_key, activation_key)

@@ -1,9 +1,11 @@
 """vLLM calls `register` in every process that it starts (entry point `vllm.general_plugins`), perhaps more than once.
 
-It offers our kernels in four parts, each of which vLLM may keep for itself, with one line in its log that says why:
+It offers our kernels in six parts, each of which vLLM may keep for itself, with one line in its log that says why:
 
     linear layers   our classes at the head of vLLM's lists          `linear.py`
     experts         our answer where vLLM asks for a backend         `experts.py`
+    MXFP4 experts   methods that name our class                      `mxfp4_experts.py`
+    FP8 experts     a method where vLLM has none                     `fp8_experts.py`
     KV caches       an attention backend for NVFP4                   `attention.py`
     overlap         norms and SwiGLU between our layers              `overlap.py`
 
@@ -46,7 +48,7 @@ def register() -> None:
         if offered:
             _log.info("Blockscale: %s may take our kernels", ", ".join(offered))
         for part, reason in refused.items():
-            _log.warning("Blockscale: vLLM %s keeps its own %s: %s", vllm_version(), part, reason)
+            _log.warning("Blockscale: vLLM %s keeps its own %s: %s", vllm_version(), part.replace("_", " "), reason)
         if offered and vllm_version().rpartition(".")[0] not in RAN:
             _log.info("Blockscale: not yet run in vLLM %s on a GPU, only in %s", vllm_version(), ", ".join(RAN))
 
@@ -78,7 +80,7 @@ def install() -> tuple[list[str], dict[str, str]]:
     Returns:
         Descriptions of the parts that were offered, and by part the reason why one was not.
     """
-    parts = ["linear", "experts", "attention", "overlap"]
+    parts = ["linear", "experts", "mxfp4_experts", "fp8_experts", "attention", "overlap"]
     if "layers" in switches():
         parts.remove("overlap")
     offered, refused = [], {}

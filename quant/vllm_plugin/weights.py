@@ -10,6 +10,8 @@ compressed-tensors and of ModelOpt arrive alike.
     int4    weight_packed i32 [out, in / 8], codes offset by 8, weight_scale in the model's dtype [out, in / 128]
     fp8     weight e4m3 [out, in], weight_scale f32 [out, 1], or one for each 128 × 128 block
 
+Stacks of experts have an axis in front.
+
 No function here imports vLLM.
 """
 
@@ -23,7 +25,8 @@ from quant.formats.format import FORMATS
 from quant.formats.number import E2M1
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.arrival_counters import reserve
-from quant.kernels.layout import prepack, prepack_refusal
+from quant.kernels.hardware import current
+from quant.kernels.layout import is_prepacked, prepack, prepack_refusal
 from quant.kernels.linear.ops import register
 from quant.kernels.matmul_tiles import PREFILL
 from quant.vllm_plugin.switches import switches
@@ -37,8 +40,8 @@ def nvfp4_weight(codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.T
 
 
 def mxfp4_weight(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
-    """Returns an MXFP4 weight `[out, in]`."""
-    return BlockScaledTensor(codes, scale, FORMATS["mxfp4"], (codes.shape[0], codes.shape[1] * 2))
+    """Returns an MXFP4 weight `[out, in]`, or a stack of experts `[experts, out, in]`."""
+    return BlockScaledTensor(codes, scale, FORMATS["mxfp4"], (*codes.shape[:-1], codes.shape[-1] * 2))
 
 
 def mxfp8_weight(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
@@ -54,10 +57,26 @@ def int4_weight(words: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
 
 
 def fp8_weight(codes: torch.Tensor, scale: torch.Tensor, *, blocks: bool) -> BlockScaledTensor:
-    """Returns an FP8 weight `[out, in]` with a scale for each row, or for each 128 × 128 block."""
+    """Returns an FP8 weight `[out, in]`, or a stack of experts, with a scale for each row or 128 × 128 block."""
     format = FORMATS["fp8_block" if blocks else "fp8_channel"]
     shape = tuple(codes.shape)
     return BlockScaledTensor(codes.contiguous(), scale.float().reshape(format.scale_shape(shape)), format, shape)
+
+
+def fp8_experts_weight(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
+    """Returns FP8 experts `[experts, out, in]` with a scale for each row.
+
+    Args:
+        codes: `[experts, out, in]`.
+        scale: `[experts, out, 1]`, or one for each matrix that was joined into an expert's, `[experts, matrices]` or
+            `[experts]`.
+    """
+    experts, rows, _ = codes.shape
+    if scale.dim() < 3:
+        # Gate and up have as many rows each.
+        scale = scale.reshape(experts, -1)
+        scale = scale.repeat_interleave(rows // scale.shape[1], 1)
+    return fp8_weight(codes, scale, blocks=False)
 
 
 def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
@@ -74,6 +93,19 @@ def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
         return weight, ""
     reason = prepack_refusal(weight)
     return (weight, reason) if reason else (prepack(weight), "")
+
+
+def arranged_experts(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
+    """Returns `arranged` for a stack of experts, with the reason where only the portable kernel takes it."""
+    weight, reason = arranged(weight)
+    if reason or is_prepacked(weight) or not weight.codes.is_cuda:
+        return weight, reason
+    from quant.kernels.hopper.sm90_codes_gemm_many import takes_experts
+
+    # It looks for codes that are no numbers, and keeps the result: nothing may wait while a CUDA graph is captured.
+    if takes_experts(weight, current(weight.codes.device.index or 0)):
+        return weight, ""
+    return weight, f"{list(weight.shape)} in {weight.format} has sizes or codes that Hopper's kernel does not read"
 
 
 def dtype_refusal(dtype: torch.dtype) -> str:

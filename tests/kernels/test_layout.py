@@ -129,16 +129,25 @@ def test_what_has_no_layout_says_why() -> None:
     assert prepack_refusal(quantize(torch.randn(64, 128), FORMATS["mxfp8"])) == "mxfp8 has no kernel layout"
     far = quantize(torch.randn(64, 128) * 2.0 ** torch.arange(64)[:, None], FORMATS["mxfp4"])
     assert "are more than 2^29 apart" in prepack_refusal(far)
+    stack = quantize(torch.stack([torch.randn(64, 128), far.dequantize()]), FORMATS["mxfp4"])
+    assert "block scales of expert 1 from 2^" in prepack_refusal(stack)
+    assert (
+        prepack_refusal(quantize(torch.randn(2, 64, 64), FORMATS["mxfp6"])) == "experts in mxfp6 have no kernel layout"
+    )
 
 
-def test_experts_are_laid_out_one_by_one() -> None:
-    """Each as it would be by itself."""
-    weight = quantize(torch.randn(3, 128, 192) * torch.tensor([1.0, 30.0, 0.2])[:, None, None], FORMATS["nvfp4"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_experts_are_laid_out_one_by_one(name: str) -> None:
+    """Each as it would be by itself, with a global scale of its own."""
+    # Experts further apart than the scales of one matrix may be.
+    weight = quantize(torch.randn(3, 128, 192) * torch.tensor([1.0, 2.0**30, 0.2])[:, None, None], FORMATS[name])
     packed, back = prepack(weight), restore(prepack(weight))
+    assert packed.global_scale is not None and packed.global_scale.shape == (3,)
     for expert in range(3):
         alone = prepack(weight.matrix(expert))
         assert torch.equal(packed.matrix(expert).codes, alone.codes)
         assert torch.equal(packed.matrix(expert).scale, alone.scale)
+        assert torch.equal(packed.global_scale[expert], alone.global_scale)
     assert torch.equal(back.codes, weight.codes) and back.shape == weight.shape
     assert torch.equal(back.scale.view(torch.uint8), weight.scale.view(torch.uint8))
 

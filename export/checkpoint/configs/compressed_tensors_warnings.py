@@ -40,6 +40,7 @@ def runtime_warnings(
         *_expert_warnings(plan, names),
         *_input_warnings(plan),
         *_narrow_expert_warnings(plan),
+        *_weight_only_expert_warnings(plan),
         *_kept_expert_warnings(plan, names),
         *_wide_scale_warnings(tensors or {}, dtype),
     ]
@@ -165,6 +166,22 @@ def _narrow_expert_warnings(plan: Plan) -> Iterator[str]:
             f"{_counted(narrow)} another runtime than {FAILURES['narrow int4 experts'].releases}: where experts are no "
             "wider than a group of INT4, it puts the scales of their gate and up projections in a wrong order, and "
             "gives wrong output; keep the experts in another format"
+        )
+
+
+def _weight_only_expert_warnings(plan: Plan) -> Iterator[str]:
+    layers = [
+        layer.name
+        for layer in plan.quantized
+        if layer.kind == LayerKind.EXPERTS
+        and layer.activation is None
+        and layer.weight is not None
+        and layer.weight.is_fp8
+    ]
+    if layers:
+        yield (
+            f"{_counted(layers)} quant.load, or vLLM with Blockscale's plug-in on Hopper: "
+            f"{FAILURES['fp8 weights of experts'].releases} stops at experts in FP8 whose inputs stay in 16 bit"
         )
 
 

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from assembler import assemble
 
 from quant.formats.format import FORMATS
+from quant.formats.number import E2M1
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.aot import CompiledKernel
 from quant.kernels.hardware import TARGETS, current
@@ -22,7 +23,6 @@ from quant.kernels.hopper import sm90_codes_gemm_many
 from quant.kernels.hopper.sm90_gemm_schedule import fetches_of, turns_of
 from quant.kernels.layout import prepack
 from quant.kernels.linear import dispatch
-from quant.kernels.linear.experts import grouped_linear
 from quant.kernels.matmul_tiles import PREFILL_UNITS, deal, prefill_tiles
 
 BEST = tuple((*size, prefill_tiles(*size, TARGETS["h100"]).groups) for size in PREFILL_UNITS)
@@ -40,6 +40,7 @@ SIZES = (*BEST, (128, 1, 1), (64, 1, 1), (192, 1, 1))
         ((256, 1, 2), True, 0),
         ((64, 2, 1), False, 0),
         ((128, 2, 1), False, 128),
+        ((16, 1, 1), False, 32),
     ],
 )
 def test_weights_go_from_registers_into_wgmma(
@@ -58,7 +59,9 @@ def test_weights_go_from_registers_into_wgmma(
 
     types = {"y_map": tile_of(wide, 128 // groups), "offsets": "*i32"}
     types |= {"x_tail_map": tile_of(tail or wide, 64), "y_tail_map": tile_of(tail or wide, 128 // groups)}
-    constants = sm90_codes_gemm_many.constants_of(tiles, "words", experts=experts, split=split, has_bias=split)
+    constants = sm90_codes_gemm_many.constants_of(
+        tiles, "words", experts=experts, split=split, has_bias=split or experts == 32
+    )
     options = {"num_warps": 8 // groups} | ({} if groups == 2 and tiles.ahead else {"maxnreg": 168})
     kernel = compile_matmul(
         sm90_codes_gemm_many.sm90_codes_gemm_many, wide, tiles.depth, types, {"constants": constants}, options
@@ -106,10 +109,10 @@ def test_every_unit_is_dealt_out_once_and_evenly(tiles: int, steps: int, program
     assert max(loads) - min(loads) <= (-(-steps // 2) if 0 < 2 * left <= programs and steps >= 8 else steps)
 
 
-def stacked(experts: int, rows: int, columns: int) -> BlockScaledTensor:
+def stacked(experts: int, rows: int, columns: int, format: str = "nvfp4") -> BlockScaledTensor:
     """Experts of very different sizes: one taken for another cannot go unseen."""
     sizes = torch.tensor([4.0 ** (e % 8) for e in range(experts)])[:, None, None]
-    return quantize((torch.randn(experts, rows, columns) * sizes).to("cuda"), FORMATS["nvfp4"])
+    return quantize((torch.randn(experts, rows, columns) * sizes).to("cuda"), FORMATS[format])
 
 
 @pytest.mark.gpu
@@ -174,15 +177,23 @@ def test_parts_of_a_tile_need_not_be_there_at_once(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "counts", [(130, 0, 1, 257, 64), (0, 700, 3), (3, 0, 17, 1), (0, 0), (1, 1, 1, 1), (20,) * 100]
 )
-def test_experts_agree_with_float64_on_a_gpu(counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "fp8", "fp8_channel", "fp8_block", "mxfp8", "int8"])
+def test_experts_agree_with_float64_on_a_gpu(format: str, counts: tuple[int, ...]) -> None:
     if not current().has_wgmma:
         pytest.skip("the prepacked layout is Hopper's")
     offsets = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
-    weight = stacked(len(counts), 320, 576)
-    x = torch.randn(sum(counts) + 2, 576, device="cuda", dtype=torch.bfloat16)
-    y = grouped_linear(x, prepack(weight), offsets)
+    weight = stacked(len(counts), 320, 640, format)
+    x = torch.randn(sum(counts) + 2, 640, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(len(counts), 320, device="cuda", dtype=torch.bfloat16) * 30
+    held = prepack(weight) if weight.format.element is E2M1 else weight
+    assert sm90_codes_gemm_many.takes_experts(held, current())
+    y, biased = (sm90_codes_gemm_many.grouped_gemm_many(x, held, offsets, of) for of in (None, bias))
+    # Products of a code and a float32 scale are rounded; the others are exact.
+    unit = 2**-8 * 1.01 if format == "fp8_block" else 2**-13
     dense, bounds = weight.dequantize(torch.float64), offsets.tolist()
     for expert, (start, stop) in enumerate(pairwise(bounds)):
         rows = x[start:stop].double()
         exact, magnitude = rows @ dense[expert].T, rows.abs() @ dense[expert].abs().T
-        assert bool(((y[start:stop].double() - exact).abs() <= magnitude * 2**-13 + exact.abs() * 2**-8).all())
+        for found, expected in ((y, exact), (biased, exact + bias[expert].double())):
+            error = (found[start:stop].double() - expected).abs()
+            assert bool((error <= magnitude * unit + expected.abs() * 2**-8).all())

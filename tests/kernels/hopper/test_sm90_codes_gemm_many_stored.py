@@ -23,23 +23,25 @@ from quant.kernels.matmul_tiles import STORED_FORMATS, STORED_UNITS, prefill_til
 
 
 @pytest.mark.parametrize(
-    ("form", "size", "split"),
+    ("form", "size", "split", "experts"),
     [
-        ("fp8", (256, 1), True),
-        ("fp8_channel", (192, 1), False),
-        ("fp8_block", (256, 1), True),
-        ("mxfp8", (256, 1), False),
-        ("int8", (64, 1), True),
-        ("int4", (128, 1), True),
+        ("fp8", (256, 1), True, 0),
+        ("fp8_channel", (192, 1), False, 0),
+        ("fp8_block", (256, 1), True, 0),
+        ("mxfp8", (256, 1), False, 0),
+        ("int8", (64, 1), True, 0),
+        ("int4", (128, 1), True, 0),
+        ("fp8_channel", (128, 1), False, 128),
+        ("fp8_block", (16, 1), False, 8),
     ],
 )
 def test_weights_go_from_registers_into_wgmma(
-    compile_matmul: Callable[..., CompiledKernel], form: str, size: tuple[int, int], split: bool
+    compile_matmul: Callable[..., CompiledKernel], form: str, size: tuple[int, int], split: bool, experts: int
 ) -> None:
     from triton.experimental.gluon import language as gl
 
     format = FORMATS[form]
-    choice = prefill_tiles(*size, TARGETS["h100"], format)
+    choice = prefill_tiles(*size, TARGETS["h100"], format, groups=1 if experts else None)
     wide = 1 << choice.block_m.bit_length() - 1
     tail = choice.block_m - wide
 
@@ -53,7 +55,7 @@ def test_weights_go_from_registers_into_wgmma(
     scale = "*i16" if format.scale.bits == 8 else "*fp32"
     types = {"y_map": tile_of(wide, 128), "offsets": "*i32", "w_map": codes, "s_map": codes, "block_scale": scale}
     types |= {"x_tail_map": tile_of(tail or wide, 64), "y_tail_map": tile_of(tail or wide, 128)}
-    constants = sm90_codes_gemm_many.constants_of(choice, form, experts=0, split=split, has_bias=split)
+    constants = sm90_codes_gemm_many.constants_of(choice, form, experts=experts, split=split, has_bias=split)
     options = {"num_warps": 8, "maxnreg": 168}
     kernel = compile_matmul(
         sm90_codes_gemm_many.sm90_codes_gemm_many, wide, choice.depth, types, {"constants": constants}, options

@@ -188,10 +188,11 @@ def test_what_has_no_layout_stays(hopper: SimpleNamespace) -> None:
     assert not is_prepacked(table.stored_weight)
 
 
-def test_experts(hopper: SimpleNamespace) -> None:
-    weight = weight_in("nvfp4", 3, OUT, IN)
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_experts(format: str, hopper: SimpleNamespace) -> None:
+    weight = weight_in(format, 3, OUT, IN)
     x, offsets = torch.randn(7, IN).bfloat16(), torch.tensor([0, 2, 2, 7], dtype=torch.int32)
-    module, plain = QuantExperts(weight), QuantExperts(weight_in("mxfp4", 3, OUT, IN))
+    module, plain = QuantExperts(weight), QuantExperts(weight_in("mxfp6", 3, OUT, IN))
     hopper.here = False
     saved, grouped, alone, third = bits(module.state_dict()), module.grouped(x, offsets), module(x, 1), module[2]
     hopper.here = True
@@ -200,7 +201,7 @@ def test_experts(hopper: SimpleNamespace) -> None:
     assert torch.equal(module(x, 1), alone) and torch.equal(module[2], third)
     assert bits(module.state_dict()) == saved
     plain.grouped(x, offsets)
-    assert not is_prepacked(plain.stored_weight)  # experts in MXFP4 have no such layout
+    assert not is_prepacked(plain.stored_weight)  # experts in MXFP6 have no such layout
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp6"])

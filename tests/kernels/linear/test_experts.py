@@ -82,12 +82,17 @@ def test_slots_beyond_the_last_expert_count_nothing() -> None:
 def test_the_op_is_traced_with_its_shape() -> None:
     weight = quantize(torch.randn(3, 32, 64), FORMATS["nvfp4"])
     x, offsets = torch.randn(5, 64), torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-    arguments = (x, weight.codes, weight.scale, weight.global_scale, None, offsets, "nvfp4", "")
+    arguments = (x, weight.codes, weight.scale, weight.global_scale, None, offsets, "nvfp4", "", None)
     torch.library.opcheck(torch.ops.quant.grouped_linear.default, arguments, test_utils="test_faketensor")
     dense = weight.dequantize(torch.float64)
     expected = torch.cat([x[:2].double() @ dense[0].T, x[2:].double() @ dense[2].T])
     y = experts.grouped_linear(x, weight, offsets)
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+    bias = torch.randn(3, 32)
+    expected += bias.double()[[0, 0, 2, 2, 2]]
+    torch.testing.assert_close(
+        experts.grouped_linear(x, weight, offsets, bias=bias).double(), expected, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_mistakes_name_the_argument() -> None:
@@ -96,6 +101,8 @@ def test_mistakes_name_the_argument() -> None:
         experts.grouped_linear(x[:, :32], weight, torch.zeros(4, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"offsets is \[3\] torch\.int32, expected \[4\] int32"):
         experts.grouped_linear(x, weight, torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"bias is \[32\], expected \[3, 32\], contiguous"):
+        experts.grouped_linear(x, weight, torch.zeros(4, dtype=torch.int32), bias=torch.zeros(32))
 
 
 @pytest.mark.gpu

@@ -33,11 +33,20 @@ def stacked(format: str, experts: int, rows: int, columns: int, device: str) -> 
     return quantize(torch.randn(experts, rows, columns, device=device) * sizes, FORMATS[format])
 
 
-def close(y: torch.Tensor, x: torch.Tensor, weight: BlockScaledTensor, counts: tuple[int, ...], unit: float) -> None:
+def close(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weight: BlockScaledTensor,
+    counts: tuple[int, ...],
+    unit: float,
+    bias: torch.Tensor | None = None,
+) -> None:
     dense, start = weight.dequantize(torch.float64), 0
     for expert, count in enumerate(counts):
         rows = x[start : start + count].double()
         exact, magnitude = rows @ dense[expert].T, rows.abs() @ dense[expert].abs().T
+        if bias is not None:
+            exact, magnitude = exact + bias[expert].double(), magnitude + bias[expert].double().abs()
         wrong = (y[start : start + count].double() - exact).abs() > magnitude * unit + 1e-30
         assert not bool(wrong.any()), f"expert {expert} of {counts}"
         start += count
@@ -47,9 +56,11 @@ def check_weight_only(device: str, format: str, run: Callable[..., torch.Tensor]
     for rows, columns in ((77, 203), (128, 256)):
         weight = stacked(format, len(counts), rows, columns, device)
         x = torch.randn(sum(counts), columns, device=device, dtype=torch.bfloat16)
-        y = run(x, weight, offsets_of(counts, device))
+        # In the second shape each expert has a bias, of the size of its products.
+        bias = torch.randn(len(counts), rows, device=device).bfloat16() if rows == 128 else None
+        y = run(x, weight, offsets_of(counts, device), bias)
         assert y.shape == (sum(counts), rows) and y.dtype is torch.bfloat16
-        close(y, x, weight, counts, 2**-7)
+        close(y, x, weight, counts, 2**-7, bias)
 
 
 def check_fp8(device: str, weights: str, rows: str, run: Callable[..., torch.Tensor], counts: tuple[int, ...]) -> None:
@@ -216,11 +227,12 @@ def compile_aligned(
 def test_weight_only_compiles_without_spills(arch: int, format: str, block_m: int) -> None:
     form, kernel = FORMATS[format], kernels.grouped_codes_gemm_kernel
     block_n, block_k, warps = kernels.weight_tile(block_m)
-    constants = {**kernels.layout(form), "has_global": form.global_scale, "width": 64}
+    constants = {**kernels.layout(form), "has_global": form.global_scale, "has_bias": form.global_scale, "width": 64}
     constants |= {"block_m": block_m, "block_n": block_n, "block_k": block_k}
     code = {"nvfp4": "*u8", "int8": "*i8"}.get(format, "*fp8e4nv")
     scale = {"nvfp4": "*fp8e4nv", "mxfp8": "*u8"}.get(format, "*fp32")
-    types = {"x": "*bf16", "codes": code, "scale": scale, "global_scale": "*fp32", "offsets": "*i32", "y": "*bf16"}
+    types = {"x": "*bf16", "codes": code, "scale": scale, "global_scale": "*fp32", "bias": "*bf16", "offsets": "*i32"}
+    types["y"] = "*bf16"
     assert assemble(compile_aligned(kernel, types, constants, arch, warps)).spilled == 0
 
 

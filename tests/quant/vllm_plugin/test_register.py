@@ -80,14 +80,20 @@ def test_the_entry_point_of_the_package_is_this_function() -> None:
 @pytest.fixture
 def vllm() -> Any:
     pytest.importorskip("vllm", reason="make vllm-test unpacks the Python files of vLLM's releases")
-    from quant.vllm_plugin import experts, linear
+    from quant.vllm_plugin import experts, fp8_experts, linear, mxfp4_experts
 
-    return SimpleNamespace(linear=linear, experts=experts)
+    return SimpleNamespace(linear=linear, experts=experts, mxfp4_experts=mxfp4_experts, fp8_experts=fp8_experts)
 
 
 def classes(vllm: Any) -> list[type]:
     names = ("NvFp4Linear", "MxFp4Linear", "Mxfp8Linear", "Int4Linear", "Fp8Linear")
-    return [getattr(vllm.linear, f"Blockscale{name}Kernel") for name in names] + [vllm.experts.BlockscaleNvFp4Experts]
+    experts = [
+        vllm.experts.BlockscaleNvFp4Experts,
+        vllm.mxfp4_experts.BlockscaleMxFp4Experts,
+        vllm.fp8_experts.BlockscaleFp8Experts,
+        vllm.fp8_experts.BlockscaleFp8BlockExperts,
+    ]
+    return [getattr(vllm.linear, f"Blockscale{name}Kernel") for name in names] + experts
 
 
 def test_classes_leave_nothing_abstract(vllm: Any) -> None:
@@ -145,6 +151,8 @@ def test_a_part_that_vllm_has_changed_stays_with_vllm(
     from vllm.model_executor.layers.fused_moe.oracle import nvfp4
 
     monkeypatch.setattr(nvfp4, "select_nvfp4_moe_backend", chosen := lambda config, weight_key, activation_key: None)
+    # Other tests may have installed this part, which has no second look at what it has offered.
+    monkeypatch.setattr(vllm.fp8_experts.CompressedTensorsMoEMethod, "get_moe_method", staticmethod(lambda *args: None))
     monkeypatch.setattr(register, "plugin_refusal", lambda: "")
 
     def finalize_weight_and_reduce_impl(self: Any, scheme: Any) -> None: ...
@@ -291,7 +299,7 @@ def test_experts_add_up_to_the_oracles_sum(vllm: Any, monkeypatch: pytest.Monkey
     stacks = {"w13": torch.randn(count, 2 * inner, hidden), "w2": torch.randn(count, hidden, inner)}
     layer, dense = torch.nn.Module(), {}
     kernel = vllm.experts.BlockscaleNvFp4Experts.__new__(vllm.experts.BlockscaleNvFp4Experts)
-    kernel.quant_config = SimpleNamespace()
+    kernel.quant_config = SimpleNamespace(w1_bias=None, w2_bias=None)
     for name, alphas in (("w13", "g1_alphas"), ("w2", "g2_alphas")):
         weight = quantize(stacks[name] * 0.1, FORMATS["nvfp4"])
         dense[name] = weight.dequantize(torch.float64)

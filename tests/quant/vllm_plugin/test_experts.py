@@ -1,0 +1,225 @@
+"""Experts in MXFP4 and FP8 go through vLLM's own methods: made, loaded, processed and called, against float64."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="make vllm-test unpacks the Python files of vLLM's releases")
+pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+
+from interpreter import interpreted
+from vllm.distributed import parallel_state
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+from quant.formats.format import FORMATS
+from quant.formats.tensor import BlockScaledTensor, quantize
+from quant.vllm_plugin import experts, fp8_experts, mxfp4_experts
+
+COUNT, HIDDEN, INNER, TOKENS = 4, 64, 128, 5
+
+
+class Fields(SimpleNamespace):
+    """Other fields are those of some releases, and unset."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def moe_config(**changes: Any) -> Any:
+    """The fields of vLLM's `FusedMoEConfig` that the releases read, for one GPU without expert parallelism."""
+    parallel = SimpleNamespace(
+        use_ep=False, use_all2all_kernels=False, use_batched_activation_format=False, use_passthrough_all2all=False,
+        enable_eplb=False, is_sequence_parallel=False, tp_size=1, dp_size=1, ep_size=1,
+    )  # fmt: skip
+    fields = {
+        "moe_backend": "auto", "moe_parallel_config": parallel, "hidden_dim": HIDDEN, "in_dtype": torch.bfloat16,
+        "intermediate_size_per_partition": INNER, "has_bias": False, "swiglu_limit": None, "is_act_and_mul": True,
+        "activation": MoEActivation.SILU, "routing_method": None, "router_logits_dtype": None, "is_lora_enabled": False,
+        "w13_num_shards": 2, "swiglu_alpha": None, "swiglu_beta": None, "activation_situ_beta": None,
+        "activation_situ_linear_beta": None, "num_experts": COUNT, "num_local_experts": COUNT, "experts_per_token": 2,
+        "max_capture_size": 0, "disable_inplace": True, "max_num_tokens": 64,
+    }  # fmt: skip
+    return Fields(**fields | changes)
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts.BlockscaleExperts, "_supports_current_device", staticmethod(lambda: True))
+
+
+def layer_of(method: Any) -> torch.nn.Module:
+    """A layer with the parameters that the method creates; loading is a copy."""
+    layer = torch.nn.Module()
+    layer._expert_routing_tables = lambda: None
+    method.create_weights(layer, COUNT, HIDDEN, INNER, torch.bfloat16)
+    return layer
+
+
+def stacks(format: str) -> dict[str, BlockScaledTensor]:
+    shapes = {"w13": (COUNT, 2 * INNER, HIDDEN), "w2": (COUNT, HIDDEN, INNER)}
+    # Experts of different sizes: one taken for another cannot go unseen.
+    sizes = torch.tensor([0.05, 0.1, 0.2, 0.4])[:, None, None]
+    return {name: quantize(torch.randn(shape) * sizes, FORMATS[format]) for name, shape in shapes.items()}
+
+
+def gated(activation: MoEActivation, both: torch.Tensor) -> torch.Tensor:
+    if activation is MoEActivation.SWIGLUOAI:
+        gate, up = both[..., ::2].clamp(max=7), both[..., 1::2].clamp(-7, 7)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    gate, up = both.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def check(method: Any, layer: torch.nn.Module, weights: dict[str, BlockScaledTensor], monkeypatch: Any) -> None:
+    """The method's kernel agrees with float64."""
+    kernel, config = method.moe_kernel.fused_experts, method.moe
+
+    def activate(activation: MoEActivation, output: torch.Tensor, both: torch.Tensor, **named: Any) -> None:
+        output.copy_(gated(activation, both.float()))
+
+    monkeypatch.setattr(kernel, "activation", activate)
+    x = torch.randn(TOKENS, HIDDEN).bfloat16()
+    routing, index = torch.rand(TOKENS, COUNT).topk(2)
+    out = torch.empty_like(x)
+    arguments = layer.w13_weight, layer.w2_weight, routing, index.int(), config.activation, COUNT, None
+    with interpreted():
+        kernel.apply(out, x, *arguments)
+        kernel.finalize_weight_and_reduce_impl().apply(out, out, routing, index, False)
+    dense = {name: weight.dequantize(torch.float64) for name, weight in weights.items()}
+    bias = {name: getattr(layer, f"{name}_bias", torch.zeros(COUNT, 1)).double() for name in weights}
+    expected = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    for token in range(TOKENS):
+        for slot, expert in enumerate(index[token].tolist()):
+            middle = gated(config.activation, dense["w13"][expert] @ x[token].double() + bias["w13"][expert])
+            down = dense["w2"][expert] @ middle + bias["w2"][expert]
+            expected[token] += routing[token, slot].double() * down
+    assert float((out.double() - expected).norm() / expected.norm()) < 2**-7
+
+
+def test_mxfp4_of_compressed_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    method = mxfp4_experts.BlockscaleMxFp4MoEMethod(moe_config())
+    assert method.experts_cls is mxfp4_experts.BlockscaleMxFp4Experts
+    layer, weights = layer_of(method), stacks("mxfp4")
+    for name, weight in weights.items():
+        getattr(layer, f"{name}_weight_packed").data.copy_(weight.codes)
+        getattr(layer, f"{name}_weight_scale").data.copy_(weight.scale.view(torch.uint8))
+    method.process_weights_after_loading(layer)
+    assert layer.w13_weight.dtype is torch.int32 and layer.w13_weight.shape[:2] == (COUNT, 2 * INNER)
+    check(method, layer, weights, monkeypatch)
+
+
+def test_mxfp4_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up alternate, and both projections have a bias; vLLM's own choice is made first, and overruled."""
+    torch.manual_seed(0)
+    vllms = mxfp4_experts.mxfp4
+    monkeypatch.setattr(vllms, "select_mxfp4_moe_backend", lambda moe: (vllms.Mxfp4MoeBackend.MARLIN, object))
+    config = moe_config(has_bias=True, activation=MoEActivation.SWIGLUOAI)
+    method = mxfp4_experts.BlockscaleGptOssMoEMethod(config)
+    assert method.experts_cls is mxfp4_experts.BlockscaleMxFp4Experts
+    layer, weights = layer_of(method), stacks("mxfp4")
+    for name, weight in weights.items():
+        getattr(layer, f"{name}_weight").data.copy_(weight.codes)
+        getattr(layer, f"{name}_weight_scale").data.copy_(weight.scale.view(torch.uint8))
+        getattr(layer, f"{name}_bias").data.normal_()
+    method.process_weights_after_loading(layer)
+    assert layer.w13_weight.dtype is torch.int32
+    check(method, layer, weights, monkeypatch)
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
+def test_fp8_weights(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from compressed_tensors.quantization import QuantizationArgs
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(f"{__name__}.HIDDEN", 128)
+    structure = {"block_structure": [128, 128]} if strategy == "block" else {}
+    scheme = QuantizationArgs(num_bits=8, type="float", strategy=strategy, **structure)
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=1, rank_in_group=0))
+    method = fp8_experts.BlockscaleFp8MoEMethod(scheme, moe_config(hidden_dim=HIDDEN))
+    layer, weights = layer_of(method), stacks("fp8_block" if strategy == "block" else "fp8_channel")
+    if strategy == "tensor":
+        # Gate and up have a scale each.
+        halves = quantize(torch.randn(COUNT * 2, INNER, HIDDEN) * 0.2, FORMATS["fp8"])
+        weights["w2"] = quantize(torch.randn(COUNT, HIDDEN, INNER) * 0.2, FORMATS["fp8"])
+        rows = halves.scale.reshape(COUNT, 2).repeat_interleave(INNER, 1)[..., None]
+        codes = halves.codes.view(COUNT, 2 * INNER, HIDDEN)
+        weights["w13"] = BlockScaledTensor(codes, rows, FORMATS["fp8_channel"], tuple(codes.shape))
+        layer.w13_weight_scale.data.copy_(halves.scale.view(COUNT, 2))
+        layer.w2_weight_scale.data.copy_(weights["w2"].scale.view(COUNT))
+    for name, weight in weights.items():
+        getattr(layer, f"{name}_weight").data.copy_(weight.codes)
+        if strategy != "tensor":
+            getattr(layer, f"{name}_weight_scale").data.copy_(weight.scale)
+    method.process_weights_after_loading(layer)
+    check(method, layer, weights, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"moe_backend": "triton"}, "--moe-backend is given"),
+        ({"in_dtype": torch.float16}, "inputs in torch.float16"),
+        ({"has_bias": True}, "experts with a bias"),
+        ({"intermediate_size_per_partition": 96}, "which are not multiples of 64"),
+        ({"moe_parallel_config": SimpleNamespace(use_ep=True, use_batched_activation_format=False)}, "parallel config"),
+    ],
+)
+def test_experts_that_only_we_could_run_are_refused_by_name(changes: dict[str, Any], reason: str) -> None:
+    from compressed_tensors.quantization import QuantizationArgs
+
+    scheme = QuantizationArgs(num_bits=8, type="float", strategy="channel")
+    with pytest.raises(ValueError, match=f"no kernel for experts with FP8 weights .*{reason}.*--format fp8_channel"):
+        fp8_experts.BlockscaleFp8MoEMethod(scheme, moe_config(**changes))
+    if "has_bias" not in changes:
+        assert mxfp4_experts.BlockscaleMxFp4MoEMethod(moe_config(**changes)).experts_cls.__name__ == "MarlinExperts"
+
+
+class Scheme:
+    """What `get_moe_method` asks of vLLM's `CompressedTensorsConfig`."""
+
+    def __init__(self, weights: Any, inputs: Any = None) -> None:
+        self.scheme = {"weights": weights, "input_activations": inputs, "format": "float-quantized"}
+
+    def _add_fused_moe_to_target_scheme_map(self) -> None: ...
+
+    def get_scheme_dict(self, layer: Any, name: str) -> Any:
+        return self.scheme
+
+
+def test_only_weight_only_fp8_has_our_method() -> None:
+    from compressed_tensors.quantization import QuantizationArgs
+
+    layer = SimpleNamespace(ckpt_gate_proj_name="w1", ckpt_up_proj_name="w3", ckpt_down_proj_name="w2")
+    fp8 = QuantizationArgs(num_bits=8, type="float", strategy="channel")
+    rows = QuantizationArgs(num_bits=8, type="float", strategy="token", dynamic=True)
+    mxfp8 = QuantizationArgs(num_bits=8, type="float", strategy="group", group_size=32)
+    int8 = QuantizationArgs(num_bits=8, type="int", strategy="channel")
+    assert fp8_experts.weight_only(Scheme(fp8), layer, "experts") is fp8
+    for scheme in (Scheme(fp8, rows), Scheme(mxfp8), Scheme(int8), Scheme(None)):
+        assert fp8_experts.weight_only(scheme, layer, "experts") is None
+
+
+def test_our_methods_take_the_places_of_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, oss = mxfp4_experts.compressed_tensors_mxfp4, mxfp4_experts.mxfp4
+    for module, name in ((tensors, "CompressedTensorsW4A4Mxfp4MoEMethod"), (oss, "GptOssMxfp4MoEMethod")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    of = fp8_experts.CompressedTensorsMoEMethod
+    monkeypatch.setattr(of, "get_moe_method", staticmethod(of.get_moe_method))
+    for _ in range(2):
+        assert mxfp4_experts.install() == "experts in MXFP4" and fp8_experts.install() == "experts with FP8 weights"
+    layer = SimpleNamespace(moe_config=moe_config(), ckpt_gate_proj_name="gate_proj", ckpt_up_proj_name="up_proj")
+    layer.ckpt_down_proj_name = "down_proj"
+    from compressed_tensors.quantization import QuantizationArgs
+
+    fp8 = QuantizationArgs(num_bits=8, type="float", strategy="channel")
+    assert type(of.get_moe_method(Scheme(fp8), layer, "experts")) is fp8_experts.BlockscaleFp8MoEMethod
+    fp4 = QuantizationArgs(num_bits=4, type="float", strategy="group", group_size=32)
+    real = Scheme(fp4)
+    real._is_mxfp4 = lambda weights: True  # type: ignore[attr-defined]
+    real._is_mxfp4_w4a8_fp8 = lambda weights, inputs: False  # type: ignore[attr-defined]
+    assert type(of.get_moe_method(real, layer, "experts")) is mxfp4_experts.BlockscaleMxFp4MoEMethod
+    assert oss.GptOssMxfp4MoEMethod is mxfp4_experts.BlockscaleGptOssMoEMethod
