@@ -7,6 +7,8 @@ JOBS ?= 2
 ARGS ?=
 TOOL ?= memcheck
 export PYTHON
+# Some environments forbid to keep bytecode. Tests start a hundred processes, each of which would compile the toolkit anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 RUN := .venv/bin/python -m
 OUT := out/smollm2-135m-nvfp4a16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 
@@ -49,6 +50,26 @@ def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_wait_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test's files need not outlive a power failure: `os.fsync` returns at once, as on a disk that has written."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_table_of_onnx_functions() -> None:
+    """torch.onnx reads the source of its 500 functions for every graph, half a second each; here once in a process.
+
+    Each graph gets a copy of the table, because exporting adds the translations of our own operators to it.
+    """
+    from torch.onnx._internal.exporter import _registration
+
+    registry = _registration.ONNXRegistry
+    build = functools.cache(registry.from_torchlib)
+
+    def copied(*arguments: object, **options: object) -> object:
+        original, made = build(*arguments, **options), registry()
+        made._opset_version = original._opset_version
+        made.functions = {name: list(functions) for name, functions in original.functions.items()}
+        return made
+
+    registry.from_torchlib = staticmethod(copied)
 
 
 @pytest.fixture(params=["fast products", "plain products"])

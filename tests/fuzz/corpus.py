@@ -29,7 +29,7 @@ from quant.cli.main import COMMANDS
 from quant.execution import store as partial
 
 _IMPORTED = (
-    "accelerate", "datasets", "gguf", "onnx", "onnxruntime", "onnxscript", "quant.api.export",
+    "accelerate", "compressed_tensors", "datasets", "gguf", "onnx", "onnxruntime", "onnxscript", "quant.api.export",
     "quant.execution.sources", "quant.run.run", "quant.report.render", "quant.runtime.generate", "scipy.optimize",
     "torch._dynamo", "torch.export", "torch.onnx", "transformers.conversion_mapping", "transformers.core_model_loading",
     "transformers.generation", "transformers.integrations.ggml", "transformers.integrations.moe",

@@ -71,7 +71,7 @@ def jobs() -> list[Job]:
         Job("quantize state dict", f"quantize in/w.safetensors --format fp8_channel --effort 0 {to}"),
         Job("export compressed-tensors", f"export in/ckpt --to compressed-tensors {to}"),
         Job("export modelopt --overwrite", f"export in/ckpt --to modelopt {to} --overwrite", old),
-        Job("export onnx", f"export in/ckpt --to onnx {to}"),
+        Job("export onnx", f"export in/ckpt --to onnx {to}", exports=True),
         Job("export aoti", "export in/static --to aoti --out out.pt2 --quiet", places=("out.pt2",), exports=True),
         Job(
             "export torch-tensorrt",
