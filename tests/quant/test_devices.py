@@ -37,9 +37,13 @@ from quant.recipes.recipe import get_recipe
 pytest.importorskip("transformers")
 
 ROWS = torch.randint(3, 256, (8, 32), generator=torch.Generator().manual_seed(0))
-SOLVERS = [
-    "rtn", "mse", "local_hessian", "gptq", "awq", "smoothquant", "awq+gptq", "rotation:32+gptq", "rotation:merge+gptq",
-    "lowrank:8+gptq", "awq+lowrank:32+gptq", "awq+rotation:16+mse", "autoround:4", "awq+lowrank:2+gptq+autoround:4",
+# Every operation of the second device goes through Python, so that solvers of many steps take ten seconds there.
+QUICK_SOLVERS = [
+    "rtn", "mse", "local_hessian", "gptq", "awq", "smoothquant", "awq+lowrank:8+mse", "awq+rotation:16+mse",
+]  # fmt: skip
+SLOW_SOLVERS = [
+    "awq+gptq", "rotation:32+gptq", "rotation:merge+gptq", "lowrank:8+gptq", "awq+lowrank:32+gptq", "autoround:4",
+    "awq+lowrank:2+gptq+autoround:4",
 ]  # fmt: skip
 DATA_FREE = ("rtn", "mse", "four_over_six", "modelopt", "compressed_tensors")
 FORMATS = ("nvfp4", "nvfp4a16", "fp8", "mxfp8", "mxfp4", "fp8_block", "int4a16")
@@ -103,8 +107,13 @@ def formats_for(solver: str) -> tuple[str, ...]:
     return ("nvfp4", "mxfp8") if "awq+lowrank" in solver else ("nvfp4", "fp8", "mxfp8")
 
 
-CASES = [(name, solver, "nvfp4") for name in SECOND for solver in SOLVERS]
-CASES += [pytest.param("cuda", s, f, marks=pytest.mark.gpu) for s in SOLVERS for f in formats_for(s)]
+CASES = [(name, solver, "nvfp4") for name in SECOND for solver in QUICK_SOLVERS]
+CASES += [pytest.param(name, solver, "nvfp4", marks=pytest.mark.slow) for name in SECOND for solver in SLOW_SOLVERS]
+CASES += [
+    pytest.param("cuda", solver, format, marks=pytest.mark.gpu)
+    for solver in (*QUICK_SOLVERS, *SLOW_SOLVERS)
+    for format in formats_for(solver)
+]
 
 
 @pytest.mark.parametrize(("name", "solver", "format"), CASES)
@@ -152,7 +161,10 @@ def test_fused_experts(name: str, solver: str) -> None:
 
 
 @pytest.mark.usefixtures("where")
-@pytest.mark.parametrize(("solver", "observer"), [("rtn", "mse"), ("rtn", "entropy"), ("gptq", "percentile")])
+@pytest.mark.parametrize(
+    ("solver", "observer"),
+    [("rtn", "mse"), ("rtn", "entropy"), pytest.param("gptq", "percentile", marks=pytest.mark.slow)],
+)
 def test_observers_and_scales_of_the_kv_cache(solver: str, observer: str, device: torch.device) -> None:
     recipe = get_recipe("fp8").__class__(**{**vars(get_recipe("fp8")), "kv_cache": "fp8"})
     wanted = quant.quantize(base(), recipe, ROWS, solver=solver, observer=observer)
@@ -166,9 +178,10 @@ def test_observers_and_scales_of_the_kv_cache(solver: str, observer: str, device
         assert torch.allclose(scale.float(), wanted_[name].float(), rtol=close), name
 
 
-def test_a_guard(device: torch.device) -> None:
-    wanted = quant.quantize(base(), "nvfp4", ROWS, solver="gptq", guard="0.08 fp8_channel keep")
-    found = quant.quantize(base(), "nvfp4", ROWS, solver="gptq", guard="0.08 fp8_channel keep", device=device)
+@pytest.mark.parametrize("solver", ["rtn", pytest.param("gptq", marks=pytest.mark.slow)])
+def test_a_guard(solver: str, device: torch.device) -> None:
+    wanted = quant.quantize(base(), "nvfp4", ROWS, solver=solver, guard="0.08 fp8_channel keep")
+    found = quant.quantize(base(), "nvfp4", ROWS, solver=solver, guard="0.08 fp8_channel keep", device=device)
     check_home(found.model)
     assert len({m.weight for m in found.plan.layers}) > 1
     check_as_good(found.model, wanted.model, base())
@@ -265,7 +278,9 @@ def test_passes_that_end_within_a_block_leave_it_at_home(device: torch.device) -
     assert {name: (t.device, t.data_ptr()) for name, t in tensors_of(model).items()} == before
 
 
-@pytest.mark.parametrize("solver", ["rtn", "gptq", "awq+gptq"])
+@pytest.mark.parametrize(
+    "solver", ["rtn", *(pytest.param(solver, marks=pytest.mark.slow) for solver in ("gptq", "awq+gptq"))]
+)
 def test_an_allocation(solver: str, device: torch.device) -> None:
     found = quant.quantize(base(), data=ROWS, bits=6.0, formats="nvfp4,fp8", solver=solver, device=device)
     check_home(found.model)
