@@ -14,7 +14,7 @@ from test_layering import PARTS
 import quant
 from quant.formats.format import FORMATS
 
-DOCUMENTS = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md"))]
+DOCUMENTS = [*(ROOT / name for name in ("README.md", "PYPI.md", "CONTRIBUTING.md", "examples/README.md"))]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 # A path with a folder, and perhaps a function or method of it: `kernels/layout.py:prepack`.
 PLACE = re.compile(r"`((?:[\w.]+/)+[\w.]+\.\w+)(?::([\w.]+))?`")

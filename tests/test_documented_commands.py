@@ -25,7 +25,7 @@ import quant
 
 pytest.importorskip("transformers", reason="the extra hf")
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "PYPI.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]+) -->\n+)?^(?P<indent> *)```(?P<language>\w+)[^\n]*\n"
                    r"(?P<lines>.*?)^ *```$", re.MULTILINE | re.DOTALL)  # fmt: skip
 # Programs of others in blocks that also have commands of ours: installers, servers, launchers.

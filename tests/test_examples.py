@@ -3,9 +3,11 @@
 import csv
 import json
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from samples import ROOT
 
 import quant
+from quant.cli.main import main
 
 pytest.importorskip("transformers", reason="the extra hf")
 
@@ -41,6 +44,18 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def run(workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Callable[..., str]:
     """Runs an example with options in the workplace; returns the text that it and its commands print."""
+    start = subprocess.run
+
+    def run_here(command: Any, *arguments: Any, **options: Any) -> Any:
+        """Runs `python -m quant` in this process, which has imported everything; other commands in theirs."""
+        if command[:3] != [sys.executable, "-m", "quant"]:
+            return start(command, *arguments, **options)
+        with pytest.raises(SystemExit) as end:
+            main(command[3:], prog_name="quant")
+        assert end.value.code == 0
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run_here)
 
     def run_example(example: str, *options: str) -> str:
         monkeypatch.setattr(sys, "argv", [f"{example}.py", *options])

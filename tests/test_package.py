@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = tmp_path_factory.mktemp("tree")
     for name in ("quant", *ROOMS):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "PYPI.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     return tree
 
@@ -102,6 +103,9 @@ def test_wheel_metadata(wheel: Path) -> None:
     assert core == {"torch", "numpy", "safetensors", "click", "rich", "jinja2"}
     assert metadata["License-Expression"] == "Apache-2.0 AND ISC AND BSD-3-Clause AND MIT"
     assert licenses == [(ROOT / name).read_text() for name in LICENSES]
+    links = re.findall(r"\]\(([^)]*)\)|(?:src|href)=\"([^\"]*)", metadata.get_payload())
+    assert metadata["Description-Content-Type"] == "text/markdown" and metadata.get_payload().startswith("# Blockscale")
+    assert all("".join(link).startswith("https://") for link in links), "an index has no files beside its page"
     assert {"quantize = quant.cli.quantize:quantize_command", "quant = quant.cli.main:main"} <= set(scripts)
 
 

@@ -89,9 +89,12 @@ def compare_with_source(directory: str | Path, source: str | Path, model: nn.Mod
     """
     home = find_model(str(source))
     if not (home / "config.json").is_file():
+        kind = (
+            "a directory without config.json" if home.is_dir() else f"a single {home.suffix.lstrip('.').upper()} file"
+        )
         raise UserError(
-            f"{home}: a checkpoint is compared with a directory of config.json and weights, whose names, keys and "
-            "files it keeps; of a model from a single file, check the checkpoint alone, without a source"
+            f"--source {home} is {kind}: a checkpoint is compared with a directory of config.json and weights, whose "
+            "names, keys and files it keeps; leave out --source, which checks the checkpoint alone"
         )
     pair = _Pair(Path(directory), home, model)
     return [*_tensor_differences(pair), *_config_differences(pair), *_file_differences(pair)]

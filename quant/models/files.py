@@ -80,12 +80,17 @@ def with_revision(name: str, revision: str) -> str:
         UserError: `name` is a path on the disk, is not a name on the hub, or has a revision already.
     """
     hub_name = split_revision(name)
-    if Path(name).expanduser().exists() or hub_name is None or hub_name[1] is not None:
-        fault = "is on the disk" if Path(name).expanduser().exists() else "is not a name on the hub, such as org/name"
+    if Path(name).expanduser().exists():
+        fault = "is on the disk"
+    elif hub_name is None:
+        fault = "is not a name on the hub, such as org/name"
+    elif hub_name[1] is not None:
         raise UserError(
-            f"--revision {revision} is for a model on the Hugging Face hub, and {name} {fault}; leave it out"
+            f"--revision {revision}: {name} names the revision {hub_name[1]} already; leave out one of them"
         )
-    return f"{name}@{revision}"
+    else:
+        return f"{name}@{revision}"
+    raise UserError(f"--revision {revision} is for a model on the Hugging Face hub, and {name} {fault}; leave it out")
 
 
 def safetensors_file(path: Path, framework: str = "numpy") -> Any:

@@ -56,20 +56,21 @@ def test_attention_has_the_name_of_its_module(tmp_path: Path, decoder: tuple[Any
 
 
 @pytest.mark.parametrize(
-    ("kind", "format", "target", "dtype", "attention"),
+    ("kind", "blocks", "format", "target", "dtype", "attention"),
     [
-        ("llama-64", "nvfp4", "sm120", torch.bfloat16, False),
-        ("llama-64", "fp8", "sm89", torch.float16, True),
-        pytest.param("llama-256", "int4a16", "sm89", torch.float16, False, marks=pytest.mark.slow),
-        pytest.param("gemma3", "fp8", "sm120", torch.bfloat16, False, marks=pytest.mark.slow),
-        pytest.param("mistral", "nvfp4", "sm120", torch.bfloat16, False, marks=pytest.mark.slow),
-        pytest.param("qwen3", "fp8", "sm89", torch.bfloat16, True, marks=pytest.mark.slow),
+        ("llama-64", 1, "nvfp4", "sm120", torch.bfloat16, False),
+        ("llama-64", 1, "fp8", "sm89", torch.float16, True),
+        ("llama-256", 1, "int4a16", "sm89", torch.float16, False),
+        pytest.param("llama-256", 2, "int4a16", "sm89", torch.float16, False, marks=pytest.mark.slow),
+        pytest.param("gemma3", 2, "fp8", "sm120", torch.bfloat16, False, marks=pytest.mark.slow),
+        pytest.param("mistral", 2, "nvfp4", "sm120", torch.bfloat16, False, marks=pytest.mark.slow),
+        pytest.param("qwen3", 2, "fp8", "sm89", torch.bfloat16, True, marks=pytest.mark.slow),
     ],
 )
 def test_one_engine_reads_prompts_and_decodes(
-    tmp_path: Path, kind: str, format: str, target: str, dtype: torch.dtype, attention: bool
+    tmp_path: Path, kind: str, blocks: int, format: str, target: str, dtype: torch.dtype, attention: bool
 ) -> None:
-    model = serving_samples.decoder(kind, dtype=dtype)
+    model = serving_samples.decoder(kind, num_hidden_layers=blocks, dtype=dtype)
     tokens = torch.randint(0, 64, (2, 64), generator=torch.Generator().manual_seed(1))
     plan, options = quantize(model, format, tokens, solver="rtn").plan, {}
     if attention:
@@ -78,14 +79,14 @@ def test_one_engine_reads_prompts_and_decodes(
     engine = tmp_path / "model.engine"
     receipt = export_engine(model, engine, BuildOptions(target), plan=plan, capacity=256, **options)
     planned = [row for row in receipt["audit"] if row["planned"] not in ("–", "16 bit", TENSORS)]
-    assert len(planned) == len(plan.quantized) + (2 if attention else 0) and all(row["passed"] for row in planned)
+    assert len(planned) == len(plan.quantized) + (blocks if attention else 0) and all(row["passed"] for row in planned)
     assert set(attentions(receipt).values()) == {"fp8" if attention else "half"}
     decode, prefill = receipt["engine"]["profiles"]
     assert decode.startswith("input_ids=1x1:8x1:32x1,lengths=1:8:32,")
     assert prefill.startswith(f"input_ids=1x{32 if attention else 1}:1x128:8x256,")
     # Each attention is compiled twice: for one query, and for many.
     program = engine.read_bytes()
-    assert program.count(b"name=_gemv_mha_v1") == program.count(b"name=_gemm_mha_v2") == 2
+    assert program.count(b"name=_gemv_mha_v1") == program.count(b"name=_gemm_mha_v2") == blocks
 
 
 def test_profiles_that_the_cache_does_not_take(tmp_path: Path) -> None:

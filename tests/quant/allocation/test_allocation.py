@@ -159,6 +159,20 @@ def test_a_limit_is_verified_on_rows_that_took_no_part() -> None:
     assert again.plan.layers == found.plan.layers and again.record.verified != found.record.verified
 
 
+def test_what_the_search_found_within_a_limit_is_verified() -> None:
+    model, rows = _llama(1), _rows(16)
+    texts = HeldOut.halves({"text": rows[8:]})
+    found = allocate(
+        model, rows[:8], Goal(max_kl=0.02), held_out=texts, formats="nvfp4,fp8", effort=Effort(measurements=8)
+    )
+    quantized = copy.deepcopy(model)
+    quantize(quantized, found.plan, rows[:8])
+    assert len(found.record.rounds) > 1 and len({layer.weight for layer in found.plan.quantized}) == 2
+    assert (evaluate(quantized, rows[8:12], model).kl or 1.0) <= 0.02 * (1 + 2e-3)
+    (verified,) = found.record.verified
+    assert verified.loss == pytest.approx(evaluate(quantized, rows[12:], model).kl, rel=2e-3)
+
+
 @pytest.mark.parametrize("solver", ["rtn", "gptq"])
 def test_an_increase_of_perplexity_is_verified_row_by_row(solver: str) -> None:
     model, rows = _llama(2), _rows(16)

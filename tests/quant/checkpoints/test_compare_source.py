@@ -83,12 +83,15 @@ def test_the_command_ends_with_2_for_a_fault_and_tells_reasons(pair: tuple[Path,
     assert result.exit_code == 2 and "source: LICENSE is missing" in result.stdout
 
 
-def test_a_source_in_one_file_is_refused_with_the_way_out(pair: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("name", ["model.safetensors", "model.gguf"])
+def test_a_source_in_one_file_is_refused_with_the_way_out(name: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
     source, checkpoint = pair
-    result = CliRunner().invoke(verify_command, [str(checkpoint), "--source", str(source / "model.safetensors")])
+    file = Path(shutil.copy(source / "model.safetensors", tmp_path / name))
+    result = CliRunner().invoke(verify_command, [str(checkpoint), "--source", str(file)])
     assert result.exit_code == 2
-    assert "model.safetensors: a checkpoint is compared with a directory" in result.stderr
-    assert "check the checkpoint alone, without a source" in result.stderr
+    kind = file.suffix[1:].upper()
+    assert f"{name} is a single {kind} file: a checkpoint is compared with a directory" in result.stderr
+    assert "leave out --source, which checks the checkpoint alone" in result.stderr
 
 
 @pytest.mark.parametrize("solver", ["gptq", "awq+gptq", "rotation:merge+rtn", "awq:merge+rtn"])

@@ -100,6 +100,8 @@ def test_a_directory_of_that_name_wins(cache: Path) -> None:
         open_model("org/tiny", revision="old")
     with pytest.raises(UserError, match="and tiny is not a name on the hub"):
         open_model("tiny", revision="old")
+    with pytest.raises(UserError, match="revision main already; leave out one of them"):
+        open_model("org/other@main", revision="old")
 
 
 def test_commands_take_names_and_record_the_commit(cache: Path) -> None:

