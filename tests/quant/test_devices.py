@@ -37,13 +37,14 @@ from quant.recipes.recipe import get_recipe
 pytest.importorskip("transformers")
 
 ROWS = torch.randint(3, 256, (8, 32), generator=torch.Generator().manual_seed(0))
-# Every operation of the second device goes through Python, so that solvers of many steps take ten seconds there.
+# Every operation of the second device goes through Python, so that solvers of many steps take ten seconds there. GPTQ
+# has a quick test on it in `test_layers_outside_of_blocks`.
 QUICK_SOLVERS = [
-    "rtn", "mse", "local_hessian", "gptq", "awq", "smoothquant", "awq+lowrank:8+mse", "awq+rotation:16+mse",
+    "rtn", "mse", "local_hessian", "awq", "smoothquant", "awq+lowrank:8+mse", "awq+rotation:16+mse",
 ]  # fmt: skip
 SLOW_SOLVERS = [
-    "awq+gptq", "rotation:32+gptq", "rotation:merge+gptq", "lowrank:8+gptq", "awq+lowrank:32+gptq", "autoround:4",
-    "awq+lowrank:2+gptq+autoround:4",
+    "gptq", "awq+gptq", "rotation:32+gptq", "rotation:merge+gptq", "lowrank:8+gptq", "awq+lowrank:32+gptq",
+    "autoround:4", "awq+lowrank:2+gptq+autoround:4",
 ]  # fmt: skip
 DATA_FREE = ("rtn", "mse", "four_over_six", "modelopt", "compressed_tensors")
 FORMATS = ("nvfp4", "nvfp4a16", "fp8", "mxfp8", "mxfp4", "fp8_block", "int4a16")

@@ -45,7 +45,7 @@ from quant.run.budget import AllocationRequest
 VOCABULARY = 61
 
 
-def _llama(layers: int = 3) -> nn.Module:
+def _llama(layers: int = 2) -> nn.Module:
     sizes = {"intermediate_size": 128, "vocab_size": VOCABULARY, "num_hidden_layers": layers}
     model: nn.Module = tiny_models.llama(**sizes, gain=5)
     return model.to(torch.bfloat16)
@@ -57,7 +57,7 @@ def _rows(count: int = 12) -> torch.Tensor:
 
 def _allocate(goal: Goal, model: nn.Module | None = None, **options: Any) -> Allocation:
     return allocate(
-        model or _llama(), _rows(), goal, **{"formats": "nvfp4,fp8", "effort": Effort(measurements=60), **options}
+        model or _llama(), _rows(), goal, **{"formats": "nvfp4,fp8", "effort": Effort(measurements=30), **options}
     )
 
 
@@ -380,7 +380,7 @@ def test_a_solver_with_data_is_measured_itself() -> None:
 
 @pytest.mark.parametrize("solver", ["rtn", "gptq"])
 def test_branches_are_chosen_layer_by_layer_and_counted(solver: str) -> None:
-    model = _llama()
+    model = _llama(3)
     formats = "nvfp4,nvfp4+lowrank:2"
     found = _allocate(Goal(bits=5.0), model, solver=solver, formats=formats, effort=Effort(measurements=20))
     ranks = {layer.name: layer.parts.rank for layer in found.plan.quantized}
@@ -427,7 +427,7 @@ def test_an_encoder_is_measured_on_its_embeddings() -> None:
 )
 def test_infeasible_says_what_is_feasible(goal: Goal, message: str) -> None:
     with pytest.raises(Infeasible, match=message):
-        _allocate(goal)
+        _allocate(goal, _llama(3))
 
 
 def test_an_infeasible_budget_is_refused_before_anything_is_measured() -> None:
@@ -444,7 +444,7 @@ def test_targets() -> None:
         _allocate(Goal(bits=8.0, target=("tensorrt-rtx-sm89",)), formats="nvfp4")
     plan = _allocate(Goal(bits=8.5, target=("tensorrt-rtx-sm89",))).plan
     assert {str(layer.weight) for layer in plan.quantized} == {"fp8"} and plan.target == "tensorrt-rtx-sm89"
-    found = _allocate(Goal(latency=5.1e-7, target=("vllm", "h100")))
+    found = _allocate(Goal(latency=5.1e-7, target=("vllm", "h100")), _llama(3))
     note = found.plan.provenance["allocation"]
     assert note["seconds"] <= 5.1e-7 and note["timing"] == "h100, roofline"
     chosen = found.record.chosen

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from samples import BASE
+from samples import write_short_base
 from serving_samples import greedy_tokens
 
 import quant
@@ -33,7 +33,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint in FP8, and the directory of its ONNX file."""
     folder = tmp_path_factory.mktemp("engines")
     checkpoint, out = folder / "checkpoint", folder / "onnx"
-    arguments = [str(BASE), "--format", "fp8_channel", "--effort", "0", "--out", str(checkpoint), "--quiet"]
+    base = write_short_base(folder / "base")
+    arguments = [str(base), "--format", "fp8_channel", "--effort", "0", "--out", str(checkpoint), "--quiet"]
     assert CliRunner().invoke(quantize_command, arguments).exit_code == 0
     result = run("export", checkpoint, "--to", "onnx", "--out", out, "--capacity", 96, "--dtype", "fp32", "--quiet")
     assert result.exit_code == 0, result.output

@@ -37,7 +37,7 @@ def exported(kind: str, format: str, folder: Path, **options: Any) -> tuple[Any,
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    return exported("llama-64", "int4a16", tmp_path_factory.mktemp("llama"))
+    return exported("llama-64", "int4a16", tmp_path_factory.mktemp("llama"), num_hidden_layers=1)
 
 
 def with_garbage(session: Any) -> Any:
@@ -169,7 +169,7 @@ def test_sampling_is_repeatable(llama: tuple[Any, Path]) -> None:
 def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.onnx: no such file"):
         open_session(tmp_path / "none.onnx")
-    model = serving_samples.decoder("llama-64")
+    model = serving_samples.decoder("llama-64", num_hidden_layers=1)
     path = export_onnx(model, tmp_path / "once.onnx")
     with pytest.raises(UserError, match=r"no serving graph of a decoder \(its inputs are input_ids\)"):
         open_session(path)

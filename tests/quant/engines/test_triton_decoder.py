@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from samples import BASE
+from samples import write_short_base
 from serving_samples import greedy_tokens
 
 import quant
@@ -125,7 +125,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint, and the repository that the command makes of it."""
     folder = tmp_path_factory.mktemp("triton")
     checkpoint = folder / "tiny"
-    arguments = [str(BASE), "--format", "int4a16", "--effort", "0", "--out", str(checkpoint), "--quiet"]
+    base = write_short_base(folder / "base")
+    arguments = [str(base), "--format", "int4a16", "--effort", "0", "--out", str(checkpoint), "--quiet"]
     assert CliRunner().invoke(quantize_command, arguments).exit_code == 0
     result = run(
         "export", checkpoint, "--to", "triton-server", "--capacity", 96, "--dtype", "fp32", "--shapes",
