@@ -97,7 +97,12 @@ def _skip_behaviour_of_new_transformers(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"before transformers 5.24: {difference}"))
 
 
+# Files whose one test takes most of a minute. They begin first, so that no worker waits for another at the end.
+LONGEST = ("test_second_device.py", "test_fuzz.py", "test_crash_points.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)  # stable: the others keep their order
     _skip_behaviour_of_new_transformers(items)
     if torch.cuda.is_available():
         return

@@ -33,11 +33,9 @@ SIZES = (*BEST, (128, 1, 1), (64, 1, 1), (192, 1, 1))
     ("size", "split", "experts"),
     [
         ((128, 2, 1), True, 0),
-        ((160, 2, 1), True, 0),
         ((144, 1, 2), True, 0),
-        ((96, 1, 2), True, 0),
-        ((192, 1, 2), True, 0),
         ((256, 1, 2), True, 0),
+        *(pytest.param(size, True, 0, marks=pytest.mark.slow) for size in ((160, 2, 1), (96, 1, 2), (192, 1, 2))),
         ((64, 2, 1), False, 0),
         ((128, 2, 1), False, 128),
         ((16, 1, 1), False, 32),
