@@ -39,7 +39,7 @@ PRESETS = (
     "nvfp4a16", "nvfp4", "mxfp4a16", "mxfp4", "mxfp6a16", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8", "int4a16",
 )  # fmt: skip
 # Also written: FP8 weights with inputs in 16 bit, FP8 KV caches, and a rotation that the weights absorb.
-VARIANTS = ("fp8_channel weights", "fp8 + kv", "nvfp4a16 + kv", "nvfp4a16 rotated")
+VARIANTS = ("fp8_channel weights", "fp8 + kv", "fp8 + head kv", "nvfp4a16 + kv", "nvfp4a16 rotated")
 # Not written: the checkpoint with an FP8 cache, served with an NVFP4 cache.
 NVFP4_KV = "nvfp4a16 + nvfp4 kv"
 # Written by hand, in the form of OpenAI's own checkpoints: only the experts are in MXFP4.
@@ -109,7 +109,7 @@ def make(args: argparse.Namespace) -> None:
     from quant.checkpoints.convert import convert
     from quant.checkpoints.save import save
     from quant.evaluation.evaluate import evaluate
-    from quant.formats.format import FORMATS
+    from quant.formats.format import FORMATS, FP8_HEAD
     from quant.models.open import open_model
     from quant.plan.make import make_plan
 
@@ -138,6 +138,8 @@ def make(args: argparse.Namespace) -> None:
                 plan = replace(plan, layers=tuple(replace(layer, activation=None) for layer in plan.layers))
             elif what == "+ kv":
                 plan = replace(plan, kv_cache=FORMATS["fp8"])
+            elif what == "+ head kv":
+                plan = replace(plan, kv_cache=FP8_HEAD)
             done = quantize(model, plan, rows[:8])
             save(done.model, done.plan, out / "compressed-tensors", allow_missing=True)  # vLLM knows its layers
             own = evaluate(done.model, evaluation, dtype=None, batch_size=8).perplexity

@@ -47,6 +47,8 @@ class Format:
         return self  # numbers are told apart by identity, in a copied model too
 
     def __reduce__(self) -> Any:
+        if self is FP8_HEAD:
+            return (cache_format, (self.name,))
         is_registered = INPUT_FORMATS.get(self.name) is self
         return (get_format, (self.name,)) if is_registered else (Format, tuple(vars(self).values()))
 
@@ -166,6 +168,9 @@ FORMATS: dict[str, Format] = {f.name: f for f in _ALL}
 _OF_INPUTS = (replace(FORMATS["nvfp4"], name="nvfp4_four_over_six", input_rule="four_over_six"),)
 INPUT_FORMATS: dict[str, Format] = FORMATS | {f.name: f for f in _OF_INPUTS}
 """Formats that inputs of layers may have."""
+# FP8 in codes and at run time; only a checkpoint tells a scale for each KV head from one for the tensor.
+FP8_HEAD = replace(FORMATS["fp8"], name="fp8_head")
+"""FP8 for a KV cache whose keys and values have a scale for each KV head."""
 
 
 def get_format(name: str) -> Format:
@@ -178,6 +183,15 @@ def get_format(name: str) -> Format:
         return INPUT_FORMATS[name]
     except KeyError:
         raise ValueError(f"unknown format {name!r}; known formats: {', '.join(INPUT_FORMATS)}") from None
+
+
+def cache_format(name: str | None) -> Format | None:
+    """Returns the format of a KV cache that a user names, or None where the name stands for 16 bit.
+
+    Raises:
+        ValueError: unknown name; the message lists the known ones.
+    """
+    return FP8_HEAD if name == FP8_HEAD.name else parse_format(name)
 
 
 def is_16bit(name: str | None) -> bool:

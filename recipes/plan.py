@@ -21,14 +21,14 @@ import html
 import math
 import reprlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
 from quant.formats.atomic import write_atomically
-from quant.formats.format import FORMATS, Format, get_format, parse_format
+from quant.formats.format import FORMATS, FP8_HEAD, Format, cache_format, get_format, parse_format
 from quant.formats.html_table import html_table
 from quant.formats.json_files import read_json
 from quant.recipes.json_data import check_fields, typed
@@ -224,7 +224,7 @@ class Plan:
 
     Attributes:
         layers: every layer that owns a weight, in model order.
-        kv_cache: format of the KV cache; None keeps 16 bit.
+        kv_cache: format of the KV cache; None keeps 16 bit. `FP8_HEAD` is FP8 with a scale for each KV head.
         attention: format of attention's operands; None keeps 16 bit.
         guard: "LIMIT FORMAT …": a layer whose relative output error on held-out calibration rows exceeds the limit gets
             the next format, see `quant.recipes.guard`; None leaves the formats as they are.
@@ -243,8 +243,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
-        for name in ("kv_cache", "attention"):
-            object.__setattr__(self, name, _format_of(getattr(self, name)))
+        object.__setattr__(self, "kv_cache", _format_of(self.kv_cache, cache_format))
+        object.__setattr__(self, "attention", _format_of(self.attention))
         counts = Counter(layer.name for layer in self.layers)
         if len(counts) != len(self.layers):
             raise ValueError(f"plan names a layer twice: {sorted(name for name, count in counts.items() if count > 1)}")
@@ -301,8 +301,10 @@ class Plan:
     @property
     def run_time(self) -> RunTimeFormats:
         """Arguments of `quant.quantized_attention` that run the model as planned."""
+        # The scales that the model holds are one a tensor or one a head; the codes are the same.
+        cache = FORMATS["fp8"] if self.kv_cache is FP8_HEAD else self.kv_cache
         return {
-            "kv_cache": self.kv_cache.name if self.kv_cache else None,
+            "kv_cache": cache.name if cache else None,
             "attention": self.attention.name if self.attention else None,
         }
 
@@ -311,7 +313,8 @@ class Plan:
         return {
             "schema_version": SCHEMA_VERSION,
             "layers": [layer.to_dict() for layer in self.layers],
-            **self.run_time,
+            "kv_cache": self.kv_cache.name if self.kv_cache else None,
+            "attention": self.attention.name if self.attention else None,
             "guard": self.guard,
             "observer": self.observer,
             "target": self.target,
@@ -337,7 +340,8 @@ class Plan:
         for key, value in fields.get("provenance", {}).items():
             typed(_PROVENANCE.get(key, Any), value, f"provenance {key}")
         # Plans hold names, and everything that a format is comes from the table of formats.
-        formats = {k: get_format(fields[k]) if fields.get(k) else None for k in ("kv_cache", "attention")}
+        named = {"kv_cache": cache_format, "attention": get_format}
+        formats = {key: read(fields[key]) if fields.get(key) else None for key, read in named.items()}
         layers = tuple(LayerPlan.from_dict(layer) for layer in fields["layers"])
         plan = cls(**{**fields, **formats, "layers": layers})
         plan.check_groups()
@@ -388,13 +392,13 @@ class Plan:
         return hashlib.sha256(json_text(executed, sort_keys=True).encode()).hexdigest()
 
 
-def _format_of(value: Any) -> Format | None:
-    """Returns a format by its name or as it is; None, and the names of 16 bit, stand for none."""
+def _format_of(value: Any, parse: Callable[[str], Format | None] = parse_format) -> Format | None:
+    """Returns a format by its name, which `parse` reads, or as it is; None, and names of 16 bit, stand for none."""
     if value is None or isinstance(value, Format):
         return value
     if not isinstance(value, str):
         raise ValueError(f"{reprlib.repr(value)} is no format; give one by name, such as 'nvfp4', or None for 16 bit")
-    return parse_format(value)
+    return parse(value)
 
 
 _PARTS = get_type_hints(Parts)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from quant.formats.format import Format, parse_format
+from quant.formats.format import Format, cache_format, parse_format
 from quant.formats.json_files import check_depth
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 
@@ -93,8 +93,9 @@ class Recipe:
             rules.append(Rule(**rule))
         recipe = cls(**{"name": where, **fields, "rules": tuple(rules)})
         for holder in (recipe, *rules):
-            for key in ("weight", "activation", "kv_cache", "attention"):
+            for key in ("weight", "activation", "attention"):
                 named_format(getattr(holder, key, None), where)
+        named_format(recipe.kv_cache, where, cache_format)
         return recipe
 
     @classmethod
@@ -155,14 +156,16 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def named_format(name: str | None, where: str) -> Format | None:
+def named_format(
+    name: str | None, where: str, parse: Callable[[str | None], Format | None] = parse_format
+) -> Format | None:
     """Returns the format of a name in the recipe `where`, which errors name; None for 16 bit.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: a name that `parse` does not know.
     """
     try:
-        return parse_format(name)
+        return parse(name)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 

@@ -22,7 +22,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from quant.formats.format import Format, is_16bit
+from quant.formats.format import Format, cache_format, is_16bit
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import ROUTER, Layer
 from quant.recipes.plan import LayerPlan, Plan, groups_of
@@ -86,7 +86,7 @@ def resolve(
     planned = _keep_whole_groups(_without_routers(planned))
     plan = Plan(
         layers=tuple(planned),
-        kv_cache=named_format(recipe.kv_cache, recipe.name),
+        kv_cache=named_format(recipe.kv_cache, recipe.name, cache_format),
         attention=named_format(recipe.attention, recipe.name),
         guard=recipe.guard or None,
         observer=recipe.observer,

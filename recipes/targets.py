@@ -221,7 +221,7 @@ _ALL = (
             ),
             *(Pair(w, None, STORAGE, source="_POSSIBLE_KERNELS") for w in _INT4),
         ),
-        kv_cache=("fp8",),
+        kv_cache=("fp8", "fp8_head"),
         fused=_FUSED,
         source="vllm 0.26.0, model_executor/kernels/linear/__init__.py; our presets ran on an H100, the rest is read",
         refused={

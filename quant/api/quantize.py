@@ -70,7 +70,8 @@ def quantize(
         include: globs; if given, only layers that match one are quantized.
         exclude: globs of layers that stay in 16 bit.
         lm_head: format of the output head, whose inputs stay in 16 bit; replaces the recipe's.
-        kv_cache: format of the KV cache, "fp8", or "16bit"; replaces the recipe's.
+        kv_cache: format of the KV cache, "fp8", "fp8_head" with a scale for each KV head, or "16bit"; replaces the
+            recipe's.
         attention: format of attention's operands, "fp8", or "16bit"; replaces the recipe's.
         solver: replaces the recipe's.
         effort: 0 to 3, chooses a solver where neither `solver` nor the recipe names one; see `quant.recipes.effort`.

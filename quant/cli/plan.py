@@ -78,7 +78,7 @@ def diff_command(before: Path, after: Path, as_json: bool) -> None:
     help="New format of matching layers; keep is 16 bit. Without @INPUT, inputs get the format that goes with the "
     "weight's if the plan quantizes inputs. Repeatable; the last match wins.",
 )
-@click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8, or keep.")
+@click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8, fp8_head, or keep.")
 @click.option("--guard", metavar="'LIMIT FORMAT …'", help="As in `quantize`; an empty text takes it away.")
 @click.option("--observer", metavar="NAME", help="As in `quantize`: absmax, percentile, mse or entropy.")
 @click.option("--whole-groups", is_flag=True, help="Change all layers that are fused with a matching one.")

@@ -89,7 +89,12 @@ def _help_all(context: click.Context, _: click.Parameter, is_given: bool) -> Non
     shell_complete=OBSERVERS,
     help="Method that sets static activation scales: absmax, percentile, mse or entropy.",
 )
-@click.option("--kv-cache", shell_complete=FORMAT_NAMES, metavar="FORMAT", help="Format of the KV cache: fp8.")
+@click.option(
+    "--kv-cache",
+    shell_complete=FORMAT_NAMES,
+    metavar="FORMAT",
+    help="Format of the KV cache: fp8, or fp8_head with a scale for each KV head.",
+)
 @click.option("--attention", shell_complete=FORMAT_NAMES, metavar="FORMAT", help="Format of attention's operands: fp8.")
 @click.option(
     "--include",

@@ -17,7 +17,7 @@ from torch import nn
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.evaluating import evaluating
 from quant.calibration.inputs import Inputs, inputs_of, taking_inputs
-from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
+from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors, latent_norms
 from quant.calibration.ranks import Exchange
 from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
@@ -40,6 +40,7 @@ from quant.execution.solve_blocks import Rounded, solve_blocks
 from quant.execution.solve_weights import solve_weights
 from quant.export.checkpoint.names import stored_names
 from quant.export.checkpoint.write import plan_of_model
+from quant.formats.format import FP8_HEAD
 from quant.formats.html_table import html_table
 from quant.models.stored_weights import read_stored, stored_in
 from quant.plan.head_plan import scale_donors, split_heads
@@ -180,9 +181,18 @@ def _kv_scales(model: nn.Module, plan: Plan, data: Any, session: Session) -> dic
     if finished is not None:
         return {name: scale.clone() for name, scale in finished.tensors.items()}
     assert data is not None and plan.kv_cache is not None
+    by_head = plan.kv_cache is FP8_HEAD
+    if by_head and (latent := next(iter(latent_norms(model)), None)):
+        raise UserError(
+            f"{latent}: latent attention caches one vector for all heads, so it has no scale for each (fp8_head); use "
+            "--kv-cache fp8"
+        )
     # The listener has seen all layers by now; a second count of the same rows would look like a restart.
     silent = replace(session, progress=None)
-    scales = collect_attention_scales(model, data, kv_format=plan.kv_cache, attention_format=None, session=silent)
+    scales = collect_attention_scales(
+        model, data, kv_format=plan.kv_cache, attention_format=None,
+        granularity="head" if by_head else "tensor", session=silent,
+    )  # fmt: skip
     tensors = kv_scale_tensors(scales, stored_dtype(model))
     session.store.put(step, tensors, None)
     return tensors

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 from quant.errors import UserError, counted, listed
-from quant.formats.format import Format, parse_format
+from quant.formats.format import Format, cache_format, parse_format
 from quant.plan.check import check_guard_and_observer, check_solver, layer_problem, sharers_of
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
@@ -200,7 +200,7 @@ def set_kv_cache(plan: Plan, name: str) -> Plan:
         UserError: an unknown format.
     """
     try:
-        return replace(plan, kv_cache=parse_format(name))
+        return replace(plan, kv_cache=cache_format(name))
     except ValueError as error:
         raise UserError(f"--kv-cache {name}: {error}") from None
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from quant.calibration.solvers.solver import get_solver
 from quant.errors import UserError, counted
-from quant.formats.format import parse_format
+from quant.formats.format import cache_format, parse_format
 from quant.plan.callers_model import check_original, unwrapped
 from quant.plan.plan_warnings import BY_NAME, NOT_RUN, NOT_SEEN
 from quant.recipes.effort import solver_of
@@ -283,9 +283,9 @@ def kv_cache_name(name: str, option: str) -> str:
         UserError: an unknown format.
     """
     try:
-        format = parse_format(name)
+        format = cache_format(name)
     except ValueError:
         raise UserError(
-            f"{option} {name}: unknown format of a KV cache; checkpoints hold it in fp8, or in 16bit"
+            f"{option} {name}: unknown format of a KV cache; checkpoints hold it in fp8, fp8_head, or in 16bit"
         ) from None
     return format.name if format else KEEP

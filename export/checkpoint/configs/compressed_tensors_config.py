@@ -12,7 +12,7 @@ from typing import Any
 from quant.export.checkpoint.layout import COMPRESSED_TENSORS, same_values
 from quant.export.checkpoint.names import FormatsOf, StoredNames
 from quant.export.checkpoint.patterns import matches
-from quant.formats.format import FORMATS, INPUT_FORMATS, Format
+from quant.formats.format import FORMATS, FP8_HEAD, INPUT_FORMATS, Format
 from quant.formats.number import E8M0
 from quant.recipes.json_data import typed
 from quant.recipes.layer_kind import LayerKind
@@ -47,10 +47,10 @@ _RULE = "scale_rule"
 
 def check_plan(plan: Plan) -> None:
     """Raises ValueError if the layout has no name for a format of the plan."""
-    if plan.kv_cache is not None and plan.kv_cache.name != "fp8":
+    if plan.kv_cache not in (None, FORMATS["fp8"], FP8_HEAD):
         raise ValueError(
-            f"the compressed-tensors layout cannot store a KV cache in {plan.kv_cache}; it has fp8, so quantize "
-            "again with that"
+            f"the compressed-tensors layout cannot store a KV cache in {plan.kv_cache}; it has fp8 and fp8_head, so "
+            "quantize again with one of them"
         )
     for layer in plan.quantized:
         if layer.weight is not None and layer.weight.name not in _FORMAT_NAMES:
@@ -182,12 +182,15 @@ def _arguments(
 ) -> dict[str, Any]:
     # strategy        block (rows, columns), 0 for a whole axis         scales
     # tensor          (0, 0)                                            one
+    # attn_head       (0, 0), of a KV cache                             one a KV head
     # channel, token  (1, 0)                                            one a row of a weight, or a token of an input
     # group           (1, n)                                            one for n columns of a row
     # tensor_group    (1, n) with a global scale                  the same, and one for the tensor
     # block           (m, n)                                            one for m rows and n columns
     rows, columns = format.block
-    if format.global_scale:
+    if format is FP8_HEAD:
+        strategy = "attn_head"
+    elif format.global_scale:
         strategy = "tensor_group"
     elif format.per_tensor:
         strategy = "tensor"
@@ -263,7 +266,9 @@ def read_config(
             return None
         return next((pair for targets, pair in groups if any(_matches(n, t) for t in targets for n in called)), None)
 
-    return formats_of, FORMATS["fp8"] if config.get("kv_cache_scheme") else None
+    scheme = typed(dict[str, Any] | None, config.get("kv_cache_scheme"), "kv_cache_scheme")
+    by_head = scheme is not None and scheme.get("strategy") == "attn_head"
+    return formats_of, (FP8_HEAD if by_head else FORMATS["fp8"]) if scheme else None
 
 
 def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[str], int]:

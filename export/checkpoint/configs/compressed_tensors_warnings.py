@@ -13,7 +13,7 @@ import torch
 
 from quant.export.checkpoint.configs.known_failures import FAILURES
 from quant.export.checkpoint.names import StoredNames
-from quant.formats.format import Format
+from quant.formats.format import FP8_HEAD, Format
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.targets import get_target
@@ -41,6 +41,7 @@ def runtime_warnings(
         *_input_warnings(plan),
         *_narrow_expert_warnings(plan),
         *_weight_only_expert_warnings(plan),
+        *_head_scale_warnings(plan),
         *_kept_expert_warnings(plan, names),
         *_wide_scale_warnings(tensors or {}, dtype),
     ]
@@ -182,6 +183,14 @@ def _weight_only_expert_warnings(plan: Plan) -> Iterator[str]:
         yield (
             f"{_counted(layers)} quant.load, or vLLM with Blockscale's plug-in on Hopper: "
             f"{FAILURES['fp8 weights of experts'].releases} stops at experts in FP8 whose inputs stay in 16 bit"
+        )
+
+
+def _head_scale_warnings(plan: Plan) -> Iterator[str]:
+    if plan.kv_cache is FP8_HEAD:
+        yield (
+            "the KV cache has a scale for each KV head: vLLM reads these with FlashAttention 3 (on Hopper) and in our "
+            "NVFP4 cache, and stops elsewhere; --kv-cache fp8 writes one a tensor"
         )
 
 

@@ -13,6 +13,8 @@ from samples import BASE, GOLDENS
 
 import quant
 from quant.calibration.blocks import cache_of
+from quant.export.checkpoint.configs.compressed_tensors_config import read_config
+from quant.export.checkpoint.names import StoredNames
 from quant.recipes.recipe import get_recipe
 
 ROWS = torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(0))
@@ -57,6 +59,36 @@ def test_loads(saved: tuple[quant.Quantized, Path], own: bool) -> None:
     directory = saved[1] if own else GOLDENS / "compressed_tensors" / "FP8"
     model, tensors = quant.load(directory), load_file(directory / "model.safetensors")
     assert torch.equal(model.model.layers[1].self_attn.v_scale, tensors["model.layers.1.self_attn.v_scale"])
+
+
+def test_each_kv_head_has_a_scale_of_its_own(tmp_path: Path) -> None:
+    """As llm-compressor writes them, `[kv_heads, 1, 1]`, under the strategy that vLLM calls `attn_head`."""
+    model = quant.open_model(BASE).model
+    assert model is not None
+    result = quant.quantize(model, "fp8", ROWS, kv_cache="fp8_head")
+    with pytest.warns(UserWarning, match="a scale for each KV head: vLLM reads these with FlashAttention 3"):
+        quant.save(result.model, result.plan, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["kv_cache_scheme"]["strategy"] == "attn_head" and config["kv_cache_scheme"]["num_bits"] == 8
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    largest: dict[str, torch.Tensor] = {}
+    for row in ROWS:
+        with torch.no_grad():
+            cache = cache_of(result.model(row[None], use_cache=True))
+        for i, layer in enumerate(cache.layers):
+            for operand, values in (("k", layer.keys), ("v", layer.values)):
+                name, amax = f"model.layers.{i}.self_attn.{operand}_scale", values.abs().amax((0, 2, 3)).float()
+                largest[name] = torch.maximum(largest.get(name, amax), amax)
+    for name, amax in largest.items():
+        assert len(amax) > 1 and torch.equal(tensors[name], (amax / 448).to(torch.bfloat16).view(-1, 1, 1))
+    # The plan in the files and the config say the same, and a loaded model computes what the quantized one does.
+    assert quant.Plan.load(tmp_path / "out" / "plan.json").kv_cache is result.plan.kv_cache
+    assert read_config(config, StoredNames())[1] is result.plan.kv_cache
+    loaded = quant.load(tmp_path / "out")
+    with torch.no_grad(), quant.quantized_attention(loaded, **result.plan.run_time):
+        logits = loaded(ROWS[:1]).logits
+    with torch.no_grad(), quant.quantized_attention(result.model, **result.plan.run_time):
+        assert torch.equal(logits, result.model(ROWS[:1]).logits)
 
 
 def test_a_format_that_cannot_be_stored(tmp_path: Path) -> None:

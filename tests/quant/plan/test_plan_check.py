@@ -178,7 +178,7 @@ def test_target_tables_are_sound() -> None:
             assert pair.weight in FORMATS and (pair.activation is None or pair.activation in FORMATS)
             assert pair.runs in (NATIVE, STORAGE)
             assert pair.activation is not None or pair.runs == STORAGE, f"{target.name}: {pair} multiplies nothing low"
-        assert set(target.kv_cache) <= set(FORMATS)
+        assert set(target.kv_cache) <= {*FORMATS, "fp8_head"}
     with pytest.raises(ValueError, match="unknown target 'vlm'; known targets: vllm, vllm-modelopt, sglang"):
         get_target("vlm")
 
@@ -189,7 +189,7 @@ def test_run_time_parts_heads_and_the_kv_cache() -> None:
     plan = plan_of(rotated, head, kv_cache=get_format("mxfp8"))
     found = {p.where: p.what for p in validate(plan, None, get_target("vllm"))}
     assert "hadamard" in found[rotated.name] and "kind 'head'" in found["score"]
-    assert found["plan"] == "vllm cannot keep the KV cache in mxfp8; it has fp8, 16bit"
+    assert found["plan"] == "vllm cannot keep the KV cache in mxfp8; it has fp8, fp8_head, 16bit"
     # vLLM multiplies by a head in NVFP4 with its inputs in 16 bit.
     assert validate(plan_of(replace(head, weight=NVFP4, activation=None)), None, get_target("vllm")) == []
 

@@ -298,3 +298,33 @@ def test_settings_that_a_cache_in_nvfp4_cannot_serve_are_refused_before_weights_
             return
         with pytest.raises(ValueError, match=rf"^NVFP4 KV cache: .*{reason}.*; leave out --kv-cache-dtype nvfp4$"):
             BlockscaleNvFp4Attention(HEADS, DIM, 1.0, KV_HEADS)
+
+
+def test_scales_of_each_head_go_through_vllms_own_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of `--kv-cache fp8_head`: vLLM takes its scheme and tensors, and our cache takes vLLM's scales."""
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors as theirs
+
+    from quant.export.checkpoint.configs.compressed_tensors_config import quantization_config
+    from quant.formats.format import FP8_HEAD
+    from quant.recipes.plan import Plan
+
+    monkeypatch.setattr(theirs, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(theirs, "get_tensor_model_parallel_world_size", lambda: 1)
+    scheme = quantization_config(Plan((), kv_cache=FP8_HEAD))["kv_cache_scheme"]
+    config = SimpleNamespace(kv_cache_scheme=scheme, total_num_heads=HEADS, total_num_kv_heads=KV_HEADS)
+    method = theirs.CompressedTensorsKVCacheMethod(config)
+    layer = torch.nn.Module()
+    layer.num_kv_heads = KV_HEADS
+    layer._k_scale_cpu, layer._v_scale_cpu = torch.ones(()), torch.ones(())
+    method.create_weights(layer)
+    stored = {"k": torch.tensor([0.6, 0.9]).bfloat16(), "v": torch.tensor([0.3, 0.1]).bfloat16()}
+    for name, scale in stored.items():
+        parameter = getattr(layer, f"{name}_scale")
+        parameter.weight_loader(parameter, scale.view(-1, 1, 1))
+    method.process_weights_after_loading(layer)
+    assert torch.equal(layer._k_scale.detach(), stored["k"].float()) and layer._v_scale_float == float(
+        stored["v"].max()
+    )
+    ours = Layer(torch.zeros(1))
+    k, v = ours.impl.scales(layer, torch.zeros(1))
+    assert torch.equal(k, stored["k"].float() / 6) and torch.equal(v, stored["v"].float() / 6)
