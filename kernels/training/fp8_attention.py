@@ -25,6 +25,7 @@ from quant.kernels.attention.quantize import quantize_attention
 from quant.kernels.attention.ring import quantize_blocks
 from quant.kernels.attention_operands import scale_blocks, scale_of_rows
 from quant.kernels.attention_tiles import DIMS
+from quant.kernels.hardware import capability_of
 from quant.kernels.linear.ops import register, without_autocast
 
 _Saved = tuple[
@@ -151,6 +152,8 @@ def _gradients_on_gpu(
     dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes the gradients by PyTorch's flash attention, which takes and gives BF16 or FP16."""
+    if capability_of(out) < (8, 0):  # before Ampere there is no flash attention
+        return _gradients(dout, out, lse, *arguments)
     codes, scales, (causal, window, softmax_scale) = arguments[:3], arguments[3:6], arguments[6:]
     dtype = torch.bfloat16 if out.dtype is torch.float32 else out.dtype
     q, k, v = (

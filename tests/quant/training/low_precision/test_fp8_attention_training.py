@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -125,6 +126,33 @@ def test_a_model_trains_in_it_and_comes_back() -> None:
         quant.convert_trained(model)
         assert torch.equal(logits, model(ROWS).logits)
     assert model.config._attn_implementation == "sdpa" and not hasattr(model.config, "_attention_before_training")
+
+
+def test_windows_are_those_of_the_model() -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32, vocab_size=64, sliding_window=5,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = MistralForCausalLM(config).train()
+    _, plain = _gradients(model)
+    without = copy.deepcopy(model)
+    for each, attention in ((model, "fp8"), (without, "16bit")):
+        quant.to_low_precision_training(each, "fp8_rowwise", include="*.1.mlp.down_proj", attention=attention)
+    _, rounded = _gradients(model)
+    _gradients(without)
+    for name in ("q", "k", "v"):
+        name = f"model.layers.0.self_attn.{name}_proj.weight"
+        assert 1e-3 < _relative(rounded[name], plain[name].double()) < 0.2
+    # In eval mode our function makes the mask that transformers would have made, also behind a cache.
+    for each in (model, without):
+        each.eval()
+    with torch.no_grad():
+        assert torch.allclose(model(ROWS).logits, without(ROWS).logits, atol=1e-5)
+        answers = [each.generate(ROWS[:1, :9], max_new_tokens=6, do_sample=False) for each in (model, without)]
+    assert torch.equal(*answers)
 
 
 def test_padding_and_graphs_give_the_same_gradients() -> None:
