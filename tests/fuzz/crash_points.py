@@ -47,7 +47,7 @@ class Job:
     Attributes:
         places: what it writes, in the order in which each appears, whole. Most commands write `out` alone.
         adds: whether it adds to what is there, so that the next run adds again.
-        exports: whether it traces the model, which takes seconds; `--quick` leaves it out.
+        long: whether it takes long: it traces the model, or solves it for a second time; `--quick` leaves it out.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Job:
     before: str | None = None
     places: tuple[str, ...] = ("out",)
     adds: bool = False
-    exports: bool = False
+    long: bool = False
 
 
 def jobs() -> list[Job]:
@@ -67,17 +67,17 @@ def jobs() -> list[Job]:
     changed = f"{edit} --set *.mlp.*=mxfp8 --whole-groups"
     return [
         Job("quantize", quantize),
-        Job("quantize --overwrite", f"{quantize} --overwrite", old),
+        Job("quantize --overwrite", f"{quantize} --overwrite", old, long=True),
         Job("quantize state dict", f"quantize in/w.safetensors --format fp8_channel --effort 0 {to}"),
         Job("export compressed-tensors", f"export in/ckpt --to compressed-tensors {to}"),
         Job("export modelopt --overwrite", f"export in/ckpt --to modelopt {to} --overwrite", old),
-        Job("export onnx", f"export in/ckpt --to onnx {to}", exports=True),
-        Job("export aoti", "export in/static --to aoti --out out.pt2 --quiet", places=("out.pt2",), exports=True),
+        Job("export onnx", f"export in/ckpt --to onnx {to}", long=True),
+        Job("export aoti", "export in/static --to aoti --out out.pt2 --quiet", places=("out.pt2",), long=True),
         Job(
             "export torch-tensorrt",
             "export in/static --to torch-tensorrt --out out.pt2 --quiet",
             places=("out.pt2",),
-            exports=True,
+            long=True,
         ),
         *(_engines() if importlib.util.find_spec("tensorrt_rtx") else ()),
         Job("plan edit", changed),
@@ -89,7 +89,7 @@ def jobs() -> list[Job]:
 def _packages() -> list[Job]:
     command = "export in/static --out out.pt2 --quiet --to"
     return [
-        Job(f"export {kind}", f"{command} {kind}", places=("out.pt2",), exports=True)
+        Job(f"export {kind}", f"{command} {kind}", places=("out.pt2",), long=True)
         for kind in ("aoti", "torch-tensorrt")
     ]
 
@@ -105,7 +105,7 @@ def _engines() -> list[Job]:
         Job("export triton-server, a version", f"{server}8", f"{server}8", in_repository, adds=True),
         Job("export triton-server --overwrite", f"{server}8 --overwrite", f"{server}16", in_repository),
     ]
-    return [replace(job, exports=True) for job in found]
+    return [replace(job, long=True) for job in found]
 
 
 class StandIns:
@@ -256,7 +256,7 @@ def run(every: int, workers: int, only: Sequence[str] = (), *, quick: bool = Fal
         (root / "corpus").mkdir()
         corpus.make_some(root / "corpus")
         stand_ins = StandIns(root / "stand-ins")
-        chosen = [job for job in jobs() if (not only or job.name in only) and not (quick and job.exports)]
+        chosen = [job for job in jobs() if (not only or job.name in only) and not (quick and job.long)]
         for number, job in enumerate(chosen):
             old = None
             if job.before is not None:
@@ -321,7 +321,7 @@ def _main() -> None:
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=(), help="names of commands")
-    parser.add_argument("--quick", action="store_true", help="without exports that trace the model")
+    parser.add_argument("--quick", action="store_true", help="without commands that take long")
     given: Any = parser.parse_args()
     print(json.dumps(run(given.every, given.jobs, given.only, quick=given.quick)))
 

@@ -45,7 +45,6 @@ CASES = [
     ("nvfp4", "awq+lowrank:4+gptq"),
     ("nvfp4a16", "rotation:32+lowrank:2+gptq+autoround:2"),
     ("fp8", "gptq"),
-    ("fp8_block", "gptq"),
     ("mxfp8", "gptq+autoround:2"),
     ("int8", "smoothquant+gptq"),
     ("int4a16", "awq+gptq"),
@@ -62,6 +61,7 @@ SLOW_CASES = [
     ("nvfp4", "awq+autoround:2"),
     ("fp8_channel", "awq+gptq"),
     ("mxfp4", "local_hessian"),
+    ("fp8_block", "gptq"),
 ]
 
 
