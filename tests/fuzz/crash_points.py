@@ -86,14 +86,6 @@ def jobs() -> list[Job]:
     ]
 
 
-def _packages() -> list[Job]:
-    command = "export in/static --out out.pt2 --quiet --to"
-    return [
-        Job(f"export {kind}", f"{command} {kind}", places=("out.pt2",), long=True)
-        for kind in ("aoti", "torch-tensorrt")
-    ]
-
-
 def _engines() -> list[Job]:
     engine = "export in/static --to tensorrt --target sm89 --out out.engine --quiet --shapes batch=1,sequence="
     server = f"export in/static --to triton-server --target sm89 {corpus.TO} --shapes batch=1,sequence="
