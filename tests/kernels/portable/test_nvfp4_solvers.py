@@ -99,7 +99,12 @@ def _check_inputs(device: str) -> None:
             found = fake_quantize_nvfp4(given.to(device), None if second is None else second.to(device))
             assert torch.equal(found.cpu(), fake_quantize(given, NVFP4, global_scale=second))
             found = fake_quantize_nvfp4(given.to(device), None if second is None else second.to(device), FOUR_OR_SIX)
-            assert torch.equal(found.cpu(), fake_quantize(given, FOUR_OR_SIX, global_scale=second))
+            expected = fake_quantize(given, FOUR_OR_SIX, global_scale=second)
+            # Of two scales whose errors differ by the order of a sum alone, either may be chosen.
+            blocks = [t.double().unflatten(-1, (-1, 16)) for t in (found.cpu(), expected, given)]
+            errors = [(rounded - blocks[2]).square().sum(-1) for rounded in blocks[:2]]
+            torch.testing.assert_close(errors[0], errors[1], rtol=1e-5, atol=0)
+            assert (found.cpu() == expected).double().mean() > 0.99
 
 
 def _check_weights(device: str) -> None:
