@@ -48,12 +48,15 @@ class GenaiAttention(CachedAttention):
         return torch.cat([past, x], dim=2)
 
     def visible(self, tokens: int, window: int | None) -> torch.Tensor:
+        past, mask = self.past[0].shape[2], self.inputs[_MASK]
         columns = torch.arange(tokens)
-        rows = (torch.arange(self.inputs[IDS].shape[1]) + self.past[0].shape[2])[:, None]
-        earlier = columns < rows
+        rows = (torch.arange(self.inputs[IDS].shape[1]) + past)[:, None]
+        seen = (columns < rows)[None] & mask[:, None].bool()
         if window is not None:
-            earlier = earlier & (columns > rows - window)
-        return (earlier[None] & self.inputs[_MASK][:, None].bool()) | (columns == rows)[None]
+            # Padding lies between a row's prompt and its new tokens, so a window counts tokens and not columns.
+            counts = mask.cumsum(1)
+            seen = seen & (counts[:, None] > counts[:, past:, None] - window)
+        return seen | (columns == rows)[None]
 
 
 class GenaiGraph(nn.Module):

@@ -1,14 +1,17 @@
 """`export_aoti` compiles a quantized module ahead of time into a `.pt2` package of AOTInductor.
 
     torch.export         the module as a graph; a quantized linear is one `quant::` op in it
-    this file            every such op is replaced by PyTorch ops (the table below)
+    this file            what becomes of every such op (the table below)
     AOTInductor          kernels for one device, compiled and tuned, with the weights, in a zip file
 
-    op                                   on a GPU with FP8 tensor cores          elsewhere
-    FP8 weights, FP8 inputs              rounding that fuses into the producer   rounding, dequantized weights,
-                                         of the input, then `torch._scaled_mm`   a plain matmul
-    other linears, convolutions          weights decoded by integer arithmetic, then a plain matmul or convolution
-    quant::fp8_attention                 our Triton kernel, inside the package   the reference, as a graph
+    op                                on a GPU                                        on a CPU
+    linear, FP8 weights and inputs    with FP8 tensor cores: rounding that fuses      one C++ function for all linears
+                                      into the producer of the input, then            of the package (`cpp_linear`)
+                                      `torch._scaled_mm`; without: as the next row
+    other linears                     weights decoded by integer arithmetic, then     the same function
+                                      a plain matmul
+    convolutions                      weights decoded by integer arithmetic, then a plain convolution
+    quant::fp8_attention              our Triton kernel, inside the package           the reference, as a graph
 
 So the package needs neither Python nor this library: C++ loads it with `torch::inductor::AOTIModelPackageLoader` (a
 program is in `export/cpp`), Python with `load_aoti`. Equal input scales, as of q, k and v, become one tensor, so that
@@ -32,6 +35,7 @@ from torch import nn
 from quant.calibration.kv_cache import AttentionScales
 from quant.export.onnx_graph.decoder import Attention, Graph, attending, operand_scales
 from quant.export.onnx_graph.ops import ConvCall
+from quant.export.packages.cpp_linear import linear_settings
 from quant.formats.atomic import put_file, temporary_directory
 from quant.formats.format import FORMATS, Format
 from quant.formats.packing import unpack
@@ -79,10 +83,13 @@ def export_aoti(
         ValueError: there is no such device, the name is wrong, the model does not export, or the C++ compiler cannot
             make a library that torch loads; nothing is written.
     """
-    path, device = Path(path), find_device(path, device)
+    path = Path(path)
+    device = find_device(path, device)
     examples = {name: x.to(device) for name, x in inputs.items()}
-    program = lowered(model.to(device), examples, dims=dims, ranges=ranges, attention_scales=attention_scales)
-    return compile_package(program, path, device, options or {})
+    with scales_as_matrices(model.to(device)):
+        program = traced(model, examples, dims=dims, ranges=ranges, attention_scales=attention_scales)
+    share_input_scales(program)
+    return compile_package(program, BODIES, path, device, options or {})
 
 
 def find_device(path: Path, device: torch.device | str | None) -> torch.device:
@@ -97,20 +104,24 @@ def find_device(path: Path, device: torch.device | str | None) -> torch.device:
 
 def compile_package(
     program: torch.export.ExportedProgram,
+    bodies: Mapping[str, Callable[..., torch.Tensor]],
     path: Path,
     device: torch.device,
     options: Mapping[str, Any],
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Compiles a lowered graph into the package `path`; arguments and errors are as for `export_aoti`.
+    """Compiles a graph into the package `path`; arguments and errors are as for `export_aoti`.
 
-    `metadata` is stored in the package as JSON, next to Inductor's own entries on the device.
+    Inductor compiles the ops of `bodies` in place of the ops of these names, but for `quant::linear` on a CPU, which is
+    a function of its own. `metadata` is stored in the package as JSON, next to Inductor's own entries on the device.
     """
-    settings = {**_settings(on_gpu=device.type == "cuda"), **options, "aot_inductor.metadata": dict(metadata or {})}
-    with (
-        temporary_directory(path) as folder,
-        replaced_ops({_ATTENTION: partial(run_fp8_attention, in_graph=True)}),
-    ):
+    on_gpu = device.type == "cuda"
+    settings = {**_settings(on_gpu=on_gpu), **options, "aot_inductor.metadata": dict(metadata or {})}
+    replaced = {name: body for name, body in bodies.items() if on_gpu or name != LINEAR}
+    replaced[_ATTENTION] = partial(run_fp8_attention, in_graph=True)
+    _warm_tables()
+    # The ops are replaced while Inductor traces the graph. Replacing them before would trace it twice.
+    with temporary_directory(path) as folder, replaced_ops(replaced):
         try:
             package = torch._inductor.aoti_compile_and_package(
                 program, package_path=str(Path(folder, path.name)), inductor_configs=settings
@@ -125,34 +136,17 @@ def compile_package(
     return path
 
 
-def lowered(
-    model: nn.Module,
-    inputs: Mapping[str, torch.Tensor],
-    *,
-    dims: Dims | None = None,
-    ranges: Mapping[str, tuple[int, int]] | None = None,
-    attention_scales: Mapping[str, AttentionScales] | None = None,
-) -> torch.export.ExportedProgram:
-    """Returns the exported graph that the package is compiled from, without our ops for linears and convolutions.
-
-    Arguments are as for `export_aoti`.
-    """
-    with scales_as_matrices(model):
-        program = traced(model, inputs, BODIES, dims=dims, ranges=ranges, attention_scales=attention_scales)
-    share_input_scales(program)
-    return program
-
-
 def traced(
     model: nn.Module,
     inputs: Mapping[str, torch.Tensor],
-    bodies: Mapping[str, Callable[..., torch.Tensor]],
     *,
     dims: Dims | None = None,
     ranges: Mapping[str, tuple[int, int]] | None = None,
     attention_scales: Mapping[str, AttentionScales] | None = None,
 ) -> torch.export.ExportedProgram:
-    """Returns the model as a graph in which ops named in `bodies`, and attention, are replaced by PyTorch ops.
+    """Returns the model as a graph, with an op for each quantized layer and each attention.
+
+    Arguments are as for `export_aoti`.
 
     Raises:
         ValueError: the model does not export with these dimensions.
@@ -167,11 +161,10 @@ def traced(
     restore_layout(model)
     with torch.no_grad(), _traceable(model, inputs, ranges.get("sequence"), attention_scales) as graph:
         try:
-            program = torch.export.export(graph, (), dict(inputs), dynamic_shapes=dynamic, strict=False)
+            return torch.export.export(graph, (), dict(inputs), dynamic_shapes=dynamic, strict=False)
         except (torch._dynamo.exc.UserError, RuntimeError) as error:
             text = " ".join(str(error).split())
             raise ValueError(f"{type(model).__name__} does not export: {text[:400]}") from error
-        return decomposed(program, {**bodies, EXPORTED_ATTENTION: _exported_attention})
 
 
 def decomposed(
@@ -215,7 +208,7 @@ def _check_library(package: Path, path: Path) -> None:
 def _settings(*, on_gpu: bool) -> dict[str, Any]:
     """Returns settings that save time: no compiled headers, and for a GPU no trial of CPU vector instructions."""
     settings: dict[str, Any] = {"aot_inductor.precompile_headers": False}
-    return {**settings, "cpp.vec_isa_ok": False} if on_gpu else settings
+    return {**settings, "cpp.vec_isa_ok": False} if on_gpu else {**settings, **linear_settings()}
 
 
 @contextlib.contextmanager
@@ -270,10 +263,6 @@ def _conv(*arguments: Any) -> torch.Tensor:
     dense = conv_parameter(dequantize_in_graph(weight, x.dtype), call.codes.shape, call.groups, call.transposed)
     window = (call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups)
     return torch.convolution(x, dense, call.bias, *window)
-
-
-BODIES: dict[str, Callable[..., torch.Tensor]] = {LINEAR: _linear, CONV: _conv}
-"""The bodies of quantized layers, by the names of their ops."""
 
 
 def dequantize_in_graph(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -353,7 +342,7 @@ def _traceable(
         yield _Named(Graph(model, function), inputs)
 
 
-def _exported_attention(
+def exported_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -373,6 +362,14 @@ def _exported_attention(
     q8, k8, v8 = (round_to_e4m3(x, fp8, operand_scale)[0] for x, operand_scale in pairs)
     dtype = q.dtype if q.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
     return fp8_attention(q8, k8, v8, operand_scales, causal=causal, softmax_scale=scale, dtype=dtype).to(q.dtype)
+
+
+BODIES: dict[str, Callable[..., torch.Tensor]] = {
+    LINEAR: _linear,
+    CONV: _conv,
+    EXPORTED_ATTENTION: exported_attention,
+}
+"""The bodies of quantized layers and of attention, by the names of their ops."""
 
 
 @contextlib.contextmanager

@@ -34,7 +34,6 @@ from quant.export.packages.aoti import (
     BODIES,
     EXPORTED_ATTENTION,
     compile_package,
-    decomposed,
     find_device,
     scales_as_matrices,
     share_input_scales,
@@ -90,7 +89,7 @@ def export_aoti_decoder(
         "plan": plan,
         "torch": torch.__version__.partition("+")[0],
     }
-    return compile_package(program, path, device, options or {}, {METADATA: json_text(description)})
+    return compile_package(program, DECODER_BODIES, path, device, options or {}, {METADATA: json_text(description)})
 
 
 def decoder_program(
@@ -103,8 +102,7 @@ def decoder_program(
         caches = cache_shapes(model, function)
         with next(model.parameters()).device:
             inputs, past = serving_inputs(), function.cache_inputs(caches, capacity)
-        exported = trace_serving(InPlaceGraph(model, function), inputs, past, shapes, capacity)
-        program = decomposed(exported, {**BODIES, EXPORTED_ATTENTION: _attention, _SCATTER: _scatter})
+        program = trace_serving(InPlaceGraph(model, function), inputs, past, shapes, capacity)
     share_input_scales(program)
     return program, caches
 
@@ -133,3 +131,7 @@ def _scatter(cache: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> torch
     # Indices with a slice between them come first in the result: [batch, sequence, kv_heads, dim].
     written: torch.Tensor = torch.ops.aten.index_put(cache, [rows, None, positions], x.transpose(1, 2))
     return written
+
+
+DECODER_BODIES = {**BODIES, EXPORTED_ATTENTION: _attention, _SCATTER: _scatter}
+"""The bodies of quantized layers, of attention over a cache, and of writing into it, by the names of their ops."""

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quant.export.packages.aoti import traced
+from quant.export.packages.aoti import EXPORTED_ATTENTION, decomposed, exported_attention, traced
 from quant.formats.atomic import put_file, temporary_directory
 from quant.formats.format import Format
 from quant.formats.install_command import install_command
@@ -66,7 +66,7 @@ def lowered_program(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tor
     """Returns the program that `lower` writes."""
     require_ops()
     with _lowered(model):
-        return traced(model, inputs, {})
+        return decomposed(traced(model, inputs), {EXPORTED_ATTENTION: exported_attention})
 
 
 def require_ops() -> None:

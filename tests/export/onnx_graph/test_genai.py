@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import serving_samples
 import torch
@@ -28,15 +29,18 @@ NEW = serving_samples.NEW
 
 
 def written(folder: Path, rows: list[list[int]]) -> list[list[int]]:
-    """The tokens that the library adds to rows, all of one length, as one batch."""
+    """The tokens that the library adds to rows as one batch; it takes short rows padded on their right."""
+    pad = json.loads((folder / "genai_config.json").read_text())["model"]["pad_token_id"]
+    longest = max(map(len, rows))
+    padded = np.array([row + [pad] * (longest - len(row)) for row in rows], np.int32)
     model = genai.Model(str(folder))
     parameters = genai.GeneratorParams(model)
-    parameters.set_search_options(max_length=len(rows[0]) + NEW, do_sample=False, batch_size=len(rows))
+    parameters.set_search_options(max_length=longest + NEW, do_sample=False, batch_size=len(rows))
     generator = genai.Generator(model, parameters)
-    generator.append_tokens(rows if len(rows) > 1 else rows[0])
+    generator.append_tokens(padded if len(rows) > 1 else padded[0])
     while not generator.is_done():
         generator.generate_next_token()
-    return [list(generator.get_sequence(index))[len(row) :] for index, row in enumerate(rows)]
+    return [generator.get_sequence(index)[longest:].tolist() for index in range(len(rows))]
 
 
 @pytest.mark.slow
@@ -45,13 +49,16 @@ def written(folder: Path, rows: list[list[int]]) -> list[list[int]]:
     [("llama-64", "fp8"), ("llama-128", "int4a16"), ("gemma3", "int4a16"), ("mistral", "int4a16"), ("qwen3", "fp8")],
 )
 def test_greedy_tokens(kind: str, format: str, tmp_path: Path) -> None:
+    """Rows alone, and together: there, padding stands between a short row's prompt and its new tokens."""
     model = serving_samples.decoder(kind)
     plan = quant.quantize(model, format, ROWS, solver="rtn").plan
     export_onnx(model, tmp_path / "model.onnx", genai=True, plan=plan)
-    rows = [row[:100] for row in serving_samples.prompts()[1:]]
+    rows = [row[:100] for row in serving_samples.prompts()]  # 5, 100 and 100 tokens
     expected = serving_samples.greedy_tokens(model, rows)
-    # No row may end early: the end token is one that nobody writes.
-    model.generation_config.eos_token_id = min(set(range(64)) - {token for row in expected for token in row})
+    # No row may end early: the end token is one that nobody writes. A prompt may not end with the padding token.
+    unused = sorted(set(range(64)) - {token for row in expected for token in row})
+    model.generation_config.eos_token_id = unused[0]
+    model.generation_config.pad_token_id = next(token for token in unused if token not in [row[-1] for row in rows])
     (tmp_path / "genai_config.json").write_text(json.dumps(genai_config(model)))
     for row, tokens in zip(rows, expected, strict=True):
         assert written(tmp_path, [row]) == [tokens]
@@ -83,6 +90,11 @@ def test_the_directory_has_all_that_the_library_needs(checkpoint: Path, tmp_path
     (tokens,) = written(out, [row])
     ends = {model.generation_config.eos_token_id}
     assert len(tokens) > 4 and tokens == expected[: len(tokens)] and (len(tokens) == NEW or tokens[-1] in ends)
+    # Rows of different lengths together.
+    rows = [row, [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    for tokens, expected in zip(written(out, rows), serving_samples.greedy_tokens(model, rows), strict=True):
+        end = next((i for i, token in enumerate(expected) if token in ends), NEW)
+        assert tokens[:end] == expected[:end]
 
 
 def test_refusals(checkpoint: Path, tmp_path: Path) -> None:

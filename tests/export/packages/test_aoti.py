@@ -1,9 +1,13 @@
-"""The graph that becomes an AOTInductor package equals the module to the bit, and the package computes it."""
+"""The graph that becomes an AOTInductor package equals the module to the bit, and the package computes it.
+
+Packages for CPUs compute their linears by a C++ function; the graphs are those of packages for GPUs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -11,7 +15,16 @@ import torch
 from torch import nn
 
 from quant.calibration.kv_cache import collect_attention_scales
-from quant.export.packages.aoti import dequantize_in_graph, export_aoti, load_aoti, lowered
+from quant.export.packages.aoti import (
+    BODIES,
+    decomposed,
+    dequantize_in_graph,
+    export_aoti,
+    load_aoti,
+    scales_as_matrices,
+    share_input_scales,
+    traced,
+)
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.attention.forward import fp8_attention
@@ -59,6 +72,14 @@ class Gated(nn.Module):
             q = h.unflatten(-1, (2, 64)).transpose(1, 2).to(torch.float8_e4m3fn)
             h = fp8_attention(q, q, q, self.scales, causal=True).transpose(1, 2).flatten(2)
         return self.down(h)
+
+
+def lowered(model: nn.Module, inputs: dict[str, torch.Tensor], **options: Any) -> torch.export.ExportedProgram:
+    """The graph in the ops that Inductor compiles for a GPU."""
+    with scales_as_matrices(model):
+        program = traced(model, inputs, **options)
+    share_input_scales(program)
+    return decomposed(program, BODIES)
 
 
 def count(program: torch.export.ExportedProgram, target: str) -> int:
@@ -172,23 +193,56 @@ def test_package_computes_the_module(
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("weight", "activation", "static"), CASES[:3])
-def test_package_with_scaled_mm(
-    package: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    weight: str,
-    activation: str,
-    static: bool,
-) -> None:
+def test_graph_with_scaled_mm(monkeypatch: pytest.MonkeyPatch, weight: str, activation: str, static: bool) -> None:
     """What a GPU with FP8 tensor cores gets, through PyTorch's `_scaled_mm` for CPUs."""
     monkeypatch.setattr("quant.export.packages.aoti.has_fp8_tensor_cores", lambda x: True)
     model, x = Gated(weight, activation, static), torch.randn(2, 40, 64, dtype=torch.bfloat16)
-    assert count(lowered(model, {"x": x}), "_scaled_mm") == 3
-    got = load_aoti(package(model, tmp_path / "model.pt2", {"x": x}, device="cpu"))(x=x).float()
-    expected = model(x).float()
+    program = lowered(model, {"x": x})
+    assert count(program, "_scaled_mm") == 3
+    got, expected = program.module()(x=x).float(), model(x).float()
     assert float((got - expected).norm() / expected.norm()) < 0.04
+
+
+class Linears(nn.Module):
+    """A linear of every weight format, and of every pair with an input format; every other one has a bias."""
+
+    def __init__(self, dtype: torch.dtype, features: int) -> None:
+        super().__init__()
+        self.cases = [(name, None, False) for name in FORMATS if not name.endswith(("_token", "_group"))] + CASES
+        self.cases += [("nvfp4", "nvfp4", False), ("int8", "int8_tensor", True), ("int4", "int4_g32", False)]
+        self.cases += [(name, name, False) for name in ("mxfp8_e5m2", "mxfp6", "mxfp6_e3m2", "mxfp4")]
+        self.layers = nn.ModuleList()
+        for index, (weight, activation, static) in enumerate(self.cases):
+            dense = torch.randn(72, features) * torch.logspace(-4, 2, features)
+            bias = torch.randn(72, dtype=dtype) if index % 2 else None
+            rounding = FORMATS[activation] if activation else None
+            scale = torch.tensor(0.013) if static else None
+            self.layers.append(QuantLinear(quantize(dense, FORMATS[weight]), bias, rounding, scale))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(layer(x) for layer in self.layers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_linears_of_a_cpu_package_are_the_oracle_to_the_bit(
+    package: Callable[..., Path], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Blocks of zeros, numbers near the smallest, infinity and NaN come out as eager PyTorch computes them."""
+    torch.manual_seed(0)
+    features = 256
+    model = Linears(dtype, features)
+    path = package(model, tmp_path / "m.pt2", {"x": torch.ones(2, 5, features, dtype=dtype)}, dims=DIMS, device="cpu")
+    run = load_aoti(path)
+    for shape in ((2, 5, features), (1, 1, features), (3, 40, features)):
+        plain = torch.randn(shape) * torch.logspace(-5, 3, features)
+        with_zeros, tiny, special = plain.clone(), plain * (1e-4 if dtype is torch.float16 else 1e-30), plain.clone()
+        with_zeros[..., ::7] = with_zeros[0, 0] = 0
+        special[0, 0, 3], special[-1, -1, 5] = torch.inf, torch.nan
+        for x in (plain, with_zeros, tiny, special):
+            for case, got, expected in zip(model.cases, run(x=x.to(dtype)), model(x.to(dtype)), strict=True):
+                assert torch.equal(got.nan_to_num(12345.0), expected.nan_to_num(12345.0)), case
 
 
 def test_bad_input(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from quant.engines.aoti_session import AotiSession
 from quant.engines.check import forced_run, reference_run
 from quant.engines.loop import generate_tokens
 from quant.errors import UserError
-from quant.export.packages.aoti_decoder import METADATA, decoder_program, export_aoti_decoder
+from quant.export.packages.aoti import decomposed
+from quant.export.packages.aoti_decoder import DECODER_BODIES, METADATA, decoder_program, export_aoti_decoder
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -37,6 +38,7 @@ class GraphSession:
 
     def __init__(self, model: Any, capacity: int) -> None:
         program, self._shapes = decoder_program(model, capacity)
+        program = decomposed(program, DECODER_BODIES)
         self._run, self.capacity = program.module(), capacity
 
     def most_rows(self) -> int:
