@@ -40,7 +40,7 @@ from quant.export.packages.aoti_decoder import export_aoti_decoder
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.attention.forward import fp8_attention
-from quant.kernels.linear.fp8_gemm import round_input
+from quant.kernels.linear.fp8_gemm import round_to_e4m3
 from quant.kernels.linear.modules import QuantLinear
 
 HIDDEN, HEADS, KV_HEADS, DIM, MLP = 4096, 32, 8, 128, 14336
@@ -79,7 +79,7 @@ class Block(nn.Module):
         if not self.fp8_attention:
             return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         format = FORMATS["fp8"]
-        q, k, v = (round_input(y, format, scale)[0] for y, scale in zip((q, k, v), self.scales.unbind(), strict=True))
+        q, k, v = (round_to_e4m3(y, format, scale)[0] for y, scale in zip((q, k, v), self.scales.unbind(), strict=True))
         return fp8_attention(q, k, v, self.scales, causal=True, dtype=torch.bfloat16)
 
 

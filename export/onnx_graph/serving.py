@@ -35,9 +35,11 @@ import torch
 from torch import nn
 
 from quant.calibration.attention_names import text_config
+from quant.calibration.placement import free_memory
 from quant.export.onnx_graph.decoder import Attention, GraphInput, Keys, attending, is_decoder
 from quant.export.onnx_graph.opsets import SERVING_OPSET
 from quant.export.onnx_graph.translate import MODEL_PREFIX, trace, translate
+from quant.kernels.processor import memory_left
 
 CAPACITY_KEY = "blockscale.capacity"
 """Key in the file's metadata; its value is the capacity of the cache."""
@@ -89,7 +91,11 @@ class CachedAttention(Attention):
         return written
 
     def cache_inputs(self, shapes: Sequence[tuple[int, int, torch.dtype]], capacity: int) -> dict[str, GraphInput]:
-        """Returns the graph's inputs that hold the cache, from the heads, dimensions and dtypes of keys and values."""
+        """Returns the graph's inputs that hold the cache, from the heads, dimensions and dtypes of keys and values.
+
+        Raises ValueError for a cache that the memory of torch's default device cannot hold.
+        """
+        check_capacity_fits(shapes, capacity)
         return {
             name: GraphInput(torch.zeros(2, heads, capacity, dim, dtype=dtype), ("batch", heads, capacity, dim))
             for name, (heads, dim, dtype) in zip(cache_names("past", len(shapes) // 2), shapes, strict=True)
@@ -198,6 +204,18 @@ def check_decoder(model: nn.Module, capacity: int | None) -> None:
     moving = next((entry["rope_type"] for entry in each if entry.get("rope_type") in _MOVING_ROPE), None)
     if moving is not None:
         raise ValueError(without % f"its RoPE ({moving}) depends on the longest position of a batch")
+
+
+def check_capacity_fits(shapes: Sequence[tuple[int, int, torch.dtype]], capacity: int) -> None:
+    """Raises ValueError if two rows of a KV cache, which a graph is traced with, do not fit into free memory."""
+    device = torch.get_default_device()
+    free = free_memory(device) if device.type == "cuda" else memory_left()
+    nbytes = sum(2 * heads * capacity * dim * dtype.itemsize for heads, dim, dtype in shapes)
+    if free is not None and nbytes > free:
+        raise ValueError(
+            f"--capacity {capacity}: two rows of the KV cache, which the graph is traced with, take "
+            f"{nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; lower it"
+        )
 
 
 def cache_shapes(model: nn.Module, function: CachedAttention) -> list[tuple[int, int, torch.dtype]]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -35,7 +36,7 @@ from torch import nn
 from quant.calibration.kv_cache import AttentionScales
 from quant.export.onnx_graph.decoder import Attention, Graph, attending, operand_scales
 from quant.export.onnx_graph.ops import ConvCall
-from quant.export.packages.cpp_linear import linear_settings
+from quant.export.packages.cpp_linear import has_cpp_linears, linear_settings
 from quant.formats.atomic import put_file, temporary_directory
 from quant.formats.format import FORMATS, Format
 from quant.formats.packing import unpack
@@ -117,11 +118,16 @@ def compile_package(
     """
     on_gpu = device.type == "cuda"
     settings = {**_settings(on_gpu=on_gpu), **options, "aot_inductor.metadata": dict(metadata or {})}
-    replaced = {name: body for name, body in bodies.items() if on_gpu or name != LINEAR}
+    is_function = not on_gpu and has_cpp_linears(program)
+    replaced = {name: body for name, body in bodies.items() if not is_function or name != LINEAR}
     replaced[_ATTENTION] = partial(run_fp8_attention, in_graph=True)
     _warm_tables()
-    # The ops are replaced while Inductor traces the graph. Replacing them before would trace it twice.
-    with temporary_directory(path) as folder, replaced_ops(replaced):
+    if on_gpu:
+        program = decomposed(program, bodies)
+    # On a CPU the ops are replaced while Inductor traces the graph: a second trace of it takes seconds.
+    with temporary_directory(path) as folder, replaced_ops(replaced), warnings.catch_warnings():
+        # torch 2.13 copies its own tree of inputs by a class that it has deprecated.
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         try:
             package = torch._inductor.aoti_compile_and_package(
                 program, package_path=str(Path(folder, path.name)), inductor_configs=settings

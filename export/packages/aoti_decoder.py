@@ -14,7 +14,7 @@ its compiled code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,5 +133,5 @@ def _scatter(cache: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> torch
     return written
 
 
-DECODER_BODIES = {**BODIES, EXPORTED_ATTENTION: _attention, _SCATTER: _scatter}
+DECODER_BODIES: dict[str, Callable[..., torch.Tensor]] = {**BODIES, EXPORTED_ATTENTION: _attention, _SCATTER: _scatter}
 """The bodies of quantized layers, of attention over a cache, and of writing into it, by the names of their ops."""

@@ -35,6 +35,12 @@ def linear_settings() -> dict[str, Any]:
     return {"aot_inductor.custom_ops_to_c_shims": {getattr(getattr(torch.ops, namespace), name).default: [shim]}}
 
 
+def has_cpp_linears(program: torch.export.ExportedProgram) -> bool:
+    """Returns whether the function computes all linears of a graph; it has no input format with a rule of its own."""
+    activations = {node.args[-1] for node in program.graph.nodes if str(node.target).startswith("quant.linear")}
+    return all(not name or name in FORMATS for name in activations)
+
+
 def linear_source() -> str:
     """Returns the C++ source, with the tables of all numbers and formats in it."""
     numbers = {number.name: number for format in FORMATS.values() for number in (format.element, format.scale)}

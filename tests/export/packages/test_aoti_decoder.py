@@ -218,3 +218,15 @@ def test_capacities_that_do_not_fit(checkpoint: Path, tmp_path: Path, arguments:
     result = run("export", checkpoint, "--to", "aoti", "--out", tmp_path / "m.pt2", *arguments)
     assert result.exit_code == 2 and words in result.stderr and len(result.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["aoti", "onnx"])
+def test_a_capacity_that_memory_does_not_hold(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("quant.export.onnx_graph.serving.memory_left", lambda: 10_000)
+    out = tmp_path / ("m.pt2" if kind == "aoti" else "m")
+    result = run("export", checkpoint, "--to", kind, "--dtype", "fp32", "--out", out, "--capacity", 64)
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
+    assert "--capacity 64: two rows of the KV cache" in result.stderr and "lower it" in result.stderr
+    assert list(tmp_path.iterdir()) == []
