@@ -160,17 +160,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("vllm-greedy"))
     parser.add_argument("--model", default="bytes", help="the dense model; `bytes` trains one")
-    parser.add_argument("--only", default="", help="engines whose name begins so")
+    parser.add_argument("--only", nargs="+", default=[""], help="engines whose names begin so")
     parser.add_argument("--serve", choices=list(ENGINES), help="makes this process an engine")
     args = parser.parse_args()
     if args.serve:
         return serve(args.out, args.serve)
     from _table import machine, show, versions
 
-    names = [name for name in ENGINES if name.startswith(args.only)]
-    if args.only != "GLM":
+    names = [name for name in ENGINES if name.startswith(tuple(args.only))]
+    if any(not name.startswith("GLM") for name in names):
         make(args.out, args.model)
-    if "GLM".startswith(args.only[:3]):
+    if any(name.startswith("GLM") for name in names):
         make_glm(args.out)
     processes = []
     for name in names:
