@@ -15,8 +15,8 @@ A thread holds a piece of several rows and columns, and a warp's threads lie so 
 
 A transposition through shared memory would move single bytes there.
 
-`swiglu` computes a tile where it is read, as silu(x) · up, which is then never written in 16 bit. The gradients kernel
-does the same with both gradients of that product. Values are rounded where PyTorch's separate operations round them.
+`swiglu` computes a tile where it is read, as silu(x) · up, which is then never written in 16 bit. Values are rounded
+where PyTorch's separate operations round them. `sm90_fp8_block_swiglu.py` has the gradients of that product.
 
 The axis of a sum is padded with zeros, which change no sum: cuBLASLt reads scales of squares by fours. Scales lie as it
 reads them: by blocks, then rows. A block with NaN or infinity gets a scale that is NaN, and with it every product that
@@ -29,7 +29,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -77,13 +76,13 @@ def _codes(values, factor, rule: gl.constexpr):
 
 
 @gluon.jit
-def _sigmoid(x):
+def sigmoid(x):
     """Returns 1 / (1 + exp(-x)) by the approximations of the hardware, two units in the last place of FP32 off."""
     return gl.inline_asm_elementwise(_SIGMOID, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def _rounded(values, dtype: gl.constexpr):
+def rounded(values, dtype: gl.constexpr):
     """Returns `values` as PyTorch would have them after an operation in `dtype`."""
     return values.to(dtype).to(gl.float32)
 
@@ -99,7 +98,7 @@ def _load_tile(x, stride, tile_r, tile_c, R, C, layout: gl.constexpr):
 
 
 @gluon.jit
-def _store_tile(
+def store_tile(
     values, codes, scale, codes_t, scale_t, tile_r, tile_c, R, C, width, width_t, scale_stride, scale_t_stride,
     rule: gl.constexpr, square: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr,
     turned: gl.constexpr,
@@ -153,43 +152,14 @@ def sm90_fp8_block_operands_kernel(
     values = read.to(gl.float32)
     if swiglu:
         factor = _load_tile(up, up_stride, tile_r, tile_c, R, C, layout).to(gl.float32)
-        values = _rounded(_rounded(values * _sigmoid(values), read.dtype) * factor, read.dtype)
-    _store_tile(
+        values = rounded(rounded(values * sigmoid(values), read.dtype) * factor, read.dtype)
+    store_tile(
         values, codes, scale, codes_t, scale_t, tile_r, tile_c, R, C, width, width_t, scale_stride, scale_t_stride,
         rule, square, rows, columns, layout, turned,
     )  # fmt: skip
 
 
-@gluon.jit
-def sm90_fp8_block_swiglu_gradients_kernel(
-    dh, gate, up, g_codes, g_scale, g_codes_t, g_scale_t, u_codes, u_scale, u_codes_t, u_scale_t, R, C, tiles_across,
-    width, width_t, scale_stride, scale_t_stride, rule: gl.constexpr, layout: gl.constexpr, turned: gl.constexpr,
-):  # fmt: skip
-    """One tile of d up = dh · silu(gate) in one program, of d gate = dh · up · silu'(gate) in the next.
-
-    Both gradients in one program would fill its registers. Bytes that two neighbours read come from memory once.
-    """
-    tile_r, tile_c = gl.program_id(0) // 2 // tiles_across, gl.program_id(0) // 2 % tiles_across
-    read = _load_tile(dh, C, tile_r, tile_c, R, C, layout)
-    g = _load_tile(gate, C, tile_r, tile_c, R, C, layout).to(gl.float32)
-    if gl.program_id(0) % 2 == 0:
-        of_up = _rounded(read.to(gl.float32) * _rounded(g * _sigmoid(g), read.dtype), read.dtype)
-        _store_tile(
-            of_up, u_codes, u_scale, u_codes_t, u_scale_t, tile_r, tile_c, R, C, width, width_t, scale_stride,
-            scale_t_stride, rule, False, True, True, layout, turned,
-        )  # fmt: skip
-    else:
-        factor = _load_tile(up, C, tile_r, tile_c, R, C, layout).to(gl.float32)
-        of_silu = _rounded(read.to(gl.float32) * factor, read.dtype)
-        sigmoid = _sigmoid(g)
-        of_gate = _rounded(of_silu * (sigmoid * (1.0 + g * (1.0 - sigmoid))), read.dtype)
-        _store_tile(
-            of_gate, g_codes, g_scale, g_codes_t, g_scale_t, tile_r, tile_c, R, C, width, width_t, scale_stride,
-            scale_t_stride, rule, False, True, True, layout, turned,
-        )  # fmt: skip
-
-
-class _Tiling(NamedTuple):
+class Tiling(NamedTuple):
     """How a tile lies in the threads of a program."""
 
     rows: int  # of a thread's piece, which has 8 columns
@@ -199,13 +169,12 @@ class _Tiling(NamedTuple):
     registers: int | None = None  # at most, so that two programs run on an SM
 
 
-_TILINGS = {"plain": _Tiling(8, 8, 2, 4), "square": _Tiling(8, 4, 4, 2), "swiglu": _Tiling(4, 8, 4, 4, 64)}
-_GRADIENTS = _Tiling(8, 4, 4, 2)
+_TILINGS = {"plain": Tiling(8, 8, 2, 4), "square": Tiling(8, 4, 4, 2), "swiglu": Tiling(4, 8, 4, 4, 64)}
 """By time on an H100."""
 
 
 @lru_cache
-def _options(tiling: _Tiling) -> dict[str, Any]:
+def tile_options(tiling: Tiling) -> dict[str, Any]:
     """Returns the layout of a tile, and the same with the elements of each thread in the order of columns."""
     across, down = _bits([0, 1], 8), _bits([1, 0], tiling.rows)
     lanes_across = 32 // tiling.lanes_down
@@ -259,28 +228,6 @@ def sm90_fp8_block_operands(
         sm90_fp8_block_operands_kernel[(down // BLOCK * (across // BLOCK),)](
             x, factor, *out, x.stride(0), factor.stride(0), *x.shape, across // BLOCK, out.codes.stride(0),
             out.codes_t.stride(0), out.scale.stride(0), out.scale_t.stride(0), swiglu=up is not None, rule=rule,
-            square=square, rows=rows, columns=columns, **_options(tiling),
+            square=square, rows=rows, columns=columns, **tile_options(tiling),
         )  # fmt: skip
     return out
-
-
-def sm90_fp8_block_swiglu_gradients(
-    dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str
-) -> tuple[Operands, Operands]:
-    """Returns the operands of d gate and d up.
-
-    Args:
-        dh: gradient of silu(gate) · up, `[R, C]`.
-        gate: `[R, C]`.
-        up: `[R, C]`.
-        rule: the rule of `RULES`.
-    """
-    dh, gate, up = (each.contiguous() for each in (dh, gate, up))
-    of_gate, of_up = (allocate(dh, square=False, rows=True, columns=True) for _ in range(2))
-    if dh.numel():
-        down, across = triton.cdiv(dh.shape[0], BLOCK), of_gate.codes.shape[1] // BLOCK
-        sm90_fp8_block_swiglu_gradients_kernel[(2 * down * across,)](
-            dh, gate, up, *of_gate, *of_up, *dh.shape, across, of_gate.codes.stride(0), of_gate.codes_t.stride(0),
-            of_gate.scale.stride(0), of_gate.scale_t.stride(0), rule=rule, **_options(_GRADIENTS),
-        )  # fmt: skip
-    return of_gate, of_up

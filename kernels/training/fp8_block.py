@@ -5,9 +5,9 @@
     quant::fp8_block_swiglu_gradients(dh, gate, up, rule) -> operands of d gate, operands of d up
     quant::fp8_block_product(a, a_scale, b, b_scale, square, dtype) -> a · bᵀ
 
-On Hopper, kernels make the operands (`kernels/hopper/sm90_fp8_block_operands.py`; `fp8_block_layout.py` says how they
-lie), and cuBLASLt multiplies: it sums 128 products at a time and scales each such sum in FP32. On other devices plain
-PyTorch computes the same codes and scales, and the products of their decoded values in FP32.
+On Hopper, kernels make the operands (`kernels/hopper/sm90_fp8_block_operands.py` and `…_swiglu.py`; how they lie is in
+`fp8_block_layout.py`), and cuBLASLt multiplies: it sums 128 products at a time and scales each such sum in FP32. On
+other devices plain PyTorch computes the same codes and scales, and the products of their decoded values in FP32.
 """
 
 from __future__ import annotations
@@ -83,20 +83,30 @@ def _swiglu_on_gpu(gate: torch.Tensor, up: torch.Tensor, rule: str, columns: boo
         return sm90_fp8_block_operands(gate, rule, columns=columns, up=up)
 
 
+def _swiglu_gradients(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns d gate and d up of silu(gate) · up."""
+    return torch.ops.aten.silu_backward(dh * up, gate), dh * functional.silu(gate)
+
+
 def _reference_swiglu_gradients(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> _TwoOperands:
-    of_gate = torch.ops.aten.silu_backward(dh * up, gate)
-    of_up = dh * functional.silu(gate)
+    both = _swiglu_gradients(dh, gate, up)
     return (
-        *_reference_operands(of_gate, rule, False, True, True),
-        *_reference_operands(of_up, rule, False, True, True),
+        *_reference_operands(both[0], rule, False, True, True),
+        *_reference_operands(both[1], rule, False, True, True),
     )
 
 
 def _swiglu_gradients_on_gpu(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> _TwoOperands:
     if not runs_on(dh):
         return _reference_swiglu_gradients(dh, gate, up, rule)
-    from quant.kernels.hopper.sm90_fp8_block_operands import sm90_fp8_block_swiglu_gradients
+    from quant.kernels.hopper.sm90_fp8_block_swiglu import sm90_fp8_block_swiglu_gradients, takes
 
+    if not takes(dh):
+        both = _swiglu_gradients(dh, gate, up)
+        return (
+            *_operands_on_gpu(both[0], rule, False, True, True),
+            *_operands_on_gpu(both[1], rule, False, True, True),
+        )
     with torch.cuda.device_of(dh):
         of_gate, of_up = sm90_fp8_block_swiglu_gradients(dh, gate, up, rule)
     return (*of_gate, *of_up)

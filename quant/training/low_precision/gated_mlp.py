@@ -2,8 +2,8 @@
 
 Between its linear layers the kernels read the result of one product and write operands of the next: silu(gate) · up
 and, in the backward pass, the gradients of gate and up are never written in 16 bit. x is rounded once. Kept for the
-backward pass are gate and up in 16 bit, and the transposed codes of x and of the product. Products and roundings are
-those of the layers one by one.
+backward pass are gate and up in 16 bit, and the transposed codes of x, of silu(gate) · up and of the weights. Products
+and roundings are those of the layers one by one.
 
 The MLP keeps its class. Its `forward` is ours while its three layers train natively and have no hooks or adapters;
 otherwise it runs as it always did.
@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from quant.kernels.linear.ops import autocast_dtype
 from quant.training.low_precision.linear import LowPrecisionLinear
-from quant.training.low_precision.native import NativeProducts, unpadded
+from quant.training.low_precision.native import NativeProducts, keeps_weights, unpadded
 
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -101,27 +101,28 @@ class _GatedMLP(torch.autograd.Function):
         tokens = x.numel() // x.shape[-1]
         codes, scale, codes_t, scale_t = native.operands(x, gate.requires_grad or up.requires_grad)
         # Rows of padding stay: their zeros are rounded to zeros, and all sizes of products are multiples of 128.
-        between = [
-            ops.fp8_block_product(codes, scale, *native.quantize(w, square=True, columns=False)[:2], True, x.dtype)
-            for w in (gate, up)
+        keeps = keeps_weights()
+        rounded = [
+            native.quantize(w, square=True, columns=keeps and needed)
+            for w, needed in ((gate, ctx.needs_input_grad[0]), (up, ctx.needs_input_grad[0]), (down, True))
         ]
+        between = [ops.fp8_block_product(codes, scale, *w[:2], True, x.dtype) for w in rounded[:2]]
         h_codes, h_scale, h_codes_t, h_scale_t = ops.fp8_block_swiglu(*between, native.rule, down.requires_grad)
         for state, each in zip(states, (scale, scale, h_scale), strict=True):
             state.note_input(each)
-        w_codes, w_scale, *_ = native.quantize(down, square=True, columns=False)
-        y = ops.fp8_block_product(h_codes, h_scale, w_codes, w_scale, True, x.dtype)
-        ctx.save_for_backward(codes_t, scale_t, h_codes_t, h_scale_t, *between, gate, up, down)
+        y = ops.fp8_block_product(h_codes, h_scale, *rounded[2][:2], True, x.dtype)
+        transposed = [tensor for w in rounded for tensor in w[2:]]
+        ctx.save_for_backward(codes_t, scale_t, h_codes_t, h_scale_t, *between, gate, up, down, *transposed)
         return unpadded(y, tokens, down.shape[0]).reshape(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        codes_t, scale_t, h_codes_t, h_scale_t, of_gate, of_up, gate, up, down = ctx.saved_tensors
+        codes_t, scale_t, h_codes_t, h_scale_t, of_gate, of_up, gate, up, down, *transposed = ctx.saved_tensors
         native, product = ctx.native, torch.ops.quant.fp8_block_product
         for_x, for_gate, for_up, for_down = ctx.needs_input_grad[:4]
         d = native.quantize(dy.reshape(-1, dy.shape[-1]))
         d_down = native.weight_gradient(d, h_codes_t, h_scale_t, down) if for_down else None
-        w_codes, w_scale = native.quantize(down, square=True, rows=False)[2:]
-        dh = product(d[0], d[1], w_codes, w_scale, True, of_gate.dtype)
+        dh = product(d[0], d[1], *native.transposed(down, *transposed[4:]), True, of_gate.dtype)
         both = torch.ops.quant.fp8_block_swiglu_gradients(dh, of_gate, of_up, native.rule)
         d_gate, d_up = both[:4], both[4:]
         for state, operands in zip(ctx.states, (d_gate, d_up, d), strict=True):
@@ -133,8 +134,8 @@ class _GatedMLP(torch.autograd.Function):
         dx = None
         if for_x:
             parts = [
-                product(operands[0], operands[1], *native.quantize(weight, square=True, rows=False)[2:], True, dy.dtype)
-                for operands, weight in ((d_gate, gate), (d_up, up))
+                product(operands[0], operands[1], *native.transposed(weight, *kept), True, dy.dtype)
+                for operands, weight, kept in ((d_gate, gate, transposed[:2]), (d_up, up, transposed[2:4]))
             ]
             dx = unpadded(parts[0] + parts[1], dy.numel() // dy.shape[-1], gate.shape[1]).reshape(ctx.shape)
         return dx, *gradients, d_down, None

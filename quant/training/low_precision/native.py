@@ -5,8 +5,9 @@
     backward  dy ─▶ codes, codes_t       dx = codes(dy) · codes_t(w)ᵀ       dw = codes_t(dy) · codes_t(x)ᵀ
 
 Each matrix is read once, for both products that it is in. The transposed codes of x are kept for the backward pass, one
-byte an element where 16-bit training keeps two. Those of w are made again there, so that nothing of a weight is kept,
-which a sharded model would have to hold whole. Layers that read the same input (q, k and v) share its operands.
+byte an element where 16-bit training keeps two, and so are those of w, except in a distributed run: FSDP2 shows a whole
+weight for the time of its layer, and codes of all layers would undo that. There they are made again. Layers that read
+the same input (q, k and v) share its operands.
 """
 
 from __future__ import annotations
@@ -68,6 +69,12 @@ class NativeProducts:
         operands: _Operands = torch.ops.quant.fp8_block_operands(x, self.rule, square, rows, columns)
         return operands
 
+    def transposed(
+        self, weight: torch.Tensor, codes_t: torch.Tensor, scale_t: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the transposed operand of a weight, which is made unless the forward pass has kept it."""
+        return (codes_t, scale_t) if codes_t.numel() else self.quantize(weight, square=True, rows=False)[2:]
+
     def weight_gradient(
         self, dy: _Operands, codes_t: torch.Tensor, scale_t: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
@@ -92,15 +99,16 @@ class _BlockProducts(torch.autograd.Function):
         ctx.native, ctx.state, ctx.shape, ctx.dtype = native, state, x.shape, x.dtype
         codes, scale, codes_t, scale_t = native.operands(x, weight.requires_grad)
         state.note_input(scale)
-        w_codes, w_scale, *_ = native.quantize(weight, square=True, columns=False)
-        ctx.save_for_backward(codes_t, scale_t, weight)
+        for_backward = keeps_weights() and ctx.needs_input_grad[0]
+        w_codes, w_scale, *w_transposed = native.quantize(weight, square=True, columns=for_backward)
+        ctx.save_for_backward(codes_t, scale_t, weight, *w_transposed)
         y = torch.ops.quant.fp8_block_product(codes, scale, w_codes, w_scale, True, x.dtype)
         tokens = x.numel() // x.shape[-1]
         return unpadded(y, tokens, weight.shape[0]).reshape(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        codes_t, scale_t, weight = ctx.saved_tensors
+        codes_t, scale_t, weight, *w_transposed = ctx.saved_tensors
         native, product = ctx.native, torch.ops.quant.fp8_block_product
         for_x, for_w = ctx.needs_input_grad[:2]
         flat = dy.reshape(-1, dy.shape[-1])
@@ -108,12 +116,17 @@ class _BlockProducts(torch.autograd.Function):
         ctx.state.note_gradient(scale if for_x else d_scale_t)
         dx = dw = None
         if for_x:
-            _, _, w_codes, w_scale = native.quantize(weight, square=True, rows=False)
+            w_codes, w_scale = native.transposed(weight, *w_transposed)
             dx = product(codes, scale, w_codes, w_scale, True, ctx.dtype)
             dx = unpadded(dx, len(flat), weight.shape[1]).reshape(ctx.shape)
         if for_w:
             dw = native.weight_gradient((codes, scale, d_codes_t, d_scale_t), codes_t, scale_t, weight)
         return dx, dw, None, None
+
+
+def keeps_weights() -> bool:
+    """Returns whether the transposed codes of weights stay in memory from the forward to the backward pass."""
+    return not (torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
 def unpadded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

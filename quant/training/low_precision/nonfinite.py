@@ -112,10 +112,10 @@ def nonfinite_line(model: nn.Module, layers: _Layers, identities: set[int] | Non
     if weights := _not_finite({name: _parameter(layer).detach() for name, layer in layers.items()}):
         return f"{weights[0]}: its weight holds NaN or infinity"
     notes = {name: layer.low_precision for name, layer in layers.items()}
-    if inputs := [name for name, state in notes.items() if _is_false(state.input_is_finite)]:
+    if inputs := [name for name, state in notes.items() if _overflowed(state.largest_input)]:
         return f"{inputs[0]}: its input held NaN or infinity in the forward pass"
     ids = {id(parameters[name]) for name in broken}
-    origins = [name for name, state in notes.items() if _is_false(state.gradient_is_finite)]
+    origins = [name for name, state in notes.items() if _overflowed(state.largest_gradient)]
     # Layers of a compiled graph leave no note; then the gradients have to do.
     origins = origins or [name for name, layer in layers.items() if id(_parameter(layer)) in ids]
     if origins:
@@ -128,8 +128,9 @@ def _parameter(layer: LowPrecisionLinear | LowPrecisionStack) -> nn.Parameter:
     return parameter  # type: ignore[no-any-return]
 
 
-def _is_false(flag: torch.Tensor | None) -> bool:
-    return flag is not None and not bool(flag)
+def _overflowed(largest: torch.Tensor | None) -> bool:
+    """Returns whether a largest magnitude is NaN or infinity; False where nobody looked."""
+    return largest is not None and not bool(largest.isfinite())
 
 
 def _not_finite(tensors: Mapping[str, Any]) -> list[str]:

@@ -65,8 +65,8 @@ class LowPrecision:
         amax: histories of x, w and dy, by those names. Only those that the recipe or the deployed layer needs grow.
         weight_dtype: dtype of the weight in the last forward pass. FSDP2 with `param_dtype=bfloat16` shows the layer a
             rounded copy of the parameter, and the deployed codes must come from that copy.
-        input_is_finite, gradient_is_finite: bool scalars, whether x and dy had only finite numbers in the passes since
-            the last step of an optimizer; None where nobody looked.
+        largest_input, largest_gradient: scalars, the largest magnitude of x and dy, or of their scales, in the passes
+            since the last step of an optimizer: NaN or infinity if one of their numbers was; None where nobody looked.
         products: of another backend in place of the emulated ones: x, weight and this object to y.
         deployed: the deployed layer for evaluation, with the tensors that it was made from; see `deployed_layer`.
     """
@@ -78,8 +78,8 @@ class LowPrecision:
     rounds_forward: bool = True
     amax: dict[str, AmaxHistory] = field(default_factory=dict)
     weight_dtype: torch.dtype | None = None
-    input_is_finite: torch.Tensor | None = None
-    gradient_is_finite: torch.Tensor | None = None
+    largest_input: torch.Tensor | None = None
+    largest_gradient: torch.Tensor | None = None
     products: Callable[[torch.Tensor, torch.Tensor, LowPrecision], torch.Tensor] | None = None
     deployed: Any = None
 
@@ -90,7 +90,7 @@ class LowPrecision:
 
     def __getstate__(self) -> dict[str, Any]:
         # The deployed layer is made again when it is needed; its weight is not ours to copy or write.
-        return {**vars(self), "deployed": None, "input_is_finite": None, "gradient_is_finite": None}
+        return {**vars(self), "deployed": None, "largest_input": None, "largest_gradient": None}
 
     def scaled_by(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Returns the largest magnitudes that x `[..., in]` and the weight are scaled by in this forward pass.
@@ -144,16 +144,16 @@ class LowPrecision:
         Nothing is read here, where it would stop the GPU at each layer: an optimizer's step reads all layers' together.
         """
         if not torch.compiler.is_compiling():
-            self.input_is_finite = _and_finite(self.input_is_finite, x)
+            self.largest_input = _larger(self.largest_input, x)
 
     def note_gradient(self, dy: torch.Tensor) -> None:
         """Notes whether dy, or the scales of its blocks, are finite, as `note_input` does."""
         if not torch.compiler.is_compiling():
-            self.gradient_is_finite = _and_finite(self.gradient_is_finite, dy)
+            self.largest_gradient = _larger(self.largest_gradient, dy)
 
     def forget_notes(self) -> None:
         """Begins to take notes anew, after an optimizer's step."""
-        self.input_is_finite = self.gradient_is_finite = None
+        self.largest_input = self.largest_gradient = None
 
     def gradient_scaled_by(self, dy: torch.Tensor) -> torch.Tensor | None:
         """Returns the largest magnitude that a recipe with a history scales dy by; records this step's."""
@@ -165,10 +165,11 @@ class LowPrecision:
         return earlier
 
 
-def _and_finite(earlier: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """Returns whether all numbers were finite so far, and are in x: a middle micro-batch counts as the last does."""
-    finite = x.detach().isfinite().all()
-    return finite if earlier is None else finite & earlier.to(finite.device)
+def _larger(earlier: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """Returns the largest magnitude so far; NaN stays, so that a middle micro-batch counts as the last does."""
+    # One kernel; asking for finite numbers takes five.
+    largest: torch.Tensor = torch.linalg.vector_norm(x.detach(), torch.inf)
+    return largest if earlier is None else torch.maximum(largest, earlier.to(largest.device))
 
 
 def _of_all_ranks(amax: Any) -> torch.Tensor:

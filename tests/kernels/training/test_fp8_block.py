@@ -93,8 +93,12 @@ def test_numbers_that_are_not_finite_reach_every_product_of_their_block(value: f
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_swiglu_and_its_gradients_are_operands_at_once(device: str) -> None:
-    gate, up, dh = matrix(130, 256).clamp(-50, 50), torch.randn(130, 256).bfloat16(), matrix(130, 256)
+@pytest.mark.parametrize(("shape", "dtype"), [
+    ((130, 256), torch.bfloat16), ((300, 1000), torch.bfloat16), ((130, 250), torch.bfloat16),
+    ((130, 256), torch.float32),
+])  # fmt: skip
+def test_swiglu_and_its_gradients_are_operands_at_once(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    gate, up, dh = matrix(*shape, dtype).clamp(-50, 50), torch.randn(shape).to(dtype), matrix(*shape, dtype)
     leaves = [each.clone().requires_grad_() for each in (gate, up)]
     product = torch.nn.functional.silu(leaves[0]) * leaves[1]
     product.backward(dh)

@@ -86,6 +86,27 @@ def test_layers_that_read_one_input_round_it_once(monkeypatch: pytest.MonkeyPatc
     assert len(calls) == 3 * len(model.model.layers)  # of q, k and v; o; gate and up, whose MLP is one function
 
 
+def test_weights_are_rounded_once_a_step_but_in_a_distributed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 shows a whole weight only while its layer runs."""
+    calls: list[tuple[bool, bool]] = []
+    quantize = NativeProducts.quantize
+
+    def counted(self: NativeProducts, x: torch.Tensor, square: bool = False, **directions: bool) -> object:
+        if square:
+            calls.append((directions.get("rows", True), directions.get("columns", True)))
+        return quantize(self, x, square, **directions)
+
+    monkeypatch.setattr(NativeProducts, "quantize", counted)
+    x = torch.randn(64, 256)
+    kept = results(trained("native", bias=False), x)
+    assert calls == [(True, True)]
+    calls.clear()
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    for one, two in zip(kept, results(trained("native", bias=False), x), strict=True):
+        assert torch.equal(one, two)
+    assert calls == [(True, False), (False, True)]
+
+
 def test_an_input_that_changes_in_place_or_dies_is_rounded_again() -> None:
     native = NativeProducts(BLOCK)
     x = torch.randn(128, 128)
