@@ -21,7 +21,8 @@ from pathlib import Path
 OUT = Path(__file__).with_name("tensorrt_signatures.json")
 CLASSES = (
     "Builder", "IBuilderConfig", "INetworkDefinition", "IOptimizationProfile", "ITimingCache", "IHostMemory", "ILogger",
-    "IProgressMonitor", "IStreamWriter", "OnnxParser", "ParserError",
+    "IProgressMonitor", "IStreamWriter", "OnnxParser", "ParserError", "ICudaEngine", "Refitter",
+    "OnnxParserRefitter",
 )  # fmt: skip
 ENUMS = ("BuilderFlag", "NetworkDefinitionCreationFlag", "ProfilingVerbosity", "TensorIOMode")
 # What tensorrt.so asks of each library; all return null.

@@ -13,6 +13,7 @@ import io
 import json
 import re
 import sys
+import textwrap
 import types
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,19 @@ def test_the_build_process_calls_what_tensorrt_declares(tmp_path: Path, release:
         "IOptimizationProfile.set_shape", "IBuilderConfig.set_flag", "IBuilderConfig.set_timing_cache",
         "ITimingCache.serialize", "IBuilderConfig.progress_monitor =", "INetworkDefinition.name =",
     }  # fmt: skip
+
+
+def test_the_documented_refit_calls_what_tensorrt_declares(
+    tmp_path: Path, release: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trt, calls = sys.modules["tensorrt"], release[1]
+    page = (Path(__file__).parents[3] / "docs" / "engine-audit.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"\n\n((?:    .*\n)*    refitter = .*\n(?:    .*\n)*)", page)
+    monkeypatch.chdir(tmp_path)
+    engine, logger = (trt.__dict__[name].__new__(trt.__dict__[name]) for name in ("ICudaEngine", "ILogger"))
+    exec(textwrap.dedent(lines), {"trt": trt, "Path": Path, "engine": engine, "logger": logger})
+    assert (tmp_path / "new.engine").read_bytes() == b"data"
+    assert set(calls) >= {"OnnxParserRefitter.refit_from_file", "Refitter.refit_cuda_engine", "ICudaEngine.serialize"}
 
 
 def test_a_call_that_no_release_has_is_found(release: tuple[str, list[str]]) -> None:
