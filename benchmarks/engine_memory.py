@@ -8,7 +8,7 @@ exported, a thread adds up the memory of this process and of the builder's, twen
     extra      resident memory that is no file, above what the model takes: what the machine must have free
     + files    with pages of mapped files, which the system may drop at any time
 
-The last column of the first row is the limit: 1.5 times the model. Nothing needs a GPU.
+The last column of the first row is the limit: 1.2 times the model. Nothing needs a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import QuantLinear
 
 TITLE = "Memory of an export"
-LIMIT = 1.5
+LIMIT = 1.2
 WIDTH = 12288
 
 

@@ -3,7 +3,8 @@
     domain "quant", op type "QuantCacheAttention"
     inputs     q                   BF16 or FP16 [batch, heads, new, dim]
                k, v                likewise [batch, kv_heads, new, dim], after RoPE: they are rounded and appended
-               k_cache, v_cache    FP8 [batch, kv_heads, capacity, dim], or INT8 [..., dim / 2] of two E2M1 codes each
+               k_cache, v_cache    FP8 [batch, kv_heads, capacity, dim], or [..., dim / 2], two E2M1 codes a byte, which
+                                   is called FP8 as well: TensorRT-RTX 1.7 builds no graph of INT8 and FP8
                k_blocks, v_blocks  FP8 [batch, kv_heads, capacity, dim / 16], block scales, for NVFP4 alone
                k_scale, v_scale    FLOAT [kv_heads]
                past, lengths       INT32 [batch]: tokens in the cache before, and with the new ones

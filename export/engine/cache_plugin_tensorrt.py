@@ -19,7 +19,7 @@ from quant.export.engine.plugin_tensorrt import data_type, field_collection, ret
 from quant.export.onnx_graph.opsets import CACHE_PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
 
 _FIRST_CACHE = 3  # after q, k and v
-_TYPES = {"fp8": ("FP8", "FP8"), "nvfp4": ("INT8", "INT8", "FP8", "FP8")}
+_TYPES = {"fp8": ("FP8", "FP8"), "nvfp4": ("FP8", "FP8", "FP8", "FP8")}
 
 
 def register(trt: Any, archs: Sequence[int]) -> None:

@@ -70,7 +70,8 @@ def _body(format: Format) -> Callable[..., tuple[torch.Tensor, ...]]:
         """Computes the node in PyTorch, by the oracle of our paged cache: each sequence is one page."""
         new = [cache.clone() for cache in caches]
         scales = [torch.tensor(values) for values in (k_scale, v_scale)]
-        codes = [part.view(torch.uint8) if part.dtype is torch.int8 else part for part in new]
+        # The graph calls bytes of two E2M1 codes FP8.
+        codes = [part.view(torch.uint8) for part in new[:2]] + new[2:] if format.global_scale else new
         blocks: list[torch.Tensor | None] = [*codes[2:]] or [None, None]
         pages = KVPages(codes[0], codes[1], format, q.shape[3], *scales, *blocks)
         write_reference(pages, torch.arange(len(q))[:, None], lengths, k, v)

@@ -118,7 +118,7 @@ def _register(
     wide = [f"tensor({type})" for type in ("float", "float16", "bfloat16")]
     constraints = [("T", wide, "the layer's precision")]
     if ":C" in inputs:
-        codes = ["tensor(float8e4m3fn)", "tensor(int8)"]
+        codes = ["tensor(float8e4m3fn)"]
         constraints += [("C", [*wide, *codes, "tensor(int32)"], "an operand"), ("K", codes, "codes of a cache")]
     schema = OpSchema(
         name,

@@ -1,6 +1,6 @@
 """A serving graph whose KV cache is in FP8 or NVFP4: each attention is one node of our plugin `QuantCacheAttention`.
 
-    past_key.N, past_value.N      FLOAT8E4M3FN [batch, kv_heads, capacity, dim], or INT8 [..., dim / 2], two codes each
+    past_key.N, past_value.N      FLOAT8E4M3FN [batch, kv_heads, capacity, dim], or [..., dim / 2], two codes a byte
     past_key_blocks.N and so on   FLOAT8E4M3FN [batch, kv_heads, capacity, dim / 16], NVFP4's block scales
     -> new_key.N, …               the same caches, with the new tokens: bind them to the addresses of the inputs
 
@@ -73,7 +73,7 @@ class QuantizedCache(CachedAttention):
         fp8 = torch.float8_e4m3fn
         if self.format.name == "fp8":
             return [("key", dim, fp8), ("value", dim, fp8)]
-        codes = [(part, dim // 2, torch.int8) for part in ("key", "value")]
+        codes = [(part, dim // 2, fp8) for part in ("key", "value")]  # bytes, see `cache_plugin`
         return codes + [(f"{part}_blocks", dim // 16, fp8) for part in ("key", "value")]
 
     def cache_inputs(self, shapes: Sequence[tuple[int, int, torch.dtype]], capacity: int) -> dict[str, GraphInput]:

@@ -251,9 +251,7 @@ private:
             bool const is16Bit = first == DataType::kBF16 || first == DataType::kHALF;
             return is16Bit ? first : DataType::kBF16;
         }
-        if (tensor < 5) {
-            return mSettings.isNvfp4() ? DataType::kINT8 : DataType::kFP8;
-        }
+        // Bytes of two E2M1 codes are called FP8, too: TensorRT-RTX 1.7 builds no graph of INT8 and FP8.
         if (tensor < 3 + caches()) {
             return DataType::kFP8;
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,14 @@ import pytest
 import serving_samples
 import tiny_models
 import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
 
 from quant.api.quantize import quantize
 from quant.calibration.kv_cache import collect_attention_scales
+from quant.checkpoints.save import save
+from quant.cli.main import main
+from quant.errors import UserError
 from quant.export.engine.audit import TENSORS
 from quant.export.engine.build import BuildOptions, export_engine
 from quant.export.onnx_graph.export import export_onnx
@@ -23,6 +30,8 @@ onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("tensorrt_rtx", reason="needs the extra tensorrt-rtx")
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+from quant.engines.open import open_session  # noqa: E402 -- needs onnx
 
 FP8 = FORMATS["fp8"]
 
@@ -98,3 +107,26 @@ def test_profiles_that_the_cache_does_not_take(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             export_engine(path, tmp_path / "m.engine", BuildOptions("sm89", shapes))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default:the KV cache in nvfp4 is a node")
+def test_the_command_builds_an_engine_over_an_nvfp4_cache(
+    tmp_path: Path, decoder: tuple[Any, Plan, torch.Tensor]
+) -> None:
+    """Scales are measured on --calib; the small loop in Python refuses the engine."""
+    model, plan, tokens = decoder
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a tiny model, on its layout for vLLM
+        save(model, plan, tmp_path / "ckpt")
+    save_file({"ids": tokens.flatten()}, tmp_path / "ids.safetensors")
+    arguments = ["export", tmp_path / "ckpt", "--to", "tensorrt", "--out", tmp_path / "model.engine", "--capacity", 256]
+    arguments += ["--kv-cache", "nvfp4", "--calib", tmp_path / "ids.safetensors", "--seqlen", 32]
+    arguments += ["--calib-samples", 4, "--target", "sm120"]
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    assert "the KV cache in nvfp4 is a node of our plugin" in " ".join(result.stderr.split())
+    receipt = json.loads((tmp_path / "model.engine.json").read_text())
+    assert receipt["passed"] and receipt["engine"]["kv_cache"] == "nvfp4"
+    with pytest.raises(UserError, match="its KV cache is in nvfp4, by our plugin, which runs in C"):
+        open_session(tmp_path / "model.engine")

@@ -26,6 +26,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 
 from quant.engines.check import forced_run  # noqa: E402 -- needs onnx
 from quant.engines.open import open_session  # noqa: E402 -- as above
+from quant.export.engine.graph import check_backend  # noqa: E402 -- as above
 from quant.export.onnx_graph.decoder import Attention, Keys, attending  # noqa: E402 -- as above
 from quant.export.onnx_graph.export import write_onnx  # noqa: E402 -- as above
 from quant.export.onnx_graph.verify import check_file  # noqa: E402 -- as above
@@ -81,6 +82,8 @@ def test_codes_and_logits(tmp_path: Path, name: str) -> None:
     check_file(path)
     with pytest.raises(ValueError, match=r"QuantCacheAttention.*--kv-cache files are for TensorRT"):
         open_session(path)
+    with pytest.raises(ValueError, match=r"from its C\+\+ library alone; pass --backend tensorrt_rtx, or .*16bit"):
+        check_backend(onnx.load(path), "tensorrt")
     for chunk in (None, 16):
         session = EvaluatorSession(path, attention_operators())
         logits = forced_run(session, PROMPTS, WRITTEN, chunk=chunk).logits
