@@ -3,13 +3,18 @@
 A Llama of random weights is written in several shards, so nothing is downloaded. Each run is a process of its own
 whose anonymous memory (`RssAnon`: what belongs to the process, without the page cache) is sampled until it ends, and
 on a machine with a GPU how busy that is. Speed is given in megabytes of BF16 read a second, over the whole process,
-its imports counted. The peer is ModelOpt: transformers' load, `mtq.quantize` with W4A16 NVFP4, which rounds to nearest
-as `rtn` does, and `export_hf_checkpoint`, each timed.
+its imports counted. Peers run in processes of their own, where they are installed, each stage timed:
 
-    python benchmarks/scale.py                                     on a GPU: the 8B shape, beside ModelOpt
+    ModelOpt         transformers' load, `mtq.quantize` with W4A16 NVFP4, which rounds to nearest as `rtn` does, and
+                     `export_hf_checkpoint`
+    llm-compressor   transformers' load, `oneshot` with `GPTQModifier(scheme="NVFP4A16")` on the same rows, four at a
+                     time as ours are, and `save_pretrained`
+
+    python benchmarks/scale.py                                     on a GPU: the 8B shape, beside the peers
     python benchmarks/scale.py --layers 8,16,32 --hidden 2048      on a CPU: memory and time over the depth
     python benchmarks/scale.py --devices 1,2,4                     on 1, 2 and 4 GPUs: the speed-up, and the same bytes
     python benchmarks/scale.py --layers 1 --experts 256            a layer of DeepSeek-V3's shape, with few tokens
+    python benchmarks/scale.py --layers 4 --hidden 2048 --experts 128 --family qwen3_moe       layers of 30B-A3B's shape
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ import torch
 from _llama import VOCABULARY
 from _plot import lines
 from _table import machine, show, versions
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from quant.recipes.json_text import json_text
 
@@ -91,6 +96,32 @@ def deepseek(layers: int, hidden: int, experts: int) -> tuple[dict[str, Any], Sh
             shapes.append((f"{at}.mlp.{name}.down_proj.weight", (hidden, inner)))
         shapes.append((f"{at}.mlp.gate.weight", (experts, hidden)))
         shapes.append((f"{at}.mlp.gate.e_score_correction_bias", (experts,)))
+        shapes += [(f"{at}.{name}_layernorm.weight", (hidden,)) for name in ("input", "post_attention")]
+    return config, [*shapes, ("model.norm.weight", (hidden,)), ("lm_head.weight", (SMALL_VOCABULARY, hidden))]
+
+
+def qwen3_moe(layers: int, hidden: int, experts: int) -> tuple[dict[str, Any], Shapes]:
+    """Config and tensors of layers with the proportions of Qwen3-30B-A3B's, eight experts a token."""
+    inner, heads, keys = hidden * 3 // 8, hidden // 64, max(hidden // 512, 1)
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "hidden_size": hidden,
+        "moe_intermediate_size": inner, "intermediate_size": 3 * hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": HEAD, "num_experts": experts,
+        "num_experts_per_tok": min(8, experts), "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "vocab_size": SMALL_VOCABULARY, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+        "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    shapes: Shapes = [("model.embed_tokens.weight", (SMALL_VOCABULARY, hidden))]
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        sizes = {"q": (heads * HEAD, hidden), "k": (keys * HEAD, hidden), "v": (keys * HEAD, hidden)}
+        shapes += [(f"{at}.self_attn.{name}_proj.weight", shape) for name, shape in sizes.items()]
+        shapes.append((f"{at}.self_attn.o_proj.weight", (hidden, heads * HEAD)))
+        shapes += [(f"{at}.self_attn.{name}_norm.weight", (HEAD,)) for name in "qk"]
+        for expert in range(experts):
+            shapes += [(f"{at}.mlp.experts.{expert}.{part}_proj.weight", (inner, hidden)) for part in ("gate", "up")]
+            shapes.append((f"{at}.mlp.experts.{expert}.down_proj.weight", (hidden, inner)))
+        shapes.append((f"{at}.mlp.gate.weight", (experts, hidden)))
         shapes += [(f"{at}.{name}_layernorm.weight", (hidden,)) for name in ("input", "post_attention")]
     return config, [*shapes, ("model.norm.weight", (hidden,)), ("lm_head.weight", (SMALL_VOCABULARY, hidden))]
 
@@ -198,16 +229,22 @@ def ours(arguments: list[str], profile: bool) -> None:
         print(device.key_averages().table(sort_by="self_cuda_time_total", row_limit=_PROFILE_LINES))
 
 
+def rows_file(model: Path, rows: tuple[int, int]) -> Path:
+    """Writes rows of random tokens beside the model."""
+    text = model.parent / "rows.safetensors"
+    vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    ids = torch.randint(2, vocabulary, rows, generator=torch.Generator().manual_seed(1))
+    save_file({"input_ids": ids}, text)
+    return text
+
+
 def quantize(
     model: Path, format: str, solver: str, rows: tuple[int, int], threads: int, profile: bool = False,
     devices: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Our run, disk to disk; its stages and the hashes of its files come from its report."""
     out = model.parent / "out"
-    text = model.parent / "rows.safetensors"
-    vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    ids = torch.randint(2, vocabulary, rows, generator=torch.Generator().manual_seed(1))
-    save_file({"input_ids": ids}, text)
+    text = rows_file(model, rows)
     command = [sys.executable, __file__, *(["--profiled"] if profile else []), "--ours", str(model)]
     if devices is not None:
         command = [sys.executable, "-m", "quant", "quantize", f"--devices={devices}", str(model)]
@@ -222,30 +259,75 @@ def quantize(
     return found
 
 
-def modelopt(model: Path) -> dict[str, float]:
-    """The peer, in this process: load, quantize and export."""
+class Laps:
+    """Seconds of a peer's stages, by name."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, float] = {}
+        self._started = time.perf_counter()
+
+    def end(self, stage: str) -> None:
+        """Ends a stage, and begins the next one."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.stages[stage], self._started = now - self._started, now
+
+
+def modelopt(model: Path, rows: Path) -> dict[str, float]:
+    """ModelOpt in this process: load, quantize and export; it rounds to nearest, and needs no rows."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM
 
+    laps = Laps()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    stages, started = {}, time.perf_counter()
-
-    def lap(stage: str) -> None:
-        nonlocal started
-        if device == "cuda":
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        stages[stage], started = now - started, now
-
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, device_map=device)
-    lap("load")
+    laps.end("load")
     mtq.quantize(loaded, mtq.W4A16_NVFP4_CFG)
-    lap("quantize")
+    laps.end("quantize")
     with tempfile.TemporaryDirectory(dir=model.parent) as out, torch.inference_mode():
         export_hf_checkpoint(loaded, export_dir=out)
-    lap("export")
-    return stages
+    laps.end("export")
+    return laps.stages
+
+
+def llmcompressor(model: Path, rows: Path) -> dict[str, float]:
+    """llm-compressor in this process: load, GPTQ and save. It moves layers to the GPU by itself."""
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from tokenizers import Tokenizer, models
+    from torch.utils.data import DataLoader
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    laps = Laps()
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    laps.end("load")
+    # It wants a tokenizer, though the rows are token ids already.
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"": 0}, unk_token="")))
+    ids = load_file(rows)["input_ids"]
+    batches = DataLoader(list(ids), batch_size=4, collate_fn=lambda part: {"input_ids": torch.stack(part)})
+    recipe = GPTQModifier(targets="Linear", scheme="NVFP4A16", ignore=["lm_head"])
+    oneshot(
+        model=loaded, processor=tokenizer, dataset=batches, recipe=recipe, num_calibration_samples=len(ids),
+        max_seq_length=ids.shape[1],
+    )  # fmt: skip
+    laps.end("quantize")
+    with tempfile.TemporaryDirectory(dir=model.parent) as out:
+        loaded.save_pretrained(out, save_compressed=True)
+    laps.end("export")
+    return laps.stages
+
+
+# By name: the package, the function, and whether it needs a GPU (ModelOpt's NVFP4 is a CUDA kernel).
+PEERS = {"ModelOpt": ("modelopt", modelopt, True), "llm-compressor": ("llmcompressor", llmcompressor, False)}
+
+
+def peers_here(chosen: str) -> list[str]:
+    """Names of the peers that are chosen, installed and able to run."""
+    on_gpu = torch.cuda.is_available()
+    names = [name for name in PEERS if chosen in ("all", name)]
+    return [n for n in names if importlib.util.find_spec(PEERS[n][0]) is not None and (on_gpu or not PEERS[n][2])]
 
 
 def table_row(run: str, layers: int, nbytes: int, found: dict[str, Any]) -> dict[str, object]:
@@ -284,7 +366,8 @@ def _sizes(text: str) -> list[int]:
 @click.command(help=__doc__)
 @click.option("--layers", default="32", show_default=True, help="Decoder layers; several, such as 8,16,32, show depth.")
 @click.option("--hidden", type=int, help="Width, a multiple of 512; other sizes follow.  [default: 4096, experts 7168]")
-@click.option("--experts", default=0, help="Routed experts of a layer, in the proportions of DeepSeek-V3.")
+@click.option("--experts", default=0, help="Routed experts of a layer, in the proportions of --family.")
+@click.option("--family", type=click.Choice(["deepseek_v3", "qwen3_moe"]), default="deepseek_v3", show_default=True)
 @click.option("--shards", default=9, show_default=True, help="Weight files.")
 @click.option("--format", "format_name", default="nvfp4a16", show_default=True, help="Format of the weights.")
 @click.option("--solvers", default="rtn,gptq", show_default=True, help="Solvers to run.")
@@ -295,29 +378,32 @@ def _sizes(text: str) -> list[int]:
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 @click.option("--devices", help="Numbers of GPUs, such as 1,2,4: each run on so many, the first number for comparison.")
 @click.option("--profile", is_flag=True, help="Also print where each of our runs spent its time; it takes longer.")
-@click.option("--peer", type=click.Path(path_type=Path), hidden=True, help="Run ModelOpt here, print JSON.")
+@click.option("--peers", default="all", show_default=True, help="Peers to run: all, none, or the name of one.")
+@click.option("--peer", type=(str, click.Path(path_type=Path), click.Path(path_type=Path)), hidden=True)
 def main(
-    layers: str, hidden: int | None, experts: int, shards: int, format_name: str, solvers: str, rows: str, threads: int,
-    directory: Path | None, plot: Path | None, json_path: Path | None, devices: str | None, profile: bool,
-    peer: Path | None,
+    layers: str, hidden: int | None, experts: int, family: str, shards: int, format_name: str, solvers: str,
+    rows: str, threads: int, directory: Path | None, plot: Path | None, json_path: Path | None, devices: str | None,
+    profile: bool, peers: str, peer: tuple[str, Path, Path] | None,
 ) -> None:  # fmt: skip
-    if peer:
-        print(json_text(modelopt(peer)))
+    if peer:  # a peer's own process: its name, the model and the rows
+        print(json_text(PEERS[peer[0]][1](*peer[1:])))
         return
     sizes = [tuple(map(int, part.split("x"))) for part in rows.split(",")]
     hidden = hidden or (7168 if experts else 4096)
-    # Its NVFP4 is a CUDA kernel.
-    beside = importlib.util.find_spec("modelopt") is not None and torch.cuda.is_available() and not (experts or devices)
+    with_experts = deepseek if family == "deepseek_v3" else qwen3_moe
+    beside = [] if experts or devices else peers_here(peers)
     table = []
     with tempfile.TemporaryDirectory(dir=directory) as home:
         for depth in _sizes(layers):
             model = Path(home) / "model"
-            config, shapes = deepseek(depth, hidden, experts) if experts else llama(depth, hidden)
+            config, shapes = with_experts(depth, hidden, experts) if experts else llama(depth, hidden)
             nbytes = write_model(model, config, shapes, shards)
-            if beside:
-                found = sampled([sys.executable, __file__, f"--peer={model}"], threads)
+            for name in beside:
+                text = rows_file(model, sizes[0])
+                found = sampled([sys.executable, __file__, "--peer", name, str(model), str(text)], threads)
                 found["stages"] = json.loads(found["output"].splitlines()[-1])
-                table.append(table_row("ModelOpt", depth, nbytes, found))
+                table.append(table_row(name, depth, nbytes, found))
+                click.echo(f"{depth} layers, {name}: {found['seconds']:.1f} s, {table[-1]['stages']}", err=True)
             for solver in solvers.split(","):
                 for samples, seqlen in sizes[:1] if solver == "rtn" else sizes:
                     name = solver if solver == "rtn" else f"{solver} {samples}×{seqlen}"
@@ -335,7 +421,7 @@ def main(
                     click.echo(f"{depth} layers, {name}: {found['seconds']:.1f} s, {table[-1]['stages']}", err=True)
             shutil.rmtree(model)
     notes = ["Memory: peak of the process's own, the page cache not counted. Weights are random."]
-    header = machine(threads) | versions("transformers", "nvidia-modelopt")
+    header = machine(threads) | versions("transformers", "nvidia-modelopt", "llmcompressor")
     show(TITLE, header, table, notes, json_path=json_path)
     if plot:
         points = [

@@ -108,6 +108,8 @@ def output_moments(
     try:
         with placed(model, session.device), _frozen(model), fast_matmul(), torch.enable_grad():
             _Pass(model, groups, sums, session).run(batches, draws)
+    except torch.OutOfMemoryError:
+        failure = "too little memory on the GPU for the gradients"
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as error:
         # Whatever a model's code does that autograd cannot follow; its message is the reason that users read.
         failure = f"no gradient ({str(error).splitlines()[0][:120] if str(error) else type(error).__name__})"

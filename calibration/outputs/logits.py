@@ -16,8 +16,9 @@ from quant.calibration.blocks import output_of
 from quant.calibration.texts.rows import trial_rows
 from quant.recipes.module_hooks import forwarding
 
-# 32 MB of FP32 logits on a CPU; more on a GPU, so that fewer kernels are launched.
-_SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
+# 32 MB of FP32 logits on a CPU; more on a GPU, so that fewer kernels are launched. Some six such tensors exist at once
+# where a loss has a gradient.
+_SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 25}
 
 
 class Logits:
@@ -60,7 +61,10 @@ class Logits:
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.head is not None
-        logits: torch.Tensor = self.head(hidden)
+        return self.capped(self.head(hidden))
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns what the head gave, after the model's soft cap if it has one."""
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def _before_head(self, rows: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,8 @@ from quant.calibration.texts.rows import trial_rows
 # Rows run together up to this many tokens.
 _BATCH_TOKENS = 4096
 # Bytes of activations and of distributions that are cached, by type of device.
-_ACTIVATIONS = {"cpu": 2 << 30, "cuda": 8 << 30}
-_DISTRIBUTIONS = {"cpu": 1 << 30, "cuda": 4 << 30}
+_ACTIVATIONS = {"cpu": 2 << 30, "cuda": 2 << 30}
+_DISTRIBUTIONS = {"cpu": 1 << 30, "cuda": 1 << 30}
 
 
 class Baseline:

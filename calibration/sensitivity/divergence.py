@@ -32,7 +32,7 @@ from torch import nn
 from torch.linalg import vecdot
 
 from quant.calibration.blocks import output_of
-from quant.calibration.fast_matmul import difference_dtype
+from quant.calibration.fast_matmul import PairedWeight, difference_dtype, has_pairs
 from quant.calibration.outputs.logits import Logits, logits_of
 from quant.calibration.texts.rows import trial_rows
 from quant.recipes.layers import output_head
@@ -147,6 +147,7 @@ class NextToken(Logits):
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
         super().__init__(model, head)
         self.narrow: torch.Tensor | None = None  # weight of the head for products of small differences
+        self.paired: PairedWeight | None = None  # the same for the base's logits, on a GPU
 
     def count(self, rows: torch.Tensor) -> int:
         return rows.shape[0] * (rows.shape[1] - 1)
@@ -237,7 +238,11 @@ class NextToken(Logits):
             return self._p(hidden[part])
 
     def _p(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.logits(hidden).float().softmax(dim=-1)
+        if not (self.split and type(self.head) is nn.Linear and has_pairs(hidden)):
+            return self.logits(hidden).float().softmax(dim=-1)
+        # Where distributions do not fit, they are computed again in every measurement.
+        self.paired = self.paired or PairedWeight(self.head.weight)
+        return self.capped(self.paired.linear(hidden, self.head.bias)).softmax(dim=-1)
 
 
 class Classes(NextToken):

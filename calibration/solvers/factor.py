@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quant.calibration.fast_matmul import product
 from quant.calibration.ranks import Exchange, dealt, rank_and_world, shares_rows
 from quant.formats.scaling import nonzero
 
@@ -110,11 +111,11 @@ def _slabs(upper: Tensor) -> dict[int, int]:
 
 def _times_inverse(x: Tensor, upper: Tensor) -> Tensor:
     """Returns `x` M⁻¹ = (`x` Uᵀ) U of `[n, in]`, U's zeros left out: little more than half of the operations."""
-    product, result = torch.empty_like(x), torch.empty_like(x)
+    half, result = torch.empty_like(x), torch.empty_like(x)
     for start, stop in _slabs(upper).items():
-        product[:, start:stop] = x[:, start:] @ upper[start:stop, start:].t()
+        half[:, start:stop] = product(x[:, start:], upper[start:stop, start:].t())
     for start, stop in _slabs(upper).items():
-        result[:, start:stop] = product[:, :stop] @ upper[:stop, start:stop]
+        result[:, start:stop] = product(half[:, :stop], upper[:stop, start:stop])
     return result
 
 
@@ -129,7 +130,7 @@ def corrected_weight(weight: Tensor, drift: Tensor | None, factor: Factor, resid
     """
     if drift is None and residual is None:
         return weight
-    step = torch.zeros_like(weight) if drift is None else weight @ drift
+    step = torch.zeros_like(weight) if drift is None else product(weight, drift)
     if residual is not None:
         step += residual
     if factor.order is None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import Call, Stop, output_of, removing
-from quant.calibration.fast_matmul import fast_matmul
+from quant.calibration.fast_matmul import fast_matmul, paired_linears
 from quant.calibration.outputs.stream import Stream
 from quant.calibration.placement import DeviceCopies
 from quant.calibration.ranks import Exchange, gathered
@@ -103,7 +103,7 @@ class Block:
             The hidden states after the block, each on the device of the state before it.
         """
         outputs = []
-        with fast_matmul():
+        with fast_matmul(), paired_linears(self.device):
             for self.batch.index, call in enumerate(calls):
                 on_device = moved(call, self.device)
                 outputs.append(output_of(self.module(*on_device.args, **on_device.kwargs)).to(call.hidden.device))
@@ -111,7 +111,7 @@ class Block:
 
     def run_until_stopped(self, calls: Sequence[Call]) -> None:
         """Runs the block on some calls, each until a hook raises `Stop`."""
-        with fast_matmul():
+        with fast_matmul(), paired_linears(self.device):
             for self.batch.index, call in enumerate(calls):
                 on_device = moved(call, self.device)
                 with suppress(Stop):

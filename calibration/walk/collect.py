@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from quant.calibration.blocks import removing
+from quant.calibration.blocks import Stop, removing
 from quant.calibration.observers import Observer
 from quant.calibration.placement import device_of, placed
 from quant.calibration.ranks import gathered, own_batches
@@ -21,6 +21,7 @@ from quant.formats.stacking import Stacking
 from quant.kernels.linear.expert_modules import can_run_experts_one_by_one, experts_forward
 from quant.kernels.linear.expert_stack import ExpertStack
 from quant.recipes.expert_stacks import expert_matrices, stacking_of_experts
+from quant.recipes.layers import output_head
 from quant.recipes.module_hooks import forwarding
 
 
@@ -58,6 +59,7 @@ def collect_input_amax(
 
     def observe(name: str, x: torch.Tensor) -> None:
         # NaN passes through amax, so one test of the maximum covers all values.
+        end.saw_layer()
         largest = x.detach().abs().amax().float()
         if not bool(torch.isfinite(largest)):
             raise InputNotFiniteError(name, f"on calibration row {row_index}")
@@ -65,23 +67,59 @@ def collect_input_amax(
         if observers:
             observers[name].update(x)
 
-    home = device_of(model)
+    home, end = device_of(model), _EndAtHead(model)
     with (
         torch.no_grad(),
         placed(model, session.device) as device,
         reporting_bad_tensor(model),
         watch_inputs(model, names, observe),
+        end,
     ):
         rows = rows.to(device)
         # One row a pass: the message on NaN then names its row.
         for row_index in range(len(rows)) if observers else own_batches(len(rows)):
-            model(rows[row_index : row_index + 1])
+            end.run(rows[row_index : row_index + 1])
             session.report("calibrate", row_index + 1, len(rows))
     if not observers:
         amax = _largest(amax)
     _check_called(names, amax)
     ranges = {name: observers[name].amax() for name in amax} if observers else amax
     return {name: value.to(home) for name, value in ranges.items()}
+
+
+class _EndAtHead:
+    """Runs a model, from the second row on without its output head where no watched layer comes after that.
+
+    Logits of a large vocabulary take more time and memory than all layers of a small model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.head = model, output_head(model)
+        self.at_head = self.layer_after = self.ends = False
+
+    def __enter__(self) -> None:
+        # Registered after the hooks of layers: an input of the head that is watched has been seen by then.
+        self.handles = [] if self.head is None else [self.head.register_forward_pre_hook(self._reach)]
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _reach(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.at_head = True
+        if self.ends:
+            raise Stop
+
+    def saw_layer(self) -> None:
+        """Notes that a watched layer was called."""
+        self.layer_after |= self.at_head
+
+    def run(self, row: torch.Tensor) -> None:
+        """Runs one row."""
+        self.at_head = False
+        with suppress(Stop):
+            self.model(row)
+        self.ends = self.at_head and not self.layer_after
 
 
 def _check_called(names: Collection[str], called: Collection[str]) -> None:

@@ -63,6 +63,44 @@ def test_bf16_alone_would_lose_them() -> None:
     assert error(rounded.t() @ rounded, x, x) > 4 * LIMIT
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_paired_linears_lose_no_digits_that_matter(stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_matmul, "_of_columns", lambda x, y: x.float().t() @ y.float())
+    monkeypatch.setattr(fast_matmul, "has_pairs", lambda x: True)
+    check_linears("cpu", stored)
+
+
+def check_linears(device: str, stored: torch.dtype) -> None:
+    """Compares two batches through two layers, of which one changes in between, with float64."""
+    x, _ = inputs(device)
+    layers = [torch.nn.Linear(160, 40).to(device, stored).float() for _ in range(2)]
+    with torch.no_grad(), fast_matmul._PairedLinears() as pairs:
+        for _ in range(2):
+            for layer in layers:
+                y = layer(x.view(2, 300, 160))
+                exact = x.double() @ layer.weight.double().t()
+                found = y.flatten(0, 1) - layer.bias
+                size = x.double().norm(dim=1)[:, None] * layer.weight.double().norm(dim=1)
+                assert float(((found - exact).abs() / size).max()) < LIMIT
+            layers[1].weight.mul_(-3)
+        assert len(pairs.weights) == 3 and all(
+            (parts.low is None) == (stored is torch.bfloat16) for _, parts in list(pairs.weights.values())[:2]
+        )
+        assert layers[0](x[:8]).shape == (8, 40) and len(pairs.weights) == 3  # too few tokens to split for
+
+
+def test_paired_linears_leave_gradients_and_other_dtypes() -> None:
+    layer = torch.nn.Linear(160, 40)
+    x, _ = inputs("cpu")
+    with fast_matmul._PairedLinears() as pairs:
+        layer(x).sum().backward()
+        with torch.no_grad():
+            expected = layer.double()(x.double())
+        assert not pairs.weights and layer.weight.grad is not None and expected.dtype is torch.float64
+
+
 @pytest.mark.gpu
 def test_pairs_on_a_gpu() -> None:
     check_sums("cuda")
+    check_linears("cuda", torch.float32)
+    check_linears("cuda", torch.bfloat16)

@@ -169,6 +169,8 @@ def test_large_groups_keep_diagonal_blocks(monkeypatch: pytest.MonkeyPatch) -> N
         (lambda x: _NanBackward.apply(x), "its gradients hold NaN or infinity"),
         (lambda x: x * 0, "its gradients are zero"),
         (lambda x: _NoBackward.apply(x), "no backward here"),
+        (lambda x: x.round().to(torch.int32).float(), "its output does not depend on its layers"),
+        (lambda x: _OutOfMemory.apply(x), "too little memory on the GPU for the gradients"),
     ],
 )
 def test_a_model_without_gradients_says_why(step: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +198,38 @@ class _NoBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("no backward here")
+
+
+class _OutOfMemory(_NoBackward):
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_only_the_layers_without_a_gradient_are_named() -> None:
+    """One layer behind a `detach`, one whose gradients are zero, and one that is never called, beside a sound one."""
+    model = tiny_models.llama(gain=3)
+    names = [f"model.layers.{index}.mlp.down_proj" for index in (0, 1)]
+    first = model.model.layers[0]
+    first.mlp.register_forward_hook(lambda module, args, out: out * 0)
+    first.self_attn.register_forward_hook(lambda module, args, out: (out[0].detach(), *out[1:]))
+    model.idle = nn.Linear(64, 64)
+    groups = _groups(model, *((name,) for name in (*names, "model.layers.0.self_attn.o_proj", "idle")))
+    found = output_moments(model, groups, [torch.randint(0, 60, (2, 8))], Session())
+    assert list(found.moments) == [names[1]]
+    assert found.missing == {
+        names[0]: "its gradients are zero",
+        "model.layers.0.self_attn.o_proj": "no gradient reached it",
+        "idle": "no gradient reached it",
+    }
+
+
+def test_a_head_in_its_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.llama()
+    monkeypatch.setattr(model.lm_head.weight, "stored", object(), raising=False)
+    groups = _groups(model, ("model.layers.0.mlp.down_proj",))
+    found = output_moments(model, groups, [torch.randint(0, 60, (2, 8))], Session())
+    assert found.missing == {groups[0][0].name: "weights that stay in their files would be read anew for every batch"}
 
 
 def test_without_memory_for_it_there_is_none() -> None:
