@@ -158,14 +158,22 @@ class NextToken(Logits):
             return hidden, [self._p(hidden[part]) for part in self.parts(hidden)] if keep else None
 
     def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
-        total = 0.0
         with torch.no_grad():
             hidden = self.hidden(rows)
-            for index, part in enumerate(self.parts(hidden)):
-                p = self._base(reference, index, part)
-                kl = _kl(p, self._difference(hidden[part], reference[0][part], p))
-                total += self._sum(kl, rows, part, "the divergence from the original model", first_row)
-        return total
+            kl = [self._kl_of(hidden, reference, index, part) for index, part in enumerate(self.parts(hidden))]
+            # One sum for all slices: a GPU is waited for once.
+            whole = slice(0, len(hidden))
+            return self._sum(torch.cat(kl), rows, whole, "the divergence from the original model", first_row)
+
+    def _kl_of(self, hidden: torch.Tensor, reference: Any, index: int, part: slice) -> torch.Tensor:
+        """Returns the divergence at the positions of slice `index`, float32 `[positions]`."""
+        base, distributions = reference
+        if distributions is None and self._has_fast_logits(hidden):
+            from quant.kernels.portable.divergence import kl_of_logits
+
+            return kl_of_logits(self._fast_logits(base[part]), self._difference(hidden[part], base[part], None))
+        p = self._base(reference, index, part)
+        return _kl(p, self._difference(hidden[part], base[part], p).float())
 
     def _sum(self, values: torch.Tensor, rows: torch.Tensor, part: slice, quantity: str, first_row: int) -> float:
         return finite_sum(values, lambda i: self._position_name(rows, part.start + i, first_row), quantity)
@@ -175,16 +183,16 @@ class NextToken(Logits):
         row, token = divmod(position, rows.shape[1] - 1)
         return f"row {first_row + row}, token {token}"
 
-    def _difference(self, hidden: torch.Tensor, base: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of the model minus the base's logits; 0 for tokens that the base rules out."""
+    def _difference(self, hidden: torch.Tensor, base: torch.Tensor, p: torch.Tensor | None) -> torch.Tensor:
+        """Returns the logits of the model minus the base's logits; 0 for tokens that the base rules out by `p`."""
         # d = (h' − h) Wᵀ; a bias of the head would cancel, and a soft cap is not linear.
         if self.split and self.cap is None and type(self.head) is nn.Linear:
             if self.narrow is None:
                 self.narrow = _narrowed(self.head.weight.detach().to(hidden.dtype), difference_dtype(hidden))
-            return torch.nn.functional.linear((hidden - base).to(self.narrow.dtype), self.narrow).float()
+            return torch.nn.functional.linear((hidden - base).to(self.narrow.dtype), self.narrow)
         # A whole model may return −∞ for tokens that it rules out, and −∞ − (−∞) is NaN.
         difference = self.logits(hidden).float() - self.logits(base).float()
-        return difference if self.split else difference.masked_fill(p == 0, 0)
+        return difference if self.split or p is None else difference.masked_fill(p == 0, 0)
 
     def nll(self, rows: torch.Tensor, first_row: int = 0) -> float:
         """Returns the summed negative log-likelihood of the next tokens, in nats; raises as `measure` does."""
@@ -238,11 +246,18 @@ class NextToken(Logits):
             return self._p(hidden[part])
 
     def _p(self, hidden: torch.Tensor) -> torch.Tensor:
-        if not (self.split and type(self.head) is nn.Linear and has_pairs(hidden)):
-            return self.logits(hidden).float().softmax(dim=-1)
-        # Where distributions do not fit, they are computed again in every measurement.
+        logits = self._fast_logits(hidden) if self._has_fast_logits(hidden) else self.logits(hidden).float()
+        return logits.softmax(dim=-1)
+
+    def _has_fast_logits(self, hidden: torch.Tensor) -> bool:
+        return bool(self.split) and type(self.head) is nn.Linear and has_pairs(hidden)
+
+    def _fast_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns `logits` without a gradient, in pairs of BF16, where `_has_fast_logits` holds."""
+        assert isinstance(self.head, nn.Linear)
+        # Where distributions do not fit in memory, logits are computed again in every measurement.
         self.paired = self.paired or PairedWeight(self.head.weight)
-        return self.capped(self.paired.linear(hidden, self.head.bias)).softmax(dim=-1)
+        return self.capped(self.paired.linear(hidden, self.head.bias))
 
 
 class Classes(NextToken):

@@ -37,9 +37,8 @@ from quant.calibration.sensitivity.switchable_layer import (
 )
 from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
-from quant.calibration.statistics import static_input_scale
+from quant.calibration.statistics import round_activation, static_input_scale
 from quant.calibration.walk.collect import collect_input_amax
-from quant.formats.tensor import round_activation
 from quant.kernels.linear.expert_modules import can_run_experts_one_by_one, experts_forward
 from quant.recipes.expert_stacks import expert_matrices, stacking_of_experts
 from quant.recipes.layer_kind import LayerKind
@@ -89,6 +88,7 @@ class SwitchableModel:
     cache: CallCache | None = None
     choice: dict[str, str] = field(default_factory=dict)
     _rounded: tuple[str, torch.Tensor | None, dict[str, torch.Tensor]] = ("", None, {})
+    _input_scales: dict[Key, torch.Tensor | None] = field(default_factory=dict)
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -220,6 +220,12 @@ class SwitchableModel:
 
     def input_scale(self, group: str, candidate: Candidate) -> torch.Tensor | None:
         """Returns the static scale of a group's inputs; None for formats that measure theirs."""
+        key = (group, candidate.name)
+        if key not in self._input_scales:
+            self._input_scales[key] = self._static_scale(group, candidate)
+        return self._input_scales[key]
+
+    def _static_scale(self, group: str, candidate: Candidate) -> torch.Tensor | None:
         if not candidate.has_static_scale:
             return None
         if (group, candidate.name) in self.solutions:

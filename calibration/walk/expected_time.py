@@ -102,6 +102,15 @@ def expected_time(
     return ExpectedTime(writing, seconds + products / product + elements / element)
 
 
+def time_of_rows(model: nn.Module, plan: Plan, session: Session, rows: int, seqlen: int) -> float:
+    """Returns the seconds in which `rows` rows of `seqlen` tokens run through a model, its output head included."""
+    device = session.device or device_of(model)
+    weights = sum(layer.numel for layer in plan.layers if layer.kind != LayerKind.EMBEDDING)
+    layers = sum(layer.kind == LayerKind.LINEAR for layer in plan.layers)
+    products = 2 * rows * seqlen * weights / _Speed(device).of_product(_TOKENS, torch.float32)
+    return products + rows * layers * _A_STEP
+
+
 def operations(pipeline: Pipeline) -> int:
     """Estimates the elementwise operations that a solver takes for each weight."""
     steps = 0 if pipeline.reconstruction is None else pipeline.reconstruction.steps

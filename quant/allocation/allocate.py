@@ -154,7 +154,8 @@ def allocate(
     texts = moved(texts, session.device or device_of(model))
     bench = Bench(
         switchable, space, divergence_of(model, rows), *texts, session, by_perplexity=goal.by_perplexity,
-        expected=len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0) + effort.probes(texts.searched),
+        expected=len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0)
+        + effort.probes(texts.searched.device),
     )  # fmt: skip
     loop = Loop(problem, space, bench, goal, effort)
     # Layers are switchable only inside; afterwards the model has its own modules again.

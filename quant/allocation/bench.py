@@ -52,10 +52,26 @@ class Effort:
     solves: int = 3
     points: int = 17
 
-    def probes(self, searched: torch.Tensor) -> int:
-        """Returns the number of measurements of the local search on the device of its rows."""
-        default = _MEASUREMENTS.get(searched.device.type, _MEASUREMENTS["cpu"])
+    def probes(self, device: torch.device) -> int:
+        """Returns the number of measurements of the local search on a device."""
+        default = _MEASUREMENTS.get(device.type, _MEASUREMENTS["cpu"])
         return default if self.measurements is None else self.measurements
+
+
+def rows_of_choice(rows: int, formats: int, effort: Effort, device: torch.device) -> int:
+    """Estimates how many rows run forward through the model, or backward, while formats are chosen for a budget.
+
+    Args:
+        rows: calibration rows, on which ranges of inputs are measured.
+        formats: the number of formats.
+        effort: numbers of rows and measurements.
+        device: the device where the model runs.
+    """
+    # Scores and each round of gains: forward, backward, and a product with the change of each weight in each format.
+    gradients = effort.score_rows * (2 + formats) * (1 + effort.rounds)
+    measured = effort.check_rows * (1 + formats + effort.rounds)
+    # A measurement of the search begins, on average, in the middle of the model.
+    return rows + gradients + measured + effort.search_rows * effort.probes(device) // 2
 
 
 @dataclass(eq=False)

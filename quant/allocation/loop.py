@@ -212,7 +212,7 @@ class Loop:
 
     def _search(self, present: MeasuredChoice) -> MeasuredChoice:
         """Returns the least loss near a choice at its size, by measuring."""
-        bench, count = self.bench, self.effort.probes(self.bench.searched)
+        bench, count = self.bench, self.effort.probes(self.bench.searched.device)
         if present.measured == 0 or count == 0:
             return present
         limits = self.space.limits(self.goal)

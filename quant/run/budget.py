@@ -63,6 +63,11 @@ class AllocationRequest:
             max_ppl_increase=read_quantity(spell("max_ppl_increase"), self.max_ppl_increase, "ratio"),
         )
 
+    @property
+    def effort(self) -> Effort:
+        """The numbers of rows and measurements of the allocation."""
+        return Effort(measurements=self.search)
+
     def options(self) -> dict[str, Any]:
         """Returns the arguments of `allocate` that are given here."""
         constraints = [Constraint.parse(kind, text) for kind in ConstraintKind for text in getattr(self, kind)]
@@ -71,7 +76,7 @@ class AllocationRequest:
             "method": self.method or "fisher",
             "constraints": constraints,
             "path": self.sensitivity,
-            "effort": Effort(measurements=self.search),
+            "effort": self.effort,
         }
 
     def _check_sizes(self, spell: Spelling) -> None:

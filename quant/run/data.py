@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import torch
 
+from quant.allocation.bench import rows_of_choice
 from quant.allocation.held_out import HeldOut
 from quant.calibration.inputs import Inputs
+from quant.calibration.placement import device_of
 from quant.calibration.texts.mixture import Record
-from quant.calibration.walk.expected_time import expected_time, in_words
+from quant.calibration.walk.expected_time import expected_time, in_words, time_of_rows
 from quant.evaluation.checks import check_evaluable
 from quant.execution.announcements import announce_effort
 from quant.execution.checks import check_solvable
@@ -107,14 +109,12 @@ def verification_data(job: Job, decision: Decision) -> Mapping[str, Data]:
 
 def announce_time(job: Job, decision: Decision) -> None:
     """Says before anything slow starts how long a plan that needs text will take."""
-    source, request, plan = job.source, job.request, decision.plan
+    source, plan = job.source, decision.plan
     is_solved = decision.allocation is not None and decision.allocation.quantized is not None
     if is_solved or job.listener.is_silent or not source.is_causal_lm or not lacks_data(plan):
         return
-    # Writing is sequential, one token at a time, so it may take longer than solving.
-    share = written_share(request.calib, has_tokenizer=tokenizer_if_any(source) is not None)
-    samples, seqlen = request.calib_samples, within_context(source, request.seqlen)
-    written = round(share * samples * seqlen)
+    # A budget has its text by now.
+    samples, seqlen, written = _text_size(job, will_write=decision.allocation is None)
     time = expected_time(job.model, plan, job.session, rows=samples, seqlen=seqlen, written=written)
     if not any(solver_needs_data(layer) for layer in plan.quantized):
         # Static input scales, and those of the KV cache, need text too.
@@ -130,3 +130,34 @@ def announce_time(job: Job, decision: Decision) -> None:
         f"{solvers} on {samples} rows of {seqlen} tokens will take about "
         f"{in_words(time.writing + time.solving)}: {writing}{in_words(time.solving)} to solve; --effort 0 takes seconds"
     )
+
+
+def announce_budget(job: Job, plan: Plan, formats: int, *, solves_each: bool) -> None:
+    """Says before anything slow starts how long a budget will take: its text, the choice of formats, and solving.
+
+    Args:
+        job: the run.
+        plan: a plan of one of the formats, with the solver of the run.
+        formats: the number of formats to choose from.
+        solves_each: whether formats are compared as this solver rounds them, which it then does group by group.
+    """
+    if job.listener.is_silent or not job.source.is_causal_lm:
+        return
+    samples, seqlen, written = _text_size(job, will_write=job.request.data is None)
+    time = expected_time(job.model, plan, job.session, rows=samples, seqlen=seqlen, written=written)
+    device = job.session.device or device_of(job.model)
+    passes = rows_of_choice(samples, formats, job.request.budget.effort, device)
+    choosing = time_of_rows(job.model, plan, job.session, passes, seqlen)
+    choosing += formats * time.solving if solves_each else 0
+    writing = f"{in_words(time.writing)} to write text, " if written else ""
+    job.listener.message(
+        f"this budget will take about {in_words(time.writing + choosing + time.solving)}: {writing}"
+        f"{in_words(choosing)} to choose among {formats} formats, {in_words(time.solving)} to solve"
+    )
+
+
+def _text_size(job: Job, *, will_write: bool) -> tuple[int, int, int]:
+    """Returns the rows and tokens a row of the calibration text, and the tokens that the model will write."""
+    samples, seqlen = job.request.calib_samples, within_context(job.source, job.request.seqlen)
+    share = written_share(job.request.calib, has_tokenizer=tokenizer_if_any(job.source) is not None)
+    return samples, seqlen, round(share * samples * seqlen) if will_write else 0

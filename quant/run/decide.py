@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,8 @@ from quant.allocation.goal import Goal
 from quant.allocation.held_out import HeldOut
 from quant.calibration.inputs import call_on_first_row
 from quant.calibration.listener import SILENT
-from quant.calibration.solvers.solver import with_supported_solver
+from quant.calibration.sensitivity.candidates import parse_candidates
+from quant.calibration.solvers.solver import get_pipeline, with_supported_solver
 from quant.checkpoints.trial_load import check_experts
 from quant.errors import UserError
 from quant.execution.announcements import announce_effort
@@ -22,9 +24,9 @@ from quant.plan.make import make_plan
 from quant.recipes import effort
 from quant.recipes.effort import solver_of
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.plan import LayerPlan
+from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import KEEP, Recipe
-from quant.run.data import calibration_data, evaluation_data
+from quant.run.data import announce_budget, calibration_data, evaluation_data
 from quant.run.job import Decision, Job
 from quant.run.plan import example_run, plan_for, provenance, refuse_heads
 from quant.run.same_on_ranks import check_same
@@ -81,6 +83,15 @@ def _for_budget(job: Job, goal: Goal) -> Decision:
         texts = evaluation_data(replace(job, listener=SILENT))
         held_out = HeldOut.halves({name: as_rows(job.model, rows, "a limit") for name, rows in texts.items()})
     # Everything that needs text comes after the checks of shapes above.
+    # An allocation measures hundreds of choices, so it rounds to nearest unless an effort is requested. A better solver
+    # lowers the loss of all choices alike, and the one that is chosen is solved by it afterwards.
+    solver = request.solver or solver_of(request.effort or 0, KEEP)
+    takes_default = request.solver is None and request.effort is None and not goal.has_limit
+    example = _example_plan(job, options["formats"], None if takes_default else solver)
+    needs_data = any(get_pipeline(layer.solver).needs_data for layer in example.quantized)
+    announce_budget(
+        job, example, len(parse_candidates(options["formats"])) - 1, solves_each=needs_data and not takes_default
+    )
     with job.stages() as (staged, _):
         data, records = request.data, None
         if data is None:
@@ -93,9 +104,7 @@ def _for_budget(job: Job, goal: Goal) -> Decision:
             job.model,
             rows,
             goal,
-            # An allocation measures hundreds of choices, so it rounds to nearest unless an effort is requested. A
-            # better solver lowers the loss of all choices alike, and the one that is chosen is solved by it afterwards.
-            solver=request.solver or solver_of(request.effort or 0, KEEP),
+            solver=solver,
             run=request.run or (call_on_first_row(rows) if rows.is_floating_point() else None),
             held_out=held_out,
             seed=request.seed,
@@ -107,7 +116,7 @@ def _for_budget(job: Job, goal: Goal) -> Decision:
         )
     job.seconds.update(score=allocation.sensitivity.seconds, allocate=allocation.record.seconds)
     # A limit is verified on the weights that were measured, so these are the weights of the plan.
-    if request.solver is None and request.effort is None and not goal.has_limit:
+    if takes_default:
         allocation = _with_default_solvers(allocation)
     # Ranks sum floating-point losses in the same order, so that this never differs but through a defect.
     check_same({"the plan that the budget chose": allocation.plan.digest()}, job.session)
@@ -115,16 +124,30 @@ def _for_budget(job: Job, goal: Goal) -> Decision:
     return Decision(plan, rows, allocation=_in_place(allocation) if request.is_in_memory else allocation)
 
 
-def _with_default_solvers(allocation: Allocation) -> Allocation:
-    """Returns an allocation measured with rounding to nearest, with the default effort's solvers in its plan."""
-    plan = allocation.plan
+def _example_plan(job: Job, formats: str | Sequence[str], solver: str | None) -> Plan:
+    """Returns a plan of the first of `formats` for every layer, to tell the time; None for the default's solvers."""
+    request, candidate = job.request, parse_candidates(formats)[0]
+    plan = make_plan(job.model, "fp8", run=request.run, include=request.include, exclude=request.exclude)
+    plan = plan.replace_layers(candidate.applied(layer) for layer in plan.quantized)
+    if solver is None:
+        return _by_default_solvers(plan)
+    return plan.replace_layers(with_supported_solver(replace(layer, solver=solver)) for layer in plan.quantized)
+
+
+def _by_default_solvers(plan: Plan) -> Plan:
+    """Returns a plan with the solvers of the default effort."""
     experts = any(layer.kind == LayerKind.EXPERTS or ".experts." in layer.name for layer in plan.quantized)
 
     def solved(layer: LayerPlan) -> LayerPlan:
         activation = KEEP if layer.activation is None else layer.activation.name
         return with_supported_solver(replace(layer, solver=solver_of(effort.DEFAULT, activation, experts=experts)))
 
-    plan = plan.replace_layers(map(solved, plan.quantized))
+    return plan.replace_layers(map(solved, plan.quantized))
+
+
+def _with_default_solvers(allocation: Allocation) -> Allocation:
+    """Returns an allocation measured with rounding to nearest, with the default effort's solvers in its plan."""
+    plan = _by_default_solvers(allocation.plan)
     if plan == allocation.plan:
         return allocation
     record = replace(allocation.record, measured_with=allocation.plan.quantized[0].solver)

@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import quant
+from quant.allocation.bench import Effort, rows_of_choice
 from quant.calibration.session import Session
 from quant.calibration.texts.mixture import mixture_rows
-from quant.calibration.walk.expected_time import expected_time, in_words
+from quant.calibration.walk.expected_time import expected_time, in_words, time_of_rows
 from quant.cli.main import main
 from quant.errors import UserError
 from quant.execution.sources import sources_of, written_share
@@ -124,6 +125,28 @@ def test_the_command_tells_the_time_and_what_the_text_was(tmp_path: Path) -> Non
     assert list(mixed["tokens"]) == ["own text"]  # this model has no tokenizer
     report = json.loads((out / "report.json").read_text())
     assert report["plan_digest"] == plan.digest()
+
+
+@pytest.mark.usefixtures("default")
+def test_a_budget_tells_its_time_before_anything_slow(tmp_path: Path) -> None:
+    tiny_models.llama(max_position_embeddings=64).save_pretrained(tmp_path / "model")
+    save_file({"rows": torch.randint(0, 64, (4, 64))}, tmp_path / "rows.safetensors")
+    options = ["--bits=6", f"--calib=mix+{tmp_path / 'rows.safetensors'}", "--calib-samples=7", "--seqlen=32"]
+    found = CliRunner().invoke(main, ["quantize", str(tmp_path / "model"), f"--out={tmp_path / 'out'}", *options])
+    assert found.exit_code == 0, found.output
+    said = " ".join(found.output.split())
+    assert said.index("this budget will take about") < said.index("to choose among 2 formats") < said.index("scoring")
+    assert said.count("to write text") == 1  # not once more when it is solved
+
+
+def test_the_time_of_a_budget_follows_the_work() -> None:
+    effort, cpu = Effort(), torch.device("cpu")
+    assert rows_of_choice(32, 2, effort, cpu) == 32 + 8 * (1 + 1 + 2) * 3 + 8 * (1 + 2 + 2)
+    assert rows_of_choice(32, 4, effort, cpu) > rows_of_choice(32, 2, effort, cpu)
+    assert rows_of_choice(32, 2, Effort(measurements=100), cpu) == rows_of_choice(32, 2, effort, cpu) + 400
+    model = tiny_models.llama()
+    plan = quant.make_plan(model, "nvfp4a16")
+    assert time_of_rows(model, plan, Session(), 100, 32) > 5 * time_of_rows(model, plan, Session(), 10, 32)
 
 
 def test_sources_of_calibration() -> None:
