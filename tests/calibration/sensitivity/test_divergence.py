@@ -301,3 +301,28 @@ def test_a_format_that_breaks_a_group_is_named(method: str, message: str, monkey
     model, rows = vectors()
     with pytest.raises(NotFinite, match=message):
         scores(model, rows, method)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # Triton's interpreter computes both sides of `where`
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_gpu_measures_in_one_launch_what_a_cpu_does(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of the base in pairs of BF16, and one kernel for the divergence; Gemma 2 has a soft cap."""
+    pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+    from interpreter import interpreted
+
+    sizes: dict[str, Any] = {"vocab_size": 61, "num_hidden_layers": 1, "gain": 3}
+    model = getattr(tiny_models, family)(**sizes).to(torch.bfloat16).float()
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.model.layers[0].mlp.down_proj.weight += 0.02 * torch.randn_like(
+            model.model.layers[0].mlp.down_proj.weight
+        )
+    rows = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(0))
+    reference = NextToken(model, model.lm_head).reference(rows)
+    expected = NextToken(changed, changed.lm_head).measure(rows, reference)
+    monkeypatch.setattr("quant.calibration.sensitivity.divergence.has_pairs", lambda x: True)
+    monkeypatch.setattr("quant.calibration.fast_matmul._of_columns", lambda x, y: x.float().t() @ y.float())
+    with interpreted():
+        found = NextToken(changed, changed.lm_head)
+        assert found.measure(rows, reference) == pytest.approx(expected, rel=2e-3)
+    assert found.paired is not None and found.paired.low is None
