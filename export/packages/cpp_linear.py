@@ -20,7 +20,9 @@ from quant.formats.number import Number
 from quant.kernels.linear.ops import LINEAR
 
 SOURCE = Path(__file__).with_name("cpp") / "linear.h"
+# Packages of different versions may be loaded together, so the name is none that another library can see.
 _DECLARATION = (
+    '__attribute__((visibility("hidden"))) '
     "AOTITorchError aoti_torch_cpu_linear(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, "
     "AtenTensorHandle*, AtenTensorHandle*, char const*, char const*, AtenTensorHandle*)"
 )
@@ -46,7 +48,7 @@ def linear_source() -> str:
     numbers = {number.name: number for format in FORMATS.values() for number in (format.element, format.scale)}
     lines = [_number(number) for number in numbers.values()]
     rows = ",\n".join(f"    {_format(format)}" for format in FORMATS.values())
-    lines.append(f"inline constexpr Format kFormats[] = {{\n{rows}}};")
+    lines.append(f"constexpr Format kFormats[] = {{\n{rows}}};")
     return SOURCE.read_text().replace("// @tables@", "\n".join(lines))
 
 
@@ -55,10 +57,10 @@ def _number(number: Number) -> str:
     if not number.is_wide:
         values = f"k{number.name.upper()}Values"
         listed = ", ".join(map(_literal, number.values().tolist()))
-        lines.append(f"inline constexpr float {values}[] = {{{listed}}};")
+        lines.append(f"constexpr float {values}[] = {{{listed}}};")
     limits = (2.0**-number.mantissa, number.min_normal, 2.0**number.max_exponent, number.min, number.max)
     fields = [str(number.bits), str(number.is_integer).lower(), *map(_literal, limits), values]
-    lines.append(f"inline constexpr Number k{number.name.upper()} = {{{', '.join(fields)}}};")
+    lines.append(f"constexpr Number k{number.name.upper()} = {{{', '.join(fields)}}};")
     return "\n".join(lines)
 
 

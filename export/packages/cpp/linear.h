@@ -22,6 +22,7 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 namespace blockscale {
+namespace {
 
 // `quant.formats.number.Number`: the grid that values are rounded to, and the value of each code of up to 8 bits.
 struct Number {
@@ -338,6 +339,7 @@ void compute(
     }
 }
 
+}  // namespace
 }  // namespace blockscale
 
 extern "C" AOTITorchError aoti_torch_cpu_linear(
