@@ -21,9 +21,9 @@ TEXTS = --calib benchmarks/data/calibration.txt --eval benchmarks/data/evaluatio
 
 demo: .venv/.engines  ## SmolLM2-135M three times: to NVFP4 by GPTQ, to 4.8 mixed bits, to an engine; QUICK=1 rounds it and runs it
 ifdef QUICK
-	@echo "rounding to nearest, a measurement and a sentence: about a minute"
+	@echo "rounding to nearest, a measurement and a few words: about 80 seconds on two quiet cores"
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --effort 0 $(TEXTS) --eval-samples 2 --out $(OUT) --overwrite
-	.venv/bin/quant generate $(OUT) --prompt "The capital of France is" --max-new-tokens 16
+	.venv/bin/quant generate $(OUT) --prompt "The capital of France is" --max-new-tokens 8
 else
 	@echo "about six minutes on two quiet cores: one for GPTQ, four for the mix, one for the engine; 'make demo QUICK=1' takes one"
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --solver gptq $(TEXTS) --calib-samples 8 --eval-samples 4 \
