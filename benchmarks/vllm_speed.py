@@ -241,6 +241,7 @@ class Engine:
     def __init__(self, args: argparse.Namespace, label: str, switch: str, own: dict[str, Any]) -> None:
         self.log = args.out / f"{args.label}-{label}.log"
         options = ["--engine", json_text(args.engine | own), "--kv-gib", str(args.kv_gib), "--out", str(args.out),
+                   "--context", str(args.context),
                    "--folder", str(args.folder), "--batch", *map(str, args.batch)]  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, __file__, args.shape, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
