@@ -2,7 +2,7 @@
 
 Between its linear layers the kernels read the result of one product and write operands of the next: silu(gate) · up
 and, in the backward pass, the gradients of gate and up are never written in 16 bit. x is rounded once. Kept for the
-backward pass are gate and up in 16 bit, and the transposed codes of x, of silu(gate) · up and of the weights. Products
+backward pass are gate and up in 16 bit, and the transposed codes of x, of silu(gate) · up and of some weights. Products
 and roundings are those of the layers one by one.
 
 The MLP keeps its class. Its `forward` is ours while its three layers train natively and have no hooks or adapters;
@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from quant.kernels.linear.ops import autocast_dtype
 from quant.training.low_precision.linear import LowPrecisionLinear
-from quant.training.low_precision.native import NativeProducts, keeps_weights, unpadded
+from quant.training.low_precision.native import NativeProducts, keeps_weight, unpadded
 
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -101,9 +101,8 @@ class _GatedMLP(torch.autograd.Function):
         tokens = x.numel() // x.shape[-1]
         codes, scale, codes_t, scale_t = native.operands(x, gate.requires_grad or up.requires_grad)
         # Rows of padding stay: their zeros are rounded to zeros, and all sizes of products are multiples of 128.
-        keeps = keeps_weights()
         rounded = [
-            native.quantize(w, square=True, columns=keeps and needed)
+            native.quantize(w, square=True, columns=keeps_weight(w, tokens) and needed)
             for w, needed in ((gate, ctx.needs_input_grad[0]), (up, ctx.needs_input_grad[0]), (down, True))
         ]
         between = [ops.fp8_block_product(codes, scale, *w[:2], True, x.dtype) for w in rounded[:2]]

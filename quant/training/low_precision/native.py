@@ -5,9 +5,8 @@
     backward  dy ─▶ codes, codes_t       dx = codes(dy) · codes_t(w)ᵀ       dw = codes_t(dy) · codes_t(x)ᵀ
 
 Each matrix is read once, for both products that it is in. The transposed codes of x are kept for the backward pass, one
-byte an element where 16-bit training keeps two, and so are those of w, except in a distributed run: FSDP2 shows a whole
-weight for the time of its layer, and codes of all layers would undo that. There they are made again. Layers that read
-the same input (q, k and v) share its operands.
+byte an element where 16-bit training keeps two. Those of w are kept where they take no more memory than that saves, and
+are made again elsewhere. Layers that read the same input (q, k and v) share its operands.
 """
 
 from __future__ import annotations
@@ -99,11 +98,11 @@ class _BlockProducts(torch.autograd.Function):
         ctx.native, ctx.state, ctx.shape, ctx.dtype = native, state, x.shape, x.dtype
         codes, scale, codes_t, scale_t = native.operands(x, weight.requires_grad)
         state.note_input(scale)
-        for_backward = keeps_weights() and ctx.needs_input_grad[0]
+        tokens = x.numel() // x.shape[-1]
+        for_backward = keeps_weight(weight, tokens) and ctx.needs_input_grad[0]
         w_codes, w_scale, *w_transposed = native.quantize(weight, square=True, columns=for_backward)
         ctx.save_for_backward(codes_t, scale_t, weight, *w_transposed)
         y = torch.ops.quant.fp8_block_product(codes, scale, w_codes, w_scale, True, x.dtype)
-        tokens = x.numel() // x.shape[-1]
         return unpadded(y, tokens, weight.shape[0]).reshape(*x.shape[:-1], -1)
 
     @staticmethod
@@ -124,9 +123,14 @@ class _BlockProducts(torch.autograd.Function):
         return dx, dw, None, None
 
 
-def keeps_weights() -> bool:
-    """Returns whether the transposed codes of weights stay in memory from the forward to the backward pass."""
-    return not (torch.distributed.is_available() and torch.distributed.is_initialized())
+def keeps_weight(weight: torch.Tensor, tokens: int) -> bool:
+    """Returns whether transposed codes of a weight `[out, in]` stay in memory from the forward to the backward pass.
+
+    They take out · in bytes, and the codes of x save tokens · in. In a distributed run none stay: FSDP2 shows a whole
+    weight for the time of its layer, and codes of all layers would undo that.
+    """
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return len(weight) <= tokens and not is_distributed
 
 
 def unpadded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

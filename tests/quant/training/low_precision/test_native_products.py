@@ -86,8 +86,8 @@ def test_layers_that_read_one_input_round_it_once(monkeypatch: pytest.MonkeyPatc
     assert len(calls) == 3 * len(model.model.layers)  # of q, k and v; o; gate and up, whose MLP is one function
 
 
-def test_weights_are_rounded_once_a_step_but_in_a_distributed_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 shows a whole weight only while its layer runs."""
+def test_weights_are_rounded_once_a_step_where_that_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """144 outputs: fewer than 160 tokens, more than 64. FSDP2 shows a whole weight only while its layer runs."""
     calls: list[tuple[bool, bool]] = []
     quantize = NativeProducts.quantize
 
@@ -97,13 +97,19 @@ def test_weights_are_rounded_once_a_step_but_in_a_distributed_run(monkeypatch: p
         return quantize(self, x, square, **directions)
 
     monkeypatch.setattr(NativeProducts, "quantize", counted)
-    x = torch.randn(64, 256)
+    x = torch.randn(160, 256)
     kept = results(trained("native", bias=False), x)
     assert calls == [(True, True)]
     calls.clear()
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     for one, two in zip(kept, results(trained("native", bias=False), x), strict=True):
         assert torch.equal(one, two)
+    assert calls == [(True, False), (False, True)]
+    monkeypatch.undo()
+    monkeypatch.setattr("quant.kernels.training.fp8_block.runs_on", lambda x: True)
+    monkeypatch.setattr(NativeProducts, "quantize", counted)
+    calls.clear()
+    results(trained("native", bias=False), x[:64])
     assert calls == [(True, False), (False, True)]
 
 
