@@ -64,10 +64,10 @@ def _one_table_of_onnx_functions() -> None:
     build = functools.cache(registry.from_torchlib)
 
     def copied(*arguments: object, **options: object) -> object:
-        original, made = build(*arguments, **options), registry()
-        made._opset_version = original._opset_version
-        made.functions = {name: list(functions) for name, functions in original.functions.items()}
-        return made
+        original, copy = build(*arguments, **options), registry()
+        copy._opset_version = original._opset_version
+        copy.functions = {name: list(functions) for name, functions in original.functions.items()}
+        return copy
 
     registry.from_torchlib = staticmethod(copied)
 

@@ -20,6 +20,6 @@ def write_short_base(folder: Path) -> Path:
     config = json.loads((BASE / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     tensors = load_file(BASE / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.1.")}
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    shorter = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.1.")}
+    save_file(shorter, folder / "model.safetensors", {"format": "pt"})
     return folder

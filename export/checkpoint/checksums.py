@@ -18,10 +18,10 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_checksums(directory: Path, hashes: Mapping[str, str], *others: str) -> None:
-    """Writes `hashes`, SHA-256 by the name of each file, and those of further files in `directory`."""
-    every = {**hashes, **{name: sha256_of(directory / name) for name in others}}
-    lines = [f"{digest}  {name}\n" for name, digest in sorted(every.items())]
+def write_checksums(directory: Path, hashes: Mapping[str, str], *unhashed: str) -> None:
+    """Writes `hashes`, SHA-256 by the name of each file, and those of the files `unhashed`, which it computes."""
+    sums = {**hashes, **{name: sha256_of(directory / name) for name in unhashed}}
+    lines = [f"{digest}  {name}\n" for name, digest in sorted(sums.items())]
     (directory / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from quant.calibration.kv_cache import AttentionScales
 from quant.export.onnx_graph.decoder import GraphInput, Keys
-from quant.export.onnx_graph.serving import LENGTHS, CachedAttention
+from quant.export.onnx_graph.serving import LENGTHS, CachedAttention, check_capacity_fits
 from quant.formats.format import FORMATS, Format
 from quant.kernels.attention_tiles import DIMS
 
@@ -82,6 +82,8 @@ class QuantizedCache(CachedAttention):
                 raise ValueError(f"{name}: keys and values of different shapes; pass --kv-cache 16bit")
             check_cache(name, self.format, *keys[1:], capacity)
             self.cache_scales[name] = self.scales_of(module, name, keys[0])
+        parts = [(heads, width, dtype) for heads, dim, _ in shapes[::2] for _, width, dtype in self.parts(dim)]
+        check_capacity_fits(parts, capacity)
         return {
             f"past_{part}.{layer}": GraphInput(
                 torch.zeros(2, heads, capacity, width, dtype=dtype), ("batch", heads, capacity, width)
@@ -102,7 +104,10 @@ class QuantizedCache(CachedAttention):
             )
         numbers = [scale.float().flatten() for scale in pairs if scale is not None]
         if any(scale.numel() not in (1, heads) for scale in numbers):
-            raise ValueError(f"{name}: scales of K and V {[len(scale) for scale in numbers]} for {heads} KV heads")
+            counts = " and ".join(str(scale.numel()) for scale in numbers)
+            raise ValueError(
+                f"{name}: {counts} scales of K and V for {heads} KV heads; quantize again, or pass --kv-cache 16bit"
+            )
         k, v = (scale.expand(heads).tolist() for scale in numbers)
         return k, v
 

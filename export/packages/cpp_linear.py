@@ -49,7 +49,7 @@ def linear_source() -> str:
     lines = [_number(number) for number in numbers.values()]
     rows = ",\n".join(f"    {_format(format)}" for format in FORMATS.values())
     lines.append(f"constexpr Format kFormats[] = {{\n{rows}}};")
-    return SOURCE.read_text().replace("// @tables@", "\n".join(lines))
+    return SOURCE.read_text(encoding="utf-8").replace("// @tables@", "\n".join(lines))
 
 
 def _number(number: Number) -> str:

@@ -20,7 +20,7 @@ import hashlib
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +134,18 @@ def check_exported(checkpoint: Path, out: Path, plan: Plan) -> dict[str, int]:
     experts, problems = expert_problems(checkpoint, plan, lambda payload: _digest(payload) in payloads)
     if problems:
         raise ValueError(
-            f"{out}: {problems[0]} and {len(problems) - 1} more tensors of experts are not in the exported graph as "
-            "in the checkpoint; this is a defect of the exporter"
+            f"{out}: the exported graph lacks {_first_of(problems)}, as the checkpoint has them; this is a defect of "
+            "the exporter"
         )
     count, missing = _missing(checkpoint, {f"{layer.name}.weight" for layer in plan.quantized}, payloads)
     # Its plug-ins for weights alone take 4-bit codes in a layout of their own: then none of them is found.
     if missing and len(missing) < count:
-        raise ValueError(f"{out}: {missing[0]} and {len(missing) - 1} more are not in the exported graph")
+        raise ValueError(f"{out}: the exported graph lacks {_first_of(missing)}; this is a defect of the exporter")
     return {"codes_found": count - len(missing) + experts, "codes_in_another_layout": len(missing)}
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _missing(checkpoint: Path, names: Collection[str], payloads: dict[bytes, bytes]) -> tuple[int, list[str]]:

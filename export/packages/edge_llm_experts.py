@@ -2,7 +2,8 @@
 
     fc1    rows of up and gate in turns of 64, [experts, 2 · intermediate, hidden]; for SM12x all of up, then of gate
     fc2    rows of down, [experts, hidden, intermediate]
-    alpha  the global scale of each expert; the exporter rescales a gate and an up that have two
+    alpha  the global scale of each expert; where gate and up have two, the exporter rescales both, so that their
+           scales cannot be compared
 
 Block scales lie in tiles of 128 rows and 4 blocks, as the tensor cores read them. The intermediate size is padded with
 zeros to a multiple of 64, for SM12x of 16. Only NVFP4 experts are laid out so; those of `int4` become codes of Marlin.
@@ -23,6 +24,7 @@ from quant.recipes.plan import Plan
 
 TURN = 64
 """Rows of up, then of gate, that lie together in fc1."""
+_FIRST = "gate and up"
 _PARTS = {"weight": "codes", "weight_scale": "block scales", "weight_scale_2": "global scales"}
 
 
@@ -39,12 +41,18 @@ def expert_problems(checkpoint: Path, plan: Plan, holds: Callable[[bytes], bool]
     matrices, problems = 0, []
     for stack in stacks:
         count = sum(name.startswith(f"{stack}.") and name.endswith(".down_proj.weight") for name in tensors)
+        shares_scales = all(
+            torch.equal(*(tensors[f"{stack}.{index}.{matrix}_proj.weight_scale_2"] for matrix in ("gate", "up")))
+            for index in range(count)
+        )
         for part, description in _PARTS.items():
             by_matrix = {
                 matrix: [tensors[f"{stack}.{index}.{matrix}_proj.{part}"] for index in range(count)]
                 for matrix in ("gate", "up", "down")
             }
             for name, layouts in _stacked(by_matrix, part).items():
+                if name == _FIRST and part != "weight" and not shares_scales:
+                    continue
                 if not any(holds(layout.contiguous().view(torch.uint8).numpy().tobytes()) for layout in layouts):
                     problems.append(f"{stack}: the {description} of {name}")
         matrices += 3 * count
@@ -62,14 +70,14 @@ def _stacked(matrices: dict[str, list[torch.Tensor]], part: str) -> dict[str, It
     """Yields the layouts that the graph may have, for each of its two tensors, from the matrices of all experts."""
     gate, up, down = (torch.stack(matrices[name]) for name in ("gate", "up", "down"))
     if part == "weight_scale_2":
-        return {"gate and up": iter([gate.float()] if torch.equal(gate, up) else []), "down": iter([down.float()])}
+        return {_FIRST: iter([gate.float()]), "down": iter([down.float()])}
 
     def first() -> Iterator[torch.Tensor]:
         for turn in (TURN, 16):
-            u, g = (pad(x.view(torch.uint8), (0, 0, 0, -x.shape[1] % turn)) for x in (up, gate))
+            up_rows, gate_rows = (pad(x.view(torch.uint8), (0, 0, 0, -x.shape[1] % turn)) for x in (up, gate))
             # Turns of all rows are the layout of SM12x.
-            rows = turn if turn == TURN else u.shape[1]
-            both = torch.stack([u.unflatten(1, (-1, rows)), g.unflatten(1, (-1, rows))], 2)
+            rows = turn if turn == TURN else up_rows.shape[1]
+            both = torch.stack([x.unflatten(1, (-1, rows)) for x in (up_rows, gate_rows)], 2)
             yield tiled(both.flatten(1, 3)) if part == "weight_scale" else both.flatten(1, 3)
 
     def second() -> Iterator[torch.Tensor]:
@@ -79,7 +87,7 @@ def _stacked(matrices: dict[str, list[torch.Tensor]], part: str) -> dict[str, It
             columns = pad(down.view(torch.uint8), (0, -down.shape[2] % unit))
             yield tiled(columns) if part == "weight_scale" else columns
 
-    return {"gate and up": first(), "down": second()}
+    return {_FIRST: first(), "down": second()}
 
 
 def tiled(scales: torch.Tensor) -> torch.Tensor:
@@ -90,10 +98,11 @@ def tiled(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(checkpoint: Path, prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    found = {}
+    """Returns the tensors of a checkpoint whose names begin with one of `prefixes`."""
+    tensors = {}
     for file in weight_files(checkpoint) if prefixes else ():
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 -- no dict
+        with safe_open(file, "pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 -- no dict
                 if name.startswith(prefixes):
-                    found[name] = tensors.get_tensor(name)
-    return found
+                    tensors[name] = stored.get_tensor(name)
+    return tensors

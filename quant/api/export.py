@@ -45,6 +45,7 @@ from quant.export.packages.triton_server import CONFIG_FILE, RECEIPT_FILE, SERVE
 from quant.export.packages.triton_server_guide import serving_text
 from quant.extras import require
 from quant.formats.atomic import temporary_directory, write_atomically
+from quant.kernels.kv_pages import kv_format
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.runtime.generate import end_tokens
@@ -242,9 +243,19 @@ def export_edge_llm(job: ExportJob) -> dict[str, Any]:
     return {"out": str(job.out), "files": files, "warnings": notes, **compared, "passed": True}
 
 
-def check_attention(kind: str, plan: Plan | None, attention: str) -> None:
-    """Raises UserError where an export would leave out the plan's attention without an option that says so."""
-    if kind == "torch-tensorrt" and plan is not None and plan.attention is not None and attention != "none":
+def check_attention(kind: str, plan: Plan | None, attention: str, kv_cache: str | None = None) -> None:
+    """Raises UserError where an export would leave out the plan's attention without an option that says so.
+
+    A KV cache of our plugin has attention in 16 bit.
+    """
+    if plan is None or plan.attention is None or attention == "none":
+        return
+    if kv_format(kv_cache) is not None:
+        raise UserError(
+            f"--kv-cache {kv_cache}: the plugin attends in 16 bit over its cache, and the plan has attention in "
+            f"{plan.attention}; pass --attention none with it"
+        )
+    if kind == "torch-tensorrt":
         raise UserError(
             f"the plan has attention in {plan.attention}, and torch-tensorrt has no op for that: pass --attention none "
             "to export attention in 16 bit, or --to tensorrt"

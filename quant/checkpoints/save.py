@@ -192,14 +192,14 @@ def write_model(
         _write_companions(model, tokenizer, temporary, destination.source)
         if finish is not None:
             finish(temporary, hashes, messages)
-        _complete(temporary, hashes)
+        _write_missing_checksums(temporary, hashes)
         # After the comparison with the source and the report, whose loss it shows.
         if of_transformers:
             write_card(temporary, plan, model, source=destination.source)
     return hashes
 
 
-def _complete(directory: Path, hashes: dict[str, str]) -> None:
+def _write_missing_checksums(directory: Path, hashes: dict[str, str]) -> None:
     """Writes the hashes of a checkpoint whose `finish` wrote no report with them, so that `verify` has them."""
     if not (directory / "report.json").is_file():
         write_checksums(directory, hashes, PLAN_FILE)
@@ -280,5 +280,5 @@ def save_state_dict(
         plan.save(temporary / PLAN_FILE)
         if finish is not None:
             finish(temporary, hashes, checkpoint_warnings(plan, torch.bfloat16, StoredNames()))
-        _complete(temporary, hashes)
+        _write_missing_checksums(temporary, hashes)
     return hashes

@@ -149,7 +149,7 @@ def export_command(
         else:
             model = load(directory, call_factory(model_factory) if model_factory else None)
         plan = describe(directory)[0] if (directory / PLAN_FILE).is_file() else None
-    check_attention(kind, plan, options["attention"])
+    check_attention(kind, plan, options["attention"], options["kv_cache"])
     if options["attention"] == "plugin" and options["capacity"] is None:
         # Our plugin in the parser's graphs knows no cache.
         options["capacity"] = 0
@@ -210,7 +210,10 @@ def _attention_scales(
     progress: Progress,
     terminal: Listener,
 ) -> Mapping[str, AttentionScales]:
-    """Measures scales of attention's operands or of a KV cache, where a checkpoint cannot hold them."""
+    """Measures scales of a KV cache and of attention's operands, which the checkpoint does not hold.
+
+    `formats` are those of the cache and of attention; None measures no scales of it.
+    """
     from quant.calibration.kv_cache import collect_attention_scales
     from quant.calibration.session import Session
     from quant.execution.sources import as_rows, read_calibration

@@ -5,8 +5,8 @@
 //     both           ->  PyTorch's own matrix product        so sums are in the order that eager PyTorch has
 //
 // Inductor calls one C function at every linear, so a package compiles this file once, whatever its number of layers.
-// `cpp_linear.py` writes the tables `kNumbers` and `kFormats` into the place marked below. Only PyTorch's C interface
-// for packages is used.
+// `cpp_linear.py` writes the numbers, their values and the table `kFormats` into the place marked below. Only PyTorch's
+// C interface for packages is used.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

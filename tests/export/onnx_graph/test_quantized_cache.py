@@ -149,6 +149,18 @@ def test_caches_that_the_plugin_does_not_have(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_cache_that_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = serving_samples.decoder("llama-64", dtype=torch.float16)
+    scales = collect_attention_scales(model, ROWS[:1], kv_format=FORMATS["nvfp4"], attention_format=None)
+    # Two rows, K and V, of codes and block scales: 9 bytes for 16 values.
+    values = 64 * sum(layer.self_attn.k_proj.out_features for layer in model.model.layers)
+    nbytes = 2 * 2 * values * 9 // 16
+    monkeypatch.setattr("quant.export.onnx_graph.serving.memory_left", lambda: nbytes - 1)
+    with pytest.raises(ValueError, match=r"--capacity 64: two rows of the KV cache, .*; lower it"):
+        write_onnx(model, tmp_path / "m.onnx", capacity=64, kv_cache=FORMATS["nvfp4"], attention_scales=scales)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_fp8_attention_and_a_cache_of_the_plugin_do_not_go_together(tmp_path: Path) -> None:
     model = serving_samples.decoder("llama-64", dtype=torch.float16)
     fp8 = FORMATS["fp8"]

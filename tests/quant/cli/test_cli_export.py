@@ -187,6 +187,9 @@ def test_fp8_attention_of_an_edited_plan(checkpoint: Path, tmp_path: Path) -> No
     assert "model.layers.0.self_attn: native FP8 attention takes heads of 64, 128" in result.stderr
     assert "pass --attention none" in result.stderr
     assert not (tmp_path / "out").exists()
+    # Before calibration: the plug-in of a quantized cache attends in 16 bit.
+    result = export(edited, "--to", "onnx", "--out", tmp_path / "out", "--quiet", "--kv-cache", "fp8")
+    assert result.exit_code == 2 and "the plan has attention in fp8; pass --attention none" in result.stderr
     assert export(edited, "--to", "onnx", "--out", tmp_path / "out", "--quiet", "--attention", "none").exit_code == 0
 
 
