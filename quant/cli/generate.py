@@ -225,6 +225,8 @@ def check_engine_command(
 
 
 def _print_check(checked: EngineCheck) -> None:
+    from quant.engines.check import noise_limits
+
     rows = list(checked.facts)
     if checked.backend:
         total = checked.steps * len(checked.prompts)
@@ -236,6 +238,17 @@ def _print_check(checked: EngineCheck) -> None:
             ("likeliest tokens", f"{checked.agreeing} of {total} the same{where}"),
             ("logits", f"relative difference {checked.error:.1e}, mean KL {checked.kl:.1e} nats"),
         ]
+        if checked.noise_kl is not None and checked.noise_agreeing is not None:
+            most_kl, least_agreement = noise_limits(checked.noise_kl, checked.noise_agreeing / total)
+            # Inputs in few bits turn the last bit of a sum into another code, so the reference is no exact one.
+            rows += [
+                (
+                    "quant.load itself",
+                    f"{checked.noise_agreeing} of {total} likeliest tokens the same, mean KL {checked.noise_kl:.1e} "
+                    "nats, if inputs of layers move by one rounding",
+                ),
+                ("limits", f"{least_agreement:.0%} of the tokens the same, mean KL {most_kl:.1e} nats"),
+            ]
         for index, part in enumerate(("prefill", "decoding step")):
             engine, reference = checked.engine_ms[index], checked.reference_ms[index]
             timed = "all rows" if index == 0 else "one row"

@@ -7,13 +7,19 @@ Both see the same tokens at every step, so one early difference does not make al
 both have the same likeliest token. Where inputs are quantized, sums that were added in another order round to other
 codes now and then, and two tokens that are nearly as likely may change places: the check passes if such steps are few
 and the mean KL divergence is small. An engine of other weights is off by nats.
+
+With inputs in four bits a model may differ from itself by more than the usual limit: `quant.load` of a small model in
+NVFP4 under two attention functions is 0.05 nats apart. A failing check therefore runs the reference once more, the
+inputs of its linear layers moved by at most one rounding. Such a run is as right as the first, so the limits become a
+multiple of the distance between the two.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -23,7 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.calibration.blocks import cache_argument, cache_of
+from quant.calibration.blocks import cache_argument, cache_of, removing
 from quant.calibration.placement import Device, find_device
 from quant.checkpoints.load import describe, load
 from quant.engines.loop import check_lengths, read, step
@@ -33,11 +39,17 @@ from quant.engines.tensorrt_session import read_receipt, runs_here
 from quant.engines.text import check_plan
 from quant.errors import UserError
 from quant.export.engine.audit import TENSORS, Finding, audit
+from quant.kernels.linear.quantized_module import QuantizedModule
 from quant.models.huggingface import load_tokenizer
 from quant.runtime.generate import cast_unquantized
 
 MOST_KL, LEAST_AGREEMENT = 0.02, 0.9
 """Limits of a check that passes: mean KL divergence in nats, and the share of steps that agree."""
+
+NOISE_MULTIPLE, NOISIEST_KL, NOISIEST_AGREEMENT = 3.0, 0.5, 0.7
+"""Limits where the reference's own noise is larger: this multiple of it, and never beyond these two.
+
+An engine rounds in every operation, the repeated reference at linear layers only, so the engine may be further away."""
 
 _PROMPTS, _APART = (5, 150, 200), 400  # tokens
 
@@ -78,6 +90,9 @@ class EngineCheck:
         error: relative difference of all logits, in the Frobenius norm.
         engine_ms: prefill of all rows, and a decoding step of all rows.
         reference_ms: prefill of all rows, one after the other, and a decoding step of one row.
+        noise_kl: mean KL divergence between two runs of the reference that round differently; None if the engine needed
+            no wider limits.
+        noise_agreeing: steps whose likeliest tokens are the same in both runs; None likewise.
         facts: name and finding of everything that was checked without running it.
         passed: None if it could not be run here.
     """
@@ -92,6 +107,8 @@ class EngineCheck:
     error: float = 0.0
     engine_ms: tuple[float, float] = (0.0, 0.0)
     reference_ms: tuple[float, float] = (0.0, 0.0)
+    noise_kl: float | None = None
+    noise_agreeing: int | None = None
     facts: list[tuple[str, str]] = field(default_factory=list)
     passed: bool | None = None
 
@@ -200,7 +217,17 @@ def compare(model: nn.Module, session: Session, prompts: Sequence[Sequence[int]]
     run = forced_run(session, prompts, expected.tokens)
     same = run.tokens == expected.tokens
     differing = np.argwhere(~same)
-    kl = _mean_kl(expected.logits, run.logits)
+    kl, agreement = _mean_kl(expected.logits, run.logits), float(same.mean())
+    # NaN fails: no comparison with it is true.
+    passed, noise_kl, noise_agreeing = kl <= MOST_KL and agreement >= LEAST_AGREEMENT, None, None
+    # No noise widens the limits beyond these, so only an engine within them is worth another run of the reference.
+    if not passed and kl <= NOISIEST_KL and agreement >= NOISIEST_AGREEMENT:
+        with _inputs_moved(model, session.dtype):
+            repeated = reference_run(model, prompts, new, expected.tokens)
+        noise_kl = _mean_kl(expected.logits, repeated.logits)
+        noise_agreeing = int((repeated.tokens == expected.tokens).sum())
+        most_kl, least_agreement = noise_limits(noise_kl, noise_agreeing / same.size)
+        passed = kl <= most_kl and agreement >= least_agreement
     difference = np.linalg.norm((run.logits - expected.logits).astype(np.float64))
     return EngineCheck(
         backend=session.backend,
@@ -213,19 +240,57 @@ def compare(model: nn.Module, session: Session, prompts: Sequence[Sequence[int]]
         error=float(difference / np.linalg.norm(expected.logits.astype(np.float64))),
         engine_ms=(1e3 * run.prefill_seconds, 1e3 * run.step_seconds),
         reference_ms=(1e3 * expected.prefill_seconds, 1e3 * expected.step_seconds),
-        # NaN fails: no comparison with it is true.
-        passed=bool(kl <= MOST_KL and same.mean() >= LEAST_AGREEMENT),
+        noise_kl=noise_kl,
+        noise_agreeing=noise_agreeing,
+        passed=bool(passed),
     )
 
 
-def reference_run(model: Any, prompts: Sequence[Sequence[int]], new: int) -> Run:
-    """Runs the model itself for its likeliest tokens, one row after the other, with transformers' cache."""
+def noise_limits(noise_kl: float, noise_agreement: float) -> tuple[float, float]:
+    """Returns the largest mean KL divergence and the smallest share of agreeing steps of a check that passes.
+
+    Args:
+        noise_kl: mean KL divergence between two runs of the reference that round differently.
+        noise_agreement: share of steps that agree between the two.
+    """
+    most_kl = min(max(MOST_KL, NOISE_MULTIPLE * noise_kl), NOISIEST_KL)
+    least_agreement = max(min(LEAST_AGREEMENT, 1 - NOISE_MULTIPLE * (1 - noise_agreement)), NOISIEST_AGREEMENT)
+    return most_kl, least_agreement
+
+
+@contextmanager
+def _inputs_moved(model: nn.Module, dtype: str) -> Iterator[None]:
+    """Moves the inputs of linear layers by at most one rounding of the dtype, at random, while the block runs.
+
+    The sums of other kernels end in such differences: each result is as right as the other.
+    """
+    epsilon, generator = torch.finfo(getattr(torch, dtype)).eps, torch.Generator().manual_seed(0)
+
+    def move(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *further = args
+        uniform = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+        return ((x * (1 + epsilon * (2 * uniform - 1))).to(x.dtype), *further)
+
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | QuantizedModule)]
+    with removing([layer.register_forward_pre_hook(move) for layer in layers]):
+        yield
+
+
+def reference_run(model: Any, prompts: Sequence[Sequence[int]], new: int, tokens: np.ndarray | None = None) -> Run:
+    """Runs the model itself, one row after the other, with transformers' cache.
+
+    Args:
+        model: of transformers.
+        prompts: token ids of each row.
+        new: steps after each prompt.
+        tokens: those that it is fed, `[rows, steps]`; by default its own likeliest ones.
+    """
     device = next(model.parameters()).device
     rows, prefill, steps = [], 0.0, []
     with torch.no_grad():
-        for prompt in prompts:
+        for row, prompt in enumerate(prompts):
             ids, cache, logits = torch.tensor([list(prompt)], device=device), None, []
-            for _ in range(new):
+            for index in range(new):
                 started = time.perf_counter()
                 seen = model(ids, use_cache=True, **cache_argument(model, cache))
                 logits.append(seen.logits[0, -1].float().cpu())
@@ -235,7 +300,8 @@ def reference_run(model: Any, prompts: Sequence[Sequence[int]], new: int) -> Run
                 else:
                     steps.append(seconds)
                 cache = cache_of(seen)
-                ids = logits[-1].argmax().reshape(1, 1).to(device)
+                token = logits[-1].argmax() if tokens is None else torch.tensor(tokens[row, index])
+                ids = token.reshape(1, 1).to(device)
             rows.append(torch.stack(logits))
     return Run(torch.stack(rows).numpy(), prefill, float(np.median(steps)) if steps else 0.0)
 
