@@ -93,7 +93,7 @@ def _help_all(context: click.Context, _: click.Parameter, is_given: bool) -> Non
     "--kv-cache",
     shell_complete=FORMAT_NAMES,
     metavar="FORMAT",
-    help="Format of the KV cache: fp8, or fp8_head with a scale for each KV head.",
+    help="KV cache: fp8, or fp8_head with a scale for each head.",
 )
 @click.option("--attention", shell_complete=FORMAT_NAMES, metavar="FORMAT", help="Format of attention's operands: fp8.")
 @click.option(

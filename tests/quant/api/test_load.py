@@ -51,6 +51,7 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
         "quant.errors",
         "quant.export.checkpoint.write",
         "quant.export.checkpoint.check",
+        "quant.export.checkpoint.checksums",
         "quant.export.checkpoint.read",
         "quant.export.checkpoint.scan",
         "quant.export.checkpoint.compressed_tensors",
