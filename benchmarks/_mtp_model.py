@@ -43,7 +43,7 @@ class Head(nn.Module):
         self.shared_head = nn.ModuleDict({"norm": Glm4MoeRMSNorm(config.hidden_size, config.rms_norm_eps)})
 
     def forward(self, model: Any, rows: torch.Tensor) -> torch.Tensor:
-        """Logits of token t + 2 for each token t but the last, `[rows, length - 1, vocabulary]`."""
+        """Returns logits of token t + 2 for each token t but the last, `[rows, length - 1, vocabulary]`."""
         with torch.no_grad():
             hidden = model.model(rows).last_hidden_state[:, :-1]
             following = model.get_input_embeddings()(rows[:, 1:])
@@ -55,22 +55,22 @@ class Head(nn.Module):
         return model.lm_head(self.shared_head["norm"](self.block(joined, position_embeddings=embeddings)))
 
     def tensors(self, model: Any) -> dict[str, torch.Tensor]:
-        """The tensors of the head as files of GLM-4.5 name them, expert by expert."""
-        prefix, found = f"model.layers.{LAYERS}", {}
+        """Returns the tensors of the head as files of GLM-4.5 name them, expert by expert."""
+        prefix, stored = f"model.layers.{LAYERS}", {}
         for name, tensor in self.state_dict().items():
             name = name.removeprefix("block.")
             if name.endswith("experts.gate_up_proj"):
                 for index, expert in enumerate(tensor):
                     for projection, part in zip(("gate", "up"), expert.chunk(2), strict=True):
-                        found[f"{prefix}.mlp.experts.{index}.{projection}_proj.weight"] = part
+                        stored[f"{prefix}.mlp.experts.{index}.{projection}_proj.weight"] = part
             elif name.endswith("experts.down_proj"):
                 for index, expert in enumerate(tensor):
-                    found[f"{prefix}.mlp.experts.{index}.down_proj.weight"] = expert
+                    stored[f"{prefix}.mlp.experts.{index}.down_proj.weight"] = expert
             else:
-                found[f"{prefix}.{name}"] = tensor
-        found[f"{prefix}.embed_tokens.weight"] = model.get_input_embeddings().weight
-        found[f"{prefix}.shared_head.head.weight"] = model.lm_head.weight
-        return {name: tensor.detach().to("cpu", torch.bfloat16).clone() for name, tensor in found.items()}
+                stored[f"{prefix}.{name}"] = tensor
+        stored[f"{prefix}.embed_tokens.weight"] = model.get_input_embeddings().weight
+        stored[f"{prefix}.shared_head.head.weight"] = model.lm_head.weight
+        return {name: tensor.detach().to("cpu", torch.bfloat16).clone() for name, tensor in stored.items()}
 
 
 def write_model(rows: torch.Tensor, out: Path, *, steps: int, device: str) -> None:
@@ -99,6 +99,7 @@ def write_model(rows: torch.Tensor, out: Path, *, steps: int, device: str) -> No
 
 
 def train(module: nn.Module, rows: torch.Tensor, steps: int, device: str, loss_of: Any) -> None:
+    """Trains a module by AdamW on batches of 16 rows, of which it takes the first 256 tokens."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=max(steps, 2))
     for _ in range(steps):

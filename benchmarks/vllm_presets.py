@@ -309,8 +309,8 @@ def run_all(args: argparse.Namespace) -> None:
             subprocess.run([sys.executable, __file__, *shared, *options], stdout=log, stderr=log, timeout=left,
                            env={**os.environ, **environment})  # fmt: skip
 
-    parts = [(name, [p for p in OF_EXPERTS if p in args.presets]) for name in args.families]
-    parts = [(name, [GPT_OSS] if name == "gpt_oss" else presets) for name, presets in parts]
+    of_experts = [preset for preset in OF_EXPERTS if preset in args.presets]
+    parts = [(name, [GPT_OSS] if name == "gpt_oss" else of_experts) for name in args.families]
     # A model that is trained is trained once: another process would end up with other weights.
     shares_of_dense = 1 if args.model == "bytes" else 4
     parts += [(DENSE, args.presets[i::shares_of_dense]) for i in range(shares_of_dense)]

@@ -3,10 +3,9 @@
     python benchmarks/vllm_speed.py llama-8b                       torch.compile and CUDA graphs, as vLLM has them
     python benchmarks/vllm_speed.py qwen3-30b-a3b --engine '{"compilation_config": {"mode": 0}}'
 
-Weights are random NVFP4 with inputs in 16 bit, or MXFP4 (`--format mxfp4`, and always the experts of gpt-oss), the head
-is in BF16, and only config.json exists on disk. The engines,
-one without the plug-in and one for each --switch, are ready at the same time in processes of their own, and one
-measures while the others wait. A step is the mean time between the tokens of a generation, once all its sequences
+Weights are random, in NVFP4 or MXFP4 (`--format mxfp4`, and always the experts of gpt-oss); inputs are in 16 bit, the
+head is in BF16, and only config.json exists on disk. The engines, one without the plug-in and one for each --switch,
+are ready at the same time in processes of their own, and one measures while the others wait. A step is the mean time between the tokens of a generation, once all its sequences
 decode: it holds attention, norms, the scheduler and the sampler. Prompts are in the prefix cache by then. Prefill is
 the time to the first token of one new prompt. Each figure is the least of its rounds. `--profile` adds the time in
 which any kernel of a step ran, by PyTorch's profiler.
@@ -71,7 +70,7 @@ MXFP4 = {
     "scale_dtype": "torch.uint8",
 }  # fmt: skip
 SCHEMES = {"nvfp4": ("nvfp4-pack-quantized", NVFP4), "mxfp4": ("mxfp4-pack-quantized", MXFP4)}
-"""compressed-tensors' name of each format, and its description of the weights."""
+"""Name of each format in compressed-tensors, and its description of the weights."""
 STEPS, SETTLED = 64, 4
 """Decoding steps that are timed, after those in which sequences start."""
 

@@ -111,7 +111,7 @@ def experts_forward(
         observe: a function that is called with (projection, expert, its input `[tokens, in]`) before each matmul, for
             calibration.
         until: the last projection to be observed; it is not run, nor are later ones, and the result is meaningless.
-        after: a function that is called with (projection, expert, its output `[tokens, out]`) behind each matmul; its
+        after: a function that is called with (projection, expert, its output `[tokens, out]`) after each matmul; its
             result takes the output's place.
 
     Returns:

@@ -140,8 +140,8 @@ def _grouped(
     bounds = offsets.tolist()
     for expert, (start, stop) in enumerate(pairwise(bounds)):
         if stop > start:
-            of = None if bias is None else bias[expert].to(x.dtype)
-            y[start:stop] = quantized_linear(x[start:stop], weight.matrix(expert), of, input_scale, rounding)
+            own_bias = None if bias is None else bias[expert].to(x.dtype)
+            y[start:stop] = quantized_linear(x[start:stop], weight.matrix(expert), own_bias, input_scale, rounding)
     return y
 
 

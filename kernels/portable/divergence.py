@@ -1,6 +1,6 @@
 """`kl_of_logits` computes KL divergences over a large vocabulary in one launch, where PyTorch needs a dozen.
 
-With z the logits of the base, d what the model's logits are larger by, p = softmax(z) and m = Σ p d,
+With z the logits of the base, d the model's logits minus z, p = softmax(z) and m = Σ p d,
 
     KL(base‖model) = ln Σ p exp(d − m)  =  ln(1 + Σ p (exp(d − m) − 1))
 
@@ -23,7 +23,7 @@ _LARGE = 80.0
 
 @triton.jit
 def _expm1(x):
-    """Returns exp(x) − 1: near zero by its series, up to x⁸ / 8!, whose rest is below float32's rounding."""
+    """Returns exp(x) − 1: near zero by its series, up to x⁸ / 8!, whose error is below float32's rounding."""
     series = 1.0 + x / 8.0
     series = 1.0 + x / 7.0 * series
     series = 1.0 + x / 6.0 * series
@@ -80,8 +80,8 @@ def kl_of_logits_kernel(base, difference, out, vocabulary, LARGE: tl.constexpr, 
         rise = tl.where(z == low, 0.0, d - mean)
         grown += weight * _expm1(rise)
         left += weight * rise
-    rest = tl.sum(left, axis=0) / whole
-    kl = _log1p(tl.sum(grown, axis=0) / whole) - rest
+    remainder = tl.sum(left, axis=0) / whole
+    kl = _log1p(tl.sum(grown, axis=0) / whole) - remainder
     peak_rise = tl.max(largest, axis=0) - mean
     if peak_rise > LARGE:
         spread = tl.zeros((TILE,), tl.float32)
@@ -91,7 +91,7 @@ def kl_of_logits_kernel(base, difference, out, vocabulary, LARGE: tl.constexpr, 
             d = tl.load(difference + at, mask=at < vocabulary, other=0.0).to(tl.float32)
             rise = tl.where(z == low, low, d - mean)
             spread += tl.where(z == low, 0.0, tl.exp(z - top) * tl.exp(rise - peak_rise))
-        kl = tl.log(tl.sum(spread, axis=0) / whole) + peak_rise - rest
+        kl = tl.log(tl.sum(spread, axis=0) / whole) + peak_rise - remainder
     tl.store(out + position, kl)
 
 

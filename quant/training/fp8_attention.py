@@ -83,8 +83,9 @@ def attend_in_fp8(model: Any) -> str:
     for config, name in changed:
         setattr(config, _BEFORE, name)
         config._attn_implementation_internal = IMPLEMENTATION
-    by = "the FP8 kernel of this GPU" if has_attention_kernel(next(model.parameters()), torch.float8_e4m3fn) else "FP32"
-    return f"forward in FP8 by {by}, backward in 16 bit; in eval mode 16 bit"
+    has_kernel = has_attention_kernel(next(model.parameters()), torch.float8_e4m3fn)
+    by = "by the kernel of this GPU" if has_kernel else "with products in FP32"
+    return f"forward in FP8 {by}, backward in 16 bit; in eval mode 16 bit"
 
 
 def attend_in_16bit(model: nn.Module) -> None:

@@ -133,8 +133,8 @@ class _GatedMLP(torch.autograd.Function):
         dx = None
         if for_x:
             parts = [
-                product(operands[0], operands[1], *native.transposed(weight, *kept), True, dy.dtype)
-                for operands, weight, kept in ((d_gate, gate, transposed[:2]), (d_up, up, transposed[2:4]))
+                product(operands[0], operands[1], *native.transposed(weight, *operand), True, dy.dtype)
+                for operands, weight, operand in ((d_gate, gate, transposed[:2]), (d_up, up, transposed[2:4]))
             ]
             dx = unpadded(parts[0] + parts[1], dy.numel() // dy.shape[-1], gate.shape[1]).reshape(ctx.shape)
         return dx, *gradients, d_down, None
