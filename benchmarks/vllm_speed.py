@@ -5,10 +5,10 @@
 
 Weights are random, in NVFP4 or MXFP4 (`--format mxfp4`, and always the experts of gpt-oss); inputs are in 16 bit, the
 head is in BF16, and only config.json exists on disk. The engines, one without the plug-in and one for each --switch,
-are ready at the same time in processes of their own, and one measures while the others wait. A step is the mean time between the tokens of a generation, once all its sequences
-decode: it holds attention, norms, the scheduler and the sampler. Prompts are in the prefix cache by then. Prefill is
-the time to the first token of one new prompt. Each figure is the least of its rounds. `--profile` adds the time in
-which any kernel of a step ran, by PyTorch's profiler.
+are ready at the same time in processes of their own, and one measures while the others wait. A step is the mean time
+between the tokens of a generation, once all its sequences decode: it holds attention, norms, the scheduler and the
+sampler. Prompts are in the prefix cache by then. Prefill is the time to the first token of one new prompt. Each figure
+is the least of its rounds. `--profile` adds the time in which any kernel of a step ran, by PyTorch's profiler.
 
     python benchmarks/vllm_speed.py llama-8b --layers 4 --batch 16 --context 32000 --prefill 0 --kv-gib 8 \
         --engine '{"max_model_len": 32768}' --theirs '{"kv_cache_dtype": "fp8"}' --ours '{"kv_cache_dtype": "nvfp4"}'

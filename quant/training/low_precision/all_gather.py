@@ -86,8 +86,8 @@ class ShardInFP8(torch.Tensor):
         if outer_size[0] % (mesh.size() * BLOCK) or outer_size[1] % BLOCK:
             missing = -(-outer_size[0] // mesh.size()) - len(shard)
             return (nn.functional.pad(shard, (0, 0, 0, missing)) if missing else shard,), None
-        # Of a layer that trains in another format by now, or in none, nothing is rounded.
-        if not isinstance(module, LowPrecisionLinear):
+        # Of a layer that trains in another format by now, or in none, nothing is rounded; one rank sends nothing.
+        if not isinstance(module, LowPrecisionLinear) or mesh.size() == 1:
             return (shard,), None
         rule = scale_rule(module.low_precision.recipe)
         codes, scale, *_ = torch.ops.quant.fp8_block_operands(shard, rule, True, True, False)

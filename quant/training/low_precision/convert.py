@@ -159,7 +159,7 @@ def to_low_precision_training(
         on_nonfinite: at an optimizer's step, gradients with NaN or infinity "stop" training with an error that names
             the layer, or "skip" the step with a warning. A GradScaler's steps are left to it: it skips them itself.
         all_gather_fp8: FSDP2, which shards the model afterwards, gathers weights of `fp8_block` as FP8 codes, with half
-            the bytes of BF16 and the same results. Weights become new parameters: make the optimizer after FSDP2.
+            the bytes of BF16 and the same values. Weights become new parameters: make the optimizer after FSDP2.
         attention: "fp8" rounds Q, K, V and P of a transformers model to E4M3 in the forward pass of training; gradients
             are computed in 16 bit, and so is attention in eval mode.
 

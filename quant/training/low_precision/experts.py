@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.expert_modules import QuantExperts, can_run_experts_one_by_one, experts_forward
@@ -98,10 +99,12 @@ class LowPrecisionStack(ExpertStack):
         """Maps `[tokens, in]` to `[tokens, out]` through expert `index`."""
         state = self.low_precision
         x = x.to(autocast_dtype(x) or x.dtype)
+        if not x.numel():  # no scale can be measured, and the gradient of the matrix is zero
+            return functional.linear(x, self._matrices[index].to(x.dtype))
         of_x = of_w = None
         assert state.recipe.input is not None
         # The largest of one expert's tokens scales them; the largest of all experts is recorded for deployment.
-        if state.recipe.input.is_static and x.numel():
+        if state.recipe.input.is_static:
             of_x = x.detach().abs().amax().float()
             largest = self._largest_input
             self._largest_input = of_x if largest is None else torch.maximum(largest, of_x)
@@ -109,7 +112,7 @@ class LowPrecisionStack(ExpertStack):
             of_w = self._weight_amax[index]
         if self._trains:
             state.deployed, state.weight_dtype = None, self.held.dtype
-            if state.products is not None and x.numel():
+            if state.products is not None:
                 return state.products(x, self._matrices[index], state)
         y: torch.Tensor = RoundedProducts.apply(x, self._matrices[index], of_x, of_w, state)  # type: ignore[no-untyped-call]
         return y

@@ -165,10 +165,8 @@ class LowPrecision:
         return earlier
 
 
-def _larger(earlier: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+def _larger(earlier: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """Returns the largest magnitude so far; NaN stays, so that a middle micro-batch counts as the last does."""
-    if not x.numel():  # an expert that no token reached
-        return earlier
     # One kernel; asking for finite numbers takes five.
     largest: torch.Tensor = torch.linalg.vector_norm(x.detach(), torch.inf)
     return largest if earlier is None else torch.maximum(largest, earlier.to(largest.device))

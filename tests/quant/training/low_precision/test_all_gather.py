@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from children import run_ranks
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import quant
 from quant.training.low_precision.all_gather import ShardInFP8
@@ -41,7 +42,6 @@ def _trained(rank: int, folder: str, fp8: bool, sent: list[int]) -> dict[str, An
     """Two steps of AdamW on FP32 masters, weights seen in BF16."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     sent.clear()
     model = tiny_models.llama(gain=2.0, **SIZES).train()
@@ -128,3 +128,26 @@ def test_afterwards_weights_are_plain_again() -> None:
     assert isinstance(net[0].weight.data, ShardInFP8)
     quant.from_low_precision_training(net)
     assert type(net[0].weight.data) is torch.Tensor and torch.equal(net[0].weight, before)
+
+
+def test_one_rank_trains_the_same_bits_and_gathers_nothing(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        losses = []
+        for fp8 in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(128, 128, bias=False))
+            quant.to_low_precision_training(model, "fp8_block", backend="emulated", all_gather_fp8=fp8)
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)), mp_policy=policy)
+            optimizer = torch.optim.SGD(model.parameters(), 1.0)
+            for _ in range(2):
+                loss = model(torch.ones(128, 128)).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    finally:
+        dist.destroy_process_group()
+    assert losses[:2] == losses[2:]
+    assert losses[1] < losses[0]

@@ -212,3 +212,15 @@ def test_a_gradient_of_experts_that_is_not_finite_is_named() -> None:
     _experts(model).down_proj.grad[0, 0, 0] = torch.nan
     with pytest.raises(quant.UserError, match=r"^model.layers.0.mlp.experts.down_proj: its gradient holds NaN"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_block"])
+def test_an_expert_without_tokens_gives_none_and_a_gradient_of_zero(recipe: str) -> None:
+    model = tiny_models.qwen3_moe(hidden_size=128, moe_intermediate_size=128).train()
+    quant.to_low_precision_training(model, recipe, backend="emulated")
+    stack = trained_layers(model)["model.layers.0.mlp.experts.down_proj"]
+    with stack.opened():
+        y = stack.product(torch.empty(0, 128), 1)
+        y.sum().backward()
+    assert y.shape == (0, 128)
+    assert stack.held.grad.abs().sum() == 0
