@@ -13,6 +13,7 @@ before anything is built.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import json
 import time
@@ -41,6 +42,7 @@ from quant.export.onnx_graph.opsets import CACHE_PLUGIN, PLUGIN
 from quant.export.onnx_graph.shapes import format_profile
 from quant.export.onnx_graph.translate import layer_of
 from quant.formats.atomic import put_file, temporary_directory, write_atomically
+from quant.formats.memory import trim_heap
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import Plan
 
@@ -201,6 +203,9 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
             "timing_cache": timing_cache(backend.module, targets[0]),
         }
         del model  # the graph is in memory once, in the build process
+        # The export's graphs refer to each other in cycles; the builder next to them takes a gigabyte.
+        gc.collect()
+        trim_heap()
         started = time.perf_counter()
         environment = worker_environment(request, folder)
         result, messages = run_worker(request, onnx_path, options.progress, environment)

@@ -19,7 +19,6 @@ checkpoint's files, see `MovedSteps`.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import shutil
@@ -27,7 +26,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from quant.execution.step_file import StepFile
 from quant.export.checkpoint.directory import COMPLETE, NEW, finish_directory
 from quant.formats.atomic import claimed, write_atomically
 from quant.formats.json_files import read_json
+from quant.formats.memory import trim_heap
 from quant.models.watched_files import WatchedFiles
 from quant.recipes.json_data import typed
 from quant.recipes.json_text import json_text
@@ -247,11 +247,11 @@ class Partial(Store):
             # Small files time the file system's latency instead of its bandwidth.
             if nbytes > 1 << 24:
                 self._bytes_per_second = nbytes / (time.perf_counter() - started)
-            # Drops the originals before their maps take over, so that `_trim` finds their memory free.
+            # Drops the originals before their maps take over, so that `trim_heap` finds their memory free.
             own.clear()
             if then is not None:
                 then(self._mapped(file))
-            _trim()
+            trim_heap()
 
         self._writing.append(self._threads.submit(write))
 
@@ -362,12 +362,6 @@ def _read_run(file: Path) -> dict[str, Any]:
         return read_json(file, "the start of a run", make)
     except ValueError as error:
         raise ValueError(f"{error}; pass --restart to begin anew") from None
-
-
-def _trim() -> None:
-    """Gives freed memory back to the system. glibc keeps free memory between small blocks that are still in use."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def partial_path(out: Path) -> Path:

@@ -34,6 +34,8 @@ from quant.kernels.linear.modules import QuantLinear
 # to the type of the constant.
 TOLERANCES = {"float": 2e-6, "half": 2.0**-10, "bf16": 2.0**-7, "bfloat16": 2.0**-7}
 _ROUNDED = {"half": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float": torch.float32}
+_SLICE = 1 << 20  # numbers that are rounded at a time
+_LARGE = 1 << 23  # elements from which on only the latest constant stays in memory: embeddings, output heads
 # Steps of the codes of inputs that are scaled by token (`onnx_graph.ops`).
 TOKEN_STEP = {E4M3: 2.0**-9, INT8: 2.0**-7}
 
@@ -115,7 +117,17 @@ class View:
                 self.of_module.setdefault(path, []).append(kernel)
             for tensor in kernel.outputs:
                 self.writer.setdefault((kernel.program, tensor), kernel)
-        self.values = lru_cache(maxsize=8)(lambda operand: engine.constant(operand))
+        self._small = lru_cache(maxsize=8)(engine.constant)
+        self._latest: tuple[Operand, np.ndarray] | None = None
+
+    def values(self, operand: Operand) -> np.ndarray:
+        """Returns the elements of a constant, in the order of its dims."""
+        if operand.size < _LARGE:
+            return self._small(operand)
+        if self._latest is None or self._latest[0] != operand:
+            self._latest = None  # freed before the next one is read
+            self._latest = operand, self.engine.constant(operand)
+        return self._latest[1]
 
     def constants(self, kernels: Iterable[Kernel]) -> list[Operand]:
         """Returns the constants that these kernels read, each once."""
@@ -261,13 +273,24 @@ def holds_rounded(view: View, operand: Operand, expected: torch.Tensor, part: Pa
     if operand.stored not in _ROUNDED or operand.size < expected.numel():
         return False
     sizes = [size for size in expected.shape if size != 1]
-    rounded = expected.to(_ROUNDED[operand.stored]).float()
     if len(sizes) > 2:
-        values = cropped(view.values(operand), expected.shape)
-        return view.explain(operand, values is not None and bool((values == rounded.numpy()).all()))
-    matrix = rounded.reshape(sizes if len(sizes) == 2 else (1, -1)).numpy()
-    values = part.cut(view.values(operand), *matrix.shape)
-    return view.explain(operand, values is not None and bool((values == matrix).all()))
+        matrix, values = expected, cropped(view.values(operand), expected.shape)
+    else:
+        matrix = expected.reshape(sizes if len(sizes) == 2 else (1, -1))
+        values = part.cut(view.values(operand), *matrix.shape)
+    return view.explain(operand, values is not None and _is_rounded(values, matrix, _ROUNDED[operand.stored]))
+
+
+def _is_rounded(values: np.ndarray, expected: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether numbers are the expected ones, rounded to a dtype.
+
+    Rows are rounded a few megabytes at a time: an embedding need not be in memory once more, in float32.
+    """
+    rows = max(_SLICE // max(expected[0].numel(), 1), 1) if expected.ndim else 1
+    return all(
+        bool((values[start : start + rows] == expected[start : start + rows].to(dtype).float().numpy()).all())
+        for start in range(0, len(expected), rows)
+    )
 
 
 def is_close(values: np.ndarray, expected: np.ndarray, stored: str, error: np.ndarray | None = None) -> bool:

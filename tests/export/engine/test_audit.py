@@ -18,6 +18,7 @@ import quant
 from quant.cli.main import main
 from quant.export.engine.audit import audit, failures, planned_precision
 from quant.export.engine.build import BuildOptions, audit_built, export_engine
+from quant.export.engine.contents import constants
 from quant.export.engine.contents.engine_file import read_engine
 from quant.formats.format import FORMATS
 from quant.recipes.layer_kind import LayerKind
@@ -233,3 +234,16 @@ def test_attention_is_not_dropped_without_a_word(tmp_path: Path) -> None:
     # Past that check, only ModelOpt's ops may be missing here.
     told = CliRunner().invoke(main, [*command, "--attention", "none"])
     assert told.exit_code == 0 or "nvidia-modelopt" in told.stderr
+
+
+def test_large_weights_are_compared_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row counts, the last few as well; numbers are rounded to the constant's type first."""
+    monkeypatch.setattr(constants, "_SLICE", 24)
+    expected = torch.randn(7, 12, generator=torch.Generator().manual_seed(0))
+    values = expected.half().float().numpy()
+    assert constants._is_rounded(values, expected, torch.float16)
+    assert not constants._is_rounded(values, expected, torch.bfloat16)
+    for row in range(7):
+        wrong = values.copy()
+        wrong[row, 11] += 1
+        assert not constants._is_rounded(wrong, expected, torch.float16), row
