@@ -5,9 +5,9 @@
     python benchmarks/vllm_greedy.py --model SmolLM2-135M-Instruct.Q4_1.gguf
 
 A small Llama, or SmolLM2 with `--model`, is written in `nvfp4a16`; the Llama is trained on bytes, as in
-`vllm_presets.py`. The engines run at once, each in a process of its own, and continue the same 64 prompts of 200 tokens
-by 64 tokens each. The table counts continuations that are equal to the last token, and the share of tokens before the
-first difference. Engines that round alike should agree in all; those that round otherwise part where two tokens are
+`vllm_presets.py`. The engines run at once, each in a process of its own, and add 64 tokens to each of the same 64
+prompts of 200 tokens. The table counts continuations that are equal to the last token, and the share of tokens before
+the first difference. Engines that round alike should agree in all; those that round otherwise part where two tokens are
 about equally likely, which in so small a model is often.
 GLM-4-MoE models (`_mtp_model.py`) are trained with a head that drafts a token; it is in 16 bit or in NVFP4.
 """

@@ -56,15 +56,15 @@ def _joint_loss(model: nn.Module, rows: torch.Tensor) -> list[float]:
 
 def _gradients(model: nn.Module, rows: torch.Tensor) -> list[float]:
     groups = list(groups_of(make_plan(model, "nvfp4a16").quantized).values())
-    found = output_moments(model, groups, rows.split(1), Session())
-    assert not found.missing
-    return [float(stats.matrix.double().norm()) for stats in found.moments.values()]
+    outputs = output_moments(model, groups, rows.split(1), Session())
+    assert not outputs.missing
+    return [float(stats.matrix.double().norm()) for stats in outputs.moments.values()]
 
 
 def _evaluation(model: nn.Module, rows: torch.Tensor) -> list[float]:
-    found = evaluate(model, rows, model)
-    assert found.perplexity is not None
-    return [found.perplexity]
+    evaluation = evaluate(model, rows, model)
+    assert evaluation.perplexity is not None
+    return [evaluation.perplexity]
 
 
 @pytest.mark.parametrize("measure", [_scores, _joint_loss, _gradients, _evaluation])
@@ -87,7 +87,7 @@ def test_ranges_of_inputs_need_logits_of_one_row_at_most() -> None:
     calls: list[int] = []
     model.lm_head.register_forward_hook(lambda module, args, out: calls.append(len(out)))  # type: ignore[union-attr, operator]
     names = ["model.layers.0.mlp.down_proj", "lm_head"]
-    found = collect_input_amax(model, names, rows)
+    amax = collect_input_amax(model, names, rows)
     assert calls == [1]
     inputs: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
@@ -97,7 +97,7 @@ def test_ranges_of_inputs_need_logits_of_one_row_at_most() -> None:
     with torch.no_grad():
         for row in rows.split(1):
             model(row)
-    assert {name: float(value) for name, value in found.items()} == {n: max(v) for n, v in inputs.items()}
+    assert {name: float(value) for name, value in amax.items()} == {n: max(v) for n, v in inputs.items()}
 
 
 def _peak_bytes(run: Callable[[], Any]) -> int:
