@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from quant.kernels.linear.modules import QuantLinear
+
 
 class Stop(Exception):  # noqa: N818 -- no error
     """Ends a forward pass whose further results are not needed."""
@@ -124,7 +126,9 @@ def block_names(model: nn.Module) -> list[str]:
 
 
 def _holds_linear(module: nn.Module) -> bool:
-    return any(isinstance(m, nn.Linear) for m in module.modules()) and not isinstance(module, nn.Linear)
+    # A quantized layer is no `nn.Linear`: without it, a model whose layers are all quantized would have no blocks.
+    linear = nn.Linear | QuantLinear
+    return any(isinstance(m, linear) for m in module.modules()) and not isinstance(module, linear)
 
 
 def find_chains(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> list[list[str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import sys
 from typing import Any
 
 __version__ = "0.2.0"
@@ -90,6 +91,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'quant' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
+    if "quant.recipes.plan" in sys.modules:
+        importlib.import_module("quant.plan.edit")  # whoever can get a plan can call `Plan.set`
     if inspect.isfunction(value):
         # Commands import the function from its module, and its messages name their options.
         value = importlib.import_module("quant.errors").naming_parameters(value)

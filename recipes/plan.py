@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict, get_type_hints
+from typing import Any, ClassVar, TypedDict, get_type_hints
 
 from quant.formats.atomic import write_atomically
 from quant.formats.format import FORMATS, FP8_HEAD, Format, cache_format, get_format, parse_format
@@ -220,7 +220,7 @@ class RunTimeFormats(TypedDict):
 class Plan:
     """Everything that a run executes: layer plans, the formats of the KV cache and of attention, guard and observer.
 
-    A plan is not modified: `quant.edit_plan(plan, "*.down_proj=fp8_channel")` returns another with these formats.
+    A plan is not modified: `plan.set("*.down_proj", "fp8_channel")` returns another with these formats.
 
     Attributes:
         layers: every layer that owns a weight, in model order.
@@ -240,6 +240,10 @@ class Plan:
     observer: str = DEFAULT_OBSERVER
     target: str | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
+
+    # `quant.plan.edit` puts its function here: it knows runtimes and solvers, which this room may not import. The
+    # public package imports that file with every name that leads to a plan.
+    _editor: ClassVar[Callable[..., Plan]]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -292,6 +296,22 @@ class Plan:
     def groups(self) -> dict[str, list[LayerPlan]]:
         """Returns the members of each fusion group, in model order."""
         return {name: members for name, members in groups_of(self.layers).items() if members[0].group is not None}
+
+    def set(self, glob: str, format: str | Format, *, whole_groups: bool = False) -> Plan:
+        """Returns a plan with another format for the layers whose names match `glob`.
+
+        `plan.set("*.mlp.*", "fp8").set("*.layers.0.*", "16bit")` makes two changes; `quant.edit_plan` takes many.
+
+        Args:
+            glob: over whole names of layers, case-sensitive; `*` crosses dots.
+            format: `FORMAT[:SOLVER][@INPUT]`, such as "fp8_channel:gptq@fp8_token"; "16bit" for no format.
+            whole_groups: extends the change to the fusion groups of the layers that match.
+
+        Raises:
+            UserError: a glob that matches no layer, an unknown format or solver, a format that does not fit a layer,
+                or a fusion group that would be split; the layers are named.
+        """
+        return self._editor(f"{glob}={format.name if isinstance(format, Format) else format}", whole_groups)
 
     def replace_layers(self, layers: Iterable[LayerPlan]) -> Plan:
         """Returns a plan in which the layers of the same names are replaced by `layers`."""

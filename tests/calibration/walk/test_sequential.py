@@ -13,6 +13,7 @@ import torch
 from plan_samples import watched_layers
 from torch import nn
 
+import quant
 from quant.calibration import placement
 from quant.calibration.blocks import Call, block_names, calls_of_chain, capture, find_chains, output_of
 from quant.calibration.fast_matmul import fast_matmul
@@ -161,6 +162,16 @@ def test_the_chains_of_an_encoder_and_of_a_plain_mlp() -> None:
     assert names == ["encoder.layer.0", "encoder.layer.1"]
     assert find_chains(bert, names, lambda: bert(ROWS[:1])) == [names]
     assert block_names(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))) == []
+
+
+def test_a_model_whose_layers_are_all_quantized_has_the_blocks_that_it_had() -> None:
+    model = _llama()
+    names = block_names(model)
+    quantized = quant.quantize(model, "nvfp4a16").model
+    assert not any(isinstance(module, nn.Linear) for module in quantized.get_submodule("model.layers").modules())
+    assert block_names(quantized) == names == ["model.layers.0", "model.layers.1"]
+    layers = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+    assert block_names(quant.quantize(layers, "nvfp4a16").model) == []
 
 
 def test_calls_of_equal_batches_share_their_arguments() -> None:

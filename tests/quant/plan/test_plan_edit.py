@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from plan_samples import ATTENTION, FP8C, NVFP4, block, plan_of
+from samples import ROOT
 
 import quant
 from quant.errors import UserError
@@ -178,3 +182,21 @@ def test_a_plan_is_edited_by_settings_as_the_command_takes_them() -> None:
     assert quant.edit_plan(plan, *settings, whole_groups=True) == expected != plan
     with pytest.raises(UserError, match="unknown format"):
         quant.edit_plan(plan, "*.down_proj=nvfp5")
+
+
+def test_a_plan_is_edited_by_its_own_method() -> None:
+    plan = plan_of(*block(0))
+    both = edit(plan, [parse_setting("*.down_proj=mxfp8"), parse_setting("*.q_proj=keep")], whole_groups=True)
+    assert plan.set("*.down_proj", "mxfp8").set("*.q_proj", "keep", whole_groups=True) == both != plan
+    assert plan.set("*.down_proj", FORMATS["mxfp8"]) == edit(plan, [parse_setting("*.down_proj=mxfp8")])
+    with pytest.raises(UserError, match=r"^Plan\.set: '\*\.down_proj=nvfp5': unknown format"):
+        plan.set("*.down_proj", "nvfp5")
+    with pytest.raises(UserError, match=r"or pass whole_groups=True$"):
+        plan.set("*.q_proj", "mxfp8")
+
+
+def test_the_name_of_a_plan_brings_its_method() -> None:
+    """No command and no other public name has been used in this process."""
+    command = [sys.executable, "-c", "import quant; quant.Plan(()).set('*', 'fp8')"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert "UserError: Plan.set: '*=fp8': the glob matches no layer" in done.stderr
