@@ -8,6 +8,8 @@ import os
 
 # Set before anything imports huggingface_hub: tests read what the repository and installed packages ship.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Tests see what a model writes, and leave nothing in the home of who runs them; `test_text_cache.py` turns it on.
+os.environ["BLOCKSCALE_CACHE"] = "off"
 
 import hypothesis
 import pytest

@@ -29,6 +29,7 @@ from quant.errors import UserError
 from quant.evaluation.checks import run_probe
 from quant.execution.data import mixed_text
 from quant.execution.store import tensor_hash
+from quant.execution.text_cache import VARIABLE, TextCache
 from quant.models.open import Source
 from quant.plan.make import make_plan
 from quant.recipes.plan import Plan
@@ -190,15 +191,10 @@ def read_calibration(
         listener.message(f"rows have {fits} tokens, the context of this model, and not --seqlen {rows.seqlen}")
     placed_rows: list[tuple[float, torch.Tensor]] = []
     records: list[Record] = []
-    # Written text comes first, since a short context cuts the rows of all sources.
-    for index, name in enumerate(sorted(names, key=lambda name: name not in WRITTEN)):
+    for index, name in enumerate(_written_first(names)):
         part = replace(rows, sources=(name,), samples=rows.of_source(index))
         if name in WRITTEN:
-            text, record = mixed_text(
-                source.module, plan or make_plan(source.module, "fp8"), tokenizer_if_any(source),
-                replace(session, seed=part.seed), samples=part.samples, seqlen=part.seqlen,
-                own_only=name == SELF,
-            )  # fmt: skip
+            text, record = _written_rows(source, name, part, session, listener, plan)
             # Rows are stacked in the end, so later sources follow the length of the written text.
             rows = replace(rows, seqlen=text.shape[1])
         else:
@@ -208,6 +204,49 @@ def read_calibration(
         records.append({"source": name, **record})
     # Rows of all sources are interleaved evenly, each source in its own order.
     return torch.stack([row for _, row in sorted(placed_rows, key=lambda pair: pair[0])]), records
+
+
+def _written_rows(
+    source: Source, name: str, rows: Rows, session: Session, listener: Listener, plan: Plan | None
+) -> tuple[torch.Tensor, Record]:
+    """Returns the rows of `mix` or `self`, and their record; from the cache if an earlier run wrote them."""
+    session = replace(session, seed=rows.seed)
+    cache = _cache_of(source, name, rows, session)
+    # The first rank's cache decides for all: the model would write on all ranks or on none.
+    cached = from_first(lambda: None if cache is None else cache.read())
+    if cached is not None:
+        where = "" if cache is None else f" ({cache.path}; {VARIABLE}=off has it written again)"
+        listener.message(f"calibration text that this model wrote in an earlier run is read again{where}")
+        return cached
+    text, record = mixed_text(
+        source.module, plan or make_plan(source.module, "fp8"), tokenizer_if_any(source), session,
+        samples=rows.samples, seqlen=rows.seqlen, own_only=name == SELF,
+    )  # fmt: skip
+    # Where the model wrote nothing, another run may have the memory that this one lacked.
+    if cache is not None and session.rank == 0 and "no_own_text" not in record:
+        cache.write(text, record)
+    return text, record
+
+
+def must_write(source: Source, rows: Rows, session: Session) -> bool:
+    """Returns whether the model has to write calibration text: there is some in `rows` that is not in the cache."""
+    session = replace(session, seed=rows.seed)
+    for index, name in enumerate(_written_first(rows.names)):
+        if name in WRITTEN:
+            cache = _cache_of(source, name, replace(rows, samples=rows.of_source(index)), session)
+            if cache is None or cache.read() is None:
+                return True
+    return False
+
+
+def _written_first(names: Sequence[str]) -> list[str]:
+    """Returns the sources in the order in which they are read: a short context cuts the rows of those that follow."""
+    return sorted(names, key=lambda name: name not in WRITTEN)
+
+
+def _cache_of(source: Source, name: str, rows: Rows, session: Session) -> TextCache | None:
+    """Returns the place in the cache of the text `name`, `mix` or `self`; None where it is not cached."""
+    return TextCache.of(source, session, {"name": name, "samples": rows.samples, "seqlen": rows.seqlen})
 
 
 def _file_rows(source: Source, name: str, rows: Rows) -> tuple[torch.Tensor, Record]:

@@ -21,6 +21,7 @@ from quant.execution.solve import with_calibration, with_data
 from quant.execution.sources import (
     as_rows,
     digest_of,
+    must_write,
     read_calibration,
     read_evaluation,
     tokenizer_if_any,
@@ -160,4 +161,5 @@ def _text_size(job: Job, *, will_write: bool) -> tuple[int, int, int]:
     """Returns the rows and tokens a row of the calibration text, and the tokens that the model will write."""
     samples, seqlen = job.request.calib_samples, within_context(job.source, job.request.seqlen)
     share = written_share(job.request.calib, has_tokenizer=tokenizer_if_any(job.source) is not None)
-    return samples, seqlen, round(share * samples * seqlen) if will_write else 0
+    writes = will_write and share > 0 and must_write(job.source, job.request.calibration_rows, job.session)
+    return samples, seqlen, round(share * samples * seqlen) if writes else 0

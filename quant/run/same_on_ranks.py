@@ -6,7 +6,6 @@ it are compared: enough to notice another model or revision, not a flipped bit.
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,8 +16,7 @@ from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
 from quant.calibration.session import Session
 from quant.errors import UserError
 from quant.extras import versions
-
-_PIECES, _BYTES = 64, 1 << 20
+from quant.models.watched_files import spot_hash
 
 
 def check_same(values: Mapping[str, str], session: Session, files: Sequence[Path] = ()) -> None:
@@ -34,7 +32,7 @@ def check_same(values: Mapping[str, str], session: Session, files: Sequence[Path
     """
     if rank_and_world()[1] == 1:
         return
-    own = {f"the file {file.name}": _spot_hash(file) for file in files}
+    own = {f"the file {file.name}": spot_hash(file) for file in files}
     # cuBLAS chooses kernels, and so the order of sums, by the GPU: equal inputs give other last bits on another one.
     own["the kind of device"] = kind_of(session)
     own |= {f"the version of {name}": version for name, version in versions().items()} | dict(values)
@@ -57,19 +55,3 @@ def kind_of(session: Session) -> str:
     """Returns the kind of device that a session computes on."""
     device = session.device
     return torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else "cpu"
-
-
-def _spot_hash(file: Path) -> str:
-    size = file.stat().st_size
-    # The size first: it already distinguishes most pairs of files, and pieces do not cover it.
-    digest = hashlib.sha256(str(size).encode())
-    with file.open("rb") as opened:
-        if size <= _PIECES * _BYTES:
-            digest.update(opened.read())
-        else:
-            digest.update(opened.read(_BYTES))  # the header, with the names and shapes
-            for piece in range(1, _PIECES):
-                # Piece 63 ends with the last byte of the file.
-                opened.seek(piece * (size - 4096) // (_PIECES - 1))
-                digest.update(opened.read(4096))
-    return digest.hexdigest()
