@@ -7,7 +7,9 @@ a method must not measure it afterwards: `part` names the half of the files and 
 
 from __future__ import annotations
 
+import html
 import random
+import re
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,6 +37,16 @@ def reference_rows(tokenizer: Any, rows: int, part: Part, seqlen: int = SEQLEN) 
 
     texts = (topics[name][:_CHARACTERS] for name in _drawn(sorted(topics), part))
     return quant.calibration_rows(texts, tokenizer, samples=rows, seqlen=seqlen)
+
+
+def page_rows(file: Path, tokenizer: Any, rows: int, seqlen: int = SEQLEN) -> torch.Tensor:
+    """The first rows of a text file, int64 `[rows, seqlen]`; tags of HTML are left out. A short file gives fewer."""
+    content = file.read_text(encoding="utf-8")
+    if file.suffix in (".html", ".htm"):
+        # A page's head holds no sentences of its text.
+        content = html.unescape(re.sub(r"\s*<[^>]+>\s*", "\n", content.partition("<body>")[2] or content))
+    found = quant.calibration_rows([content.strip()], tokenizer, samples=None, seqlen=seqlen)
+    return found[:rows].contiguous()
 
 
 def _drawn(names: Iterable[Any], part: Part) -> list[Any]:

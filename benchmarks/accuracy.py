@@ -55,7 +55,7 @@ from _peers import (
     torchao_configurations,
 )
 from _table import machine, show, versions, write_json
-from _texts import python_rows, reference_rows
+from _texts import page_rows, python_rows, reference_rows
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -149,34 +149,37 @@ class Settings:
         texts: safetensors of token ids `[rows, seqlen]`: `calibration`, and the texts to evaluate on.
         device: cpu or cuda.
         modelopt_cpu: whether ModelOpt's kernels give way to our roundings on a CPU.
+        names: names of the texts to evaluate on, in order.
     """
 
     model: str
     texts: Path
     device: str
     modelopt_cpu: bool
+    names: tuple[str, ...] = TEXTS
 
     def read(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Rows to calibrate with, and rows of each text to evaluate on."""
         found = load_file(self.texts)
-        return found.pop("calibration"), {name: found[name] for name in TEXTS}
+        return found.pop("calibration"), {name: found[name] for name in self.names}
 
 
-def write_texts(file: Path, model: str, tokens: Path, calib: str, rows: int, calibration_rows: int, device: str) -> str:
-    """Cuts the rows of all processes of a run into a file.
+def write_texts(
+    settings: Settings, tokens: Path, calib: str, rows: int, calibration_rows: int, more: Mapping[str, Path]
+) -> str:
+    """Cuts the rows of all processes of a run into the file that they share.
 
     Args:
-        file: for them.
-        model: whose tokenizer cuts them, and which writes half of the mixture.
+        settings: name the model, whose tokenizer cuts them and which writes half of the mixture.
         tokens: safetensors with `calibration` and `eval`.
         calib: `mix`, or `tokens`.
         rows, calibration_rows: how many of each.
-        device: where the model writes.
+        more: files of further texts by name; a short one gives fewer rows.
 
     Returns:
         What the calibration rows are, in words.
     """
-    source = open_model(model)
+    source = open_model(settings.model)
     tokenizer = source.load_tokenizer()
     evaluated = quant.token_rows(f"{tokens}:eval", None, samples=rows, seqlen=_seqlen(tokens))
     seqlen = evaluated.shape[1]
@@ -186,11 +189,13 @@ def write_texts(file: Path, model: str, tokens: Path, calib: str, rows: int, cal
     else:
         assert source.model is not None
         plan = quant.make_plan(source.model, "nvfp4a16", solver="gptq")
-        how: dict[str, Any] = {"samples": calibration_rows, "seqlen": seqlen, "session": Session.on(device)}
+        how: dict[str, Any] = {"samples": calibration_rows, "seqlen": seqlen, "session": Session.on(settings.device)}
         found, record = mixed_text(source.model, plan, tokenizer, **how)
         made_of = f"the mixture ({', '.join(f'{count} tokens of {part}' for part, count in record['tokens'].items())})"
     others = (make(tokenizer, rows, "report", seqlen) for make in (python_rows, reference_rows))
-    save_file({"calibration": found, **dict(zip(TEXTS, (evaluated, *others), strict=True))}, file)
+    texts = dict(zip(TEXTS, (evaluated, *others), strict=True))
+    texts |= {name: page_rows(path, tokenizer, rows, seqlen) for name, path in more.items()}
+    save_file({"calibration": found, **texts}, settings.texts)
     return f"{calibration_rows} rows of {made_of}"
 
 
@@ -388,7 +393,7 @@ def measure_in_fresh_process(name: str, arguments: Sequence[str]) -> dict[str, A
 def table_row(name: str, result: Mapping[str, Any], settings: Settings) -> dict[str, object]:
     """The columns of one row; an error stands in the last one."""
     setting, configuration = name.split(maxsplit=1)
-    of_texts = (f"{what}{'' if text == TEXTS[0] else f' {text}'}" for text in TEXTS for what in ("KL", "±"))
+    of_texts = (f"{what}{'' if text == TEXTS[0] else f' {text}'}" for text in settings.names for what in ("KL", "±"))
     columns = ("perplexity", *of_texts, "top-1", "s", "MB", "bits", "extra at run time")
     row = {"setting": SETTINGS[setting].title, "configuration": configuration}
     row |= {column: result.get(column) for column in columns}
@@ -440,6 +445,14 @@ def plot(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     figure.savefig(path)
 
 
+def _parse_texts(given: Sequence[str]) -> dict[str, Path]:
+    pairs = [text.partition("=") for text in given]
+    for name, separator, file in pairs:
+        if not separator or not name or not Path(file).is_file():
+            raise click.BadParameter(f"{name + separator + file!r}: expected NAME=FILE, such as 'Finnish=fin.html'")
+    return {name: Path(file) for name, _, file in pairs}
+
+
 def _parse_checkpoints(given: Sequence[str]) -> dict[str, Path]:
     found = {}
     for text in given:
@@ -459,6 +472,8 @@ def _parse_checkpoints(given: Sequence[str]) -> dict[str, Path]:
               help="Safetensors of token ids, `calibration` and `eval`; SmolLM2's WikiText-2 by default.")  # fmt: skip
 @click.option("--calib", type=click.Choice(["mix", "tokens"]), default="mix", show_default=True,
               help="Calibration text: the package's mixture, or that of --tokens.")  # fmt: skip
+@click.option("--text", "more", multiple=True, metavar="NAME=FILE",
+              help="One more text to evaluate on, plain or HTML; may be repeated.")  # fmt: skip
 @click.option("--rows", default=16, show_default=True, help="Rows of each text to evaluate on.")
 @click.option("--calibration-rows", default=32, show_default=True, help="Rows that methods with data get.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="By default cuda where there is one.")
@@ -475,7 +490,8 @@ def _parse_checkpoints(given: Sequence[str]) -> dict[str, Path]:
 @click.option("--row", hidden=True, help="Measure one row here and print it as JSON.")
 @click.option("--texts", type=click.Path(path_type=Path), hidden=True, help="The rows that all processes share.")
 def main(
-    model: str, tokens: Path, calib: str, rows: int, calibration_rows: int, device: str | None, threads: int | None,
+    model: str, tokens: Path, calib: str, more: tuple[str, ...], rows: int, calibration_rows: int,
+    device: str | None, threads: int | None,
     jobs: int, only: tuple[str, ...], solvers: tuple[str, ...], checkpoints: tuple[str, ...], modelopt_cpu: bool,
     list_only: bool, json_path: Path | None, plot_path: Path | None, row: str | None, texts: Path | None,
 ) -> None:  # fmt: skip
@@ -483,7 +499,8 @@ def main(
         torch.set_num_threads(threads)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     folder = click.get_current_context().with_resource(tempfile.TemporaryDirectory())
-    settings = Settings(model, texts or Path(folder, "texts.safetensors"), device, modelopt_cpu)
+    files = _parse_texts(more)
+    settings = Settings(model, texts or Path(folder, "texts.safetensors"), device, modelopt_cpu, (*TEXTS, *files))
     configurations, notes = all_configurations(solvers, _parse_checkpoints(checkpoints), settings)
     if row:
         print(json_text(measure(configurations[row], row, settings)))
@@ -498,10 +515,11 @@ def main(
     arguments = [
         f"--model={model}", f"--texts={settings.texts}", f"--device={device}",
         *([f"--threads={threads}"] if threads else []), *(f"--solver={s}" for s in solvers),
+        *(f"--text={t}" for t in more),
         *(f"--checkpoint={c}" for c in checkpoints), *(["--modelopt-cpu"] if modelopt_cpu else []),
     ]  # fmt: skip
     header = machine(threads) | versions("transformers", "nvidia-modelopt", "llmcompressor", "torchao")
-    made_of = write_texts(settings.texts, model, tokens, calib, rows, calibration_rows, device)
+    made_of = write_texts(settings, tokens, calib, rows, calibration_rows, files)
     predictions = rows * (_seqlen(tokens) - 1)
     table: list[dict[str, Any]] = []
     base: float | None = None
