@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, round_activation
 from quant.kernels.linear.ops import below_autograd, register
 from quant.kernels.linear.oracle import dense_view
@@ -219,7 +219,7 @@ def _convolve(
     """Computes the op `quant::conv` on any device."""
     if activation:
         # One row for each sample: see the module docstring on scales of windows that overlap.
-        x = round_samples(x.contiguous(), FORMATS[activation], input_scale)
+        x = round_samples(x.contiguous(), INPUT_FORMATS[activation], input_scale)
     weight = _dense(codes, scale, weight_format, groups, transposed, x.dtype)
     return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
 

@@ -1,6 +1,6 @@
 """The portable matmul computes y = x · Wᵀ + bias in Triton, with W in codes and scales as a checkpoint stores them.
 
-One kernel serves every format of `FORMATS`. A program owns a tile of y and walks along K; a tile of W is read as
+One kernel serves every format of `INPUT_FORMATS`. A program owns a tile of y and walks along K; a tile of W is read as
 codes, decoded in registers, rounded to the dtype of x as the oracle rounds it, and multiplied:
 
                  K, in `splits` parts                 codes  [N, K · bits / 8]
@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.arrival_counters import arrival_counters
 from quant.kernels.launch_cache import CachedLaunch
@@ -297,7 +297,7 @@ def dequantize_codes(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Ten
 @lru_cache(maxsize=256)
 def _dequantizer(N: int, K: int, format: str, has_global: bool) -> CachedLaunch:
     """Returns the launch of `dequantize_codes_kernel` for weights like these."""
-    form, block_n = FORMATS[format], 16
+    form, block_n = INPUT_FORMATS[format], 16
     block_k = 256 if form.block[1] < 128 else 128
     constants = {**layout(form), "has_global": has_global, "block_n": block_n, "block_k": block_k, "num_warps": 4}
     return CachedLaunch(dequantize_codes_kernel, (triton.cdiv(K, block_k), triton.cdiv(N, block_n)), constants)

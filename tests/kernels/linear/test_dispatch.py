@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from interpreter import interpreted
 
-from quant.formats.format import FORMATS
+from quant.formats.format import FORMATS, INPUT_FORMATS
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels import hardware, matmul_tiles
 from quant.kernels.hardware import TARGETS
@@ -93,14 +93,14 @@ def test_nothing_is_kept_of_a_call() -> None:
     assert [ref() for ref in held] == [None] * len(held)
 
 
-ROUNDED = [name for name, f in FORMATS.items() if f.element.name != "int4"]
+ROUNDED = [name for name, f in INPUT_FORMATS.items() if f.element.name != "int4"]
 # Only a scale for the whole tensor can be static.
-STATIC = [name for name in ROUNDED if FORMATS[name].block == (0, 0) or FORMATS[name].global_scale]
+STATIC = [name for name in ROUNDED if INPUT_FORMATS[name].is_static]
 
 
 @pytest.mark.parametrize(("format", "static"), [*((f, False) for f in ROUNDED), *((f, True) for f in STATIC)])
 def test_rounding_is_that_of_the_oracle(format: str, static: bool) -> None:
-    form = FORMATS[format]
+    form = INPUT_FORMATS[format]
     scale = torch.tensor(0.02) if static else None
     for columns in (256, 200):
         x = torch.randn(6, columns).bfloat16()
