@@ -15,17 +15,17 @@ OUT := out/smollm2-135m-nvfp4a16
 MIXED := out/smollm2-135m-4.8bits
 # Losses are told on text of the calibration's kind and on text of another: a module of Python's own library.
 PYTHON_TEXT = $(shell .venv/bin/python -c 'import typing; print(typing.__file__)')
-TEXTS = --calib benchmarks/data/calibration.txt --eval benchmarks/data/evaluation.txt --eval $(PYTHON_TEXT)
+TEXTS = --calib benchmarks/data/calibration.txt --eval benchmarks/data/evaluation.txt --eval $(PYTHON_TEXT) --seqlen 256
 
 .PHONY: demo test test-oldest test-newest coverage lint docs docs-test gpu-test slow-test vllm-test sanitize bench clean
 
 demo: .venv/.engines  ## SmolLM2-135M three times: to NVFP4 by GPTQ, to 4.8 mixed bits, to an engine; QUICK=1 rounds it and runs it
 ifdef QUICK
-	@echo "rounding to nearest, a measurement and a few words: about 80 seconds on two quiet cores"
+	@echo "rounding to nearest, a measurement and a few words: about a minute on two quiet cores"
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --effort 0 $(TEXTS) --eval-samples 2 --out $(OUT) --overwrite
 	.venv/bin/quant generate $(OUT) --prompt "The capital of France is" --max-new-tokens 8
 else
-	@echo "about nine minutes on two quiet cores: two for GPTQ, five for the mix, two for the engine; 'make demo QUICK=1' takes one"
+	@echo "about six minutes on two quiet cores: one for GPTQ, three for the mix, two for the engine; 'make demo QUICK=1' takes one"
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --solver gptq $(TEXTS) --calib-samples 8 --eval-samples 4 \
 		--out $(OUT) --overwrite
 	.venv/bin/quantize smollm2-135m --bits 4.8 --formats nvfp4a16,fp8a16 $(TEXTS) --calib-samples 8 \

@@ -16,7 +16,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("crash_points.py")
 
 
-@pytest.mark.parametrize("every", [60, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [120, pytest.param(1, marks=pytest.mark.slow)])
 def test_stopped_at_every_step(every: int) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
     done = subprocess.run(

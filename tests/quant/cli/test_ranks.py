@@ -49,6 +49,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }.items():
         build = getattr(tiny_models, "llama" if name == "wide" else name)
         build(dtype=torch.bfloat16, gain=2.0, num_hidden_layers=2, **sizes).save_pretrained(home / name)
+    # Imports the modules of a run here, or each of about fifty ranks would spend half of its time on importing them.
+    evaluated = [f"--eval={home / 'rows.safetensors'}", "--eval-samples=1"]
+    arguments = options(home, "llama", home / "imported", "--format=nvfp4a16", "--solver=gptq", *evaluated)
+    quantize_command(arguments, standalone_mode=False)
     return home
 
 
