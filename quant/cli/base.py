@@ -37,7 +37,7 @@ HELP = {"help_option_names": ["-h", "--help"]}
 _BUG = 70  # what sysexits.h calls an internal software error
 # Key in click's context, with the package's name as click asks of extensions.
 _ARGUMENTS = "quant.arguments"
-_KEPT = "what is finished is kept, and the same command goes on behind it"
+_KEPT = "finished layers are kept, and the same command continues after them"
 QUIET = click.option("--quiet", is_flag=True, help="Print errors only.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 DEVICE = click.option(

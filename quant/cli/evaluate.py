@@ -171,7 +171,7 @@ def _print_evaluation(result: Evaluation) -> None:
 
 def _figures(result: Evaluation) -> dict[str, str]:
     """Returns the figures on one text, by label."""
-    from quant.report.summary import interval_text
+    from quant.report.summary import interval_text, loss_text
 
     # Labels are in the order of the table; a figure that one text lacks leaves its cell empty.
     figures = {} if result.perplexity is None else {"perplexity": f"{result.perplexity:.3f}"}
@@ -184,7 +184,7 @@ def _figures(result: Evaluation) -> dict[str, str]:
     if result.baseline_perplexity is not None:
         figures["baseline perplexity"] = f"{result.baseline_perplexity:.3f}"
     if result.kl is not None and result.top1 is not None:
-        figures["KL(baseline‖model), nats"] = f"{result.kl:.4f}{interval}"
+        figures["KL(baseline‖model), nats"] = f"{loss_text(result.kl)}{interval}"
         figures["top-1 agreement"] = f"{result.top1:.1%}"
     figures[result.unit] = f"{result.tokens:,}"
     return figures | {"seconds": f"{result.seconds:.1f}"}

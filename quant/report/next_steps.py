@@ -12,6 +12,7 @@ from quant.plan.check import first_problem
 from quant.recipes.plan import Plan
 from quant.recipes.solver_names import parse_solver
 from quant.report.report import Report
+from quant.report.summary import loss_text
 
 # KL in nats of the default solver on SmolLM2-135M, from docs/benchmarks.md, by the bits of weights and inputs. Larger
 # models lose less, so that a loss far above these is worth a second run for a model of any size.
@@ -53,9 +54,9 @@ def _verdict(report: Report, plan: Plan) -> str | None:
     if worst is None or worst.kl is None or not usual or None in usual:
         return None
     limit = max(kl for kl in usual if kl is not None)
-    measured = f"KL {worst.kl:.4f}"
+    measured = f"KL {loss_text(worst.kl)}"
     if worst.interval is not None:
-        measured += f" (95%: {worst.interval[0]:.4f} to {worst.interval[1]:.4f})"
+        measured += f" (95%: {loss_text(worst.interval[0])} to {loss_text(worst.interval[1])})"
     if worst.kl <= _LARGE * limit:
         return f"{measured} is no more than usual for these formats (about {limit:g} on a model of 135M)"
     advice = ", or ".join(_advice(plan))

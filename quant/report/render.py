@@ -23,7 +23,7 @@ from quant.report.allocation_charts import budget_text
 from quant.report.report import Receipt, Report
 from quant.report.section import format_colours, number, short_name
 from quant.report.sections import sections
-from quant.report.summary import interval_text
+from quant.report.summary import interval_text, loss_text
 
 _FOLDER = Path(__file__).parent
 _ERRORS = ("SNR", "weight error", "output error", "solver")  # columns of quantized layers
@@ -98,7 +98,7 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
         tiles.append(("Embeddings", f"{worst.cosine:.5f}", _note("1 − cosine to the model before", interval, of)))
     if worst.kl is not None:
         note = _note("nats per prediction, from the model before", interval, of)
-        tiles.append(("KL divergence", f"{worst.kl:.4f}", note))
+        tiles.append(("KL divergence", loss_text(worst.kl), note))
     if worst.top1 is not None:
         note = _note(f"same likeliest token, over {worst.tokens:,} positions", of)
         tiles.append(("Top-1 agreement", f"{100 * worst.top1:.1f}%", note))

@@ -45,7 +45,8 @@ def summary(report: Report) -> list[tuple[str, str]]:
     for name, members in formats.items():
         snr = [layer.snr_db for layer in members if layer.snr_db is not None]
         # The range and not the mean: one bad layer can spoil a model whose mean looks fine.
-        error = f", SNR {min(snr):.1f} to {max(snr):.1f} dB" if snr else ""
+        lowest, highest = (f"{end(snr, default=0):.1f}" for end in (min, max))
+        error = f", SNR {lowest if lowest == highest else f'{lowest} to {highest}'} dB" if snr else ""
         rows.append(
             (name, f"{counted(len(members), 'layer')}, {megabytes(sum(layer.nbytes for layer in members))}{error}")
         )
@@ -92,7 +93,10 @@ def _figures(texts: Sequence[Evaluation]) -> list[tuple[str, str]]:
         figures.append(("embeddings", [text + error for text, error in zip(lost, errors, strict=True)]))
     if texts[0].kl is not None:
         figures.append(
-            ("KL", [f"{each.kl:.4f} nats{interval_text(each)}, {each.tokens:,} {each.unit}" for each in texts])
+            (
+                "KL",
+                [f"{loss_text(each.kl or 0)} nats{interval_text(each)}, {each.tokens:,} {each.unit}" for each in texts],
+            )
         )
     if texts[0].top1 is not None:
         figures.append(("top-1 agreement", [f"{100 * (each.top1 or 0):.1f}%" for each in texts]))
@@ -105,7 +109,7 @@ def _distillation(trained: Distillation, now: Evaluation | None) -> str:
     # Both evaluations are on the same texts in the same order.
     for old, new in zip(trained.before.texts if trained.before else (), now.texts if now else (), strict=True):
         if old.kl is not None and new.kl is not None:
-            lines.append(f"KL {old.kl:.4f} → {new.kl:.4f} ({new.kl / old.kl:.2f}×) on {new.text}")
+            lines.append(f"KL {loss_text(old.kl)} → {loss_text(new.kl)} ({new.kl / old.kl:.2f}×) on {new.text}")
     return "\n".join(lines)
 
 
@@ -116,12 +120,22 @@ def _perplexity(each: Evaluation) -> str:
     return f"{now:.2f}" + ("" if base is None else f", {base:.2f} before ({100 * (now / base - 1):+.1f}%)")
 
 
-def interval_text(evaluation: Evaluation, digits: int = 4) -> str:
-    """Returns the interval over rows (Student's t) in parentheses, after a blank; empty without one."""
+def loss_text(value: float) -> str:
+    """Returns a loss in nats with four decimals, or with three significant digits where these would hide it."""
+    return f"{value:.4f}" if value == 0 or abs(value) >= 0.01 else f"{value:.3g}"
+
+
+def interval_text(evaluation: Evaluation, digits: int | None = None) -> str:
+    """Returns the interval over rows (Student's t) in parentheses, after a blank; empty without one.
+
+    Args:
+        evaluation: the figures.
+        digits: decimals of the ends; None for those of `loss_text`.
+    """
     if evaluation.interval is None:
         return ""
-    low, high = evaluation.interval
-    return f" (95% over {counted(evaluation.rows or 0, 'row')}: {low:.{digits}f}–{high:.{digits}f})"
+    low, high = (loss_text(end) if digits is None else f"{end:.{digits}f}" for end in evaluation.interval)
+    return f" (95% over {counted(evaluation.rows or 0, 'row')}: {low}–{high})"
 
 
 def _kept_budget(record: AllocationRecord) -> str:
@@ -139,7 +153,7 @@ def verified_text(record: AllocationRecord, verified: Verified) -> str:
     percent = record.budget.kind == BudgetKind.PERPLEXITY
 
     def text(value: float) -> str:
-        return f"{100 * value:+.2f}%" if percent else f"{value:.4f}"
+        return f"{100 * value:+.2f}%" if percent else loss_text(value)
 
     interval = (
         "" if verified.interval is None else f", 95%: {text(verified.interval[0])} to {text(verified.interval[1])}"

@@ -91,12 +91,14 @@ def check_poison(device: str, run: Callable[[torch.Tensor, torch.Tensor], torch.
 
 
 def check_poisoned_rows(device: str) -> None:
+    columns = 256 if device == "cuda" else 128  # an interpreter takes a second for a few products
     for format in ("nvfp4", "fp8_block", "int8"):
-        weight = stacked(format, 4, 77, 256, device)
-        x = torch.randn(24, 256, device=device, dtype=torch.bfloat16)
+        weight = stacked(format, 4, 77, columns, device)
+        x = torch.randn(24, columns, device=device, dtype=torch.bfloat16)
         check_poison(device, lambda x, offsets, w=weight: kernels.grouped_codes_gemm(x, w, offsets), x)
     for rows in ("fp8_token", "fp8_group"):
-        weight, codes = stacked("fp8_block", 4, 77, 256, device), quantize(torch.randn(24, 256), FORMATS[rows])
+        weight = stacked("fp8_block", 4, 77, columns, device)
+        codes = quantize(torch.randn(24, columns), FORMATS[rows])
         codes = BlockScaledTensor(codes.codes.to(device), codes.scale.to(device), codes.format, codes.shape)
 
         def scaled(scale: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -123,8 +125,9 @@ DISTINCT = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_channel", "fp8_block
 
 @pytest.mark.parametrize("format", quick_cases(FORMATS, lambda format: format in DISTINCT))
 def test_every_format_interpreted(format: str) -> None:
+    # Every layout is run on all shapes by `test_every_format_on_a_gpu`; here one layout is.
     with interpreted():
-        for counts in COUNTS[:4]:
+        for counts in COUNTS[:4] if format == "nvfp4" else COUNTS[:1]:
             check_weight_only("cpu", format, kernels.grouped_codes_gemm, counts)
 
 
@@ -132,7 +135,7 @@ def test_every_format_interpreted(format: str) -> None:
 @pytest.mark.parametrize("rows", kernels.FP8_ROWS)
 def test_fp8_by_fp8_interpreted(weights: str, rows: str) -> None:
     with interpreted():
-        for counts in COUNTS[:4]:
+        for counts in (COUNTS[0], COUNTS[3]):
             check_fp8("cpu", weights, rows, kernels.grouped_fp8_gemm, counts)
 
 

@@ -173,7 +173,7 @@ def test_what_the_search_found_within_a_limit_is_verified() -> None:
     assert verified.loss == pytest.approx(evaluate(quantized, rows[12:], model).kl, rel=2e-3)
 
 
-@pytest.mark.parametrize("solver", ["rtn", "gptq"])
+@pytest.mark.parametrize("solver", ["rtn", pytest.param("gptq", marks=pytest.mark.slow)])
 def test_an_increase_of_perplexity_is_verified_row_by_row(solver: str) -> None:
     model, rows = _llama(2), _rows(16)
     texts = HeldOut.halves({"text": rows[8:]})
@@ -378,7 +378,7 @@ def test_a_solver_with_data_is_measured_itself() -> None:
     assert limited.record.chosen.kl_measured <= 0.03
 
 
-@pytest.mark.parametrize("solver", ["rtn", "gptq"])
+@pytest.mark.parametrize("solver", ["rtn", pytest.param("gptq", marks=pytest.mark.slow)])
 def test_branches_are_chosen_layer_by_layer_and_counted(solver: str) -> None:
     model = _llama(3)
     formats = "nvfp4,nvfp4+lowrank:2"

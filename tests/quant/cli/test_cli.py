@@ -31,7 +31,7 @@ from quant.plan.make import make_plan
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import presets
 from quant.report.report import Report
-from quant.report.summary import summary
+from quant.report.summary import loss_text, summary
 from quant.run.solving_steps import solving_steps
 
 pytest.importorskip("transformers")
@@ -169,7 +169,7 @@ def test_a_stopped_run_says_that_the_same_command_goes_on(
     with monkeypatch.context() as patched:
         patched.setattr("quant.run.load.open_model", stop)
         assert run(*arguments).stderr == f"error: stopped by SIGINT before {out} was written\n"  # nothing is kept
-    kept = "what is finished is kept, and the same command goes on behind it"
+    kept = "finished layers are kept, and the same command continues after them"
     for option, more in ((), ""), (("--restart",), " without --restart"):
         with monkeypatch.context() as patched:
             patched.setattr("quant.run.write.write_model", stop)
@@ -482,11 +482,11 @@ def test_figures_of_two_texts_stand_side_by_side(tmp_path: Path) -> None:
     told = dict(summary(Report.load(tmp_path / "out" / "report.json")))
     assert told["evaluated on"].splitlines() == names
     for line, found in zip(told["KL"].splitlines(), alone, strict=True):
-        assert line.startswith(f"{found['kl']:.4f} nats (95% over 3 rows: ")
+        assert line.startswith(f"{loss_text(found['kl'])} nats (95% over 3 rows: ")
     assert "Loss on each text" in (tmp_path / "out" / "report.html").read_text()
     printed = run(main, "evaluate", tmp_path / "out", "--text", names[0], "--text", names[1], *options).stdout
     row = next(line for line in printed.splitlines() if "KL(baseline" in line)
-    assert all(f"{found['kl']:.4f}" in row for found in alone)
+    assert all(loss_text(found["kl"]) in row for found in alone)
 
 
 def test_a_cache_of_the_plan_counts_in_its_own_evaluation(tmp_path: Path) -> None:

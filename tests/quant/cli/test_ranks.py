@@ -207,8 +207,8 @@ def test_a_lost_rank_is_named_and_another_number_of_ranks_goes_on(
     assert codes == [-signal.SIGKILL if each == rank else 2 for each in range(3)], said
     speaker = 1 if rank == 0 else 0
     assert re.fullmatch(
-        rf"error: rank {rank} \(process \d+ on \S+\) was lost: .*the same command goes on behind it, on any number of "
-        r"ranks\n",
+        rf"error: rank {rank} \(process \d+ on \S+\) was lost: .*the same command continues after them, on any "
+        r"number of ranks\n",
         said[speaker],
     ), said
     assert all(said[each] == "" for each in range(3) if each not in (speaker, rank)), said

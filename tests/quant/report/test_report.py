@@ -24,7 +24,7 @@ from quant.formats.tensor import quantize
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 from quant.report.report import KVCache, Receipt, Report, kv_cache_of, peak_rss
-from quant.report.summary import print_summary, summary
+from quant.report.summary import loss_text, print_summary, summary
 
 Rich = tuple[Report, Plan]
 Make = Callable[..., Rich]
@@ -181,3 +181,18 @@ def test_the_terminal_says_the_same(rich_report: Rich) -> None:
     assert rows["export receipt"] == f"FAILED, 2 of {2 * len(report.receipt.layers)} checks failed"
     passed = replace(report, receipt=Receipt((report.receipt.layers[0],), (), True))
     assert dict(summary(passed))["export receipt"] == "passed, 1 check"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.0000"),
+        (1.25, "1.2500"),
+        (0.058312, "0.0583"),
+        (0.0023468, "0.00235"),
+        (3.2e-5, "3.2e-05"),
+        (-2e-3, "-0.002"),
+    ],
+)
+def test_a_small_loss_keeps_its_digits(value: float, text: str) -> None:
+    assert loss_text(value) == text

@@ -59,6 +59,7 @@ def test_losses_and_gradients_are_those_of_single_layers(dtype: torch.dtype, fus
         torch.testing.assert_close(own, emulated, rtol=2.0**-6, atol=float(emulated.abs().max()) * 2.0**-8)
 
 
+@pytest.mark.slow
 def test_it_compiles_in_one_graph() -> None:
     compiled = torch.compile(llama(), fullgraph=True, backend="aot_eager")
     for own, eager in zip(step(compiled), step(llama()), strict=True):

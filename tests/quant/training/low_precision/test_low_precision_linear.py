@@ -11,6 +11,7 @@ import pytest
 import tiny_models
 import torch
 from rounding_bounds import bounds_of_products
+from slow_cases import quick_cases
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -145,7 +146,13 @@ def test_gradient_checkpointing_changes_no_gradient(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_wgrad_bf16", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "name",
+    quick_cases(
+        ("fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_wgrad_bf16", "mxfp8", "nvfp4"),
+        lambda name: name in ("fp8_tensorwise", "nvfp4"),  # one scale and static ones; blocks, and random draws
+    ),
+)
 def test_a_compiled_model_is_one_graph_with_the_same_numbers(name: str) -> None:
     model = Net()
     quant.to_low_precision_training(model, replace(RECIPES[name], stochastic_gradients=False))
