@@ -1,8 +1,9 @@
 """This benchmark times layers of Llama-3-8B's shape in low-precision training, and compares gradients.
 
 `linears` runs q/k/v (as one), o, gate and up (as one) and down, forward and backward, as one module: in BF16, by our
-recipes (compiled, by the backend that "auto" takes here, and emulated), and by torchao and Transformer Engine alone
-where they are installed. The optimizer is left out, for it is the same in all rows. It needs a GPU.
+recipes (on the tensor cores of this GPU, and emulated), and by torchao and Transformer Engine alone where they are
+installed. A recipe and the library that computes it are timed in turn, a few steps each, because a GPU's clock drifts.
+The optimizer is left out, for it is the same in all rows. It needs a GPU.
 
 `layers` runs four whole decoder layers, forward and backward, compiled, with the peak of memory.
 
@@ -21,7 +22,8 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,9 @@ import quant
 from quant.kernels.training.fp8_attention import fp8_training_attention
 from quant.training.low_precision.backends import TORCHAO
 from quant.training.low_precision.recipe import RECIPES, TrainingRecipe
+from quant.training.low_precision.te_products import TRANSFORMER_ENGINE
 
 _SIZES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
-_Context = Callable[[], AbstractContextManager[Any]]
 
 
 @click.command(help=__doc__)
@@ -90,6 +92,23 @@ class _Block(nn.Module):
         return [layer(inputs[name]) for name, layer in self.layers.items()]
 
 
+@dataclass(frozen=True)
+class _Way:
+    """A way in which the block can be trained.
+
+    Attributes:
+        name: in the table.
+        make: makes the block.
+        context: of the forward pass.
+        compiles: whether the block is compiled.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    compiles: bool = True
+
+
 def _timed(tokens: int, steps: int) -> Iterator[dict[str, Any]]:
     """A row for each way in which the block can be trained here."""
     inputs = {
@@ -98,18 +117,25 @@ def _timed(tokens: int, steps: int) -> Iterator[dict[str, Any]]:
     }
     gradients = [torch.randn(tokens, rows, device="cuda", dtype=torch.bfloat16) for _, rows in _SIZES.values()]
     first: float | None = None
-    for name, make, context, compiles in _ways():
+    for ways in _ways():
         torch.compiler.reset()
-        try:
-            block = make()
-            run = torch.compile(block) if compiles else block
-            ms = _time(run, inputs, gradients, context, steps)
-        except Exception as error:  # a peer's kernels may refuse this GPU; the other rows are measured all the same
-            click.echo(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}", err=True)
-            continue
-        first = ms if first is None else first
-        yield _told({"linears": name, "ms": ms, "× BF16": first / ms})
-        del block, run
+        runs = {}
+        for way in ways:
+            try:
+                block = way.make()
+                step = _step(torch.compile(block) if way.compiles else block, inputs, gradients, way.context)
+                step()
+            except Exception as error:  # a peer's kernels may refuse this GPU; the other rows are measured all the same
+                click.echo(f"{way.name}: {type(error).__name__}: {str(error).splitlines()[0]}", err=True)
+                continue
+            runs[way.name] = step
+        times = _medians(runs, steps)
+        peer = next((ms for name, ms in times.items() if not name.startswith(("ours", "BF16"))), None)
+        for name, ms in times.items():
+            first = ms if first is None else first
+            of_peer = ms / peer if peer is not None and name.startswith("ours") else None
+            yield _told({"linears": name, "ms": ms, "× BF16": first / ms, "time / the library's": of_peer})
+        del runs
 
 
 def _whole_layers(tokens: int, steps: int) -> Iterator[dict[str, Any]]:
@@ -182,62 +208,75 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _ways() -> Iterator[tuple[str, Callable[[], nn.Module], _Context, bool]]:
-    """Name, block, context of the forward pass, and whether it is compiled."""
+def _ways() -> Iterator[list[_Way]]:
+    """Ways in groups that are timed in turn: recipes on tensor cores beside their library, then emulated ones."""
 
-    def plain() -> nn.Module:
-        return _Block(lambda i, o: nn.Linear(i, o, bias=False, device="cuda", dtype=torch.bfloat16))
+    def ours(recipe: str, backend: str) -> _Way:
+        def make() -> nn.Module:
+            block = _plain().train()
+            click.echo(str(quant.to_low_precision_training(block, recipe, backend=backend)), err=True)
+            return block
 
-    def ours(recipe: str, backend: str) -> nn.Module:
-        block = plain().train()
-        click.echo(str(quant.to_low_precision_training(block, recipe, backend=backend)), err=True)
-        return block
+        # Transformer Engine's modules and the histories of delayed scaling break graphs.
+        return _Way(f"ours, {recipe}, {backend}", make, compiles=backend != "te" and not RECIPES[recipe].history)
 
-    yield "BF16, compiled", plain, nullcontext, True
+    engines, torchaos = _transformer_engine(), _torchao()
+    yield [_Way("BF16, compiled", _plain)]
+    for recipe, way in engines.items():
+        yield [*([ours("fp8_block", "native")] if recipe == "fp8_block" else []), ours(recipe, "te"), way]
+    if not engines:
+        yield [ours("fp8_block", "native")]
+    for recipe, way in torchaos.items():
+        yield [ours(recipe, "torchao"), way]
     for name in RECIPES:
-        compiles = not RECIPES[name].history
-        if name in ("fp8_delayed", "fp8_tensorwise", "fp8_block"):
-            yield f"ours, {name}, te", lambda name=name: ours(name, "te"), nullcontext, False  # type: ignore[misc]
-        yield f"ours, {name}, auto", lambda name=name: ours(name, "auto"), nullcontext, compiles  # type: ignore[misc]
-        yield f"ours, {name}, emulated", lambda name=name: ours(name, "emulated"), nullcontext, compiles  # type: ignore[misc]
-    yield from _torchao(plain)
-    yield from _transformer_engine()
+        yield [ours(name, "emulated")]
 
 
-def _torchao(plain: Callable[[], nn.Module]) -> Iterator[tuple[str, Callable[[], nn.Module], _Context, bool]]:
+def _plain() -> nn.Module:
+    return _Block(lambda i, o: nn.Linear(i, o, bias=False, device="cuda", dtype=torch.bfloat16))
+
+
+def _torchao() -> dict[str, _Way]:
+    """torchao's own modules, by our recipe."""
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
-        return
+        return {}
 
     def make(recipe: str) -> nn.Module:
         config = Float8LinearConfig.from_recipe_name(recipe)
-        return convert_to_float8_training(plain(), config=config)  # type: ignore[no-any-return]
+        return convert_to_float8_training(_plain(), config=config)  # type: ignore[no-any-return]
 
-    for recipe in TORCHAO.values():
-        yield f"torchao, {recipe}", lambda recipe=recipe: make(recipe), nullcontext, True  # type: ignore[misc]
+    return {name: _Way(f"torchao, {theirs}", partial(make, theirs)) for name, theirs in TORCHAO.items()}
 
 
-def _transformer_engine() -> Iterator[tuple[str, Callable[[], nn.Module], _Context, bool]]:
+def _transformer_engine() -> dict[str, _Way]:
+    """Transformer Engine's own modules, by our recipe, of those that Hopper runs."""
     try:
         import transformer_engine.pytorch as te
         from transformer_engine.common import recipe as recipes
     except ImportError:
-        return
+        return {}
 
     def make() -> nn.Module:
         return _Block(lambda i, o: te.Linear(i, o, bias=False, params_dtype=torch.bfloat16, device="cuda"))
 
-    for name in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"):  # those of Hopper
-        recipe = getattr(recipes, name)()
-        yield f"Transformer Engine, {name}", make, lambda r=recipe: te.autocast(enabled=True, recipe=r), False  # type: ignore[misc]
+    def context(name: str) -> AbstractContextManager[Any]:
+        return te.autocast(enabled=True, recipe=getattr(recipes, name)())  # type: ignore[no-any-return]
+
+    return {
+        name: _Way(f"Transformer Engine, {theirs}", make, partial(context, theirs), compiles=False)
+        for name, theirs in TRANSFORMER_ENGINE.items()
+        if name.startswith("fp8")
+    }
 
 
-def _time(
-    run: Any, inputs: dict[str, torch.Tensor], gradients: list[torch.Tensor], context: _Context, steps: int
-) -> float:
-    """Milliseconds of a step, the median by CUDA events."""
-
+def _step(
+    run: Any,
+    inputs: dict[str, torch.Tensor],
+    gradients: list[torch.Tensor],
+    context: Callable[[], AbstractContextManager[Any]],
+) -> Callable[[], None]:
     def step() -> None:
         with context():
             outputs = run(inputs)
@@ -247,11 +286,21 @@ def _time(
         for tensor in inputs.values():
             tensor.grad = None
 
-    return _median(step, steps)
+    return step
+
+
+def _medians(runs: dict[str, Callable[[], None]], steps: int) -> dict[str, float]:
+    """Milliseconds of a step of each run, the median of four rounds in which the runs take turns."""
+    rounds = [{name: _times(step, max(steps // 4, 1)) for name, step in runs.items()} for _ in range(4)]
+    return {name: statistics.median(ms for each in rounds for ms in each[name]) for name in runs}
 
 
 def _median(step: Callable[[], Any], steps: int) -> float:
-    """Milliseconds of a step by CUDA events, after five that are not timed; the host does not wait between steps."""
+    return statistics.median(_times(step, steps))
+
+
+def _times(step: Callable[[], Any], steps: int) -> list[float]:
+    """Milliseconds of steps by CUDA events, after five that are not timed; the host does not wait between steps."""
     for _ in range(5):
         step()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
@@ -260,7 +309,7 @@ def _median(step: Callable[[], Any], steps: int) -> float:
         step()
         mark.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in itertools.pairwise(marks))
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(marks)]
 
 
 def _ablations() -> dict[str, TrainingRecipe]:

@@ -12,6 +12,7 @@ keys stay as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,25 @@ from quant.training.low_precision.linear import ValueOf
 IMPLEMENTATION = "quant_fp8_training"
 ATTENTIONS = ("16bit", "fp8")
 """Values of `attention`."""
-_BEFORE = "_attention_before_training"  # attribute of a config: its attention's name
+_REGISTRATION = "_fp8_attention_in_training"  # attribute of a model
+
+
+class _Registration:
+    """Makes our attention known to transformers; in a pickled model, also in the process that reads it.
+
+    Args:
+        before: configs that name our attention, and the names that they had. A config itself would save them.
+    """
+
+    def __init__(self, before: Sequence[tuple[Any, str]]) -> None:
+        self.before = before
+        modeling = require("transformers.modeling_utils", "hf")
+        masking = require("transformers.masking_utils", "hf")
+        modeling.AttentionInterface.register(IMPLEMENTATION, _attend)
+        masking.AttentionMaskInterface.register(IMPLEMENTATION, mask_unless_causal)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Registration, (self.before,)
 
 
 def check_attention(model: nn.Module, attention: str) -> None:
@@ -68,10 +87,7 @@ def attend_in_fp8(model: Any) -> str:
     Raises:
         UserError: the model's attention is its own and cannot be replaced.
     """
-    modeling = require("transformers.modeling_utils", "hf")
-    masking = require("transformers.masking_utils", "hf")
-    modeling.AttentionInterface.register(IMPLEMENTATION, _attend)
-    masking.AttentionMaskInterface.register(IMPLEMENTATION, mask_unless_causal)
+    _Registration([])
     with implementations_kept(model) as before:
         model.set_attn_implementation(IMPLEMENTATION)
         changed = [(config, name) for config, name in before if config._attn_implementation == IMPLEMENTATION]
@@ -80,9 +96,9 @@ def attend_in_fp8(model: Any) -> str:
                 f"{type(model).__name__}: its attention is its own and cannot be replaced; leave out "
                 'attention="fp8", and attention trains in 16 bit'
             )
-    for config, name in changed:
-        setattr(config, _BEFORE, name)
+    for config, _ in changed:
         config._attn_implementation_internal = IMPLEMENTATION
+    vars(model)[_REGISTRATION] = _Registration(changed)
     has_kernel = has_attention_kernel(next(model.parameters()), torch.float8_e4m3fn)
     by = "by the kernel of this GPU" if has_kernel else "with products in FP32"
     return f"forward in FP8 {by}, backward in 16 bit; in eval mode 16 bit"
@@ -90,10 +106,9 @@ def attend_in_fp8(model: Any) -> str:
 
 def attend_in_16bit(model: nn.Module) -> None:
     """Undoes `attend_in_fp8`."""
-    for module in model.modules():
-        for config in configs_of(getattr(module, "config", None)):
-            if _BEFORE in vars(config):
-                config._attn_implementation_internal = vars(config).pop(_BEFORE)
+    registration = vars(model).pop(_REGISTRATION, None)
+    for config, name in () if registration is None else registration.before:
+        config._attn_implementation_internal = name
 
 
 def _attend(

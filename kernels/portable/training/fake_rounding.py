@@ -56,7 +56,7 @@ def _given_scale(scale, second, n, k, N, K, stride, rows: tl.constexpr, columns:
 
 
 @triton.jit
-def _on_grid(
+def on_grid(
     steps, largest: tl.constexpr, least: tl.constexpr, mantissa: tl.constexpr, lowest: tl.constexpr, top: tl.constexpr,
     integer: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +98,7 @@ def round_kernel(
         step = tl.broadcast_to(step[:, :, None], (block_n, block_k // columns, columns)).reshape(block_n, block_k)
     else:
         step = _given_scale(scale, second, n, k, N, K, scale_stride, rows, columns)
-    rounded = _on_grid(tl.div_rn(w, step), largest, least, mantissa, lowest, top, integer) * step
+    rounded = on_grid(tl.div_rn(w, step), largest, least, mantissa, lowest, top, integer) * step
     tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], rounded.to(out.dtype.element_ty), mask=inside)
 
 
@@ -150,7 +150,7 @@ def slope_kernel(
     # LSQ: the slope of q(w / s) · s in s is q − w / s inside the range, and q at its ends.
     steps = tl.div_rn(w, step)
     within = tl.where((w >= least * step) & (w <= largest * step), steps, 0.0)
-    slope = dy * (_on_grid(steps, largest, least, mantissa, lowest, top, integer) - within)
+    slope = dy * (on_grid(steps, largest, least, mantissa, lowest, top, integer) - within)
     summed = tl.sum(slope.reshape(block_n, block_k // columns, columns), 2) * second
     blocks = tl.program_id(0) * (block_k // columns) + tl.arange(0, block_k // columns)
     at = n.to(tl.int64)[:, None] * (K // columns) + blocks[None, :]
@@ -350,7 +350,7 @@ def _grid(N: int, K: int) -> tuple[int, int]:
 
 
 def _number(format: Format) -> dict[str, Any]:
-    """Returns the constants of `_on_grid` for an element's number, except its largest value."""
+    """Returns the constants of `on_grid` for an element's number, except its largest value."""
     element = format.element
     return {
         "mantissa": element.mantissa, "lowest": element.min_normal, "top": 2.0**element.max_exponent,

@@ -203,21 +203,24 @@ class TorchaoProducts:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision) -> torch.Tensor:
         """Computes the product of a layer in training, and records the largest magnitude of `x`."""
-        _, weight_amax = state.scaled_by(x)
+        input_amax, weight_amax = state.scaled_by(x)
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+        from torchao.float8.float8_training_tensor import GemmInputRole
 
-        operand: Any = weight.t()
-        # torchao would scale each weight by its own largest magnitude, and merged layers share one.
-        if self.is_tensorwise and weight_amax is not None:
-            operand = _with_scale_of(operand, weight_amax, self.settings)
-        y: torch.Tensor = matmul_with_hp_or_float8_args.apply(x, operand, self.settings, self.config)
+        operands: list[Any] = [x, weight.t()]
+        if self.is_tensorwise and input_amax is not None and weight_amax is not None:
+            # The input's largest magnitude has been measured, and torchao would read the input for it once more. It
+            # would scale each weight by its own, and merged layers share one.
+            operands[0] = _with_scale_of(x, input_amax, self.settings, GemmInputRole.INPUT)
+            operands[1] = _with_scale_of(operands[1], weight_amax, self.settings, GemmInputRole.WEIGHT)
+        y: torch.Tensor = matmul_with_hp_or_float8_args.apply(*operands, self.settings, self.config)
         return y
 
 
-def _with_scale_of(weight: torch.Tensor, amax: torch.Tensor, settings: Any) -> Any:
-    """Returns the weight in E4M3 under the scale of a group of layers; its gradient passes through."""
-    from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
+def _with_scale_of(x: torch.Tensor, amax: torch.Tensor, settings: Any, role: Any) -> Any:
+    """Returns an operand in E4M3 under the scale of a largest magnitude; its gradient passes through."""
+    from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
     from torchao.float8.float8_utils import amax_to_scale
 
     scale = amax_to_scale(amax, torch.float8_e4m3fn)
-    return hp_tensor_and_scale_to_float8(weight, scale, torch.float8_e4m3fn, settings, GemmInputRole.WEIGHT)
+    return hp_tensor_and_scale_to_float8(x, scale, torch.float8_e4m3fn, settings, role)

@@ -34,6 +34,7 @@ from quant.training.low_precision.packed import stored_format
 from quant.training.low_precision.recipe import TrainingRecipe, get_training_recipe
 from quant.training.low_precision.state import LowPrecision
 from quant.training.low_precision.te_products import ForwardContext
+from quant.training.low_precision.trainer_callback import trainer_callback
 from quant.training.rounding.rounded_weight import RoundedWeight
 
 _RECIPE = "recipe"  # key of the name in a report's state
@@ -108,6 +109,14 @@ class LowPrecisionTraining:
         for name, layer in self._states().items():
             for operand, history in layer.amax.items():
                 history.values = state[f"{name}.amax.{operand}"].clone()
+        GradientWatch.resumed(self.model)
+
+    def trainer_callback(self) -> Any:
+        """Returns a callback for transformers' Trainer, whose checkpoints then have the histories, too.
+
+        `Trainer(model, arguments, callbacks=[report.trainer_callback()])` saves them and, when it resumes, loads them.
+        """
+        return trainer_callback(self)
 
     def nonfinite(self) -> str | None:
         """Says where NaN or infinity came into the present gradients; None where all are finite.

@@ -30,7 +30,7 @@ from quant.training.low_precision.state import LowPrecision
 
 IMPLEMENTATION = "quant_low_precision"
 _STACKS = "low_precision_experts"  # attribute of an experts module: its stacks by the names of the parameters
-_BEFORE = "_experts_implementation_before_training"
+_BEFORE = "_implementation_before_training"  # of the module by which the config was changed; a config would save it
 
 
 class LowPrecisionStack(ExpertStack):
@@ -213,7 +213,7 @@ def convert_experts(model: Any, names: list[str], recipe: TrainingRecipe, produc
         stacks[parameter].low_precision.products = products
         # The choice is in the config, which all experts modules of the model share.
         if owner.config._experts_implementation != IMPLEMENTATION:
-            setattr(owner.config, _BEFORE, owner.config._experts_implementation)
+            vars(owner)[_BEFORE] = owner.config._experts_implementation
             owner.config._experts_implementation = IMPLEMENTATION
 
 
@@ -222,10 +222,9 @@ def restore_experts(model: nn.Module) -> None:
     for module in model.modules():
         if _STACKS in vars(module):
             del vars(module)[_STACKS]
-            config: Any = module.config
-            if hasattr(config, _BEFORE):
-                config._experts_implementation = getattr(config, _BEFORE)
-                delattr(config, _BEFORE)
+            if _BEFORE in vars(module):
+                config: Any = module.config
+                config._experts_implementation = vars(module).pop(_BEFORE)
 
 
 def trained_layers(model: nn.Module) -> dict[str, LowPrecisionLinear | LowPrecisionStack]:

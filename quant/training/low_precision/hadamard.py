@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from quant.kernels.hadamard import on_each_device
+from quant.kernels.linear.ops import register, without_autocast
 from quant.training.low_precision.operands import float32_product
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -33,13 +34,28 @@ def hadamard_matrix(size: int) -> torch.Tensor:
 def transform_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
     """Transforms each `size` consecutive tokens of `x` `[rows, tokens]`; a short last block counts zeros.
 
-    The result is rounded to BF16, as in Transformer Engine's kernels: the transform happens in registers between the
-    load of a BF16 tensor and the rounding to E2M1. Its width is a multiple of `size`, which changes no sum over tokens.
+    The result is BF16, as in Transformer Engine's kernels: the transform happens in registers between the load of a
+    BF16 tensor and the rounding to E2M1. Its width is a multiple of `size`, which changes no sum over tokens.
     """
-    if not size:
-        return x
+    return torch.ops.quant.transform_tokens(x, size) if size else x
+
+
+def _transformed(x: torch.Tensor, size: int) -> torch.Tensor:
     # Both operands get the same zeros, which add nothing to a sum over tokens.
-    x = pad(x, (0, -x.shape[1] % size))
-    turned = float32_product(x.bfloat16().float().unflatten(1, (-1, size)), hadamard_matrix(x, size))
-    rounded: torch.Tensor = turned.flatten(1).bfloat16().float()
-    return rounded
+    blocks = pad(x, (0, -x.shape[1] % size)).bfloat16().unflatten(1, (-1, size))
+    matrix = hadamard_matrix(x, size)
+    if x.is_cuda:  # tensor cores sum in FP32, and BF16 holds the matrix
+        with without_autocast(x):
+            turned = blocks @ matrix.bfloat16()
+    else:
+        turned = float32_product(blocks.float(), matrix).bfloat16()
+    transformed: torch.Tensor = turned.flatten(1)
+    return transformed
+
+
+def _fake(x: torch.Tensor, size: int) -> torch.Tensor:
+    return x.new_empty((x.shape[0], -(-x.shape[1] // size) * size), dtype=torch.bfloat16)
+
+
+# An op, because compilers would make the matrix anew in each graph, on the host.
+register("quant::transform_tokens", "(Tensor x, int size) -> Tensor", _fake, default=_transformed)

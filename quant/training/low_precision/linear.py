@@ -19,7 +19,7 @@ from torch.nn import functional
 from quant.errors import UserError
 from quant.kernels.linear.ops import autocast_dtype
 from quant.training.low_precision.hadamard import transform_tokens
-from quant.training.low_precision.operands import Operand, multiply, round_operand
+from quant.training.low_precision.operands import Operand, multiply, operand_of
 from quant.training.low_precision.packed import deployed_layer
 from quant.training.low_precision.recipe import TrainingRecipe
 from quant.training.low_precision.state import LowPrecision
@@ -155,8 +155,8 @@ class RoundedProducts(torch.autograd.Function):
         ctx.save_for_backward(rows, weight)
         if recipe.input is None or recipe.weight is None or not state.rounds_forward:
             return functional.linear(x, weight.to(x.dtype))
-        a = round_operand(rows, recipe.input, recipe, amax=of_x)
-        b = round_operand(weight, recipe.weight, recipe, amax=of_w)
+        a = operand_of(rows, recipe.input, recipe, amax=of_x)
+        b = operand_of(weight, recipe.weight, recipe, amax=of_w)
         return multiply(a, b, x.dtype).reshape(*x.shape[:-1], -1)
 
     @staticmethod
@@ -185,7 +185,7 @@ def _input_gradient(
     """Computes dx = dy w, `[tokens, in]`."""
     if recipe.gradient is None or recipe.weight is None or not recipe.rounds_dx:
         return dy @ weight.to(dy.dtype)
-    a = round_operand(dy, recipe.gradient, recipe.of_gradients, stochastic=recipe.stochastic_gradients, amax=amax)
+    a = operand_of(dy, recipe.gradient, recipe.of_gradients, stochastic=recipe.stochastic_gradients, amax=amax)
     return multiply(a, _transposed_weight(weight, recipe, weight_amax), dy.dtype)
 
 
@@ -201,8 +201,8 @@ def _weight_gradient(
         return dy.t() @ x
     # Both operands are transformed before they are rounded, so that H cancels in their product.
     columns = transform_tokens(dy.t(), recipe.hadamard)
-    a = round_operand(columns, recipe.gradient, recipe.of_gradients, stochastic=recipe.stochastic_gradients, amax=amax)
-    b = round_operand(transform_tokens(x.t(), recipe.hadamard), recipe.input, recipe, amax=input_amax)
+    a = operand_of(columns, recipe.gradient, recipe.of_gradients, stochastic=recipe.stochastic_gradients, amax=amax)
+    b = operand_of(transform_tokens(x.t(), recipe.hadamard), recipe.input, recipe, amax=input_amax)
     return multiply(a, b, torch.float32)
 
 
@@ -211,5 +211,5 @@ def _transposed_weight(weight: torch.Tensor, recipe: TrainingRecipe, amax: torch
     format = recipe.weight_for_dx
     assert format is not None
     if format.per_tensor or format.has_square_blocks:
-        return round_operand(weight, format, recipe, amax=amax).transposed
-    return round_operand(weight.t(), format, recipe, amax=amax if format.global_scale else None)
+        return operand_of(weight, format, recipe, amax=amax).transposed
+    return operand_of(weight.t(), format, recipe, amax=amax if format.global_scale else None)

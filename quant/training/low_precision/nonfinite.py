@@ -12,13 +12,15 @@ graphs.
 
 A loss scaler looks for infinity itself: it finds its scale by steps that overflow, and skips those. So its steps are
 left to it, also where a fused optimizer is called and skips them on the GPU. `report.nonfinite()` tells the layer.
+
+The watch is an attribute of its model, so that a copy of the model, and one that is read from a pickle, has its own.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +32,7 @@ from quant.training.low_precision.experts import LowPrecisionStack, trained_laye
 from quant.training.low_precision.linear import LowPrecisionLinear
 
 ACTIONS = ("stop", "skip")
+_ATTRIBUTE = "_gradient_watch"  # of a model
 _Layers = Mapping[str, LowPrecisionLinear | LowPrecisionStack]
 
 
@@ -50,9 +53,21 @@ class GradientWatch:
         if action not in ACTIONS:
             raise UserError(f"on_nonfinite={action!r}: unknown; known: {', '.join(ACTIONS)}")
         self.action = action
+        self._warns_of_resuming = True
+        self._model: Callable[[], nn.Module | None] = lambda: None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"action": self.action, "warns": self._warns_of_resuming, "model": self._model()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.action, self._warns_of_resuming = state["action"], state["warns"]
+        # The copy of the model, which is still without its layers: they are looked up at each step.
+        self.start(state["model"])
 
     def start(self, model: nn.Module) -> None:
         """Looks at the gradients of `model` before every step of any optimizer that trains it."""
+        vars(model)[_ATTRIBUTE] = self
+        self._model = weakref.ref(model)
         self._watches[model] = self
         # One hook for all models and optimizers: nothing leads from a parameter to the optimizers that hold it.
         if GradientWatch._hook is None:
@@ -61,10 +76,17 @@ class GradientWatch:
     @classmethod
     def end(cls, model: nn.Module) -> None:
         """Undoes `start`."""
+        vars(model).pop(_ATTRIBUTE, None)
         cls._watches.pop(model, None)
         if not cls._watches and cls._hook is not None:
             cls._hook.remove()
             cls._hook = None
+
+    @classmethod
+    def resumed(cls, model: nn.Module) -> None:
+        """Says that the histories of a model are those of its checkpoint."""
+        if (watch := cls._watches.get(model)) is not None:
+            watch._warns_of_resuming = False
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Stops or skips where gradients of `optimizer` for parameters of `model` are not finite.
@@ -75,6 +97,9 @@ class GradientWatch:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         identities = {id(parameter) for parameter in held}
         layers = {n: layer for n, layer in trained_layers(model).items() if id(_parameter(layer)) in identities}
+        if self._warns_of_resuming and layers:
+            self._warns_of_resuming = False
+            _warn_of_resuming(optimizer, layers)
         # GradScaler puts this on fused optimizers, whose kernels skip the step where it is not zero.
         has_scaler = getattr(optimizer, "found_inf", None) is not None
         line = None if has_scaler else nonfinite_line(model, layers, identities)
@@ -90,6 +115,21 @@ class GradientWatch:
         warnings.warn(f"{line}; this step is skipped", stacklevel=4)
         for parameter in held:  # an optimizer passes over parameters without a gradient
             parameter.grad = None
+
+
+def _warn_of_resuming(optimizer: torch.optim.Optimizer, layers: _Layers) -> None:
+    """Warns at the first step of a model whose optimizer has made steps: histories of these steps are missing."""
+    name, layer = next(iter(layers.items()))
+    recipe = layer.low_precision.recipe
+    needs_history = recipe.history or (recipe.input is not None and recipe.input.is_static)
+    if needs_history and optimizer.state.get(_parameter(layer)):
+        warnings.warn(
+            f"{name}: its optimizer has made steps, and the largest magnitudes that {recipe.name} remembers begin now; "
+            "to resume a checkpoint, load the state of the report that to_low_precision_training returned: "
+            "report.load_state_dict, accelerator.register_for_checkpointing(report) or "
+            "Trainer(callbacks=[report.trainer_callback()])",
+            stacklevel=5,
+        )
 
 
 def nonfinite_line(model: nn.Module, layers: _Layers, identities: set[int] | None = None) -> str | None:

@@ -1,4 +1,4 @@
-"""`round_operand` rounds an operand of a matrix product to a recipe's format, and keeps it as values and factors.
+"""`operand_of` rounds an operand of a matrix product to a recipe's format, and keeps it as values and a factor.
 
     operand ≈ values · factor        values = element · block scale,  [rows, columns]
 
@@ -15,6 +15,10 @@ a = largest magnitude of the tensor, b = that of the block, g = a / 2688 (2688 =
 
 With FP32 scales Transformer Engine multiplies by 448 / b and stores the reciprocal of that; `blockscale` divides by
 b / 448. Where scales are powers of two, both give the same.
+
+`round_operand` computes them in PyTorch and keeps elements and scales, too, as packing needs them. In training, NVFP4
+in Transformer Engine's order is one op, `quant::nvfp4_operand`, and one kernel on a GPU: compilers see none of its
+steps, which they would compile anew for each size.
 """
 
 from __future__ import annotations
@@ -29,9 +33,10 @@ from quant.formats.format import Format
 from quant.formats.number import E4M3
 from quant.formats.rounding import decode_power_of_two, encode_power_of_two, round_to
 from quant.formats.scaling import SCALE_RULES, divided, nonzero
-from quant.kernels.linear.ops import autocast_dtype
-from quant.training.low_precision.recipe import Arithmetic, TrainingRecipe
-from quant.training.low_precision.stochastic import round_stochastically
+from quant.kernels.hardware import has_triton
+from quant.kernels.linear.ops import autocast_dtype, register
+from quant.training.low_precision.recipe import NVFP4_SQUARE, RECIPES, Arithmetic, TrainingRecipe
+from quant.training.low_precision.stochastic import draws_of, round_stochastically
 
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 _NVFP4_RANGE = 2688.0  # 6 · 448: the largest element times the largest block scale
@@ -42,30 +47,39 @@ class Operand:
     """A rounded operand of a matrix product.
 
     Attributes:
-        elements: rounded elements before any scale, float32 `[rows, columns]`.
-        scale: decoded block scales, float32, as `Format.scale_shape` has them.
-        values: element · block scale, float32 `[rows, columns]`; the elements alone where `factor` holds the scales.
+        values: element · block scale, `[rows, columns]`, float32 or BF16; the elements alone where `factor` holds the
+            scales.
         factor: FP32, a scalar or `[rows, 1]`: multiplies the product.
-        format: of the elements and scales.
         is_exact_in_bf16: whether BF16 holds the values. With FP32 scales of blocks it does not, unless these are powers
             of two.
     """
 
-    elements: torch.Tensor
-    scale: torch.Tensor
     values: torch.Tensor
     factor: torch.Tensor
-    format: Format
     is_exact_in_bf16: bool
 
     @property
     def transposed(self) -> Operand:
         """The same values for the product that sums over the rows; square blocks and tensor scales allow that."""
-        elements, scale, values = self.elements.t(), self.scale.t(), self.values.t()
-        return Operand(elements, scale, values, self.factor, self.format, self.is_exact_in_bf16)
+        return Operand(self.values.t(), self.factor, self.is_exact_in_bf16)
 
 
-def round_operand(
+@dataclass(frozen=True, eq=False)
+class RoundedOperand(Operand):
+    """An operand with its parts.
+
+    Attributes:
+        elements: rounded elements before any scale, float32 `[rows, columns]`.
+        scale: decoded block scales, float32, as `Format.scale_shape` has them.
+        format: of the elements and scales.
+    """
+
+    elements: torch.Tensor
+    scale: torch.Tensor
+    format: Format
+
+
+def operand_of(
     x: torch.Tensor,
     format: Format,
     recipe: TrainingRecipe,
@@ -73,25 +87,44 @@ def round_operand(
     stochastic: bool = False,
     amax: torch.Tensor | None = None,
 ) -> Operand:
+    """Rounds `x` along its columns for a product.
+
+    `stochastic` rounds up or down by chance, so that the mean is `x`; the other arguments are those of `round_operand`.
+    """
+    draws = draws_of(x) if stochastic else None
+    of_engine = recipe.arithmetic is Arithmetic.TRANSFORMER_ENGINE and not recipe.four_over_six
+    if format not in (RECIPES["nvfp4"].input, NVFP4_SQUARE) or not of_engine:
+        return round_operand(x, format, recipe, draws=draws, amax=amax)
+    amax = x.abs().amax().float() if amax is None else amax
+    values, factor = torch.ops.quant.nvfp4_operand(x, amax, format.has_square_blocks, draws)
+    return Operand(values, factor, is_exact_in_bf16=True)
+
+
+def round_operand(
+    x: torch.Tensor,
+    format: Format,
+    recipe: TrainingRecipe,
+    *,
+    draws: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+) -> RoundedOperand:
     """Rounds `x` along its columns.
 
     Args:
         x: `[rows, columns]`, any float dtype; the product sums over the columns.
         format: of the operand.
         recipe: decides on the order of operations and on powers of two.
-        stochastic: rounds up or down by chance, so that the mean is `x`.
+        draws: uniform in [0, 1), of the shape of `x`, for stochastic rounding; None rounds to nearest.
         amax: largest magnitude that the whole tensor is scaled by, float32 scalar, for formats with a tensor scale;
             None measures it. Values beyond saturate.
     """
     rows, columns = x.shape
     block_rows, block_columns = format.block_shape(x.shape)
     x = x.float()
-    # Zeros of a short last block change neither its largest magnitude nor a sum.
-    padded = pad(x, (0, -columns % block_columns, 0, -rows % block_rows))
-    blocks = padded.unflatten(1, (-1, block_columns)).unflatten(0, (-1, block_rows))  # [R, rows, C, columns]
+    blocks = _blocked(x, block_rows, block_columns)
     block_amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
     if format.global_scale:
-        whole = x.abs().amax() if amax is None else amax
+        whole = x.abs().amax() if amax is None else amax.float()
         scale, steps, second = _two_level(blocks, block_amax, whole, format, recipe)
     else:
         if amax is not None and format.per_tensor:
@@ -100,19 +133,30 @@ def round_operand(
         second = x.new_ones(())
     # Scales that are rounded to E4M3 may be too small for the largest of their block, which then saturates.
     steps = steps.clamp(-format.element.max, format.element.max)
-    elements = round_stochastically(steps, format.element) if stochastic else round_to(steps, format.element)
+    elements = (
+        round_to(steps, format.element)
+        if draws is None
+        else round_stochastically(steps, format.element, _blocked(draws, block_rows, block_columns))
+    )
     # One scale for all that a product sums over can wait until after the sum.
     scaled_outside = format.per_row or format.per_tensor
     values = elements if scaled_outside else elements * scale
     factor = scale.reshape(-1, 1) if format.per_row else scale.reshape(()) if format.per_tensor else second
-    return Operand(
-        _unblocked(elements, rows, columns),
-        scale[:, 0, :, 0],
+    return RoundedOperand(
         _unblocked(values, rows, columns),
         factor,
-        format,
         scaled_outside or format.global_scale or format.has_power_of_two_scales or recipe.power_of_two_scales,
+        _unblocked(elements, rows, columns),
+        scale[:, 0, :, 0],
+        format,
     )
+
+
+def _blocked(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Returns a matrix in blocks, `[R, rows, C, columns]`; zeros fill the last ones, and change no amax and no sum."""
+    padded = pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    blocks: torch.Tensor = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    return blocks
 
 
 def _unblocked(blocks: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -145,12 +189,12 @@ def _two_level(
     if recipe.arithmetic is Arithmetic.BLOCKSCALE or recipe.four_over_six:
         rule = "four_over_six" if recipe.four_over_six else "max"
         bound = 256.0 if recipe.four_over_six else E4M3.max
-        second = nonzero(divided(whole.float(), format.element.max * bound))
+        second = nonzero(divided(whole, format.element.max * bound))
         scale = SCALE_RULES[rule](blocks, format, second)
         return scale, blocks / (scale * second), second
     # Divisions of tensors: `2688 / whole` would be 2688 times a rounded reciprocal.
     encode = torch.minimum(whole.new_full((), _NVFP4_RANGE) / whole, whole.new_full((), _LARGEST_FLOAT))
-    encode = torch.where(whole == 0, torch.ones_like(whole), encode).float()
+    encode = torch.where(whole == 0, torch.ones_like(whole), encode)
     second = torch.div(encode.new_ones(()), encode)
     scale = round_to((amax * (encode * torch.reciprocal(encode.new_full((), 6.0)))).clamp(max=E4M3.max), E4M3)
     inverse = torch.div(encode.new_ones(()), scale * second)
@@ -174,3 +218,44 @@ def float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Computes `a @ b` of float32 tensors, also where autocast would round them to BF16."""
     with nullcontext() if autocast_dtype(a) is None else torch.autocast(a.device.type, enabled=False):
         return a @ b
+
+
+def _nvfp4_reference(
+    x: torch.Tensor, amax: torch.Tensor, square: bool, draws: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    recipe = RECIPES["nvfp4"]
+    format = NVFP4_SQUARE if square else recipe.input
+    assert format is not None
+    operand = round_operand(x, format, recipe, draws=draws, amax=amax)
+    return operand.values.to(_dtype_of_values(x)).contiguous(), operand.factor
+
+
+def _nvfp4_on_gpu(
+    x: torch.Tensor, amax: torch.Tensor, square: bool, draws: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not has_triton():
+        return _nvfp4_reference(x, amax, square, draws)
+    from quant.kernels.portable.training.nvfp4_operand import round_nvfp4_operand
+
+    with torch.cuda.device_of(x):
+        return round_nvfp4_operand(x, amax, square, draws)
+
+
+def _fake_nvfp4(
+    x: torch.Tensor, amax: torch.Tensor, square: bool, draws: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape, dtype=_dtype_of_values(x)), x.new_empty((), dtype=torch.float32)
+
+
+def _dtype_of_values(x: torch.Tensor) -> torch.dtype:
+    # As `multiply` takes them.
+    return torch.bfloat16 if x.is_cuda else torch.float32
+
+
+register(
+    "quant::nvfp4_operand",
+    "(Tensor x, Tensor amax, bool square, Tensor? draws) -> (Tensor, Tensor)",
+    _fake_nvfp4,
+    default=_nvfp4_reference,
+    cuda=_nvfp4_on_gpu,
+)

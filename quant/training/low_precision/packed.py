@@ -20,7 +20,7 @@ from quant.formats.rounding import encode
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import QuantLinear
 from quant.recipes.recipe import get_recipe
-from quant.training.low_precision.operands import Operand, round_operand
+from quant.training.low_precision.operands import RoundedOperand, round_operand
 from quant.training.low_precision.recipe import TrainingRecipe
 from quant.training.low_precision.state import LowPrecision
 
@@ -75,7 +75,7 @@ def packed_weight(weight: torch.Tensor, state: LowPrecision, amax: torch.Tensor 
     return _packed(round_operand(seen, recipe.weight, recipe, amax=amax), stored, tuple(weight.shape))
 
 
-def _packed(operand: Operand, format: Format, shape: tuple[int, ...]) -> BlockScaledTensor:
+def _packed(operand: RoundedOperand, format: Format, shape: tuple[int, ...]) -> BlockScaledTensor:
     # `elements` are on the grid already: encoding rounds nothing.
     codes = encode(operand.elements.contiguous(), format.element)
     codes = pack(codes, format.element.bits) if format.element.bits in (4, 6) else codes

@@ -29,11 +29,12 @@ def round_stochastically(steps: torch.Tensor, number: Number, draws: torch.Tenso
     exponent = torch.frexp(magnitude).exponent - 1  # floor(log2 |u|)
     gap = torch.ldexp(torch.ones_like(steps), exponent - number.mantissa).clamp(min=number.min_subnormal)
     # floor(v + u) is v rounded up with probability v − floor(v), in units of the gap.
-    draws = _draws(steps) if draws is None else draws
+    draws = draws_of(steps) if draws is None else draws
     return (torch.floor(magnitude / gap + draws) * gap).clamp(max=number.max).copysign(steps)
 
 
-def _draws(like: torch.Tensor) -> torch.Tensor:
+def draws_of(like: torch.Tensor) -> torch.Tensor:
+    """Returns draws, uniform in [0, 1), of the shape of a tensor and on its device."""
     draws = torch.rand(like.shape, device=like.device)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return draws if not rank else (draws + rank * _GOLDEN) % 1.0

@@ -125,7 +125,7 @@ def test_a_model_trains_in_it_and_comes_back() -> None:
         assert torch.equal(logits, without.eval()(ROWS).logits)
         quant.convert_trained(model)
         assert torch.equal(logits, model(ROWS).logits)
-    assert model.config._attn_implementation == "sdpa" and not hasattr(model.config, "_attention_before_training")
+    assert model.config._attn_implementation == "sdpa" and "_fp8_attention_in_training" not in vars(model)
 
 
 def test_windows_are_those_of_the_model() -> None:

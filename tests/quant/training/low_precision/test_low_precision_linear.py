@@ -172,6 +172,29 @@ def test_a_compiled_model_is_one_graph_with_the_same_numbers(name: str) -> None:
     assert torch.equal(twin.first.low_precision.amax["x"].values, model.first.low_precision.amax["x"].values)
 
 
+def test_compilers_see_one_op_for_each_operand_of_nvfp4() -> None:
+    """The steps of its rounding, compiled for each size, took minutes for a model of a few layers."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    model = Net()
+    quant.to_low_precision_training(model, "nvfp4")
+    graphs: list[list[str]] = []
+
+    def counted(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(graph.forward)
+
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=counted), fullgraph=True)
+    for _ in range(3):
+        compiled(torch.randn(32, INPUTS)).square().sum().backward()
+    forward, backward = graphs  # none is compiled again as histories grow
+    operands = [graph.count("quant.nvfp4_operand.default") for graph in graphs]
+    assert operands == [4, 6]  # x and w; dy twice and x, and w where an input needs a gradient
+    assert len(forward) <= 20 * 4 and len(backward) <= 20 * 6, (len(forward), len(backward))
+
+
 def test_a_compiled_graph_breaks_at_delayed_scaling_and_has_the_same_numbers() -> None:
     model = Net()
     quant.to_low_precision_training(model, "fp8_delayed")

@@ -20,27 +20,32 @@ def _converted(recipe: str) -> tuple[Any, Any]:
     return model, quant.to_low_precision_training(model, recipe, attention="fp8")
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("fp8_tensorwise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("fp8_delayed", marks=pytest.mark.slow)])
 def test_a_trainer_in_mixed_precision_saves_what_a_plain_model_loads_and_resumes(recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="the extra training")
     from transformers import Trainer, TrainingArguments
 
     dataset = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in ROWS]
-    losses = []
+    losses, histories = [], []
     for resumed in (False, True):
-        model, _ = _converted(recipe)
+        model, report = _converted(recipe)
         arguments = TrainingArguments(
             str(tmp_path / "run"), max_steps=4, save_steps=2, per_device_train_batch_size=2, learning_rate=1e-3,
             bf16=True, use_cpu=True, gradient_checkpointing=True, logging_steps=1, report_to=[],
         )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=dataset)
+        trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[report.trainer_callback()])
         trainer.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2") if resumed else None)
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-2:])
         assert not model.config._attn_implementation.startswith("sdpa")
+        histories.append(report.state_dict())
     assert losses[0] == losses[1]
+    assert all(torch.equal(values, histories[0][key]) for key, values in histories[1].items())
+    # The inputs of all four steps, of which two were before the checkpoint.
+    assert int((histories[1]["model.layers.0.mlp.up_proj.amax.x"] > 0).sum()) == 4
     written = safetensors.torch.load_file(tmp_path / "run/checkpoint-4/model.safetensors")
     plain = type(model).from_pretrained(tmp_path / "run/checkpoint-4")
     assert plain.config._attn_implementation == "sdpa"
+    assert "before_training" not in (tmp_path / "run/checkpoint-4/config.json").read_text()
     assert all(torch.equal(plain.state_dict()[key], value) for key, value in written.items())
     assert all(torch.equal(model.state_dict()[key], value) for key, value in written.items())
     # The trained model, in FP8 attention or plain, evaluates alike: the packed one attends in 16 bit.
@@ -76,3 +81,35 @@ def test_accelerate_trains_and_its_checkpoint_has_the_histories(tmp_path: Path) 
     accelerator.load_state(str(tmp_path))
     assert all(torch.equal(value, histories[key]) for key, value in report.state_dict().items())
     assert loss_of_step() == second < first
+
+
+def test_a_resumed_run_without_its_histories_is_told_how_to_load_them() -> None:
+    model, report = _converted("nvfp4")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def step() -> None:
+        model(input_ids=ROWS, labels=ROWS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    saved, state = optimizer.state_dict(), report.state_dict()
+    for loads in (False, True):
+        model, report = _converted("nvfp4")
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        optimizer.load_state_dict(saved)
+        if loads:
+            report.load_state_dict(state)
+            step()
+        else:
+            with pytest.warns(UserWarning, match=r"q_proj: its optimizer has made steps.*report\.load_state_dict, acc"):
+                step()
+
+
+def test_a_trainers_checkpoint_without_histories_is_refused_by_name() -> None:
+    pytest.importorskip("accelerate", reason="the extra training")
+    from transformers import TrainerState
+
+    _, report = _converted("nvfp4")
+    with pytest.raises(quant.UserError, match=r"step 2 has no histories .* saved without report.trainer_callback\(\)"):
+        report.trainer_callback().on_train_begin(None, TrainerState(global_step=2), None)

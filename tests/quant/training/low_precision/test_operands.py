@@ -15,7 +15,7 @@ from quant.formats.number import E2M1, E4M3, E5M2, Number
 from quant.formats.packing import pack
 from quant.formats.rounding import encode
 from quant.training.low_precision.hadamard import SIGNS, hadamard_matrix, transform_tokens
-from quant.training.low_precision.operands import Operand, multiply, round_operand
+from quant.training.low_precision.operands import RoundedOperand, multiply, round_operand
 from quant.training.low_precision.recipe import NVFP4_SQUARE, RECIPES, TrainingRecipe
 from quant.training.low_precision.stochastic import round_stochastically
 
@@ -29,7 +29,7 @@ def goldens() -> dict[str, torch.Tensor]:
     return load_file(ROOT / "tests/data/goldens/training/operands.safetensors")
 
 
-def _bytes(operand: Operand) -> torch.Tensor:
+def _bytes(operand: RoundedOperand) -> torch.Tensor:
     codes = encode(operand.elements.contiguous(), operand.format.element)
     return pack(codes, 4) if operand.format.element.bits == 4 else codes.view(torch.uint8)
 
@@ -149,7 +149,7 @@ def test_a_product_is_that_of_the_decoded_operands() -> None:
     assert torch.allclose(multiply(a, b, torch.float32).double(), exact, rtol=1e-6, atol=1e-5)
 
 
-def _spread(operand: Operand, shape: torch.Size) -> torch.Tensor:
+def _spread(operand: RoundedOperand, shape: torch.Size) -> torch.Tensor:
     """The block scale of each element, float64."""
     height, width = operand.format.block_shape(shape)
     scale = operand.scale.double().repeat_interleave(height, 0).repeat_interleave(width, 1)
