@@ -32,9 +32,8 @@ from quant.training.low_precision.linear import LowPrecisionLinear
 from quant.training.low_precision.nonfinite import GradientWatch, nonfinite_line
 from quant.training.low_precision.packed import stored_format
 from quant.training.low_precision.recipe import TrainingRecipe, get_training_recipe
-from quant.training.low_precision.state import LowPrecision
+from quant.training.low_precision.state import LowPrecision, trainer_callback
 from quant.training.low_precision.te_products import ForwardContext
-from quant.training.low_precision.trainer_callback import trainer_callback
 from quant.training.rounding.rounded_weight import RoundedWeight
 
 _RECIPE = "recipe"  # key of the name in a report's state

@@ -3,16 +3,23 @@
 The histories serve two purposes. Delayed scaling rounds a tensor by the largest magnitude of earlier steps, so that it
 need not be read twice. And a deployed layer with a static input scale takes that scale from the inputs of training,
 which makes calibration unnecessary.
+
+A Trainer of transformers keeps them in `trainer_state.json`, as it does with the states of its callbacks: a compressed
+safetensors file in base64, which it reads from whichever folder it resumes.
 """
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from quant.errors import UserError
+from quant.extras import require
 from quant.kernels.linear.ops import is_in_backward
 from quant.kernels.training.weight_rounding import group_amax
 from quant.training.low_precision.recipe import TrainingRecipe
@@ -175,3 +182,32 @@ def _larger(earlier: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
 def _of_all_ranks(amax: Any) -> torch.Tensor:
     """Returns the largest magnitude over all shards of a DTensor; for another tensor its own."""
     return amax.full_tensor() if hasattr(amax, "full_tensor") else amax  # type: ignore[no-any-return]
+
+
+class _Stateful(Protocol):
+    def state_dict(self) -> dict[str, torch.Tensor]: ...
+    def load_state_dict(self, state: dict[str, torch.Tensor], /) -> None: ...
+
+
+def trainer_callback(report: _Stateful) -> Any:
+    """Returns a callback by which a Trainer saves a report's state and, when it resumes, loads it."""
+    callbacks = require("transformers.trainer_callback", "hf")
+    from safetensors.torch import load, save
+
+    class LowPrecisionHistories(callbacks.TrainerCallback, callbacks.ExportableState):  # type: ignore[misc, name-defined]
+        def state(self) -> dict[str, Any]:
+            compressed = zlib.compress(save(report.state_dict()), level=1)
+            return {"args": {}, "attributes": {"histories": base64.b64encode(compressed).decode()}}
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
+            saved = state.stateful_callbacks.get(type(self).__name__)
+            if not state.global_step:
+                return
+            if saved is None:
+                raise UserError(
+                    f"the checkpoint of step {state.global_step} has no histories of low-precision training: it was "
+                    "saved without report.trainer_callback(); leave the callback out, and histories begin anew"
+                )
+            report.load_state_dict(load(zlib.decompress(base64.b64decode(saved["attributes"]["histories"]))))
+
+    return LowPrecisionHistories()
