@@ -127,7 +127,7 @@ class LowPrecision:
     def record_input(self, x: torch.Tensor) -> None:
         """Takes in the largest magnitude of an input, except while gradient checkpointing runs the forward again."""
         if not is_in_backward():
-            self.amax["x"].record(_of_all_ranks(x.detach().abs().amax()))
+            self.amax["x"].record(_largest_magnitude(x.detach()))
 
     def weight_amax(self) -> torch.Tensor:
         """Returns the largest magnitude of the weights of the group, float32 scalar."""
@@ -174,9 +174,14 @@ class LowPrecision:
 
 def _larger(earlier: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """Returns the largest magnitude so far; NaN stays, so that a middle micro-batch counts as the last does."""
-    # One kernel; asking for finite numbers takes five.
-    largest: torch.Tensor = torch.linalg.vector_norm(x.detach(), torch.inf)
+    # Asking for finite numbers takes five kernels.
+    largest = _largest_magnitude(x.detach())
     return largest if earlier is None else torch.maximum(largest, earlier.to(largest.device))
+
+
+def _largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """Returns the largest magnitude of a tensor, over all shards of a DTensor, by one kernel that reads it once."""
+    return _of_all_ranks(torch.linalg.vector_norm(x, torch.inf))
 
 
 def _of_all_ranks(amax: Any) -> torch.Tensor:

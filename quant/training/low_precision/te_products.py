@@ -70,9 +70,8 @@ class TEProducts:
             # Rows of zeros change no sum and no largest magnitude.
             y: torch.Tensor = module(pad(rows, (0, 0, 0, missing)))[: len(rows)] if missing else module(rows)
         if self.recipe.input is not None and self.recipe.input.is_static and not self.recipe.history:
-            # Current scaling has measured the input already.
-            amax = getattr(module.quantizers["scaling_fwd"][0], "amax", None)
-            state.record_input(x if amax is None else amax)
+            # Current scaling measures the input in a kernel that keeps its result to itself.
+            state.record_input(x)
         return y.reshape(*x.shape[:-1], -1)
 
     def _module(self, weight: torch.Tensor, state: LowPrecision) -> Any:
