@@ -12,10 +12,13 @@ Stochastic rounding takes its draws from a tensor, so that PyTorch's generator r
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
+from quant.kernels.launch_cache import CachedLaunch
 from quant.kernels.portable.training.fake_rounding import on_grid
 
 _ROWS, _COLUMNS = 32, 128
@@ -81,9 +84,16 @@ def round_nvfp4_operand(
     R, C = x.shape
     out = torch.empty(R, C, dtype=torch.bfloat16, device=x.device)
     factor = torch.empty((), dtype=torch.float32, device=x.device)
-    grid = triton.cdiv(C, _COLUMNS), triton.cdiv(R, _ROWS)
-    nvfp4_operand_kernel[grid](
-        x, amax, x if draws is None else draws, out, factor, R, C, *x.stride(), 0 if draws is None else draws.stride(0),
-        square=square, stochastic=draws is not None, rows=_ROWS, columns=_COLUMNS, num_warps=4,
-    )  # fmt: skip
+    launch = _launch(R, C, square, draws is not None)
+    launch(
+        x, amax, x if draws is None else draws, out, factor, R, C, *x.stride(), 0 if draws is None else draws.stride(0)
+    )
     return out, factor
+
+
+@lru_cache(maxsize=1024)
+def _launch(R: int, C: int, square: bool, stochastic: bool) -> CachedLaunch:
+    """Returns the launch of the kernel for operands of a shape."""
+    grid = triton.cdiv(C, _COLUMNS), triton.cdiv(R, _ROWS)
+    constants = {"square": square, "stochastic": stochastic, "rows": _ROWS, "columns": _COLUMNS, "num_warps": 4}
+    return CachedLaunch(nvfp4_operand_kernel, grid, constants)
