@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch as safetensors_torch
 import tiny_models
 import torch
+from slow_cases import quick_cases
 
 import quant
 
@@ -67,7 +68,13 @@ def from_a_checkpoint(folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("start", [from_sixteen_bit, from_learned_scales, from_experts, from_a_checkpoint])
+@pytest.mark.parametrize(
+    "start",
+    quick_cases(
+        (from_sixteen_bit, from_learned_scales, from_experts, from_a_checkpoint),
+        lambda start: start in (from_learned_scales, from_a_checkpoint),
+    ),
+)
 def test_a_trainer_resumes_and_the_result_saves_as_quant_save_does(start: Any, tmp_path: Path) -> None:
     model, again = start(tmp_path), start(tmp_path)
     trainer(model, tmp_path / "out").train()
