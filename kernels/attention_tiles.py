@@ -49,6 +49,8 @@ def tiles_for(dim: int, arch: int, itemsize: int = 1) -> Tiles:
 
 _ROWS = (8, 16)
 """Query rows of a decoding tile: the columns of one or of two tensor-core products."""
+_MANY_ROWS = 64
+"""Query rows of a tile of any more."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,11 @@ class DecodeTiles:
 
 def decode_tiles_for(pages: KVPages, rows: int, programs: int, max_length: int, sms: int) -> DecodeTiles:
     """Returns the launch for `rows` query rows a KV head, with `programs` sequences × KV heads on `sms` SMs."""
-    # Chunks of a prompt have many rows: they are limited by products, and splits would only add work.
     if rows > _ROWS[-1]:
-        return DecodeTiles(64, 32 if pages.dim > 128 else 64, 4, 2, 1)
+        # A chunk of a prompt fills the GPU with tiles of queries: it is limited by products, and splits would only add
+        # work. A few tokens, as speculative decoding checks them, leave most SMs idle, and so their keys are split.
+        parts = min(2 * sms // (programs * -(-rows // _MANY_ROWS)), max_length // (4 * 64), 128)
+        return DecodeTiles(_MANY_ROWS, 32 if pages.dim > 128 else 64, 4, 2, max(1, parts))
     block_m = next(size for size in _ROWS if size >= rows)
     # Programs of one warp need no synchronization; larger tiles need the registers of two.
     warps = 1 if block_m * pages.dim <= _ROWS[0] * 128 else 2

@@ -157,9 +157,10 @@ def test_kernel_on_a_chunk_of_a_prompt(name: str | None) -> None:
     cache = filled(name, [130, 40])
     q = torch.randn(2, 4, 40, 64).to(torch.bfloat16)
     tiles = decode_tiles_for(cache[0], 80, 4, 130, 132)
-    assert tiles.block_m == 64
-    out = kernel(q, *cache, tiles)
-    assert error(out, exact(q, *cache, softmax_scale=0.125)) < TOLERANCE[name]
+    assert (tiles.block_m, tiles.splits) == (64, 1)
+    expected = exact(q, *cache, softmax_scale=0.125)
+    for splits in (1, 3):
+        assert error(kernel(q, *cache, replace(tiles, splits=splits)), expected) < TOLERANCE[name]
 
 
 def test_a_prompt_in_chunks_is_the_prompt_at_once() -> None:
@@ -207,6 +208,8 @@ def test_the_launch_fills_the_gpu_and_no_more() -> None:
     assert decode_tiles_for(filled("nvfp4", [16])[0], 8, 128, 32768, 132).splits == 8
     assert decode_tiles_for(pages, 8, 4096, 32768, 132).splits == 1
     assert [decode_tiles_for(pages, rows, 8, 4096, 132).block_m for rows in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 64]
+    # Eight tokens of four heads behind a long cache, and chunks of a prompt: 128 and 512 tokens.
+    assert [decode_tiles_for(pages, rows, 8, 32768, 132).splits for rows in (32, 512, 2048)] == [33, 4, 1]
 
 
 Q = torch.zeros(2, 4, 1, 64)
