@@ -15,8 +15,15 @@ import numpy as np
 from quant.export.engine.cache_plugin import DTYPES, CacheSpec, compile_cache_attention
 from quant.export.engine.kernel_bundle import pack
 from quant.export.engine.plugin import KERNELS
-from quant.export.engine.plugin_tensorrt import data_type, field_collection, retained, type_name
-from quant.export.onnx_graph.opsets import CACHE_PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
+from quant.export.engine.plugin_tensorrt import (
+    PluginMethods,
+    data_type,
+    field_collection,
+    interfaces,
+    register_creator,
+    type_name,
+)
+from quant.export.onnx_graph.opsets import CACHE_PLUGIN
 
 _FIRST_CACHE = 3  # after q, k and v
 _TYPES = {"fp8": ("FP8", "FP8"), "nvfp4": ("FP8", "FP8", "FP8", "FP8")}
@@ -25,23 +32,7 @@ _TYPES = {"fp8": ("FP8", "FP8"), "nvfp4": ("FP8", "FP8", "FP8", "FP8")}
 def register(trt: Any, archs: Sequence[int]) -> None:
     """Makes the plugin known to TensorRT-RTX before it parses a file; `graph.check_backend` refuses full TensorRT."""
     plugin_class = _plugin_class(trt, tuple(archs))
-
-    class Creator(trt.IPluginCreatorV3One):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.IPluginCreatorV3One.__init__(self)
-            self.name, self.plugin_namespace, self.plugin_version = CACHE_PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
-            self.alive: list[Any] = []
-            self.field_names = field_collection(trt, as_fields("fp8", 0.0), self.alive)
-
-        def create_plugin(self, name: Any, collection: Any, phase: Any) -> Any:
-            plugin = plugin_class(*from_fields({field.name: field.data for field in collection}))
-            retained.append(plugin)
-            return plugin
-
-    creator = Creator()
-    if not trt.get_plugin_registry().register_creator(creator, PLUGIN_DOMAIN):
-        raise ValueError(f"{CACHE_PLUGIN}: TensorRT-RTX did not take the plugin; is it registered already?")
-    retained.append(creator)
+    register_creator(trt, CACHE_PLUGIN, as_fields("fp8", 0.0), lambda values: plugin_class(*from_fields(values)))
 
 
 def as_fields(format: str, softmax_scale: float, kernels: bytes = b"") -> dict[str, np.ndarray]:
@@ -69,19 +60,14 @@ def spec_of(shapes: Sequence[Sequence[int]], dtype: str, format: str, softmax_sc
 def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
     """Returns the `IPluginV3` that the builder asks, which compiles the kernels for each of `archs`."""
 
-    class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):  # type: ignore[misc]
+    class Plugin(PluginMethods, *interfaces(trt)):  # type: ignore[misc]
         def __init__(self, format: str, softmax_scale: float, kernels: bytes) -> None:
-            # pybind11 wants the constructor of each base to run; super() reaches the first alone.
-            for base in Plugin.__bases__:
-                base.__init__(self)
-            self.plugin_name, self.plugin_namespace, self.plugin_version = CACHE_PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
-            self.format, self.softmax_scale, self.kernels = format, softmax_scale, kernels
             self.cache_types = _TYPES[format]
-            self.num_outputs = 1 + len(self.cache_types)
-            self.alive: list[Any] = []
+            self.begin(CACHE_PLUGIN, outputs=1 + len(self.cache_types))
+            self.format, self.softmax_scale, self.kernels = format, softmax_scale, kernels
 
-        def get_capability_interface(self, kind: Any) -> Any:
-            return self
+        def twin(self) -> Any:
+            return Plugin(self.format, self.softmax_scale, self.kernels)
 
         def get_output_data_types(self, input_types: Any) -> Any:
             return [input_types[0], *(data_type(trt, name) for name in self.cache_types)]
@@ -115,27 +101,10 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
             self.alive.append(collection := field_collection(trt, fields, self.alive))
             return collection
 
-        def on_shape_change(self, inputs: Any, outputs: Any) -> None:
-            pass
-
         def get_workspace_size(self, inputs: Any, outputs: Any) -> int:
             return 0  # of the build; the C++ class asks for the splits' sums when the engine runs
 
         def enqueue(self, *arguments: Any) -> None:
             raise RuntimeError(f"{CACHE_PLUGIN}: load the plugins' C++ library before the engine")
-
-        def attach_to_context(self, context: Any) -> Any:
-            return self.clone()
-
-        def clone(self) -> Any:
-            twin = Plugin(self.format, self.softmax_scale, self.kernels)
-            retained.append(twin)
-            return twin
-
-        def get_valid_tactics(self) -> Any:
-            return []
-
-        def set_tactic(self, tactic: Any) -> None:
-            pass
 
     return Plugin

@@ -6,7 +6,7 @@ functions, and PTX inside the engine. TensorRT-RTX gets an `IPluginV3`, which la
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -48,7 +48,15 @@ def register(trt: ModuleType, archs: Sequence[int]) -> None:
     """
     # Only TensorRT-RTX builds for several architectures, and only full TensorRT has quick-deployable plugins.
     if hasattr(trt, "ComputeCapability"):
-        _register_creator(trt, tuple(archs))
+        plugin_class = _plugin_class(trt, tuple(archs))
+        # The PTX for each of `archs` is stored in the engine, so a process that loads one needs only this creator, or
+        # one in C++ that launches the same PTX, and neither Triton nor a compiler.
+        register_creator(
+            trt,
+            PLUGIN,
+            Attributes().to_fields(),
+            lambda values: plugin_class(Attributes.from_fields(values), kernels_from_fields(values)),
+        )
         return
     if len(archs) != 1:
         raise ValueError(f"{PLUGIN}: full TensorRT builds for the GPU it runs on, not for {list(archs)}")
@@ -121,19 +129,14 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
     engine. A process that loads the engine calls `enqueue`.
     """
 
-    class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):  # type: ignore[misc]
+    class Plugin(PluginMethods, *interfaces(trt)):  # type: ignore[misc]
         def __init__(self, attributes: Attributes, kernels: dict[int, BundledKernel]) -> None:
-            # pybind11 requires that the constructor of each base runs; super() reaches only the first.
-            for base in Plugin.__bases__:
-                base.__init__(self)
-            self.plugin_name, self.plugin_namespace, self.plugin_version = PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
-            self.num_outputs = 1
+            self.begin(PLUGIN, outputs=1)
             self.attributes, self.kernels = attributes, kernels
             self.loaded: dict[int, LoadedKernel] = {}
-            self.alive: list[Any] = []
 
-        def get_capability_interface(self, kind: Any) -> Any:
-            return self
+        def twin(self) -> Any:
+            return Plugin(self.attributes, self.kernels)
 
         def get_output_data_types(self, input_types: Any) -> Any:
             names = [type_name(trt, type_) for type_ in input_types]
@@ -174,47 +177,79 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
             shapes = [tuple(x.dims) for x in inputs[:2]]
             launch(self.loaded[arch], shapes, [*input_addresses, *output_addresses], stream)
 
-        def attach_to_context(self, context: Any) -> Any:
-            return self.clone()
-
-        def clone(self) -> Any:
-            twin = Plugin(self.attributes, self.kernels)
-            retained.append(twin)
-            return twin
-
-        def get_valid_tactics(self) -> Any:
-            return []
-
-        def set_tactic(self, tactic: Any) -> None:
-            pass
-
     return Plugin
 
 
-def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
-    """Registers the creator of TensorRT-RTX's plugin.
+class PluginMethods:
+    """The methods of TensorRT's interfaces that are alike in all our plugins; it stands before pybind11's classes."""
 
-    TensorRT-RTX serializes the PTX for each of `archs` into the engine, so a process that loads the engine needs only
-    this creator (or one in C++ that launches the same PTX), and neither Triton nor a compiler.
+    def begin(self, name: str, outputs: int) -> None:
+        """Constructs the bases and sets the properties that TensorRT reads."""
+        # pybind11 requires that the constructor of each base runs; super() reaches only the first.
+        for base in type(self).__bases__:
+            base.__init__(self)  # type: ignore[misc]
+        self.plugin_name, self.plugin_namespace, self.plugin_version = name, PLUGIN_DOMAIN, PLUGIN_VERSION
+        self.num_outputs = outputs
+        self.alive: list[Any] = []
+
+    def twin(self) -> Any:
+        """Returns a new plugin with the same state."""
+        raise NotImplementedError
+
+    def get_capability_interface(self, kind: Any) -> Any:
+        return self
+
+    def attach_to_context(self, context: Any) -> Any:
+        return self.clone()
+
+    def clone(self) -> Any:
+        retained.append(twin := self.twin())
+        return twin
+
+    def on_shape_change(self, inputs: Any, outputs: Any) -> None:
+        pass
+
+    def get_valid_tactics(self) -> Any:
+        return []
+
+    def set_tactic(self, tactic: Any) -> None:
+        pass
+
+
+def interfaces(trt: Any) -> tuple[type[Any], ...]:
+    """Returns the interfaces that a plugin of TensorRT-RTX has: of any time, of the build, and of the engine."""
+    return trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime
+
+
+def register_creator(
+    trt: Any, name: str, fields: Mapping[str, np.ndarray], create: Callable[[dict[str, Any]], Any]
+) -> None:
+    """Registers the creator of a plugin of TensorRT-RTX.
+
+    Args:
+        trt: the module `tensorrt_rtx`.
+        name: the plugin's.
+        fields: its attributes, with any values.
+        create: makes the plugin from the values of a node's attributes, or of those in an engine.
+
+    Raises:
+        ValueError: TensorRT-RTX knows a plugin of this name.
     """
-    plugin_class = _plugin_class(trt, archs)
 
     class Creator(trt.IPluginCreatorV3One):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IPluginCreatorV3One.__init__(self)
-            self.name, self.plugin_namespace, self.plugin_version = PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
+            self.name, self.plugin_namespace, self.plugin_version = name, PLUGIN_DOMAIN, PLUGIN_VERSION
             self.alive: list[Any] = []
-            self.field_names = field_collection(trt, Attributes().to_fields(), self.alive)
+            self.field_names = field_collection(trt, fields, self.alive)
 
         def create_plugin(self, name: Any, collection: Any, phase: Any) -> Any:
-            values = {field.name: field.data for field in collection}
-            plugin = plugin_class(Attributes.from_fields(values), kernels_from_fields(values))
-            retained.append(plugin)
+            retained.append(plugin := create({field.name: field.data for field in collection}))
             return plugin
 
     creator = Creator()
     if not trt.get_plugin_registry().register_creator(creator, PLUGIN_DOMAIN):
-        raise ValueError(f"{PLUGIN}: TensorRT-RTX did not take the plugin; is it registered already?")
+        raise ValueError(f"{name}: TensorRT-RTX did not take the plugin; is it registered already?")
     retained.append(creator)
 
 
