@@ -1,10 +1,11 @@
 """This benchmark times a prefill through decoder blocks of an 8B model: AOTInductor and eager, in FP8 and BF16.
 
     python benchmarks/aoti.py [--layers 4] [--tokens 4096] [--packages FOLDER] [--json FILE]
-    python benchmarks/aoti.py --decoder CHECKPOINT
+    python benchmarks/aoti.py --decoder CHECKPOINT [--device cuda]
 
-The second command makes a CPU package of a whole decoder, in FP32 with a cache of 512 tokens, and prints the processor
-time that it takes, compilers included and with no cache of Inductor's, and the package's size.
+The second command makes a package of a whole decoder with a cache of 512 tokens, in FP32 for a CPU, in BF16 for a GPU.
+It prints the time and the processor time that it takes, compilers included and with no cache of Inductor's, the
+package's size, and how long the package and the model itself read 256 tokens and write 64.
 
 The blocks are Llama 3 8B's (hidden 4096, 32 heads over 8 KV heads of 128, MLP 14336), with random weights. FP8 is the
 preset `fp8`: E4M3 weights and static input scales, one a tensor, calibrated on the input itself. "FP8 attention" also
@@ -35,6 +36,8 @@ from torch import nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 import quant
+from quant.engines.aoti_session import AotiSession
+from quant.engines.check import forced_run, reference_run
 from quant.export.packages.aoti import export_aoti, load_aoti
 from quant.export.packages.aoti_decoder import export_aoti_decoder
 from quant.formats.format import FORMATS
@@ -44,6 +47,7 @@ from quant.kernels.linear.fp8_gemm import round_to_e4m3
 from quant.kernels.linear.modules import QuantLinear
 
 HIDDEN, HEADS, KV_HEADS, DIM, MLP = 4096, 32, 8, 128, 14336
+PROMPT, NEW = 256, 64  # tokens that a decoder reads and writes
 KINDS = ("BF16", "FP8", "FP8 attention")
 TITLE = "Prefill of 8B-shaped blocks"
 WITHOUT_WEIGHTS = {"aot_inductor.package_constants_in_so": False}
@@ -166,7 +170,8 @@ def flops(layers: int, tokens: int) -> float:
 @click.option("--deadline", default=600.0, show_default=True, help="Seconds that making the packages may take.")
 @click.option("--packages", type=click.Path(path_type=Path), help="Keep the packages there; those found are used.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the table there as well.")
-@click.option("--decoder", type=click.Path(path_type=Path), help="Make a CPU package of this checkpoint instead.")
+@click.option("--decoder", type=click.Path(path_type=Path), help="Make a package of this checkpoint instead.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Of the decoder.", show_default=True)
 @click.option("--make", nargs=2, type=(click.Choice(KINDS), click.Path(path_type=Path)), hidden=True)
 def main(
     layers: int,
@@ -176,10 +181,11 @@ def main(
     packages: Path | None,
     json_file: Path | None,
     decoder: Path | None,
+    device: str,
     make: tuple[str, Path] | None,
 ) -> None:
     if decoder is not None:
-        time_decoder(decoder, json_file)
+        time_decoder(decoder, device, json_file)
         return
     if not torch.cuda.is_available():
         raise click.ClickException("this benchmark needs an NVIDIA GPU with FP8 tensor cores")
@@ -205,15 +211,26 @@ def main(
         sys.exit(1)
 
 
-def time_decoder(directory: Path, json_file: Path | None) -> None:
-    model = quant.load(directory, device="cpu").to(torch.float32)
+def time_decoder(directory: Path, device: str, json_file: Path | None) -> None:
+    model = quant.load(directory, device=device).to(torch.bfloat16 if device == "cuda" else torch.float32)
+    prompt = [list(range(100, 100 + PROMPT))]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        before = processor_seconds()
+        started, before = time.perf_counter(), processor_seconds()
         path = export_aoti_decoder(model, Path(folder, "decoder.pt2"), 512)
-        row = {"CPU seconds": processor_seconds() - before, "MB": path.stat().st_size / 1e6}
-    header = {**machine(), **versions(), "layers": str(model.config.num_hidden_layers)}
-    show("Package of a decoder for a CPU", header, [{"checkpoint": directory.name, **row}], json_path=json_file)
+        package: dict[str, object] = {"run": "package", "seconds to make": time.perf_counter() - started}
+        package |= {"CPU seconds": processor_seconds() - before, "MB": path.stat().st_size / 1e6}
+        session = AotiSession(path, unsafe_load=True)
+        for _ in range(2):  # the first run warms up
+            reference = reference_run(model, prompt, NEW)
+            run = forced_run(session, prompt, reference.tokens)
+    rows = [package, {"run": "quant.load"}]
+    for row, timed in zip(rows, (run, reference), strict=True):
+        row |= {"ms to read": timed.prefill_seconds * 1e3, "tokens/s": 1 / timed.step_seconds}
+    package["equal tokens"] = int((run.tokens == reference.tokens).sum())
+    header = {**machine(), **versions("triton"), "checkpoint": directory.name, "device": device}
+    notes = [f"A prompt of {PROMPT} tokens, then {NEW} greedy tokens of quant.load."]
+    show("Package of a decoder", header, rows, notes, json_path=json_file)
 
 
 def processor_seconds() -> float:

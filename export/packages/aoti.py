@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import sys
 import warnings
 import zipfile
@@ -37,6 +38,7 @@ from quant.calibration.kv_cache import AttentionScales
 from quant.export.onnx_graph.decoder import Attention, Graph, attending, operand_scales
 from quant.export.onnx_graph.ops import ConvCall
 from quant.export.packages.cpp_linear import has_cpp_linears, linear_settings
+from quant.export.packages.triton_linear import TritonLinear, dequantize
 from quant.formats.atomic import put_file, temporary_directory
 from quant.formats.format import FORMATS, Format
 from quant.formats.packing import unpack
@@ -52,6 +54,9 @@ from quant.kernels.linear.quantized_module import restore_layout
 
 _ATTENTION = "quant::fp8_attention"
 EXPORTED_ATTENTION = "quant::onnx_attention"
+# The line of a traceback that names an exception, such as `triton.compiler.errors.CompilationError: at 3:4:`.
+_EXCEPTION = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*: ")
+_LONGEST = 800  # characters of a message that come from a compiler
 
 Dims = Mapping[str, Mapping[int, str]]
 
@@ -123,7 +128,9 @@ def compile_package(
     replaced[_ATTENTION] = partial(run_fp8_attention, in_graph=True)
     _warm_tables()
     if on_gpu:
-        program = decomposed(program, bodies)
+        # Kernels that the package holds, in place of the ops of CPUs.
+        kernels = {LINEAR: TritonLinear(), CONV: partial(_conv, decode=dequantize)}
+        program = decomposed(program, {**bodies, **kernels})
     # On a CPU the ops are replaced while Inductor traces the graph: a second trace of it takes seconds.
     with temporary_directory(path) as folder, replaced_ops(replaced), warnings.catch_warnings():
         # torch 2.13 copies its own tree of inputs by a class that it has deprecated.
@@ -132,14 +139,25 @@ def compile_package(
             package = torch._inductor.aoti_compile_and_package(
                 program, package_path=str(Path(folder, path.name)), inductor_configs=settings
             )
-        except RuntimeError as error:
-            text = " ".join(str(error).split())
-            raise ValueError(
-                f"{path}: AOTInductor did not compile it (it needs a C++ compiler, g++ or $CXX): {text[:600]}"
-            ) from error
+        except Exception as error:  # compilers raise exceptions of many types
+            hint = "; install g++, or set CXX to a C++ compiler" if "InvalidCxxCompiler" in str(error) else ""
+            raise ValueError(f"{path}: AOTInductor did not compile it: {cause_of(error)}{hint}") from error
         _check_library(Path(package), path)
         put_file(Path(package), path)
     return path
+
+
+def cause_of(error: BaseException) -> str:
+    """Returns the exception that made Inductor stop, on one line.
+
+    Inductor compiles kernels in processes of its own, and wraps their tracebacks into the text of further exceptions:
+    the innermost one stands at the end.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    last = max((index for index, line in enumerate(lines) if _EXCEPTION.match(line)), default=0)
+    text = " ".join(" ".join(lines[last:]).split())
+    # Long texts, such as a compiler's output, say the most at their beginning and at their end.
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
 def traced(
@@ -262,14 +280,15 @@ def _linear(*arguments: Any) -> torch.Tensor:
     return torch.nn.functional.linear(x, dequantize_in_graph(weight, x.dtype), call.bias)
 
 
-def _conv(*arguments: Any) -> torch.Tensor:
+def _conv(*arguments: Any, decode: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
     call = ConvCall(*arguments)
     x: torch.Tensor = call.x
     if call.activation:
         x = fake_quantize(x.flatten(1), FORMATS[call.activation], scale=call.input_scale).view(x.shape)
     matrix = conv_matrix(call.codes, call.groups, call.transposed)
     weight = BlockScaledTensor(matrix, call.scale, FORMATS[call.weight_format], (matrix.shape[0], matrix.shape[1]))
-    dense = conv_parameter(dequantize_in_graph(weight, x.dtype), call.codes.shape, call.groups, call.transposed)
+    decode = decode or dequantize_in_graph
+    dense = conv_parameter(decode(weight, x.dtype), call.codes.shape, call.groups, call.transposed)
     window = (call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups)
     return torch.convolution(x, dense, call.bias, *window)
 

@@ -38,6 +38,7 @@ from quant.export.packages.aoti import (
     scales_as_matrices,
     share_input_scales,
 )
+from quant.kernels.linear.quantized_module import restore_layout
 from quant.recipes.json_text import json_text
 
 METADATA = "blockscale"
@@ -97,6 +98,7 @@ def decoder_program(
 ) -> tuple[torch.export.ExportedProgram, list[tuple[int, int, torch.dtype]]]:
     """Returns the graph that is compiled, and KV heads, dimension and dtype of each part of its cache."""
     check_decoder(model, capacity)
+    restore_layout(model)  # a model that ran on a GPU may hold its weights as that GPU's kernels read them
     function = CachedAttention({module: name for name, module in model.named_modules()})
     with attending(model, function, masked=False), scales_as_matrices(model):
         caches = cache_shapes(model, function)

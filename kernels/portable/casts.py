@@ -74,20 +74,7 @@ def prepare_cast(rows: torch.Tensor, format: Format, *, contiguous: bool = True)
     if tokens:
         launch = _launch(tokens, columns, format, contiguous)
         width = launch.width if launch.flat else 0
-        constants: dict[str, Any] = {
-            "largest": largest, "flat": launch.flat or columns == launch.width, "width": launch.width,
-            "num_warps": launch.warps,
-        }  # fmt: skip
-        if format.is_nvfp4:
-            chosen = nvfp4_rows_to_codes_kernel
-            constants |= {"whole": columns % BLOCK == 0, "four_or_six": format.input_rule == "four_over_six"}
-        else:
-            chosen = rows_to_codes_kernel
-            kind = "wide" if format.scale.is_wide else format.scale.name
-            constants |= {
-                "element": format.element.name, "kind": kind, "block": format.block[1], "static": per_tensor
-            }  # fmt: skip
-        kernel = CachedLaunch(chosen, (launch.programs,), constants)
+        kernel = CachedLaunch(_kernel_of(format), (launch.programs,), _constants(format, columns, launch))
 
     def run(
         rows: torch.Tensor, scale: torch.Tensor | None, global_scale: torch.Tensor | None = None
@@ -110,6 +97,58 @@ def prepare_cast(rows: torch.Tensor, format: Format, *, contiguous: bool = True)
         return BlockScaledTensor(codes, scales, format, (tokens, columns), global_scale)
 
     return run
+
+
+def takes(format: Format, columns: int, dtype: torch.dtype) -> bool:
+    """Returns whether a kernel quantizes rows of `columns` elements to an input format."""
+    multiple = max(format.block[1], 2 if format.element.bits == 4 else 1, 1)
+    is_known = format.name in FORMATS_OUT and format is INPUT_FORMATS.get(format.name)
+    return is_known and dtype in (torch.float16, torch.bfloat16) and not columns % multiple and columns <= MAX_COLUMNS
+
+
+def quantize_in_graph(rows: torch.Tensor, format: Format, static: torch.Tensor | None) -> BlockScaledTensor:
+    """Returns `quantize` as ops and a launch that `torch.export` and AOTInductor see; the arguments have been checked.
+
+    Args:
+        rows: `[tokens, in]`, contiguous; the number of tokens may be symbolic.
+        format: one that `takes` has confirmed.
+        static: the scale of a tensor, or the global scale where the format has one; None measures it.
+    """
+    tokens, columns = rows.shape
+    if static is None and format.per_tensor:
+        static = scale_of(rows.abs().amax().float(), format.element.max)
+    if static is None and format.global_scale:
+        static = global_scale_of(rows.abs().amax(), format)
+    codes = rows.new_empty(format.codes_shape(rows.shape), dtype=format.element.torch_dtype or torch.uint8)
+    if format.per_tensor:
+        assert static is not None
+        scales = second_level = static.reshape(1, 1).float()
+    else:
+        dtype = torch.float32 if format.scale.is_wide else format.scale.torch_dtype
+        scales = rows.new_empty(tokens, format.scale_shape((1, columns))[1], dtype=dtype)
+        second_level = scales if static is None else static
+    # A row a program, whatever the number of rows: pieces of all elements need a number that is known.
+    constants = _constants(format, columns, _launch(1, columns, format, contiguous=False))
+    kernel = torch.library.wrap_triton(_kernel_of(format))
+    kernel[tokens,](rows, codes, scales, second_level, columns, columns, **constants)
+    return BlockScaledTensor(codes, scales, format, (tokens, columns), static if format.global_scale else None)
+
+
+def _kernel_of(format: Format) -> Any:
+    return nvfp4_rows_to_codes_kernel if format.is_nvfp4 else rows_to_codes_kernel
+
+
+def _constants(format: Format, columns: int, launch: _Launch) -> dict[str, Any]:
+    """Returns the compile-time constants and the options of the kernel that casts to a format."""
+    constants = {
+        "largest": format.element.max, "flat": launch.flat or columns == launch.width, "width": launch.width,
+        "num_warps": launch.warps,
+    }  # fmt: skip
+    if format.is_nvfp4:
+        return constants | {"whole": columns % BLOCK == 0, "four_or_six": format.input_rule == "four_over_six"}
+    kind = "wide" if format.scale.is_wide else format.scale.name
+    block = {"block": format.block[1], "static": format.per_tensor}
+    return constants | {"element": format.element.name, "kind": kind, **block}
 
 
 @dataclass(frozen=True)

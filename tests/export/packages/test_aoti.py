@@ -17,6 +17,7 @@ from torch import nn
 from quant.calibration.kv_cache import collect_attention_scales
 from quant.export.packages.aoti import (
     BODIES,
+    cause_of,
     decomposed,
     dequantize_in_graph,
     export_aoti,
@@ -259,7 +260,22 @@ def test_bad_input(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="Branches does not export"):
         export_aoti(Branches(), tmp_path / "model.pt2", {"x": x})
+    options = {"cpp.cxx": ("/no/such/compiler",)}
+    with pytest.raises(ValueError, match=r"did not compile it: .*\('/no/such/compiler',\); install g\+\+, or set CXX"):
+        export_aoti(nn.Linear(8, 8), tmp_path / "m.pt2", {"input": torch.ones(1, 8)}, device="cpu", options=options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cause_is_the_last_exception_of_a_traceback() -> None:
+    """As Inductor wraps the traceback of the process that compiles a kernel."""
+    error = "triton.compiler.errors.CompilationError: at 3:11:\n    x = y\n        ^\nValueError('Cannot bitcast')"
+    frames = 'Traceback (most recent call last):\n  File "/x.py", line 3, in f\n    y: int = g()\n'
+    wrapped = RuntimeError(f"Failed to run autotuning code block: An exception:\n\nName=triton_3\n{frames}{error}\n")
+    assert cause_of(wrapped) == (
+        "triton.compiler.errors.CompilationError: at 3:11: x = y ^ ValueError('Cannot bitcast')"
+    )
+    long = cause_of(RuntimeError("C++ compile error\n" + "x" * 5000 + "\nno such header"))
+    assert long.startswith("C++ compile error") and long.endswith("no such header") and len(long) < 1000
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from quant.engines.loop import generate_tokens
 from quant.errors import UserError
 from quant.export.packages.aoti import decomposed
 from quant.export.packages.aoti_decoder import DECODER_BODIES, METADATA, decoder_program, export_aoti_decoder
+from quant.kernels.linear import quantized_module
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -88,6 +89,20 @@ def test_the_graph_writes_the_models_tokens(kind: str, format: str) -> None:
     assert generate_tokens(session, rows, 8, chunk=64) == expected
 
 
+def test_weights_in_a_kernels_layout_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model on a Hopper GPU has them; this CPU is taken for one."""
+    monkeypatch.setattr(quantized_module, "prefers_prepacked", lambda codes: True)
+    model = serving_samples.decoder("llama-64", num_hidden_layers=1)
+    quant.quantize(model, "nvfp4a16", ROWS[:1], solver="rtn")
+    with torch.no_grad():
+        model.to(torch.bfloat16)(torch.tensor([[1, 2, 3]]))
+    layer = model.model.layers[0].mlp.up_proj
+    assert layer.codes.dtype is torch.int32
+    program, _ = decoder_program(model, 64)
+    dtypes = {name: x.dtype for name, x in program.state_dict.items() if name.endswith("up_proj.codes")}
+    assert dtypes and set(dtypes.values()) == {torch.uint8}
+
+
 def test_only_the_new_tokens_are_written() -> None:
     session = GraphSession(quantized("llama-64", "int4a16"), 64)
     session.begin(2)
@@ -124,6 +139,24 @@ def test_the_package_writes_the_models_tokens(tmp_path: Path, kind: str, format:
         run = forced_run(session, rows, reference.tokens, chunk=chunk)
         assert (run.tokens == reference.tokens).mean() > 0.95
         assert np.linalg.norm(run.logits - reference.logits) < 0.05 * np.linalg.norm(reference.logits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    [("llama-64", "nvfp4"), ("llama-128", "nvfp4a16"), ("qwen3", "fp8"), ("gemma3", "int4a16"), ("mistral", "mxfp8")],
+)
+def test_a_gpu_package_writes_the_models_tokens(tmp_path: Path, kind: str, format: str) -> None:
+    """Rows of three lengths in BF16, whole and in chunks, by tiles for few tokens and for many."""
+    model = quantized(kind, format).to("cuda", torch.bfloat16)
+    session = AotiSession(export_aoti_decoder(model, tmp_path / "model.pt2", CAPACITY), unsafe_load=True)
+    rows = serving_samples.prompts()
+    reference = reference_run(model, rows, NEW)
+    for chunk in (None, 64):
+        run = forced_run(session, rows, reference.tokens, chunk=chunk)
+        assert np.linalg.norm(run.logits - reference.logits) < 0.05 * np.linalg.norm(reference.logits)
+        # A tiny model has near ties, where 16-bit logits of both orders of sums choose differently.
+        assert (run.tokens == reference.tokens).mean() > 0.9
 
 
 @pytest.fixture(scope="module")

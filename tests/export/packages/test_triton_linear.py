@@ -1,0 +1,104 @@
+"""Linears of packages for GPUs: launches of our kernels, interpreted here and compared with the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+
+from compiler import compiled_for
+from interpreter import interpreted
+
+from quant.export.packages import triton_linear
+from quant.export.packages.aoti import decomposed, traced
+from quant.export.packages.triton_linear import FEW, TritonLinear, dequantize, round_input
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize, round_activation
+from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.ops import LINEAR
+from quant.kernels.linear.oracle import reference_linear
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches happen instead of becoming nodes of a graph."""
+    monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: kernel)
+
+
+def linear(weight: str, activation: str | None, static: bool, bias: bool = True) -> QuantLinear:
+    dense = torch.randn(48, 128) * torch.logspace(-2, 1, 128)
+    rounding = FORMATS[activation] if activation else None
+    scale = torch.tensor(0.013) if static else None
+    return QuantLinear(quantize(dense, FORMATS[weight]), torch.randn(48) if bias else None, rounding, scale)
+
+
+def arguments(layer: QuantLinear, x: torch.Tensor) -> tuple[object, ...]:
+    weight, rounding = layer.stored_weight, layer.activation_format
+    name = rounding.name if rounding else ""
+    scales = (weight.scale, weight.global_scale)
+    return x, weight.codes, *scales, layer.bias, layer.input_scale, weight.format.name, name
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "static"),
+    [("nvfp4", None, False), ("nvfp4", "nvfp4", True), ("mxfp6", "mxfp8", False), ("int4", "int8_token", False)],
+)
+@pytest.mark.parametrize("tokens", [5, FEW + 3])
+def test_a_linear_is_the_oracles(at_once: None, weight: str, activation: str | None, static: bool, tokens: int) -> None:
+    """Tiles for few tokens and for many, of which one grid is empty."""
+    layer, x = linear(weight, activation, static), torch.randn(1, tokens, 128, dtype=torch.bfloat16)
+    with interpreted(), torch.no_grad():
+        got = TritonLinear()(*arguments(layer, x)).double()
+    expected = reference_linear(
+        x.double() if activation is None else round_activation(x, FORMATS[activation], layer.input_scale).double(),
+        layer.stored_weight, None if layer.bias is None else layer.bias.double(), None, None,
+    )  # fmt: skip
+    # Weights and the result are rounded to BF16 once each.
+    assert float((got - expected).norm() / expected.norm()) < 2.0**-8
+
+
+@pytest.mark.parametrize(
+    ("activation", "static"),
+    [("nvfp4", True), ("nvfp4", False), ("mxfp8", False), ("fp8", True), ("fp8", False), ("int8_token", False)],
+)
+def test_inputs_are_rounded_as_the_oracle_rounds_them(at_once: None, activation: str, static: bool) -> None:
+    format, x = FORMATS[activation], torch.randn(2, 3, 128, dtype=torch.bfloat16) * torch.logspace(-4, 3, 128)
+    scale, x = torch.tensor(0.02) if static else None, x.to(torch.bfloat16)
+    with interpreted():
+        assert torch.equal(round_input(x, format, scale), round_activation(x, format, scale))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "int4", "fp8_block", "mxfp6"])
+def test_weights_are_decoded_for_convolutions_and_fp32(at_once: None, name: str) -> None:
+    weight = quantize(torch.randn(33, 256), FORMATS[name])
+    with interpreted():
+        torch.testing.assert_close(dequantize(weight, torch.float32), weight.dequantize(), rtol=2**-22, atol=0)
+
+
+class Shared(nn.Module):
+    """Two layers that read one input, and one that reads another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = linear("nvfp4", "nvfp4", False, bias=False), linear("nvfp4", "nvfp4", False, bias=False)
+        self.c = QuantLinear(quantize(torch.randn(16, 48), FORMATS["nvfp4"]), None, FORMATS["nvfp4"], None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.a(x) * self.b(x))
+
+
+def test_a_graph_has_launches_for_its_linears_and_rounds_a_shared_input_once() -> None:
+    x = torch.randn(2, 5, 128, dtype=torch.bfloat16)
+    program = traced(Shared(), {"x": x}, dims={"x": {0: "batch", 1: "sequence"}})
+    with compiled_for(90):
+        program = decomposed(program, {LINEAR: TritonLinear()})
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert not any(target.startswith("quant.") for target in targets)
+    # Two launches a linear; a cast to codes and back for each of the two inputs.
+    assert sum("triton_kernel_wrapper" in target for target in targets) == 3 * 2 + 2 * 2
+
+
+def test_tiles_for_few_tokens_fill_the_gpu() -> None:
+    assert [triton_linear.few_tiles(features).block_n for features in (64, 4096, 28672)] == [16, 32, 64]
