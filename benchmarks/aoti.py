@@ -145,7 +145,7 @@ def to_fp8(model: Stack, x: torch.Tensor) -> None:
 
 def milliseconds(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median time of each function; they take turns, so that the clock's drift hits all of them."""
-    found: dict[str, list[float]] = {name: [] for name in functions}
+    samples: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(repeats + 3):
         for name, function in functions.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -154,8 +154,8 @@ def milliseconds(functions: dict[str, Callable[[], object]], repeats: int) -> di
             end.record()
             torch.cuda.synchronize()
             if turn >= 3:
-                found[name].append(start.elapsed_time(end))
-    return {name: statistics.median(times) for name, times in found.items()}
+                samples[name].append(start.elapsed_time(end))
+    return {name: statistics.median(times) for name, times in samples.items()}
 
 
 def flops(layers: int, tokens: int) -> float:
@@ -168,7 +168,7 @@ def flops(layers: int, tokens: int) -> float:
 @click.option("--tokens", default=4096, show_default=True)
 @click.option("--repeats", default=20, show_default=True)
 @click.option("--deadline", default=600.0, show_default=True, help="Seconds that making the packages may take.")
-@click.option("--packages", type=click.Path(path_type=Path), help="Keep the packages there; those found are used.")
+@click.option("--packages", type=click.Path(path_type=Path), help="Keep the packages there, and use those of before.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the table there as well.")
 @click.option("--decoder", type=click.Path(path_type=Path), help="Make a package of this checkpoint instead.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Of the decoder.", show_default=True)
@@ -194,10 +194,10 @@ def main(
         export_aoti(model, make[1], {"x": x}, options=WITHOUT_WEIGHTS)
         return
     with tempfile.TemporaryDirectory() as folder:
-        place = packages or Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
+        directory = packages or Path(folder)
+        directory.mkdir(parents=True, exist_ok=True)
         size = ["--layers", str(layers), "--tokens", str(tokens)]
-        paths = {kind: place / f"{kind.lower().replace(' ', '-')}-{layers}x{tokens}.pt2" for kind in KINDS}
+        paths = {kind: directory / f"{kind.lower().replace(' ', '-')}-{layers}x{tokens}.pt2" for kind in KINDS}
         missing = {kind: path for kind, path in paths.items() if not path.is_file()}
         failed, seconds = make_packages(missing, size, deadline)
         rows = measure({kind: path for kind, path in paths.items() if kind not in failed}, layers, tokens, repeats)
@@ -213,7 +213,7 @@ def main(
 
 def time_decoder(directory: Path, device: str, json_file: Path | None) -> None:
     model = quant.load(directory, device=device).to(torch.bfloat16 if device == "cuda" else torch.float32)
-    prompt = [list(range(100, 100 + PROMPT))]
+    prompt = [[token % model.config.vocab_size for token in range(100, 100 + PROMPT)]]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         started, before = time.perf_counter(), processor_seconds()
@@ -240,7 +240,7 @@ def processor_seconds() -> float:
 
 
 def make_packages(paths: dict[str, Path], size: list[str], deadline: float) -> tuple[dict[str, str], dict[str, float]]:
-    """Makes every package in a process of its own: what those that failed said last, and seconds of the others."""
+    """Makes every package in a process of its own: the last output of those that failed, and seconds of the others."""
     started, failed, seconds = time.perf_counter(), {}, {}
     logs = {kind: path.with_suffix(".log").open("w+") for kind, path in paths.items()}
     makers = {
@@ -259,8 +259,8 @@ def make_packages(paths: dict[str, Path], size: list[str], deadline: float) -> t
             if late:
                 maker.kill()
             if late or maker.returncode:
-                said = Path(logs[kind].name).read_text(errors="replace")[-2500:]
-                failed[kind] = f"{said}\n(not done after {now:.0f} s)" if late else said
+                text = Path(logs[kind].name).read_text(errors="replace")[-2500:]
+                failed[kind] = f"{text}\n(not done after {now:.0f} s)" if late else text
             else:
                 seconds[kind] = now
             print(f"-- {kind}: {'failed' if kind in failed else 'made'} after {now:.0f} s", flush=True)
@@ -272,8 +272,10 @@ def load_with_weights(path: Path, model: Stack) -> Callable[..., torch.Tensor]:
     """A package over the weights of the module that it was made from; its input scales are matrices."""
     package = load_aoti(path)
     tensors = {name: x.data for name, x in (*model.named_parameters(), *model.named_buffers())}
-    wanted = {name: tensors[name] for name in package.get_constant_fqns()}
-    shaped = {name: x.reshape(1, 1) if name.endswith("input_scale") else x for name, x in wanted.items()}
+    constants = {name: tensors[name] for name in package.get_constant_fqns()}
+    shaped = {
+        name: x.reshape(1, 1) if name.endswith(("input_scale", "global_scale")) else x for name, x in constants.items()
+    }
     package.load_constants(shaped, check_full_update=True, user_managed=True)
     return package
 

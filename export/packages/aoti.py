@@ -8,9 +8,10 @@
     linear, FP8 weights and inputs    with FP8 tensor cores: rounding that fuses      one C++ function for all linears
                                       into the producer of the input, then            of the package (`cpp_linear`)
                                       `torch._scaled_mm`; without: as the next row
-    other linears                     weights decoded by integer arithmetic, then     the same function
-                                      a plain matmul
-    convolutions                      weights decoded by integer arithmetic, then a plain convolution
+    other linears                     launches of our Triton kernels, which lie in    the same function
+                                      the package (`triton_linear`)
+    convolutions                      weights decoded by a launch, then a plain       weights decoded by integer
+                                      convolution                                     arithmetic, then the same
     quant::fp8_attention              our Triton kernel, inside the package           the reference, as a graph
 
 So the package needs neither Python nor this library: C++ loads it with `torch::inductor::AOTIModelPackageLoader` (a
@@ -27,7 +28,6 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +36,16 @@ from torch import nn
 
 from quant.calibration.kv_cache import AttentionScales
 from quant.export.onnx_graph.decoder import Attention, Graph, attending, operand_scales
-from quant.export.onnx_graph.ops import ConvCall
 from quant.export.packages.cpp_linear import has_cpp_linears, linear_settings
-from quant.export.packages.triton_linear import TritonLinear, dequantize
+from quant.export.packages.op_bodies import BODIES, INNER_BODIES, launches
 from quant.formats.atomic import put_file, temporary_directory
-from quant.formats.format import FORMATS, Format
-from quant.formats.packing import unpack
-from quant.formats.rounding import decode_power_of_two
-from quant.formats.tensor import BlockScaledTensor, fake_quantize
-from quant.kernels.attention.forward import fp8_attention, run_fp8_attention
-from quant.kernels.hardware import has_fp8_tensor_cores
-from quant.kernels.linear.conv import CONV, QuantConv, conv_matrix, conv_parameter
-from quant.kernels.linear.fp8_gemm import fp8_linear, round_to_e4m3, takes_fp8
+from quant.formats.format import FORMATS
+from quant.formats.tensor import fake_quantize
+from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.modules import QuantLinear
-from quant.kernels.linear.ops import LINEAR, LinearCall
+from quant.kernels.linear.ops import LINEAR
 from quant.kernels.linear.quantized_module import restore_layout
 
-_ATTENTION = "quant::fp8_attention"
-EXPORTED_ATTENTION = "quant::onnx_attention"
 # The line of a traceback that names an exception, such as `triton.compiler.errors.CompilationError: at 3:4:`.
 _EXCEPTION = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*: ")
 _LONGEST = 800  # characters of a message that come from a compiler
@@ -124,13 +116,10 @@ def compile_package(
     on_gpu = device.type == "cuda"
     settings = {**_settings(on_gpu=on_gpu), **options, "aot_inductor.metadata": dict(metadata or {})}
     calls_linears = not on_gpu and has_cpp_linears(program)
-    replaced = {name: body for name, body in bodies.items() if not calls_linears or name != LINEAR}
-    replaced[_ATTENTION] = partial(run_fp8_attention, in_graph=True)
+    replaced = {name: body for name, body in bodies.items() if not calls_linears or name != LINEAR} | INNER_BODIES
     _warm_tables()
     if on_gpu:
-        # Kernels that the package holds, in place of the ops of CPUs.
-        kernels = {LINEAR: TritonLinear(), CONV: partial(_conv, decode=dequantize)}
-        program = decomposed(program, {**bodies, **kernels})
+        program = decomposed(program, {**bodies, **launches()})
     # On a CPU the ops are replaced while Inductor traces the graph: a second trace of it takes seconds.
     with temporary_directory(path) as folder, replaced_ops(replaced), warnings.catch_warnings():
         # torch 2.13 copies its own tree of inputs by a class that it has deprecated.
@@ -240,20 +229,24 @@ def _settings(*, on_gpu: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def scales_as_matrices(model: nn.Module) -> Iterator[None]:
-    """Reshapes static input scales to `[1, 1]` while open.
+    """Reshapes static input scales and second-level scales to `[1, 1]` while open.
 
-    Inductor turns scalars into code, and `_scaled_mm` reads its scales from memory.
+    Inductor turns scalars into code, but `_scaled_mm` and our kernels read scales from memory.
     """
-    modules = [m for m in model.modules() if isinstance(m, QuantLinear | QuantConv) and m.input_scale is not None]
-    scales = [module.input_scale for module in modules]
+    modules = [module for module in model.modules() if isinstance(module, QuantLinear | QuantConv)]
+    scales = [
+        (module, name, scale)
+        for module in modules
+        for name in ("input_scale", "global_scale")
+        if (scale := getattr(module, name)) is not None
+    ]
     try:
-        for module, scale in zip(modules, scales, strict=True):
-            assert scale is not None
-            module.input_scale = scale.reshape(1, 1)
+        for module, name, scale in scales:
+            setattr(module, name, scale.reshape(1, 1))
         yield
     finally:
-        for module, scale in zip(modules, scales, strict=True):
-            module.input_scale = scale
+        for module, name, scale in scales:
+            setattr(module, name, scale)
 
 
 def share_input_scales(program: torch.export.ExportedProgram) -> None:
@@ -268,62 +261,6 @@ def share_input_scales(program: torch.export.ExportedProgram) -> None:
             if shared is not node:
                 node.replace_all_uses_with(shared)
     program.graph_module.recompile()
-
-
-def _linear(*arguments: Any) -> torch.Tensor:
-    call = LinearCall(*arguments)
-    x, weight, rounding = call.x, call.weight, call.rounding
-    if rounding and takes_fp8(weight.format, rounding, weight.shape, x.dtype) and has_fp8_tensor_cores(x):
-        return fp8_linear(x, weight, call.bias, call.input_scale, rounding)
-    if rounding is not None:
-        x = fake_quantize(x, rounding, **{"global_scale" if rounding.global_scale else "scale": call.input_scale})
-    return torch.nn.functional.linear(x, dequantize_in_graph(weight, x.dtype), call.bias)
-
-
-def _conv(*arguments: Any, decode: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
-    call = ConvCall(*arguments)
-    x: torch.Tensor = call.x
-    if call.activation:
-        x = fake_quantize(x.flatten(1), FORMATS[call.activation], scale=call.input_scale).view(x.shape)
-    matrix = conv_matrix(call.codes, call.groups, call.transposed)
-    weight = BlockScaledTensor(matrix, call.scale, FORMATS[call.weight_format], (matrix.shape[0], matrix.shape[1]))
-    decode = decode or dequantize_in_graph
-    dense = conv_parameter(decode(weight, x.dtype), call.codes.shape, call.groups, call.transposed)
-    window = (call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups)
-    return torch.convolution(x, dense, call.bias, *window)
-
-
-def dequantize_in_graph(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns `weight.dequantize(dtype)` as one expression without tables or loops, for a compiler to fuse."""
-    format, (rows, columns) = weight.format, weight.shape
-    # weight = element · (block scale · second-level scale), the step rounded to float32 and the product to `dtype`.
-    elements = _element_values(weight.codes, format, columns)
-    scale = weight.scale if weight.scale.dtype.is_floating_point else decode_power_of_two(weight.scale)
-    step = scale.float()
-    if weight.global_scale is not None:
-        step = (step.double() * weight.global_scale.double()).float()
-    block_rows, block_columns = format.block_shape(weight.shape)
-    step = step.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(block_columns, 1)[:, :columns]
-    return (elements * step).to(dtype)
-
-
-def _element_values(codes: torch.Tensor, format: Format, columns: int) -> torch.Tensor:
-    element = format.element
-    if element.torch_dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
-        return codes.float()
-    bits = unpack(codes, element.bits, columns).int()
-    # Two's complement of few bits: flipping the sign bit and subtracting its value extends the sign.
-    if element.is_integer:
-        half = 1 << (element.bits - 1)
-        return ((bits ^ half) - half).float()
-    # E2M1 code s ee m       ->  FP16 bits s 000ee m000000000
-    # E2M3 code s ee mmm     ->            s 000ee mmm0000000
-    # FP16 reads the exponent with its bias of 15, so the value is 2^(bias - 15) times the code's. Subnormal codes
-    # become subnormal numbers of FP16, and so are right too.
-    sign = bits >> (element.bits - 1)
-    magnitude = (bits & ((1 << (element.bits - 1)) - 1)) << (10 - element.mantissa)
-    half_precision = (magnitude | (sign << 15)).to(torch.int16).view(torch.float16)
-    return half_precision.float() * 2.0 ** (15 - element.bias)
 
 
 def _warm_tables() -> None:
@@ -368,36 +305,6 @@ def _traceable(
     function = Attention(names, kind="plugin", scales=operand_scales(scales or {}), window=window)
     with attending(model, function, masked="attention_mask" in inputs):
         yield _Named(Graph(model, function), inputs)
-
-
-def exported_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    scales: list[float],
-    kind: str,
-) -> torch.Tensor:
-    """Computes a traced model's attention op: PyTorch's attention, or ours in FP8 if there are scales."""
-    if not scales:
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-    operand_scales = torch.stack([torch.full((), value, dtype=torch.float32, device=q.device) for value in scales[:3]])
-    pairs, fp8 = zip((q, k, v), operand_scales.unbind(), strict=True), FORMATS["fp8"]
-    q8, k8, v8 = (round_to_e4m3(x, fp8, operand_scale)[0] for x, operand_scale in pairs)
-    dtype = q.dtype if q.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-    return fp8_attention(q8, k8, v8, operand_scales, causal=causal, softmax_scale=scale, dtype=dtype).to(q.dtype)
-
-
-BODIES: dict[str, Callable[..., torch.Tensor]] = {
-    LINEAR: _linear,
-    CONV: _conv,
-    EXPORTED_ATTENTION: exported_attention,
-}
-"""The bodies of quantized layers and of attention, by the names of their ops."""
 
 
 @contextlib.contextmanager

@@ -31,13 +31,12 @@ from quant.export.onnx_graph.serving import (
     trace_serving,
 )
 from quant.export.packages.aoti import (
-    BODIES,
-    EXPORTED_ATTENTION,
     compile_package,
     find_device,
     scales_as_matrices,
     share_input_scales,
 )
+from quant.export.packages.op_bodies import BODIES, EXPORTED_ATTENTION
 from quant.kernels.linear.quantized_module import restore_layout
 from quant.recipes.json_text import json_text
 

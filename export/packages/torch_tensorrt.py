@@ -27,7 +27,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quant.export.packages.aoti import EXPORTED_ATTENTION, decomposed, exported_attention, traced
+from quant.export.packages.aoti import decomposed, traced
+from quant.export.packages.op_bodies import EXPORTED_ATTENTION, exported_attention
 from quant.formats.atomic import put_file, temporary_directory
 from quant.formats.format import Format
 from quant.formats.install_command import install_command

@@ -73,7 +73,7 @@ def multiply(rows: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor |
     for tiles, is_on in ((few_tiles(features), is_few), (MANY_TILES, 1 - is_few)):
         tiles_m = (tokens + tiles.block_m - 1) // tiles.block_m
         # Pointers that the kernel does not read, where there is no second scale, no bias, and no part of a sum.
-        kernel[-(-features // tiles.block_n), tiles_m * is_on, 1](
+        kernel[-(-features // tiles.block_n) * is_on, tiles_m, 1](
             rows, codes, scale, scale if second is None else second, rows if bias is None else bias, y, y, y,
             tokens, features, columns, columns, codes.stride(0), scale.stride(0), codes.shape[1], 1,
             **layout(weight.format), has_global=second is not None, has_bias=bias is not None, split=False, swap=False,
