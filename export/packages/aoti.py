@@ -38,6 +38,7 @@ from quant.calibration.kv_cache import AttentionScales
 from quant.export.onnx_graph.decoder import Attention, Graph, attending, operand_scales
 from quant.export.packages.cpp_linear import has_cpp_linears, linear_settings
 from quant.export.packages.op_bodies import BODIES, INNER_BODIES, launches
+from quant.export.packages.triton_linear import analysed_once
 from quant.formats.atomic import put_file, temporary_directory
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize
@@ -121,7 +122,7 @@ def compile_package(
     if on_gpu:
         program = decomposed(program, {**bodies, **launches()})
     # On a CPU the ops are replaced while Inductor traces the graph: a second trace of it takes seconds.
-    with temporary_directory(path) as folder, replaced_ops(replaced), warnings.catch_warnings():
+    with temporary_directory(path) as folder, replaced_ops(replaced), analysed_once(), warnings.catch_warnings():
         # torch 2.13 copies its own tree of inputs by a class that it has deprecated.
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         try:
@@ -185,7 +186,7 @@ def decomposed(
 ) -> torch.export.ExportedProgram:
     """Returns the graph in PyTorch's own ops: each op named in `bodies` becomes the ops of its body."""
     _warm_tables()
-    with replaced_ops(bodies):
+    with replaced_ops(bodies), analysed_once():
         lowered_program: torch.export.ExportedProgram = program.run_decompositions({})
     return lowered_program
 

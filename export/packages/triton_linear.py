@@ -13,6 +13,8 @@ therefore two launches, and the grid of one of them is empty; nothing is launche
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -113,3 +115,49 @@ def round_input(x: torch.Tensor, format: Format, input_scale: torch.Tensor | Non
     rows = x.reshape(-1, columns).contiguous()
     codes = casts.quantize_in_graph(rows, format, input_scale)
     return dequantize(codes, x.dtype).reshape(x.shape)
+
+
+@contextlib.contextmanager
+def analysed_once() -> Iterator[None]:
+    """Makes PyTorch analyse once a kind of launch which arguments it writes, while open.
+
+    The answer follows from the kernel, its constants and the dtypes. PyTorch compiles the kernel halfway to find it, at
+    every launch of a graph and in every pass over it: 50 ms each time, which are minutes for 30 layers.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    # The second name is that of torch 2.11 and before. A version with neither is slow, and right.
+    names = ("identify_accessed_tensors", "identify_mutated_tensors")
+    name = next((name for name in names if hasattr(triton_kernel_wrap, name)), "")
+    analyse, answers = getattr(triton_kernel_wrap, name, None), dict[Any, Any]()
+
+    def remembered(kernel: Any, arguments: Mapping[str, Any], *rest: Any) -> Any:
+        key = (_function_of(kernel), repr([config.kwargs for config in getattr(kernel, "configs", ())]), repr(rest))
+        key += tuple((name, type(x), x if isinstance(x, _CONSTANT) else _dtype_of(x)) for name, x in arguments.items())
+        if key not in answers:
+            answers[key] = analyse(kernel, arguments, *rest)  # type: ignore[misc]
+        return answers[key]
+
+    if analyse is None:
+        yield
+        return
+    setattr(triton_kernel_wrap, name, remembered)
+    try:
+        yield
+    finally:
+        setattr(triton_kernel_wrap, name, analyse)
+
+
+_CONSTANT = (bool, int, float, str, type(None))
+
+
+def _function_of(kernel: Any) -> Any:
+    """Returns the Python function of a kernel, which Triton wraps once or twice."""
+    while hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return kernel
+
+
+def _dtype_of(x: Any) -> Any:
+    """Returns the dtype of a tensor or of one of Inductor's buffers; None of a number that is known at run time."""
+    return x.get_dtype() if hasattr(x, "get_dtype") else getattr(x, "dtype", None)

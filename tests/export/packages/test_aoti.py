@@ -304,6 +304,30 @@ def test_gpu_package_with_fp8_matmul_and_attention(package: Callable[..., Path],
     assert float((got - expected).norm() / expected.norm()) < 0.05
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layers_of_a_gpu_package_are_near_the_oracle(
+    package: Callable[..., Path], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Every format by tiles for few tokens and for many, and a convolution; the oracle runs on the CPU."""
+    torch.manual_seed(0)
+    model, conv = Linears(dtype, 256), nn.Conv2d(4, 8, 3)
+    example = torch.randn(2, 5, 256, dtype=dtype)
+    run = load_aoti(package(model, tmp_path / "m.pt2", {"x": example}, dims=DIMS, device="cuda"))
+    for shape in ((2, 5, 256), (3, 40, 256)):
+        x = torch.randn(shape, dtype=dtype)
+        expected = model.cpu()(x)
+        for case, got, right in zip(model.cases, run(x=x.cuda()), expected, strict=True):
+            error = (got.cpu().double() - right.double()).norm() / right.double().norm()
+            # A compiler keeps more precision between ops, so inputs near a tie may round the other way.
+            assert float(error) < (0.04 if case[1] else 0.01), case
+    layer = QuantConv(quantize(weight_of_conv(conv), FORMATS["int8"]), conv, FORMATS["int8_token"], None).to(dtype)
+    image = torch.randn(2, 4, 9, 9, dtype=dtype)
+    right = layer(image)
+    got = load_aoti(package(layer, tmp_path / "c.pt2", {"input": image}, device="cuda"))(input=image.cuda())
+    assert float((got.cpu().double() - right.double()).norm() / right.double().norm()) < 0.04
+
+
 def test_weights_in_a_kernels_layout_are_restored_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that ran on a Hopper GPU has them; this CPU is taken for one."""
     monkeypatch.setattr(quantized_module, "prefers_prepacked", lambda codes: True)
