@@ -116,12 +116,14 @@ def compile_package(
     """
     on_gpu = device.type == "cuda"
     settings = {**_settings(on_gpu=on_gpu), **options, "aot_inductor.metadata": dict(metadata or {})}
-    calls_linears = not on_gpu and has_cpp_linears(program)
-    replaced = {name: body for name, body in bodies.items() if not calls_linears or name != LINEAR} | INNER_BODIES
-    _warm_tables()
+    replaced = {**bodies, **INNER_BODIES}
     if on_gpu:
-        program = decomposed(program, {**bodies, **launches()})
-    # On a CPU the ops are replaced while Inductor traces the graph: a second trace of it takes seconds.
+        replaced |= launches()
+    elif has_cpp_linears(program):
+        del replaced[LINEAR]
+    _warm_tables()
+    # The ops are replaced while Inductor traces the graph: a trace of ours before it takes seconds, and with launches
+    # in it a minute for 30 layers.
     with temporary_directory(path) as folder, replaced_ops(replaced), analysed_once(), warnings.catch_warnings():
         # torch 2.13 copies its own tree of inputs by a class that it has deprecated.
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -27,67 +27,81 @@ from quant.kernels.linear.fp8_gemm import fp8_linear, takes_fp8
 from quant.kernels.linear.ops import LinearCall
 from quant.kernels.matmul_tiles import Tiles
 
-FEW = 32
+FEW = 64
 """Up to this many tokens the tiles for few tokens are launched."""
-MANY_TILES = Tiles(64, 128, 64, warps=4, stages=4)
+FEW_TILES, MANY_TILES = Tiles(16, 32, 128, warps=4, stages=4), Tiles(64, 128, 64, warps=4, stages=4)
 
 
 class TritonLinear:
     """The body of `quant::linear` in a package for a GPU, for all linears of one graph.
 
-    It remembers the last input that it rounded: neighbours such as q, k and v share it, and Inductor, which merges
-    equal ops, merges no launches.
+    It remembers its last input: neighbours such as q, k and v share one, and Inductor, which merges equal ops, merges
+    no launches.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[torch.Tensor, Format, torch.Tensor | None, torch.Tensor] | None = None
+        self._last: tuple[torch.Tensor, Format | None, torch.Tensor | None, Rows] | None = None
 
     def __call__(self, *arguments: Any) -> torch.Tensor:
         call = LinearCall(*arguments)
         x, weight, rounding = call.x, call.weight, call.rounding
         if rounding and takes_fp8(weight.format, rounding, weight.shape, x.dtype) and has_fp8_tensor_cores(x):
             return fp8_linear(x, weight, call.bias, call.input_scale, rounding)
-        if rounding is not None:
-            x = self._round(x, rounding, call.input_scale)
         if x.dtype not in (torch.float16, torch.bfloat16):
-            # Tensor cores would round FP32 inputs to TF32, so that PyTorch multiplies them.
+            # Tensor cores would round FP32 inputs to TF32, so PyTorch multiplies them.
+            x = x if rounding is None else round_activation(x, rounding, call.input_scale)
             return functional.linear(x, dequantize(weight, x.dtype), call.bias)
-        y = multiply(x.reshape(-1, x.shape[-1]), weight, call.bias)
-        return y.reshape(*x.shape[:-1], weight.shape[0])
-
-    def _round(self, x: torch.Tensor, format: Format, scale: torch.Tensor | None) -> torch.Tensor:
         last = self._last
-        if last is None or not (last[0] is x and last[1] is format and last[2] is scale):
-            last = self._last = (x, format, scale, round_input(x, format, scale))
-        return last[3]
+        if last is None or not (last[0] is x and last[1] is rounding and last[2] is call.input_scale):
+            rounded = x if rounding is None else round_input(x, rounding, call.input_scale)
+            last = self._last = (x, rounding, call.input_scale, Rows.of(rounded))
+        return multiply(last[3], weight, call.bias).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def multiply(rows: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Returns `rows @ weight.T + bias`, `[tokens, out]`; rows `[tokens, in]` in 16 bit."""
+class Rows(NamedTuple):
+    """An input `[tokens, in]`, contiguous and in 16 bit, and the grids of its launches; sizes may be symbolic.
+
+    Attributes:
+        values: the input.
+        few: 1 where `FEW_TILES` are launched, 0 where `MANY_TILES` are.
+        few_tiles, many_tiles: tiles of tokens.
+    """
+
+    values: torch.Tensor
+    few: Any
+    few_tiles: Any
+    many_tiles: Any
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Rows:
+        values = x.reshape(-1, x.shape[-1]).contiguous()
+        tokens = values.shape[0]
+        # A number, for a comparison would fix its result in the graph.
+        few = torch.sym_max(0, 1 - (tokens - 1) // FEW)
+        return cls(values, few, -(-tokens // FEW_TILES.block_m), -(-tokens // MANY_TILES.block_m))
+
+
+def multiply(rows: Rows, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Returns `rows @ weight.T + bias`, `[tokens, out]`."""
     from quant.kernels.portable.codes_gemm import codes_gemm_kernel, layout
 
-    kernel, rows = torch.library.wrap_triton(codes_gemm_kernel), rows.contiguous()
-    (tokens, columns), features = rows.shape, weight.shape[0]
-    y = rows.new_empty(tokens, features)
-    # 1 where there are few tokens, else 0: a number, for a comparison would fix its result in the graph.
-    is_few = torch.sym_max(0, torch.sym_min(1, FEW + 1 - tokens))
+    kernel = torch.library.wrap_triton(codes_gemm_kernel)
+    x, (tokens, columns), features = rows.values, rows.values.shape, weight.shape[0]
+    y = x.new_empty(tokens, features)
     codes, scale, second = weight.codes, weight.scale, weight.global_scale
-    for tiles, is_on in ((few_tiles(features), is_few), (MANY_TILES, 1 - is_few)):
-        tiles_m = (tokens + tiles.block_m - 1) // tiles.block_m
+    for tiles, tiles_m, is_on in (
+        (FEW_TILES, rows.few_tiles, rows.few),
+        (MANY_TILES, rows.many_tiles, 1 - rows.few),
+    ):
         # Pointers that the kernel does not read, where there is no second scale, no bias, and no part of a sum.
         kernel[-(-features // tiles.block_n) * is_on, tiles_m, 1](
-            rows, codes, scale, scale if second is None else second, rows if bias is None else bias, y, y, y,
+            x, codes, scale, scale if second is None else second, x if bias is None else bias, y, y, y,
             tokens, features, columns, columns, codes.stride(0), scale.stride(0), codes.shape[1], 1,
             **layout(weight.format), has_global=second is not None, has_bias=bias is not None, split=False, swap=False,
             block_m=tiles.block_m, block_n=tiles.block_n, block_k=tiles.block_k,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return y
-
-
-def few_tiles(features: int) -> Tiles:
-    """Returns tiles for few tokens, narrow enough that a weight of few rows keeps most SMs at work."""
-    return Tiles(16, next((size for size in (64, 32) if features // size >= 128), 16), 128, warps=4, stages=4)
 
 
 def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:

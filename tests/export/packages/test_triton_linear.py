@@ -11,7 +11,6 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from compiler import compiled_for
 from interpreter import interpreted
 
-from quant.export.packages import triton_linear
 from quant.export.packages.aoti import decomposed, traced
 from quant.export.packages.triton_linear import FEW, TritonLinear, dequantize, round_input
 from quant.formats.format import FORMATS
@@ -98,7 +97,3 @@ def test_a_graph_has_launches_for_its_linears_and_rounds_a_shared_input_once() -
     assert not any(target.startswith("quant.") for target in targets)
     # Two launches a linear; a cast to codes and back for each of the two inputs.
     assert sum("triton_kernel_wrapper" in target for target in targets) == 3 * 2 + 2 * 2
-
-
-def test_tiles_for_few_tokens_fill_the_gpu() -> None:
-    assert [triton_linear.few_tiles(features).block_n for features in (64, 4096, 28672)] == [16, 32, 64]
