@@ -182,9 +182,9 @@ _RTX = (
     Pair("fp8", "fp8", kinds=_LINEAR),
     Pair("fp8_channel", "fp8", note="one more Mul a layer", kinds=_LINEAR),
     Pair("fp8", None, STORAGE, "dequantized in the GEMM", _LINEAR),
-    Pair("fp8_block", None, STORAGE, "TRT_BlockDequantize, GEMM in half", _LINEAR),
-    Pair("mxfp8", "mxfp8", STORAGE, "GEMM in half", _LINEAR),
-    Pair("mxfp8", None, STORAGE, "GEMM in half", _LINEAR),
+    Pair("fp8_block", None, STORAGE, "TRT_BlockDequantize, multiplied in 16 bit", _LINEAR),
+    Pair("mxfp8", "mxfp8", STORAGE, "multiplied in 16 bit", _LINEAR),
+    Pair("mxfp8", None, STORAGE, "multiplied in 16 bit", _LINEAR),
     *(Pair(weight, None, STORAGE, "dequantized in the GEMM", _LINEAR) for weight in _INT4),
 )
 _PLUGIN_CACHES = ("fp8", "nvfp4")  # by our plugin, in C++ programs: `quant export --kv-cache`
@@ -330,7 +330,7 @@ _ALL = (
         "TensorRT-RTX engine for consumer Blackwell, built without a GPU",
         (
             Pair("nvfp4", "nvfp4", note="FP4 GEMM", kinds=_LINEAR),
-            Pair("nvfp4", None, STORAGE, "GEMM in half", _LINEAR),
+            Pair("nvfp4", None, STORAGE, "multiplied in 16 bit", _LINEAR),
             *_RTX,
         ),
         kv_cache=_PLUGIN_CACHES,

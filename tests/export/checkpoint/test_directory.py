@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import click
 import pytest
 from children import in_child
 from click.testing import CliRunner
+from slow_cases import quick_cases
 
 from quant.cli.base import Command
 from quant.export.checkpoint.directory import finish_directory, new_directory
@@ -68,10 +70,13 @@ def write(target: Path, work: Path | None) -> None:
         fill(directory, NEW)
 
 
-@pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("exchange", [False, True])
-@pytest.mark.parametrize("resumable", [False, True])
-@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize(
+    ("existing", "resumable", "exchange", "after"),
+    quick_cases(
+        product((False, True), repeat=4),  # every pair of the first three is among the quick cases
+        lambda existing, resumable, exchange, after: not after and (existing + resumable + exchange) % 2 == 0,
+    ),
+)
 def test_killed_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool, resumable: bool, exchange: bool, after: bool
 ) -> None:

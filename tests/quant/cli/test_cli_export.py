@@ -155,6 +155,7 @@ def test_an_export_never_touches_its_checkpoint(checkpoint: Path, tmp_path: Path
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
+@pytest.mark.slow  # builds two engines; test_serving.py and test_triton_decoder.py have the quick tests
 def test_a_model_repository_for_a_triton_server(checkpoint: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
     out = tmp_path / "repository"
