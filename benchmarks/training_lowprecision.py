@@ -186,14 +186,24 @@ def _operands(tokens: int) -> Iterator[dict[str, Any]]:
     """A row for each kernel: its time, and its share of the bandwidth of a copy."""
     ops, rule = torch.ops.quant, "power_of_two"
     x, gate, up = (torch.randn(tokens, 14336, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    copy_of_x = torch.empty_like(x)
+    copy_of_x, weight = torch.empty_like(x), torch.randn(14336, device="cuda", dtype=torch.bfloat16)
+    statistics_of = torch.compile(lambda x: torch.rsqrt(x.float().square().mean(1) + 1e-5))
+    rstd, swiglu_gradients = statistics_of(x), ops.fp8_block_swiglu_gradients
+
+    def normed(rstd: torch.Tensor) -> Any:
+        return ops.fp8_block_rms_norm(x, rstd, weight, torch.bfloat16, torch.bfloat16, rule, True)
+
     ways: dict[str, tuple[int, Callable[[], Any]]] = {
         "copy": (4, lambda: copy_of_x.copy_(x)),
         "1×128, both directions": (4, lambda: ops.fp8_block_operands(x, rule, False, True, True)),
         "128×128, both directions": (4, lambda: ops.fp8_block_operands(x, rule, True, True, True)),
         "128×128, one direction": (3, lambda: ops.fp8_block_operands(x, rule, True, True, False)),
-        "SwiGLU, both directions": (6, lambda: ops.fp8_block_swiglu(gate, up, rule, True)),
-        "gradients of SwiGLU, both directions": (10, lambda: ops.fp8_block_swiglu_gradients(x, gate, up, rule)),
+        "RMSNorm, both directions": (4, lambda: normed(rstd)),
+        "RMSNorm with its mean of squares": (6, lambda: normed(statistics_of(x))),  # which reads x once more
+        "SwiGLU, both directions": (6, lambda: ops.fp8_block_swiglu(gate, up, rule, True, True)),
+        "SwiGLU, one direction": (5, lambda: ops.fp8_block_swiglu(gate, up, rule, True, False)),
+        "gradients of SwiGLU, both directions": (10, lambda: swiglu_gradients(x, gate, up, rule, True, False)),
+        "gradients of SwiGLU, and its columns": (11, lambda: swiglu_gradients(x, gate, up, rule, True, True)),
     }
     copied = 0.0
     for name, (width, run) in ways.items():

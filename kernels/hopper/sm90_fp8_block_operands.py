@@ -15,8 +15,9 @@ A thread holds a piece of several rows and columns, and a warp's threads lie so 
 
 A transposition through shared memory would move single bytes there.
 
-`swiglu` computes a tile where it is read, as silu(x) · up, which is then never written in 16 bit. Values are rounded
-where PyTorch's separate operations round them. `sm90_fp8_block_swiglu.py` has the gradients of that product.
+`swiglu` computes a tile where it is read, as silu(x) · up, and `norm` as RMSNorm(x), with one factor for a row and one
+for a column. Neither is then ever written in 16 bit. Values are rounded where PyTorch's separate operations round them.
+`sm90_fp8_block_swiglu.py` has the gradients of SwiGLU.
 
 The axis of a sum is padded with zeros, which change no sum: cuBLASLt reads scales of squares by fours. Scales lie as it
 reads them: by blocks, then rows. A block with NaN or infinity gets a scale that is NaN, and with it every product that
@@ -142,21 +143,44 @@ def store_tile(
 
 @gluon.jit
 def sm90_fp8_block_operands_kernel(
-    x, up, codes, scale, codes_t, scale_t, stride, up_stride, R, C, tiles_across, width, width_t, scale_stride,
-    scale_t_stride, swiglu: gl.constexpr, rule: gl.constexpr, square: gl.constexpr, rows: gl.constexpr,
-    columns: gl.constexpr, layout: gl.constexpr, turned: gl.constexpr,
+    x, up, rstd, weight, codes, scale, codes_t, scale_t, stride, up_stride, R, C, tiles_across, width, width_t,
+    scale_stride, scale_t_stride, prologue: gl.constexpr, normalized: gl.constexpr, dtype: gl.constexpr,
+    rule: gl.constexpr, square: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr,
+    turned: gl.constexpr,
 ):  # fmt: skip
     """One tile in each program; neighbours lie side by side in a band of rows."""
     tile_r, tile_c = gl.program_id(0) // tiles_across, gl.program_id(0) % tiles_across
     read = _load_tile(x, stride, tile_r, tile_c, R, C, layout)
     values = read.to(gl.float32)
-    if swiglu:
+    if prologue == "swiglu":
         factor = _load_tile(up, up_stride, tile_r, tile_c, R, C, layout).to(gl.float32)
         values = rounded(rounded(values * sigmoid(values), read.dtype) * factor, read.dtype)
+    elif prologue == "norm":
+        r = tile_r * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(1, layout))
+        c = tile_c * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, layout))
+        of_rows = gl.load(rstd + r, mask=r < R, other=0.0)
+        of_columns = gl.load(weight + c, mask=c < C, other=0.0).to(gl.float32)
+        values = rounded(rounded(values * of_rows[:, None], normalized) * of_columns[None, :], dtype)
     store_tile(
         values, codes, scale, codes_t, scale_t, tile_r, tile_c, R, C, width, width_t, scale_stride, scale_t_stride,
         rule, square, rows, columns, layout, turned,
     )  # fmt: skip
+
+
+class RMSNorm(NamedTuple):
+    """The factors of RMSNorm(x) = x · rstd · weight, and where its values are rounded.
+
+    Attributes:
+        rstd: float32 `[R]`, 1 / √(mean of squares + eps) of each row.
+        weight: `[C]`, any float dtype.
+        normalized: dtype that x · rstd is rounded to, before it is multiplied by the weight; float32 rounds nothing.
+        dtype: of the product, whose values are quantized.
+    """
+
+    rstd: torch.Tensor
+    weight: torch.Tensor
+    normalized: torch.dtype
+    dtype: torch.dtype
 
 
 class Tiling(NamedTuple):
@@ -169,7 +193,12 @@ class Tiling(NamedTuple):
     registers: int | None = None  # at most, so that two programs run on an SM
 
 
-_TILINGS = {"plain": Tiling(8, 8, 2, 4), "square": Tiling(8, 4, 4, 2), "swiglu": Tiling(4, 8, 4, 4, 64)}
+_TILINGS = {
+    "none": Tiling(8, 8, 2, 4),
+    "norm": Tiling(8, 8, 2, 4),
+    "square": Tiling(8, 4, 4, 2),
+    "swiglu": Tiling(4, 8, 4, 4, 64),
+}
 """By time on an H100."""
 
 
@@ -198,6 +227,9 @@ def _bits(step: list[int], count: int) -> list[list[int]]:
     return [[size << bit for size in step] for bit in range(count.bit_length() - 1)]
 
 
+_DTYPES = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
 def sm90_fp8_block_operands(
     x: torch.Tensor,
     rule: str,
@@ -206,6 +238,8 @@ def sm90_fp8_block_operands(
     rows: bool = True,
     columns: bool = True,
     up: torch.Tensor | None = None,
+    norm: RMSNorm | None = None,
+    out: Operands | None = None,
 ) -> Operands:
     """Returns `x` in FP8 blocks for sums over its columns, its rows, or both.
 
@@ -216,18 +250,23 @@ def sm90_fp8_block_operands(
         rows: whether to write `codes` and `scale`.
         columns: whether to write `codes_t` and `scale_t`.
         up: `[R, C]`: the matrix is silu(x) · up.
+        norm: the matrix is RMSNorm(x).
+        out: the tensors to write; None allocates them.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     factor = x if up is None else up if up.stride(-1) == 1 else up.contiguous()
-    out = allocate(x, square, rows, columns)
+    out = allocate(x, square, rows, columns) if out is None else out
     # Tiles beyond the matrix fill the padding of an axis that is summed over.
     down = out.codes_t.shape[1] if square and columns else -(-x.shape[0] // BLOCK) * BLOCK
     across = out.codes.shape[1] if rows else -(-x.shape[1] // BLOCK) * BLOCK
     if x.numel():
-        tiling = _TILINGS["square" if square else "plain" if up is None else "swiglu"]
+        prologue = "norm" if norm is not None else "none" if up is None else "swiglu"
+        rstd, weight, normalized, dtype = norm or RMSNorm(x, x, x.dtype, x.dtype)
+        tiling = _TILINGS["square" if square else prologue]
         sm90_fp8_block_operands_kernel[(down // BLOCK * (across // BLOCK),)](
-            x, factor, *out, x.stride(0), factor.stride(0), *x.shape, across // BLOCK, out.codes.stride(0),
-            out.codes_t.stride(0), out.scale.stride(0), out.scale_t.stride(0), swiglu=up is not None, rule=rule,
-            square=square, rows=rows, columns=columns, **tile_options(tiling),
+            x, factor, rstd.contiguous(), weight.contiguous(), *out, x.stride(0), factor.stride(0), *x.shape,
+            across // BLOCK, out.codes.stride(0), out.codes_t.stride(0), out.scale.stride(0), out.scale_t.stride(0),
+            prologue=prologue, normalized=_DTYPES[normalized], dtype=_DTYPES[dtype], rule=rule, square=square,
+            rows=rows, columns=columns, **tile_options(tiling),
         )  # fmt: skip
     return out

@@ -25,7 +25,7 @@ from quant.kernels.attention.quantize import quantize_attention
 from quant.kernels.attention.ring import quantize_blocks
 from quant.kernels.attention_operands import scale_blocks, scale_of_rows
 from quant.kernels.attention_tiles import DIMS
-from quant.kernels.hardware import capability_of
+from quant.kernels.hardware import capability_of, has_fp8_tensor_cores
 from quant.kernels.linear.ops import register, without_autocast
 
 _Saved = tuple[
@@ -151,23 +151,66 @@ def _gradients(
 def _gradients_on_gpu(
     dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes the gradients by PyTorch's flash attention, which takes and gives BF16 or FP16."""
+    """Computes the gradients by cuDNN's or PyTorch's flash attention, which take and give BF16 or FP16."""
     if capability_of(out) < (8, 0):  # before Ampere there is no flash attention
         return _gradients(dout, out, lse, *arguments)
     codes, scales, (causal, window, softmax_scale) = arguments[:3], arguments[3:6], arguments[6:]
     dtype = torch.bfloat16 if out.dtype is torch.float32 else out.dtype
-    q, k, v = (
-        (x.float() * scale_of_rows(scale, x.shape, None)).to(dtype) for x, scale in zip(codes, scales, strict=True)
+    q, k, v = (_decoded(x, scale, dtype) for x, scale in zip(codes, scales, strict=True))
+    run = _by_cudnn if _cudnn_takes(q, k, causal, window) else _by_flash_attention
+    gradients = run(dout.to(dtype), q, k, v, out.to(dtype), lse, causal, window, softmax_scale)
+    dq, dk, dv = (x.to(out.dtype).contiguous() for x in gradients)
+    return dq, dk, dv
+
+
+def _decoded(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if not has_fp8_tensor_cores(codes):  # Triton has no E4M3 there
+        return (codes.float() * scale_of_rows(scale, codes.shape, None)).to(dtype)
+    from quant.kernels.portable.attention.fp8_attention_operands import decode_blocks
+
+    with torch.cuda.device_of(codes):
+        return decode_blocks(codes, scale, dtype)
+
+
+def _cudnn_takes(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> bool:
+    """Returns whether cuDNN, which is faster on Hopper, computes these gradients."""
+    # Its causal mask begins at the first key, ours ends at the last: the same where queries and keys are equally many.
+    is_aligned = not causal or q.shape[2] == k.shape[2]
+    return (
+        torch.backends.cuda.cudnn_sdp_enabled()
+        and capability_of(q) >= (9, 0)
+        and window is None
+        and is_aligned
+        and q.shape[2] > 1
+        and q.shape[3] <= 128
     )
+
+
+def _by_cudnn(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    causal: bool, window: int | None, softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    unused = torch.zeros((), dtype=torch.int64, device=out.device)  # the random state of dropout
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        dout.contiguous(), q, k, v, out, lse[..., None], unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0,
+        causal, scale=softmax_scale,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _by_flash_attention(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    causal: bool, window: int | None, softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     # Flash attention has the tokens before the heads. A window is counted without the query's own position.
-    by_tokens = [x.to(dtype).transpose(1, 2) for x in (dout, q, k, v, out)]
+    by_tokens = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
     ahead = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0 if causal else window - 1}
     unused = torch.zeros(2, dtype=torch.uint64, device=out.device)  # the random state of dropout
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+    gradients = torch.ops.aten._flash_attention_backward(
         *by_tokens, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused[:0],
         scale=softmax_scale, **ahead,
     )  # fmt: skip
-    dq, dk, dv = (x.transpose(1, 2).to(out.dtype).contiguous() for x in (dq, dk, dv))
+    dq, dk, dv = (x.transpose(1, 2) for x in gradients)
     return dq, dk, dv
 
 

@@ -1,8 +1,12 @@
 """Operands and products of FP8 training in blocks, as custom ops that torch.compile leaves whole.
 
     quant::fp8_block_operands(x, rule, square, rows, columns) -> codes, scale, codes_t, scale_t
-    quant::fp8_block_swiglu(gate, up, rule, columns) -> operands of silu(gate) · up
-    quant::fp8_block_swiglu_gradients(dh, gate, up, rule) -> operands of d gate, operands of d up
+    quant::fp8_block_rms_norm(x, rstd, weight, normalized, dtype, rule, columns) -> operands of x · rstd · weight
+    quant::fp8_block_swiglu(gate, up, rule, rows, columns) -> operands of silu(gate) · up
+    quant::fp8_block_swiglu_gradients(dh, gate, up, rule, columns, product) -> codes, scale of [d gate, d up], and
+        codes_t, scale_t of d gate, of d up and of silu(gate) · up
+    quant::fp8_block_stacked(parts, rule, rows, columns) -> codes, scale of each part in squares, and
+        codes_t, scale_t of all their rows, one part after another
     quant::fp8_block_product(a, a_scale, b, b_scale, square, dtype) -> a · bᵀ
 
 On Hopper, kernels make the operands (`kernels/hopper/sm90_fp8_block_operands.py` and `…_swiglu.py`; how they lie is in
@@ -20,12 +24,9 @@ from quant.formats.rounding import decode_power_of_two, encode, encode_power_of_
 from quant.formats.scaling import divided
 from quant.kernels.hardware import current
 from quant.kernels.linear.ops import register, without_autocast
-from quant.kernels.portable.training.fp8_block_layout import BLOCK, allocate
+from quant.kernels.portable.training.fp8_block_layout import BLOCK, SwiGLUGradients, allocate, allocate_stacked
 
 _Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-_TwoOperands = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]
 _LEAST = 2.0**-126
 """The least power-of-two scale: its reciprocal is finite."""
 
@@ -70,58 +71,113 @@ def _operands_on_gpu(x: torch.Tensor, rule: str, square: bool, rows: bool, colum
         return sm90_fp8_block_operands(x, rule, square=square, rows=rows, columns=columns)
 
 
-def _reference_swiglu(gate: torch.Tensor, up: torch.Tensor, rule: str, columns: bool) -> _Operands:
-    return _reference_operands(functional.silu(gate) * up, rule, False, True, columns)
+def _reference_rms_norm(
+    x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, normalized: torch.dtype, dtype: torch.dtype, rule: str,
+    columns: bool,
+) -> _Operands:  # fmt: skip
+    y = ((x.float() * rstd[:, None]).to(normalized).float() * weight.float()).to(dtype)
+    return _reference_operands(y, rule, False, True, columns)
 
 
-def _swiglu_on_gpu(gate: torch.Tensor, up: torch.Tensor, rule: str, columns: bool) -> _Operands:
+def _rms_norm_on_gpu(
+    x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, normalized: torch.dtype, dtype: torch.dtype, rule: str,
+    columns: bool,
+) -> _Operands:  # fmt: skip
+    if not runs_on(x):
+        return _reference_rms_norm(x, rstd, weight, normalized, dtype, rule, columns)
+    from quant.kernels.hopper.sm90_fp8_block_operands import RMSNorm, sm90_fp8_block_operands
+
+    with torch.cuda.device_of(x):
+        norm = RMSNorm(rstd, weight, normalized, dtype)
+        return sm90_fp8_block_operands(x, rule, columns=columns, norm=norm)
+
+
+def _reference_swiglu(gate: torch.Tensor, up: torch.Tensor, rule: str, rows: bool, columns: bool) -> _Operands:
+    return _reference_operands(functional.silu(gate) * up, rule, False, rows, columns)
+
+
+def _swiglu_on_gpu(gate: torch.Tensor, up: torch.Tensor, rule: str, rows: bool, columns: bool) -> _Operands:
     if not runs_on(gate):
-        return _reference_swiglu(gate, up, rule, columns)
+        return _reference_swiglu(gate, up, rule, rows, columns)
     from quant.kernels.hopper.sm90_fp8_block_operands import sm90_fp8_block_operands
 
     with torch.cuda.device_of(gate):
-        return sm90_fp8_block_operands(gate, rule, columns=columns, up=up)
+        return sm90_fp8_block_operands(gate, rule, rows=rows, columns=columns, up=up)
 
 
-def _swiglu_gradients(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns d gate and d up of silu(gate) · up."""
-    return torch.ops.aten.silu_backward(dh * up, gate), dh * functional.silu(gate)
-
-
-def _reference_swiglu_gradients(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> _TwoOperands:
-    both = _swiglu_gradients(dh, gate, up)
-    return (
-        *_reference_operands(both[0], rule, False, True, True),
-        *_reference_operands(both[1], rule, False, True, True),
+def _swiglu_gradients(
+    dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str, columns: bool, product: bool
+) -> SwiGLUGradients:
+    """Computes the gradients of silu(gate) · up by PyTorch, and quantizes them where they are."""
+    ops = torch.ops.quant
+    both = torch.ops.aten.silu_backward(dh * up, gate), dh * functional.silu(gate)
+    codes, scale, *_ = ops.fp8_block_operands(torch.cat(both, 1), rule, False, True, False)
+    of_gate, of_up = (
+        ops.fp8_block_operands(d, rule, False, False, True) if columns else allocate(d, False, False, False)
+        for d in both
     )
+    of_product = allocate(dh, False, False, False)
+    if product:
+        of_product = ops.fp8_block_swiglu(gate, up, rule, False, True)
+    return (codes, scale, *of_gate[2:], *of_up[2:], *of_product[2:])
 
 
-def _swiglu_gradients_on_gpu(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> _TwoOperands:
+def _swiglu_gradients_on_gpu(
+    dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str, columns: bool, product: bool
+) -> SwiGLUGradients:
     if not runs_on(dh):
-        return _reference_swiglu_gradients(dh, gate, up, rule)
+        return _swiglu_gradients(dh, gate, up, rule, columns, product)
     from quant.kernels.hopper.sm90_fp8_block_swiglu import sm90_fp8_block_swiglu_gradients, takes
 
     if not takes(dh):
-        both = _swiglu_gradients(dh, gate, up)
-        return (
-            *_operands_on_gpu(both[0], rule, False, True, True),
-            *_operands_on_gpu(both[1], rule, False, True, True),
-        )
+        return _swiglu_gradients(dh, gate, up, rule, columns, product)
     with torch.cuda.device_of(dh):
-        of_gate, of_up = sm90_fp8_block_swiglu_gradients(dh, gate, up, rule)
-    return (*of_gate, *of_up)
+        return sm90_fp8_block_swiglu_gradients(dh, gate, up, rule, columns=columns, product=product)
+
+
+def _reference_stacked(parts: list[torch.Tensor], rule: str, rows: bool, columns: bool) -> list[torch.Tensor]:
+    own = [x for part in parts for x in _reference_operands(part, rule, True, rows, False)[:2]]
+    return [*own, *_reference_operands(torch.cat(parts), rule, True, False, columns)[2:]]
+
+
+def _stacked_on_gpu(parts: list[torch.Tensor], rule: str, rows: bool, columns: bool) -> list[torch.Tensor]:
+    if not runs_on(parts[0]):
+        return _reference_stacked(parts, rule, rows, columns)
+    from quant.kernels.hopper.sm90_fp8_block_operands import sm90_fp8_block_operands
+
+    operands, whole = allocate_stacked(parts, rows, columns)
+    with torch.cuda.device_of(parts[0]):
+        for part, out in zip(parts, operands, strict=True):
+            sm90_fp8_block_operands(part, rule, square=True, rows=rows, columns=columns, out=out)
+    return [*(x for each in operands for x in each[:2]), *whole[2:]]
 
 
 def _fake_operands(x: torch.Tensor, rule: str, square: bool, rows: bool, columns: bool) -> _Operands:
     return allocate(x, square, rows, columns)
 
 
-def _fake_swiglu(gate: torch.Tensor, up: torch.Tensor, rule: str, columns: bool) -> _Operands:
-    return _fake_operands(gate, rule, False, True, columns)
+def _fake_rms_norm(
+    x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, normalized: torch.dtype, dtype: torch.dtype, rule: str,
+    columns: bool,
+) -> _Operands:  # fmt: skip
+    return _fake_operands(x, rule, False, True, columns)
 
 
-def _fake_swiglu_gradients(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> _TwoOperands:
-    return (*_fake_operands(dh, rule, False, True, True), *_fake_operands(dh, rule, False, True, True))
+def _fake_swiglu(gate: torch.Tensor, up: torch.Tensor, rule: str, rows: bool, columns: bool) -> _Operands:
+    return _fake_operands(gate, rule, False, rows, columns)
+
+
+def _fake_swiglu_gradients(
+    dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str, columns: bool, product: bool
+) -> SwiGLUGradients:
+    codes, scale, *_ = allocate(dh, False, True, False, width=2 * dh.shape[1])
+    of_gate, of_up, of_product = (allocate(dh, False, False, each) for each in (columns, columns, product))
+    return (codes, scale, *of_gate[2:], *of_up[2:], *of_product[2:])
+
+
+def _fake_stacked(parts: list[torch.Tensor], rule: str, rows: bool, columns: bool) -> list[torch.Tensor]:
+    operands, whole = allocate_stacked(parts, rows, columns)
+    return [*(x for each in operands for x in each[:2]), *whole[2:]]
 
 
 def _reference_product(
@@ -163,18 +219,34 @@ register(
     cuda=_operands_on_gpu,
 )
 register(
+    "quant::fp8_block_rms_norm",
+    "(Tensor x, Tensor rstd, Tensor weight, ScalarType normalized, ScalarType dtype, str rule, bool columns) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    _fake_rms_norm,
+    default=_reference_rms_norm,
+    cuda=_rms_norm_on_gpu,
+)
+register(
     "quant::fp8_block_swiglu",
-    "(Tensor gate, Tensor up, str rule, bool columns) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor gate, Tensor up, str rule, bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_swiglu,
     default=_reference_swiglu,
     cuda=_swiglu_on_gpu,
 )
 register(
     "quant::fp8_block_swiglu_gradients",
-    "(Tensor dh, Tensor gate, Tensor up, str rule) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor dh, Tensor gate, Tensor up, str rule, bool columns, bool product) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_swiglu_gradients,
-    default=_reference_swiglu_gradients,
+    default=_swiglu_gradients,
     cuda=_swiglu_gradients_on_gpu,
+)
+register(
+    "quant::fp8_block_stacked",
+    "(Tensor[] parts, str rule, bool rows, bool columns) -> Tensor[]",
+    _fake_stacked,
+    default=_reference_stacked,
+    cuda=_stacked_on_gpu,
 )
 register(
     "quant::fp8_block_product",

@@ -283,6 +283,31 @@ def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None, longest: 
     return out.view(v.dtype)
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def fp8_blocks_decode_kernel(codes, scale, out, tokens, dim: tl.constexpr, width: tl.constexpr, rows: tl.constexpr):
+    """One block of tokens of one head; grid: (blocks, heads · batch)."""
+    block = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    row = block * rows + tl.arange(0, rows)
+    d = tl.arange(0, width)
+    inside = (row < tokens)[:, None] & (d < dim)[None, :]
+    at = (head * tokens + row)[:, None] * dim + d[None, :]
+    step = tl.load(scale + head * tl.num_programs(0) + block)
+    values = tl.load(codes + at, mask=inside).to(tl.float32) * step
+    tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
+
+
+def decode_blocks(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the values of E4M3 `[batch, heads, tokens, dim]`, contiguous, with a scale for 128 tokens of a head."""
+    batch, heads, tokens, dim = codes.shape
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    fp8_blocks_decode_kernel[scale_blocks(tokens), batch * heads](
+        codes, scale.contiguous(), out, tokens, dim=dim, width=triton.next_power_of_2(dim), rows=SCALE_BLOCK,
+        num_warps=8,
+    )  # fmt: skip
+    return out
+
+
 def quantize_qkv(work: AttentionInputs, scales: Scales | None) -> QuantizedParts:
     """Returns the codes and scales of Q, K and V, and the shift of the scores."""
     q, k, v = work.q, work.k, work.v

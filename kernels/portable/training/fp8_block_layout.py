@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,12 @@ BLOCK = 128
 _SUMMED = 512  # a multiple of which are sums with squares: cuBLASLt reads four of their scales at a time
 RULES = ("power_of_two", "transformer_engine", "divided")
 """Scales are powers of two, rounded up; FP32 as Transformer Engine computes them; or amax / 448."""
+
+
+SwiGLUGradients = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]
+"""Codes and scale of `[d gate, d up]`, and codes_t and scale_t of d gate, of d up and of silu(gate) · up."""
 
 
 class Operands(NamedTuple):
@@ -31,9 +38,11 @@ class Operands(NamedTuple):
     scale_t: torch.Tensor
 
 
-def allocate(x: torch.Tensor, square: bool, rows: bool, columns: bool) -> Operands:
-    """Returns the operands of a matrix `[R, C]`, not filled."""
-    height, width = x.shape
+def allocate(
+    x: torch.Tensor, square: bool, rows: bool, columns: bool, *, height: int | None = None, width: int | None = None
+) -> Operands:
+    """Returns the operands of a matrix `[R, C]`, not filled; `height` and `width` are its size where x is a part."""
+    height, width = height or x.shape[0], width or x.shape[1]
 
     def direction(lines: int, summed: int, multiple: int, is_wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (padded(lines, BLOCK), padded(summed, multiple)) if is_wanted else (0, 0)
@@ -51,3 +60,20 @@ def allocate(x: torch.Tensor, square: bool, rows: bool, columns: bool) -> Operan
 def padded(size: int, multiple: int) -> int:
     """Returns `size` rounded up to a multiple."""
     return -(-size // multiple) * multiple
+
+
+def allocate_stacked(parts: Sequence[torch.Tensor], rows: bool, columns: bool) -> tuple[list[Operands], Operands]:
+    """Returns operands in squares, not filled, of matrices `[R, C]` of one width, each R a multiple of 128.
+
+    Each has `codes` and `scale` of its own. Their `codes_t` and `scale_t` are slices of the second result's, which are
+    those of all rows, one part after another: one product sums over the rows of all parts.
+    """
+    whole = allocate(parts[0], True, False, columns, height=sum(map(len, parts)))
+    operands, first = [], 0
+    for index, part in enumerate(parts):
+        # The last part fills the padding, too.
+        end = first + len(part) if index + 1 < len(parts) else whole.codes_t.shape[1]
+        slices = whole.codes_t[:, first:end], whole.scale_t[:, first // BLOCK : end // BLOCK]
+        operands.append(Operands(*allocate(part, True, rows, False)[:2], *slices))
+        first = end
+    return operands, whole

@@ -34,6 +34,7 @@ from quant.training.low_precision.packed import stored_format
 from quant.training.low_precision.recipe import TrainingRecipe, get_training_recipe
 from quant.training.low_precision.state import LowPrecision, trainer_callback
 from quant.training.low_precision.te_products import ForwardContext
+from quant.training.rounding.rms_norm import restore_rms_norms, trace_rms_norms
 from quant.training.rounding.rounded_weight import RoundedWeight
 
 _RECIPE = "recipe"  # key of the name in a report's state
@@ -229,6 +230,7 @@ def to_low_precision_training(
         ForwardContext(recipe).start(model)
     if chosen.name == "native":
         fuse_gated_mlps(model)
+        trace_rms_norms(model)
     return LowPrecisionTraining(recipe, chosen.name, chosen.note, converted, reasons, model, of_attention)
 
 
@@ -238,6 +240,7 @@ def from_low_precision_training(model: nn.Module) -> None:
     GradientWatch.end(model)
     ForwardContext.end(model)
     restore_gated_mlps(model)
+    restore_rms_norms(model)
     attend_in_16bit(model)
     gather_in_16bit(model)
     for layer in trained_layers(model).values():

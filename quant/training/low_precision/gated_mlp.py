@@ -2,8 +2,8 @@
 
 Between its linear layers the kernels read the result of one product and write operands of the next: silu(gate) · up
 and, in the backward pass, the gradients of gate and up are never written in 16 bit. x is rounded once. Kept for the
-backward pass are gate and up in 16 bit, and the transposed codes of x, of silu(gate) · up and of some weights. Products
-and roundings are those of the layers one by one.
+backward pass are gate and up in 16 bit, and the transposed codes of x and of some weights. Products and roundings are
+those of the layers one by one, except that dx, a sum of two products, is rounded once.
 
 The MLP keeps its class. Its `forward` is ours while its three layers train natively and have no hooks or adapters;
 otherwise it runs as it always did.
@@ -21,8 +21,10 @@ from torch import nn
 from torch.nn import functional
 
 from quant.kernels.linear.ops import autocast_dtype
+from quant.kernels.portable.training.fp8_block_layout import BLOCK
 from quant.training.low_precision.linear import LowPrecisionLinear
-from quant.training.low_precision.native import NativeProducts, keeps_weight, unpadded
+from quant.training.low_precision.native import NativeProducts, is_distributed, keeps_weight, unpadded
+from quant.training.rounding.rms_norm import NormInput, cast, origin_of
 
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -31,8 +33,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def fuse_gated_mlps(model: nn.Module) -> None:
     """Has the gated MLPs of a model, whose linear layers train natively, run as one function each."""
     for module in model.modules():
-        layers = [getattr(module, name, None) for name in _LAYERS]
-        if all(_trains_natively(layer) for layer in layers) and _is_swiglu(module):
+        layers: list[Any] = [getattr(module, name, None) for name in _LAYERS]
+        if not all(_trains_natively(layer) for layer in layers) or "forward" in vars(module):
+            continue
+        # Blocks of their gradients, which lie side by side, must not hold columns of both.
+        if layers[0].out_features % BLOCK == 0 and _is_swiglu(module):
             vars(module)["forward"] = partial(_forward, module)
 
 
@@ -83,8 +88,9 @@ def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
         return type(module).forward(module, x)  # type: ignore[no-any-return]
     for layer in layers:
         layer.low_precision.deployed, layer.low_precision.weight_dtype = None, layer.weight.dtype
-    weights = [layer.weight for layer in layers]
-    y: torch.Tensor = _GatedMLP.apply(x.to(x_dtype), *weights, [layer.low_precision for layer in layers])  # type: ignore[no-untyped-call]
+    weights, states = [layer.weight for layer in layers], [layer.low_precision for layer in layers]
+    x = cast(x, x_dtype)
+    y: torch.Tensor = _GatedMLP.apply(x, *weights, states, origin_of(x))  # type: ignore[no-untyped-call]
     return y
 
 
@@ -93,48 +99,73 @@ class _GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, states: Sequence[Any]
+        ctx: Any,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        states: Sequence[Any],
+        origin: NormInput | None,
     ) -> torch.Tensor:
         native: NativeProducts = states[0].products
         ctx.native, ctx.states, ctx.shape = native, states, x.shape
         ops = torch.ops.quant
         tokens = x.numel() // x.shape[-1]
-        codes, scale, codes_t, scale_t = native.operands(x, gate.requires_grad or up.requires_grad)
+        codes, scale, codes_t, scale_t = native.operands(x, gate.requires_grad or up.requires_grad, origin)
+        for_x, for_gate, for_up, _ = ctx.needs_input_grad[:4]
+        keeps, keeps_down = _keeps_weights(gate, up, down, tokens)
         # Rows of padding stay: their zeros are rounded to zeros, and all sizes of products are multiples of 128.
-        rounded = [
-            native.quantize(w, square=True, columns=keeps_weight(w, tokens) and needed)
-            for w, needed in ((gate, ctx.needs_input_grad[0]), (up, ctx.needs_input_grad[0]), (down, True))
-        ]
-        between = [ops.fp8_block_product(codes, scale, *w[:2], True, x.dtype) for w in rounded[:2]]
-        h_codes, h_scale, h_codes_t, h_scale_t = ops.fp8_block_swiglu(*between, native.rule, down.requires_grad)
+        *both, w_codes_t, w_scale_t = native.quantize_stacked((gate, up), columns=keeps and for_x)
+        for_h = for_x or for_gate or for_up
+        down_codes, down_scale, *down_t = native.quantize(down, square=True, columns=keeps_down and for_h)
+        of_gate, of_up = (ops.fp8_block_product(codes, scale, *w, True, x.dtype) for w in (both[:2], both[2:]))
+        # The backward pass reads gate and up again, and makes the transposed codes of their product there.
+        h_codes, h_scale, *_ = ops.fp8_block_swiglu(of_gate, of_up, native.rule, True, False)
         for state, each in zip(states, (scale, scale, h_scale), strict=True):
             state.note_input(each)
-        y = ops.fp8_block_product(h_codes, h_scale, *rounded[2][:2], True, x.dtype)
-        transposed = [tensor for w in rounded for tensor in w[2:]]
-        ctx.save_for_backward(codes_t, scale_t, h_codes_t, h_scale_t, *between, gate, up, down, *transposed)
+        y = ops.fp8_block_product(h_codes, h_scale, down_codes, down_scale, True, x.dtype)
+        ctx.save_for_backward(codes_t, scale_t, of_gate, of_up, gate, up, down, w_codes_t, w_scale_t, *down_t)
         return unpadded(y, tokens, down.shape[0]).reshape(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        codes_t, scale_t, h_codes_t, h_scale_t, of_gate, of_up, gate, up, down, *transposed = ctx.saved_tensors
-        native, product = ctx.native, torch.ops.quant.fp8_block_product
+        codes_t, scale_t, of_gate, of_up, gate, up, down, w_codes_t, w_scale_t, *down_t = ctx.saved_tensors
+        native, ops = ctx.native, torch.ops.quant
         for_x, for_gate, for_up, for_down = ctx.needs_input_grad[:4]
-        d = native.quantize(dy.reshape(-1, dy.shape[-1]))
-        d_down = native.weight_gradient(d, h_codes_t, h_scale_t, down) if for_down else None
-        dh = product(d[0], d[1], *native.transposed(down, *transposed[4:]), True, of_gate.dtype)
-        both = torch.ops.quant.fp8_block_swiglu_gradients(dh, of_gate, of_up, native.rule)
-        d_gate, d_up = both[:4], both[4:]
-        for state, operands in zip(ctx.states, (d_gate, d_up, d), strict=True):
-            state.note_gradient(operands[1])
+        for_h = for_x or for_gate or for_up
+        d = native.quantize(dy.reshape(-1, dy.shape[-1]), rows=for_h, columns=for_down)
+        ctx.states[2].note_gradient(d[1] if for_h else d[3])
+        if not for_h:
+            h = ops.fp8_block_swiglu(of_gate, of_up, native.rule, False, True)[2:]
+            return None, None, None, native.weight_gradient(d, *h, down), None, None
+        dh = ops.fp8_block_product(d[0], d[1], *native.transposed(down, *down_t), True, of_gate.dtype)
+        both, both_scale, *transposed = ops.fp8_block_swiglu_gradients(
+            dh, of_gate, of_up, native.rule, for_gate or for_up, for_down
+        )
+        d_down = native.weight_gradient(d, *transposed[4:], down) if for_down else None
+        for state, scale in zip(ctx.states, both_scale.split(len(gate) // BLOCK), strict=False):
+            state.note_gradient(scale)
         gradients = [
-            native.weight_gradient(operands, codes_t, scale_t, weight) if is_trained else None
-            for operands, weight, is_trained in ((d_gate, gate, for_gate), (d_up, up, for_up))
+            native.weight_gradient((both, both_scale, *operand), codes_t, scale_t, weight) if is_trained else None
+            for operand, weight, is_trained in ((transposed[:2], gate, for_gate), (transposed[2:4], up, for_up))
         ]
         dx = None
         if for_x:
-            parts = [
-                product(operands[0], operands[1], *native.transposed(weight, *operand), True, dy.dtype)
-                for operands, weight, operand in ((d_gate, gate, transposed[:2]), (d_up, up, transposed[2:4]))
-            ]
-            dx = unpadded(parts[0] + parts[1], dy.numel() // dy.shape[-1], gate.shape[1]).reshape(ctx.shape)
-        return dx, *gradients, d_down, None
+            if not w_codes_t.numel():
+                w_codes_t, w_scale_t = native.quantize_stacked((gate, up), rows=False)[-2:]
+            # One product for both: the sum of d gate · gate and d up · up is rounded once.
+            dx = ops.fp8_block_product(both, both_scale, w_codes_t, w_scale_t, True, dy.dtype)
+            dx = unpadded(dx, dy.numel() // dy.shape[-1], gate.shape[1]).reshape(ctx.shape)
+        return dx, *gradients, d_down, None, None
+
+
+def _keeps_weights(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, tokens: int) -> tuple[bool, bool]:
+    """Returns whether transposed codes of gate and up, and of down, stay in memory until the backward pass.
+
+    16-bit training keeps silu(gate) · up, two bytes an element, which here is made again. The codes of the three
+    weights stay if they take no more than that.
+    """
+    size = gate.numel() + up.numel() + down.numel()
+    if size <= 2 * tokens * len(gate) and not is_distributed():
+        return True, True
+    return keeps_weight(gate, tokens), keeps_weight(down, tokens)

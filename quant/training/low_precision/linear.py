@@ -23,6 +23,7 @@ from quant.training.low_precision.operands import Operand, multiply, operand_of
 from quant.training.low_precision.packed import deployed_layer
 from quant.training.low_precision.recipe import TrainingRecipe
 from quant.training.low_precision.state import LowPrecision
+from quant.training.rounding.rms_norm import cast
 
 
 class LowPrecisionLinear(nn.Linear):
@@ -37,7 +38,7 @@ class LowPrecisionLinear(nn.Linear):
 
 
 def _forward(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
-    x = x.to(autocast_dtype(x) or x.dtype)
+    x = cast(x, autocast_dtype(x) or x.dtype)
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
     # No tokens, as an expert may have in a step: there is no largest magnitude to scale by.
     if not x.numel():

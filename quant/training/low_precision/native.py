@@ -12,12 +12,14 @@ are made again elsewhere. Layers that read the same input (q, k and v) share its
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from quant.training.low_precision.recipe import Arithmetic, TrainingRecipe
 from quant.training.low_precision.state import LowPrecision
+from quant.training.rounding.rms_norm import NormInput, origin_of
 
 _Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -46,11 +48,16 @@ class NativeProducts:
         return {"rule": self.rule, "_latest": None}
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision) -> torch.Tensor:
-        y: torch.Tensor = _BlockProducts.apply(x, weight, self, state)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _BlockProducts.apply(x, weight, self, state, origin_of(x))  # type: ignore[no-untyped-call]
         return y
 
-    def operands(self, x: torch.Tensor, is_trained: bool) -> _Operands:
-        """Returns the operands of an input `[..., columns]`, with the transposed ones if its weight is trained."""
+    def operands(self, x: torch.Tensor, is_trained: bool, origin: NormInput | None) -> _Operands:
+        """Returns the operands of an input `[..., columns]`, with the transposed ones if its weight is trained.
+
+        An input that is the output of an RMSNorm is quantized from its origin; nothing then reads its own values.
+        """
+        if origin is not None:
+            return origin.operands(self.rule, is_trained)
         rows = x.reshape(-1, x.shape[-1])
         # A compiler merges equal operations itself, and must not see a tensor of an earlier call.
         if torch.compiler.is_compiling():
@@ -66,6 +73,17 @@ class NativeProducts:
     def quantize(self, x: torch.Tensor, square: bool = False, rows: bool = True, columns: bool = True) -> _Operands:
         """Quantizes `x` `[R, C]` in blocks of 1×128, or squares, for sums over its columns, its rows, or both."""
         operands: _Operands = torch.ops.quant.fp8_block_operands(x, self.rule, square, rows, columns)
+        return operands
+
+    def quantize_stacked(
+        self, weights: Sequence[torch.Tensor], rows: bool = True, columns: bool = True
+    ) -> list[torch.Tensor]:
+        """Quantizes weights `[out, in]` with the same inputs, for y of each and for the sum of their dx.
+
+        Returns:
+            Codes and scale of each, and the transposed ones of all outputs, one weight after another.
+        """
+        operands: list[torch.Tensor] = torch.ops.quant.fp8_block_stacked(weights, self.rule, rows, columns)
         return operands
 
     def transposed(
@@ -93,10 +111,15 @@ class _BlockProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, native: NativeProducts, state: LowPrecision
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        native: NativeProducts,
+        state: LowPrecision,
+        origin: NormInput | None,
     ) -> torch.Tensor:
         ctx.native, ctx.state, ctx.shape, ctx.dtype = native, state, x.shape, x.dtype
-        codes, scale, codes_t, scale_t = native.operands(x, weight.requires_grad)
+        codes, scale, codes_t, scale_t = native.operands(x, weight.requires_grad, origin)
         state.note_input(scale)
         tokens = x.numel() // x.shape[-1]
         for_backward = keeps_weight(weight, tokens) and ctx.needs_input_grad[0]
@@ -120,7 +143,7 @@ class _BlockProducts(torch.autograd.Function):
             dx = unpadded(dx, len(flat), weight.shape[1]).reshape(ctx.shape)
         if for_w:
             dw = native.weight_gradient((codes, scale, d_codes_t, d_scale_t), codes_t, scale_t, weight)
-        return dx, dw, None, None
+        return dx, dw, None, None, None
 
 
 def keeps_weight(weight: torch.Tensor, tokens: int) -> bool:
@@ -129,8 +152,12 @@ def keeps_weight(weight: torch.Tensor, tokens: int) -> bool:
     They take out · in bytes, and the codes of x save tokens · in. In a distributed run none stay: FSDP2 shows a whole
     weight for the time of its layer, and codes of all layers would undo that.
     """
-    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return len(weight) <= tokens and not is_distributed
+    return len(weight) <= tokens and not is_distributed()
+
+
+def is_distributed() -> bool:
+    """Returns whether this process is one of a distributed run."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def unpadded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from compiler import compiled_for
 
-from quant.kernels.hopper.sm90_fp8_block_operands import sm90_fp8_block_operands
+from quant.kernels.hopper.sm90_fp8_block_operands import RMSNorm, sm90_fp8_block_operands
 from quant.kernels.hopper.sm90_fp8_block_swiglu import sm90_fp8_block_swiglu_gradients
 from quant.kernels.portable.training.fp8_block_layout import RULES
 
@@ -23,7 +23,12 @@ def ptx_of(kernels: list[object], tiles: int = 0) -> str:
     return kernel.asm["ptx"]  # type: ignore[attr-defined, no-any-return]
 
 
-@pytest.mark.parametrize("options", [{}, {"square": True}, {"up": X}], ids=["plain", "square", "swiglu"])
+NORM = RMSNorm(torch.zeros(256), X[0], torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"square": True}, {"up": X}, {"norm": NORM}], ids=["plain", "square", "swiglu", "norm"]
+)
 def test_operands_are_read_by_sixteen_bytes_and_written_by_eight(options: dict[str, object]) -> None:
     with compiled_for(90) as kernels:
         sm90_fp8_block_operands(X, "power_of_two", **options)
@@ -36,5 +41,5 @@ def test_operands_are_read_by_sixteen_bytes_and_written_by_eight(options: dict[s
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_of_swiglu_compile_under_every_rule(rule: str) -> None:
     with compiled_for(90) as kernels:
-        sm90_fp8_block_swiglu_gradients(X, X, X, rule)
-    assert ptx_of(kernels, tiles=3).count("cvt.rn.satfinite.e4m3x2.f32") >= 4
+        sm90_fp8_block_swiglu_gradients(X, X, X, rule, product=True)
+    assert ptx_of(kernels, tiles=6).count("cvt.rn.satfinite.e4m3x2.f32") >= 5

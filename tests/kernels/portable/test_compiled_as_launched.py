@@ -119,6 +119,9 @@ CASES: dict[str, Callable[[], Any]] = {
     **{f"mask {name}": partial(mask, name, torch.float32) for name in ("nvfp4", "fp8_block", "int8")},
     "experts": experts,
     "lay out v": lambda: fp8_attention_operands.lay_out_v(half(1, 2, 130, 128).to(torch.float8_e4m3fn), None),
+    "decode blocks": lambda: fp8_attention_operands.decode_blocks(
+        half(1, 2, 130, 96).to(torch.float8_e4m3fn), torch.ones(1, 2, 2), torch.bfloat16
+    ),
     "prepacked": prepacked,
     **{f"dequantize {name}": partial(codes_gemm.dequantize_codes, quantize(torch.randn(64, 256), FORMATS[name]),
                                      torch.bfloat16)

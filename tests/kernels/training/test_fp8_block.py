@@ -102,24 +102,74 @@ def test_swiglu_and_its_gradients_are_operands_at_once(shape: tuple[int, int], d
     leaves = [each.clone().requires_grad_() for each in (gate, up)]
     product = torch.nn.functional.silu(leaves[0]) * leaves[1]
     product.backward(dh)
-    made = [Operands(*torch.ops.quant.fp8_block_swiglu(gate.to(device), up.to(device), "power_of_two", True))]
-    both = torch.ops.quant.fp8_block_swiglu_gradients(*(x.to(device) for x in (dh, gate, up)), "power_of_two")
-    made += [Operands(*both[:4]), Operands(*both[4:])]
-    for own, x in zip(made, (product.detach(), leaves[0].grad, leaves[1].grad), strict=True):
-        assert x is not None
+    ops, rule, moved = torch.ops.quant, "power_of_two", [x.to(device) for x in (dh, gate, up)]
+    of_product = Operands(*ops.fp8_block_swiglu(*moved[1:], rule, True, True))
+    both = ops.fp8_block_swiglu_gradients(*moved, rule, True, True)
+    # The product's transposed codes come with the gradients, or without the codes; flags leave the others as they are.
+    only_t = ops.fp8_block_swiglu(*moved[1:], rule, False, True)
+    assert not only_t[0].numel() and not only_t[1].numel()
+    for own in (both[6:], only_t[2:]):
+        assert all(torch.equal(_bits(a), _bits(b)) for a, b in zip(own, of_product[2:], strict=True))
+    fewer = ops.fp8_block_swiglu_gradients(*moved, rule, False, False)
+    assert [x.numel() > 0 for x in fewer] == [True, True] + [False] * 6
+    assert torch.equal(_bits(fewer[0]), _bits(both[0])) and torch.equal(fewer[1], both[1])
+    d_gate, d_up = (leaf.grad for leaf in leaves)
+    assert d_gate is not None and d_up is not None
+    h = product.detach()
+    for codes, scale, x in (
+        (of_product.codes, of_product.scale, h), (of_product.codes_t, of_product.scale_t, h.t()),
+        (*both[:2], torch.cat([d_gate, d_up], 1)), (*both[2:4], d_gate.t()), (*both[4:6], d_up.t()),
+    ):  # fmt: skip
         if device == "cpu":
-            assert matches(own.codes, own.scale, x, "power_of_two")
-            assert matches(own.codes_t, own.scale_t, x.t(), "power_of_two")
+            assert matches(codes, scale, x, rule)
             continue
         # A GPU's exponential is not PyTorch's to the last bit, and a value near a tie of BF16 goes the other way.
-        for codes, scale, exact in ((own.codes, own.scale, x), (own.codes_t, own.scale_t, x.t())):
-            decoded = codes.float() * scale.t().repeat_interleave(128, 1)
-            expected = operands(exact.contiguous(), columns=False)
-            values = expected.codes.float() * expected.scale.t().repeat_interleave(128, 1)
-            size = [min(a, b) for a, b in zip(decoded.shape, values.shape, strict=True)]
-            decoded, values = decoded.cpu()[: size[0], : size[1]], values[: size[0], : size[1]]
-            assert float((decoded != values).float().mean()) < 0.01
-            torch.testing.assert_close(decoded, values, rtol=2.0**-3, atol=float(scale.max()) * 2.0**-8)
+        decoded = codes.float() * scale.t().repeat_interleave(128, 1)
+        expected = operands(x.contiguous(), columns=False)
+        values = expected.codes.float() * expected.scale.t().repeat_interleave(128, 1)
+        size = [min(a, b) for a, b in zip(decoded.shape, values.shape, strict=True)]
+        decoded, values = decoded.cpu()[: size[0], : size[1]], values[: size[0], : size[1]]
+        assert float((decoded != values).float().mean()) < 0.01
+        torch.testing.assert_close(decoded, values, rtol=2.0**-3, atol=float(scale.max()) * 2.0**-8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("heights", [(256, 256), (128, 384, 128)])
+def test_stacked_weights_are_the_oracles_one_by_one_and_together(heights: tuple[int, ...], device: str) -> None:
+    parts = [matrix(height, 300).to(device) for height in heights]
+    whole = torch.cat(parts)
+    *own, codes_t, scale_t = torch.ops.quant.fp8_block_stacked(parts, "power_of_two", True, True)
+    assert matches(codes_t, scale_t, whole.t(), "power_of_two", True)
+    for index, part in enumerate(parts):
+        assert matches(own[2 * index], own[2 * index + 1], part, "power_of_two", True)
+    *empty, again_t, _ = torch.ops.quant.fp8_block_stacked(parts, "power_of_two", False, True)
+    assert not any(x.numel() for x in empty) and torch.equal(_bits(again_t), _bits(codes_t))
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("normalized", [torch.float32, torch.bfloat16], ids=["rounded once", "rounded twice"])
+@pytest.mark.parametrize(("shape", "dtypes"), [
+    ((130, 256), (torch.bfloat16, torch.bfloat16, torch.bfloat16)),
+    ((300, 1000), (torch.bfloat16, torch.float32, torch.float32)),
+    ((130, 250), (torch.float32, torch.float32, torch.bfloat16)),
+])  # fmt: skip
+def test_a_norm_is_quantized_as_its_values_are(
+    shape: tuple[int, int], dtypes: tuple[torch.dtype, ...], normalized: torch.dtype, rule: str, device: str
+) -> None:
+    x_dtype, weight_dtype, dtype = dtypes
+    x, weight = matrix(*shape, x_dtype).to(device), torch.randn(shape[1]).to(weight_dtype).to(device)
+    rstd = torch.rsqrt(x.float().square().mean(1) + 1e-6)
+    # The same numbers by separate operations, so that every code and scale must be equal.
+    y = ((x.float() * rstd[:, None]).to(normalized).float() * weight.float()).to(dtype)
+    made = Operands(*torch.ops.quant.fp8_block_rms_norm(x, rstd, weight, normalized, dtype, rule, True))
+    assert matches(made.codes, made.scale, y, rule) and matches(made.codes_t, made.scale_t, y.t(), rule)
+    rows = Operands(*torch.ops.quant.fp8_block_rms_norm(x, rstd, weight, normalized, dtype, rule, False))
+    assert torch.equal(_bits(rows.codes), _bits(made.codes)) and not rows.codes_t.numel()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -94,6 +94,20 @@ def test_ops_are_what_compilers_are_told() -> None:
     torch.library.opcheck(torch.ops.quant.fp8_attention_gradients.default, arguments, test_utils=FAKE)
 
 
+def test_the_kernel_decodes_blocks_as_written() -> None:
+    pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+    from interpreter import interpreted
+
+    from quant.kernels.portable.attention.fp8_attention_operands import decode_blocks
+
+    codes, scale = torch.randn(2, 2, 130, 48).mul(50).to(torch.float8_e4m3fn), torch.rand(2, 2, 2)
+    expected = codes.float() * scale_of_rows(scale, codes.shape, None)
+    for dtype in (torch.bfloat16, torch.float16):
+        with interpreted():
+            values = decode_blocks(codes, scale, dtype)
+        assert torch.equal(values, expected.to(dtype))
+
+
 FAKE = ("test_faketensor",)
 ROWS = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(7))
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import quant
 from quant.training.low_precision import gated_mlp
+from quant.training.low_precision.native import NativeProducts
 
 ROWS = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(7))
 
@@ -54,9 +55,12 @@ def test_losses_and_gradients_are_those_of_single_layers(dtype: torch.dtype, fus
     assert fused == [40, 40]
     single = llama(dtype=dtype)
     gated_mlp.restore_gated_mlps(single)
+    # Rounded once, a sum of two products of dx has other last bits, and E4M3 may round some values before it otherwise.
+    bound = 1e-6 if dtype is torch.float32 else 0.1
     for own, layers, emulated in zip(one, step(single), step(llama("emulated", dtype=dtype)), strict=True):
-        assert torch.equal(own, layers)
-        torch.testing.assert_close(own, emulated, rtol=2.0**-6, atol=float(emulated.abs().max()) * 2.0**-8)
+        assert float((own - layers).norm()) <= bound * float(layers.norm())
+        torch.testing.assert_close(layers, emulated, rtol=2.0**-6, atol=float(emulated.abs().max()) * 2.0**-8)
+    assert torch.equal(one[0], step(single)[0])
 
 
 @pytest.mark.slow
@@ -75,6 +79,52 @@ def test_hooks_and_frozen_weights(fused: list[int]) -> None:
     assert len(fused) == 1 and seen == [model.model.layers[0].mlp.up_proj]
     assert model.model.layers[1].mlp.gate_proj.weight.grad is None
     assert model.model.layers[1].mlp.up_proj.weight.grad is not None
+
+
+@pytest.mark.parametrize("trained", ["down", "gate", "x", "x, down", "gate, up, down"])
+def test_operands_are_made_for_trained_weights_only(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of the transposed operands that a step makes, by whose gradients are needed."""
+    mlp = llama().model.layers[0].mlp
+    for name in ("gate", "up", "down"):
+        getattr(mlp, f"{name}_proj").weight.requires_grad_(name in trained)
+    x = torch.randn(2, 160, 128, requires_grad="x" in trained)
+    transposed: list[tuple[int, ...]] = []
+
+    def spy(name: str) -> None:
+        make = getattr(NativeProducts, name)
+
+        def spied(self: Any, x: Any, **options: Any) -> Any:
+            operands = make(self, x, **options)
+            matrices = [x] if isinstance(x, torch.Tensor) else x
+            transposed.extend(tuple(matrix.shape) for matrix in matrices if operands[-1].numel())
+            return operands
+
+        monkeypatch.setattr(NativeProducts, name, spied)
+
+    spy("quantize")
+    spy("quantize_stacked")
+    dy, both = torch.randn(2, 160, 128, generator=torch.Generator().manual_seed(1)), []
+    for restore in (False, True):
+        if restore:
+            of_one = sorted(transposed)
+            gated_mlp.restore_gated_mlps(mlp)
+        leaves = [tensor for tensor in (x, *mlp.parameters()) if tensor.requires_grad]
+        both.append(torch.autograd.grad(mlp(x), leaves, dy))
+    for own, single in zip(*both, strict=True):
+        # dx is a sum of two products, which are added in another order.
+        torch.testing.assert_close(own, single, rtol=0, atol=1e-6 * float(single.abs().max()) if own.dim() == 3 else 0)
+    gate, down, outer = (256, 128), (128, 256), (320, 128)
+    # x for dw of gate and up, dy for that of down, weights for the gradients of what is before them.
+    assert (
+        of_one
+        == {
+            "down": [outer],
+            "gate": [down, outer],
+            "x": [down, gate, gate],
+            "x, down": [down, gate, gate, outer],
+            "gate, up, down": [down, outer, outer],
+        }[trained]
+    )
 
 
 def test_copies_are_fused_and_the_way_back_is_plain(fused: list[int]) -> None:

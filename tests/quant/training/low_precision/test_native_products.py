@@ -116,10 +116,10 @@ def test_weights_are_rounded_once_a_step_where_that_takes_no_memory(monkeypatch:
 def test_an_input_that_changes_in_place_or_dies_is_rounded_again() -> None:
     native = NativeProducts(BLOCK)
     x = torch.randn(128, 128)
-    first = native.operands(x, True)
-    assert native.operands(x, False)[0] is first[0]
+    first = native.operands(x, True, None)
+    assert native.operands(x, False, None)[0] is first[0]
     x.mul_(3)
-    assert not torch.equal(native.operands(x, True)[1], first[1])
+    assert not torch.equal(native.operands(x, True, None)[1], first[1])
     del x
     assert native._latest is None
 
