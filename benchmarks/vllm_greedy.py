@@ -8,7 +8,7 @@ A small Llama, or SmolLM2 with `--model`, is written in `nvfp4a16`; the Llama is
 `vllm_presets.py`. The engines run at once, each in a process of its own, and add 64 tokens to each of the same 64
 prompts of 200 tokens. The table counts continuations that are equal to the last token, and the share of tokens before
 the first difference. Engines that round alike should agree in all; those that round otherwise part where two tokens are
-about equally likely, which in so small a model is often.
+about equally likely, which in so small a model is often. Checkpoints that `--out` has already are used again.
 GLM-4-MoE models (`_mtp_model.py`) are trained with a head that drafts a token; it is in 16 bit or in NVFP4.
 """
 
@@ -135,16 +135,16 @@ def serve(out: Path, name: str) -> None:
     for _ in range(2 if twice else 1):
         outputs = llm.generate(prompts, ask, use_tqdm=False, lora_request=adapter)
     counters = {metric.name.removeprefix("vllm:"): getattr(metric, "value", None) for metric in llm.get_metrics()}
-    wanted = (
+    reported = (
         "num_preemptions",
         "spec_decode_num_drafts",
         "spec_decode_num_accepted_tokens",
         "spec_decode_num_draft_tokens",
         "prefix_cache_hits",
     )
-    found = {"tokens": [list(each.outputs[0].token_ids) for each in outputs],
-             "counters": {key: counters[key] for key in wanted if counters.get(key)}}  # fmt: skip
-    (out / f"{name}.json").write_text(json_text(found))
+    result = {"tokens": [list(each.outputs[0].token_ids) for each in outputs],
+              "counters": {key: counters[key] for key in reported if counters.get(key)}}  # fmt: skip
+    (out / f"{name}.json").write_text(json_text(result))
     os._exit(0)
 
 
@@ -168,9 +168,9 @@ def main() -> None:
     from _table import machine, show, versions
 
     names = [name for name in ENGINES if name.startswith(tuple(args.only))]
-    if any(not name.startswith("GLM") for name in names):
+    if any(not name.startswith("GLM") for name in names) and not (args.out / "checkpoint" / "config.json").is_file():
         make(args.out, args.model)
-    if any(name.startswith("GLM") for name in names):
+    if any(name.startswith("GLM") for name in names) and not (args.out / "glm-head" / "config.json").is_file():
         make_glm(args.out)
     processes = []
     for name in names:
@@ -179,14 +179,14 @@ def main() -> None:
         processes.append(subprocess.Popen(command, stdout=log, stderr=log))
     for process in processes:
         process.wait()
-    found = {name: json.loads(path.read_text()) for name in names if (path := args.out / f"{name}.json").is_file()}
+    results = {name: json.loads(path.read_text()) for name in names if (path := args.out / f"{name}.json").is_file()}
     rows = [
-        {"engine": first, "other": second, **agreement(found[first]["tokens"], found[second]["tokens"]),
-         "counters of the other": json_text(found[second]["counters"])}
-        for first, second in PAIRS if first in found and second in found
+        {"engine": first, "other": second, **agreement(results[first]["tokens"], results[second]["tokens"]),
+         "counters of the other": json_text(results[second]["counters"])}
+        for first, second in PAIRS if first in results and second in results
     ]  # fmt: skip
     show("Greedy continuations in vLLM", {**machine(), **versions("vllm", "triton")}, rows)
-    if missing := set(names) - found.keys():
+    if missing := set(names) - results.keys():
         raise SystemExit(f"no result of {', '.join(sorted(missing))}: see the logs in {args.out}")
 
 

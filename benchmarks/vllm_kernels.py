@@ -109,7 +109,7 @@ def error(y: torch.Tensor, x: torch.Tensor, weight: BlockScaledTensor) -> float:
 def rows_of(format: str, shape: tuple[int, int], tokens: tuple[int, ...]) -> Iterator[dict[str, object]]:
     weight = quantize(torch.randn(shape, device="cuda") * 0.02, FORMATS[format])
     count = max(2, -(-3 * current().l2 // weight.codes.nbytes))
-    found: dict[str, dict[int, float]] = {}
+    times: dict[str, dict[int, float]] = {}
     for name, kernel in kernels(format, shape):
         calls: list[Callable[[torch.Tensor], torch.Tensor]] = []
         for _ in range(count):
@@ -118,14 +118,14 @@ def rows_of(format: str, shape: tuple[int, int], tokens: tuple[int, ...]) -> Ite
             calls.append(lambda x, layer=layer, each=each: each.apply_weights(layer, x, None))
         for m in tokens:
             x = torch.randn(m, shape[1], device="cuda", dtype=torch.bfloat16)
-            found.setdefault(name, {})[m] = graph_microseconds([lambda c=c, x=x: c(x) for c in calls])
-        off = error(calls[0](x), x, weight)
+            times.setdefault(name, {})[m] = graph_microseconds([lambda c=c, x=x: c(x) for c in calls])
+        relative_error = error(calls[0](x), x, weight)
         yield {"format": format, "shape": "×".join(map(str, shape)), "class": name,
-               **{f"{m}": round(us, 1) for m, us in found[name].items()}, "error": f"{off:.1e}"}  # fmt: skip
+               **{f"{m}": round(us, 1) for m, us in times[name].items()}, "error": f"{relative_error:.1e}"}  # fmt: skip
         del calls
-    mine, *others = found.values()
+    ours, *vllms = times.values()
     yield {"format": format, "shape": "×".join(map(str, shape)), "class": "speed-up over the fastest of vLLM",
-           **{f"{m}": round(min(o[m] for o in others) / mine[m], 2) for m in tokens}, "error": ""}  # fmt: skip
+           **{f"{m}": round(min(each[m] for each in vllms) / ours[m], 2) for m in tokens}, "error": ""}  # fmt: skip
 
 
 def main() -> None:

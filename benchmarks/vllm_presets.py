@@ -78,7 +78,9 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--out", type=Path, default=Path("vllm-presets"))
     parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=600.0, help="after which what is not done is left out")
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="after which further checkpoints are left out"
+    )
     parser.add_argument("--steps", type=int, default=300, help="of training, for the models of experts")
     parser.add_argument("--switch", default="1", help="value of BLOCKSCALE_VLLM where the plug-in is on, as layers")
     parser.add_argument("--device", default="cuda")
@@ -128,17 +130,17 @@ def make(args: argparse.Namespace) -> None:
         own = evaluate(model, evaluation, dtype=None, batch_size=8).perplexity
         return report(args, preset=GPT_OSS, layout="ours", perplexity=own)
     for preset in args.presets:
-        name, _, what = preset.partition(" ")
+        name, _, variant = preset.partition(" ")
         out = args.out / args.name / preset.replace(" ", "_")
         try:
             model = copy.deepcopy(original).to(args.device)
-            solver = "rotation:merge+rtn" if what == "rotated" else "rtn"
+            solver = "rotation:merge+rtn" if variant == "rotated" else "rtn"
             plan = make_plan(model, name, solver=solver)
-            if what == "weights":
+            if variant == "weights":
                 plan = replace(plan, layers=tuple(replace(layer, activation=None) for layer in plan.layers))
-            elif what == "+ kv":
+            elif variant == "+ kv":
                 plan = replace(plan, kv_cache=FORMATS["fp8"])
-            elif what == "+ head kv":
+            elif variant == "+ head kv":
                 plan = replace(plan, kv_cache=FP8_HEAD)
             done = quantize(model, plan, rows[:8])
             save(done.model, done.plan, out / "compressed-tensors", allow_missing=True)  # vLLM knows its layers
@@ -251,14 +253,14 @@ def serve(args: argparse.Namespace, jobs: list[dict[str, Any]]) -> None:
                 for row, output in zip(rows, outputs, strict=True)
                 for token, entries in zip(row[1:], output.prompt_logprobs[1:], strict=True)
             ]
-            found = {"perplexity": math.exp(-sum(logs) / len(logs)), "kernels": kernels(llm)}
+            result = {"perplexity": math.exp(-sum(logs) / len(logs)), "kernels": kernels(llm)}
             del llm
         except Exception as error:
             traceback.print_exc()
-            found = {"error": last_line(error)}
+            result = {"error": last_line(error)}
         cleanup_dist_env_and_memory()
         torch.cuda.empty_cache()
-        report(args, **{**job, **found, "seconds": round(time.time() - start, 1)})
+        report(args, **{**job, **result, "seconds": round(time.time() - start, 1)})
     os._exit(0)  # the results are out: the engine's teardown would only cost time
 
 
@@ -269,21 +271,21 @@ def kernels(llm: Any) -> str:
         method = getattr(module, "quant_method", None)
         scheme = getattr(module, "scheme", None)
         names = ("kernel", "linear_kernel", "fp8_linear", "w8a8_block_fp8_linear", "experts_cls")
-        found = next(
+        kernel = next(
             (k for n in names for owner in (scheme, method) if (k := getattr(owner, n, None)) is not None), None
         )
-        if found is not None:
-            name = found.__name__ if isinstance(found, type) else type(found).__name__
+        if kernel is not None:
+            name = kernel.__name__ if isinstance(kernel, type) else type(kernel).__name__
             if name.startswith("Blockscale") and getattr(module, "blockscale_format", None) == "":
                 name = name.replace("Blockscale", "Marlin")
             count[name.replace("LinearKernel", "").replace("ScaledMM", "")] += 1
     return ", ".join(name for name, _ in count.most_common()) or "16 bit"
 
 
-def report(args: argparse.Namespace, **found: Any) -> None:
+def report(args: argparse.Namespace, **result: Any) -> None:
     """Appends a result to the file of results: one line, so that processes can share it."""
     with (args.out / "results.jsonl").open("a") as file:
-        file.write(json_text({"name": args.name, **found}) + "\n")
+        file.write(json_text({"name": args.name, **result}) + "\n")
 
 
 def last_line(error: BaseException) -> str:
@@ -333,7 +335,7 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def show_table(args: argparse.Namespace) -> None:
-    """Prints the tables of what the file of results holds."""
+    """Prints the tables of the results in the file."""
     from _table import machine, markdown, versions, write_json
 
     results = [json.loads(line) for line in (args.out / "results.jsonl").read_text().splitlines()]
@@ -362,9 +364,9 @@ def show_releases(paths: list[Path]) -> None:
         column = f"vLLM {header['vllm']}, {header['gpu'].removeprefix('NVIDIA ').split()[0]}, {header['model']}"
         for row in run["rows"]:
             key = row["of"], row["preset"], row["layout"]
-            found = rows.setdefault(key, {"model": key[0], "preset": key[1], "layout": key[2]})
-            found[column] = release_cell(row)
-            found.setdefault("order", len(rows))
+            line = rows.setdefault(key, {"model": key[0], "preset": key[1], "layout": key[2]})
+            line[column] = release_cell(row)
+            line.setdefault("order", len(rows))
     columns = list(dict.fromkeys(name for row in rows.values() for name in row if name != "order"))
     ordered = sorted(rows.values(), key=lambda row: row["order"])
     print(markdown([{name: row.get(name, "") for name in columns} for row in ordered]))
@@ -400,21 +402,21 @@ def shares(args: argparse.Namespace, names: list[str]) -> Iterator[tuple[list[di
         yield from ((some[i::count], switch) for i in range(count) if some[i::count])
 
 
-def shown(found: dict[str, Any]) -> str:
+def shown(result: dict[str, Any]) -> str:
     """A perplexity, or why there is none."""
-    return f"{found['perplexity']:.3f}" if found.get("perplexity") else found.get("error", "–")
+    return f"{result['perplexity']:.3f}" if result.get("perplexity") else result.get("error", "–")
 
 
 def table(name: str, results: list[dict[str, Any]]) -> Iterator[dict[str, object]]:
     """One row for each preset and layout of a model."""
-    mine = [found for found in results if found["name"] == name]
-    base = next((r.get("perplexity") for r in mine if r["preset"] == "bf16"), None)
+    of_model = [result for result in results if result["name"] == name]
+    base = next((r.get("perplexity") for r in of_model if r["preset"] == "bf16"), None)
     for preset in (*PRESETS, *VARIANTS, NVFP4_KV, GPT_OSS):
-        own = next((r for r in mine if r["preset"] == preset and r["layout"] == "ours"), {})
+        own = next((r for r in of_model if r["preset"] == preset and r["layout"] == "ours"), {})
         for layout in ("compressed-tensors", "modelopt"):
-            found = [r for r in mine if r["preset"] == preset and r["layout"] == layout]
-            plain = next((r for r in found if not r.get("plugin")), None)
-            with_plugin = next((r for r in found if r.get("plugin")), {})
+            served = [r for r in of_model if r["preset"] == preset and r["layout"] == layout]
+            plain = next((r for r in served if not r.get("plugin")), None)
+            with_plugin = next((r for r in served if r.get("plugin")), {})
             if plain is None and not with_plugin:
                 continue
             plain = plain or {"error": "needs the plug-in"}

@@ -162,10 +162,10 @@ def engine(args: argparse.Namespace) -> None:
     settings["compilation_config"] = {"cudagraph_capture_sizes": sorted(args.batch), **settings["compilation_config"]}
     start = time.time()
     llm = LLM(model=args.folder, **settings)
-    cache, wanted = llm.llm_engine.vllm_config.cache_config, max(args.batch) * (args.context + STEPS + SETTLED + 2)
-    held = (cache.num_gpu_blocks or 0) * cache.block_size
-    if 0 < held < wanted:
-        raise SystemExit(f"the cache holds {held:,} tokens, and the largest batch has {wanted:,}: raise --kv-gib")
+    cache, needed = llm.llm_engine.vllm_config.cache_config, max(args.batch) * (args.context + STEPS + SETTLED + 2)
+    capacity = (cache.num_gpu_blocks or 0) * cache.block_size
+    if 0 < capacity < needed:
+        raise SystemExit(f"the cache holds {capacity:,} tokens, and the largest batch has {needed:,}: raise --kv-gib")
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
     generator = torch.Generator().manual_seed(0)
 
@@ -196,14 +196,14 @@ def engine(args: argparse.Namespace) -> None:
 
     say({"ready_s": round(time.time() - start, 1), "gpu": torch.cuda.get_device_name()})
 
-    def measure(what: str, count: int, length: int) -> dict[str, Any]:
+    def measure(task: str, count: int, length: int) -> dict[str, Any]:
         rows = prompts(count, length)
-        if what == "prefill":
+        if task == "prefill":
             return {
                 "ms": min(seconds(each, 1) for each in (rows, prompts(count, length), prompts(count, length))) * 1e3
             }
         first = seconds(rows, 1)
-        if what == "decode":
+        if task == "decode":
             return {"ms": min(step_milliseconds(rows) for _ in range(2)), "first_s": first}
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             seconds(rows, 9)
@@ -213,9 +213,9 @@ def engine(args: argparse.Namespace) -> None:
         return {"ms": busy(ranges) / 9e3, "kernels": {name[:60]: round(ms, 4) for name, ms in most}}
 
     for line in sys.stdin:
-        what, count, length = line.split()
+        task, count, length = line.split()
         try:
-            say(measure(what, int(count), int(length)))
+            say(measure(task, int(count), int(length)))
         except Exception as error:
             say({"error": f"{type(error).__name__}: {error}"[:200]})
     os._exit(0)
@@ -230,8 +230,8 @@ def busy(ranges: list[Any]) -> float:
     return total
 
 
-def say(found: dict[str, Any]) -> None:
-    print("RESULT " + json_text(found), flush=True)
+def say(result: dict[str, Any]) -> None:
+    print("RESULT " + json_text(result), flush=True)
 
 
 class Engine:
@@ -248,14 +248,14 @@ class Engine:
         )  # fmt: skip
 
     def answer(self) -> dict[str, Any]:
-        """What the engine says next; its error ends the benchmark, for what it measured later would not be the same."""
+        """Returns the engine's next result. Its error ends the benchmark: later figures would not be comparable."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("RESULT "):
-                found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-                if "error" in found:
-                    raise SystemExit(f"{self.log}: {found['error']}")
-                return found
+                result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+                if "error" in result:
+                    raise SystemExit(f"{self.log}: {result['error']}")
+                return result
         raise SystemExit(f"{self.log}: the engine ended\n{self.log.read_text()[-1500:]}")
 
     def ask(self, line: str) -> dict[str, Any]:
@@ -303,21 +303,21 @@ def main() -> None:
         asks[f"prefill {args.prefill}"] = f"prefill 1 {args.prefill}"
     if args.profile:
         asks |= {f"batch {n}, on the GPU": f"profile {n} {args.context}" for n in args.batch}
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {what: {label: [] for label in engines} for what in asks}
+    answers: dict[str, dict[str, list[dict[str, Any]]]] = {name: {label: [] for label in engines} for name in asks}
     print("; ".join(f"{k} {v}" for k, v in {**machine(), **versions("vllm", "triton")}.items()) + "\n")
     for number in range(args.rounds):
-        for what, line in asks.items():
+        for name, line in asks.items():
             for label, each in engines.items():
                 if not (number and line.startswith("profile")):
-                    found[what][label].append(each.ask(line))
+                    answers[name][label].append(each.ask(line))
         rows = []
-        for what, by_label in found.items():
-            best = {label: min(each["ms"] for each in answers) for label, answers in by_label.items()}
+        for name, by_label in answers.items():
+            best = {label: min(each["ms"] for each in of_rounds) for label, of_rounds in by_label.items()}
             times = {f"{label}, ms": f"{ms:.3f}" for label, ms in best.items()}
             gains = {f"× {label}": f"{best['vLLM'] / ms:.3f}" for label, ms in best.items() if label != "vLLM"}
-            rows.append({args.label: what, **times, **gains})
+            rows.append({args.label: name, **times, **gains})
         print(f"After round {number + 1}:\n\n{markdown(rows)}\n", flush=True)
-        (args.out / f"{args.label}.json").write_text(json_text(found, indent=1) + "\n")
+        (args.out / f"{args.label}.json").write_text(json_text(answers, indent=1) + "\n")
     print(f"Engine: {json_text(args.engine)}, {json_text(args.theirs)} and {json_text(args.ours)}")
     for each in engines.values():
         each.process.kill()

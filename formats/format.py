@@ -189,9 +189,14 @@ def cache_format(name: str | None) -> Format | None:
     """Returns the format of a KV cache that a user names, or None where the name stands for 16 bit.
 
     Raises:
-        ValueError: unknown name; the message lists the known ones.
+        ValueError: unknown name, or a format of inputs only; the message lists the known ones.
     """
-    return FP8_HEAD if name == FP8_HEAD.name else parse_format(name)
+    if is_16bit(name):
+        return None
+    formats = FORMATS | {FP8_HEAD.name: FP8_HEAD}
+    if name not in formats:
+        raise ValueError(f"unknown format {name!r} of a KV cache; known formats: {', '.join(formats)}, keep")
+    return formats[str(name)]
 
 
 def is_16bit(name: str | None) -> bool:

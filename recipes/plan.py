@@ -247,7 +247,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
-        object.__setattr__(self, "kv_cache", _format_of(self.kv_cache, cache_format))
+        cache = self.kv_cache.name if isinstance(self.kv_cache, Format) else self.kv_cache
+        object.__setattr__(self, "kv_cache", _format_of(cache, cache_format))
         object.__setattr__(self, "attention", _format_of(self.attention))
         counts = Counter(layer.name for layer in self.layers)
         if len(counts) != len(self.layers):

@@ -2,14 +2,18 @@
 
     index [tokens, k]   the experts of each token; a slot is one of its k choices
 
-    count_rows   one program       slots of each expert ─▶ offsets [experts + 1], cursor [experts]
-    move_rows    program a slot    atomic add on the expert's cursor ─▶ its row; the token's x is copied there
+    place_rows   program a slot    slots before it in the order of experts ─▶ its row; the token's x is copied there
     weigh        program a piece of a token      Σ over its slots of weight · y[row of the slot]
 
-This takes three launches, for servers, where a decoding step of a few tokens leaves no time for the dozen small kernels
-of PyTorch's sort. A program takes the next free row of its expert, so the order within an expert differs from call to
-call; the product of a row does not. Each kernel waits for the previous one (`dependent_launch.py`), whose results it
-reads.
+This takes two launches, for servers, where a decoding step of a few tokens leaves no time for the dozen small kernels
+of PyTorch's sort. Every program of `place_rows` reads all of `index`. With more than `FEW_SLOTS` slots, as in a
+prompt, that would take longer than a launch, so two kernels share the work:
+
+    count_rows   one program       slots of each expert ─▶ offsets [experts + 1], cursor [experts]
+    move_rows    program a slot    atomic add on the expert's cursor ─▶ its row; the token's x is copied there
+
+There a program takes the next free row of its expert, so the order within an expert differs from call to call; the
+product of a row does not. Each kernel waits for the previous one (`dependent_launch.py`), whose results it reads.
 """
 
 from __future__ import annotations
@@ -20,6 +24,46 @@ import triton.language as tl
 
 from quant.kernels.portable.dependent_launch import overlap_options, start_next, wait_for_previous
 from quant.kernels.portable.grouped_gemm import MAX_EXPERTS
+
+FEW_SLOTS = 1024
+"""Up to this many slots one kernel routes them all."""
+
+
+@triton.jit
+def _copy_row(x, rows, token, row, K, x_stride, width: tl.constexpr):
+    """Copies row `token` of x to `row` of `rows`."""
+    source, target = x + token.to(tl.int64) * x_stride, rows + row.to(tl.int64) * K
+    for start in range(0, K, width):
+        column = start + tl.arange(0, width)
+        tl.store(target + column, tl.load(source + column, mask=column < K), mask=column < K)
+
+
+@triton.jit(do_not_specialize=["slots", "experts"])
+def place_rows_kernel(
+    x, index, offsets, rows, places, slots, experts, K, x_stride, per_token: tl.constexpr, most: tl.constexpr,
+    width: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """One slot, and one expert: the slot's token is copied to its row, and the expert's first row is counted.
+
+    Rows are in the order of their experts, and of their slots within an expert; `most` is at least the slots.
+    """
+    if overlap:
+        start_next()
+        wait_for_previous()
+    program = tl.program_id(0)
+    slot = tl.arange(0, most)
+    chosen = tl.load(index + slot, mask=slot < slots, other=-1).to(tl.int32)
+    valid = (chosen >= 0) & (chosen < experts)
+    if program <= experts:
+        tl.store(offsets + program, tl.sum((valid & (chosen < program)).to(tl.int32), axis=0))
+    if program < slots:
+        expert = tl.load(index + program).to(tl.int32)
+        target_row = -1
+        if (expert >= 0) & (expert < experts):
+            before = valid & ((chosen < expert) | ((chosen == expert) & (slot < program)))
+            target_row = tl.sum(before.to(tl.int32), axis=0)
+            _copy_row(x, rows, program // per_token, target_row, K, x_stride, width)
+        tl.store(places + program, target_row)
 
 
 @triton.jit(do_not_specialize=["slots", "experts"])
@@ -59,11 +103,7 @@ def move_rows_kernel(
     if (chosen >= 0) & (chosen < experts):
         # The next free row of the expert, in whichever order programs arrive.
         target_row = tl.atomic_add(cursor + chosen, 1)
-        source = x + (slot // per_token).to(tl.int64) * x_stride
-        for start in range(0, K, width):
-            column = start + tl.arange(0, width)
-            value = tl.load(source + column, mask=column < K)
-            tl.store(rows + target_row.to(tl.int64) * K + column, value, mask=column < K)
+        _copy_row(x, rows, slot // per_token, target_row, K, x_stride, width)
     tl.store(places + slot, target_row)
 
 
@@ -110,16 +150,20 @@ def route(x: torch.Tensor, index: torch.Tensor, experts: int) -> tuple[torch.Ten
         raise ValueError(f"route: x {list(x.shape)} and index {list(index.shape)} of {experts} experts do not fit")
     slots, columns = tokens * per_token, x.shape[1]
     rows, places = x.new_empty(slots, columns), torch.empty_like(index, dtype=torch.int32)
-    offsets, cursor = places.new_empty(experts + 1), places.new_empty(experts)
-    width = max(triton.next_power_of_2(experts), 32)
-    block = min(max(triton.next_power_of_2(slots), 32), 2048)
-    options = overlap_options(x)
-    count_rows_kernel[1,](index, offsets, cursor, slots, experts, width=width, block=block, num_warps=8, **options)
-    if slots:
-        move_rows_kernel[slots,](
-            x, index, cursor, rows, places, slots, experts, columns, x.stride(0), per_token=per_token,
-            width=min(triton.next_power_of_2(columns), 4096), num_warps=4, **options,
+    offsets, options = places.new_empty(experts + 1), overlap_options(x)
+    copy = {"per_token": per_token, "width": min(triton.next_power_of_2(columns), 4096), "num_warps": 4}
+    if slots <= FEW_SLOTS:
+        # Sizes four times apart, so that few variants are compiled.
+        most = next(size for size in (64, 256, FEW_SLOTS) if slots <= size)
+        place_rows_kernel[max(slots, experts + 1),](
+            x, index, offsets, rows, places, slots, experts, columns, x.stride(0), most=most, **copy, **options
         )  # fmt: skip
+        return rows, offsets, places
+    cursor, width = places.new_empty(experts), max(triton.next_power_of_2(experts), 32)
+    count_rows_kernel[1,](index, offsets, cursor, slots, experts, width=width, block=2048, num_warps=8, **options)
+    move_rows_kernel[slots,](
+        x, index, cursor, rows, places, slots, experts, columns, x.stride(0), **copy, **options
+    )  # fmt: skip
     return rows, offsets, places
 
 

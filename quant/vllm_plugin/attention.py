@@ -158,27 +158,32 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
             write_kv_slots(pages, batch.slots[: batch.tokens], key, value)
         if batch.decodes:
             table, lengths = batch.table[: batch.decodes], batch.lengths[: batch.decodes]
-            # [decodes, heads, 1, dim]: one new token a sequence.
-            out[: batch.decodes].copy_(
-                self._attend(query[: batch.decodes, :, None], pages, table, lengths, batch)[:, :, 0]
-            )
+            # [decodes, heads, 1, dim]: one new token a sequence, written in place.
+            self._attend(query[: batch.decodes, :, None], pages, table, lengths, batch.longest,
+                         out[: batch.decodes, :, None])  # fmt: skip
         for rows, tokens in batch.verified:
-            y = self._attend(query[tokens].transpose(1, 2), pages, batch.table[rows], batch.lengths[rows], batch)
-            out[tokens] = y.transpose(1, 2)
+            q, table, lengths = query[tokens].transpose(1, 2), batch.table[rows], batch.lengths[rows]
+            out[tokens] = self._attend(q, pages, table, lengths, batch.longest).transpose(1, 2)
         if batch.chunks:
             self._attend_to_chunks(batch, pages, query, key, value, out)
         return output
 
     def _attend(
-        self, q: torch.Tensor, pages: KVPages, table: torch.Tensor, lengths: torch.Tensor, batch: Batch
+        self,
+        q: torch.Tensor,
+        pages: KVPages,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        longest: int,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns the paged attention of q `[sequences, heads, new, dim]`, each sequence's last tokens."""
         from quant.kernels.portable.attention.paged_attention import attend_pages
 
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         rows = q.shape[2] * (self.num_heads // self.num_kv_heads)
-        tiles = decode_tiles_for(pages, rows, len(q) * self.num_kv_heads, batch.longest, sms)
-        return attend_pages(q, pages, table, lengths, self.options, tiles)
+        tiles = decode_tiles_for(pages, rows, len(q) * self.num_kv_heads, longest, sms)
+        return attend_pages(q, pages, table, lengths, self.options, tiles, out=out)
 
     def _attend_to_chunks(
         self, batch: Batch, pages: KVPages, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor

@@ -1,6 +1,6 @@
 """These classes run fused experts for vLLM, over our grouped matmuls, and experts in NVFP4 are offered to it here.
 
-    route rows to experts ─▶ gate and up ─▶ activation (vLLM's) ─▶ down ─▶ weigh and add
+    route rows to experts ─▶ gate and up ─▶ activation ─▶ down ─▶ weigh and add
 
 Inputs stay in 16 bit. `mxfp4_experts.py` and `fp8_experts.py` derive classes for other weights and say where vLLM meets
 them. vLLM's methods for NVFP4 experts ask one function for a backend and a class. A wrapper answers with our class
@@ -141,13 +141,18 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
         **named: Any,
     ) -> None:
         """Leaves the unweighted output of every slot's expert for `finalize_weight_and_reduce_impl`."""
+        from quant.kernels.portable.decoder_step import swiglu
         from quant.kernels.portable.expert_rows import route
 
         # rows: hidden states sorted by expert; places: where each token's slots went, [tokens, k].
         rows, offsets, places = route(hidden_states, topk_ids.contiguous(), len(w1))
         both = grouped_linear(rows, self.w13, offsets, bias=self.w1_bias)
-        middle = both.new_empty(len(both), self.adjust_N_for_activation(both.shape[1], activation))
-        self.activation(activation, middle, both)
+        if activation is MoEActivation.SILU and releases.activation_limit(self) is None:
+            # Rounded as vLLM's kernel rounds it, and the next matmul may begin before it has ended.
+            middle = swiglu(both)
+        else:
+            middle = both.new_empty(len(both), self.adjust_N_for_activation(both.shape[1], activation))
+            self.activation(activation, middle, both)
         # vLLM calls `apply` and then the reduction, in the same thread; the reduction takes and deletes this.
         self.slots = grouped_linear(middle, self.w2, offsets, bias=self.w2_bias), places
 

@@ -64,6 +64,13 @@ def limits_activations() -> bool:
     return hasattr(activation, "ApplyMoEActivationConfig")
 
 
+def activation_limit(experts: Any) -> float | None:
+    """Returns the limit of SwiGLU that vLLM's `activation()` would apply for these experts, None if there is none."""
+    config = getattr(experts, "moe_config", None)
+    limit = getattr(experts.quant_config, "gemm1_clamp_limit", None)
+    return getattr(config, "swiglu_limit", None) if limit is None else limit
+
+
 def spec_with_cell_bytes(spec: Any, cell_bytes: int) -> Any:
     """Returns `spec` of a layer's cache with this number of bytes for a token's key and value in one head."""
     # Before 0.28 vLLM counts the bytes of NVFP4 by itself, and they are the same.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quant.formats.format import FORMATS
+from quant.formats.format import FORMATS, FP8_HEAD, INPUT_FORMATS
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
 
@@ -188,13 +188,21 @@ def test_a_layer_without_a_name_is_refused() -> None:
         ("gaurd", "0.1 keep", "plan: unknown field(s) gaurd; known fields: layers, kv_cache, attention, guard"),
         ("guard", 0.1, "guard: expected text, not 0.1"),
         ("observer", None, "observer: expected text, not None"),
-        ("kv_cache", "fp5", "unknown format 'fp5'"),
+        ("kv_cache", "fp5", "unknown format 'fp5' of a KV cache; known formats: nvfp4, "),
+        ("kv_cache", "nvfp4_four_over_six", "int4_g32, fp8_head, keep"),
         ("attention", "fp5", "unknown format 'fp5'"),
     ],
 )
 def test_a_bad_field_of_the_plan_is_named(field: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Plan.from_dict({**mixed_plan().to_dict(), field: value})
+
+
+def test_a_cache_in_a_format_of_inputs_is_refused_when_the_plan_is_made() -> None:
+    for value in ("nvfp4_four_over_six", INPUT_FORMATS["nvfp4_four_over_six"]):
+        with pytest.raises(ValueError, match="unknown format 'nvfp4_four_over_six' of a KV cache"):
+            Plan(layers=(), kv_cache=value)
+    assert Plan(layers=(), kv_cache="fp8_head").kv_cache is FP8_HEAD
 
 
 @pytest.mark.parametrize(

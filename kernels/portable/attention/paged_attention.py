@@ -333,15 +333,19 @@ def attend_pages(
     options: AttentionOptions,
     tiles: DecodeTiles,
     asm: bool = True,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Runs the kernels; `asm=False` decodes without inline assembly, which the interpreter does not know."""
+    """Runs the kernels and returns their output, in `out` where it is given: shaped as q, contiguous.
+
+    `asm=False` decodes without inline assembly, which the interpreter does not know.
+    """
     q = q if q.stride(3) == 1 else q.contiguous()
     table, lengths = table.contiguous(), lengths.contiguous()
     batch, heads, new, dim = q.shape
     pieces = {"16bit": 1, "fp8": 2, "nvfp4": 4}[pages.kind]
     k, v = (pages.k, pages.v) if pieces == 1 else (pages.k.view(torch.int16), pages.v.view(torch.int16))
     splits, group = tiles.splits, heads // pages.kv_heads
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     parts, lses = out, None
     if splits > 1:
         parts = torch.empty((batch, splits, heads, new, dim), dtype=torch.float32, device=q.device)

@@ -94,6 +94,7 @@ def mask(name: str, dtype: torch.dtype) -> None:
 
 def experts() -> None:
     rows, _, places = expert_rows.route(half(9, 256), torch.zeros(9, 2, dtype=torch.int64), 4)
+    expert_rows.route(half(2000, 256), torch.zeros(2000, 2, dtype=torch.int64), 4)  # more than FEW_SLOTS
     expert_rows.weigh(rows, places, torch.zeros(9, 2), half(9, 256))
     expert_rows.weigh(rows, places, None, half(9, 256))
 

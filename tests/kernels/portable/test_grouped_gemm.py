@@ -274,6 +274,20 @@ def test_rows_are_routed_to_experts_and_back(tokens: int, per_token: int, expert
     check_routing("cpu", run, tokens, per_token, experts)
 
 
+def test_many_rows_are_routed_by_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_rows, "FEW_SLOTS", 0)
+    test_rows_are_routed_to_experts_and_back(5, 2, 3)
+
+
+def test_few_rows_lie_in_the_order_of_a_stable_sort() -> None:
+    index = torch.randint(6, (11, 2), dtype=torch.int32)
+    with interpreted():
+        _, offsets, places = expert_rows.route(torch.randn(11, 32).bfloat16(), index, 6)
+    order = index.flatten().argsort(stable=True)
+    assert torch.equal(places.flatten()[order].long(), torch.arange(22))
+    assert int(offsets[-1]) == 22
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "per_token", "experts"), [(1, 8, 128), (64, 8, 128), (4096, 8, 128), (333, 2, 8)])
 def test_rows_are_routed_on_a_gpu(tokens: int, per_token: int, experts: int) -> None:

@@ -39,8 +39,13 @@ def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> to
     return out
 
 
-def decode(q: torch.Tensor, pages: Any, table: torch.Tensor, lengths: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return paged_reference(q, pages, table, lengths)
+def decode(
+    q: torch.Tensor, pages: Any, table: torch.Tensor, lengths: torch.Tensor, *rest: Any, out: torch.Tensor | None
+) -> torch.Tensor:
+    y = paged_reference(q, pages, table, lengths)
+    # The kernel writes `out` as if it were contiguous.
+    assert out is None or out.is_contiguous()
+    return y if out is None else out.copy_(y)
 
 
 class Layer:

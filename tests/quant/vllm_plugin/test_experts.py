@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.vllm_plugin import experts, fp8_experts, mxfp4_experts
+from quant.vllm_plugin import experts, fp8_experts, mxfp4_experts, releases
 
 COUNT, HIDDEN, INNER, TOKENS = 4, 64, 128, 5
 
@@ -74,10 +74,12 @@ def gated(activation: MoEActivation, both: torch.Tensor) -> torch.Tensor:
 
 
 def check(method: Any, layer: torch.nn.Module, weights: dict[str, BlockScaledTensor], monkeypatch: Any) -> None:
-    """The method's kernel agrees with float64."""
+    """The method's kernel agrees with float64; plain SwiGLU is our kernel, other activations are vLLM's."""
     kernel, config = method.moe_kernel.fused_experts, method.moe
+    activated = []
 
     def activate(activation: MoEActivation, output: torch.Tensor, both: torch.Tensor, **named: Any) -> None:
+        activated.append(activation)
         output.copy_(gated(activation, both.float()))
 
     monkeypatch.setattr(kernel, "activation", activate)
@@ -97,11 +99,15 @@ def check(method: Any, layer: torch.nn.Module, weights: dict[str, BlockScaledTen
             down = dense["w2"][expert] @ middle + bias["w2"][expert]
             expected[token] += routing[token, slot].double() * down
     assert float((out.double() - expected).norm() / expected.norm()) < 2**-7
+    is_plain = config.activation is MoEActivation.SILU and config.swiglu_limit is None
+    assert activated == ([] if is_plain else [config.activation])
 
 
-def test_mxfp4_of_compressed_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+# A limit of 1e6 changes no value: only vLLM applies it.
+@pytest.mark.parametrize("limit", [None, 1e6] if releases.limits_activations() else [None])
+def test_mxfp4_of_compressed_tensors(limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    method = mxfp4_experts.BlockscaleMxFp4MoEMethod(moe_config())
+    method = mxfp4_experts.BlockscaleMxFp4MoEMethod(moe_config(swiglu_limit=limit))
     assert method.experts_cls is mxfp4_experts.BlockscaleMxFp4Experts
     layer, weights = layer_of(method), stacks("mxfp4")
     for name, weight in weights.items():
