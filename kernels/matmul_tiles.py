@@ -128,6 +128,8 @@ _KINDS: dict[str, type[Tiles] | type[GluonTiles] | type[PrefillTiles] | type[Den
 
 FEW = 64
 """Up to this many tokens reading W takes most of the time of a matmul; beyond, the products do."""
+PREPACKED_FEW = 32
+"""Up to this many tokens Hopper's kernel for few is the faster one for a prepacked weight."""
 PREFILL_UNITS = {
     (256, 1): 1.25,
     (128, 2): 1.34,
@@ -204,6 +206,8 @@ def guess(
         return _quickest(tokens, shape, hardware)
     if not prepacked and stored and _is_many(format, tokens) and takes_stored(format, shape, hardware):
         return _quickest(tokens, shape, hardware, format)
+    if prepacked and tokens > PREPACKED_FEW:
+        return prefill_tiles(64, 1, hardware)
     if prepacked:
         block_m = next(size for size in (8, 16, 64) if tokens <= size)
         warps, resident, depth = GLUON_LAUNCHES[block_m][0]
@@ -276,6 +280,8 @@ def candidates(
                 choices += [gluon_tiles(block_m, *launch[:2], hardware, launch[2]) for launch in launches]
         if tokens > FEW:
             choices += [prefill_tiles(*size, hardware) for size in PREFILL_UNITS]
+        elif tokens > PREPACKED_FEW:
+            choices += [prefill_tiles(*size, hardware) for size in PREFILL_UNITS if size[0] == FEW]
     elif tokens <= FEW:
         block_m = max(16, bucket(tokens))
         for block_n, block_k, warps, stages in ((64, 128, 4, 4), (32, 256, 4, 4), (128, 128, 4, 3), (64, 256, 4, 3)):

@@ -275,9 +275,8 @@ TOKENS = (1, 2, 3, 4, 7, 8, 16, 31, 32, 33, 64, 65, 100, 128, 256, 300, 512, 777
 def kernels_of(format: Format, tokens: int) -> set[str]:
     """Files of the kernels that may serve an arranged weight of 512 × 1024 on a Hopper GPU."""
     if format.name in ("nvfp4", "mxfp4"):
-        return (
-            {"sm90_nvfp4_gemm_few"} if tokens <= matmul_tiles.FEW else {"sm90_nvfp4_gemm_few", "sm90_codes_gemm_many"}
-        )
+        few, many = {"sm90_nvfp4_gemm_few"}, {"sm90_codes_gemm_many"}
+        return few if tokens <= matmul_tiles.PREPACKED_FEW else many if tokens <= matmul_tiles.FEW else few | many
     if tokens <= matmul_tiles.STORED_FEW:
         return {"codes_gemm"}
     if format.name in matmul_tiles.STORED_FORMATS and (tokens <= matmul_tiles.STORED_MOST or not format.block[1]):
