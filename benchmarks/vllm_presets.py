@@ -78,9 +78,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--out", type=Path, default=Path("vllm-presets"))
     parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument(
-        "--seconds", type=float, default=600.0, help="after which further checkpoints are left out"
-    )
+    parser.add_argument("--seconds", type=float, default=600.0, help="after which further checkpoints are left out")
     parser.add_argument("--steps", type=int, default=300, help="of training, for the models of experts")
     parser.add_argument("--switch", default="1", help="value of BLOCKSCALE_VLLM where the plug-in is on, as layers")
     parser.add_argument("--device", default="cuda")

@@ -34,6 +34,18 @@ def test_the_kernels_of_norms_experts_and_attention_pass(monkeypatch: pytest.Mon
         assert ON_CPU.attention_failure() == ""
 
 
+@pytest.mark.parametrize(("factor", "fails"), [(1.0, False), (1.2, True)])
+def test_prompts_in_fp8_are_compared_with_a_tolerance_of_their_own(
+    factor: float, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = weights.multiply
+    monkeypatch.setenv("BLOCKSCALE_VLLM", "fp8-prefill")
+    monkeypatch.setattr(
+        weights, "multiply", lambda layer, x, *rest: right(layer, x, *rest) * (factor if len(x) > 80 else 1)
+    )
+    assert bool(ON_CPU.product_failure("nvfp4")) is fails
+
+
 @pytest.mark.parametrize(
     ("kernel", "reason"),
     [
