@@ -140,13 +140,15 @@ def compile_package(
 
 
 def cause_of(error: BaseException) -> str:
-    """Returns the exception that made Inductor stop, on one line.
+    """Returns the exception that made Inductor stop, or the first error of its C++ compiler, on one line.
 
     Inductor compiles kernels in processes of its own, and wraps their tracebacks into the text of further exceptions:
     the innermost one stands at the end.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     last = max((index for index, line in enumerate(lines) if _EXCEPTION.match(line)), default=0)
+    # A C++ compiler's first error is the cause of the others.
+    last = next((index for index, line in enumerate(lines) if ": error: " in line), last)
     text = " ".join(" ".join(lines[last:]).split())
     # Long texts, such as a compiler's output, say the most at their beginning and at their end.
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"

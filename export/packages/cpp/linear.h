@@ -17,15 +17,9 @@
 #include <vector>
 
 #include <c10/util/BFloat16.h>
-#include <c10/util/Float8_e4m3fn.h>
 #include <c10/util/Half.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
-
-// Inductor's own kernels use this name, and torch 2.11 declares it nowhere in a package.
-namespace at {
-using c10::Float8_e4m3fn;
-}
 
 namespace blockscale {
 namespace {
