@@ -87,12 +87,17 @@ _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = ["__version__", *_HOME]
 
 
+def _edit_plan(plan: Any, setting: str, whole_groups: bool) -> Any:
+    """Carries out `Plan.set`; editing is imported when a plan is edited, and not when a model is loaded."""
+    return importlib.import_module("quant.plan.edit").set_in_python(plan, setting, whole_groups)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'quant' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
-    if "quant.recipes.plan" in sys.modules:
-        importlib.import_module("quant.plan.edit")  # whoever can get a plan can call `Plan.set`
+    if (plans := sys.modules.get("quant.recipes.plan")) is not None:
+        plans.Plan._editor = _edit_plan  # whoever can get a plan can call `Plan.set`
     if inspect.isfunction(value):
         # Commands import the function from its module, and its messages name their options.
         value = importlib.import_module("quant.errors").naming_parameters(value)

@@ -241,8 +241,8 @@ class Plan:
     target: str | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
 
-    # `quant.plan.edit` puts its function here: it knows runtimes and solvers, which this room may not import. The
-    # public package imports that file with every name that leads to a plan.
+    # The public package puts a function of `quant.plan.edit` here. Edits are checked against runtimes and solvers, and
+    # this room may not import these.
     _editor: ClassVar[Callable[..., Plan]]
 
     def __post_init__(self) -> None:

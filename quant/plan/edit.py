@@ -116,16 +116,13 @@ def edit_plan(plan: Plan, *settings: str, whole_groups: bool = False) -> Plan:
     return edit(plan, [parse_setting(text) for text in settings], whole_groups=whole_groups)
 
 
-def _set_in_python(plan: Plan, setting: str, whole_groups: bool) -> Plan:
+def set_in_python(plan: Plan, setting: str, whole_groups: bool) -> Plan:
     """Carries out `Plan.set`, whose errors name the method where those of the command name options."""
     try:
         return edit_plan(plan, setting, whole_groups=whole_groups)
     except UserError as error:
         message = str(error).replace("--set ", "Plan.set: ", 1).replace("--whole-groups", "whole_groups=True")
         raise UserError(message) from None
-
-
-Plan._editor = _set_in_python
 
 
 def set_guard_and_observer(plan: Plan, guard: str | None = None, observer: str | None = None) -> Plan:
