@@ -10,7 +10,7 @@ log-sum-exp, and codes are kept where attention in 16 bit keeps BF16, half the b
     P = exp(Q̂K̂ᵀ · softmax_scale − lse)      dV = Pᵀ dO      dP = dO V̂ᵀ      dS = P ∘ (dP − rowsum(dO ∘ O))
     dQ = dS K̂ · softmax_scale               dK = dSᵀ Q̂ · softmax_scale
 
-A GPU takes these from PyTorch's flash attention in BF16; other devices compute them as written.
+A GPU takes these from cuDNN or from PyTorch's flash attention in BF16; other devices compute them as written.
 """
 
 from __future__ import annotations
