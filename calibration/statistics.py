@@ -78,6 +78,14 @@ class LayerStats:
             return self.block_moments
         return diagonal_blocks(self.matrix, width)
 
+    def blocks_of(self, size: int) -> list[torch.Tensor]:
+        """Returns the second moment as diagonal blocks, `[k, k]` each, whose sizes add up to `size`."""
+        if self.block_moments is None:
+            return [self.matrix]
+        width = self.block_moments.shape[-1]
+        # The last block is padded by zeros.
+        return [block[: size - i * width, : size - i * width] for i, block in enumerate(self.block_moments)]
+
     def of_outputs(self, start: int, stop: int) -> LayerStats:
         """Returns the same statistics for some neighbouring outputs of the layers that share the input."""
         cut = slice(start, stop)

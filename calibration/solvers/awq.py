@@ -12,7 +12,7 @@ The division by s costs no time where it can be folded into the module that prod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +22,12 @@ from quant.calibration.solvers.base import GroupInputs, shared_global_scale
 from quant.calibration.solvers.lowrank import lowrank_branch, residual_weight
 from quant.calibration.statistics import round_activation
 from quant.formats.format import Format
+from quant.formats.scaling import nonzero
 
 # Powers of the activation's magnitude that AWQ tries.
 POWERS = tuple(k / 10 for k in range(10))
+# Added to the diagonal of A, as a fraction of its mean.
+_OUTPUT_DAMPING = 0.001
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,28 @@ class Awq:
             second = shared_global_scale(scaled.abs().amax(), format, "max") if format.global_scale else None
             return round_activation(scaled, format, second)  # the same values, without codes in between
 
-        # Every n-th output row: neighbouring rows belong to one head.
-        part = weight[:: -(-len(weight) // self.rows)]
+        if inputs.output_blocks and not self.rank:
+            part = in_loss_metric(weight, inputs.output_blocks)
+        else:
+            # Every n-th output row: neighbouring rows belong to one head.
+            part = weight[:: -(-len(weight) // self.rows)]
         round_input = (lambda x: round_activation(x, activation, None)) if activation else None
         return search_scale(part, inputs.sample, inputs.mean_abs, round_weight, round_input, owner, self.rank)
+
+
+def in_loss_metric(weight: Tensor, blocks: Sequence[Tensor]) -> Tensor:
+    """Returns Lᵀ W with A = L Lᵀ: its squared output error is that of W under A, the loss of the whole model.
+
+    Args:
+        weight: `[out, in]`.
+        blocks: the diagonal blocks of A, see `GroupInputs`.
+    """
+    parts = []
+    for block, rows in zip(blocks, weight.split([len(block) for block in blocks]), strict=True):
+        damped = block.float().clone()
+        damped.diagonal().add_(_OUTPUT_DAMPING * nonzero(damped.diagonal().mean()))
+        parts.append(torch.linalg.cholesky(damped).t() @ rows)
+    return torch.cat(parts)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ A rounding solver gives codes and scales for a weight. A transform scales input 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,15 +53,19 @@ class GroupInputs:
         sample: some tokens, `[tokens, in]`, float32.
         mean_abs: mean magnitude of each channel over all tokens, `[in]`.
         amax: largest magnitude of each channel, `[in]`.
+        output_blocks: diagonal blocks of the second moment of the gradients at the group's outputs, which are as many
+            together; empty where it was not measured.
     """
 
     sample: Tensor
     mean_abs: Tensor
     amax: Tensor
+    output_blocks: Sequence[Tensor] = ()
 
     def divided(self, divisor: Tensor) -> GroupInputs:
         """Returns the statistics of the same inputs divided by `divisor` `[in]`."""
-        return GroupInputs(self.sample / divisor, self.mean_abs / divisor, self.amax / divisor)
+        parts = (self.sample, self.mean_abs, self.amax)
+        return GroupInputs(*(part / divisor for part in parts), output_blocks=self.output_blocks)
 
 
 class Transform(Protocol):

@@ -70,14 +70,7 @@ def output_blocks(stats: LayerStats, rows: int) -> list[Tensor]:
 
     The list is empty if there are no statistics of outputs.
     """
-    outputs = stats.outputs
-    if outputs is None:
-        return []
-    if outputs.block_moments is None:
-        return [outputs.matrix]
-    width = outputs.block_moments.shape[-1]
-    # The last block is padded by zeros.
-    return [block[: rows - i * width, : rows - i * width] for i, block in enumerate(outputs.block_moments)]
+    return [] if stats.outputs is None else stats.outputs.blocks_of(rows)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ def _scale_group(block: Block, group: Group, fold: Fold | None) -> None:
             continue
         weight = torch.cat([block.targets[name] for name in group.names])
         divisor = torch.ones_like(group.total) if group.divisor is None else group.divisor
-        inputs = GroupInputs(sample, group.total / group.tokens, group.amax).divided(divisor)
+        blocks = () if group.outputs is None else group.outputs.blocks_of(len(weight))
+        inputs = GroupInputs(sample, group.total / group.tokens, group.amax, blocks).divided(divisor)
         owner = None if fold is None else fold.owner
         scale = transform(weight, inputs, group.weight_format, group.activation, owner)
         if fold is not None:

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from quant.calibration.solvers.base import shared_global_scale
+from quant.calibration.solvers.awq import POWERS, Awq, channel_scale, in_loss_metric
+from quant.calibration.solvers.base import GroupInputs, shared_global_scale
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.solver import SOLVERS, get_solver
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import FORMATS
-from quant.formats.tensor import quantize
+from quant.formats.tensor import fake_quantize, quantize
 
 NVFP4 = FORMATS["nvfp4"]
 
@@ -150,3 +151,31 @@ def test_bad_weights_are_named() -> None:
 def test_an_unknown_solver_lists_the_known() -> None:
     with pytest.raises(ValueError, match=r"unknown solver 'magic'; known solvers: rtn, mse, four_over_six"):
         get_solver("magic")
+
+
+def test_awq_judges_by_the_loss_of_the_model_where_gradients_are_measured() -> None:
+    """Lᵀ W has the squared error of W under A = L Lᵀ; an output that the model ignores does not count."""
+    outer = torch.randn(12, 40)
+    moment, weight, error = outer @ outer.t() / 40, torch.randn(12, 32), torch.randn(7, 32)
+    expected = torch.einsum("to,op,tp->t", error @ weight.t(), moment, error @ weight.t())
+    found = (error @ in_loss_metric(weight, [moment]).t()).square().sum(1)
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=0)
+    blocks = [moment[:8, :8], moment[8:, 8:]]
+    expected = torch.einsum("to,op,tp->t", error @ weight.t(), torch.block_diag(*blocks), error @ weight.t())
+    torch.testing.assert_close(
+        (error @ in_loss_metric(weight, blocks).t()).square().sum(1), expected, rtol=0.01, atol=0
+    )
+    # Channels 0 to 15 are loud and matter to the ignored output alone.
+    weight = torch.zeros(2, 32)
+    weight[0, :16], weight[1, 16:] = 1, torch.rand(16) + 0.5
+    sample = torch.randn(256, 32) * torch.logspace(0, 2, 32)
+    inputs = GroupInputs(sample, sample.abs().mean(0), sample.abs().amax(0), [torch.diag(torch.tensor([0.0, 1.0]))])
+    nvfp4 = FORMATS["nvfp4"]
+    scale = Awq(inputs_alone=True)(weight, inputs, NVFP4, NVFP4, None)
+
+    def loss(scale: torch.Tensor) -> float:
+        off = fake_quantize(sample / scale, NVFP4) * scale - sample
+        return float((off @ weight[1]).square().mean())
+
+    others = [channel_scale(inputs.mean_abs, weight, power, 0.0, None) for power in POWERS]
+    assert loss(scale) <= min(map(loss, others)) * 1.001
