@@ -232,7 +232,7 @@ def all_configurations(
                     run_mixed, setting=key, solver=solver, device=settings.device
                 )
             continue
-        wide = [*our_solvers(), *solvers] if key.startswith("nvfp4") else SIMPLE
+        wide = [*our_solvers(), *solvers] if key.startswith("nvfp4") else [*SIMPLE, solver_of(3, setting.activation)]
         if setting.activation == "nvfp4_four_over_six":
             wide = (solver_of(2, "nvfp4"), solver_of(3, "nvfp4"), "awq+lowrank:32+kfac", *solvers)
         for solver in dict.fromkeys(wide):
@@ -525,7 +525,7 @@ def main(
     base: float | None = None
     pool = click.get_current_context().with_resource(ThreadPoolExecutor(jobs))
     # The longest rows first, so that none is left running alone.
-    first = sorted(names, key=lambda name: not any(part in name for part in ("mixed", "autoround")))
+    first = sorted(names, key=lambda name: not any(part in name for part in ("mixed", "autoround", "no text")))
     running = {pool.submit(measure_in_fresh_process, name, arguments): name for name in first}
     for done in as_completed(running):
         name, result = running[done], done.result()

@@ -47,7 +47,7 @@ from quant.calibration.walk.not_finite import reporting_bad_tensor
 from quant.calibration.walk.steps.observe import observe, observe_and_sum
 from quant.calibration.walk.steps.reconstruct import reconstruct
 from quant.calibration.walk.steps.round import round_stage, solve_siblings, stages_of
-from quant.calibration.walk.steps.transform import rotate, scale_inputs
+from quant.calibration.walk.steps.transform import fix_input_scale, rotate, scale_inputs
 from quant.recipes.plan import Plan
 
 
@@ -129,7 +129,7 @@ def solve_block(block: Block, *, needs_output: bool) -> States | None:
     scale_inputs(block)
     for group in block.groups:
         rotate(block, group)
-        group.fix_input_scale(settings.observer, block.stored)
+        fix_input_scale(block, group)
     for stage in stages_of(block):
         round_stage(block, stage)
         block.remember_finished()

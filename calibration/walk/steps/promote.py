@@ -16,6 +16,7 @@ from quant.calibration.walk.block import Block
 from quant.calibration.walk.group import Group
 from quant.calibration.walk.guard import promote, relative_error
 from quant.calibration.walk.stand_in import weight_of
+from quant.calibration.walk.steps.transform import fix_input_scale
 
 HeldOut = tuple[torch.Tensor, torch.Tensor]
 """Of a group on a held-out row: its input, and the input of the original model."""
@@ -54,7 +55,7 @@ def promote_group(block: Block, group: Group, targets: Mapping[str, torch.Tensor
         _keep_in_16_bit(block, group)
         return False
     group.pipeline = get_pipeline(group.members[0].solver)
-    group.fix_input_scale(block.settings.observer, block.stored)
+    fix_input_scale(block, group)
     return True
 
 

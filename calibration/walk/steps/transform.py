@@ -19,10 +19,15 @@ from quant.calibration.blocks import in_float64
 from quant.calibration.solvers.base import SAMPLED_TOKENS, GroupInputs
 from quant.calibration.solvers.fold import Fold, apply_fold, find_fold, modules_in_order
 from quant.calibration.solvers.rotation import rotate_weight, rotation_block
+from quant.calibration.statistics import round_activation
 from quant.calibration.walk.block import Block
 from quant.calibration.walk.group import Group
 from quant.calibration.walk.stand_in import weight_of
+from quant.formats.number import E4M3
 from quant.formats.tensor import moved
+
+# Static scales of FP8 inputs that are tried, and outputs that judge them.
+_SCALES_AN_OCTAVE, _SAMPLED_OUTPUTS = 16, 512
 
 
 def scale_inputs(block: Block) -> None:
@@ -65,6 +70,34 @@ def _scale_group(block: Block, group: Group, fold: Fold | None) -> None:
             block.targets[name] = target
             parameter = weight_of(block.module, name)
             parameter.data = target.to(parameter.dtype)
+
+
+def fix_input_scale(block: Block, group: Group) -> None:
+    """Sets the static scale of a group's inputs, where their format has one.
+
+    A solver that looks at outputs takes the scale within an octave above that of the observer at which rounded inputs
+    err least behind the weights. FP8's steps double from one power of two to the next, so that a larger scale is as
+    fine, but other values fall on its grid: those of loud channels that hardly change from token to token, whose error
+    would be the same at every token.
+    """
+    group.fix_input_scale(block.settings.observer, block.stored)
+    first, activation = group.input_scale, group.activation
+    if first is None or activation is None or activation.element is not E4M3 or activation.global_scale:
+        return
+    if block.settings.observer != "absmax" or not group.pipeline.needs_moment:
+        return
+    every = max(group.tokens // SAMPLED_TOKENS, 1)
+    x = torch.cat([group.scaled(x).float() for x in group.inputs_of_all_ranks(every)])
+    weight = torch.cat([block.targets[name] for name in group.names]).float()
+    # Every n-th output is enough: neighbouring ones belong to one head.
+    weight = weight[:: -(-len(weight) // _SAMPLED_OUTPUTS)]
+    least = torch.inf
+    for step in range(_SCALES_AN_OCTAVE):
+        scale = (first * 2 ** (step / _SCALES_AN_OCTAVE)).to(block.stored).float()
+        error = (round_activation(x, activation, scale) - x) @ weight.t()
+        loss = float(error.square().mean())
+        if loss < least:
+            least, group.input_scale = loss, scale
 
 
 def _find_folds(block: Block) -> list[Fold | None]:

@@ -170,7 +170,6 @@ def test_awq_judges_by_the_loss_of_the_model_where_gradients_are_measured() -> N
     weight[0, :16], weight[1, 16:] = 1, torch.rand(16) + 0.5
     sample = torch.randn(256, 32) * torch.logspace(0, 2, 32)
     inputs = GroupInputs(sample, sample.abs().mean(0), sample.abs().amax(0), [torch.diag(torch.tensor([0.0, 1.0]))])
-    nvfp4 = FORMATS["nvfp4"]
     scale = Awq(inputs_alone=True)(weight, inputs, NVFP4, NVFP4, None)
 
     def loss(scale: torch.Tensor) -> float:
