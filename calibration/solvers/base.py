@@ -64,8 +64,8 @@ class GroupInputs:
 
     def divided(self, divisor: Tensor) -> GroupInputs:
         """Returns the statistics of the same inputs divided by `divisor` `[in]`."""
-        parts = (self.sample, self.mean_abs, self.amax)
-        return GroupInputs(*(part / divisor for part in parts), output_blocks=self.output_blocks)
+        sample, mean_abs, amax = (part / divisor for part in (self.sample, self.mean_abs, self.amax))
+        return GroupInputs(sample, mean_abs, amax, self.output_blocks)
 
 
 class Transform(Protocol):
