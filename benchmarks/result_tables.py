@@ -80,7 +80,7 @@ def draw(run: Row, path: Path) -> None:
             parts.append(text(left + loss * unit + 6, y + offset + 13, f"{loss:.3f} {name}", size=12, fill=ink))
     foot = 52 + 52 * len(pairs) + 14
     source = (
-        "SmolLM2-135M from a Q4_1 file, calibrated on one mixture of texts, in one run on an H100. "
+        "SmolLM2-135M from a Q4_1 file, calibrated on one mixture of texts, on an H100. "
         f"Peer: ModelOpt {run['header']['nvidia-modelopt']}."
     )
     parts.append(text(24, foot, source, size=12, fill=GREY))
