@@ -211,14 +211,10 @@ def _anonymous_bytes(process: int) -> int:
     return 1024 * sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
 
 
-def ours(arguments: list[str], profile: bool) -> None:
-    """The command `quantize` in this process, transformers imported before as the peer's is; perhaps profiled."""
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
+def profiled(arguments: list[str]) -> None:
+    """The command `quantize` in this process, profiled."""
     from quant.cli.quantize import quantize_command
 
-    if not profile:
-        quantize_command(arguments)
     activities = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     python = cProfile.Profile()
     with torch.profiler.profile(activities=activities) if activities else nullcontext() as device:
@@ -245,9 +241,11 @@ def quantize(
     """Our run, disk to disk; its stages and the hashes of its files come from its report."""
     out = model.parent / "out"
     text = rows_file(model, rows)
-    command = [sys.executable, __file__, *(["--profiled"] if profile else []), "--ours", str(model)]
+    command = [sys.executable, "-m", "quant", "quantize", str(model)]
+    if profile:
+        command = [sys.executable, __file__, "--profiled", str(model)]
     if devices is not None:
-        command = [sys.executable, "-m", "quant", "quantize", f"--devices={devices}", str(model)]
+        command.append(f"--devices={devices}")
     command += [f"--format={format}", f"--solver={solver}", f"--out={out}", "--restart", "--overwrite", "--quiet"]
     command += [f"--calib={text}", f"--calib-samples={rows[0]}", f"--seqlen={rows[1]}"]
     found = sampled(command, threads)
@@ -433,7 +431,7 @@ def main(
 
 
 if __name__ == "__main__":
-    if "--ours" in sys.argv:
-        ours(sys.argv[sys.argv.index("--ours") + 1 :], "--profiled" in sys.argv)
+    if "--profiled" in sys.argv:
+        profiled(sys.argv[sys.argv.index("--profiled") + 1 :])
     else:
         main()

@@ -118,7 +118,7 @@ def columns_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if not has_pairs(x):
         return x.t() @ y
     (high, low), (high_y, low_y) = _pair(x), _pair(y)
-    return _of_columns(high, high_y).add_(_of_columns(high, low_y)).add_(_of_columns(low, high_y))
+    return _of_columns(low, high_y, _of_columns(high, low_y, _of_columns(high, high_y)))
 
 
 def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -146,9 +146,9 @@ class PairedWeight:
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Returns `x Wᵀ + bias`, float32 `[..., out]`, of x `[..., in]`."""
         high, low = _pair(x.reshape(-1, x.shape[-1]).t())
-        out = _of_columns(high, self.high).add_(_of_columns(low, self.high))
+        out = _of_columns(low, self.high, _of_columns(high, self.high))
         if self.low is not None:
-            out += _of_columns(high, self.low)
+            out = _of_columns(high, self.low, out)
         return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], -1)
 
 
@@ -186,6 +186,8 @@ def _pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return high, (x - high).bfloat16()
 
 
-def _of_columns(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Returns `xᵀ y` of BF16 matrices, in float32."""
-    return torch.mm(x.t(), y, out_dtype=torch.float32)
+def _of_columns(x: torch.Tensor, y: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns `xᵀ y` of BF16 matrices, in float32; added to `total` in place, by the kernel that multiplies."""
+    if total is None:
+        return torch.mm(x.t(), y, out_dtype=torch.float32)
+    return torch.addmm(total, x.t(), y, out_dtype=torch.float32, out=total)

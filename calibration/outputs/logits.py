@@ -19,6 +19,8 @@ from quant.recipes.module_hooks import forwarding
 # 32 MB of FP32 logits on a CPU; more on a GPU, so that fewer kernels are launched. Some six such tensors exist at once
 # where a loss has a gradient.
 _SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 25}
+# Each slice reads the whole head, so that larger ones save time; without a gradient they take no more memory.
+_SLICE_WITHOUT_GRADIENT = {"cuda": 1 << 26}
 
 
 class Logits:
@@ -32,6 +34,7 @@ class Logits:
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
         self.model, self.head = model, head
         self.split = None if head is not None else False
+        self.vocabulary: int | None = None
         self.cap: float | None = getattr(text_config(getattr(model, "config", None)), "final_logit_softcapping", None)
 
     def hidden(self, rows: torch.Tensor) -> torch.Tensor:
@@ -44,11 +47,16 @@ class Logits:
         if self.split is None:
             self.split = self._can_split(trial_rows(rows))
 
-    def parts(self, hidden: torch.Tensor) -> list[slice]:
+    def parts(self, hidden: torch.Tensor, *, with_gradient: bool = True) -> list[slice]:
         """Returns the slices of positions, each with about as many logits as suit the device."""
-        with torch.no_grad():
-            vocabulary = self.logits(hidden[:1]).shape[-1]
-        step = max(_SLICE_ELEMENTS.get(hidden.device.type, _SLICE_ELEMENTS["cpu"]) // vocabulary, 1)
+        if self.vocabulary is None:
+            with torch.no_grad():
+                self.vocabulary = self.logits(hidden[:1]).shape[-1]
+        device = hidden.device.type
+        elements = _SLICE_ELEMENTS.get(device, _SLICE_ELEMENTS["cpu"])
+        if not with_gradient:
+            elements = _SLICE_WITHOUT_GRADIENT.get(device, elements)
+        step = max(elements // self.vocabulary, 1)
         return [slice(start, min(start + step, len(hidden))) for start in range(0, len(hidden), step)]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

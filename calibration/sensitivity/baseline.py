@@ -11,14 +11,14 @@ but no faster than without a baseline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from quant.calibration.blocks import find_chains, removing
-from quant.calibration.sensitivity.divergence import Divergence
+from quant.calibration.sensitivity.divergence import Divergence, Later
 from quant.calibration.sensitivity.switchable_layer import CallCache
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.calibration.texts.rows import trial_rows
@@ -77,20 +77,29 @@ class Baseline:
             self.caches.append(cache)
         return self._mean(total)
 
+    @property
+    def is_queued(self) -> bool:
+        """Whether the device works on its own, so that `start_loss` returns before the loss is known."""
+        return self.rows.is_cuda
+
     def loss(self, choice: Mapping[str, str]) -> float:
         """Measures `choice` from the first block that differs from the cached run; without one, with a whole run."""
+        return self.start_loss(choice)()
+
+    def start_loss(self, choice: Mapping[str, str]) -> Later:
+        """Starts `loss`; the function that is returned waits for it. Another choice can be started before."""
         self._remember_references()
         self.switchable.set(choice)
         if self.choice is None:
-            return self._mean(sum(self._measured(i) for i in range(len(self.batches))))
-        total = 0.0
+            return self._start_mean([self._start(i) for i in range(len(self.batches))])
         changed = [g for g in self.block_index if choice.get(g) != self.choice.get(g)]
         # Everything before the first changed block is exactly as in the cached run.
         first = min((self.block_index[g] for g in changed), default=0)
+        sums = []
         for i in range(len(self.batches)):
             with self.switchable.caching(self.caches[i]), self._skipped(first, self.outputs[i]):
-                total += self._measured(i)
-        return self._mean(total)
+                sums.append(self._start(i))
+        return self._start_mean(sums)
 
     def loss_of(self, divergence: Divergence) -> float:
         """Returns the mean divergence of another model, which `divergence` runs, from the original of this one."""
@@ -111,6 +120,10 @@ class Baseline:
 
     def _measured(self, i: int, divergence: Divergence | None = None) -> float:
         """Returns the summed divergence on batch number `i`."""
+        return self._start(i, divergence)()
+
+    def _start(self, i: int, divergence: Divergence | None = None) -> Later:
+        """Starts to measure the summed divergence on batch number `i`."""
         divergence = divergence or self.divergence
         return divergence.measure(self.batches[i], self.references[i], i * self.batch_rows)
 
@@ -118,6 +131,11 @@ class Baseline:
         self.switchable.forget_inputs()
         # Rounding may make a distance of zero slightly negative.
         return max(total, 0.0) / self.divergence.count(self.rows)
+
+    def _start_mean(self, sums: Sequence[Later]) -> Later:
+        """Returns a function that waits for the sums of all batches, and returns their mean."""
+        self.switchable.forget_inputs()
+        return lambda: self._mean(sum(wait() for wait in sums))
 
     def _remember_references(self) -> None:
         if self.references:

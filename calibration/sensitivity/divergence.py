@@ -51,6 +51,10 @@ def finite(value: float, position: str, quantity: str) -> float:
     return value
 
 
+Later = Callable[[], float]
+"""Waits for the device, and returns a value whose computation was started."""
+
+
 def finite_sum(values: torch.Tensor, name_of: Callable[[int], str], quantity: str) -> float:
     """Returns the sum in float64.
 
@@ -62,10 +66,27 @@ def finite_sum(values: torch.Tensor, name_of: Callable[[int], str], quantity: st
     Raises:
         NotFinite: a value is NaN or infinite; the first such position is named.
     """
-    total = float(values.detach().double().sum())
-    if not math.isfinite(total):
-        finite(total, name_of(int((~values.isfinite()).nonzero()[0])), quantity)
-    return total
+    return start_sum(values, name_of, quantity)()
+
+
+def start_sum(values: torch.Tensor, name_of: Callable[[int], str], quantity: str) -> Later:
+    """Returns `finite_sum` without waiting for a GPU, which can be given its next work meanwhile."""
+    total, arrival = values.detach().double().sum(), None
+    if total.is_cuda:
+        # Reading `total` itself would wait for all work that was queued since.
+        on_host = torch.empty((), dtype=total.dtype, pin_memory=True)
+        total, arrival = on_host.copy_(total, non_blocking=True), torch.cuda.Event()
+        arrival.record()
+
+    def wait() -> float:
+        if arrival is not None:
+            arrival.synchronize()
+        number = float(total)
+        if not math.isfinite(number):
+            finite(number, name_of(int((~values.isfinite()).nonzero()[0])), quantity)
+        return number
+
+    return wait
 
 
 class Divergence(Protocol):
@@ -102,16 +123,16 @@ class Divergence(Protocol):
         """
         ...
 
-    def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
-        """Returns the summed divergence of the model as it is now.
+    def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> Later:
+        """Starts to compute the summed divergence of the model as it is now.
 
         Args:
             rows: the text.
             reference: result of `reference` for it.
             first_row: number of its first row, for errors.
 
-        Raises:
-            NotFinite: NaN or infinity at a position.
+        Returns:
+            A function that waits for the sum; it raises NotFinite for NaN or infinity at a position.
         """
         ...
 
@@ -155,15 +176,17 @@ class NextToken(Logits):
     def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
         with torch.no_grad():
             hidden = self.hidden(rows)
-            return hidden, [self._p(hidden[part]) for part in self.parts(hidden)] if keep else None
+            parts = self.parts(hidden, with_gradient=False) if keep else []
+            return hidden, [self._p(hidden[part]) for part in parts] or None
 
-    def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
+    def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> Later:
         with torch.no_grad():
             hidden = self.hidden(rows)
-            kl = [self._kl_of(hidden, reference, index, part) for index, part in enumerate(self.parts(hidden))]
+            parts = self.parts(hidden, with_gradient=False)
+            kl = [self._kl_of(hidden, reference, index, part) for index, part in enumerate(parts)]
             # One sum for all slices: a GPU is waited for once.
-            whole = slice(0, len(hidden))
-            return self._sum(torch.cat(kl), rows, whole, "the divergence from the original model", first_row)
+            quantity = "the divergence from the original model"
+            return start_sum(torch.cat(kl), lambda i: self._position_name(rows, i, first_row), quantity)
 
     def _kl_of(self, hidden: torch.Tensor, reference: Any, index: int, part: slice) -> torch.Tensor:
         """Returns the divergence at the positions of slice `index`, float32 `[positions]`."""
@@ -297,12 +320,12 @@ class Embeddings:
         with torch.no_grad():
             return self._embed(rows)
 
-    def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
+    def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> Later:
         with torch.no_grad():
             return self._sum(1 - (self._embed(rows) * reference).sum(dim=-1).double(), first_row)
 
-    def _sum(self, values: torch.Tensor, first_row: int) -> float:
-        return finite_sum(values, lambda i: f"row {first_row + i}", "the embedding")
+    def _sum(self, values: torch.Tensor, first_row: int) -> Later:
+        return start_sum(values, lambda i: f"row {first_row + i}", "the embedding")
 
     def probe(self, rows: torch.Tensor, generator: torch.Generator, first_row: int = 0) -> None:
         with torch.enable_grad():
@@ -310,13 +333,13 @@ class Embeddings:
             # Standard normal, drawn on the CPU: E[g gᵀ] is then the identity on embeddings, as 1 − cosine needs.
             direction = torch.randn(embedding.shape, generator=generator).to(embedding)
             values = (embedding * direction).sum(dim=-1)
-            self._sum(values, first_row)
+            self._sum(values, first_row)()
             values.sum().backward()
 
     def descend(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
         with torch.enable_grad():
             values = 1 - (self._embed(rows) * reference).sum(dim=-1)
-            total = self._sum(values, first_row)
+            total = self._sum(values, first_row)()
             values.sum().backward()
         return total
 

@@ -12,13 +12,16 @@ that scores find most promising are measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from quant.allocation.space import key_of
 from quant.calibration.sensitivity.baseline import Baseline
+from quant.calibration.sensitivity.divergence import Later
 from quant.calibration.sensitivity.knapsack import Infeasible, Near, Problem, solve
 
 _STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -26,6 +29,7 @@ _STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 _SWAPS = 200
 # Losses on different devices and in different batches differ by rounding; a gain must be more than that.
 _LEAST_GAIN = 1e-4
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -75,21 +79,44 @@ class Search:
         self.tick()
         return loss
 
-    def _loss(self, choice: np.ndarray) -> float:
-        key = key_of(choice)
-        if key not in self.losses:
-            self.measurements -= 1
-            self.losses[key] = self.baseline.loss(self.named(choice))
-            self.tick()
-        return self.losses[key]
+    def _losses(self, choices: Iterable[np.ndarray], *, within: bool = False) -> Iterator[tuple[np.ndarray, float]]:
+        """Yields choices with their losses, in turn; with `within`, as long as measurements are left.
+
+        The next choice is started while the device still works on the one before, if it does so on its own. One that
+        was started in vain, because the loop over these losses ends before it, does not count as a measurement.
+        """
+        started = self._started(choices, within=within)
+        for choice, wait in _one_ahead(started) if self.baseline.is_queued else started:
+            if within and self.measurements <= 0:
+                return
+            key = key_of(choice)
+            if wait is not None:
+                self.measurements -= 1
+                self.losses[key] = wait()
+                self.tick()
+            yield choice, self.losses[key]
+
+    def _started(self, choices: Iterable[np.ndarray], *, within: bool) -> Iterator[tuple[np.ndarray, Later | None]]:
+        """Yields choices whose measurement was just started, with None for those that were measured before."""
+        last = None
+        for choice in choices:
+            if within and self.measurements <= 0:
+                return
+            key = key_of(choice)
+            # The loss of the last one may still be under way.
+            is_known = key in self.losses or key == last
+            yield choice, None if is_known else self.baseline.start_loss(self.named(choice))
+            last = key
 
     def _flips(self, choice: np.ndarray, present: float) -> np.ndarray:
         """Returns the change of the loss by each change of one group, `[G, F]`; infinite where it was not measured."""
         table = np.full(self.problem.scores.shape, np.inf)
         # The present format costs nothing to keep.
         table[np.arange(len(choice)), choice] = 0.0
-        for group, format_ in self._shortlist(choice):
-            table[group, format_] = self._loss(_changed(choice, [(group, format_)])) - present
+        flips = self._shortlist(choice)
+        changed = (_changed(choice, [flip]) for flip in flips)
+        for (group, format_), (_, loss) in zip(flips, self._losses(changed), strict=True):
+            table[group, format_] = loss - present
         return table
 
     def _shortlist(self, choice: np.ndarray) -> list[tuple[int, int]]:
@@ -115,15 +142,16 @@ class Search:
         """Returns the best of the knapsack's answers near `choice`."""
         local = Problem(self.problem.groups, self.problem.candidates, flips, self.problem.costs)
         best, least = None, present * (1 - _LEAST_GAIN)
-        for changes in _STEPS:
-            try:
-                candidate = solve(local, self.limits, near=Near(choice, changes))
-            except Infeasible:
-                continue
-            loss = self._loss(candidate)
+        for candidate, loss in self._losses(self._answers(local, choice)):
             if loss < least:
                 best, least = candidate, loss
         return best
+
+    def _answers(self, local: Problem, choice: np.ndarray) -> Iterator[np.ndarray]:
+        """Yields the knapsack's answer for each number of changes that has one."""
+        for changes in _STEPS:
+            with suppress(Infeasible):
+                yield solve(local, self.limits, near=Near(choice, changes))
 
     def _swap(self, choice: np.ndarray, present: float, flips: np.ndarray) -> np.ndarray | None:
         """Returns the first exchange of two groups that helps."""
@@ -139,13 +167,22 @@ class Search:
             fits &= self.problem.total(name, choice) + extra[:, None] + extra[None] <= limit
         # Row-major order, as in promised[fits] below.
         pairs = np.argwhere(fits)
-        for a, b in pairs[np.argsort(promised[fits], kind="stable")][:_SWAPS]:
-            if self.measurements <= 0:
-                break
-            candidate = _changed(choice, [moves[a], moves[b]])
-            if self._loss(candidate) < present * (1 - _LEAST_GAIN):
+        best_first = pairs[np.argsort(promised[fits], kind="stable")][:_SWAPS]
+        swapped = (_changed(choice, [moves[a], moves[b]]) for a, b in best_first)
+        for candidate, loss in self._losses(swapped, within=True):
+            if loss < present * (1 - _LEAST_GAIN):
                 return candidate
         return None
+
+
+def _one_ahead(items: Iterable[T]) -> Iterator[T]:
+    """Yields items, each when the one after it has been made."""
+    iterator = iter(items)
+    for item in iterator:
+        for following in iterator:
+            yield item
+            item = following
+        yield item
 
 
 def _changed(choice: np.ndarray, moves: Iterable[Sequence[int] | np.ndarray]) -> np.ndarray:

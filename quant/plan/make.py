@@ -190,7 +190,7 @@ def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
     # Without values, some models cannot read what decides how they go on: a plan without weights tries all ways.
     is_outline = any(parameter.is_meta for parameter in model.parameters())
     # From the cheapest to the most expensive: shapes, then two tokens, then images or sounds of zeros.
-    stand_ins = [] if run and not is_outline else [_run_on_meta, _run_on_meta_in_bf16, _run_one_row, _run_stand_in]
+    stand_ins = [] if run and not is_outline else [run_on_meta, _run_on_meta_in_bf16, _run_one_row, _run_stand_in]
     for attempt in [run, *stand_ins] if run else stand_ins:
         try:
             with watching(model, layers) as watched:
@@ -227,7 +227,7 @@ def _fusion_record(layers: Sequence[Layer], plan: Plan, unknown: str | None) -> 
     }
 
 
-def _run_on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+def run_on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Runs a forward pass over shapes alone: no weight is read and no arithmetic done.
 
     Args:
@@ -244,7 +244,7 @@ def _run_on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 def _run_on_meta_in_bf16(model: nn.Module) -> None:
     """Runs the same pass in BF16, the only dtype that torch's grouped matmul for experts takes on meta."""
-    _run_on_meta(model, torch.bfloat16)
+    run_on_meta(model, torch.bfloat16)
 
 
 def _run_stand_in(model: nn.Module) -> None:

@@ -35,7 +35,7 @@ def check_sums(device: str) -> None:
 
 
 def test_pairs_lose_no_digits_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_matmul, "_of_columns", lambda x, y: x.float().t() @ y.float())
+    monkeypatch.setattr(fast_matmul, "_of_columns", lambda x, y, total=0: x.float().t() @ y.float() + total)
     monkeypatch.setattr("quant.calibration.statistics.has_pairs", lambda x: True)
     monkeypatch.setattr(fast_matmul, "has_pairs", lambda x: True)
     check_sums("cpu")
@@ -43,7 +43,7 @@ def test_pairs_lose_no_digits_that_matter(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_batches_add_up_as_their_sums_alone_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that ranks which have multiplied out a batch each come to the bits of one rank."""
-    monkeypatch.setattr(fast_matmul, "_of_columns", lambda x, y: x.float().t() @ y.float())
+    monkeypatch.setattr(fast_matmul, "_of_columns", lambda x, y, total=0: x.float().t() @ y.float() + total)
     monkeypatch.setattr("quant.calibration.statistics.has_pairs", lambda x: True)
     monkeypatch.setattr(fast_matmul, "has_pairs", lambda x: True)
     batches = [[part[start : start + 200] for part in inputs("cpu")] for start in (0, 200, 400)]
@@ -65,7 +65,7 @@ def test_bf16_alone_would_lose_them() -> None:
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_paired_linears_lose_no_digits_that_matter(stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_matmul, "_of_columns", lambda x, y: x.float().t() @ y.float())
+    monkeypatch.setattr(fast_matmul, "_of_columns", lambda x, y, total=0: x.float().t() @ y.float() + total)
     monkeypatch.setattr(fast_matmul, "has_pairs", lambda x: True)
     check_linears("cpu", stored)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,15 @@ from torch import nn
 
 import quant
 from quant.calibration.sensitivity.candidates import Candidate, parse_candidates
-from quant.calibration.sensitivity.divergence import Classes, Embeddings, NextToken, NotFinite, _kl, divergence_of
+from quant.calibration.sensitivity.divergence import (
+    Classes,
+    Embeddings,
+    NextToken,
+    NotFinite,
+    _kl,
+    divergence_of,
+    start_sum,
+)
 from quant.calibration.sensitivity.scores import Scoring, score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.calibration.session import Session
@@ -225,7 +234,7 @@ def test_measured_kl_is_that_of_float64_for_any_shift(
         each.change.data = (change + shift * model.shared / model.shared.square().sum()).to(each.change)
     expected = kl(base.flatten(0, 1), logits(exact, rows)[:, :-1].flatten(0, 1))
     assert expected > 1e-4
-    measured = found.measure(rows, reference) / found.count(rows)
+    measured = found.measure(rows, reference)() / found.count(rows)
     assert measured == pytest.approx(expected, rel=2e-2 if fast else 2e-4)
 
 
@@ -252,7 +261,7 @@ def test_a_loss_that_is_not_finite_is_an_error_that_names_the_token(value: float
     reference = found.reference(rows)
     model.embedding = Broken(model.embedding, 2, 5, value)
     calls: dict[str, Callable[[], Any]] = {
-        "measure": lambda: found.measure(rows, reference, 10),
+        "measure": lambda: found.measure(rows, reference, 10)(),
         "nll": lambda: found.nll(rows, 10),
         "probe": lambda: found.probe(rows, torch.Generator(), 10),
         "descend": lambda: found.descend(rows, reference, 10),
@@ -270,7 +279,7 @@ def test_so_is_one_of_a_class_or_of_an_embedding(when: str) -> None:
         layer = inner.bert.encoder.layer[0] if measured is model else inner.encoder.layer[0]
         kept, layer.output.dense = layer.output.dense, Broken(layer.output.dense, 17, 0, torch.nan)
         calls: dict[str, Callable[[], Any]] = {
-            "measure": lambda f=found, r=reference: f.measure(rows, r, 100),
+            "measure": lambda f=found, r=reference: f.measure(rows, r, 100)(),
             "probe": lambda f=found: f.probe(rows, torch.Generator(), 100),
             "descend": lambda f=found, r=reference: f.descend(rows, r, 100),
         }
@@ -319,10 +328,24 @@ def test_a_gpu_measures_in_one_launch_what_a_cpu_does(family: str, monkeypatch: 
         )
     rows = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(0))
     reference = NextToken(model, model.lm_head).reference(rows)
-    expected = NextToken(changed, changed.lm_head).measure(rows, reference)
+    expected = NextToken(changed, changed.lm_head).measure(rows, reference)()
     monkeypatch.setattr("quant.calibration.sensitivity.divergence.has_pairs", lambda x: True)
-    monkeypatch.setattr("quant.calibration.fast_matmul._of_columns", lambda x, y: x.float().t() @ y.float())
+    monkeypatch.setattr(
+        "quant.calibration.fast_matmul._of_columns", lambda x, y, total=0: x.float().t() @ y.float() + total
+    )
     with interpreted():
         found = NextToken(changed, changed.lm_head)
-        assert found.measure(rows, reference) == pytest.approx(expected, rel=2e-3)
+        assert found.measure(rows, reference)() == pytest.approx(expected, rel=2e-3)
     assert found.paired is not None and found.paired.low is None
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_sum_that_is_waited_for_later_is_its_own(device: str) -> None:
+    values = torch.arange(50.0, device=device)[:, None].expand(50, 1000).contiguous()
+    waits = [start_sum(row, str, "the rows") for row in values]
+    values.zero_()  # later work on the same device
+    assert [wait() for wait in waits] == [1000.0 * i for i in range(50)]
+    broken = torch.tensor([1.0, math.nan], device=device)
+    wait = start_sum(broken, lambda i: f"position {i}", "the values")
+    with pytest.raises(NotFinite, match="position 1: NaN or infinity in the values"):
+        wait()

@@ -315,7 +315,7 @@ def test_a_model_that_scales_its_logits_is_taken_whole() -> None:
         changed.inner.lm_head.weight.mul_(1.1)
         expected = (base.exp() * (base - changed(rows)[:, :-1].log_softmax(-1))).sum()
         model.inner.lm_head.weight.mul_(1.1)
-    assert other.measure(rows, reference) == pytest.approx(float(expected), rel=1e-4)
+    assert other.measure(rows, reference)() == pytest.approx(float(expected), rel=1e-4)
     plain.reference(rows)
     assert plain.split is True and other.split is False
 

@@ -135,7 +135,7 @@ def test_ranks_write_the_bytes_of_one(
     monkeypatch.setattr(factor, "_SLAB", 16)
     monkeypatch.setattr(rows, "search_threads", lambda *_: 2)
     # And second moments are added up as on a GPU; the tests below add them up as a CPU does.
-    monkeypatch.setattr(fast_matmul, "_of_columns", lambda x, y: x.float().t() @ y.float())
+    monkeypatch.setattr(fast_matmul, "_of_columns", lambda x, y, total=0: x.float().t() @ y.float() + total)
     for module in (fast_matmul, statistics):
         monkeypatch.setattr(module, "has_pairs", lambda x: True)
     for count in (1, 3):  # of four batches, one rank has two
