@@ -208,7 +208,7 @@ def find_writers(
     Returns:
         Writers by name, and the result of `run`.
     """
-    states: list[_State] = []
+    values: list[tuple[Point, torch.Tensor, int]] = []
     began: dict[str, int] = {}
     shape: list[torch.Size] = []
     chosen: list[torch.Tensor] = []
@@ -226,8 +226,7 @@ def find_writers(
             chosen.append(order[:_SAMPLE].to(flat.device))
         if flat.shape == shape[0]:
             # Clones: what is added in place later would change them.
-            sample = flat.flatten()[chosen[0]].double().cpu()
-            states.append(_State(point, flat.clone(), sample, clock))
+            values.append((point, flat.clone(), clock))
 
     def before(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -245,6 +244,9 @@ def find_writers(
     with removing(handles):
         result = run()
     eps = torch.finfo(next((p.dtype for p in block.parameters() if p.is_floating_point()), torch.float32)).eps
+    # All samples at once: a GPU is waited for once.
+    samples = torch.stack([value.flatten()[chosen[0]].double() for _, value, _ in values]).cpu() if values else []
+    states = [_State(point, value, sample, time) for (point, value, time), sample in zip(values, samples, strict=True)]
     search = _Search(_once(states), began, eps, modules)
     return search.writers(
         [name for name in layers if name in began], [name for name in experts if name in began]
@@ -354,20 +356,23 @@ class _Search:
             return None  # the walk names the weight or the row that holds NaN
         last = max(s.time for s in (own, beside) if s is not None)
         later = _distinct(s for s in self.states if s.time > last)
+        if not later:
+            return None
+        ends = torch.stack([state.sample for state in later], dim=1)
         solve = torch.linalg.pinv(outputs.t() @ outputs) @ outputs.t()
         for a in _distinct(s for s in self.states if s.time < self.began[name]):
             if any(a.key == other.key for other in not_the_stream):
                 continue
-            for b in later:
-                difference = b.sample - a.sample
-                factors = solve @ difference
-                contributions = (outputs * factors).abs()
-                rounding = self.eps * (contributions.sum(1) + a.sample.abs() + b.sample.abs())
-                fits = (difference - outputs @ factors).abs() <= _ROUNDINGS * rounding
-                # An output that is as small as the rounding of the sum proves nothing.
-                seen = (contributions > _ABOVE * rounding[:, None]).double().mean(0).min() >= 0.5
-                if bool(fits.all() & seen):
-                    return (self._outermost(a, name), *factors.tolist())
+            # All sums at once, `[sample, later]`: one by one, tiny operations take longer than the block's own pass.
+            differences = ends - a.sample[:, None]
+            contributions = (outputs[:, :, None] * (solve @ differences)).abs()
+            rounding = self.eps * (contributions.sum(1) + a.sample.abs()[:, None] + ends.abs())
+            errors = (differences - outputs @ (solve @ differences)).abs()
+            fits = (errors <= _ROUNDINGS * rounding).all(0)
+            # An output that is as small as the rounding of the sum proves nothing.
+            seen = (contributions > _ABOVE * rounding[:, None]).double().mean(0).amin(0) >= 0.5
+            for b in (fits & seen).nonzero()[:1, 0].tolist():
+                return (self._outermost(a, name), *(solve @ (later[b].sample - a.sample)).tolist())
         return None
 
     def _outermost(self, state: _State, name: str) -> Point:
