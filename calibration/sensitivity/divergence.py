@@ -74,9 +74,9 @@ def start_sum(values: torch.Tensor, name_of: Callable[[int], str], quantity: str
     total, arrival = values.detach().double().sum(), None
     if total.is_cuda:
         # Reading `total` itself would wait for all work that was queued since.
-        on_host = torch.empty((), dtype=total.dtype, pin_memory=True)
-        total, arrival = on_host.copy_(total, non_blocking=True), torch.cuda.Event()
-        arrival.record()
+        stream = torch.cuda.current_stream(total.device)
+        total = torch.empty((), dtype=total.dtype, pin_memory=True).copy_(total, non_blocking=True)
+        arrival = stream.record_event()
 
     def wait() -> float:
         if arrival is not None:
