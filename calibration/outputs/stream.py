@@ -245,7 +245,9 @@ def find_writers(
         result = run()
     eps = torch.finfo(next((p.dtype for p in block.parameters() if p.is_floating_point()), torch.float32)).eps
     # All samples at once: a GPU is waited for once.
-    samples = torch.stack([value.flatten()[chosen[0]].double() for _, value, _ in values]).cpu() if values else []
+    samples: list[torch.Tensor] = []
+    if values:
+        samples = list(torch.stack([value.flatten()[chosen[0]].double() for _, value, _ in values]).cpu())
     states = [_State(point, value, sample, time) for (point, value, time), sample in zip(values, samples, strict=True)]
     search = _Search(_once(states), began, eps, modules)
     return search.writers(
