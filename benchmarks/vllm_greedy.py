@@ -8,7 +8,7 @@ A small Llama, or SmolLM2 with `--model`, is written in `nvfp4a16`; the Llama is
 `vllm_presets.py`. The engines run at once, each in a process of its own, and add 64 tokens to each of the same 64
 prompts of 200 tokens. The table counts continuations that are equal to the last token, and the share of tokens before
 the first difference. Engines that round alike should agree in all; those that round otherwise part where two tokens are
-about equally likely, which in so small a model is often. Checkpoints that `--out` has already are used again.
+about equally likely, which in so small a model is often. Checkpoints of the same `--model` in `--out` are used again.
 GLM-4-MoE models (`_mtp_model.py`) are trained with a head that drafts a token; it is in 16 bit or in NVFP4.
 """
 
@@ -87,6 +87,7 @@ def make(out: Path, source: str) -> None:
         rows = load_file(DATA / "smollm2_wikitext2_512.safetensors")["calibration"][8:].flatten()
         prompts = rows[: PROMPTS * TOKENS].view(PROMPTS, TOKENS).tolist()
     (out / "prompts.json").write_text(json_text(prompts))
+    (out / "source").write_text(source)  # the last file: the others are complete
 
 
 def make_glm(out: Path, steps: int = 300, device: str = "cuda") -> None:
@@ -168,12 +169,15 @@ def main() -> None:
     from _table import machine, show, versions
 
     names = [name for name in ENGINES if name.startswith(tuple(args.only))]
-    if any(not name.startswith("GLM") for name in names) and not (args.out / "checkpoint" / "config.json").is_file():
+    source, of_glm = args.out / "source", (args.out / "glm-head" / "config.json", args.out / "prompts.json")
+    is_made = source.is_file() and source.read_text() == args.model
+    if any(not name.startswith("GLM") for name in names) and not is_made:
         make(args.out, args.model)
-    if any(name.startswith("GLM") for name in names) and not (args.out / "glm-head" / "config.json").is_file():
+    if any(name.startswith("GLM") for name in names) and not all(path.is_file() for path in of_glm):
         make_glm(args.out)
     processes = []
     for name in names:
+        (args.out / f"{name}.json").unlink(missing_ok=True)  # an engine that fails must not leave an earlier result
         log = (args.out / f"{name}.log").open("w")
         command = [sys.executable, __file__, "--out", str(args.out), "--serve", name]
         processes.append(subprocess.Popen(command, stdout=log, stderr=log))

@@ -50,7 +50,7 @@ def tiles_for(dim: int, arch: int, itemsize: int = 1) -> Tiles:
 _ROWS = (8, 16)
 """Query rows of a decoding tile: the columns of one or of two tensor-core products."""
 _MANY_ROWS = 64
-"""Query rows of a tile of any more."""
+"""Query rows of a tile where a KV head has more."""
 
 
 @dataclass(frozen=True)

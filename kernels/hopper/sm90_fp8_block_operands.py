@@ -261,11 +261,13 @@ def sm90_fp8_block_operands(
     across = out.codes.shape[1] if rows else -(-x.shape[1] // BLOCK) * BLOCK
     if x.numel():
         prologue = "norm" if norm is not None else "none" if up is None else "swiglu"
-        rstd, weight, normalized, dtype = norm or RMSNorm(x, x, x.dtype, x.dtype)
+        # Without a norm the kernel reads neither factor: any pointer will do.
+        factors = (x, x) if norm is None else (norm.rstd.contiguous(), norm.weight.contiguous())
+        normalized, dtype = (x.dtype, x.dtype) if norm is None else (norm.normalized, norm.dtype)
         tiling = _TILINGS["square" if square else prologue]
         sm90_fp8_block_operands_kernel[(down // BLOCK * (across // BLOCK),)](
-            x, factor, rstd.contiguous(), weight.contiguous(), *out, x.stride(0), factor.stride(0), *x.shape,
-            across // BLOCK, out.codes.stride(0), out.codes_t.stride(0), out.scale.stride(0), out.scale_t.stride(0),
+            x, factor, *factors, *out, x.stride(0), factor.stride(0), *x.shape, across // BLOCK, out.codes.stride(0),
+            out.codes_t.stride(0), out.scale.stride(0), out.scale_t.stride(0),
             prologue=prologue, normalized=_DTYPES[normalized], dtype=_DTYPES[dtype], rule=rule, square=square,
             rows=rows, columns=columns, **tile_options(tiling),
         )  # fmt: skip

@@ -106,9 +106,11 @@ def attend_in_fp8(model: Any) -> str:
 
 def attend_in_16bit(model: nn.Module) -> None:
     """Undoes `attend_in_fp8`."""
-    registration = vars(model).pop(_REGISTRATION, None)
-    for config, name in () if registration is None else registration.before:
-        config._attn_implementation_internal = name
+    # A wrapper, such as PEFT's, has the model among its modules.
+    for module in model.modules():
+        registration = vars(module).pop(_REGISTRATION, None)
+        for config, name in () if registration is None else registration.before:
+            config._attn_implementation_internal = name
 
 
 def _attend(

@@ -56,7 +56,7 @@ def _is_swiglu(module: nn.Module) -> bool:
         "up_proj": lambda x: x - 2,
         "down_proj": lambda x: 5 * x + x.roll(1, -1),
     }
-    x = torch.linspace(-2, 2, 12, dtype=torch.float64).view(1, 3, 4)
+    x = torch.linspace(-2, 2, 12, dtype=torch.float64, device="cpu").view(1, 3, 4)
     expected = stand_ins["down_proj"](functional.silu(3 * x + 1) * (x - 2))
     try:
         y = type(module).forward(SimpleNamespace(**{**vars(module), **module._modules, **stand_ins}), x)
@@ -143,7 +143,8 @@ class _GatedMLP(torch.autograd.Function):
             dh, of_gate, of_up, native.rule, for_gate or for_up, for_down
         )
         d_down = native.weight_gradient(d, *transposed[4:], down) if for_down else None
-        for state, scale in zip(ctx.states, both_scale.split(len(gate) // BLOCK), strict=False):
+        # Further scales are those of padding.
+        for state, scale in zip(ctx.states[:2], both_scale.split(len(gate) // BLOCK), strict=False):
             state.note_gradient(scale)
         gradients = [
             native.weight_gradient((both, both_scale, *operand), codes_t, scale_t, weight) if is_trained else None

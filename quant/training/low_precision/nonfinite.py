@@ -75,9 +75,10 @@ class GradientWatch:
 
     @classmethod
     def end(cls, model: nn.Module) -> None:
-        """Undoes `start`."""
-        vars(model).pop(_ATTRIBUTE, None)
-        cls._watches.pop(model, None)
+        """Undoes `start` for a model, or for the models within a wrapper."""
+        for module in model.modules():
+            if vars(module).pop(_ATTRIBUTE, None) is not None:
+                cls._watches.pop(module, None)
         if not cls._watches and cls._hook is not None:
             cls._hook.remove()
             cls._hook = None

@@ -210,7 +210,8 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
     if left.is_cuda and a.is_exact_in_bf16 and b.is_exact_in_bf16:
         product = torch.mm(left.bfloat16(), right.bfloat16().t(), out_dtype=torch.float32)
     else:
-        product = float32_product(left, right.t())
+        # NVFP4's kernel gives BF16, and the other operand may need float32.
+        product = float32_product(left.float(), right.float().t())
     return (product * (a.factor * b.factor.t())).to(dtype)
 
 

@@ -111,7 +111,7 @@ class LowPrecision:
             return self._scaled_by
         of_x = of_w = None
         if recipe.input is not None and recipe.input.is_static:
-            current = _of_all_ranks(x.detach().abs().amax().float())
+            current = _largest_magnitude(x.detach()).float()
             # Of earlier steps, before this one is recorded.
             of_x = self.amax["x"].largest(current) if recipe.history else current
             self.record_input(current)

@@ -115,14 +115,15 @@ def _formula(module: nn.Module) -> _Formula | None:
         return None
     if module._modules or module._buffers:
         return None
-    columns, generator = 64, torch.Generator().manual_seed(0)
+    # On the CPU, whichever device is the default.
+    columns, generator = 64, torch.Generator("cpu").manual_seed(0)
     twin = copy.copy(module)
     vars(twin).update(normalized_shape=(columns,), _parameters={})
 
     def values(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Any]:
         # Small rows, in which eps counts.
-        size = torch.tensor([[1.0], [1e-3], [30.0], [0.0]])
-        x, w = (torch.randn(rows, columns, generator=generator) for rows in (4, 1))
+        size = torch.tensor([[1.0], [1e-3], [30.0], [0.0]], device="cpu")
+        x, w = (torch.randn(rows, columns, generator=generator, device="cpu") for rows in (4, 1))
         x, w = (x * size).to(dtype), w[0].to(dtype)
         vars(twin)["_parameters"] = {"weight": nn.Parameter(w, requires_grad=False)}
         try:

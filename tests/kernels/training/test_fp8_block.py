@@ -166,10 +166,10 @@ def test_a_norm_is_quantized_as_its_values_are(
     rstd = torch.rsqrt(x.float().square().mean(1) + 1e-6)
     # The same numbers by separate operations, so that every code and scale must be equal.
     y = ((x.float() * rstd[:, None]).to(normalized).float() * weight.float()).to(dtype)
-    made = Operands(*torch.ops.quant.fp8_block_rms_norm(x, rstd, weight, normalized, dtype, rule, True))
-    assert matches(made.codes, made.scale, y, rule) and matches(made.codes_t, made.scale_t, y.t(), rule)
+    both = Operands(*torch.ops.quant.fp8_block_rms_norm(x, rstd, weight, normalized, dtype, rule, True))
+    assert matches(both.codes, both.scale, y, rule) and matches(both.codes_t, both.scale_t, y.t(), rule)
     rows = Operands(*torch.ops.quant.fp8_block_rms_norm(x, rstd, weight, normalized, dtype, rule, False))
-    assert torch.equal(_bits(rows.codes), _bits(made.codes)) and not rows.codes_t.numel()
+    assert torch.equal(_bits(rows.codes), _bits(both.codes)) and not rows.codes_t.numel()
 
 
 @pytest.mark.parametrize("device", DEVICES)

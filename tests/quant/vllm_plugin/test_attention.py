@@ -40,7 +40,7 @@ def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> to
 
 
 def decode(
-    q: torch.Tensor, pages: Any, table: torch.Tensor, lengths: torch.Tensor, *rest: Any, out: torch.Tensor | None
+    q: torch.Tensor, pages: Any, table: torch.Tensor, lengths: torch.Tensor, *launch: Any, out: torch.Tensor | None
 ) -> torch.Tensor:
     y = paged_reference(q, pages, table, lengths)
     # The kernel writes `out` as if it were contiguous.

@@ -41,7 +41,7 @@ def test_prompts_in_fp8_are_compared_with_a_tolerance_of_their_own(
     right = weights.multiply
     monkeypatch.setenv("BLOCKSCALE_VLLM", "fp8-prefill")
     monkeypatch.setattr(
-        weights, "multiply", lambda layer, x, *rest: right(layer, x, *rest) * (factor if len(x) > 80 else 1)
+        weights, "multiply", lambda layer, x, *parameters: right(layer, x, *parameters) * (factor if len(x) > 80 else 1)
     )
     assert bool(ON_CPU.product_failure("nvfp4")) is fails
 

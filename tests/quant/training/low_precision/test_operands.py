@@ -15,7 +15,7 @@ from quant.formats.number import E2M1, E4M3, E5M2, Number
 from quant.formats.packing import pack
 from quant.formats.rounding import encode
 from quant.training.low_precision.hadamard import SIGNS, hadamard_matrix, transform_tokens
-from quant.training.low_precision.operands import RoundedOperand, multiply, round_operand
+from quant.training.low_precision.operands import Operand, RoundedOperand, multiply, round_operand
 from quant.training.low_precision.recipe import NVFP4_SQUARE, RECIPES, TrainingRecipe
 from quant.training.low_precision.stochastic import round_stochastically
 
@@ -146,6 +146,14 @@ def test_a_product_is_that_of_the_decoded_operands() -> None:
     a, b = round_operand(x, FORMATS["nvfp4"], NVFP4), round_operand(w, NVFP4_SQUARE, NVFP4)
     decoded = [o.elements.double() * _spread(o, o.elements.shape) * o.factor.double() for o in (a, b)]
     exact = decoded[0] @ decoded[1].t()
+    assert torch.allclose(multiply(a, b, torch.float32).double(), exact, rtol=1e-6, atol=1e-5)
+
+
+def test_an_operand_in_bf16_is_multiplied_by_one_in_float32() -> None:
+    """On a GPU NVFP4 comes in BF16, and blocks with FP32 scales do not fit it."""
+    a = Operand(torch.randn(16, 32).bfloat16(), torch.tensor(0.5), is_exact_in_bf16=True)
+    b = Operand(torch.randn(24, 32), torch.tensor(2.0), is_exact_in_bf16=False)
+    exact = a.values.double() @ b.values.double().t()
     assert torch.allclose(multiply(a, b, torch.float32).double(), exact, rtol=1e-6, atol=1e-5)
 
 

@@ -104,6 +104,14 @@ def test_a_copys_gradients_are_watched_until_it_is_plain_again() -> None:
         assert not any("watch" in name for name in vars(each))
 
 
+def test_a_wrapper_gives_back_the_model_in_it() -> None:
+    model = tiny_models.llama(num_hidden_layers=1).train()
+    quant.to_low_precision_training(model, "mxfp8", attention="fp8")
+    quant.from_low_precision_training(torch.nn.Sequential(model))
+    assert model.config._attn_implementation == "sdpa"
+    assert not any("watch" in name or "training" in name for name in vars(model) if name != "training")
+
+
 def test_a_saved_config_has_no_word_of_training(tmp_path: Path) -> None:
     plain, model = tiny_models.mixtral(num_hidden_layers=1), tiny_models.mixtral(num_hidden_layers=1)
     quant.to_low_precision_training(model, "mxfp8", attention="fp8")

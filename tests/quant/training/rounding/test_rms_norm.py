@@ -188,3 +188,10 @@ def test_only_rms_norms_are_traced_and_the_way_back_is_plain() -> None:
         assert vars(norm)["forward"].args[0] is norm
     quant.from_low_precision_training(model)
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_the_formula_is_tried_on_the_cpu_whichever_device_is_the_default() -> None:
+    model = nn.Sequential(nn.RMSNorm(128))
+    with torch.device("meta"):
+        rms_norm.trace_rms_norms(model)
+    assert "forward" in vars(model[0])
