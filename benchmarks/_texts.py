@@ -45,8 +45,8 @@ def page_rows(file: Path, tokenizer: Any, rows: int, seqlen: int = SEQLEN) -> to
     if file.suffix in (".html", ".htm"):
         # A page's head holds no sentences of its text.
         content = html.unescape(re.sub(r"\s*<[^>]+>\s*", "\n", content.partition("<body>")[2] or content))
-    found = quant.calibration_rows([content.strip()], tokenizer, samples=None, seqlen=seqlen)
-    return found[:rows].contiguous()
+    all_rows = quant.calibration_rows([content.strip()], tokenizer, samples=None, seqlen=seqlen)
+    return all_rows[:rows].contiguous()
 
 
 def _drawn(names: Iterable[Any], part: Part) -> list[Any]:

@@ -445,12 +445,17 @@ def plot(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     figure.savefig(path)
 
 
-def _parse_texts(given: Sequence[str]) -> dict[str, Path]:
-    pairs = [text.partition("=") for text in given]
-    for name, separator, file in pairs:
-        if not separator or not name or not Path(file).is_file():
-            raise click.BadParameter(f"{name + separator + file!r}: expected NAME=FILE, such as 'Finnish=fin.html'")
-    return {name: Path(file) for name, _, file in pairs}
+def _parse_texts(options: Sequence[str]) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for option in options:
+        name, _, file = option.partition("=")
+        if not name or not Path(file).is_file():
+            raise click.BadParameter(f"{option!r}: expected NAME=FILE, such as 'Finnish=fin.html'")
+        # One file has the rows of all texts by name.
+        if name in ("calibration", *TEXTS, *files):
+            raise click.BadParameter(f"{option!r}: there is a text of this name already; give it another one")
+        files[name] = Path(file)
+    return files
 
 
 def _parse_checkpoints(given: Sequence[str]) -> dict[str, Path]:

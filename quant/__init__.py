@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-import sys
 from typing import Any
 
 __version__ = "0.2.0"
@@ -88,7 +87,7 @@ __all__ = ["__version__", *_HOME]
 
 
 def _edit_plan(plan: Any, setting: str, whole_groups: bool) -> Any:
-    """Carries out `Plan.set`; editing is imported when a plan is edited, and not when a model is loaded."""
+    """Carries out `Plan.set`, whose room may not import the editing of plans."""
     return importlib.import_module("quant.plan.edit").set_in_python(plan, setting, whole_groups)
 
 
@@ -96,8 +95,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'quant' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
-    if (plans := sys.modules.get("quant.recipes.plan")) is not None:
-        plans.Plan._editor = _edit_plan  # whoever can get a plan can call `Plan.set`
     if inspect.isfunction(value):
         # Commands import the function from its module, and its messages name their options.
         value = importlib.import_module("quant.errors").naming_parameters(value)

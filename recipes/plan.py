@@ -20,12 +20,13 @@ import hashlib
 import html
 import math
 import reprlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict, get_type_hints
+from typing import Any, TypedDict, get_type_hints
 
 from quant.formats.atomic import write_atomically
 from quant.formats.format import FORMATS, FP8_HEAD, Format, cache_format, get_format, parse_format
@@ -241,10 +242,6 @@ class Plan:
     target: str | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
 
-    # The public package puts a function of `quant.plan.edit` here. Edits are checked against runtimes and solvers, and
-    # this room may not import these.
-    _editor: ClassVar[Callable[..., Plan]]
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
         cache = self.kv_cache.name if isinstance(self.kv_cache, Format) else self.kv_cache
@@ -312,7 +309,10 @@ class Plan:
             UserError: a glob that matches no layer, an unknown format or solver, a format that does not fit a layer,
                 or a fusion group that would be split; the layers are named.
         """
-        return self._editor(f"{glob}={format.name if isinstance(format, Format) else format}", whole_groups)
+        setting = f"{glob}={format.name if isinstance(format, Format) else format}"
+        # Edits are checked against runtimes and solvers, which this room may not import; the package that holds it may.
+        edited: Plan = sys.modules["quant"]._edit_plan(self, setting, whole_groups)
+        return edited
 
     def replace_layers(self, layers: Iterable[LayerPlan]) -> Plan:
         """Returns a plan in which the layers of the same names are replaced by `layers`."""

@@ -19,7 +19,8 @@ from quant.recipes.module_hooks import forwarding
 # 32 MB of FP32 logits on a CPU; more on a GPU, so that fewer kernels are launched. Some six such tensors exist at once
 # where a loss has a gradient.
 _SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 25}
-# Each slice reads the whole head, so that larger ones save time; without a gradient they take no more memory.
+# Each slice reads the whole head, so that larger ones save time. Without a gradient fewer such tensors exist at once,
+# and twice as large ones take no more memory.
 _SLICE_WITHOUT_GRADIENT = {"cuda": 1 << 26}
 
 

@@ -26,8 +26,8 @@ from quant.formats.scaling import nonzero
 
 # Powers of the activation's magnitude that AWQ tries.
 POWERS = tuple(k / 10 for k in range(10))
-# Added to the diagonal of A, as a fraction of its mean.
-_OUTPUT_DAMPING = 0.001
+# Added to the diagonal of A, as a fraction of its mean: the first one with which A has a Cholesky factor.
+_OUTPUT_DAMPING = (0.001, 0.01, 0.1, 1.0)
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,21 @@ def in_loss_metric(weight: Tensor, blocks: Sequence[Tensor]) -> Tensor:
         weight: `[out, in]`.
         blocks: the diagonal blocks of A, see `GroupInputs`.
     """
-    parts = []
-    for block, rows in zip(blocks, weight.split([len(block) for block in blocks]), strict=True):
-        damped = block.float().clone()
-        damped.diagonal().add_(_OUTPUT_DAMPING * nonzero(damped.diagonal().mean()))
-        parts.append(torch.linalg.cholesky(damped).t() @ rows)
-    return torch.cat(parts)
+    parts = weight.split([len(block) for block in blocks])
+    return torch.cat([_factor(block.float()).t() @ rows for block, rows in zip(blocks, parts, strict=True)])
+
+
+def _factor(block: Tensor) -> Tensor:
+    """Returns the lower L with L Lᵀ = A, damped, of a float32 block `[k, k]` of A."""
+    mean = nonzero(block.diagonal().mean())
+    for damping in _OUTPUT_DAMPING:
+        damped = block.clone()
+        damped.diagonal().add_(damping * mean)
+        lower, info = torch.linalg.cholesky_ex(damped)
+        # Rounding gives A negative eigenvalues where a few outputs have gradients far above the others'.
+        if int(info) == 0:
+            return lower
+    return block.diagonal().clamp(min=0).sqrt().diag()  # each output by itself
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ def cause_of(error: BaseException) -> str:
     last = max((index for index, line in enumerate(lines) if _EXCEPTION.match(line)), default=0)
     # A C++ compiler's first error is the cause of the others.
     last = next((index for index, line in enumerate(lines) if ": error: " in line), last)
-    text = " ".join(" ".join(lines[last:]).split())
+    text = " ".join(" ".join(lines[last:]).split()) or type(error).__name__
     # Long texts, such as a compiler's output, say the most at their beginning and at their end.
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 

@@ -58,8 +58,8 @@ def dequantize_in_graph(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.
     scale = weight.scale if weight.scale.dtype.is_floating_point else decode_power_of_two(weight.scale)
     step = scale.float()
     if weight.global_scale is not None:
-        # Not in float64, as the oracle does, although the product is the same: Inductor would cast E4M3 to it directly,
-        # and Triton compiles no such cast.
+        # The oracle multiplies in float64; float32 gives the same product, because it rounds once too. Inductor would
+        # cast E4M3 to float64 directly, and Triton compiles no such cast.
         step = step * weight.global_scale.float()
     block_rows, block_columns = format.block_shape(weight.shape)
     step = step.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(block_columns, 1)[:, :columns]

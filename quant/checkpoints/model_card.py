@@ -22,6 +22,7 @@ from quant.plan.check import first_problem
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import Plan, bits_per_weight
 from quant.report.saved_report import saved_report
+from quant.report.summary import loss_text
 
 CARD, SOURCE_CARD = "README.md", "README.source.md"
 _MARK = "<!-- Model card by Blockscale; a card without this line is never replaced. -->"
@@ -134,9 +135,10 @@ def _loss(report: Mapping[str, Any] | None) -> Iterator[str]:
     yield from ("| text | KL (nats) | same likeliest token | perplexity | before |", "|---|---:|---:|---:|---:|")
     for each in (evaluation, *(evaluation.get("others") or ())):
         cells = [
-            "–" if (value := each.get(key)) is None else form.format(value)
-            for key, form in (
-                ("kl", "{:.4f}"), ("top1", "{:.1%}"), ("perplexity", "{:.2f}"), ("baseline_perplexity", "{:.2f}")
+            "–" if (value := each.get(key)) is None else text(value)
+            for key, text in (
+                ("kl", loss_text), ("top1", "{:.1%}".format), ("perplexity", "{:.2f}".format),
+                ("baseline_perplexity", "{:.2f}".format),
             )
         ]  # fmt: skip
         # Only the name: a path would disclose details of the machine.

@@ -247,7 +247,9 @@ def _written_first(names: Sequence[str]) -> list[str]:
 
 def _cache_of(source: Source, name: str, rows: Rows, session: Session) -> TextCache | None:
     """Returns the place in the cache of the text `name`, `mix` or `self`; None where it is not cached."""
-    return TextCache.of(source, session, {"name": name, "samples": rows.samples, "seqlen": rows.seqlen})
+    # Rows are cut to the context, so longer ones are the same text.
+    seqlen = within_context(source, rows.seqlen)
+    return TextCache.of(source, session, {"name": name, "samples": rows.samples, "seqlen": seqlen})
 
 
 def _file_rows(source: Source, name: str, rows: Rows) -> tuple[torch.Tensor, Record]:

@@ -62,8 +62,6 @@ class TextCache:
         is_known_class = type(source.model).__module__.startswith("transformers.")
         if directory is None or not (is_built_from_files and is_known_class):
             return None
-        device = session.device
-        on_gpu = device is not None and device.type == "cuda"
         depends = {
             "files": source.files.fingerprints(),
             "weights": {file.name: spot_hash(file) for file in files},
@@ -72,8 +70,7 @@ class TextCache:
             "shape": shape,
             "seed": session.seed,
             "versions": versions(),
-            # Sums round differently on another kind of device, and then another token is drawn.
-            "device": torch.cuda.get_device_name(device) if on_gpu else f"cpu, {torch.get_num_threads()} threads",
+            "device": _kind_of(session.device),
         }
         return cls(directory / "texts" / f"{hashlib.sha256(json_text(depends).encode()).hexdigest()}.safetensors")
 
@@ -84,7 +81,8 @@ class TextCache:
                 rows, record = file.get_tensor("rows"), json.loads(file.metadata()["record"])
         except (OSError, SafetensorError, ValueError, KeyError, TypeError):
             return None
-        return (rows, record) if record.get("sha256") == rows_hash(rows) else None
+        is_whole = isinstance(record, dict) and record.get("sha256") == rows_hash(rows)
+        return (rows, record) if is_whole else None
 
     def write(self, rows: torch.Tensor, record: Record) -> None:
         """Keeps rows and their record. A directory that cannot be written to costs later runs time, and no result."""
@@ -106,6 +104,14 @@ def _directory() -> Path | None:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockscale"
     except RuntimeError:
         return None
+
+
+def _kind_of(device: torch.device | None) -> str:
+    """Returns the kind of a device. On another kind sums round differently, and then another token is drawn."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    # Several machines may share a home: the vector instructions decide in which order a CPU adds.
+    return f"cpu, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
 def _hashes_of_tokenizer(path: Path | None) -> dict[str, str]:

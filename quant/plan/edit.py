@@ -146,7 +146,9 @@ def _matched(plan: Plan, setting: Setting) -> list[LayerPlan]:
     named = [layer for layer in plan.layers if fnmatchcase(layer.name, setting.glob)]
     if not named:
         names = ", ".join(layer.name for layer in plan.layers[:3])
-        raise UserError(f"--set {setting.text!r}: the glob matches no layer; this plan's are called {names}, …")
+        names += ", …" if len(plan.layers) > 3 else ""
+        layers = f"this plan's are called {names}" if names else "this plan has none"
+        raise UserError(f"--set {setting.text!r}: the glob matches no layer; {layers}")
     matched = [layer for layer in named if layer.kind in QUANTIZABLE]
     # `*` over a model with both is meant for its linear layers, unless convolutions are quantized already.
     if any(layer.kind != LayerKind.CONV for layer in matched):

@@ -109,7 +109,8 @@ def _distillation(trained: Distillation, now: Evaluation | None) -> str:
     # Both evaluations are on the same texts in the same order.
     for old, new in zip(trained.before.texts if trained.before else (), now.texts if now else (), strict=True):
         if old.kl is not None and new.kl is not None:
-            lines.append(f"KL {loss_text(old.kl)} → {loss_text(new.kl)} ({new.kl / old.kl:.2f}×) on {new.text}")
+            ratio = f" ({new.kl / old.kl:.2f}×)" if old.kl else ""
+            lines.append(f"KL {loss_text(old.kl)} → {loss_text(new.kl)}{ratio} on {new.text}")
     return "\n".join(lines)
 
 

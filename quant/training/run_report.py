@@ -17,6 +17,7 @@ from quant.extras import versions
 from quant.models.open import Source
 from quant.recipes.plan import LayerPlan, Plan
 from quant.report.report import Distillation, Report, kv_cache_of
+from quant.report.summary import loss_text
 from quant.runtime.attention import quantized_attention
 
 _WORSE = 1.02  # times the KL before training; rounding by itself does not change it by as much
@@ -77,7 +78,7 @@ def worse_texts(record: Distillation, evaluation: Evaluation | None) -> list[str
     if record.before is None or evaluation is None:
         return []
     return [
-        f"training raised KL from {before.kl:.4f} to {after.kl:.4f} on {after.text}; more rows a step "
+        f"training raised KL from {loss_text(before.kl)} to {loss_text(after.kl)} on {after.text}; more rows a step "
         f"(--batch-size was {record.batch}), a lower --lr (it was {record.rate:g}), or "
         "--data of that kind lose less there"
         for before, after in zip(record.before.texts, evaluation.texts, strict=True)

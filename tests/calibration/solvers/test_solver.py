@@ -165,6 +165,11 @@ def test_awq_judges_by_the_loss_of_the_model_where_gradients_are_measured() -> N
     torch.testing.assert_close(
         (error @ in_loss_metric(weight, blocks).t()).square().sum(1), expected, rtol=0.01, atol=0
     )
+    # Where rounding made A indefinite, a larger diagonal helps; in the end every output counts by itself.
+    for coupling, diagonal, remaining in ((1.05, 1.1, 1.05), (9.0, 1.0, 0.0)):
+        factor = in_loss_metric(torch.eye(2), [torch.tensor([[1.0, coupling], [coupling, 1.0]])]).t()
+        expected = torch.tensor([[diagonal, remaining], [remaining, diagonal]])
+        torch.testing.assert_close(factor @ factor.t(), expected)
     # Channels 0 to 15 are loud and matter to the ignored output alone.
     weight = torch.zeros(2, 32)
     weight[0, :16], weight[1, 16:] = 1, torch.rand(16) + 0.5

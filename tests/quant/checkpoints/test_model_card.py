@@ -13,9 +13,11 @@ import torch
 from click.testing import CliRunner
 
 import quant
+from quant.checkpoints.model_card import _loss
 from quant.checkpoints.source import compare_with_source
 from quant.cli.main import main
 from quant.models.hub import hub_name
+from quant.report.summary import loss_text
 
 yaml = pytest.importorskip("yaml", reason="needs the extra hf")
 pytest.importorskip("transformers", reason="needs the extra hf")
@@ -107,4 +109,7 @@ def test_a_loss_is_in_the_card_without_paths(model: Path, tmp_path: Path) -> Non
     )  # fmt: skip
     kl = json.loads((tmp_path / "out/report.json").read_text())["evaluation"]["kl"]
     _, body = card(tmp_path / "out")
-    assert f"| ids.safetensors | {kl:.4f} |" in body and str(tmp_path) not in body
+    assert f"| ids.safetensors | {loss_text(kl)} |" in body and str(tmp_path) not in body
+    # A small loss keeps its digits.
+    small = next(row for row in _loss({"evaluation": {"text": "a.txt", "kl": 3.2e-5}}) if "a.txt" in row)
+    assert small == "| a.txt | 3.2e-05 | – | – | – |"

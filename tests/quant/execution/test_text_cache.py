@@ -89,6 +89,24 @@ def test_another_text_is_written(written: list[int], tmp_path: Path) -> None:
     assert len(written) > count
 
 
+def test_rows_beyond_the_context_and_another_processor(
+    written: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text is cut to the model's context, and machines that share a home may add in another order."""
+    source = open_model(str(BASE))
+    context = source.config.max_position_embeddings
+    short = Rows(("self",), samples=1, seqlen=context)
+    first, _, _ = _read(BASE, short)
+    assert first.shape == (1, context)
+    longer = replace(short, seqlen=2 * context)
+    assert not must_write(source, longer, Session())
+    count = len(written)
+    again, _, _ = _read(BASE, longer)
+    assert len(written) == count and torch.equal(again, first)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "of another machine")
+    assert must_write(source, short, Session())
+
+
 def test_a_module_and_a_factory_are_not_cached(written: list[int], tmp_path: Path) -> None:
     source = open_model(str(BASE))
     assert text_cache.TextCache.of(open_model(source.module), Session(), {}) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -195,8 +196,10 @@ def test_a_plan_is_edited_by_its_own_method() -> None:
         plan.set("*.q_proj", "mxfp8")
 
 
-def test_the_name_of_a_plan_brings_its_method() -> None:
-    """No command and no other public name has been used in this process."""
-    command = [sys.executable, "-c", "import quant; quant.Plan(()).set('*', 'fp8')"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert "UserError: Plan.set: '*=fp8': the glob matches no layer" in done.stderr
+@pytest.mark.parametrize("origin", ["import quant; plan = quant.Plan(())", "import pickle; plan = pickle.loads({})"])
+def test_any_plan_has_its_method(origin: str) -> None:
+    """No command and no other public name has been used in this process, to which a worker may send a plan."""
+    code = origin.format(pickle.dumps(Plan(()))) + "; plan.set('*', 'fp8')"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "UserError: Plan.set: '*=fp8': the glob matches no layer; this plan has none" in done.stderr
