@@ -160,8 +160,8 @@ class Settings:
 
     def read(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Rows to calibrate with, and rows of each text to evaluate on."""
-        found = load_file(self.texts)
-        return found.pop("calibration"), {name: found[name] for name in self.names}
+        rows = load_file(self.texts)
+        return rows["calibration"], {name: rows[name] for name in self.names}
 
 
 def write_texts(
@@ -184,18 +184,20 @@ def write_texts(
     evaluated = quant.token_rows(f"{tokens}:eval", None, samples=rows, seqlen=_seqlen(tokens))
     seqlen = evaluated.shape[1]
     if calib == "tokens":
-        found = quant.token_rows(f"{tokens}:calibration", None, samples=calibration_rows, seqlen=seqlen)
+        calibration = quant.token_rows(f"{tokens}:calibration", None, samples=calibration_rows, seqlen=seqlen)
         made_of = f"{tokens.name}:calibration"
     else:
         assert source.model is not None
         plan = quant.make_plan(source.model, "nvfp4a16", solver="gptq")
-        how: dict[str, Any] = {"samples": calibration_rows, "seqlen": seqlen, "session": Session.on(settings.device)}
-        found, record = mixed_text(source.model, plan, tokenizer, **how)
+        session = Session.on(settings.device)
+        calibration, record = mixed_text(
+            source.model, plan, tokenizer, session, samples=calibration_rows, seqlen=seqlen
+        )  # fmt: skip
         made_of = f"the mixture ({', '.join(f'{count} tokens of {part}' for part, count in record['tokens'].items())})"
-    others = (make(tokenizer, rows, "report", seqlen) for make in (python_rows, reference_rows))
-    texts = dict(zip(TEXTS, (evaluated, *others), strict=True))
+    documents = (make(tokenizer, rows, "report", seqlen) for make in (python_rows, reference_rows))
+    texts = dict(zip(TEXTS, (evaluated, *documents), strict=True))
     texts |= {name: page_rows(path, tokenizer, rows, seqlen) for name, path in more.items()}
-    save_file({"calibration": found, **texts}, settings.texts)
+    save_file({"calibration": calibration, **texts}, settings.texts)
     return f"{calibration_rows} rows of {made_of}"
 
 

@@ -81,6 +81,7 @@ def _factor(block: Tensor) -> Tensor:
     for damping in _OUTPUT_DAMPING:
         damped = block.clone()
         damped.diagonal().add_(damping * mean)
+        lower: Tensor
         lower, info = torch.linalg.cholesky_ex(damped)
         # Rounding gives A negative eigenvalues where a few outputs have gradients far above the others'.
         if int(info) == 0:
