@@ -192,7 +192,7 @@ def write_texts(
         session = Session.on(settings.device)
         calibration, record = mixed_text(
             source.model, plan, tokenizer, session, samples=calibration_rows, seqlen=seqlen
-        )  # fmt: skip
+        )
         made_of = f"the mixture ({', '.join(f'{count} tokens of {part}' for part, count in record['tokens'].items())})"
     documents = (make(tokenizer, rows, "report", seqlen) for make in (python_rows, reference_rows))
     texts = dict(zip(TEXTS, (evaluated, *documents), strict=True))

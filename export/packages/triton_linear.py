@@ -145,11 +145,11 @@ def analysed_once() -> Iterator[None]:
     name = next((name for name in names if hasattr(triton_kernel_wrap, name)), "")
     analyse, answers = getattr(triton_kernel_wrap, name, None), dict[Any, Any]()
 
-    def remembered(kernel: Any, arguments: Mapping[str, Any], *rest: Any) -> Any:
-        key = (_function_of(kernel), repr([config.kwargs for config in getattr(kernel, "configs", ())]), repr(rest))
+    def remembered(kernel: Any, arguments: Mapping[str, Any], *descriptors: Any) -> Any:
+        key = (_function_of(kernel), repr([config.kwargs for config in getattr(kernel, "configs", ())]), repr(descriptors))
         key += tuple((name, type(x), x if isinstance(x, _CONSTANT) else _dtype_of(x)) for name, x in arguments.items())
         if key not in answers:
-            answers[key] = analyse(kernel, arguments, *rest)  # type: ignore[misc]
+            answers[key] = analyse(kernel, arguments, *descriptors)  # type: ignore[misc]
         return answers[key]
 
     if analyse is None:
