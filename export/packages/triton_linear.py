@@ -146,7 +146,8 @@ def analysed_once() -> Iterator[None]:
     analyse, answers = getattr(triton_kernel_wrap, name, None), dict[Any, Any]()
 
     def remembered(kernel: Any, arguments: Mapping[str, Any], *descriptors: Any) -> Any:
-        key = (_function_of(kernel), repr([config.kwargs for config in getattr(kernel, "configs", ())]), repr(descriptors))
+        configs = [config.kwargs for config in getattr(kernel, "configs", ())]
+        key = (_function_of(kernel), repr(configs), repr(descriptors))
         key += tuple((name, type(x), x if isinstance(x, _CONSTANT) else _dtype_of(x)) for name, x in arguments.items())
         if key not in answers:
             answers[key] = analyse(kernel, arguments, *descriptors)  # type: ignore[misc]
