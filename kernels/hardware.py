@@ -160,6 +160,14 @@ def has_fp8_tensor_cores(x: torch.Tensor) -> bool:
     return capability_of(x) >= (8, 9)
 
 
+def lacks_e4m3(x: torch.Tensor) -> bool:
+    """Returns whether Triton has no E4M3 where `x` is: on an NVIDIA GPU before Ada. Kernels then take it as bytes.
+
+    PyTorch converts E4M3 on every GPU.
+    """
+    return x.is_cuda and torch.version.hip is None and not current(x.device.index or 0).has_fp8
+
+
 def _recognise(name: str, capability: tuple[int, int]) -> Hardware:
     """Returns the target whose name the driver's name holds.
 

@@ -84,11 +84,12 @@ class Rows(NamedTuple):
 def multiply(rows: Rows, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Returns `rows @ weight.T + bias`, `[tokens, out]`."""
     from quant.kernels.portable.codes_gemm import codes_gemm_kernel, layout
+    from quant.kernels.portable.e4m3 import compilable
 
     kernel = torch.library.wrap_triton(codes_gemm_kernel)
     x, (tokens, columns), features = rows.values, rows.values.shape, weight.shape[0]
     y = x.new_empty(tokens, features)
-    codes, scale, second = weight.codes, weight.scale, weight.global_scale
+    codes, scale, second = compilable(weight.codes), compilable(weight.scale), weight.global_scale
     for tiles, tiles_m, is_on in (
         (FEW_TILES, rows.few_tiles, rows.few),
         (MANY_TILES, rows.many_tiles, 1 - rows.few),
@@ -107,8 +108,9 @@ def multiply(rows: Rows, weight: BlockScaledTensor, bias: torch.Tensor | None) -
 def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns `[rows, columns]` in `dtype`, by one launch."""
     from quant.kernels.portable.codes_gemm import dequantize_codes_kernel, layout
+    from quant.kernels.portable.e4m3 import compilable
 
-    (rows, columns), codes, scale = weight.shape, weight.codes, weight.scale
+    (rows, columns), codes, scale = weight.shape, compilable(weight.codes), compilable(weight.scale)
     second, block_n, block_k = weight.global_scale, 16, 256 if weight.format.block[1] < 128 else 128
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     torch.library.wrap_triton(dequantize_codes_kernel)[-(-columns // block_k), (rows + block_n - 1) // block_n](

@@ -24,6 +24,7 @@ import torch
 
 from quant.formats.number import E4M3
 from quant.formats.scaling import finite_or_nan
+from quant.kernels import hardware
 from quant.kernels.attention.forward import attention
 from quant.kernels.attention_operands import (
     AttentionInputs,
@@ -136,7 +137,7 @@ def quantize_attention(
         v_laid_out=is_on_hopper(q) if laid_out is None else laid_out,
     )  # fmt: skip
     work = AttentionInputs(q, k, v, rope, hadamard, max_seqlen_k, options)
-    if q.is_cuda:
+    if q.is_cuda and not hardware.lacks_e4m3(q):
         from quant.kernels.portable.attention.fp8_attention_operands import key_means, measure, quantize_qkv
     else:
         key_means, measure, quantize_qkv = _key_means, _measure, _quantize

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from quant.kernels.portable.codes_gemm import decode_scale
 from quant.kernels.portable.e2m1 import nearest_e2m1, refined
+from quant.kernels.portable.e4m3 import from_e4m3, to_e4m3
 
 
 @triton.jit
@@ -74,7 +75,7 @@ def quotient_to_code(x, step, inverse):
 
 
 @triton.jit
-def encode_scale_for_four_or_six(x, amax, global_scale):
+def encode_scale_for_four_or_six(x, amax, global_scale, dtype: tl.constexpr):
     """Returns E4M3 block scales by the rule `four_over_six`, as `encode_scale` does by `max`.
 
     The two squared errors are sums in another order than the oracle's, so that errors equal to seven digits may be
@@ -84,13 +85,14 @@ def encode_scale_for_four_or_six(x, amax, global_scale):
         x: `[blocks, 1, values]`.
         amax: largest magnitudes, `[blocks, 1]`.
         global_scale: float32.
+        dtype: the dtype of the scales, E4M3 or uint8.
     """
-    six, six_step = encode_scale(amax, global_scale, "e4m3", 6.0)
-    four, four_step = encode_scale(amax * 1.5, global_scale, "e4m3", 6.0)
+    six, six_step = encode_scale(amax, global_scale, "e4m3", 6.0, dtype)
+    four, four_step = encode_scale(amax * 1.5, global_scale, "e4m3", 6.0, dtype)
     better = _squared_error(x, four_step, amax) < _squared_error(x, six_step, amax)
     # E4M3 has no select of its own: its bits are chosen.
     code = tl.where(better, four.to(tl.uint8, bitcast=True), six.to(tl.uint8, bitcast=True))
-    return code.to(tl.float8e4nv, bitcast=True), tl.where(better, four_step, six_step)
+    return code.to(dtype, bitcast=True), tl.where(better, four_step, six_step)
 
 
 @triton.jit
@@ -103,18 +105,19 @@ def _squared_error(x, step, amax):
 
 
 @triton.jit
-def encode_scale(amax, global_scale, kind: tl.constexpr, largest: tl.constexpr):
+def encode_scale(amax, global_scale, kind: tl.constexpr, largest: tl.constexpr, dtype: tl.constexpr):
     """Returns block scales by the `max` rule, NaN if amax is not finite: code, and value times the global scale.
 
     `kind` is the stored dtype ("e4m3", "e8m0", or "wide" for float32), `largest` the element's largest value.
+    `dtype` is that of the pointer to the scales: E4M3 is stored as uint8 where Triton has no such type.
     """
     if kind == "e4m3":
         unit = largest * global_scale
         ideal = quotient(amax, unit, reciprocal(unit))
         # Clamp before the FMA that brings NaN back: where the quotient is infinite, its correction in `quotient` is
         # NaN, and the minimum of NaN and 448 is 448.
-        stored = tl.fma(amax, 0.0, tl.maximum(tl.minimum(ideal, 448.0), 0.001953125)).to(tl.float8e4nv)
-        return stored, stored.to(tl.float32) * global_scale
+        stored = to_e4m3(tl.fma(amax, 0.0, tl.maximum(tl.minimum(ideal, 448.0), 0.001953125)), dtype)
+        return stored, from_e4m3(stored) * global_scale
     elif kind == "e8m0":
         # The exponent, rounded up where the mantissa is not zero. Quotients up to 2^-127, a subnormal, get code 0.
         bits = tl.div_rn(amax, largest).to(tl.int32, bitcast=True)

@@ -21,8 +21,9 @@ import triton
 from quant.formats.format import INPUT_FORMATS, Format
 from quant.formats.scaling import global_scale_of, scale_of
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.hardware import current
+from quant.kernels import hardware
 from quant.kernels.launch_cache import CachedLaunch
+from quant.kernels.portable.e4m3 import compilable
 from quant.kernels.portable.nvfp4_rows_to_codes import BLOCK, nvfp4_rows_to_codes_kernel
 from quant.kernels.portable.rows_to_codes import rows_to_codes_kernel
 
@@ -70,7 +71,7 @@ def prepare_cast(rows: torch.Tensor, format: Format, *, contiguous: bool = True)
     scale_shape = format.scale_shape(rows.shape)
     scale_dtype = torch.float32 if format.scale.is_wide else format.scale.torch_dtype
     per_tensor, has_global, largest = format.per_tensor, format.global_scale, format.element.max
-    kernel, width = None, 0
+    kernel, width, in_bytes = None, 0, hardware.lacks_e4m3(rows)
     if tokens:
         launch = _launch(tokens, columns, format, contiguous)
         width = launch.width if launch.flat else 0
@@ -92,8 +93,9 @@ def prepare_cast(rows: torch.Tensor, format: Format, *, contiguous: bool = True)
         else:
             scales = torch.empty(scale_shape, dtype=scale_dtype, device=device)
         if kernel is not None:
-            second_level = scales if global_scale is None else global_scale
-            kernel(rows, codes, scales, second_level, width or rows.stride(0), width or columns)
+            filled = (compilable(codes), compilable(scales)) if in_bytes else (codes, scales)
+            second_level = filled[1] if global_scale is None else global_scale
+            kernel(rows, *filled, second_level, width or rows.stride(0), width or columns)
         return BlockScaledTensor(codes, scales, format, (tokens, columns), global_scale)
 
     return run
@@ -122,15 +124,16 @@ def quantize_in_graph(rows: torch.Tensor, format: Format, static: torch.Tensor |
     codes = rows.new_empty(format.codes_shape(rows.shape), dtype=format.element.torch_dtype or torch.uint8)
     if format.per_tensor:
         assert static is not None
-        scales = second_level = static.reshape(1, 1).float()
+        scales = stored = second_level = static.reshape(1, 1).float()
     else:
         dtype = torch.float32 if format.scale.is_wide else format.scale.torch_dtype
         scales = rows.new_empty(tokens, format.scale_shape((1, columns))[1], dtype=dtype)
-        second_level = scales if static is None else static
+        stored = compilable(scales)
+        second_level = stored if static is None else static
     # A row a program, whatever the number of rows: pieces of all elements need a number that is known.
     constants = _constants(format, columns, _launch(1, columns, format, contiguous=False))
     kernel = torch.library.wrap_triton(_kernel_of(format))
-    kernel[tokens,](rows, codes, scales, second_level, columns, columns, **constants)
+    kernel[tokens,](rows, compilable(codes), stored, second_level, columns, columns, **constants)
     return BlockScaledTensor(codes, scales, format, (tokens, columns), static if format.global_scale else None)
 
 
@@ -198,7 +201,7 @@ def _check(x: torch.Tensor, format: Format) -> None:
 def check_scales(
     x: torch.Tensor, format: Format, scale: torch.Tensor | None, global_scale: torch.Tensor | None
 ) -> None:
-    """Raises ValueError for a static scale that does not fit x and its format, or a GPU that has no E4M3."""
+    """Raises ValueError for a static scale that does not fit x and its format."""
     task = f"x {list(x.shape)} to {format}"
     for name, tensor in (("scale", scale), ("global_scale", global_scale)):
         if tensor is None:
@@ -213,9 +216,6 @@ def check_scales(
         raise ValueError(f"{task}: a static scale is for formats of one scale a tensor; {format} measures its own")
     if global_scale is not None and not format.global_scale:
         raise ValueError(f"{task}: {format} has no global scale")
-    needs_fp8 = torch.float8_e4m3fn in (format.element.torch_dtype, format.scale.torch_dtype)
-    if x.is_cuda and needs_fp8 and not current(x.device.index or 0).has_fp8:
-        raise ValueError(f"{task}: {torch.cuda.get_device_name(x.device)} has no FP8, which starts with capability 8.9")
 
 
 def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.portable.codes_gemm import decode_element, decode_scale, layout
+from quant.kernels.portable.e4m3 import compilable
 
 
 @triton.jit
@@ -58,11 +59,12 @@ def look_up(ids: torch.Tensor, weight: BlockScaledTensor, dtype: torch.dtype) ->
             where = f"on {tensor.device} with strides {tensor.stride()}"
             raise ValueError(f"embedding of {list(shape)}: {name} is {where}, expected contiguous, on {ids.device}")
     flat = ids.contiguous().view(-1)
+    codes, scale = compilable(weight.codes), compilable(weight.scale)
     out = torch.empty(*ids.shape, shape[1], dtype=dtype, device=ids.device)
     width = 1024
     codes_embedding_kernel[len(flat) * triton.cdiv(shape[1], width),](
-        flat, weight.codes, weight.scale, weight.scale if weight.global_scale is None else weight.global_scale, out,
-        shape[0], shape[1], weight.codes.shape[1], weight.scale.shape[1], **layout(weight.format),
+        flat, codes, scale, scale if weight.global_scale is None else weight.global_scale, out,
+        shape[0], shape[1], codes.shape[1], scale.shape[1], **layout(weight.format),
         has_global=weight.global_scale is not None, width=width, num_warps=4,
     )  # fmt: skip
     return out

@@ -30,14 +30,16 @@ import triton.language as tl
 
 from quant.formats.format import INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels import hardware
 from quant.kernels.arrival_counters import arrival_counters
 from quant.kernels.launch_cache import CachedLaunch
 from quant.kernels.matmul_tiles import Launch, Tiles
+from quant.kernels.portable.e4m3 import compilable, from_e4m3
 
 
 @triton.jit
 def decode_element(code, element: tl.constexpr):
-    """Converts codes (int32, or the element's own dtype) to float32, exactly."""
+    """Converts codes (int32, the element's own dtype, or bytes of E4M3) to float32, exactly."""
     if element == "e2m1":
         # Sign, exponent and mantissa moved to their places in a float32 whose exponent is 126 too small.
         bits = ((code & 8) << 28) | ((code & 7) << 22)
@@ -50,6 +52,8 @@ def decode_element(code, element: tl.constexpr):
         return bits.to(tl.float32, bitcast=True) * 2.1267647932558654e37
     elif element == "int4":
         return ((code << 28) >> 28).to(tl.float32)
+    elif element == "e4m3":
+        return from_e4m3(code)
     else:
         return code.to(tl.float32)
 
@@ -61,6 +65,8 @@ def decode_scale(scale, kind: tl.constexpr):
         code = scale.to(tl.int32)
         bits = tl.where(code == 0, 1 << 22, code << 23)
         return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    elif kind == "e4m3":
+        return from_e4m3(scale)
     else:
         return scale.to(tl.float32)
 
@@ -264,16 +270,19 @@ def prepare_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.T
         "split": splits > 1, "swap": tiles.swap, "block_m": tiles.block_m, "block_n": tiles.block_n,
         "block_k": tiles.block_k, "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
-    launch = CachedLaunch(codes_gemm_kernel, (tiles_n, tiles_m, splits), constants)
+    launch, in_bytes = CachedLaunch(codes_gemm_kernel, (tiles_n, tiles_m, splits), constants), hardware.lacks_e4m3(x)
 
     def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
         y = x.new_empty(M, N)
         partial = counter = y
+        codes, scale = weight.codes, weight.scale
+        if in_bytes:
+            codes, scale = compilable(codes), compilable(scale)
         if splits > 1:
             partial = torch.empty(splits, M, N, dtype=torch.float32, device=x.device)
             counter = arrival_counters(x, tiles_n * tiles_m)
         launch(
-            x, weight.codes, weight.scale, weight.scale if weight.global_scale is None else weight.global_scale,
+            x, codes, scale, scale if weight.global_scale is None else weight.global_scale,
             x if bias is None else bias, y, partial, counter, M, N, K, x.stride(0), codes_stride, scale_stride,
             codes_width, splits,
         )  # fmt: skip
@@ -284,7 +293,7 @@ def prepare_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.T
 
 def dequantize_codes(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns `[out, in]` of `weight` in `dtype`, in one pass; the arguments have been checked."""
-    (N, K), codes, scale = weight.shape, weight.codes, weight.scale
+    (N, K), codes, scale = weight.shape, compilable(weight.codes), compilable(weight.scale)
     out = torch.empty(N, K, dtype=dtype, device=codes.device)
     has_global = weight.global_scale is not None
     launch = _dequantizer(N, K, weight.format.name, has_global)

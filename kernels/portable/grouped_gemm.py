@@ -24,6 +24,7 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.layout import is_prepacked
 from quant.kernels.portable.codes_gemm import add_products, finish_tile, layout
+from quant.kernels.portable.e4m3 import compilable
 
 MAX_EXPERTS = 1024
 FP8_WEIGHTS = ("fp8", "fp8_channel", "fp8_block")
@@ -149,11 +150,12 @@ def grouped_codes_gemm(
     tiles = most_tiles(len(x), experts, block_m)
     if tiles:
         scale_shape = weight.format.scale_shape(weight.shape)
-        second = weight.scale if weight.global_scale is None else weight.global_scale
+        codes, scale = compilable(weight.codes), compilable(weight.scale)
+        second = scale if weight.global_scale is None else weight.global_scale
         block_n, block_k, warps = weight_tile(block_m)
         grouped_codes_gemm_kernel[triton.cdiv(N, block_n), tiles](
-            x, weight.codes, weight.scale, second, y if bias is None else bias, offsets, y, experts, N, K, x.stride(0),
-            scale_shape[-2], scale_shape[-1], weight.codes.shape[-1], **layout(weight.format),
+            x, codes, scale, second, y if bias is None else bias, offsets, y, experts, N, K, x.stride(0),
+            scale_shape[-2], scale_shape[-1], codes.shape[-1], **layout(weight.format),
             has_global=weight.global_scale is not None, has_bias=bias is not None,
             width=triton.next_power_of_2(experts), block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps,
             num_stages=3,

@@ -48,10 +48,11 @@ def nvfp4_rows_to_codes_kernel(
     value = _floats(_load_row(x + row * x_stride, end, threads))
     blocks = value.reshape(threads, 1, _BLOCK)
     second_level = tl.load(global_scale).to(tl.float32)
+    dtype: tl.constexpr = scale.dtype.element_ty
     if four_or_six:
-        stored, step = encode_scale_for_four_or_six(blocks, amax_of(blocks, 2), second_level)
+        stored, step = encode_scale_for_four_or_six(blocks, amax_of(blocks, 2), second_level, dtype)
     else:
-        stored, step = encode_scale(amax_of(blocks, 2), second_level, "e4m3", largest)
+        stored, step = encode_scale(amax_of(blocks, 2), second_level, "e4m3", largest, dtype)
     index = tl.arange(0, threads)[:, None]
     tl.store(scale + start // _BLOCK + index, stored, mask=index < end // _BLOCK)
     step = step[:, :, None]

@@ -23,6 +23,7 @@ from quant.kernels.portable.block_scales import (
     reciprocal,
 )
 from quant.kernels.portable.e2m1 import code_bits, columns
+from quant.kernels.portable.e4m3 import to_e4m3
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def rows_to_codes_kernel(
         half = value.to(dtype)
         bits = half.to(tl.int16, bitcast=True) & 0x7FFF
         amax = tl.max(bits, axis=0).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-        stored, step = encode_scale(amax, 1.0, kind, largest)
+        stored, step = encode_scale(amax, 1.0, kind, largest, scale.dtype.element_ty)
         tl.store(scale + row, stored)
         if (amax > 1e-20) & (amax < 1e30):
             steps = quotient_to_code(half.to(tl.float32), step, reciprocal(step))
@@ -58,7 +59,7 @@ def rows_to_codes_kernel(
             steps = tl.div_rn(half.to(tl.float32), step)
     else:
         blocks = value.reshape(width // block, block)
-        stored, step = encode_scale(amax_of(blocks, 1), 1.0, kind, largest)
+        stored, step = encode_scale(amax_of(blocks, 1), 1.0, kind, largest, scale.dtype.element_ty)
         index = tl.arange(0, width // block)
         tl.store(scale + start // block + index, stored, mask=index < (width if flat else K) // block)
         if kind == "wide":
@@ -73,17 +74,17 @@ def rows_to_codes_kernel(
         words = (codes + start // 2).to(tl.pointer_type(tl.int32))
         tl.store(words + index, word, mask=index < (width if flat else K) // 8)
     else:
-        tl.store(codes + start + column, byte_code(steps, element), mask=inside)
+        tl.store(codes + start + column, byte_code(steps, element, codes.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def byte_code(steps, element: tl.constexpr):
-    """Rounds float32 to INT8 or E4M3: to nearest even, saturating, as the cast to E4M3 does by itself."""
+def byte_code(steps, element: tl.constexpr, dtype: tl.constexpr):
+    """Rounds float32 to INT8 or E4M3 (or its bytes): to nearest even, saturating, as a cast to E4M3 does by itself."""
     if element == "int8":
         # 1.5 · 2^23: the sum has no bits below one.
         return tl.clamp((steps + 12582912.0) - 12582912.0, -127.0, 127.0).to(tl.int8)
     else:
-        return steps.to(tl.float8e4nv)
+        return to_e4m3(steps, dtype)
 
 
 @triton.jit

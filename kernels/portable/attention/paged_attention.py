@@ -32,10 +32,12 @@ import torch
 import triton
 import triton.language as tl
 
+from quant.kernels import hardware
 from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import DecodeTiles
 from quant.kernels.kv_pages import KVPages
 from quant.kernels.portable.dependent_launch import overlap_options, start_next, wait_for_previous
+from quant.kernels.portable.e4m3 import compilable, decode_e4m3
 
 # Two units of two E4M3 each to the FP16 pairs of the even and of the odd columns.
 _E4M3 = tl.constexpr("""{
@@ -82,6 +84,15 @@ def _quad(unit, scale, asm: tl.constexpr):
         )  # fmt: skip
     else:
         return _nibble(unit, 0, scale), _nibble(unit, 1, scale), _nibble(unit, 2, scale), _nibble(unit, 3, scale)
+
+
+@triton.jit
+def _in_16_bit(blocks):
+    """Converts block scales, E4M3 or its bytes, to FP16, exactly."""
+    if blocks.dtype == tl.uint8:
+        return decode_e4m3(blocks).to(tl.float16)
+    else:
+        return blocks.to(tl.float16)
 
 
 @triton.jit
@@ -221,7 +232,7 @@ def paged_attention_kernel(
             blocks_at = this_page * block_page + row_of_page * (dim // 16)
             ks = tl.load(k_blocks + blocks_at[:, None] + block[None, :],
                          mask=(block < dim // 16)[None, :], other=0.0)  # fmt: skip
-            ks = tl.broadcast_to(ks.to(tl.float16)[:, :, None], (block_n, width // 4, 4)).reshape(block_n, width)
+            ks = tl.broadcast_to(_in_16_bit(ks)[:, :, None], (block_n, width // 4, 4)).reshape(block_n, width)
             k0, k1, k2, k3 = _quad(k_unit, ks, asm)
             scores = tl.dot(k1, q1, tl.dot(k0, q0))
             scores = tl.dot(k3, q3, tl.dot(k2, q2, scores))
@@ -265,7 +276,7 @@ def paged_attention_kernel(
         else:
             vb = tl.load(v_blocks + blocks_at[None, :] + block[:, None],
                          mask=(block < dim // 16)[:, None], other=0.0)  # fmt: skip
-            vb = tl.broadcast_to(vb.to(tl.float16)[:, None, :], (width // 4, 4, block_n)).reshape(width, block_n)
+            vb = tl.broadcast_to(_in_16_bit(vb)[:, None, :], (width // 4, 4, block_n)).reshape(width, block_n)
             v0, v1, v2, v3 = _quad(v_unit, vb, asm)
             o0 = tl.dot(v0, p, o0)
             o1 = tl.dot(v1, p, o1)
@@ -352,7 +363,9 @@ def attend_pages(
         lses = torch.empty((batch, splits, heads, new), dtype=torch.float32, device=q.device)
     overlap = overlap_options(q) if tiles.overlap else {"overlap": False}
     scales = [x if x is not None else lengths for x in (pages.k_scale, pages.v_scale)]
-    blocks = [x if x is not None else k for x in (pages.k_blocks, pages.v_blocks)]
+    blocks = [compilable(x) if x is not None else k for x in (pages.k_blocks, pages.v_blocks)]
+    # The instruction that decodes E4M3 came with the type; those that decode E2M1 are older.
+    asm = asm and not (pages.kind == "fp8" and hardware.lacks_e4m3(q))
     paged_attention_kernel[splits * pages.kv_heads * triton.cdiv(new * group, tiles.block_m), batch](
         q, k, v, *scales, *blocks, table, lengths, parts, lses, k.stride(0), blocks[0].stride(0),
         q.stride(0), q.stride(1), q.stride(2), table.stride(0), pages.kv_heads, new, splits,

@@ -17,6 +17,7 @@ import triton.language as tl
 from quant.kernels.kv_pages import CANDIDATES, KVPages
 from quant.kernels.portable.block_scales import amax_of, encode_scale, finite_or_nan, nonzero
 from quant.kernels.portable.e2m1 import encode_e2m1, nearest_e2m1
+from quant.kernels.portable.e4m3 import compilable, from_e4m3, to_e4m3
 
 _FIRST, _LAST = (tl.constexpr(offset) for offset in CANDIDATES)
 
@@ -25,7 +26,7 @@ _FIRST, _LAST = (tl.constexpr(offset) for offset in CANDIDATES)
 def _best_scale(value, stored, scale):
     """Returns `quant.kernels.kv_pages.block_scales` of `value` [tokens, blocks, 16], from the `max` rule's scales."""
     # The code comes from the value's bits: on an H100 a bitcast of `stored` gave zero for every other token.
-    first = stored.to(tl.float32)
+    first = from_e4m3(stored)
     bits = first.to(tl.int32, bitcast=True)
     code = tl.where(first < 0.015625, (first * 512).to(tl.int32), (bits >> 20) - 960)
     power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
@@ -35,13 +36,13 @@ def _best_scale(value, stored, scale):
     best, least = code, tl.full(code.shape, 0x7FFFFFFF, tl.int32)
     for offset in tl.static_range(_FIRST, _LAST + 1):
         candidate = tl.minimum(tl.maximum(code + offset, 1), 126)
-        step = candidate.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        step = from_e4m3(candidate.to(tl.uint8).to(stored.dtype, bitcast=True))
         rounded = nearest_e2m1(magnitude * tl.div_rn(1.0, step)[:, :, None]) * step[:, :, None]
         # 1.5 · 2^23 leaves the nearest whole number in the low bits of the sum.
         steps = ((magnitude - rounded) * unit + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
         error = tl.sum(steps * steps, 2)
         best, least = tl.where(error < least, candidate, best), tl.minimum(error, least)
-    return tl.where(first == first, best, 0x7F).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return tl.where(first == first, best, 0x7F).to(tl.uint8).to(stored.dtype, bitcast=True)
 
 
 @triton.jit
@@ -62,15 +63,16 @@ def _write(
         else:
             step = tl.broadcast_to(tl.load(scale + kv_head), (tokens, width))
         steps = tl.div_rn(finite_or_nan(x), step)
-        steps = tl.clamp(steps, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+        steps = tl.clamp(steps, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        steps = to_e4m3(steps, codes.dtype.element_ty)
         mask = inside[:, None] & (column < dim)[None, :]
         tl.store(codes + codes_at[:, None] + column[None, :], steps, mask=mask)
     else:
         value = x.reshape(tokens, width // 16, 16)
         global_scale = tl.load(scale + kv_head)
-        stored, step = encode_scale(amax_of(value, 2), global_scale, "e4m3", 6.0)
+        stored, step = encode_scale(amax_of(value, 2), global_scale, "e4m3", 6.0, blocks.dtype.element_ty)
         stored = _best_scale(value, stored, global_scale)
-        step = stored.to(tl.float32) * global_scale
+        step = from_e4m3(stored) * global_scale
         block = tl.arange(0, width // 16)
         mask = inside[:, None] & (block < dim // 16)[None, :]
         tl.store(blocks + blocks_at[:, None] + block[None, :], stored, mask=mask)
@@ -121,11 +123,12 @@ def write_kv(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     batch, kv_heads, new, dim = k.shape
     scales = [x if x is not None else first for x in (pages.k_scale, pages.v_scale)]
-    blocks = [x if x is not None else pages.k for x in (pages.k_blocks, pages.v_blocks)]
+    codes = [compilable(x) for x in (pages.k, pages.v)]
+    blocks = [codes[0] if x is None else compilable(x) for x in (pages.k_blocks, pages.v_blocks)]
     # A tile of at most 2,048 values: 16 a thread of four warps.
     tokens = min(2048 // triton.next_power_of_2(dim), triton.next_power_of_2(new))
     kv_pages_write_kernel[triton.cdiv(new, tokens), kv_heads, batch](
-        k, v, pages.k, pages.v, *scales, *blocks, table, first, pages.k.stride(0), blocks[0].stride(0),
+        k, v, *codes, *scales, *blocks, table, first, codes[0].stride(0), blocks[0].stride(0),
         *k.stride()[:3], *v.stride()[:3], table.stride(0), kv_heads, new,
         kind=pages.kind, per_token=pages.per_token, dim=dim, width=triton.next_power_of_2(dim), page=pages.page_size,
         tokens=tokens, num_warps=4 if tokens * dim > 1024 else 1,
@@ -167,13 +170,14 @@ def write_kv_slots(pages: KVPages, slots: torch.Tensor, k: torch.Tensor, v: torc
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     count, kv_heads, dim = k.shape
     scales = [x if x is not None else slots for x in (pages.k_scale, pages.v_scale)]
-    blocks = [x if x is not None else pages.k for x in (pages.k_blocks, pages.v_blocks)]
+    codes = [compilable(x) for x in (pages.k, pages.v)]
+    blocks = [codes[0] if x is None else compilable(x) for x in (pages.k_blocks, pages.v_blocks)]
     width = triton.next_power_of_2(dim)
     # The search for block scales is unrolled eight times: a warp with more values than these would not fit registers.
     tokens = 1 if count <= 128 else max(256 // width, 1)
     if count:
         kv_slots_write_kernel[triton.cdiv(count, tokens), kv_heads](
-            k, v, pages.k, pages.v, *scales, *blocks, slots, pages.k.stride(0), blocks[0].stride(0),
+            k, v, *codes, *scales, *blocks, slots, codes[0].stride(0), blocks[0].stride(0),
             *k.stride()[:2], *v.stride()[:2], kv_heads, count,
             kind=pages.kind, per_token=pages.per_token, dim=dim, width=width, page=pages.page_size, tokens=tokens,
             num_warps=1,
@@ -192,8 +196,8 @@ def nvfp4_kv_read_kernel(codes, blocks, scale, out, tokens, dim: tl.constexpr, w
     code = tl.load(codes + line[:, None] * (dim // 2) + byte[None, :], mask=mask, other=0).to(tl.int32)
     block = tl.arange(0, width // 16)
     mask = inside & (block < dim // 16)[None, :]
-    step = tl.load(blocks + line[:, None] * (dim // 16) + block[None, :], mask=mask, other=0.0).to(tl.float32)
-    step *= tl.load(scale + head)
+    step = tl.load(blocks + line[:, None] * (dim // 16) + block[None, :], mask=mask, other=0.0)
+    step = from_e4m3(step) * tl.load(scale + head)
     code = tl.join(code, code >> 4).reshape(rows, width // 16, 16)
     # FP16 of sign, exponent and mantissa is the value · 2⁻¹⁴.
     bits = ((code & 8) << 12) | ((code & 7) << 9)
@@ -211,6 +215,6 @@ def read_nvfp4_kv(codes: torch.Tensor, blocks: torch.Tensor, scale: torch.Tensor
     width = triton.next_power_of_2(2 * half)
     rows = 4096 // width
     nvfp4_kv_read_kernel[triton.cdiv(tokens, rows), batch * heads](
-        codes, blocks, scale, out, tokens, dim=2 * half, width=width, rows=rows, num_warps=4
+        codes, compilable(blocks), scale, out, tokens, dim=2 * half, width=width, rows=rows, num_warps=4
     )
     return out

@@ -23,8 +23,10 @@ import triton
 import triton.language as tl
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
+from quant.kernels import hardware
 from quant.kernels.launch_cache import CachedLaunch
 from quant.kernels.portable.block_scales import amax_of
+from quant.kernels.portable.e4m3 import from_e4m3, to_e4m3
 
 _BLOCK_N, _BLOCK_K = 16, 256
 _MOST_ROWS = _BLOCK_N * 65535  # of CUDA's grids
@@ -33,11 +35,15 @@ _RUN = 2048
 
 @triton.jit
 def _block_scale(amax, second, largest: tl.constexpr, kind: tl.constexpr):
-    """Returns a block's step by the `max` rule: its scale, to E4M3 or up to a power of two, times the second."""
-    if kind == "e4m3":
+    """Returns a block's step by the `max` rule: its scale, to E4M3 or up to a power of two, times the second.
+
+    `kind` is "e4m3", or "e4m3 in bytes" where Triton has no such type, or "e8m0".
+    """
+    if kind != "e8m0":
         ideal = tl.maximum(tl.div_rn(amax, largest * second), 0.001953125)
         # In this order: NaN and infinity become NaN.
-        return tl.fma(amax, 0.0, tl.minimum(ideal, 448.0)).to(tl.float8e4nv).to(tl.float32) * second
+        dtype: tl.constexpr = tl.float8e4nv if kind == "e4m3" else tl.uint8
+        return from_e4m3(to_e4m3(tl.fma(amax, 0.0, tl.minimum(ideal, 448.0)), dtype)) * second
     else:
         bits = tl.div_rn(amax, largest).to(tl.int32, bitcast=True)
         exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
@@ -237,7 +243,12 @@ def round_weight(
     out = torch.empty(N, K, dtype=dtype, device=weight.device)
     steps = weight if scale is None else scale.contiguous()
     has_global = global_scale is not None
-    constants = {"kind": format.scale.name, "measured": scale is None}
+    kind = (
+        f"{format.scale.name} in bytes"
+        if format.scale.name == "e4m3" and hardware.lacks_e4m3(weight)
+        else format.scale.name
+    )
+    constants = {"kind": kind, "measured": scale is None}
     launch = _launch(round_kernel, N, K, format.name, has_global, **constants)
     launch(weight, steps, global_scale if has_global else weight, out, N, K, weight.stride(0), steps.stride(0))
     return out
