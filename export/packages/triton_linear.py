@@ -84,7 +84,7 @@ class Rows(NamedTuple):
 def multiply(rows: Rows, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Returns `rows @ weight.T + bias`, `[tokens, out]`."""
     from quant.kernels.portable.codes_gemm import codes_gemm_kernel, layout
-    from quant.kernels.portable.e4m3 import compilable
+    from quant.kernels.portable.small_floats import compilable
 
     kernel = torch.library.wrap_triton(codes_gemm_kernel)
     x, (tokens, columns), features = rows.values, rows.values.shape, weight.shape[0]
@@ -108,7 +108,7 @@ def multiply(rows: Rows, weight: BlockScaledTensor, bias: torch.Tensor | None) -
 def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns `[rows, columns]` in `dtype`, by one launch."""
     from quant.kernels.portable.codes_gemm import dequantize_codes_kernel, layout
-    from quant.kernels.portable.e4m3 import compilable
+    from quant.kernels.portable.small_floats import compilable
 
     (rows, columns), codes, scale = weight.shape, compilable(weight.codes), compilable(weight.scale)
     second, block_n, block_k = weight.global_scale, 16, 256 if weight.format.block[1] < 128 else 128

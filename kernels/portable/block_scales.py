@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 
 from quant.kernels.portable.codes_gemm import decode_scale
-from quant.kernels.portable.e2m1 import nearest_e2m1, refined
-from quant.kernels.portable.e4m3 import from_e4m3, to_e4m3
+from quant.kernels.portable.small_floats import from_e4m3, nearest_e2m1, refined, to_e4m3
 
 
 @triton.jit

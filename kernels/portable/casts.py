@@ -23,9 +23,9 @@ from quant.formats.scaling import global_scale_of, scale_of
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels import hardware
 from quant.kernels.launch_cache import CachedLaunch
-from quant.kernels.portable.e4m3 import compilable
 from quant.kernels.portable.nvfp4_rows_to_codes import BLOCK, nvfp4_rows_to_codes_kernel
 from quant.kernels.portable.rows_to_codes import rows_to_codes_kernel
+from quant.kernels.portable.small_floats import compilable
 
 FORMATS_OUT = ("nvfp4", "nvfp4_four_over_six", "mxfp8", "mxfp4", "fp8", "fp8_token", "fp8_group", "int8_token")
 """Activation formats that can be written."""

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.portable.codes_gemm import decode_element, decode_scale, layout
-from quant.kernels.portable.e4m3 import compilable
+from quant.kernels.portable.small_floats import compilable
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from quant.kernels import hardware
 from quant.kernels.arrival_counters import arrival_counters
 from quant.kernels.launch_cache import CachedLaunch
 from quant.kernels.matmul_tiles import Launch, Tiles
-from quant.kernels.portable.e4m3 import compilable, from_e4m3
+from quant.kernels.portable.small_floats import compilable, from_e4m3
 
 
 @triton.jit

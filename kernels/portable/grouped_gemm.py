@@ -24,7 +24,7 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.layout import is_prepacked
 from quant.kernels.portable.codes_gemm import add_products, finish_tile, layout
-from quant.kernels.portable.e4m3 import compilable
+from quant.kernels.portable.small_floats import compilable
 
 MAX_EXPERTS = 1024
 FP8_WEIGHTS = ("fp8", "fp8_channel", "fp8_block")

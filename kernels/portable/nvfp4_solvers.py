@@ -24,7 +24,7 @@ import triton.language as tl
 from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import global_scale_of
 from quant.kernels.portable.block_scales import amax_of
-from quant.kernels.portable.e2m1 import nearest_e2m1
+from quant.kernels.portable.small_floats import nearest_e2m1
 
 WIDTH = 16
 _CANDIDATES = 16

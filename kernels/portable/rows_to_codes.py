@@ -22,8 +22,7 @@ from quant.kernels.portable.block_scales import (
     quotient_to_code,
     reciprocal,
 )
-from quant.kernels.portable.e2m1 import code_bits, columns
-from quant.kernels.portable.e4m3 import to_e4m3
+from quant.kernels.portable.small_floats import code_bits, columns, to_e4m3
 
 
 @triton.jit

@@ -37,7 +37,7 @@ from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import DecodeTiles
 from quant.kernels.kv_pages import KVPages
 from quant.kernels.portable.dependent_launch import overlap_options, start_next, wait_for_previous
-from quant.kernels.portable.e4m3 import compilable, decode_e4m3
+from quant.kernels.portable.small_floats import compilable, decode_e4m3
 
 # Two units of two E4M3 each to the FP16 pairs of the even and of the odd columns.
 _E4M3 = tl.constexpr("""{

@@ -16,8 +16,7 @@ import triton.language as tl
 
 from quant.kernels.kv_pages import CANDIDATES, KVPages
 from quant.kernels.portable.block_scales import amax_of, encode_scale, finite_or_nan, nonzero
-from quant.kernels.portable.e2m1 import encode_e2m1, nearest_e2m1
-from quant.kernels.portable.e4m3 import compilable, from_e4m3, to_e4m3
+from quant.kernels.portable.small_floats import compilable, encode_e2m1, from_e4m3, nearest_e2m1, to_e4m3
 
 _FIRST, _LAST = (tl.constexpr(offset) for offset in CANDIDATES)
 

@@ -26,7 +26,7 @@ from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.kernels import hardware
 from quant.kernels.launch_cache import CachedLaunch
 from quant.kernels.portable.block_scales import amax_of
-from quant.kernels.portable.e4m3 import from_e4m3, to_e4m3
+from quant.kernels.portable.small_floats import from_e4m3, to_e4m3
 
 _BLOCK_N, _BLOCK_K = 16, 256
 _MOST_ROWS = _BLOCK_N * 65535  # of CUDA's grids

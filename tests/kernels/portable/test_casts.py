@@ -19,8 +19,8 @@ from quant.formats.tensor import fake_quantize, quantize
 from quant.kernels.aot import compile_kernel
 from quant.kernels.portable import casts
 from quant.kernels.portable.block_scales import quotient_to_code, reciprocal
-from quant.kernels.portable.e2m1 import encode_e2m1
 from quant.kernels.portable.nvfp4_rows_to_codes import nvfp4_rows_to_codes_kernel
+from quant.kernels.portable.small_floats import encode_e2m1
 
 STATIC = torch.tensor(0.02)
 

@@ -36,7 +36,7 @@ from quant.kernels.linear.experts import _on_gpu as experts_on_gpu
 from quant.kernels.portable import casts, codes_embedding
 from quant.kernels.portable.attention.paged_attention import attend_pages
 from quant.kernels.portable.attention.paged_kv_cache import read_nvfp4_kv, write_kv, write_kv_slots
-from quant.kernels.portable.e4m3 import decode_e4m3, encode_e4m3
+from quant.kernels.portable.small_floats import decode_e4m3, encode_e4m3
 from quant.kernels.portable.training import fake_rounding
 
 SHARED = {80: 163 << 10, 86: 99 << 10}
