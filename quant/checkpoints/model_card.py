@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from quant.evaluation.loss_text import loss_text
 from quant.extras import require
 from quant.formats.atomic import write_atomically
 from quant.formats.format import FORMATS
@@ -22,7 +23,6 @@ from quant.plan.check import first_problem
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import Plan, bits_per_weight
 from quant.report.saved_report import saved_report
-from quant.report.summary import loss_text
 
 CARD, SOURCE_CARD = "README.md", "README.source.md"
 _MARK = "<!-- Model card by Blockscale; a card without this line is never replaced. -->"

@@ -24,6 +24,7 @@ from quant.cli.terminal.completion import MODELS
 from quant.cli.terminal.console import bar, listener, page
 from quant.cli.terminal.tables import fitting, print_table
 from quant.errors import UserError
+from quant.evaluation.loss_text import loss_text
 from quant.models.watched_files import WatchedFiles
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def _print_evaluation(result: Evaluation) -> None:
 
 def _figures(result: Evaluation) -> dict[str, str]:
     """Returns the figures on one text, by label."""
-    from quant.report.summary import interval_text, loss_text
+    from quant.report.summary import interval_text
 
     # Labels are in the order of the table; a figure that one text lacks leaves its cell empty.
     figures = {} if result.perplexity is None else {"perplexity": f"{result.perplexity:.3f}"}

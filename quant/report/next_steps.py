@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from quant.evaluation.loss_text import loss_text
 from quant.execution.data import solver_needs_data
 from quant.formats.format import get_format
 from quant.models.configs import read_fields
@@ -12,7 +13,6 @@ from quant.plan.check import first_problem
 from quant.recipes.plan import Plan
 from quant.recipes.solver_names import parse_solver
 from quant.report.report import Report
-from quant.report.summary import loss_text
 
 # KL in nats of the default solver on SmolLM2-135M, from docs/benchmarks.md, by the bits of weights and inputs. Larger
 # models lose less, so that a loss far above these is worth a second run for a model of any size.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.errors import UserError, counted, megabytes
+from quant.evaluation.loss_text import loss_text
 from quant.execution.layer_result import LayerResult
 from quant.formats.atomic import write_atomically
 from quant.recipes.json_text import finite, json_text
@@ -23,7 +24,7 @@ from quant.report.allocation_charts import budget_text
 from quant.report.report import Receipt, Report
 from quant.report.section import format_colours, number, short_name
 from quant.report.sections import sections
-from quant.report.summary import interval_text, loss_text
+from quant.report.summary import interval_text
 
 _FOLDER = Path(__file__).parent
 _ERRORS = ("SNR", "weight error", "output error", "solver")  # columns of quantized layers

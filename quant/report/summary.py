@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from quant.allocation.record import AllocationRecord, BudgetKind, Verified
 from quant.errors import counted, megabytes
+from quant.evaluation.loss_text import loss_text
 from quant.evaluation.record import Evaluation
 from quant.execution.layer_result import LayerResult
 from quant.report.report import Distillation, Report
@@ -119,11 +120,6 @@ def _perplexity(each: Evaluation) -> str:
     if now is None:
         return "infinite"
     return f"{now:.2f}" + ("" if base is None else f", {base:.2f} before ({100 * (now / base - 1):+.1f}%)")
-
-
-def loss_text(value: float) -> str:
-    """Returns a loss in nats with four decimals, or with three significant digits where these would hide it."""
-    return f"{value:.4f}" if value == 0 or abs(value) >= 0.01 else f"{value:.3g}"
 
 
 def interval_text(evaluation: Evaluation, digits: int | None = None) -> str:

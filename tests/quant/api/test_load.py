@@ -49,6 +49,7 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
         "quant.plan.callers_model",
         "quant.models.experts_forward",
         "quant.errors",
+        "quant.evaluation.loss_text",
         "quant.export.checkpoint.write",
         "quant.export.checkpoint.check",
         "quant.export.checkpoint.checksums",

@@ -16,8 +16,8 @@ import quant
 from quant.checkpoints.model_card import _loss
 from quant.checkpoints.source import compare_with_source
 from quant.cli.main import main
+from quant.evaluation.loss_text import loss_text
 from quant.models.hub import hub_name
-from quant.report.summary import loss_text
 
 yaml = pytest.importorskip("yaml", reason="needs the extra hf")
 pytest.importorskip("transformers", reason="needs the extra hf")

@@ -24,6 +24,7 @@ from quant.checkpoints.load import load
 from quant.cli.main import COMMANDS, main
 from quant.cli.quantize import quantize_command
 from quant.cli.terminal import console
+from quant.evaluation.loss_text import loss_text
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.models.open import open_model
@@ -31,7 +32,7 @@ from quant.plan.make import make_plan
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import presets
 from quant.report.report import Report
-from quant.report.summary import loss_text, summary
+from quant.report.summary import summary
 from quant.run.solving_steps import solving_steps
 
 pytest.importorskip("transformers")

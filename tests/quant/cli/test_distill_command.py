@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import quant
 from quant.cli.distill import distill_command
 from quant.cli.quantize import quantize_command
+from quant.evaluation.loss_text import loss_text
 from quant.training import distill_inputs
 from quant.training import run as training_run
 from quant.training.distill_inputs import check_tokenizers
@@ -108,9 +109,11 @@ def test_what_training_made_worse_is_told(made: Path, tmp_path: Path) -> None:
     report = quant.Report.load(tmp_path / "out" / "report.json")
     before = report.distillation.before  # type: ignore[union-attr]
     assert report.evaluation.kl > before.kl  # type: ignore[operator, union-attr]
-    (told,) = [warning for warning in report.warnings if "training raised KL" in warning]
-    assert f"from {before.kl:.4f} to {report.evaluation.kl:.4f} on" in told  # type: ignore[union-attr]
-    assert "--batch-size was 4" in told and "--lr (it was 0.1)" in told
+    (warning,) = [warning for warning in report.warnings if "training raised KL" in warning]
+    after = report.evaluation
+    assert after is not None
+    assert f"from {loss_text(before.kl)} to {loss_text(after.kl)} on" in warning
+    assert "--batch-size was 4" in warning and "--lr (it was 0.1)" in warning
 
 
 @pytest.mark.parametrize(("preset", "rate"), [("nvfp4a16", 6e-5), ("nvfp4", 1e-4)])

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from quant.errors import megabytes
+from quant.evaluation.loss_text import loss_text
 from quant.evaluation.record import Evaluation
 from quant.execution import layer_result as result_module
 from quant.execution.layer_result import LayerResult, layer_result
@@ -24,7 +25,7 @@ from quant.formats.tensor import quantize
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 from quant.report.report import KVCache, Receipt, Report, kv_cache_of, peak_rss
-from quant.report.summary import loss_text, print_summary, summary
+from quant.report.summary import print_summary, summary
 
 Rich = tuple[Report, Plan]
 Make = Callable[..., Rich]
