@@ -367,9 +367,10 @@ class _Search:
                 continue
             # All sums at once, `[sample, later]`: one by one, tiny operations take longer than the block's own pass.
             differences = ends - a.sample[:, None]
-            contributions = (outputs[:, :, None] * (solve @ differences)).abs()
+            factors = solve @ differences
+            contributions = (outputs[:, :, None] * factors).abs()
             rounding = self.eps * (contributions.sum(1) + a.sample.abs()[:, None] + ends.abs())
-            errors = (differences - outputs @ (solve @ differences)).abs()
+            errors = (differences - outputs @ factors).abs()
             fits = (errors <= _ROUNDINGS * rounding).all(0)
             # An output that is as small as the rounding of the sum proves nothing.
             seen = (contributions > _ABOVE * rounding[:, None]).double().mean(0).amin(0) >= 0.5

@@ -13,15 +13,14 @@ from typing import Any
 import torch
 
 from quant.export.onnx_graph.ops import ConvCall
-from quant.export.packages.triton_linear import TritonLinear, dequantize
+from quant.export.packages.triton_linear import TritonLinear, dequantize, fp8_product
 from quant.formats.format import FORMATS, Format
 from quant.formats.packing import unpack
 from quant.formats.rounding import decode_power_of_two
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
 from quant.kernels.attention.forward import fp8_attention, run_fp8_attention
-from quant.kernels.hardware import has_fp8_tensor_cores
 from quant.kernels.linear.conv import CONV, conv_matrix, conv_parameter
-from quant.kernels.linear.fp8_gemm import fp8_linear, round_to_e4m3, takes_fp8
+from quant.kernels.linear.fp8_gemm import round_to_e4m3
 from quant.kernels.linear.ops import LINEAR, LinearCall
 
 EXPORTED_ATTENTION = "quant::onnx_attention"
@@ -30,8 +29,8 @@ EXPORTED_ATTENTION = "quant::onnx_attention"
 def _linear(*arguments: Any) -> torch.Tensor:
     call = LinearCall(*arguments)
     x, weight, rounding = call.x, call.weight, call.rounding
-    if rounding and takes_fp8(weight.format, rounding, weight.shape, x.dtype) and has_fp8_tensor_cores(x):
-        return fp8_linear(x, weight, call.bias, call.input_scale, rounding)
+    if (y := fp8_product(call)) is not None:
+        return y
     if rounding is not None:
         x = fake_quantize(x, rounding, **{"global_scale" if rounding.global_scale else "scale": call.input_scale})
     return torch.nn.functional.linear(x, dequantize_in_graph(weight, x.dtype), call.bias)

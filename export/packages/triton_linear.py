@@ -45,8 +45,8 @@ class TritonLinear:
     def __call__(self, *arguments: Any) -> torch.Tensor:
         call = LinearCall(*arguments)
         x, weight, rounding = call.x, call.weight, call.rounding
-        if rounding and takes_fp8(weight.format, rounding, weight.shape, x.dtype) and has_fp8_tensor_cores(x):
-            return fp8_linear(x, weight, call.bias, call.input_scale, rounding)
+        if (y := fp8_product(call)) is not None:
+            return y
         if x.dtype not in (torch.float16, torch.bfloat16):
             # Tensor cores would round FP32 inputs to TF32, so PyTorch multiplies them.
             x = x if rounding is None else round_activation(x, rounding, call.input_scale)
@@ -56,6 +56,14 @@ class TritonLinear:
             rounded = x if rounding is None else round_input(x, rounding, call.input_scale)
             last = self._last = (x, rounding, call.input_scale, Rows.of(rounded))
         return multiply(last[3], weight, call.bias).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def fp8_product(call: LinearCall) -> torch.Tensor | None:
+    """Returns a linear's result where tensor cores multiply FP8 codes of input and weight as they are; else None."""
+    x, weight, rounding = call.x, call.weight, call.rounding
+    if rounding and takes_fp8(weight.format, rounding, weight.shape, x.dtype) and has_fp8_tensor_cores(x):
+        return fp8_linear(x, weight, call.bias, call.input_scale, rounding)
+    return None
 
 
 class Rows(NamedTuple):
@@ -83,7 +91,7 @@ class Rows(NamedTuple):
 
 def multiply(rows: Rows, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Returns `rows @ weight.T + bias`, `[tokens, out]`."""
-    from quant.kernels.portable.codes_gemm import codes_gemm_kernel, layout
+    from quant.kernels.portable.codes_gemm import codes_gemm_kernel, gemm_constants
     from quant.kernels.portable.small_floats import compilable
 
     kernel = torch.library.wrap_triton(codes_gemm_kernel)
@@ -97,26 +105,24 @@ def multiply(rows: Rows, weight: BlockScaledTensor, bias: torch.Tensor | None) -
         # Pointers that the kernel does not read, where there is no second scale, no bias, and no part of a sum.
         kernel[-(-features // tiles.block_n) * is_on, tiles_m, 1](
             x, codes, scale, scale if second is None else second, x if bias is None else bias, y, y, y,
-            tokens, features, columns, columns, codes.stride(0), scale.stride(0), codes.shape[1], 1,
-            **layout(weight.format), has_global=second is not None, has_bias=bias is not None, split=False, swap=False,
-            block_m=tiles.block_m, block_n=tiles.block_n, block_k=tiles.block_k,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            tokens, features, columns, columns, codes.stride(0), scale.stride(0), codes.shape[1], tiles.splits,
+            **gemm_constants(weight, bias, tiles),
         )  # fmt: skip
     return y
 
 
 def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns `[rows, columns]` in `dtype`, by one launch."""
-    from quant.kernels.portable.codes_gemm import dequantize_codes_kernel, layout
+    from quant.kernels.portable.codes_gemm import dequantize_codes_kernel, dequantizing_launch
     from quant.kernels.portable.small_floats import compilable
 
     (rows, columns), codes, scale = weight.shape, compilable(weight.codes), compilable(weight.scale)
-    second, block_n, block_k = weight.global_scale, 16, 256 if weight.format.block[1] < 128 else 128
+    second = weight.global_scale
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
-    torch.library.wrap_triton(dequantize_codes_kernel)[-(-columns // block_k), (rows + block_n - 1) // block_n](
+    grid, constants = dequantizing_launch(rows, columns, weight.format, second is not None)
+    torch.library.wrap_triton(dequantize_codes_kernel)[grid](
         codes, scale, scale if second is None else second, out, rows, columns, codes.stride(0), scale.stride(0),
-        codes.shape[1], **layout(weight.format), has_global=second is not None, block_n=block_n, block_k=block_k,
-        num_warps=4,
+        codes.shape[1], **constants,
     )  # fmt: skip
     return out
 

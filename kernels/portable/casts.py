@@ -103,9 +103,7 @@ def prepare_cast(rows: torch.Tensor, format: Format, *, contiguous: bool = True)
 
 def takes(format: Format, columns: int, dtype: torch.dtype) -> bool:
     """Returns whether a kernel quantizes rows of `columns` elements to an input format."""
-    multiple = max(format.block[1], 2 if format.element.bits == 4 else 1, 1)
-    is_known = format.name in FORMATS_OUT and format is INPUT_FORMATS.get(format.name)
-    return is_known and dtype in (torch.float16, torch.bfloat16) and not columns % multiple and columns <= MAX_COLUMNS
+    return _problem_of(format, columns, dtype) is None
 
 
 def quantize_in_graph(rows: torch.Tensor, format: Format, static: torch.Tensor | None) -> BlockScaledTensor:
@@ -187,15 +185,20 @@ def _launch(tokens: int, columns: int, format: Format, contiguous: bool) -> _Lau
 
 
 def _check(x: torch.Tensor, format: Format) -> None:
-    task = f"x {list(x.shape)} to {format}"
+    if (problem := _problem_of(format, x.shape[-1], x.dtype)) is not None:
+        raise ValueError(f"x {list(x.shape)} to {format}: {problem}")
+
+
+def _problem_of(format: Format, columns: int, dtype: torch.dtype) -> str | None:
+    """Returns why no kernel quantizes rows of `columns` elements to a format; None where one does."""
     if format.name not in FORMATS_OUT or format is not INPUT_FORMATS.get(format.name):
-        raise ValueError(f"{task}: no such kernel; activation formats: {', '.join(FORMATS_OUT)}")
-    if x.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"{task}: x is {x.dtype}, expected float16 or bfloat16")
-    columns = x.shape[-1]
+        return f"no such kernel; activation formats: {', '.join(FORMATS_OUT)}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"x is {dtype}, expected float16 or bfloat16"
     multiple = max(format.block[1], 2 if format.element.bits == 4 else 1, 1)
     if columns % multiple or not 0 < columns <= MAX_COLUMNS:
-        raise ValueError(f"{task}: the last axis must be a multiple of {multiple}, at most {MAX_COLUMNS}")
+        return f"the last axis must be a multiple of {multiple}, at most {MAX_COLUMNS}"
+    return None
 
 
 def check_scales(

@@ -23,6 +23,7 @@ are tokens. Every tail is masked: M, N and K may be anything.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -260,16 +261,12 @@ def codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | 
 
 def prepare_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: Tiles) -> Launch:
     """Returns `codes_gemm` for arguments like these, with everything decided that does not depend on their values."""
-    (M, K), N, form = x.shape, weight.shape[0], weight.format
+    (M, K), N = x.shape, weight.shape[0]
     if not M * N:
         return lambda x, weight, bias: x.new_empty(M, N)
     tiles_n, tiles_m, splits = triton.cdiv(N, tiles.block_n), triton.cdiv(M, tiles.block_m), tiles.splits
     codes_stride, scale_stride, codes_width = weight.codes.stride(0), weight.scale.stride(0), weight.codes.shape[1]
-    constants = {
-        **layout(form), "has_global": weight.global_scale is not None, "has_bias": bias is not None,
-        "split": splits > 1, "swap": tiles.swap, "block_m": tiles.block_m, "block_n": tiles.block_n,
-        "block_k": tiles.block_k, "num_warps": tiles.warps, "num_stages": tiles.stages,
-    }  # fmt: skip
+    constants = gemm_constants(weight, bias, tiles)
     launch, in_bytes = CachedLaunch(codes_gemm_kernel, (tiles_n, tiles_m, splits), constants), hardware.lacks_e4m3(x)
 
     def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -291,6 +288,15 @@ def prepare_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.T
     return run
 
 
+def gemm_constants(weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: Tiles) -> dict[str, Any]:
+    """Returns the compile-time constants and the options of `codes_gemm_kernel` for arguments like these."""
+    return {
+        **layout(weight.format), "has_global": weight.global_scale is not None, "has_bias": bias is not None,
+        "split": tiles.splits > 1, "swap": tiles.swap, "block_m": tiles.block_m, "block_n": tiles.block_n,
+        "block_k": tiles.block_k, "num_warps": tiles.warps, "num_stages": tiles.stages,
+    }  # fmt: skip
+
+
 def dequantize_codes(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns `[out, in]` of `weight` in `dtype`, in one pass; the arguments have been checked."""
     (N, K), codes, scale = weight.shape, compilable(weight.codes), compilable(weight.scale)
@@ -306,10 +312,17 @@ def dequantize_codes(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Ten
 @lru_cache(maxsize=256)
 def _dequantizer(N: int, K: int, format: str, has_global: bool) -> CachedLaunch:
     """Returns the launch of `dequantize_codes_kernel` for weights like these."""
-    form, block_n = INPUT_FORMATS[format], 16
-    block_k = 256 if form.block[1] < 128 else 128
-    constants = {**layout(form), "has_global": has_global, "block_n": block_n, "block_k": block_k, "num_warps": 4}
-    return CachedLaunch(dequantize_codes_kernel, (triton.cdiv(K, block_k), triton.cdiv(N, block_n)), constants)
+    return CachedLaunch(dequantize_codes_kernel, *dequantizing_launch(N, K, INPUT_FORMATS[format], has_global))
+
+
+def dequantizing_launch(N: int, K: int, format: Format, has_global: bool) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Returns the grid of `dequantize_codes_kernel` for `[N, K]`, and its compile-time constants and options.
+
+    N may be symbolic.
+    """
+    block_n, block_k = 16, 256 if format.block[1] < 128 else 128
+    constants = {**layout(format), "has_global": has_global, "block_n": block_n, "block_k": block_k, "num_warps": 4}
+    return (-(-K // block_k), (N + block_n - 1) // block_n), constants
 
 
 def layout(format: Format) -> dict[str, object]:

@@ -25,7 +25,7 @@ from quant.kernels.attention.quantize import quantize_attention
 from quant.kernels.attention.ring import quantize_blocks
 from quant.kernels.attention_operands import scale_blocks, scale_of_rows
 from quant.kernels.attention_tiles import DIMS
-from quant.kernels.hardware import capability_of, has_fp8_tensor_cores
+from quant.kernels.hardware import capability_of, lacks_e4m3
 from quant.kernels.linear.ops import register, without_autocast
 
 _Saved = tuple[
@@ -164,7 +164,7 @@ def _gradients_on_gpu(
 
 
 def _decoded(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if not has_fp8_tensor_cores(codes):  # Triton has no E4M3 there
+    if lacks_e4m3(codes):
         return (codes.float() * scale_of_rows(scale, codes.shape, None)).to(dtype)
     from quant.kernels.portable.attention.fp8_attention_operands import decode_blocks
 

@@ -243,11 +243,9 @@ def round_weight(
     out = torch.empty(N, K, dtype=dtype, device=weight.device)
     steps = weight if scale is None else scale.contiguous()
     has_global = global_scale is not None
-    kind = (
-        f"{format.scale.name} in bytes"
-        if format.scale.name == "e4m3" and hardware.lacks_e4m3(weight)
-        else format.scale.name
-    )
+    kind = format.scale.name
+    if kind == "e4m3" and hardware.lacks_e4m3(weight):
+        kind = "e4m3 in bytes"
     constants = {"kind": kind, "measured": scale is None}
     launch = _launch(round_kernel, N, K, format.name, has_global, **constants)
     launch(weight, steps, global_scale if has_global else weight, out, N, K, weight.stride(0), steps.stride(0))

@@ -198,7 +198,7 @@ def test_package_computes_the_module(
 @pytest.mark.parametrize(("weight", "activation", "static"), CASES[:3])
 def test_graph_with_scaled_mm(monkeypatch: pytest.MonkeyPatch, weight: str, activation: str, static: bool) -> None:
     """What a GPU with FP8 tensor cores gets, through PyTorch's `_scaled_mm` for CPUs."""
-    monkeypatch.setattr("quant.export.packages.op_bodies.has_fp8_tensor_cores", lambda x: True)
+    monkeypatch.setattr("quant.export.packages.triton_linear.has_fp8_tensor_cores", lambda x: True)
     model, x = Gated(weight, activation, static), torch.randn(2, 40, 64, dtype=torch.bfloat16)
     program = lowered(model, {"x": x})
     assert count(program, "_scaled_mm") == 3
