@@ -8,12 +8,18 @@ head is in BF16, and only config.json exists on disk. The engines, one without t
 are ready at the same time in processes of their own, and one measures while the others wait. A step is the mean time
 between the tokens of a generation, once all its sequences decode: it holds attention, norms, the scheduler and the
 sampler. Prompts are in the prefix cache by then. Prefill is the time to the first token of one new prompt. Each figure
-is the least of its rounds. `--profile` adds the time in which any kernel of a step ran, by PyTorch's profiler.
+is the least of its rounds. `--profile 1 16` adds the time in which any kernel of a step ran, by PyTorch's profiler, and
+writes the kernels into the JSON.
 
     python benchmarks/vllm_speed.py llama-8b --layers 4 --batch 16 --context 32000 --prefill 0 --kv-gib 8 \
         --engine '{"max_model_len": 32768}' --theirs '{"kv_cache_dtype": "fp8"}' --ours '{"kv_cache_dtype": "nvfp4"}'
 
 compares KV caches. vLLM must be importable. Two engines take about 30 GB (8B) or 50 GB (30B).
+
+    python benchmarks/vllm_speed.py llama-8b --batch 256 --kv-gib 34 --switch 1 fp8-prefill --alone
+
+With `--alone` the engines load and compile beside each other, and then one after the other takes the memory of its
+cache, measures all its rounds and ends. So each may fill the GPU; figures of the same round are some minutes apart.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ import json
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +77,6 @@ MXFP4 = {
 }  # fmt: skip
 SCHEMES = {"nvfp4": ("nvfp4-pack-quantized", NVFP4), "mxfp4": ("mxfp4-pack-quantized", MXFP4)}
 """Name of each format in compressed-tensors, and its description of the weights."""
-STEPS, SETTLED = 64, 4
-"""Decoding steps that are timed, after those in which sequences start."""
 
 
 def write_config(args: argparse.Namespace, positions: int, out: Path) -> Path:
@@ -110,137 +114,13 @@ def write_config(args: argparse.Namespace, positions: int, out: Path) -> Path:
     return folder
 
 
-def random_loader() -> str:
-    """Registers a loader that makes up weights of the size that trained ones have; returns its name."""
-    import torch
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-
-    @register_model_loader("random_nvfp4")
-    class RandomLoader(BaseModelLoader):
-        def download_model(self, model_config: Any) -> None:
-            pass
-
-        @torch.no_grad()
-        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            torch.manual_seed(0)
-            for name, parameter in model.named_parameters():
-                data = parameter.data
-                if data.dtype is torch.uint8 and name.endswith("scale"):
-                    data.random_(119, 123)  # powers of two, stored as exponent + 127
-                elif data.dtype is torch.uint8:
-                    data.random_(0, 256)
-                elif data.dtype is torch.float8_e4m3fn:
-                    data.copy_(torch.rand(data.shape, device=data.device).add_(0.5))
-                elif "global_scale" in name:
-                    data.fill_(160.0)  # stored as the reciprocal
-                elif "norm" in name:
-                    data.fill_(1.0)
-                else:
-                    data.normal_(0, 0.02)
-
-    return "random_nvfp4"
-
-
-def engine(args: argparse.Namespace) -> None:
-    """Builds one engine, says so, and measures what the lines of stdin ask for."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    import torch
-    from vllm import LLM, SamplingParams
-
-    if os.environ.get("BLOCKSCALE_VLLM") != "0":
-        from quant.vllm_plugin.register import register
-
-        register()  # by hand, for a checkout that is not installed has no entry points
-    settings = {
-        "load_format": random_loader(), "skip_tokenizer_init": True, "max_model_len": 4608, "seed": 0,
-        "max_num_seqs": max(args.batch), "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.1,
-        "kv_cache_memory_bytes": int(args.kv_gib * 2**30), "enable_prefix_caching": True, "disable_log_stats": True,
-        "compilation_config": {},
-    }  # fmt: skip
-    settings |= args.engine
-    settings["compilation_config"] = {"cudagraph_capture_sizes": sorted(args.batch), **settings["compilation_config"]}
-    start = time.time()
-    llm = LLM(model=args.folder, **settings)
-    cache, needed = llm.llm_engine.vllm_config.cache_config, max(args.batch) * (args.context + STEPS + SETTLED + 2)
-    capacity = (cache.num_gpu_blocks or 0) * cache.block_size
-    if 0 < capacity < needed:
-        raise SystemExit(f"the cache holds {capacity:,} tokens, and the largest batch has {needed:,}: raise --kv-gib")
-    vocabulary = llm.llm_engine.model_config.get_vocab_size()
-    generator = torch.Generator().manual_seed(0)
-
-    def seconds(prompts: list[list[int]], tokens: int) -> float:
-        ask = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        llm.generate([{"prompt_token_ids": row} for row in prompts], ask, use_tqdm=False)
-        torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-    def step_milliseconds(rows: list[list[int]]) -> float:
-        """Mean time of a step in which every sequence gains a token."""
-        ask = SamplingParams(temperature=0, max_tokens=STEPS + SETTLED + 2, ignore_eos=True, detokenize=False)
-        requests, lengths, times = llm.llm_engine, dict.fromkeys(map(str, range(len(rows))), 0), []
-        for name, row in zip(lengths, rows, strict=True):
-            requests.add_request(f"{name}-{time.perf_counter()}", {"prompt_token_ids": row}, ask)
-        while requests.has_unfinished_requests():
-            for output in requests.step():
-                lengths[output.request_id.partition("-")[0]] = len(output.outputs[0].token_ids)
-            if min(lengths.values()):
-                times.append(time.perf_counter())
-        settled = times[SETTLED : SETTLED + STEPS]
-        return (settled[-1] - settled[0]) / (len(settled) - 1) * 1e3
-
-    def prompts(batch: int, length: int) -> list[list[int]]:
-        return torch.randint(3, vocabulary, (batch, length), generator=generator).tolist()
-
-    say({"ready_s": round(time.time() - start, 1), "gpu": torch.cuda.get_device_name()})
-
-    def measure(task: str, count: int, length: int) -> dict[str, Any]:
-        rows = prompts(count, length)
-        if task == "prefill":
-            return {
-                "ms": min(seconds(each, 1) for each in (rows, prompts(count, length), prompts(count, length))) * 1e3
-            }
-        first = seconds(rows, 1)
-        if task == "decode":
-            return {"ms": min(step_milliseconds(rows) for _ in range(2)), "first_s": first}
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            seconds(rows, 9)
-        times = {event.key: event.self_device_time_total / 9e3 for event in profiler.key_averages()}
-        most = sorted(times.items(), key=lambda pair: -pair[1])[:24]
-        ranges = [event.time_range for event in profiler.events() if event.device_type.name == "CUDA"]
-        return {"ms": busy(ranges) / 9e3, "kernels": {name[:60]: round(ms, 4) for name, ms in most}}
-
-    for line in sys.stdin:
-        task, count, length = line.split()
-        try:
-            say(measure(task, int(count), int(length)))
-        except Exception as error:
-            say({"error": f"{type(error).__name__}: {error}"[:200]})
-    os._exit(0)
-
-
-def busy(ranges: list[Any]) -> float:
-    """Microseconds in which any of the ranges is under way: kernels that overlap count once."""
-    total, end = 0.0, float("-inf")
-    for each in sorted(ranges, key=lambda r: r.start):
-        total += max(each.end - max(each.start, end), 0.0)
-        end = max(end, each.end)
-    return total
-
-
-def say(result: dict[str, Any]) -> None:
-    print("RESULT " + json_text(result), flush=True)
-
-
 class Engine:
     """One engine in a process of its own."""
 
     def __init__(self, args: argparse.Namespace, label: str, switch: str, own: dict[str, Any]) -> None:
         self.log = args.out / f"{args.label}-{label}.log"
         options = ["--engine", json_text(args.engine | own), "--kv-gib", str(args.kv_gib), "--out", str(args.out),
-                   "--context", str(args.context),
+                   "--context", str(args.context), *["--alone"] * args.alone,
                    "--folder", str(args.folder), "--batch", *map(str, args.batch)]  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, __file__, args.shape, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -266,6 +146,36 @@ class Engine:
 
 
 def main() -> None:
+    args = parsed()
+    if args.folder:
+        from _vllm_engine import engine
+
+        return engine(args)
+    from _table import machine, versions
+
+    args.label = args.label or args.shape
+    positions = max(8192, 2 * args.context)
+    args.folder = write_config(args, positions, args.out / args.label)
+    engines = {"vLLM": Engine(args, "vllm", "0", args.theirs)}
+    for switch in args.switch:
+        label = "plug-in" if switch == "1" else f"plug-in, {switch}"
+        engines[label] = Engine(args, f"plugin-{switch}", switch, args.ours)
+    print(
+        f"answered after { ({label: each.answer() for label, each in engines.items()}) }", file=sys.stderr, flush=True
+    )
+    asks = {f"batch {n}": f"decode {n} {args.context}" for n in args.batch}
+    if args.prefill:
+        asks[f"prefill {args.prefill}"] = f"prefill 1 {args.prefill}"
+    asks |= {f"batch {n}, on the GPU": f"profile {n} {args.context}" for n in args.profile}
+    print("; ".join(f"{k} {v}" for k, v in {**machine(), **versions("vllm", "triton")}.items()) + "\n")
+    for answers in measured_alone(engines, asks, args) if args.alone else measured_in_turns(engines, asks, args):
+        (args.out / f"{args.label}.json").write_text(json_text(answers, indent=1) + "\n")
+        print(f"{table(answers, args.label)}\n", flush=True)
+    print(f"Engine: {json_text(args.engine)}, {json_text(args.theirs)} and {json_text(args.ours)}")
+
+
+def parsed() -> argparse.Namespace:
+    """Returns the options of the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
@@ -280,47 +190,56 @@ def main() -> None:
     parser.add_argument("--theirs", type=json.loads, default={}, help="the same, for vLLM without the plug-in")
     parser.add_argument("--ours", type=json.loads, default={}, help="the same, for vLLM with the plug-in")
     parser.add_argument("--switch", nargs="+", default=["1"], help="values of BLOCKSCALE_VLLM, an engine for each")
-    parser.add_argument("--profile", action="store_true", help="also the time of a step on the GPU")
+    parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches whose kernels are listed, by time")
+    parser.add_argument("--alone", action="store_true", help="an engine has its cache only while it measures")
     parser.add_argument("--label", help="of the files; by default the shape")
     parser.add_argument("--out", type=Path, default=Path("vllm-speed"))
     parser.add_argument("--folder", help="of a config.json: makes this process an engine")
-    args = parser.parse_args()
-    if args.folder:
-        return engine(args)
-    from _table import machine, markdown, versions
+    return parser.parse_args()
 
-    args.label = args.label or args.shape
-    positions = max(8192, 2 * args.context)
-    args.folder = write_config(args, positions, args.out / args.label)
-    engines = {"vLLM": Engine(args, "vllm", "0", args.theirs)}
-    for switch in args.switch:
-        label = "plug-in" if switch == "1" else f"plug-in, {switch}"
-        engines[label] = Engine(args, f"plugin-{switch}", switch, args.ours)
-    ready = {label: each.answer() for label, each in engines.items()}
-    print(f"ready after {ready}", file=sys.stderr, flush=True)
-    asks = {f"batch {n}": f"decode {n} {args.context}" for n in args.batch}
-    if args.prefill:
-        asks[f"prefill {args.prefill}"] = f"prefill 1 {args.prefill}"
-    if args.profile:
-        asks |= {f"batch {n}, on the GPU": f"profile {n} {args.context}" for n in args.batch}
-    answers: dict[str, dict[str, list[dict[str, Any]]]] = {name: {label: [] for label in engines} for name in asks}
-    print("; ".join(f"{k} {v}" for k, v in {**machine(), **versions("vllm", "triton")}.items()) + "\n")
+
+Answers = dict[str, dict[str, list[dict[str, Any]]]]
+"""Results by figure and by engine, one for each round."""
+
+
+def measured_in_turns(engines: dict[str, Engine], asks: dict[str, str], args: argparse.Namespace) -> Iterator[Answers]:
+    """Yields the answers after each round, in which all engines, ready at the same time, measure each figure."""
+    answers: Answers = {name: {label: [] for label in engines} for name in asks}
     for number in range(args.rounds):
         for name, line in asks.items():
             for label, each in engines.items():
                 if not (number and line.startswith("profile")):
                     answers[name][label].append(each.ask(line))
-        rows = []
-        for name, by_label in answers.items():
-            best = {label: min(each["ms"] for each in of_rounds) for label, of_rounds in by_label.items()}
-            times = {f"{label}, ms": f"{ms:.3f}" for label, ms in best.items()}
-            gains = {f"× {label}": f"{best['vLLM'] / ms:.3f}" for label, ms in best.items() if label != "vLLM"}
-            rows.append({args.label: name, **times, **gains})
-        print(f"After round {number + 1}:\n\n{markdown(rows)}\n", flush=True)
-        (args.out / f"{args.label}.json").write_text(json_text(answers, indent=1) + "\n")
-    print(f"Engine: {json_text(args.engine)}, {json_text(args.theirs)} and {json_text(args.ours)}")
+        yield answers
     for each in engines.values():
         each.process.kill()
+
+
+def measured_alone(engines: dict[str, Engine], asks: dict[str, str], args: argparse.Namespace) -> Iterator[Answers]:
+    """Yields the answers after each engine, which measured all its rounds alone and ended."""
+    answers: Answers = {name: {} for name in asks}
+    for label, each in engines.items():
+        print(f"{label} is ready after {each.ask('the GPU is yours')}", file=sys.stderr, flush=True)
+        for number in range(args.rounds):
+            for name, line in asks.items():
+                if not (number and line.startswith("profile")):
+                    answers[name].setdefault(label, []).append(each.ask(line))
+        each.process.kill()
+        each.process.wait()
+        yield answers
+
+
+def table(answers: Answers, label: str) -> str:
+    """Returns the least time of each figure by engine, and how many times as fast as vLLM alone the others are."""
+    from _table import markdown
+
+    rows = []
+    for name, by_engine in answers.items():
+        best = {engine: min(each["ms"] for each in of_rounds) for engine, of_rounds in by_engine.items()}
+        times = {f"{engine}, ms": f"{ms:.3f}" for engine, ms in best.items()}
+        gains = {f"× {engine}": f"{best['vLLM'] / ms:.3f}" for engine, ms in best.items() if engine != "vLLM"}
+        rows.append({label: name, **times, **gains})
+    return str(markdown(rows))
 
 
 if __name__ == "__main__":
