@@ -51,7 +51,7 @@ def page_rows(file: Path, tokenizer: Any, rows: int, seqlen: int = SEQLEN) -> to
 
 def _drawn(names: Iterable[Any], part: Part) -> list[Any]:
     """Half of the names in the order of a fixed draw."""
-    found = list(names)
-    random.Random(1).shuffle(found)
-    half = len(found) // 2
-    return found[:half] if part == "choose" else found[half:]
+    shuffled = list(names)
+    random.Random(1).shuffle(shuffled)
+    half = len(shuffled) // 2
+    return shuffled[:half] if part == "choose" else shuffled[half:]

@@ -124,10 +124,12 @@ BARS = (
     "nvfp4a16 Blockscale gptq", "nvfp4a16 Blockscale local_hessian", "nvfp4a16 Blockscale rotation:64+gptq",
     f"nvfp4a16 Blockscale {solver_of(3, 'keep')}", "nvfp4a16 Blockscale gptq, no text",
     "nvfp4a16 Blockscale local_hessian, no text", "nvfp4 Blockscale awq:merge+gptq", "nvfp4 Blockscale awq+gptq",
-    f"nvfp4 Blockscale {solver_of(3, 'nvfp4')}", "nvfp4 Blockscale awq+lowrank:32+gptq", "fp8 Blockscale gptq",
-    "fp8_channel Blockscale gptq", "mxfp8 Blockscale gptq", "mxfp8 Blockscale rtn", "fp8 Blockscale rtn",
-    "fp8_channel Blockscale rtn", "int4a16_g64 Blockscale gptq", "mixed Blockscale awq:merge+gptq",
-    "mixeda16 Blockscale gptq",
+    f"nvfp4 Blockscale {solver_of(3, 'nvfp4')}", f"four_over_six Blockscale {solver_of(2, 'nvfp4')}",
+    f"four_over_six Blockscale {solver_of(3, 'nvfp4')}", "nvfp4 Blockscale awq+lowrank:32+gptq",
+    "nvfp4 Blockscale awq+lowrank:32+kfac", "fp8 Blockscale gptq", f"fp8 Blockscale {solver_of(3, 'fp8')}",
+    "fp8_channel Blockscale gptq", f"fp8_channel Blockscale {solver_of(3, 'fp8_token')}", "mxfp8 Blockscale gptq",
+    "mxfp8 Blockscale rtn", "fp8 Blockscale rtn", "fp8_channel Blockscale rtn", "int4a16_g64 Blockscale gptq",
+    "mixed Blockscale awq:merge+gptq", "mixeda16 Blockscale gptq",
 )  # fmt: skip
 # Not for deployment: runtimes fuse q, k and v into one GEMM with one global scale.
 UNSHARED = "a global scale per layer"
@@ -226,11 +228,11 @@ def all_configurations(
     solvers: Sequence[str], checkpoints: Mapping[str, Path], settings: Settings
 ) -> tuple[dict[str, Run], list[str]]:
     """Rows by name, and notes on the peers that are not installed."""
-    found: dict[str, Run] = {}
+    runs: dict[str, Run] = {}
     for key, setting in SETTINGS.items():
         if setting.choice:
             for solver in ("rtn", solver_of(2, setting.activation)):
-                found[f"{key} Blockscale {solver}"] = partial(
+                runs[f"{key} Blockscale {solver}"] = partial(
                     run_mixed, setting=key, solver=solver, device=settings.device
                 )
             continue
@@ -238,14 +240,14 @@ def all_configurations(
         if setting.activation == "nvfp4_four_over_six":
             wide = (solver_of(2, "nvfp4"), solver_of(3, "nvfp4"), "awq+lowrank:32+kfac", *solvers)
         for solver in dict.fromkeys(wide):
-            found[f"{key} Blockscale {solver}"] = partial(run_ours, setting=key, solver=solver, device=settings.device)
+            runs[f"{key} Blockscale {solver}"] = partial(run_ours, setting=key, solver=solver, device=settings.device)
         if key == "nvfp4a16":
             for solver in ("local_hessian", "gptq"):
-                found[f"{key} Blockscale {solver}, no text"] = partial(
+                runs[f"{key} Blockscale {solver}, no text"] = partial(
                     run_ours, setting=key, solver=solver, device=settings.device, own_text=True
                 )
         if FORMATS[SETTINGS[key].weight].global_scale:
-            found[f"{key} Blockscale rtn, {UNSHARED}"] = partial(
+            runs[f"{key} Blockscale rtn, {UNSHARED}"] = partial(
                 run_ours, setting=key, solver="rtn", device=settings.device, shared=False
             )
     notes = []
@@ -253,14 +255,14 @@ def all_configurations(
         if importlib.util.find_spec(package) is None:
             notes.append(f"{toolkit} is not installed here, so it has no rows.")
         else:
-            found |= configurations()
+            runs |= configurations()
     if importlib.util.find_spec("modelopt") is not None:
         for key, setting in SETTINGS.items():
             if setting.choice:
-                found[f"{key} ModelOpt auto_quantize"] = partial(run_auto_quantize, setting=key)
+                runs[f"{key} ModelOpt auto_quantize"] = partial(run_auto_quantize, setting=key)
     for name, directory in checkpoints.items():
-        found[name] = partial(run_checkpoint, directory=directory)
-    return dict(sorted(found.items(), key=lambda item: list(SETTINGS).index(item[0].split()[0]))), notes
+        runs[name] = partial(run_checkpoint, directory=directory)
+    return dict(sorted(runs.items(), key=lambda item: list(SETTINGS).index(item[0].split()[0]))), notes
 
 
 def run_ours(
@@ -301,8 +303,10 @@ def run_ours(
 
 def run_mixed(model: nn.Module, rows: torch.Tensor, *, setting: str, solver: str, device: str) -> Outcome:
     """Our own row where each layer gets one of several formats, as `quantize --bits` chooses them."""
-    found = allocate(model, rows, Goal(bits=BUDGET), formats=SETTINGS[setting].choice, solver=solver, device=device)
-    quantized = found.quantized or quant.quantize(model, found.plan, rows, device=device)
+    allocation = allocate(
+        model, rows, Goal(bits=BUDGET), formats=SETTINGS[setting].choice, solver=solver, device=device
+    )
+    quantized = allocation.quantized or quant.quantize(model, allocation.plan, rows, device=device)
     return replace(ours(quantized.model), bits=exact_bits(quantized.model))
 
 
@@ -338,24 +342,24 @@ def measure(run: Run, name: str, settings: Settings) -> dict[str, Any]:
     gc.collect()
     outcome.prepare()
     quantized = outcome.model.to(settings.device)
-    found = evaluate_texts(quantized, texts, _open(settings), batch_size=4)
+    evaluation = evaluate_texts(quantized, texts, _open(settings), batch_size=4)
     return {
-        "perplexity": found.perplexity,
-        **{column: value for each in found.texts for column, value in losses(each).items()},
-        "top-1": found.top1,
+        "perplexity": evaluation.perplexity,
+        **{column: value for each in evaluation.texts for column, value in losses(each).items()},
+        "top-1": evaluation.top1,
         "s": seconds,
         "MB": peak / 1e6,
         "bits": outcome.bits_per_weight(FORMATS[SETTINGS[name.split()[0]].weight]),
         "extra at run time": outcome.extra or "nothing",
-        "base perplexity": found.baseline_perplexity,
+        "base perplexity": evaluation.baseline_perplexity,
     }
 
 
-def losses(found: Evaluation) -> dict[str, float | None]:
+def losses(evaluation: Evaluation) -> dict[str, float | None]:
     """The columns of one text: KL, and half the width of its interval."""
-    name = "" if found.text == TEXTS[0] else f" {found.text}"
-    half = None if found.interval is None or found.kl is None else found.interval[1] - found.kl
-    return {f"KL{name}": found.kl, f"±{name}": half}
+    name = "" if evaluation.text == TEXTS[0] else f" {evaluation.text}"
+    half = None if evaluation.interval is None or evaluation.kl is None else evaluation.interval[1] - evaluation.kl
+    return {f"KL{name}": evaluation.kl, f"±{name}": half}
 
 
 def _open(settings: Settings) -> nn.Module:
@@ -388,8 +392,8 @@ def measure_in_fresh_process(name: str, arguments: Sequence[str]) -> dict[str, A
     if done.returncode == 0:
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return result
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    return {"error": said[-1] if said else f"exit status {done.returncode}"}
+    messages = [line for line in done.stderr.splitlines() if line.strip()]
+    return {"error": messages[-1] if messages else f"exit status {done.returncode}"}
 
 
 def table_row(name: str, result: Mapping[str, Any], settings: Settings) -> dict[str, object]:
@@ -460,17 +464,17 @@ def _parse_texts(options: Sequence[str]) -> dict[str, Path]:
     return files
 
 
-def _parse_checkpoints(given: Sequence[str]) -> dict[str, Path]:
-    found = {}
-    for text in given:
+def _parse_checkpoints(options: Sequence[str]) -> dict[str, Path]:
+    checkpoints = {}
+    for text in options:
         name, separator, directory = text.partition("=")
         if not separator or name.split(maxsplit=1)[:1] == [name] or name.split()[0] not in SETTINGS:
             raise click.BadParameter(
                 f"{text!r}: expected 'SETTING NAME=DIR', such as 'nvfp4a16 llm-compressor GPTQ=out/dir'; "
                 f"settings: {', '.join(SETTINGS)}"
             )
-        found[name] = Path(directory)
-    return found
+        checkpoints[name] = Path(directory)
+    return checkpoints
 
 
 @click.command(help=__doc__)
@@ -512,7 +516,7 @@ def main(
     if row:
         print(json_text(measure(configurations[row], row, settings)))
         return
-    globs = [glob for given in only for glob in (BARS if given == "bars" else (given,))]
+    globs = [glob for option in only for glob in (BARS if option == "bars" else (option,))]
     names = [name for name in configurations if not globs or any(fnmatchcase(name, glob) for glob in globs)]
     if list_only or not names:
         click.echo("\n".join(names or [f"no row matches; there are: {', '.join(configurations)}"]))
@@ -536,9 +540,9 @@ def main(
     running = {pool.submit(measure_in_fresh_process, name, arguments): name for name in first}
     for done in as_completed(running):
         name, result = running[done], done.result()
-        said = " / ".join(f"{result[column]:.4f}" for column in result if column.startswith("KL"))
-        found = f"KL {said} in {result['s']:.1f} s" if "s" in result else result["error"]
-        click.echo(f"{name}: {found}", err=True)
+        losses_text = " / ".join(f"{result[column]:.4f}" for column in result if column.startswith("KL"))
+        outcome = f"KL {losses_text} in {result['s']:.1f} s" if "s" in result else result["error"]
+        click.echo(f"{name}: {outcome}", err=True)
         base = result.get("base perplexity", base)
         table = in_order([*table, table_row(name, result, settings)])
         protocol = (

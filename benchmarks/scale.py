@@ -248,13 +248,13 @@ def quantize(
         command.append(f"--devices={devices}")
     command += [f"--format={format}", f"--solver={solver}", f"--out={out}", "--restart", "--overwrite", "--quiet"]
     command += [f"--calib={text}", f"--calib-samples={rows[0]}", f"--seqlen={rows[1]}"]
-    found = sampled(command, threads)
+    measured = sampled(command, threads)
     if profile:
-        click.echo(found["output"])
+        click.echo(measured["output"])
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    found["stages"], found["files"] = report["seconds"], report["files"]
+    measured["stages"], measured["files"] = report["seconds"], report["files"]
     shutil.rmtree(out)
-    return found
+    return measured
 
 
 class Laps:
@@ -328,31 +328,31 @@ def peers_here(chosen: str) -> list[str]:
     return [n for n in names if importlib.util.find_spec(PEERS[n][0]) is not None and (on_gpu or not PEERS[n][2])]
 
 
-def table_row(run: str, layers: int, nbytes: int, found: dict[str, Any]) -> dict[str, object]:
-    stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in found["stages"].items())
+def table_row(run: str, layers: int, nbytes: int, measured: dict[str, Any]) -> dict[str, object]:
+    stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in measured["stages"].items())
     return {
         "run": run,
         "layers": layers,
         "GB of BF16": nbytes / 1e9,
-        "seconds": found["seconds"],
-        "of stages": sum(found["stages"].values()),
-        "MB/s": nbytes / 1e6 / found["seconds"],
-        "memory GiB": found["bytes"] / 2**30,
-        "GPU busy %": found["busy"],
+        "seconds": measured["seconds"],
+        "of stages": sum(measured["stages"].values()),
+        "MB/s": nbytes / 1e6 / measured["seconds"],
+        "memory GiB": measured["bytes"] / 2**30,
+        "GPU busy %": measured["busy"],
         "stages": stages,
     }
 
 
 def with_speed_up(
-    row: dict[str, object], found: dict[str, Any], one: dict[str, Any], devices: int
+    row: dict[str, object], measured: dict[str, Any], one: dict[str, Any], devices: int
 ) -> dict[str, object]:
     """A row of several GPUs beside the run on one."""
     return {
         "run": row.pop("run"),
         "GPUs": devices,
-        "speed-up": one["seconds"] / found["seconds"],
-        "of solve": one["stages"]["solve"] / found["stages"]["solve"],
-        "same bytes": found["files"] == one["files"],
+        "speed-up": one["seconds"] / measured["seconds"],
+        "of solve": one["stages"]["solve"] / measured["stages"]["solve"],
+        "same bytes": measured["files"] == one["files"],
         **row,
     }
 
@@ -398,25 +398,25 @@ def main(
             nbytes = write_model(model, config, shapes, shards)
             for name in beside:
                 text = rows_file(model, sizes[0])
-                found = sampled([sys.executable, __file__, "--peer", name, str(model), str(text)], threads)
-                found["stages"] = json.loads(found["output"].splitlines()[-1])
-                table.append(table_row(name, depth, nbytes, found))
-                click.echo(f"{depth} layers, {name}: {found['seconds']:.1f} s, {table[-1]['stages']}", err=True)
+                measured = sampled([sys.executable, __file__, "--peer", name, str(model), str(text)], threads)
+                measured["stages"] = json.loads(measured["output"].splitlines()[-1])
+                table.append(table_row(name, depth, nbytes, measured))
+                click.echo(f"{depth} layers, {name}: {measured['seconds']:.1f} s, {table[-1]['stages']}", err=True)
             for solver in solvers.split(","):
                 for samples, seqlen in sizes[:1] if solver == "rtn" else sizes:
                     name = solver if solver == "rtn" else f"{solver} {samples}×{seqlen}"
                     one = None
                     for count in _sizes(devices or ""):
-                        found = quantize(model, format_name, solver, (samples, seqlen), threads, profile, count)
-                        one = one or found
-                        row = table_row(name, depth, nbytes, found)
-                        table.append(with_speed_up(row, found, one, count))
-                        click.echo(f"{name} on {count}: {found['seconds']:.1f} s, {found['stages']}", err=True)
+                        measured = quantize(model, format_name, solver, (samples, seqlen), threads, profile, count)
+                        one = one or measured
+                        row = table_row(name, depth, nbytes, measured)
+                        table.append(with_speed_up(row, measured, one, count))
+                        click.echo(f"{name} on {count}: {measured['seconds']:.1f} s, {measured['stages']}", err=True)
                     if devices:
                         continue
-                    found = quantize(model, format_name, solver, (samples, seqlen), threads, profile)
-                    table.append(table_row(name, depth, nbytes, found))
-                    click.echo(f"{depth} layers, {name}: {found['seconds']:.1f} s, {table[-1]['stages']}", err=True)
+                    measured = quantize(model, format_name, solver, (samples, seqlen), threads, profile)
+                    table.append(table_row(name, depth, nbytes, measured))
+                    click.echo(f"{depth} layers, {name}: {measured['seconds']:.1f} s, {table[-1]['stages']}", err=True)
             shutil.rmtree(model)
     notes = ["Memory: peak of the process's own, the page cache not counted. Weights are random."]
     header = machine(threads) | versions("transformers", "nvidia-modelopt", "llmcompressor")

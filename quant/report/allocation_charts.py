@@ -37,16 +37,17 @@ def pareto(record: AllocationRecord) -> Section:
     points += [(f"U{i}", f"all in {u.name}", u.bits, None, u.kl, single) for i, u in enumerate(uniform)]
     # Row ids are anchors in the page: the chart's points refer to rows of the table by them.
     points.append(("PX", "chosen", chosen.bits, chosen.kl_predicted, chosen.kl_measured, best))
-    # The chosen loss is divided by a rival's, so rivals with a loss of zero are left out.
-    fitting = [u for u in uniform if u.bits <= chosen.bits + 1e-9 and u.kl > 0]
+    fitting = [u for u in uniform if u.bits <= chosen.bits + 1e-9]
     text = f"Asked for {budget_text(budget)}; chosen {chosen.bits:.3f} bits a weight, measured "
     text += f"{number(chosen.kl_measured)}. "
     if record.measured_with:
         text += f"Losses are those of {record.measured_with}; the solvers of the plan lose less. "
     if fitting:
         rival = min(fitting, key=lambda u: u.kl)
-        text += f"The best single format that is no larger, {rival.name}, measures {number(rival.kl)}; the chosen "
-        text += f"allocation has {chosen.kl_measured / rival.kl:.2f} of that loss."
+        text += f"The best single format that is no larger, {rival.name}, measures {number(rival.kl)}"
+        # A format that changes nothing has a loss of zero, or below it by rounding: no share of it says anything.
+        ratio = f"; the chosen allocation has {chosen.kl_measured / rival.kl:.2f} of that loss" if rival.kl > 0 else ""
+        text += f"{ratio}."
     else:
         text += "No single format is as small."
     text += "".join(f" Verified: {verified_text(record, each)}." for each in record.verified)

@@ -21,6 +21,7 @@ from quant.calibration.walk.block import Block
 from quant.calibration.walk.group import Group
 from quant.calibration.walk.not_finite import InputNotFiniteError
 from quant.calibration.walk.shared_moments import Moments
+from quant.calibration.walk.steps.transform import fix_input_scale, searches_input_scale
 
 
 def observe(block: Block) -> list[torch.Tensor]:
@@ -67,9 +68,10 @@ def observe_and_sum(block: Block) -> tuple[list[torch.Tensor], dict[str, Moments
         The hidden states behind the block, and the sums by the name of each group's first layer.
     """
     sums = {}
-    keeps = block.settings.observer != "absmax"
 
     def watch(group: Group, moments: Moments) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        keeps = block.settings.observer != "absmax" or searches_input_scale(block, group)
+
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             x = _note(block, group, args[0], keep=keeps)
             if len(x):
@@ -86,7 +88,8 @@ def observe_and_sum(block: Block) -> tuple[list[torch.Tensor], dict[str, Moments
     tokens = gathered([group.tokens for group in block.groups])
     for index, group in enumerate(block.groups):
         group.pool(block.exchange, sum(of_rank[index] for of_rank in tokens))
-        group.fix_input_scale(block.settings.observer, block.stored)
+        fix_input_scale(block, group)
+        group.inputs.clear()
     return outputs, sums
 
 

@@ -82,9 +82,7 @@ def fix_input_scale(block: Block, group: Group) -> None:
     """
     group.fix_input_scale(block.settings.observer, block.stored)
     first, activation = group.input_scale, group.activation
-    if first is None or activation is None or activation.element is not E4M3 or activation.global_scale:
-        return
-    if block.settings.observer != "absmax" or not group.pipeline.needs_moment:
+    if first is None or activation is None or not searches_input_scale(block, group):
         return
     every = max(group.tokens // SAMPLED_TOKENS, 1)
     x = torch.cat([group.scaled(x).float() for x in group.inputs_of_all_ranks(every)])
@@ -98,6 +96,14 @@ def fix_input_scale(block: Block, group: Group) -> None:
         loss = float(error.square().mean())
         if loss < least:
             least, group.input_scale = loss, scale
+
+
+def searches_input_scale(block: Block, group: Group) -> bool:
+    """Returns whether the static scale of a group's inputs is searched, which takes the inputs themselves."""
+    activation = group.activation
+    if activation is None or not activation.is_static or activation.element is not E4M3 or activation.global_scale:
+        return False
+    return block.settings.observer == "absmax" and group.pipeline.needs_moment
 
 
 def _find_folds(block: Block) -> list[Fold | None]:

@@ -309,7 +309,8 @@ def test_static_input_scales_are_those_of_the_original_inputs() -> None:
     assert float(solved[name].input_scale) == pytest.approx(seen["amax"] / (6 * 448), rel=1e-5)
 
 
-def test_static_scales_of_fp8_inputs_fit_the_weights_behind_them() -> None:
+@pytest.mark.parametrize("solver", ["gptq", "local_hessian"])
+def test_static_scales_of_fp8_inputs_fit_the_weights_behind_them(solver: str) -> None:
     """Of sixteen scales an octave the one whose rounding hurts outputs least; nothing saturates."""
     model, fp8 = _llama(), FORMATS["fp8"]
     names = ["model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj", "model.layers.1.self_attn.o_proj"]
@@ -327,18 +328,18 @@ def test_static_scales_of_fp8_inputs_fit_the_weights_behind_them() -> None:
         model(ROWS)
     [hook.remove() for hook in hooks]
     weights = {name: model.get_submodule(name).weight.detach().double() for name in names}
-    results = {solver: _solve(copy.deepcopy(model), _plan(model, solver, "fp8"), ROWS) for solver in ("rtn", "gptq")}
+    results = {key: _solve(copy.deepcopy(model), _plan(model, key, "fp8"), ROWS) for key in ("rtn", solver)}
     for name, x in inputs.items():
 
         def loss(scale: torch.Tensor, name: str = name, x: torch.Tensor = x) -> float:
             error = (round_activation(x, fp8, scale) - x).double() @ weights[name].t()
             return float(error.square().sum())
 
-        first, chosen = results["rtn"][name].input_scale, results["gptq"][name].input_scale
+        first, chosen = results["rtn"][name].input_scale, results[solver][name].input_scale
         assert float(first) == pytest.approx(float(x.abs().max()) / 448, rel=0.01)
         assert float(first) <= float(chosen) < 2.01 * float(first)
         assert loss(chosen) <= 1.001 * min(loss(first * 2 ** (k / 16)) for k in range(16))
-    assert any(results["gptq"][name].input_scale > results["rtn"][name].input_scale for name in names)
+    assert any(results[solver][name].input_scale > results["rtn"][name].input_scale for name in names)
 
 
 def test_gptq_on_a_bert_beats_rounding_in_the_output() -> None:

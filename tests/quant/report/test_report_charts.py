@@ -60,6 +60,9 @@ def test_the_pareto_curve_is_what_the_records_say(rich_report: Rich) -> None:
     assert chart(allocation_charts.pareto(replace(record, budget=Budget(BudgetKind.KL, 0.1))))["limit"] == {"y": 0.1}
     assert chart(allocation_charts.pareto(replace(record, budget=Budget(BudgetKind.BYTES, 1e9))))["limit"] is None
     assert "No single format is as small." in allocation_charts.pareto(replace(record, uniform=record.uniform[1:])).text
+    # A format that changes nothing is the best one, and nothing is divided by its loss.
+    lossless = replace(record, uniform=(replace(record.uniform[0], name="bf16", bits=1.0, kl=0.0), *record.uniform))
+    assert "no larger, bf16, measures 0." in allocation_charts.pareto(lossless).text
 
 
 def test_a_loss_of_zero_is_in_the_table_and_not_on_the_curve(rich_report: Rich) -> None:
