@@ -118,12 +118,7 @@ def write_genai_files(model: Any, source: Path, folder: Path) -> None:
         model: the exported model.
         source: the checkpoint of the model.
         folder: the folder to write to.
-
-    Raises:
-        ValueError: the checkpoint has no `tokenizer.json`, from which the library makes its tokenizer.
     """
-    if not (source / "tokenizer.json").is_file():
-        raise ValueError(f"{source}: onnxruntime-genai needs tokenizer.json, which is not there")
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

@@ -76,9 +76,12 @@ def export_onnx_files(job: ExportJob) -> dict[str, Any]:
 
 
 def _check_genai(job: ExportJob) -> None:
-    """Raises UserError for a graph that no execution provider of onnxruntime-genai runs."""
+    """Raises UserError for a graph that no execution provider of onnxruntime-genai runs, or that has no tokenizer."""
     if job.capacity is not None or job.inputs is not None:
         raise UserError("--genai: its cache grows and its inputs are fixed; leave --capacity and --input out")
+    # The library makes its tokenizer from this file. Exporting takes long enough to look for it before.
+    if not (job.directory / "tokenizer.json").is_file():
+        raise UserError(f"{job.directory}: onnxruntime-genai needs tokenizer.json, which is not there")
     of_tensorrt = layer_of_tensorrt(job.model)
     # The provider of TensorRT-RTX has FP4, but neither TensorRT's MXFP8 nor its attention in FP8.
     if of_tensorrt is not None and of_tensorrt[1] != "nvfp4":

@@ -100,7 +100,7 @@ class Watch:
 
     def _dismiss(self) -> None:
         for other in self.others.values():
-            _send(other, error="the first rank has said it")
+            _send(other, error="the first rank has said it", follows=True)
 
     def fails(self, message: str, *, follows: bool = False) -> None:
         """Records an error of this rank; returns only on the first rank to fail, which is to print it.

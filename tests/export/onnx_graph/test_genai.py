@@ -11,7 +11,7 @@ import pytest
 import serving_samples
 import torch
 from click.testing import CliRunner
-from samples import BASE
+from samples import write_short_base
 
 import quant
 from quant.cli.main import main
@@ -67,8 +67,9 @@ def test_greedy_tokens(kind: str, format: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("genai") / "checkpoint"
-    arguments = [str(BASE), "--format", "fp8_channel", "--effort", "0", "--out", str(out), "--quiet"]
+    folder = tmp_path_factory.mktemp("genai")
+    out, base = folder / "checkpoint", write_short_base(folder / "base")
+    arguments = [str(base), "--format", "fp8_channel", "--effort", "0", "--out", str(out), "--quiet"]
     assert CliRunner().invoke(quantize_command, arguments).exit_code == 0
     return out
 
@@ -97,7 +98,9 @@ def test_the_directory_has_all_that_the_library_needs(checkpoint: Path, tmp_path
         assert tokens[:end] == expected[:end]
 
 
-def test_refusals(checkpoint: Path, tmp_path: Path) -> None:
+def test_refusals(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both come before the model is exported."""
+    monkeypatch.setattr("quant.api.export.write_onnx", lambda *_, **__: pytest.fail("it was exported"))
     out = tmp_path / "out"
     result = export(checkpoint, "--to", "onnx", "--genai", "--capacity", 64, "--out", out)
     assert result.exit_code == 2 and "leave --capacity and --input out" in result.stderr

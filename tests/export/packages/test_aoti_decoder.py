@@ -65,8 +65,8 @@ class GraphSession:
         return result
 
 
-def quantized(kind: str, format: str) -> Any:
-    model = serving_samples.decoder(kind)
+def quantized(kind: str, format: str, **sizes: int) -> Any:
+    model = serving_samples.decoder(kind, **sizes)
     quant.quantize(model, format, ROWS, solver="rtn")
     return model
 
@@ -104,7 +104,7 @@ def test_weights_in_a_kernels_layout_are_restored(monkeypatch: pytest.MonkeyPatc
 
 
 def test_only_the_new_tokens_are_written() -> None:
-    session = GraphSession(quantized("llama-64", "int4a16"), 64)
+    session = GraphSession(quantized("llama-64", "int4a16", num_hidden_layers=1), 64)
     session.begin(2)
     before = [cache.clone() for cache in session.caches]
     session.step(np.array([[1, 2, 3], [4, 5, 6]]), np.array([10, 20]), np.array([2, 2]))

@@ -35,9 +35,28 @@ def export(*arguments: object) -> Result:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     out = folder / "model-nvfp4a16"
-    arguments = [str(write_short_base(folder / "base")), "--format", "nvfp4a16", "--out", str(out), "--quiet"]
-    assert CliRunner().invoke(quantize_command, arguments).exit_code == 0
+    arguments = [str(write_short_base(folder / "base")), "--format", "nvfp4a16", "--effort", "0", "--out", str(out)]
+    assert CliRunner().invoke(quantize_command, [*arguments, "--quiet"]).exit_code == 0
     return out
+
+
+@pytest.fixture(scope="module")
+def deployed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory of the checkpoint's ONNX file, and the JSON that the command printed."""
+    out = tmp_path_factory.mktemp("deployed") / "deployed"
+    result = export(checkpoint, "--to", "onnx", "--out", out, "--json")
+    assert result.exit_code == 0, result.output
+    return out, result.stdout
+
+
+@pytest.fixture
+def exported_before(deployed: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export of the checkpoint copies the graph of `deployed`, instead of tracing the model for seconds."""
+
+    def copy(model: Any, path: Path, **options: Any) -> Path:
+        return Path(shutil.copyfile(deployed[0] / "model.onnx", path))
+
+    monkeypatch.setattr("quant.api.export.write_onnx", copy)
 
 
 def test_every_kind_has_an_exporter() -> None:
@@ -55,11 +74,9 @@ def test_a_missing_package_is_named_before_the_model_is_loaded(
     assert "onnx" in result.stderr.rpartition("pip install")[2] and not (tmp_path / "deployed").exists()
 
 
-def test_onnx_files_and_their_receipt(checkpoint: Path, tmp_path: Path) -> None:
-    out = tmp_path / "deployed"
-    result = export(checkpoint, "--to", "onnx", "--out", out, "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+def test_onnx_files_and_their_receipt(checkpoint: Path, deployed: tuple[Path, str]) -> None:
+    out, printed = deployed
+    found = json.loads(printed)
     assert sorted(file.name for file in out.iterdir()) == ["model.onnx", "plan.json", "receipt.json"]
     plan = Plan.load(out / "plan.json")
     assert plan.digest() == Plan.load(checkpoint / "plan.json").digest()
@@ -75,6 +92,7 @@ def test_onnx_files_and_their_receipt(checkpoint: Path, tmp_path: Path) -> None:
     assert taken.exit_code == 2 and "is not empty; pass --overwrite" in taken.stderr
 
 
+@pytest.mark.usefixtures("exported_before")
 def test_it_says_what_it_compared(checkpoint: Path, tmp_path: Path) -> None:
     result = export(checkpoint, "--to", "onnx", "--out", tmp_path / "deployed")
     assert result.exit_code == 0, result.output
@@ -82,6 +100,7 @@ def test_it_says_what_it_compared(checkpoint: Path, tmp_path: Path) -> None:
     assert "MB  model.onnx" in result.stderr
 
 
+@pytest.mark.usefixtures("exported_before")
 def test_a_difference_is_not_written(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from quant.export.onnx_graph import verify
 

@@ -27,7 +27,7 @@ from quant.calibration.ranks import Exchange, gathered, number_of, own_batches
 from quant.calibration.solvers import factor, rows
 from quant.cli.evaluate import evaluate_command
 from quant.cli.quantize import quantize_command
-from quant.cli.ranks import launch
+from quant.cli.ranks import launch, watch
 from quant.execution import store as partial_module
 from quant.execution.store import partial_path
 
@@ -54,6 +54,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = options(home, "llama", home / "imported", "--format=nvfp4a16", "--solver=gptq", *evaluated)
     quantize_command(arguments, standalone_mode=False)
     return home
+
+
+@pytest.fixture(autouse=True)
+def _ranks_end_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has sent its error ends when the first one does: one that only waits long enough gets the alarm."""
+    monkeypatch.setattr(watch, "_FAREWELL", 10.0 * _SECONDS)
 
 
 def options(home: Path, model: str, out: Path, *more: str) -> list[str]:
@@ -337,12 +343,12 @@ def test_the_launcher_shows_the_first_rank_and_what_others_said_where_it_fails(
     program.write_text(
         '#!/bin/sh\necho "$RANK of $WORLD_SIZE on $MASTER_ADDR: $*"; echo "$RANK warns" >&2\n'
         "[ $OMP_NUM_THREADS = 3 ] || exit 3\n"
-        'case "$4 $RANK" in "fail 0") sleep 0.3; exit 2;; "fail 1") exit 2;; esac\n'
+        'case "$4 $RANK" in "fail 0") sleep 0.1; exit 2;; "fail 1") exit 2;; esac\n'
         'case "$4 $RANK" in "die 1") kill -9 $$;; "die 0") sleep 9;; esac\n'
     )
     program.chmod(0o755)
     monkeypatch.setattr(launch.sys, "executable", str(program))
-    monkeypatch.setattr(launch, "_FAREWELL", 3.0)
+    monkeypatch.setattr(launch, "_FAREWELL", 1.0)
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     assert launch.launch("quantize", ["well"], 2) == 0
     out, err = capfd.readouterr()
