@@ -5,7 +5,8 @@ recipes (on the tensor cores of this GPU, and emulated), and by torchao and Tran
 installed. A recipe and the library that computes it are timed in turn, a few steps each, because a GPU's clock drifts.
 The optimizer is left out, for it is the same in all rows. It needs a GPU.
 
-`layers` runs four whole decoder layers, forward and backward, compiled, with the peak of memory.
+`layers` runs four whole decoder layers, forward and backward, compiled, with the peak of memory. BF16 and the recipes
+take turns, in rounds, once the card is warm: on one that was idle the first steps are faster.
 
 `attention` runs attention of Llama-3-8B's shape, causal, forward and backward, in BF16 by PyTorch and in FP8.
 
@@ -50,10 +51,13 @@ _SIZES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "dow
 )
 @click.option("--tokens", default=8192, show_default=True, help="Of a step.")
 @click.option("--steps", default=20, show_default=True, help="That are timed.")
+@click.option("--rounds", default=8, show_default=True, help="Of `steps` steps of each row of `layers`.")
 @click.option("--draws", default=12, show_default=True, help="Whose gradients `gradients` averages.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Also draw `gradients` here, as .svg or .png.")
-def main(part: str, tokens: int, steps: int, draws: int, json_path: Path | None, plot: Path | None) -> None:
+def main(
+    part: str, tokens: int, steps: int, rounds: int, draws: int, json_path: Path | None, plot: Path | None
+) -> None:
     header = machine() | versions("torchao", "transformer-engine", "triton")
     if part != "gradients" and not torch.cuda.is_available():
         raise click.UsageError(f"{part} needs a CUDA device; gradients runs on a CPU")
@@ -62,8 +66,11 @@ def main(part: str, tokens: int, steps: int, draws: int, json_path: Path | None,
         note = f"Linear layers of one Llama-3-8B block, {tokens} tokens, forward and backward; ms, median of {steps}."
         show("Linear layers in low-precision training", header, rows, [note], json_path=json_path)
     elif part == "layers":
-        rows = list(_whole_layers(tokens, steps))
-        note = f"Four Llama-3-8B layers, {tokens} tokens in rows of 2,048, compiled; ms, median of {steps}."
+        rows = _whole_layers(tokens, steps, rounds)
+        note = (
+            f"Four Llama-3-8B layers, {tokens} tokens in rows of 2,048, compiled, on a warm card; ms and × BF16 are "
+            f"medians of {rounds} rounds, each the median of {steps} steps."
+        )
         show("Whole layers in low-precision training", header, rows, [note], json_path=json_path)
     elif part == "attention":
         rows = [_attention(length, tokens, steps) for length in (2048, 8192)]
@@ -138,28 +145,45 @@ def _timed(tokens: int, steps: int) -> Iterator[dict[str, Any]]:
         del runs
 
 
-def _whole_layers(tokens: int, steps: int) -> Iterator[dict[str, Any]]:
-    """A row for BF16 and for recipes that "auto" runs on tensor cores."""
+def _whole_layers(tokens: int, steps: int, rounds: int) -> list[dict[str, Any]]:
+    """A row for BF16 and for recipes that "auto" runs on tensor cores, which take turns."""
     ids = torch.randint(0, 1024, (tokens // 2048, 2048), device="cuda")
-    first: float | None = None
+    # The layers of all models have the same code, which is compiled for each recipe.
+    torch._dynamo.config.recompile_limit = 64
+    runs, peaks = {}, {}
     for name in ("BF16", "fp8_block", "fp8_tensorwise"):
-        torch.compiler.reset()
+        of_other_models = torch.cuda.memory_allocated()
         model = random_llama(4, vocabulary=1024).requires_grad_(True).train()
         if name != "BF16":
             click.echo(str(quant.to_low_precision_training(model, name)), err=True)
         for layer in model.model.layers:
             layer.compile()
-        torch.cuda.reset_peak_memory_stats()
 
         def step(model: Any = model) -> None:
             model(ids, labels=ids).loss.backward()
             model.zero_grad(set_to_none=True)
 
-        ms = _median(step, steps)
-        first = ms if first is None else first
-        peak = torch.cuda.max_memory_allocated() / 1e9
-        yield _told({"layers": name, "ms": ms, "× BF16": first / ms, "peak GB": peak})
-        del model, step
+        step()  # which compiles
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        peaks[name] = (torch.cuda.max_memory_allocated() - of_other_models) / 1e9
+        runs[name] = step
+    _rounds(runs, steps, 2)  # four seconds or more, in which the card becomes warm
+    times = _rounds(runs, steps, rounds)
+    rows = []
+    for name, own in times.items():
+        ratios = [bf16 / ms for bf16, ms in zip(times["BF16"], own, strict=True)]
+        rows.append(
+            {
+                "layers": name,
+                "ms": statistics.median(own),
+                "lowest, highest": f"{min(own):.1f}, {max(own):.1f}",
+                "× BF16": statistics.median(ratios),
+                "lowest, highest ×": f"{min(ratios):.2f}, {max(ratios):.2f}",
+                "peak GB": peaks[name],
+            }
+        )
+    return [_told(row) for row in rows]
 
 
 def _attention(length: int, tokens: int, steps: int) -> dict[str, Any]:
@@ -301,8 +325,17 @@ def _step(
 
 def _medians(runs: dict[str, Callable[[], None]], steps: int) -> dict[str, float]:
     """Milliseconds of a step of each run, the median of four rounds in which the runs take turns."""
-    rounds = [{name: _times(step, max(steps // 4, 1)) for name, step in runs.items()} for _ in range(4)]
-    return {name: statistics.median(ms for each in rounds for ms in each[name]) for name in runs}
+    times = _rounds(runs, max(steps // 4, 1), 4)
+    return {name: statistics.median(of_rounds) for name, of_rounds in times.items()}
+
+
+def _rounds(runs: dict[str, Callable[[], None]], steps: int, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of a step of each run in each round, the median of some steps; the runs take turns."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, step in runs.items():
+            times[name].append(_median(step, steps))
+    return times
 
 
 def _median(step: Callable[[], Any], steps: int) -> float:

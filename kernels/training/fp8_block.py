@@ -7,6 +7,8 @@
         codes_t, scale_t of d gate, of d up and of silu(gate) · up
     quant::fp8_block_stacked(parts, rule, rows, columns) -> codes, scale of each part in squares, and
         codes_t, scale_t of all their rows, one part after another
+    quant::fp8_block_side_by_side(parts, rule, rows, columns) -> codes, scale of all columns of the parts, one part
+        beside another, and codes_t, scale_t of each
     quant::fp8_block_product(a, a_scale, b, b_scale, square, dtype) -> a · bᵀ
 
 On Hopper, kernels make the operands (`kernels/hopper/sm90_fp8_block_operands.py` and `…_swiglu.py`; how they lie is in
@@ -24,7 +26,13 @@ from quant.formats.rounding import decode_power_of_two, encode, encode_power_of_
 from quant.formats.scaling import divided
 from quant.kernels.hardware import current
 from quant.kernels.linear.ops import register, without_autocast
-from quant.kernels.portable.training.fp8_block_layout import BLOCK, SwiGLUGradients, allocate, allocate_stacked
+from quant.kernels.portable.training.fp8_block_layout import (
+    BLOCK,
+    SwiGLUGradients,
+    allocate,
+    allocate_side_by_side,
+    allocate_stacked,
+)
 
 _Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 _LEAST = 2.0**-126
@@ -152,6 +160,23 @@ def _stacked_on_gpu(parts: list[torch.Tensor], rule: str, rows: bool, columns: b
     return [*(x for each in operands for x in each[:2]), *whole[2:]]
 
 
+def _reference_side_by_side(parts: list[torch.Tensor], rule: str, rows: bool, columns: bool) -> list[torch.Tensor]:
+    whole = _reference_operands(torch.cat(parts, 1), rule, False, rows, False)[:2]
+    return [*whole, *(x for part in parts for x in _reference_operands(part, rule, False, False, columns)[2:])]
+
+
+def _side_by_side_on_gpu(parts: list[torch.Tensor], rule: str, rows: bool, columns: bool) -> list[torch.Tensor]:
+    if not runs_on(parts[0]):
+        return _reference_side_by_side(parts, rule, rows, columns)
+    from quant.kernels.hopper.sm90_fp8_block_operands import sm90_fp8_block_operands
+
+    operands, whole = allocate_side_by_side(parts, rows, columns)
+    with torch.cuda.device_of(parts[0]):
+        for part, out in zip(parts, operands, strict=True):
+            sm90_fp8_block_operands(part, rule, rows=rows, columns=columns, out=out)
+    return [*whole[:2], *(x for each in operands for x in each[2:])]
+
+
 def _fake_operands(x: torch.Tensor, rule: str, square: bool, rows: bool, columns: bool) -> _Operands:
     return allocate(x, square, rows, columns)
 
@@ -178,6 +203,11 @@ def _fake_swiglu_gradients(
 def _fake_stacked(parts: list[torch.Tensor], rule: str, rows: bool, columns: bool) -> list[torch.Tensor]:
     operands, whole = allocate_stacked(parts, rows, columns)
     return [*(x for each in operands for x in each[:2]), *whole[2:]]
+
+
+def _fake_side_by_side(parts: list[torch.Tensor], rule: str, rows: bool, columns: bool) -> list[torch.Tensor]:
+    operands, whole = allocate_side_by_side(parts, rows, columns)
+    return [*whole[:2], *(x for each in operands for x in each[2:])]
 
 
 def _reference_product(
@@ -247,6 +277,13 @@ register(
     _fake_stacked,
     default=_reference_stacked,
     cuda=_stacked_on_gpu,
+)
+register(
+    "quant::fp8_block_side_by_side",
+    "(Tensor[] parts, str rule, bool rows, bool columns) -> Tensor[]",
+    _fake_side_by_side,
+    default=_reference_side_by_side,
+    cuda=_side_by_side_on_gpu,
 )
 register(
     "quant::fp8_block_product",

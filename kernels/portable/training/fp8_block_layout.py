@@ -62,6 +62,23 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def allocate_side_by_side(parts: Sequence[torch.Tensor], rows: bool, columns: bool) -> tuple[list[Operands], Operands]:
+    """Returns operands, not filled, of matrices `[R, C]` of one height, each C a multiple of 128.
+
+    Each has `codes_t` and `scale_t` of its own. Their `codes` and `scale` are slices of the second result's, which are
+    those of all columns, one part beside another: one product sums over the columns of all parts.
+    """
+    whole = allocate(parts[0], False, rows, False, width=sum(part.shape[1] for part in parts))
+    operands, first = [], 0
+    for index, part in enumerate(parts):
+        # The last part fills the padding, too.
+        end = first + part.shape[1] if index + 1 < len(parts) else whole.codes.shape[1]
+        slices = whole.codes[:, first:end], whole.scale[first // BLOCK : end // BLOCK]
+        operands.append(Operands(*slices, *allocate(part, False, False, columns)[2:]))
+        first = end
+    return operands, whole
+
+
 def allocate_stacked(parts: Sequence[torch.Tensor], rows: bool, columns: bool) -> tuple[list[Operands], Operands]:
     """Returns operands in squares, not filled, of matrices `[R, C]` of one width, each R a multiple of 128.
 

@@ -201,9 +201,13 @@ class TorchaoProducts:
         self.config, self.settings = config, settings
         self.is_tensorwise = TORCHAO[recipe] == "tensorwise"
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision) -> torch.Tensor:
-        """Computes the product of a layer in training, and records the largest magnitude of `x`."""
-        input_amax, weight_amax = state.scaled_by(x)
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision, whole: torch.Tensor) -> torch.Tensor:
+        """Computes the product of a layer in training, and records the largest magnitude of `whole`.
+
+        Under tensor parallelism `x` and `weight` are shards. One scale of a whole tensor is common to all of them, but
+        torchao measures gradients, and rows of which each rank has a part, by the shard.
+        """
+        input_amax, weight_amax = state.scaled_by(whole)
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
         from torchao.float8.float8_training_tensor import GemmInputRole
 

@@ -113,7 +113,7 @@ class LowPrecisionStack(ExpertStack):
         if self._trains:
             state.deployed, state.weight_dtype = None, self.held.dtype
             if state.products is not None:
-                return state.products(x, self._matrices[index], state)
+                return state.products(x, self._matrices[index], state, x)
         y: torch.Tensor = RoundedProducts.apply(x, self._matrices[index], of_x, of_w, state)  # type: ignore[no-untyped-call]
         return y
 

@@ -87,7 +87,7 @@ def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     if not is_plain or not x.numel():
         return type(module).forward(module, x)  # type: ignore[no-any-return]
     for layer in layers:
-        layer.low_precision.deployed, layer.low_precision.weight_dtype = None, layer.weight.dtype
+        layer.low_precision.note_weight(layer.weight)
     weights, states = [layer.weight for layer in layers], [layer.low_precision for layer in layers]
     x = cast(x, x_dtype)
     y: torch.Tensor = _GatedMLP.apply(x, *weights, states, origin_of(x))  # type: ignore[no-untyped-call]

@@ -19,6 +19,7 @@ from torch.nn import functional
 from quant.errors import UserError
 from quant.kernels.linear.ops import autocast_dtype
 from quant.training.low_precision.hadamard import transform_tokens
+from quant.training.low_precision.merged_layers import merged_product
 from quant.training.low_precision.operands import Operand, multiply, operand_of
 from quant.training.low_precision.packed import deployed_layer
 from quant.training.low_precision.recipe import TrainingRecipe
@@ -38,8 +39,13 @@ class LowPrecisionLinear(nn.Linear):
 
 
 def _forward(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
+    # Autocast would give each layer another tensor, and hide that q, k and v read the same one.
+    merged = merged_product(layer, x) if layer.training and x.numel() else None
     x = cast(x, autocast_dtype(x) or x.dtype)
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    if merged is not None:
+        layer.low_precision.note_weight(layer.weight)
+        return merged if bias is None else merged + bias
     # No tokens, as an expert may have in a step: there is no largest magnitude to scale by.
     if not x.numel():
         return functional.linear(x, layer.weight.to(x.dtype), bias)
@@ -92,10 +98,10 @@ def _product(layer: LowPrecisionLinear, x: torch.Tensor, weight: torch.Tensor, w
     state = layer.low_precision
     y: torch.Tensor
     if layer.training:
-        state.deployed, state.weight_dtype = None, layer.weight.dtype
+        state.note_weight(layer.weight)
     # A schedule that ends the forward's rounding is ours alone, and so are gradients in eval mode.
     if state.products is not None and state.rounds_forward and layer.training:
-        y = state.products(x, weight, state)
+        y = state.products(x, weight, state, whole)
     else:
         if layer.training:
             of_x, of_w = state.scaled_by(whole)

@@ -6,7 +6,8 @@
 
 Each matrix is read once, for both products that it is in. The transposed codes of x are kept for the backward pass, one
 byte an element where 16-bit training keeps two. Those of w are kept where they take no more memory than that saves, and
-are made again elsewhere. Layers that read the same input (q, k and v) share its operands.
+are made again elsewhere. Layers that read the same input (q, k and v) share its operands; those that a runtime merges
+also sum their dx in one product (`merged_layers.py`).
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ class NativeProducts:
     def __init__(self, recipe: TrainingRecipe) -> None:
         self.rule = scale_rule(recipe)
         self._latest: tuple[Any, int, bool, _Operands] | None = None
+        self.pending: Any = None  # outputs of merged layers that have not been called yet
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"rule": self.rule, "_latest": None}
+        return {"rule": self.rule, "_latest": None, "pending": None}
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision, whole: torch.Tensor) -> torch.Tensor:
+        """Computes the product; blocks have scales of their own, so that shards of `whole` need nothing of it."""
         y: torch.Tensor = _BlockProducts.apply(x, weight, self, state, origin_of(x))  # type: ignore[no-untyped-call]
         return y
 
@@ -152,7 +155,12 @@ def keeps_weight(weight: torch.Tensor, tokens: int) -> bool:
     They take out · in bytes, and the codes of x save tokens · in. In a distributed run none stay: FSDP2 shows a whole
     weight for the time of its layer, and codes of all layers would undo that.
     """
-    return len(weight) <= tokens and not is_distributed()
+    return keeps_columns(len(weight), tokens)
+
+
+def keeps_columns(outputs: int, tokens: int) -> bool:
+    """Returns `keeps_weight` for weights that have so many outputs together, of one input."""
+    return outputs <= tokens and not is_distributed()
 
 
 def is_distributed() -> bool:

@@ -66,6 +66,7 @@ class LowPrecision:
         name: of the layer in its model, for messages.
         recipe: how products are rounded.
         group: the layers that a runtime merges with this one, itself included: they share the scale of a whole weight.
+        merges: whether native products compute the group as one.
         siblings: the same layer of every expert of a mixture that is a list of modules. A router may send an expert
             no token in training; its input is then scaled as theirs.
         rounds_forward: whether the forward product is rounded; a recipe's schedule turns it off in the end.
@@ -74,20 +75,21 @@ class LowPrecision:
             rounded copy of the parameter, and the deployed codes must come from that copy.
         largest_input, largest_gradient: scalars, the largest magnitude of x and dy, or of their scales, in the passes
             since the last step of an optimizer: NaN or infinity if one of their numbers was; None where nobody looked.
-        products: of another backend in place of the emulated ones: x, weight and this object to y.
+        products: of another backend in place of the emulated ones: x, weight, this object, and x of all ranks, to y.
         deployed: the deployed layer for evaluation, with the tensors that it was made from; see `deployed_layer`.
     """
 
     name: str
     recipe: TrainingRecipe
     group: Sequence[Any] = ()  # LowPrecisionLinear
+    merges: bool = True
     siblings: Sequence[Any] = ()
     rounds_forward: bool = True
     amax: dict[str, AmaxHistory] = field(default_factory=dict)
     weight_dtype: torch.dtype | None = None
     largest_input: torch.Tensor | None = None
     largest_gradient: torch.Tensor | None = None
-    products: Callable[[torch.Tensor, torch.Tensor, LowPrecision], torch.Tensor] | None = None
+    products: Callable[[torch.Tensor, torch.Tensor, LowPrecision, torch.Tensor], torch.Tensor] | None = None
     deployed: Any = None
 
     def __post_init__(self) -> None:
@@ -144,6 +146,10 @@ class LowPrecision:
             if recorded := [history.values.amax() for history in histories if not history.is_empty]:
                 return recorded
         return []
+
+    def note_weight(self, weight: torch.Tensor) -> None:
+        """Notes the dtype that a weight trains in, and drops the layer deployed from earlier values."""
+        self.deployed, self.weight_dtype = None, weight.dtype
 
     def note_input(self, x: torch.Tensor) -> None:
         """Notes whether x, or the scales of its blocks, are finite; compiled graphs leave no note.
@@ -213,6 +219,14 @@ def trainer_callback(report: _Stateful) -> Any:
                     f"the checkpoint of step {state.global_step} has no histories of low-precision training: it was "
                     "saved without report.trainer_callback(); leave the callback out, and histories begin anew"
                 )
-            report.load_state_dict(load(zlib.decompress(base64.b64decode(saved["attributes"]["histories"]))))
+            # A callback that a Trainer was given twice has a list, of one state twice.
+            states = saved if isinstance(saved, list) else [saved]
+            histories = {state["attributes"]["histories"] for state in states}
+            if len(histories) > 1:
+                raise UserError(
+                    f"the checkpoint of step {state.global_step} has low-precision histories of {len(histories)} "
+                    "reports: a Trainer trains one model, and takes report.trainer_callback() of that model's report"
+                )
+            report.load_state_dict(load(zlib.decompress(base64.b64decode(histories.pop()))))
 
     return LowPrecisionHistories()

@@ -52,8 +52,10 @@ class TEProducts:
         return {"recipe": self.recipe, "_linear": None}  # a copy makes its own
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision) -> torch.Tensor:
-        """Computes the product of a layer in training; the largest magnitude of `x` is recorded if deployment needs it.
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision, whole: torch.Tensor) -> torch.Tensor:
+        """Computes the product of a layer in training; the largest magnitude of x is recorded if deployment needs it.
+
+        `x` is `whole`, or this rank's shard of it, which Transformer Engine scales by itself.
 
         Raises:
             UserError: gradient checkpointing runs a layer with delayed scaling again, whose histories have moved on.
@@ -71,7 +73,7 @@ class TEProducts:
             y: torch.Tensor = module(pad(rows, (0, 0, 0, missing)))[: len(rows)] if missing else module(rows)
         if self.recipe.input is not None and self.recipe.input.is_static and not self.recipe.history:
             # Current scaling measures the input in a kernel that keeps its result to itself.
-            state.record_input(x)
+            state.record_input(whole)
         return y.reshape(*x.shape[:-1], -1)
 
     def _module(self, weight: torch.Tensor, state: LowPrecision) -> Any:

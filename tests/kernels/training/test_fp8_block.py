@@ -146,6 +146,19 @@ def test_stacked_weights_are_the_oracles_one_by_one_and_together(heights: tuple[
     assert not any(x.numel() for x in empty) and torch.equal(_bits(again_t), _bits(codes_t))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("widths", [(256, 256), (128, 384, 128)])
+def test_gradients_side_by_side_are_the_oracles_together_and_one_by_one(widths: tuple[int, ...], device: str) -> None:
+    # Parts of a wider matrix, as the gradients of views are.
+    parts = [matrix(200, width + 8).to(device)[:, 4:-4] for width in widths]
+    codes, scale, *own = torch.ops.quant.fp8_block_side_by_side(parts, "power_of_two", True, True)
+    assert matches(codes, scale, torch.cat(parts, 1), "power_of_two")
+    for index, part in enumerate(parts):
+        assert matches(own[2 * index], own[2 * index + 1], part.t(), "power_of_two")
+    again, _, *empty = torch.ops.quant.fp8_block_side_by_side(parts, "power_of_two", True, False)
+    assert not any(x.numel() for x in empty) and torch.equal(_bits(again), _bits(codes))
+
+
 def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x
 

@@ -55,6 +55,9 @@ def test_losses_and_gradients_are_those_of_single_layers(dtype: torch.dtype, fus
     assert fused == [40, 40]
     single = llama(dtype=dtype)
     gated_mlp.restore_gated_mlps(single)
+    for module in single.modules():
+        if hasattr(module, "low_precision"):
+            module.low_precision.merges = False
     # Rounded once, a sum of two products of dx has other last bits, and E4M3 may round some values before it otherwise.
     bound = 1e-6 if dtype is torch.float32 else 0.1
     for own, layers, emulated in zip(one, step(single), step(llama("emulated", dtype=dtype)), strict=True):

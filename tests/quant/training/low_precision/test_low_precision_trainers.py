@@ -113,3 +113,23 @@ def test_a_trainers_checkpoint_without_histories_is_refused_by_name() -> None:
     _, report = _converted("nvfp4")
     with pytest.raises(quant.UserError, match=r"step 2 has no histories .* saved without report.trainer_callback\(\)"):
         report.trainer_callback().on_train_begin(None, TrainerState(global_step=2), None)
+
+
+def test_a_trainer_takes_a_callback_twice_and_those_of_two_reports_not() -> None:
+    pytest.importorskip("accelerate", reason="the extra training")
+    from transformers import TrainerState
+
+    (model, report), (_, resumed) = _converted("nvfp4"), _converted("nvfp4")
+    callbacks = [report.trainer_callback(), report.trainer_callback()]
+    # As a Trainer writes them: a list where two callbacks have one name.
+    others = TrainerState(global_step=2, stateful_callbacks=[callbacks[0], resumed.trainer_callback()])
+    model(input_ids=ROWS, labels=ROWS)
+    state = TrainerState(global_step=2, stateful_callbacks=callbacks)
+    assert isinstance(state.stateful_callbacks["LowPrecisionHistories"], list)
+    resumed.trainer_callback().on_train_begin(None, state, None)
+    for key, values in report.state_dict().items():
+        assert torch.equal(resumed.state_dict()[key], values)
+    resumed.trainer_callback().on_train_begin(None, others, None)  # equal ones are those of one report
+    others.stateful_callbacks["LowPrecisionHistories"][1] = callbacks[0].state()
+    with pytest.raises(quant.UserError, match="step 2 has low-precision histories of 2 reports"):
+        resumed.trainer_callback().on_train_begin(None, others, None)
