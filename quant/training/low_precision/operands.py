@@ -36,7 +36,7 @@ from quant.formats.scaling import SCALE_RULES, divided, nonzero
 from quant.kernels.hardware import has_triton
 from quant.kernels.linear.ops import autocast_dtype, register
 from quant.training.low_precision.recipe import NVFP4_SQUARE, RECIPES, Arithmetic, TrainingRecipe
-from quant.training.low_precision.stochastic import draws_of, round_stochastically
+from quant.training.rounding.stochastic import draws_of, round_stochastically
 
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 _NVFP4_RANGE = 2688.0  # 6 · 448: the largest element times the largest block scale

@@ -17,7 +17,7 @@ from quant.formats.rounding import encode
 from quant.training.low_precision.hadamard import SIGNS, hadamard_matrix, transform_tokens
 from quant.training.low_precision.operands import Operand, RoundedOperand, multiply, round_operand
 from quant.training.low_precision.recipe import NVFP4_SQUARE, RECIPES, TrainingRecipe
-from quant.training.low_precision.stochastic import round_stochastically
+from quant.training.rounding.stochastic import round_stochastically
 
 INPUTS = ("outliers", "ties", "zeros")
 NVFP4, BLOCK = RECIPES["nvfp4"], RECIPES["fp8_block"]
