@@ -227,10 +227,30 @@ def call_on_first_row(rows: torch.Tensor | Inputs) -> Callable[[nn.Module], Any]
     """Calls a model on the first of the rows, wherever the model is."""
 
     def run(model: nn.Module) -> Any:
+        batch = rows[:1].to(device_of(model))
         with taking_inputs(model):
-            return model(rows[:1].to(device_of(model)))
+            try:
+                return model(batch)
+            except Exception as error:  # the model's own code, on arguments that it may not be meant for
+                passed = _positional(batch, model)
+                if len(passed) < 2:
+                    raise
+                # Batches of a loader are often pairs of an input and a label, and the label is an argument then.
+                raise ValueError(
+                    f"{error}; the data calls it with {' and '.join(passed)}: of pairs (x, y) pass only x, as in "
+                    "data=(x for x, y in loader)"
+                ) from error
 
     return run
+
+
+def _positional(batch: torch.Tensor | Inputs, model: nn.Module) -> list[str]:
+    """Returns the names and shapes of the positional arguments of a call: "input_ids [1, 16]"."""
+    args = batch.arguments()[0] if isinstance(batch, Inputs) else (batch,)
+    names = inspect.signature(model.forward).parameters
+    return [
+        f"{name} {list(arg.shape)}" for name, arg in zip(names, args, strict=False) if isinstance(arg, torch.Tensor)
+    ]
 
 
 def call_of(batch: torch.Tensor | Inputs) -> Call:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from types import ModuleType
 
+from quant import __version__
 from quant.errors import UserError
 from quant.formats.install_command import install_command
 
@@ -65,7 +66,8 @@ def versions() -> dict[str, str]:
     by_package = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
     for name in _REPORTED:
         try:
-            by_package[name] = metadata.version(name)
+            # A checkout may be newer than the metadata that its editable installation wrote.
+            by_package[name] = __version__ if name == "blockscale" else metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     return by_package

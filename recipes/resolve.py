@@ -152,7 +152,7 @@ def _plan_layer(
     choice = Rule("*", recipe.weight, recipe.activation, recipe.solver, f"recipe {recipe.name}")
     included_by = next((glob for glob in narrow if fnmatchcase(layer.name, glob)), None)
     if layer.kind in (LayerKind.EMBEDDING, LayerKind.HEAD) and included_by is not None:
-        choice = dataclasses.replace(choice, reason=f"--include {included_by}")
+        choice = dataclasses.replace(choice, reason=f"included by {included_by}")
     elif layer.kind not in QUANTIZABLE:
         choice = Rule("*", KEEP, KEEP, recipe.solver, _KEPT_KINDS[layer.kind])
     if (kept_reason := layer.kept or house.get(layer.name)) is not None:

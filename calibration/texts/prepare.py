@@ -113,13 +113,13 @@ class Preparer:
         if sample.has_image:
             return self._prepare_image(sample)
         if self.tokenizer is None:
-            raise ValueError(f"{type(self.processor).__name__} prepares no texts")
+            raise ValueError(f"{type(self.processor).__name__} prepares no texts: give data that this model reads")
         return self.tokenizer(sample.texts[0], truncation=True, max_length=self.length, return_tensors="pt")
 
     def _prepare_sound(self, sample: Sample) -> Any:
         rate = getattr(self.extractor, "sampling_rate", None)
         if rate is None:
-            raise ValueError(f"{type(self.processor).__name__} prepares no sounds")
+            raise ValueError(f"{type(self.processor).__name__} prepares no sounds: give data that this model reads")
         options = {"sampling_rate": rate, "return_tensors": "pt"}
         if self.extractor is self.processor:  # a bare feature extractor takes the sound by position
             return self.processor(sample.sound(rate), **options)
@@ -129,7 +129,7 @@ class Preparer:
 
     def _prepare_image(self, sample: Sample) -> Any:
         if not hasattr(self.processor, "image_processor") and not hasattr(self.processor, "image_mean"):
-            raise ValueError(f"{type(self.processor).__name__} prepares no images")
+            raise ValueError(f"{type(self.processor).__name__} prepares no images: give data that this model reads")
         image = {"images": sample.image(), "return_tensors": "pt"}
         if self.tokenizer is None or DECODER in self.parameters or "input_ids" not in self.parameters:
             return getattr(self.processor, "image_processor", self.processor)(**image)

@@ -11,6 +11,7 @@ approximate: of the order of the shards, and within a window of `SHUFFLE_WINDOW`
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,6 +69,27 @@ def parse_corpus(spec: str) -> Corpus | None:
     return Corpus(path, reader, column=column or None) if reader else None
 
 
+def check_corpus(spec: str) -> None:
+    """Raises ValueError where a source needs a package that is missing, or is an empty file.
+
+    It opens nothing, so that a run is refused before its model is loaded.
+    """
+    corpus = parse_corpus(spec)
+    if corpus is None or Path(corpus.path).is_dir():  # a folder may hold images, which take no such package
+        return
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(_missing_package(corpus))
+    if corpus.reader and Path(corpus.path).is_file() and not Path(corpus.path).stat().st_size:
+        raise ValueError(f"{corpus.path}: empty, it holds no text")
+
+
+def _missing_package(corpus: Corpus) -> str:
+    return (
+        f"{corpus.path}: reading it needs the package `datasets`: {install_command('data')}; "
+        "a plain UTF-8 text file needs nothing"
+    )
+
+
 def read_records(corpus: Corpus, *, seed: int | None = None) -> Iterator[dict[str, Any]]:
     """Yields the records in order, or shuffled by `seed`.
 
@@ -79,10 +101,7 @@ def read_records(corpus: Corpus, *, seed: int | None = None) -> Iterator[dict[st
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(
-            f"{corpus.path}: reading it needs the package `datasets`: {install_command('data')}; "
-            "a plain UTF-8 text file needs nothing"
-        ) from error
+        raise ValueError(_missing_package(corpus)) from error
     if corpus.reader and not Path(corpus.path).is_file():
         raise FileNotFoundError(f"{corpus.path}: no such file")
     if corpus.reader and not Path(corpus.path).stat().st_size:

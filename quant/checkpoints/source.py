@@ -204,9 +204,9 @@ def _why_changed(pair: _Pair, name: str, problem: str) -> str | None:
         if parse_solver(layer.solver).merges_rotations:
             return f"{layer.solver} merges its rotation into the tensors around the layers"
         if ours == f"{layer.name}.bias" and layer.solver != "rtn":
-            return f"{layer.solver} corrects the mean error of {layer.name} in its bias"
+            return f"{layer.solver} corrects the mean errors of layers in their biases"
         if _folds_scale(layer) and _block(layer.name) == _block(ours) is not None:
-            return f"{layer.solver} folds the input scale of {layer.name} into the module before it"
+            return f"{layer.solver} folds the input scales of layers into the modules before them"
     return None
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from quant import __version__
+
 COMMANDS = {
     "quantize": ("quant.cli.quantize:quantize_command", "Quantize a model and write a checkpoint."),
     "plan": ("quant.cli.plan:plan_group", "Show, compare, edit and check plan files."),
@@ -78,6 +80,6 @@ class LazyGroup(click.Group):
 
 
 @click.group("quant", cls=LazyGroup, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="blockscale")
+@click.version_option(__version__)
 def main() -> None:
     """The Blockscale toolbox."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from quant import __version__
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_line, model_options, print_json
 from quant.cli.terminal.completion import (
@@ -191,7 +192,7 @@ def _help_all(context: click.Context, _: click.Parameter, is_given: bool) -> Non
     callback=_help_all,
     help="Show every option and exit.",
 )
-@click.version_option(package_name="blockscale")
+@click.version_option(__version__)
 def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
     """Quantize MODEL: a Hugging Face directory, a .gguf, .safetensors, .pt or .pt2 file, or an alias.
 

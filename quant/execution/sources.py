@@ -25,6 +25,7 @@ from quant.calibration.session import Session
 from quant.calibration.texts.decoder_text import lacks_decoder_text, write_decoder_text
 from quant.calibration.texts.mixture import OWN, SHARES, Record, rows_hash
 from quant.calibration.texts.named_inputs import read_inputs
+from quant.calibration.texts.records import check_corpus
 from quant.calibration.texts.rows import calibration_rows, token_rows
 from quant.errors import UserError
 from quant.evaluation.checks import run_probe
@@ -94,14 +95,20 @@ def sources_of(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_sources(names: Sequence[str], option: str) -> None:
-    """Raises UserError for a source that is a file which is not there, before anything slow is done.
+    """Raises UserError for a file that is missing or empty, or needs a package, before anything slow is done.
 
     Args:
         names: the names as the user gives them.
         option: the option that names them, for the message.
     """
     for name in sources_of(names) if names else ():
-        if name in WRITTEN or name.startswith("hf:"):
+        if name in WRITTEN:
+            continue
+        try:
+            check_corpus(name)
+        except ValueError as error:
+            raise UserError(f"{option} {error}") from error
+        if name.startswith("hf:"):
             continue
         # A column may follow a file's name after #, and a tensor's after a colon.
         stem = re.sub(r"(\.safetensors):[^/]*$", r"\1", name)

@@ -66,7 +66,7 @@ def make_plan(
     # Rules may name solvers of their own. An unknown one is refused before the model runs, which may take long.
     for name in {recipe.solver, *(rule.solver for rule in recipe.rules)} - {None}:
         get_solver(str(name))
-    recipe = recipe.with_rules(*(Rule(glob, KEEP, reason=f"--exclude {glob}") for glob in exclude))
+    recipe = recipe.with_rules(*(Rule(glob, KEEP, reason=f"excluded by {glob}") for glob in exclude))
     if isinstance(model, nn.Module):
         layers, unknown = grouped_layers(model, run)
     else:
@@ -123,7 +123,7 @@ def _head_rules(layers: Sequence[Layer], lm_head: str) -> list[Rule]:
     heads = [layer.name for layer in layers if layer.kind == LayerKind.HEAD]
     if not heads:
         raise UserError(f"lm_head {lm_head}: this model has no output head; leave lm_head out")
-    return [Rule(name, lm_head, KEEP, reason=f"--lm-head {lm_head}") for name in heads]
+    return [Rule(name, lm_head, KEEP, reason=f"lm_head {lm_head}") for name in heads]
 
 
 def without_data(plan: Plan, reason: str) -> Plan | None:

@@ -22,7 +22,14 @@ def predictions(examples: Examples) -> Section | None:
         rows.append(
             (
                 f"T{i}",
-                (f"…{_visible(each.context)}", number(each.kl), _visible(each.token), *chances, *likeliest, *source),
+                (
+                    f"…{_visible(each.context.lstrip(' '))}",
+                    number(each.kl),
+                    _visible(each.token),
+                    *chances,
+                    *likeliest,
+                    *source,
+                ),
             )
         )
     text = (
@@ -62,6 +69,7 @@ def usage(report: Report, plan: Plan) -> Section | None:
 
 
 def _visible(text: str) -> str:
-    """Returns a token whose line breaks and tabs can be seen, and its blanks where there is nothing else."""
+    """Returns a token whose line breaks, tabs and leading blanks can be seen: the token " the" is not "the"."""
     shown = text.replace("\n", "⏎").replace("\t", "⇥")
-    return shown if shown.strip() else shown.replace(" ", "␣") or "∅"
+    blanks = len(shown) - len(shown.lstrip(" "))
+    return "␣" * blanks + shown[blanks:] or "∅"

@@ -149,6 +149,7 @@ class Report(JsonData):
         device: where the run computed.
         files: SHA-256 by name of each file written.
         warnings: warnings that a user should read before relying on the result.
+        notes: effects of the run that are no faults, such as norms into which a solver folded scales.
         sensitivity: scores of every group in every format, where formats were allocated by them.
         allocation: the budget, predictions and measurements, where formats were allocated.
         receipt: the layers compared at each stage of an export, where there was one.
@@ -172,6 +173,7 @@ class Report(JsonData):
     device: str | None = None
     files: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     sensitivity: Sensitivity | None = None
     allocation: AllocationRecord | None = None
     receipt: Receipt | None = None

@@ -29,6 +29,8 @@ def print_summary(report: Report, console: Console) -> None:
     console.print(table)
     for warning in report.warnings:
         console.print(Text(f"warning: {warning}", style="yellow"))
+    for note in report.notes:
+        console.print(Text(f"note: {note}", style="dim"))
 
 
 def summary(report: Report) -> list[tuple[str, str]]:

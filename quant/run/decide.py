@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
+
+from torch import nn
 
 from quant.allocation.allocate import Allocation, allocate, check_feasible
 from quant.allocation.goal import Goal
@@ -16,7 +18,8 @@ from quant.calibration.solvers.solver import get_pipeline, with_supported_solver
 from quant.checkpoints.trial_load import check_experts
 from quant.errors import UserError
 from quant.execution.announcements import announce_effort
-from quant.execution.solve import with_calibration
+from quant.execution.data import NoTextError, lacks_data
+from quant.execution.solve import with_calibration, with_data
 from quant.execution.sources import as_rows
 from quant.export.checkpoint.compressed_tensors import check_plan
 from quant.export.checkpoint.names import stored_names
@@ -49,13 +52,32 @@ def decide(job: Job) -> Decision:
     # Before data is read: a format that the layout cannot hold would only fail when files are written.
     check_plan(decision.plan)
     if request.dry_run:
-        return decision
+        return _for_dry_run(job, decision)
     if source.model is None:
         announce_effort(job.listener, decision.plan)
         request.check_state_dict(decision.plan)
     elif not request.allow_missing:
         check_experts(decision.plan, stored_names(source.model))
     return decision
+
+
+def _for_dry_run(job: Job, decision: Decision) -> Decision:
+    """Returns the decision as a run would end with it, where no text can be had for this model.
+
+    Raises:
+        UserError: the plan needs data, none is named, and the model reads no tokens for which text could be written.
+    """
+    model, plan = job.source.model, decision.plan
+    reads_tokens = model is None or any(isinstance(module, nn.Embedding) for module in model.modules())
+    if reads_tokens or job.request.calib or not lacks_data(plan):
+        return decision
+
+    def refuse() -> NoReturn:
+        raise NoTextError(plan, f"{type(model).__name__} has no embedding of token ids, so it writes no text")
+
+    if not decision.may_lower_effort:
+        refuse()
+    return replace(decision, plan=with_data(plan, refuse)[0])
 
 
 def _for_budget(job: Job, goal: Goal) -> Decision:

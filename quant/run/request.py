@@ -195,7 +195,7 @@ class Request:
         if sum(recipe is not None for recipe in recipes.values()) != 1:
             if self.is_in_memory:
                 raise UserError("name a recipe, such as 'nvfp4', or pass a plan, or a budget: bits= or max_kl=")
-            raise UserError("give exactly one of --format, --recipe and --plan")
+            raise UserError("give exactly one of --format, --recipe and --plan, or a limit such as --bits 4.8")
         if self.plan_file is None and not isinstance(self.recipe, Plan):
             return
         fixed = ("solver", "effort", "kv_cache", "attention", "include", "exclude", "lm_head")

@@ -74,7 +74,7 @@ def _finish(job: Job, plan: Plan, report: Report) -> Finish:
     started = time.perf_counter()
 
     def finish(directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
-        report.warnings += _differences(job, directory)
+        report.notes += _differences(job, directory)
         report.seconds["write"] = time.perf_counter() - started
         # Warnings on the checkpoint come first: they may stop a server from loading it.
         report.warnings[:0] = messages
@@ -87,6 +87,8 @@ def _finish(job: Job, plan: Plan, report: Report) -> Finish:
 
 def _differences(job: Job, directory: Path) -> list[str]:
     """Returns how a checkpoint deviates from the directory that it was made from, outside the quantized weights.
+
+    A step of the run explains each deviation. There is one line for each such step, and not for each tensor.
 
     Raises:
         UserError: there is a deviation that no step of the run explains; the message names it.

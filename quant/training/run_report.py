@@ -55,6 +55,7 @@ def report_of(
         seconds={},
         device=describe(session.device),
         warnings=[*(before.warnings if before else ()), *worse_texts(record, evaluation)],
+        notes=list(before.notes) if before else [],
         kv_cache=kv_cache_of(source.config, plan),
         distillation=record,
     )

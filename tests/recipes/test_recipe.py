@@ -293,7 +293,7 @@ def test_include_and_exclude(base) -> None:
     both = make_plan(base, "nvfp4", include=["*self_attn*", "*.1.mlp*"], exclude=["*o_proj"])
     assert sum(f is not None for f in formats(both).values()) == 6 + 3
     o_proj = both.by_name["model.layers.0.self_attn.o_proj"]
-    assert o_proj.reason == "--exclude *o_proj" and o_proj.activation is None
+    assert o_proj.reason == "excluded by *o_proj" and o_proj.activation is None
     assert all(layer.activation is FORMATS["nvfp4"] for layer in both.quantized)
 
 

@@ -350,7 +350,7 @@ def test_constraints() -> None:
         if layer.kind != LayerKind.LINEAR:
             continue
         if ".layers.0.mlp." in layer.name:
-            assert layer.weight is None and layer.reason == "--exclude *.layers.0.mlp.*"
+            assert layer.weight is None and layer.reason == "excluded by *.layers.0.mlp.*"
         elif "down_proj" in layer.name:
             assert str(layer.weight) == "nvfp4"
         elif "mlp" not in layer.name:

@@ -198,6 +198,18 @@ def test_a_model_that_fails_on_the_example_is_an_error_with_its_reason() -> None
         make_plan(Net(), "nvfp4a16", run=lambda m: m(torch.zeros(1, 3)))
 
 
+def test_a_loader_of_pairs_is_an_error_that_names_its_arguments() -> None:
+    """Batches of inputs and labels call the model with both."""
+
+    class Labelled(Net):
+        def forward(self, x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x) @ label
+
+    pairs = [[torch.zeros(1, 64), torch.zeros(1)], [torch.zeros(1, 64), torch.zeros(1)]]
+    with pytest.raises(UserError, match=r"calls it with x \[1, 64\] and label \[1\]: of pairs \(x, y\) pass only x"):
+        quantize(Labelled(), "nvfp4", pairs)
+
+
 def test_without_an_example_a_module_that_takes_no_token_ids_has_no_groups() -> None:
     plan = make_plan(Net(), "nvfp4a16")
     assert plan.groups() == {} and len(plan.quantized) == 3

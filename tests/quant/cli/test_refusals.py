@@ -23,6 +23,7 @@ from quant.cli.base import Command
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
+from quant.execution.sources import check_sources
 from quant.plan.check import check_plan_fits
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import find_layers
@@ -366,3 +367,29 @@ def test_weights_that_a_format_takes_to_infinity_are_named(tmp_path: Path, ids: 
     message = "model.layers.0.mlp.down_proj: weights of up to 3e+38 are infinite in mxfp4; keep the layer in 16 bit"
     assert result.exit_code == 2 and message in result.stderr, result.output
     assert CliRunner().invoke(main, [*options, "--exclude", "*.down_proj"]).exit_code == 0
+
+
+def test_a_source_that_cannot_be_read_is_refused_before_the_model_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty.csv").touch()
+    with pytest.raises(UserError, match=r"--calib .*empty\.csv: empty, it holds no text"):
+        check_sources([f"mix+{tmp_path / 'empty.csv'}"], "--calib")
+    (tmp_path / "chats.jsonl").write_text('{"text": "a"}')
+    check_sources([f"{tmp_path / 'chats.jsonl'}#text", "self", "hf:some/name"], "--calib")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for name in ("hf:some/name", f"{tmp_path / 'chats.jsonl'}#text"):
+        with pytest.raises(UserError, match=r"--eval .* needs the package `datasets`: pip install"):
+            check_sources([name], "--eval")
+    check_sources([str(tmp_path), "mix"], "--eval")  # a folder of images, which needs no such package
+
+
+def test_a_dry_run_refuses_a_model_without_text_as_the_run_does(tmp_path: Path) -> None:
+    tiny_models.vit().save_pretrained(tmp_path / "vit")
+    options = [str(tmp_path / "vit"), "--dry-run", "--format"]
+    refused = CliRunner().invoke(quantize_command, [*options, "nvfp4"])
+    assert refused.exit_code == 2 and "inputs have a static scale; pass calibration data" in refused.output
+    # Without static scales, effort 1 takes the place of the default, in the plan that is shown too.
+    shown = CliRunner().invoke(quantize_command, [*options, "nvfp4a16", "--json"])
+    layers = json.loads(shown.stdout)["layers"]
+    assert {layer["solver"] for layer in layers if layer["weight"] == "nvfp4"} == {"mse"}

@@ -86,7 +86,16 @@ def test_page_is_complete_escaped_and_offline(make_report: Make) -> None:
     assert "<u>mind" not in html and "<i>" not in html
     assert len(set(page.ids)) == len(page.ids)
     assert page.links and all(link.startswith("#") and link[1:] in page.ids for link in page.links)
-    for text in (report.command, report.plan_digest, *report.warnings, "mixed <i>", "23.15", "0.2206", "76.2%"):
+    for text in (
+        report.command,
+        report.plan_digest,
+        *report.warnings,
+        *report.notes,
+        "mixed <i>",
+        "23.15",
+        "0.2206",
+        "76.2%",
+    ):
         assert text in page.text
     assert "quantize again" not in page.text  # the report's own command is the one to show
     # Three scripts run: two libraries exactly as they are shipped, and the page's own. No other text loads anything.
