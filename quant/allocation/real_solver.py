@@ -25,7 +25,8 @@ from quant.calibration.placement import device_of
 from quant.calibration.sensitivity.divergence import Divergence, divergence_of
 from quant.calibration.sensitivity.knapsack import Infeasible
 from quant.calibration.session import Session
-from quant.execution.solve import Quantized, solve_plan
+from quant.execution.quantized import Quantized
+from quant.execution.solve import solve_plan
 from quant.recipes.plan import Plan
 
 # The loss of groups solved one by one only estimates the loss of the solved model: a single format whose estimate is

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,8 +23,11 @@ from quant.calibration.walk.collect import collect_input_amax
 from quant.errors import UserError, megabytes
 from quant.evaluation.checks import run_probe
 from quant.kernels.processor import memory_left
+from quant.plan.make import without_data
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, groups_of
+
+T = TypeVar("T")
 
 _DYNAMIC = "a format whose inputs are scaled as they come, such as fp8_channel or mxfp8"
 
@@ -61,6 +65,34 @@ def lacks_data(plan: Plan) -> str | None:
     if plan.guard is not None:
         return f"a guard compares layers on held-out text; {way_out}"
     return f"a KV cache in {plan.kv_cache} has static scales; {way_out}" if plan.kv_cache else None
+
+
+def with_data(plan: Plan, find: Callable[[], tuple[T, list[Record]]]) -> tuple[Plan, T | None]:
+    """Returns the data that `find` gives for a plan, and the plan with their records.
+
+    Where it finds none, and an effort chose the solver that needs some, the plan of effort 1 and no data.
+
+    Raises:
+        UserError: the plan needs data, and there is none; at effort 1 too, if its effort chose a solver: the message
+            then names the data that the solver needs.
+    """
+    try:
+        data, records = find()
+    except UserError as error:
+        lower = without_data(plan, str(error))
+        # Static scales need text at effort 1 too: the message then names a layer that the user cannot choose away by
+        # effort.
+        if lower is not None and lacks_data(lower) and isinstance(error, NoTextError):
+            raise NoTextError(lower, error.reason) from error
+        if lower is None or lacks_data(lower):
+            raise
+        return lower, None
+    return with_calibration(plan, records), data
+
+
+def with_calibration(plan: Plan, records: Sequence[Mapping[str, Any]]) -> Plan:
+    """Returns `plan` with a record of the calibration text in its provenance, one for each source."""
+    return replace(plan, provenance={**plan.provenance, "calibration": list(records)})
 
 
 def mixed_text(

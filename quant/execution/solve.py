@@ -5,11 +5,9 @@ Plans whose solvers look only at weights are executed by `solve_weights`, all ot
 
 from __future__ import annotations
 
-import html
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,68 +19,31 @@ from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensor
 from quant.calibration.ranks import Exchange
 from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
-from quant.calibration.texts.mixture import Record
 from quant.calibration.walk.group import Settings
 from quant.errors import UserError
 from quant.execution.checks import check_solvable, check_unquantized
 from quant.execution.conv1d import as_linears
 from quant.execution.data import (
-    NoTextError,
     input_scales_of,
     lacks_data,
     mixed_text,
     observer_of,
     solver_needs_data,
+    with_calibration,
 )
 from quant.execution.install import install_kv_scales, mark_quantized
-from quant.execution.layer_result import LayerResult
+from quant.execution.quantized import Quantized
 from quant.execution.solve_blocks import Rounded, solve_blocks
 from quant.execution.solve_weights import solve_weights
 from quant.export.checkpoint.names import stored_names
 from quant.export.checkpoint.write import plan_of_model
 from quant.formats.format import FP8_HEAD
-from quant.formats.html_table import html_table
 from quant.models.stored_weights import read_stored, stored_in
 from quant.plan.head_plan import scale_donors, split_heads
-from quant.plan.make import without_data
 from quant.plan.prediction_heads import head_layers
 from quant.recipes.guard import Guard
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, eq=False)
-class Quantized:
-    """The result of `quantize`: the model, the plan it follows, the result of every layer, and seconds by stage."""
-
-    model: nn.Module
-    plan: Plan
-    layers: list[LayerResult]
-    seconds: dict[str, float]
-
-    def __repr__(self) -> str:
-        """Returns one line: the class of the model, the plan, the worst layer and the time."""
-        parts = [type(self.model).__name__, repr(self.plan)]
-        measured = [layer for layer in self.layers if layer.relative_error is not None]
-        if measured:
-            worst = max(measured, key=lambda layer: layer.relative_error or 0.0)
-            parts.append(f"largest relative error of a weight {worst.relative_error:.2%} in {worst.name}")
-        return f"Quantized({'; '.join([*parts, f'{sum(self.seconds.values()):.1f} s'])})"
-
-    def _repr_html_(self) -> str:
-        """Returns a table of the layers with their errors, for notebooks."""
-        rows = [
-            (
-                layer.name, "×".join(map(str, layer.shape)), layer.format or "16 bit", layer.activation or "16 bit",
-                f"{layer.bits:.3f}", "–" if layer.relative_error is None else f"{layer.relative_error:.2%}",
-                layer.solver or "", layer.reason,
-            )
-            for layer in self.layers
-        ]  # fmt: skip
-        head = ("layer", "shape", "weight", "input", "bits", "weight error", "solver", "why")
-        return f"<p>{html.escape(repr(self))}</p>{html_table(head, rows)}"
 
 
 def solve_plan(
@@ -121,12 +82,7 @@ def solve_plan(
     if session.rank == 0:  # an error there ends the other ranks; each of them would read all of the model
         check_unquantized(model, plan)
     settings = _settings(plan)
-    if data is None and lacks_data(plan):
-        data, record = mixed_text(model, plan, tokenizer, session)
-        plan = with_calibration(plan, [{"source": "mix", **record}])
-    # Positional and keyword arguments become one list of calls, each bound to the forward signature.
-    elif data is not None and not isinstance(data, torch.Tensor | Inputs):
-        data = inputs_of(data, model)
+    plan, data = _with_inputs(model, plan, data, tokenizer, session)
     session = session.for_model(model)
     started = time.perf_counter()
     seconds: dict[str, float] = {}
@@ -155,6 +111,17 @@ def solve_plan(
             install_kv_scales(model, _kv_scales(model, plan, data, session))
         mark_quantized(model)
     return Quantized(model, plan, layers, seconds)
+
+
+def _with_inputs(model: nn.Module, plan: Plan, data: Any, tokenizer: Any, session: Session) -> tuple[Plan, Any]:
+    """Returns calibration data as the walk takes it, and the plan with a record of text that was written for it."""
+    if data is None and lacks_data(plan):
+        data, record = mixed_text(model, plan, tokenizer, session)
+        return with_calibration(plan, [{"source": "mix", **record}]), data
+    # Positional and keyword arguments become one list of calls, each bound to the forward signature.
+    if data is not None and not isinstance(data, torch.Tensor | Inputs):
+        data = inputs_of(data, model)
+    return plan, data
 
 
 def _with_scales(
@@ -207,34 +174,6 @@ def _needed_throughout(model: nn.Module, plan: Plan) -> list[str]:
         return list(unread)
     quantized = {layer.tensor_name for layer in plan.quantized if layer.kind != LayerKind.CONV}
     return [name for name in unread if name not in quantized]
-
-
-def with_data(plan: Plan, find: Callable[[], tuple[T, list[Record]]]) -> tuple[Plan, T | None]:
-    """Returns the data that `find` gives for a plan, and the plan with their records.
-
-    Where it finds none, and an effort chose the solver that needs some, the plan of effort 1 and no data.
-
-    Raises:
-        UserError: the plan needs data, and there is none; at effort 1 too, if its effort chose a solver: the message
-            then names the data that the solver needs.
-    """
-    try:
-        data, records = find()
-    except UserError as error:
-        lower = without_data(plan, str(error))
-        # Static scales need text at effort 1 too: the message then names a layer that the user cannot choose away by
-        # effort.
-        if lower is not None and lacks_data(lower) and isinstance(error, NoTextError):
-            raise NoTextError(lower, error.reason) from error
-        if lower is None or lacks_data(lower):
-            raise
-        return lower, None
-    return with_calibration(plan, records), data
-
-
-def with_calibration(plan: Plan, records: Sequence[Mapping[str, Any]]) -> Plan:
-    """Returns `plan` with a record of the calibration text in its provenance, one for each source."""
-    return replace(plan, provenance={**plan.provenance, "calibration": list(records)})
 
 
 def _settings(plan: Plan) -> Settings:

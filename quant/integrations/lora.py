@@ -32,7 +32,8 @@ from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
 from quant.checkpoints.pretrained import attach
 from quant.errors import UserError, listed
-from quant.execution.solve import Quantized, solve_plan
+from quant.execution.quantized import Quantized
+from quant.execution.solve import solve_plan
 from quant.extras import require
 from quant.integrations.adaptable_linear import CONFIGS, make_adaptable
 from quant.integrations.dequantized_layers import DenseExperts, dense_linear

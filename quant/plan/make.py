@@ -47,7 +47,8 @@ def make_plan(
         model: a module, or the shapes of a bare state dict by tensor name.
         recipe: a preset's name or a recipe.
         include, exclude, solver, run: as in `quantize`.
-        effort: chooses the solver where neither `solver` nor the recipe names one; at most 1 for a bare state dict.
+        effort: chooses the solver where neither `solver` nor the recipe names one; at most 1 for a bare state dict. The
+            default rounds to nearest, unlike that of `quantize`, because a plan by itself has no calibration data.
         lm_head: format of the output head, whose inputs stay in 16 bit; None leaves it to the recipe.
 
     Raises:

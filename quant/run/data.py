@@ -16,8 +16,7 @@ from quant.calibration.walk.expected_time import expected_time, in_words, time_o
 from quant.evaluation.checks import check_evaluable
 from quant.execution.announcements import announce_effort
 from quant.execution.checks import check_solvable
-from quant.execution.data import lacks_data, solver_needs_data
-from quant.execution.solve import with_calibration, with_data
+from quant.execution.data import lacks_data, solver_needs_data, with_calibration, with_data
 from quant.execution.sources import (
     as_rows,
     digest_of,

@@ -14,7 +14,7 @@ from quant.calibration.inputs import Inputs
 from quant.calibration.listener import Listener, StageProgress
 from quant.calibration.session import Session
 from quant.execution.layer_result import LayerResult
-from quant.execution.solve import Quantized
+from quant.execution.quantized import Quantized
 from quant.formats.tensor import BlockScaledTensor
 from quant.models.open import Source
 from quant.recipes.plan import Plan

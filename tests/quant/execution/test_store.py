@@ -26,9 +26,8 @@ from quant.calibration.walk.block import Block
 from quant.calibration.walk.chain import States
 from quant.execution import moved_steps, step_file
 from quant.execution import store as partial_module
-from quant.execution.data import lacks_data
+from quant.execution.data import lacks_data, with_calibration
 from quant.execution.finished_layers import BlockKeeper
-from quant.execution.solve import with_calibration
 from quant.execution.sources import tokenizer_if_any
 from quant.execution.step_file import StepFile
 from quant.execution.store import Partial, partial_path
