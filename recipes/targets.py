@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from quant.formats.format import Format
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan
+from quant.recipes.recipe import did_you_mean
 
 NATIVE, STORAGE = "native", "storage"
 
@@ -394,4 +395,5 @@ def get_target(name: str) -> Target:
     try:
         return TARGETS[name]
     except KeyError:
-        raise ValueError(f"unknown target {name!r}; known targets: {', '.join(TARGETS)}") from None
+        nearest = did_you_mean(name, TARGETS)
+        raise ValueError(f"unknown target {name!r}; known targets: {', '.join(TARGETS)}{nearest}") from None

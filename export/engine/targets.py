@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from quant.formats.install_command import install_command
 from quant.kernels.hardware import CAPABILITIES
+from quant.recipes.recipe import did_you_mean
 
 # Turing, Ampere (three), Ada, Hopper, Blackwell for data centres (two) and for workstations (two).
 _GENERATIONS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
@@ -74,7 +75,8 @@ def resolve_target(name: str) -> Target:
             raise ValueError(f"target local: this machine has no CUDA GPU; name the target: {', '.join(TARGETS)}")
         return Target("local", capability)
     if name.lower() not in TARGETS:
-        raise ValueError(f"unknown target {name!r}; known targets: {', '.join(TARGETS)}, local")
+        nearest = did_you_mean(name, TARGETS)
+        raise ValueError(f"unknown target {name!r}; known targets: {', '.join(TARGETS)}, local{nearest}")
     return Target(name.lower(), TARGETS[name.lower()])
 
 

@@ -92,7 +92,7 @@ def evaluate_command(
     from quant.checkpoints.runnable import open_runnable
     from quant.evaluation.evaluate import evaluate_texts
     from quant.execution.announcements import announce_device, announce_source
-    from quant.execution.sources import Rows, digest_of, read_evaluation
+    from quant.execution.sources import Rows, check_sources, digest_of, read_evaluation
     from quant.integrations.tasks import evaluate_tasks
     from quant.run.same_on_ranks import check_same
     from quant.runtime.attention import quantized_attention
@@ -107,6 +107,7 @@ def evaluate_command(
     # lm-eval measures one model at a time.
     if tasks is not None and baseline:
         raise UserError("--baseline is for --text and --data; run --tasks on each model")
+    check_sources(tuple(map(str, texts or data)), "--data" if data else "--text")
     terminal, session = listener(quiet or as_json), Session.on(device)
     announce_device(terminal, session)
     source, module = open_runnable(model, model_factory=model_factory, unsafe_load=unsafe_load)

@@ -179,7 +179,9 @@ def test_target_tables_are_sound() -> None:
             assert pair.runs in (NATIVE, STORAGE)
             assert pair.activation is not None or pair.runs == STORAGE, f"{target.name}: {pair} multiplies nothing low"
         assert set(target.kv_cache) <= {*FORMATS, "fp8_head"}
-    with pytest.raises(ValueError, match="unknown target 'vlm'; known targets: vllm, vllm-modelopt, sglang"):
+    with pytest.raises(
+        ValueError, match=r"unknown target 'vlm'; known targets: vllm, vllm-modelopt, sglang.*; did you mean vllm"
+    ):
         get_target("vlm")
 
 
