@@ -175,6 +175,21 @@ def _in_words(key: str, value: Any) -> str:
         return "; ".join(_calibration_text(each) for each in value)
     if key == "model":
         return short_name(str(value))
+    if key == "effort" and isinstance(value, Mapping) and {"level", "solver"} <= value.keys():
+        lowered = f" instead of {value['asked']}: {value.get('why', '')}" if "asked" in value else ""
+        return f"{value['level']} ({value['solver']}){lowered}"
+    return _as_text(value)
+
+
+def _as_text(value: Any) -> str:
+    """Returns a value of JSON as a reader would write it: `bits 5.4, context 4096` for an object."""
+    if isinstance(value, Mapping):
+        parts = {str(key).replace("_", " "): _as_text(each) for key, each in value.items()}
+        return ", ".join(f"{key} {f'({text})' if ', ' in text else text}" for key, text in parts.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_as_text, value))
+    if isinstance(value, float):
+        return f"{value:g}"
     return value if isinstance(value, str) else json_text(value, ensure_ascii=False)
 
 

@@ -107,6 +107,18 @@ def test_page_is_complete_escaped_and_offline(make_report: Make) -> None:
     assert not re.search(r"https?:|//[a-z]|url\(|@import", html)
 
 
+def test_the_origin_of_a_plan_is_shown_in_words(make_report: Make) -> None:
+    report, plan = make_report()
+    origin = {
+        "effort": {"level": 1, "solver": "mse", "asked": 2, "why": "no text"},
+        "allocation": {"formats": ["nvfp4", "fp8"], "goal": {"bits": 5.4, "batch": 1}, "bits": 5.375651041666667},
+    }
+    text = Page(render_html(report, replace(plan, provenance=origin))).text
+    assert "1 (mse) instead of 2: no text" in text
+    assert "formats (nvfp4, fp8), goal (bits 5.4, batch 1), bits 5.37565" in text
+    assert "{" not in text[text.index("Reproduce") :]
+
+
 def test_sections_follow_from_the_data(rich_report: Rich) -> None:
     report, plan = rich_report
     page = Page(render_html(report, plan))
