@@ -174,6 +174,7 @@ def make(names: int = 24, formats: tuple[str, ...] = ("nvfp4", "mxfp8", "fp8_cha
         peak_rss_bytes=1_466_000_000,
         files={"model-00001-of-00002.safetensors": "a3" * 32, "config<1>.json": "7b" * 32},
         warnings=["<u>mind</u> the gap"],
+        notes=["folds <u>mind</u> scales"],
     )
     return report, plan
 
