@@ -155,6 +155,11 @@ class LayerPlan:
         """Whether the input has a scale that calibration measures."""
         return self.activation is not None and self.activation.is_static
 
+    def __repr__(self) -> str:
+        """Returns one line: the fields of a format alone would fill a screen."""
+        solver = f", {self.solver}" if self.weight is not None else ""
+        return f"LayerPlan({self.name}: {self.formats}{solver}; {self.reason or 'no reason given'})"
+
     @property
     def formats(self) -> str:
         """Formats of weight and input, such as `nvfp4@nvfp4`, `fp8_channel` or `16bit`."""

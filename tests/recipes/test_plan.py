@@ -239,5 +239,8 @@ def test_a_plan_shows_itself_in_one_line_and_as_a_table() -> None:
     text = repr(plan)
     assert "\n" not in text and len(text) < 200
     assert text.startswith("Plan(6 layers: 2 in 16bit, 2 in nvfp4@nvfp4, 1 in mxfp8, 1 in nvfp4; KV cache fp8; ")
+    layer = LayerPlan("up", LayerKind.LINEAR, (64, 32), FORMATS["nvfp4"], FORMATS["nvfp4"], "gptq", "recipe nvfp4")
+    assert repr(layer) == "LayerPlan(up: nvfp4@nvfp4, gptq; recipe nvfp4)"
+    assert repr(LayerPlan("norm", LayerKind.NORM, (64,), reason="norm")) == "LayerPlan(norm: 16bit; norm)"
     table = dataclasses.replace(plan, layers=(*plan.layers, LayerPlan("b", LayerKind.LINEAR, (32, 64), reason="a<b")))
     assert table._repr_html_().count("<tr>") == 8 and "a&lt;b" in table._repr_html_()
