@@ -65,7 +65,7 @@ _PUBLIC = {
     "quant.recipes.plan": ("LayerPlan", "Plan"),
     "quant.recipes.recipe": ("Recipe", "Rule"),
     "quant.report.report": ("Report",),
-    "quant.execution.quantized": ("Quantized",),
+    "quant.execution.layer_result": ("Quantized",),
     "quant.execution.solve_weights": ("apply_plan",),
     "quant.training.distill": ("DistillMixin", "distill"),
     "quant.training.low_precision.convert": (

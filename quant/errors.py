@@ -14,8 +14,14 @@ _CONTROLS = {*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x
 _ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
 
 
+Spelling = Callable[[str], str]
+"""Spells a field of a request as the user wrote it: `--lm-head` in a command, `lm_head=` in Python."""
+
 _OPTION = re.compile(r"--([a-z][a-z-]*)")
 _PARAMETERS = {"set": "settings", "calib": "data"}  # parameters that are not called like their option
+
+# Fields whose option does not repeat their name; the command has --recipe FILE and --format NAME.
+_OPTIONS_OF_FIELDS = {"recipe": "--format", "recipe_file": "--recipe", "plan_file": "--plan", "eval_texts": "--eval"}
 
 
 class UserError(ValueError):
@@ -51,6 +57,16 @@ def naming_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return wrapper
+
+
+def as_option(field: str) -> str:
+    """Returns the option of the command `quantize`."""
+    return _OPTIONS_OF_FIELDS.get(field) or f"--{field.replace('_', '-')}"
+
+
+def as_parameter(field: str) -> str:
+    """Returns the parameter of `quant.quantize`."""
+    return f"{field}="
 
 
 def printable(text: str) -> str:

@@ -163,7 +163,7 @@ def _plan_layer(
         if meant and fnmatchcase(layer.name, rule.match):
             choice = _override(choice, rule, recipe)
     if only and not is_16bit(choice.weight) and not any(fnmatchcase(layer.name, glob) for glob in only):
-        choice = Rule("*", KEEP, KEEP, choice.solver, "matched by no --include")
+        choice = Rule("*", KEEP, KEEP, choice.solver, "matches no glob of include")
     weight, activation = named_format(choice.weight, recipe.name), named_format(choice.activation, recipe.name)
     if layer.kind == LayerKind.EMBEDDING:
         activation = None  # its input is a number of a row

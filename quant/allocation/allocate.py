@@ -55,7 +55,7 @@ from quant.calibration.sensitivity.table import Sensitivity
 from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
 from quant.execution.conv1d import as_linears
-from quant.execution.quantized import Quantized
+from quant.execution.layer_result import Quantized
 from quant.formats.tensor import moved
 from quant.recipes.plan import Plan
 

@@ -25,7 +25,7 @@ from quant.calibration.placement import device_of
 from quant.calibration.sensitivity.divergence import Divergence, divergence_of
 from quant.calibration.sensitivity.knapsack import Infeasible
 from quant.calibration.session import Session
-from quant.execution.quantized import Quantized
+from quant.execution.layer_result import Quantized
 from quant.execution.solve import solve_plan
 from quant.recipes.plan import Plan
 

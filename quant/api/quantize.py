@@ -15,7 +15,7 @@ from quant.calibration.inputs import Inputs, inputs_of, recorded
 from quant.calibration.listener import Listener, Progress
 from quant.calibration.placement import Device
 from quant.errors import UserError
-from quant.execution.quantized import Quantized
+from quant.execution.layer_result import Quantized
 from quant.execution.undo import restored_on_error
 from quant.plan.callers_model import check_original, uncompiled, unwrapped
 from quant.recipes.plan import Plan

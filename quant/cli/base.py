@@ -2,10 +2,10 @@
 
 An expected error (`ValueError`, `OSError`, out of memory) is one line on standard error and exit code 2. Any other
 exception is a bug, in this toolkit or in transformers; it ends in one line too, which says where
-(`quant/run/unexpected.py`), with exit code 70. `--debug` shows the traceback of either. A warning of this package is
-one line. Ctrl-C and SIGTERM end a command in the same way: unfinished output is removed, a line says whether --out was
-written and whether the same command goes on from there, and the exit code is 128 plus the signal's number. How the
-process itself behaves is in `quant/cli/process.py`.
+(`quant/cli/terminal/unexpected.py`), with exit code 70. `--debug` shows the traceback of either. A warning of this
+package is one line. Ctrl-C and SIGTERM end a command in the same way: unfinished output is removed, a line says
+whether --out was written and whether the same command goes on from there, and the exit code is 128 plus the signal's
+number. How the process itself behaves is in `quant/cli/process.py`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import click
 from quant.cli.process import Terminated, patient, terminable, warnings_in_one_line
 from quant.cli.ranks.launch import is_rank, launch, local_device
 from quant.cli.ranks.watch import Watch
+from quant.cli.terminal.unexpected import explained
 from quant.errors import UserError, printable
 from quant.kernels.processor import set_up_threads
 from quant.models.files import with_revision
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan, RunTimeFormats
-from quant.run.unexpected import explained
 
 HELP = {"help_option_names": ["-h", "--help"]}
 """Context settings of all commands."""

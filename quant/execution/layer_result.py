@@ -4,21 +4,24 @@ With w the weight and w_q its dequantized form,
 
     relative error = ‖w − w_q‖ / ‖w‖        SNR = 10 · log10(‖w‖² / ‖w − w_q‖²) dB
 
-so 20 dB is an error of a tenth; uniform rounding gains about 6 dB a bit.
+so 20 dB is an error of a tenth; uniform rounding gains about 6 dB a bit. `Quantized` is the result for a whole model.
 """
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from quant.errors import counted
+from quant.formats.html_table import html_table
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.json_data import JsonData
-from quant.recipes.plan import LayerPlan
+from quant.recipes.plan import LayerPlan, Plan
 
 _CHUNK_ELEMENTS = 1 << 18
 _LOST = 0.5  # relative error; the coarsest format has about 0.15
@@ -127,3 +130,35 @@ def _energies(weight: torch.Tensor, quantized: BlockScaledTensor) -> tuple[float
             # sub_ changes w before dot reads it again, so both factors are the difference w − w_q.
             noise = noise + w.sub_(part.dequantize().flatten()).dot(w)
     return float(signal), float(noise)
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """The result of `quantize`: the model, the plan it follows, the result of every layer, and seconds by stage."""
+
+    model: nn.Module
+    plan: Plan
+    layers: list[LayerResult]
+    seconds: dict[str, float]
+
+    def __repr__(self) -> str:
+        """Returns one line: the class of the model, the plan, the worst layer and the time."""
+        parts = [type(self.model).__name__, repr(self.plan)]
+        measured = [layer for layer in self.layers if layer.relative_error is not None]
+        if measured:
+            worst = max(measured, key=lambda layer: layer.relative_error or 0.0)
+            parts.append(f"largest relative error of a weight {worst.relative_error:.2%} in {worst.name}")
+        return f"Quantized({'; '.join([*parts, f'{sum(self.seconds.values()):.1f} s'])})"
+
+    def _repr_html_(self) -> str:
+        """Returns a table of the layers with their errors, for notebooks."""
+        rows = [
+            (
+                layer.name, "×".join(map(str, layer.shape)), layer.format or "16 bit", layer.activation or "16 bit",
+                f"{layer.bits:.3f}", "–" if layer.relative_error is None else f"{layer.relative_error:.2%}",
+                layer.solver or "", layer.reason,
+            )
+            for layer in self.layers
+        ]  # fmt: skip
+        head = ("layer", "shape", "weight", "input", "bits", "weight error", "solver", "why")
+        return f"<p>{html.escape(repr(self))}</p>{html_table(head, rows)}"

@@ -32,7 +32,7 @@ from quant.execution.data import (
     with_calibration,
 )
 from quant.execution.install import install_kv_scales, mark_quantized
-from quant.execution.quantized import Quantized
+from quant.execution.layer_result import Quantized
 from quant.execution.solve_blocks import Rounded, solve_blocks
 from quant.execution.solve_weights import solve_weights
 from quant.export.checkpoint.names import stored_names

@@ -32,7 +32,7 @@ from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
 from quant.checkpoints.pretrained import attach
 from quant.errors import UserError, listed
-from quant.execution.quantized import Quantized
+from quant.execution.layer_result import Quantized
 from quant.execution.solve import solve_plan
 from quant.extras import require
 from quant.integrations.adaptable_linear import CONFIGS, make_adaptable

@@ -16,8 +16,7 @@ from quant.allocation.bench import Effort
 from quant.allocation.goal import Constraint, ConstraintKind, Goal
 from quant.allocation.options import FORMATS
 from quant.calibration.sensitivity.costs import parse_quantity
-from quant.errors import UserError
-from quant.run.spelling import Spelling, as_option
+from quant.errors import Spelling, UserError, as_option
 
 _BUDGETS = ("bits", "fit", "latency", "max_kl", "max_ppl_increase")
 

@@ -13,8 +13,7 @@ from quant.allocation.allocate import Allocation
 from quant.calibration.inputs import Inputs
 from quant.calibration.listener import Listener, StageProgress
 from quant.calibration.session import Session
-from quant.execution.layer_result import LayerResult
-from quant.execution.quantized import Quantized
+from quant.execution.layer_result import LayerResult, Quantized
 from quant.formats.tensor import BlockScaledTensor
 from quant.models.open import Source
 from quant.recipes.plan import Plan

@@ -21,7 +21,7 @@ from quant.calibration.inputs import Inputs
 from quant.calibration.placement import find_device
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.knapsack import require_scipy
-from quant.errors import UserError
+from quant.errors import UserError, as_option, as_parameter
 from quant.execution.data import solver_needs_data
 from quant.execution.sources import Rows, check_sources, sources_of
 from quant.execution.store import is_finished
@@ -35,7 +35,6 @@ from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP, Recipe, get_recipe
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 from quant.run.budget import AllocationRequest, read_quantity
-from quant.run.spelling import as_option, as_parameter
 
 PlanFile = tuple[Plan, list[Problem]]
 """A plan as it was read, and the entries of it that could not be read."""

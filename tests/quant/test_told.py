@@ -15,7 +15,7 @@ def test_more_than_half_in_16_bit_is_told_with_the_reasons() -> None:
     kept = sum(layer.numel for layer in plan.layers if layer.weight is None)
     total = sum(layer.numel for layer in plan.layers)
     assert line.startswith(f"{kept / total:.0%} of the weights stay in 16 bit (")
-    assert "model.layers.0.self_attn.q_proj first" in line and "matched by no --include" in line and "\n" not in line
+    assert "model.layers.0.self_attn.q_proj first" in line and "matches no glob of include" in line and "\n" not in line
 
 
 def test_a_model_mostly_quantized_has_nothing_to_tell() -> None:

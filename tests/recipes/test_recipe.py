@@ -288,7 +288,7 @@ def test_every_preset_on_a_llama(base, preset: str) -> None:
 def test_include_and_exclude(base) -> None:
     attention = make_plan(base, "nvfp4a16", include=["*self_attn*"])
     assert [n for n, f in formats(attention).items() if f] == [n for n in formats(attention) if "self_attn" in n]
-    assert attention.by_name["model.layers.0.mlp.up_proj"].reason == "matched by no --include"
+    assert attention.by_name["model.layers.0.mlp.up_proj"].reason == "matches no glob of include"
     assert attention.by_name["model.layers.0.self_attn.q_proj"].reason == "recipe nvfp4a16"
     both = make_plan(base, "nvfp4", include=["*self_attn*", "*.1.mlp*"], exclude=["*o_proj"])
     assert sum(f is not None for f in formats(both).values()) == 6 + 3
@@ -443,7 +443,7 @@ def test_embeddings_and_heads_are_asked_for_by_globs_of_their_own(only: tuple[st
     plan = resolve(EMBEDDINGS, NVFP4, only=only)
     assert {layer.name for layer in plan.quantized} == quantized
     embedding = plan.by_name["model.embed_tokens"]
-    assert embedding.activation is None and (embedding.weight is None or embedding.reason == "--include *embed*")
+    assert embedding.activation is None and (embedding.weight is None or embedding.reason == "included by *embed*")
 
 
 def test_a_shared_embedding_is_not_quantized_though_it_is_asked_for() -> None:

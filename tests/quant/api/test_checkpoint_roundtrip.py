@@ -18,7 +18,7 @@ from quant.api.quantize import quantize
 from quant.checkpoints.load import load
 from quant.checkpoints.save import Destination, save, write_model
 from quant.errors import UserError
-from quant.execution.quantized import Quantized
+from quant.execution.layer_result import Quantized
 from quant.export.checkpoint import write as files
 from quant.export.checkpoint.names import stored_names
 from quant.formats.format import FORMATS

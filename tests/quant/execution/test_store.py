@@ -32,7 +32,7 @@ from quant.execution.sources import tokenizer_if_any
 from quant.execution.step_file import StepFile
 from quant.execution.store import Partial, partial_path
 from quant.models.open import open_model
-from quant.run import decide as deciding
+from quant.run import decide_budget as deciding
 from quant.run import measure as measuring
 from quant.run import run as pipeline
 from quant.run import solve as solving

@@ -13,7 +13,7 @@ from torch import nn
 
 import quant
 from quant.errors import UserError
-from quant.execution.quantized import Quantized
+from quant.execution.layer_result import Quantized
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.plan.check import check_plan_fits

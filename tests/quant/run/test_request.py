@@ -89,7 +89,7 @@ def test_every_value_is_checked_before_the_model_is_opened(
 
 def test_sources_that_are_there_pass(tmp_path: Path) -> None:
     for name in ("a.txt", "ids.safetensors", "rows.jsonl", "odd#name.txt"):
-        (tmp_path / name).write_text("")
+        (tmp_path / name).write_text("a")
     sources = ("a.txt", "ids.safetensors:rows", "rows.jsonl#text", "odd#name.txt", "")
     names = ("mix", "self", "hf:org/name:config#column", *(str(tmp_path / name) for name in sources))
     Request("no model", "fp8", calib=names, eval_texts=names[3:], dry_run=True).check()
