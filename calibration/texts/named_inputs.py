@@ -62,7 +62,8 @@ def read_inputs(
             inputs = Preparer(model, processor(), seqlen).inputs(media)
     if inputs is not None and len(inputs) < samples:
         raise ValueError(
-            f"{path}: holds {len(inputs)} inputs, and {samples} are needed; give more, or use {len(inputs)} samples"
+            f"{path}: holds {len(inputs)} inputs, and {samples} are needed; give more, or ask for {len(inputs)} by "
+            "--calib-samples or --eval-samples (quant evaluate: --samples)"
         )
     return inputs
 
