@@ -26,15 +26,15 @@ ifdef QUICK
 	.venv/bin/quant generate $(OUT) --prompt "The capital of France is" --max-new-tokens 8
 else
 	@echo "about eight minutes on two cores: two for GPTQ, four for the mix, two for the engine; 'make demo QUICK=1' takes one"
-	.venv/bin/quantize smollm2-135m --format nvfp4a16 --solver gptq $(TEXTS) --calib-samples 8 --eval-samples 4 \
+	.venv/bin/quantize smollm2-135m --format nvfp4a16 --solver gptq $(TEXTS) --calib-samples 4 --eval-samples 4 \
 		--out $(OUT) --overwrite
-	.venv/bin/quantize smollm2-135m --bits 4.8 --formats nvfp4a16,fp8a16 $(TEXTS) --calib-samples 8 \
+	.venv/bin/quantize smollm2-135m --bits 4.8 --formats nvfp4a16,fp8a16 $(TEXTS) --calib-samples 4 \
 		--eval-samples 4 --out $(MIXED) --overwrite
 	if .venv/bin/python -c 'import tensorrt_rtx' 2>/dev/null; then .venv/bin/quant export $(OUT) --to tensorrt \
 		--target rtx5090 --shapes batch=1:1:4,sequence=1:128:512 --out $(OUT).engine --overwrite; fi
 endif
 
-test: .venv/.engines  ## the tests that need neither a GPU nor minutes; a thread per process, so that they do not compete
+test: .venv/.compiled  ## the tests that need neither a GPU nor minutes; a thread per process, so that they do not compete
 	OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 slow-test: .venv/.engines  ## the tests on whole models
@@ -46,11 +46,11 @@ test-oldest: .venv/.dev  ## the tests that go through transformers, with the old
 test-newest: .venv/.dev  ## the same with the newest release
 	.ci/transformers newest -n $(JOBS) --dist worksteal $(ARGS)
 
-coverage: .venv/.engines  ## the lines that `make test` runs, as pages in out/coverage
+coverage: .venv/.compiled  ## the lines that `make test` runs, as pages in out/coverage
 	.venv/bin/python -m pip --disable-pip-version-check install --quiet pytest-cov
 	OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist worksteal --cov --cov-report=term --cov-report=html:out/coverage $(ARGS)
 
-gpu-test: .venv/.engines  ## the tests that need a CUDA device; compiling is most of it, so JOBS should fit the cores
+gpu-test: .venv/.compiled  ## the tests that need a CUDA device; compiling is most of it, so JOBS should fit the cores
 	OMP_NUM_THREADS=2 $(RUN) pytest -m gpu -n $(JOBS) --dist worksteal $(ARGS)
 
 vllm-test: .venv/.engines  ## the tests of the vLLM plug-in against the Python files of vLLM's releases
@@ -84,8 +84,13 @@ clean:
 
 # TensorRT-RTX builds engines without a GPU. Where there is no wheel of it, its tests say so and the demo ends earlier.
 .venv/.engines: .venv/.dev
-	.venv/bin/python -m pip --disable-pip-version-check install --quiet --retries 0 --timeout 15 \
+	.venv/bin/python -m pip --disable-pip-version-check install --no-compile --quiet --retries 0 --timeout 15 \
 		--constraint .venv/pins.txt --editable '.[tensorrt-rtx]' || echo "no TensorRT-RTX here: engines are left out" >&2
+	touch $@
+
+# The processes of the tests would each compile what they import; here each file is compiled once, on all cores.
+.venv/.compiled: .venv/.engines
+	-.venv/bin/python -m compileall -qq -j $(JOBS) .venv/lib
 	touch $@
 
 .venv/.docs: .venv/.dev

@@ -76,13 +76,13 @@ def _one_table_of_onnx_functions() -> None:
     registry.from_torchlib = staticmethod(copied)
 
 
-@pytest.fixture(params=["fast products", "plain products"])
+@pytest.fixture(params=["fast", "plain"], ids=["fast products", "plain products"])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a test as on a processor with BF16 units, and as on one that has only PyTorch's own float32 products.
 
     BF16 products give the same values on any processor, only slowly. Those of oneDNN are taken where they are exact.
     """
-    fast = request.param == "fast products"
+    fast = request.param == "fast"
     monkeypatch.setattr("quant.calibration.fast_matmul._multiplies_bf16", lambda device: fast)
     if not fast:
         monkeypatch.setattr("quant.calibration.fast_matmul._has_exact_products", lambda: False)

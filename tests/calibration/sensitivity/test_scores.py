@@ -15,6 +15,7 @@ import pytest
 import tiny_models
 import torch
 from samples import ROOT
+from slow_cases import quick_cases
 from torch import nn
 
 from quant.api.quantize import quantize
@@ -166,9 +167,15 @@ def _keeper(name: str, seen: dict[str, Any]) -> Any:
 
 
 # A gradient does not see a router change its mind, which is a jump; the order of the groups survives it.
-@pytest.mark.usefixtures("products")
-@pytest.mark.parametrize(("make", "least"), [(_llama, 0.8), (_bert, 0.8), (_experts, 0.3)])
-def test_fisher_estimates_kl(make: Any, least: float) -> None:
+@pytest.mark.parametrize(
+    ("make", "least", "products"),
+    quick_cases(
+        ((*case, way) for case in ((_llama, 0.8), (_bert, 0.8), (_experts, 0.3)) for way in ("fast", "plain")),
+        lambda make, least, way: make is _llama or way == "fast",
+    ),
+    indirect=["products"],
+)
+def test_fisher_estimates_kl(make: Any, least: float, products: None) -> None:
     """Errors of eight bits are small enough for the second order; what is left is the noise of what is drawn."""
     model, rows = make(), _rows(24)
     fisher, kl = (_score(model, "fp8_channel,mxfp8", method, rows) for method in ("fisher", "kl"))

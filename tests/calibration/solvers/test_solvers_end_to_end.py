@@ -40,18 +40,18 @@ CASES = [
     ("nvfp4a16", "rtn"),
     ("nvfp4a16", "four_over_six"),
     ("nvfp4a16", "local_hessian"),
-    ("nvfp4", "awq+gptq"),
     ("nvfp4", "awq+rotation:16+mse"),
     ("nvfp4", "awq+lowrank:4+gptq"),
     ("nvfp4a16", "rotation:32+lowrank:2+gptq+autoround:2"),
     ("fp8", "gptq"),
-    ("mxfp8", "gptq+autoround:2"),
     ("int8", "smoothquant+gptq"),
     ("int4a16", "awq+gptq"),
 ]
 # Parts of the pipelines above, alone or in other formats.
 SLOW_CASES = [
     ("nvfp4a16", "mse"),
+    ("nvfp4", "awq+gptq"),
+    ("mxfp8", "gptq+autoround:2"),
     ("nvfp4a16", "gptq"),
     ("nvfp4", "smoothquant"),
     ("nvfp4a16", "smoothquant+gptq"),
@@ -103,7 +103,16 @@ def test_command_python_and_reload_agree(preset: str, solver: str, tokens: Path,
     assert Plan.load(tmp_path / "out" / "plan.json").layers == done.plan.layers
 
 
-@pytest.mark.parametrize("solver", ["gptq", "awq+gptq", "rotation:32+gptq", "lowrank:8+gptq", "local_hessian"])
+@pytest.mark.parametrize(
+    "solver",
+    [
+        "gptq",
+        pytest.param("awq+gptq", marks=pytest.mark.slow),
+        pytest.param("rotation:32+gptq", marks=pytest.mark.slow),
+        "lowrank:8+gptq",
+        "local_hessian",
+    ],
+)
 def test_second_order_solvers_lose_less_than_rounding(solver: str) -> None:
     """On the text they were calibrated on, in the logits of a model of random weights."""
     base = open_model(BASE).model.float()
@@ -134,7 +143,12 @@ def _kl(model: nn.Module, base: nn.Module) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "block"), [("qwen2", "model.layers.0"), ("opt", "model.decoder.layers.0"), ("gpt2", "transformer.h.0")]
+    ("name", "block"),
+    [
+        pytest.param("qwen2", "model.layers.0", marks=pytest.mark.slow),
+        ("opt", "model.decoder.layers.0"),
+        ("gpt2", "transformer.h.0"),
+    ],
 )
 def test_learned_rounding_keeps_biases(name: str, block: str) -> None:
     """It starts from the error of the block that GPTQ gave, biases included, and loses no more in the end."""
@@ -383,7 +397,7 @@ def _with_tower() -> nn.Module:
     [
         "gptq",
         pytest.param("local_hessian", marks=pytest.mark.slow),
-        "awq+gptq",
+        pytest.param("awq+gptq", marks=pytest.mark.slow),
         "rotation:16+lowrank:2+gptq",
         "autoround:2",
     ],

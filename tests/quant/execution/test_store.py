@@ -83,22 +83,27 @@ def job(model: Path, out: Path, text: str, **options: Any) -> Request:
 
 CASES = [
     ("base", "nvfp4", "rtn"),
-    ("base", "nvfp4a16", "gptq"),
-    ("llama/sharded", "mxfp8", "rtn"),
     ("llama/sharded", "nvfp4", "awq+gptq"),
     ("llama/wide", "int4a16", "lowrank:8+gptq"),
     ("llama", "fp8_channel", "rotation:merge+mse"),
     ("qwen3_moe", "nvfp4", "gptq"),
     ("qwen3_moe/sharded", "nvfp4", "mse"),
+    ("mixtral", "fp8", "rtn"),
+    ("opt", "nvfp4a16", "gptq"),
+]
+# The same models and solvers in other pairs.
+SLOW_CASES = [
+    ("base", "nvfp4a16", "gptq"),
+    ("llama/sharded", "mxfp8", "rtn"),
     ("qwen3_moe", "nvfp4a16", "rtn"),
     ("mixtral", "nvfp4a16", "mse"),
-    ("mixtral", "fp8", "rtn"),
     ("mixtral", "fp8_channel", "rtn"),
-    ("opt", "nvfp4a16", "gptq"),
 ]
 
 
-@pytest.mark.parametrize(("name", "format", "solver"), CASES)
+@pytest.mark.parametrize(
+    ("name", "format", "solver"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
+)
 def test_a_run_writes_what_quantize_and_save_write(
     name: str, format: str, solver: str, models: Callable[[str], Path], text: str, tmp_path: Path
 ) -> None:
