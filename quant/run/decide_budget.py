@@ -19,6 +19,7 @@ from quant.calibration.listener import SILENT
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.solvers.solver import get_pipeline, with_supported_solver
 from quant.calibration.texts.mixture import Record
+from quant.checkpoints.trial_load import import_for_trial
 from quant.errors import UserError
 from quant.execution.data import with_calibration
 from quant.execution.sources import as_rows
@@ -68,6 +69,8 @@ def for_budget(job: Job, goal: Goal) -> Decision:
     )
     with job.stages() as (staged, _):
         rows, records, held_out = _rows(staged, goal)
+        if job.tries_loading:
+            import_for_trial()  # the choice takes longer than solving, which may not be long enough to import it
         allocation = allocate(
             job.model,
             rows,

@@ -78,10 +78,12 @@ def load(request: Request, listener: Listener) -> Job:
 def _create_context(session: Session) -> None:
     """Makes the driver create a GPU's context, which takes about a second, while transformers is imported.
 
-    PyTorch releases the interpreter's lock while it runs.
+    PyTorch releases the interpreter's lock while it runs. The process waits for the thread when it ends: a daemon that
+    comes back from C++ after the interpreter has gone aborts the process ("terminate called without an active
+    exception"), which would follow the error message of a run that is refused within the second.
     """
     if session.device is not None and session.device.type == "cuda":
-        Thread(target=torch.empty, args=(1,), kwargs={"device": session.device}, name="context", daemon=True).start()
+        Thread(target=torch.empty, args=(1,), kwargs={"device": session.device}, name="context").start()
 
 
 def _in_memory(request: Request) -> _InMemory:

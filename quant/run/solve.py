@@ -9,7 +9,6 @@ from quant.checkpoints.trial_load import import_for_trial
 from quant.execution.solve import solve_plan
 from quant.execution.solve_weights import solve_state_dict
 from quant.export.checkpoint.compressed_tensors import check_plan
-from quant.models.files import SourceKind
 from quant.run.job import Decision, Job, Solved
 from quant.run.solving_steps import solving_steps
 
@@ -19,7 +18,7 @@ def solve(job: Job, decision: Decision, progress: StageProgress) -> Solved:
     if job.source.model is None:
         return _solve_state_dict(job, decision, progress)
     session = job.session
-    if job.request.out is not None and job.source.kind == SourceKind.HUGGINGFACE:
+    if job.tries_loading:
         import_for_trial()
     # Before solving, which replaces parameters one by one.
     bytes_before = sum(parameter.nbytes for parameter in job.model.parameters())
