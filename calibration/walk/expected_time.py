@@ -2,39 +2,35 @@
 
 A plan that works from data has two stages that take long. *Writing text* runs the model once a token, for up to 64 rows
 at a time: each step multiplies by every weight, and spends some extra time on each layer. *Solving* runs the
-calibration tokens through each block a few times, adds up second moments of its inputs, and rounds: passes and moments
-are products, rounding takes a number of elementwise operations a weight and a time a layer; both speeds are measured on
-demand.
+calibration tokens through each block a few times, adds up second moments of its inputs, and rounds. The device's speed
+at products and at rounding is measured (`measured_speed`); what a layer takes whatever its size is a constant.
 
-The constants were fitted on a core of an AMD EPYC to SmolLM2-135M (8 rows by GPTQ: 69 s expected, 67 s taken; 32 rows
-of the mixture: 49 s and 54 s to write) and to models of two blocks; those of GPUs to one run of 8B on an H100 that was
-measured before. Expect a factor of 2, and more on a busy machine: only its load during the measurements is seen.
+GPTQ of SmolLM2-135M with 8 rows of 256 tokens, CPU time of one core of an AMD EPYC, layers of two to eight blocks: told
+and taken 8.1 and 8.5 s; `kfac` 18.4 and 18.6 s, `awq:merge+gptq` 7.1 and 7.4, FP8 weights 7.2 and 9.6, `local_hessian`
+7.2 and 4.9. Expect a factor of 1.5, and more on a busy machine: only its load during the measurements is seen. Kernels
+that Triton compiles for the first time, some 5 s, are compiled by the measurement and not in the figure.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
-from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.placement import device_of
 from quant.calibration.session import Session
-from quant.calibration.solvers.solver import Pipeline, get_pipeline
+from quant.calibration.solvers.solver import Pipeline, get_pipeline, supports
 from quant.calibration.texts.generate import ROWS_AT_ONCE
 from quant.calibration.texts.mixture import PIECE
 from quant.calibration.walk.group import Settings
+from quant.calibration.walk.measured_speed import Speed
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.plan import Plan, groups_of
+from quant.recipes.plan import LayerPlan, Plan, groups_of
 
-_TOKENS, _WIDTH = 512, 1024  # of the measured product
-_MEASURED = 0.1  # seconds
 _PASSES = 4  # of all tokens through each block
-# Elementwise operations a weight; other solvers search scales.
+# Elementwise operations a weight, for the table of solvers; other solvers search scales.
 _ROUNDING = {"rtn": 120, "gptq": 5000, "gptq_plain": 5000, "kfac": 8000, "local_hessian": 600}
 _SEARCH = 550
 _SCALING, _LEARNING = 1400, 700  # the same for a transform's trials, and for a step of reconstruction
@@ -72,34 +68,78 @@ def expected_time(
         written: tokens of these that the model writes.
     """
     device = (session and session.device) or device_of(model)
-    speed = _Speed(device)
+    speed = Speed(device)
     layers = [layer for layer in plan.quantized if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS)]
-    product, element = speed.of_product(_TOKENS, torch.float32), speed.of_elements()
     writing = 0.0
     if written:
         length = min(PIECE, seqlen)
         pieces = math.ceil(written / length)
         batches = math.ceil(pieces / ROWS_AT_ONCE)
         weights = sum(layer.numel for layer in plan.layers if layer.kind != LayerKind.EMBEDDING)
-        step = speed.of_product(math.ceil(pieces / batches), next(model.parameters()).dtype)
+        step = speed.of_linear(math.ceil(pieces / batches), next(model.parameters()).dtype)
         writing = 2 * written * weights * _BESIDE / step + batches * length * len(layers) * _A_STEP
-    products = elements = seconds = 0.0
-    for members in groups_of(layers).values():
-        pipeline, size, width = get_pipeline(members[0].solver), sum(m.numel for m in members), members[0].shape[-1]
-        matrices = members[0].shape[0] if len(members[0].shape) == 3 else 1
-        elements += size * operations(pipeline)
-        seconds += len(members) * _A_LAYER[pipeline.needs_data]
-        if not pipeline.needs_data:
-            continue
-        tokens = rows * seqlen / matrices  # each of a number of experts has its share
-        products += (
-            2 * tokens * (passes(pipeline, device.type == "cuda") * size + 2 * matrices * width**2) + 2 * size * width
+    groups = [
+        _GroupWork(model, members, (rows, seqlen), device.type == "cuda") for members in groups_of(layers).values()
+    ]
+    solving = sum(len(group.members) * _A_LAYER[group.pipeline.needs_data] + group.rounding(speed) for group in groups)
+    # Speeds are measured where they are needed: a measurement takes a tenth of a second.
+    for work, operations_a_second in (
+        (sum(group.of_passes for group in groups), speed.of_linear),
+        (sum(group.of_solver for group in groups), speed.of_product),
+        (sum(group.elements for group in groups), speed.of_elements),
+    ):
+        solving += work / operations_a_second() if work else 0.0
+    return ExpectedTime(writing, solving)
+
+
+class _GroupWork:
+    """The work of solving a fusion group.
+
+    Args:
+        model: the model.
+        members: the layers of the group.
+        text: the calibration rows, and tokens in each.
+        on_gpu: whether a GPU does the work.
+
+    Attributes:
+        of_passes: operations of the products with calibration tokens: forward passes, second moments, drift.
+        of_solver: operations of the solver's products that are as wide as the layer.
+        elements: elementwise operations of transforms and of reconstruction.
+    """
+
+    def __init__(self, model: nn.Module, members: Sequence[LayerPlan], text: tuple[int, int], on_gpu: bool) -> None:
+        self.members, self.pipeline = members, get_pipeline(members[0].solver)
+        size, width = sum(member.numel for member in members), members[0].shape[-1]
+        self.matrices = members[0].shape[0] if len(members[0].shape) == 3 else 1
+        self.rows = size // width // self.matrices
+        steps = self.pipeline.reconstruction.steps if self.pipeline.reconstruction else 0
+        self.elements = size * (_SCALING * len(self.pipeline.transforms) + _LEARNING * steps)
+        self.elements *= _ON_GPU if on_gpu else 1
+        self.of_passes = self.of_solver = 0.0
+        if not self.pipeline.needs_data:
+            return
+        rows, seqlen = text
+        # Each of a number of experts has its share of the tokens, which visit several of them.
+        visits = getattr(getattr(model, "config", None), "num_experts_per_tok", None) or 1
+        share = visits / self.matrices if self.matrices > 1 else 1.0
+        # The second moment is symmetric, and with the drift twice that: xᵀ x and (r - x)ᵀ x.
+        moments = 2 * self.matrices * width**2
+        self.of_passes = 2 * rows * seqlen * share * (passes(self.pipeline, on_gpu) * size + moments)
+        self.of_passes += 6 * steps * size * min(rows, Settings.batch) * seqlen * share
+        if self.pipeline.needs_moment and not self.pipeline.at_once:
+            # A correction by the drift takes two products of the weight with [in, in], GPTQ's pass and its descent one
+            # and a half; Cholesky factor and inverse a third of in³ each, at a fraction of the speed.
+            self.of_solver = 7 * size * width + 4 * self.matrices * width**3
+
+    def rounding(self, speed: Speed) -> float:
+        """Returns the seconds for rounding, without the products that grow with the square of the width."""
+        layer = self.members[0]
+        if not supports(self.pipeline.rounding, layer.weight_format):
+            return 0.0  # the plan is refused in a moment
+        column = speed.of_rounding(
+            self.pipeline.rounding, layer.weight_format, self.rows, two_sided=self.pipeline.two_sided
         )
-        if pipeline.reconstruction is not None:
-            batch = min(rows, Settings.batch) * seqlen / matrices
-            products += 6 * pipeline.reconstruction.steps * size * batch
-    elements *= _ON_GPU if device.type == "cuda" else 1
-    return ExpectedTime(writing, seconds + products / product + elements / element)
+        return column * layer.shape[-1] * self.matrices
 
 
 def time_of_rows(model: nn.Module, plan: Plan, session: Session, rows: int, seqlen: int) -> float:
@@ -107,7 +147,7 @@ def time_of_rows(model: nn.Module, plan: Plan, session: Session, rows: int, seql
     device = session.device or device_of(model)
     weights = sum(layer.numel for layer in plan.layers if layer.kind != LayerKind.EMBEDDING)
     layers = sum(layer.kind == LayerKind.LINEAR for layer in plan.layers)
-    products = 2 * rows * seqlen * weights / _Speed(device).of_product(_TOKENS, torch.float32)
+    products = 2 * rows * seqlen * weights / Speed(device).of_linear()
     return products + rows * layers * _A_STEP
 
 
@@ -123,36 +163,6 @@ def passes(pipeline: Pipeline, on_gpu: bool) -> int:
     if not pipeline.needs_data:
         return 0
     return _PASSES + (_GRADIENT_PASSES[on_gpu] if pipeline.two_sided else 0)
-
-
-@dataclass(frozen=True)
-class _Speed:
-    """Measures the speed of a device."""
-
-    device: torch.device
-
-    def of_product(self, tokens: int, dtype: torch.dtype) -> float:
-        """Returns the operations a second of a product of `tokens` rows in `dtype`."""
-        x = torch.ones(tokens, _WIDTH, dtype=dtype, device=self.device)
-        weight = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=self.device)
-        with fast_matmul():
-            return 2 * tokens * _WIDTH**2 / self._seconds(lambda: x @ weight.T)
-
-    def of_elements(self) -> float:
-        """Returns the elements a second of an elementwise operation."""
-        x = torch.ones(16 if self.device.type == "cuda" else 1, _WIDTH, _WIDTH, device=self.device)
-        return x.numel() / self._seconds(lambda: x * x)
-
-    def _seconds(self, call: Callable[[], torch.Tensor]) -> float:
-        """Returns the seconds of a call, a mean over `_MEASURED` seconds which includes other processes' share."""
-        call()
-        started, calls, passed = time.perf_counter(), 0, 0.0
-        while passed < _MEASURED:
-            call()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            calls, passed = calls + 1, time.perf_counter() - started
-        return passed / calls
 
 
 def in_words(seconds: float) -> str:

@@ -20,6 +20,7 @@ from quant.allocation.bench import Effort, rows_of_choice
 from quant.calibration.session import Session
 from quant.calibration.texts.mixture import mixture_rows
 from quant.calibration.walk.expected_time import expected_time, in_words, time_of_rows
+from quant.calibration.walk.measured_speed import Speed
 from quant.cli.main import main
 from quant.errors import UserError
 from quant.execution.sources import sources_of, written_share
@@ -157,8 +158,12 @@ def test_sources_of_calibration() -> None:
 
 
 def test_the_expected_time_follows_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quant.calibration.walk.expected_time._Speed.of_product", lambda *a: 1e9)
-    monkeypatch.setattr("quant.calibration.walk.expected_time._Speed.of_elements", lambda *a: 1e9)
+    for speed in ("of_linear", "of_product", "of_elements"):
+        monkeypatch.setattr(Speed, speed, lambda *a: 1e9)
+    of_solvers = {"max": 1e-8, "mse": 1e-7}
+    monkeypatch.setattr(
+        Speed, "of_rounding", lambda speed, solver, format, rows, two_sided: rows * of_solvers[solver.rule]
+    )
     model = tiny_models.llama()
 
     def seconds(solver: str, **work: Any) -> float:
