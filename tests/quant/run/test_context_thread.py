@@ -1,4 +1,4 @@
-"""The thread that creates a GPU's context must not be a daemon: Python aborts where one comes back from C++ too late."""
+"""The thread that creates a GPU's context is no daemon: Python aborts where one comes back from C++ too late."""
 
 from __future__ import annotations
 
