@@ -113,8 +113,8 @@ class _GroupWork:
         self.matrices = members[0].shape[0] if len(members[0].shape) == 3 else 1
         self.rows = size // width // self.matrices
         steps = self.pipeline.reconstruction.steps if self.pipeline.reconstruction else 0
-        self.elements = size * (_SCALING * len(self.pipeline.transforms) + _LEARNING * steps)
-        self.elements *= _ON_GPU if on_gpu else 1
+        trials = _SCALING * len(self.pipeline.transforms) + _LEARNING * steps
+        self.elements = size * trials * (_ON_GPU if on_gpu else 1.0)
         self.of_passes = self.of_solver = 0.0
         if not self.pipeline.needs_data:
             return
