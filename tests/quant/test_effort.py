@@ -19,8 +19,7 @@ import quant
 from quant.allocation.bench import Effort, rows_of_choice
 from quant.calibration.session import Session
 from quant.calibration.texts.mixture import mixture_rows
-from quant.calibration.walk.expected_time import expected_time, in_words, time_of_rows
-from quant.calibration.walk.measured_speed import Speed
+from quant.calibration.walk.expected_time import Speed, expected_time, in_words, time_of_rows
 from quant.cli.main import main
 from quant.errors import UserError
 from quant.execution.sources import sources_of, written_share
