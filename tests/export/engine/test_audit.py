@@ -98,9 +98,16 @@ def test_each_profile_has_a_program_and_each_is_audited(graphs: Any, build: Call
     assert audit(engine.path, plan_of(("nvfp4", "nvfp4")))[0].passed
 
 
-@pytest.mark.parametrize(("quantized", "word"), [(True, "fp8"), (False, "half")])
-@pytest.mark.parametrize("target", ["sm89", "sm120"])
-def test_fused_attention(graphs: Any, build: Callable[..., Any], quantized: bool, word: str, target: str) -> None:
+@pytest.mark.parametrize(
+    ("quantized", "target"),
+    [
+        (True, "sm89"),
+        (False, "sm120"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, "sm120"), (False, "sm89"))),
+    ],
+)
+def test_fused_attention(graphs: Any, build: Callable[..., Any], quantized: bool, target: str) -> None:
+    word = "fp8" if quantized else "half"
     engine = build(graphs.attention(quantized=quantized), target)
     plan = dataclasses.replace(plan_of(), attention=FORMATS["fp8"])
     (finding,) = audit_built(engine, plan)

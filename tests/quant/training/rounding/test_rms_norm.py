@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from slow_cases import quick_cases
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -97,8 +99,10 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("also", [False, True], ids=["alone", "with a router"])
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(
+    ("name", "also"),
+    quick_cases(product(NORMS, (False, True)), lambda name, also: also == (name != "torch, epsilon of the dtype")),
+)
 def test_norms_of_other_libraries_and_outputs_that_others_read(name: str, also: bool) -> None:
     torch.manual_seed(0)
     model = _Branch(NORMS[name](128), also).train()
