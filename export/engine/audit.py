@@ -31,6 +31,7 @@ from quant.export.engine.contents.engine_file import Engine, read_engine
 from quant.export.engine.contents.program import BITS, MULTIPLYING, PRODUCTS, Kernel, Operand
 from quant.export.engine.contents.weights import compare_tensors
 from quant.export.engine.contents.wiring import absent_blocks, order_problems
+from quant.export.onnx_graph.serving import new_name
 from quant.formats.number import E8M0
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
@@ -67,8 +68,8 @@ def audit(
     """Compares an engine with a plan and a model.
 
     One finding for each planned layer, then other GEMMs, attentions, the tensors of each module of `model`, inputs that
-    no kernel reads, and blocks in a wrong order. Arguments left out are read from the record in the engine, if our own
-    builder wrote it.
+    no kernel reads, parts of a KV cache that are updated as others, and blocks in a wrong order. Arguments left out are
+    read from the record in the engine, if our own builder wrote it.
 
     Args:
         path: of a serialized engine.
@@ -101,6 +102,7 @@ def audit(
         findings += _audit_tensors(engine, model)
     # TensorRT-RTX 1.7's parser drops `nonpad_kv_seqlen` of Attention with a warning: the engine has the input, unread.
     findings += [Finding(name, "an input that is read", "read by no kernel", False) for name in engine.unread]
+    findings += _audit_updates(engine)
     blocks = [*order_problems(engine), *([] if model is None else absent_blocks(engine, model))]
     return findings + [Finding("order of blocks", "as in the model", text, False) for text in blocks]
 
@@ -183,6 +185,13 @@ def _audit_tensors(engine: Engine, model: nn.Module) -> Iterator[Finding]:
         return
     for name, absent in compare_tensors(engine, model).items():
         yield Finding(name, TENSORS, f"other {', '.join(absent)}" if absent else TENSORS, not absent)
+
+
+def _audit_updates(engine: Engine) -> Iterator[Finding]:
+    """Yields a finding for each part of a KV cache that the engine updates in place as another part."""
+    for past, output in engine.updated.items():
+        if output != new_name(past):
+            yield Finding(past, f"updated in place as {new_name(past)}", f"as {output}", False)
 
 
 def _audit_attention(kernels: Sequence[Kernel], required: str | None, nodes: Sequence[str]) -> Iterator[Finding]:

@@ -67,6 +67,12 @@ class Backend:
     reason: str
 
 
+_REASONS = {
+    "tensorrt": "it times kernels on this machine's GPU",
+    "tensorrt_rtx": "it builds ahead of time and needs no GPU",
+}
+
+
 def resolve_target(name: str) -> Target:
     """Returns the target of a name; `local` is this machine's GPU. ValueError for an unknown name, or without a GPU."""
     if name == "local":
@@ -96,6 +102,9 @@ def choose_common_backend(targets: Sequence[Target], backend: str | None, featur
     if several == "tensorrt" and len(targets) > 1:
         raise ValueError("TensorRT builds for one GPU; --backend tensorrt_rtx builds one engine for several")
     chosen, *_ = [choose_backend(target, several) for target in targets]
+    if len(targets) > 1:
+        reason = f"{chosen.module} builds one engine for {', '.join(map(str, targets))}: {_REASONS[chosen.module]}"
+        chosen = Backend(chosen.module, reason)
     if chosen.module == "tensorrt_rtx" and "refit" in features and local_capability() is None:
         raise ValueError("TensorRT-RTX builds engines for refit on machines with a GPU alone; leave refit out")
     return chosen
@@ -118,13 +127,9 @@ def choose_backend(target: Target, backend: str | None = None) -> Backend:
         raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(EXTRAS)}")
     # In order of preference; `able` says whether a library builds for the target on this machine, installed or not.
     able = {"tensorrt": local_capability() == target.capability, "tensorrt_rtx": target.sm in RTX_TARGETS}
-    reasons = {
-        "tensorrt": "it times kernels on this machine's GPU",
-        "tensorrt_rtx": "it builds ahead of time and needs no GPU",
-    }
     for name in able:
         if backend in (None, name) and able[name] and importlib.util.find_spec(name):
-            return Backend(name, f"{name} builds for {target}: {reasons[name]}")
+            return Backend(name, f"{name} builds for {target}: {_REASONS[name]}")
     ways_out = {
         ("tensorrt_rtx", True): f"TensorRT-RTX can build it on any machine: {install_command('tensorrt-rtx')}",
         ("tensorrt_rtx", False): f"TensorRT-RTX builds for {', '.join(RTX_TARGETS)} alone",

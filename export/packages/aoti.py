@@ -49,6 +49,7 @@ from quant.kernels.linear.quantized_module import restore_layout
 
 # The line of a traceback that names an exception, such as `triton.compiler.errors.CompilationError: at 3:4:`.
 _EXCEPTION = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*: ")
+_MOST_ROWS = 65_535
 _LONGEST = 800  # characters of a message that come from a compiler
 
 Dims = Mapping[str, Mapping[int, str]]
@@ -124,7 +125,13 @@ def compile_package(
     _warm_tables()
     # The ops are replaced while Inductor traces the graph: a trace of ours before it takes seconds, and with launches
     # in it a minute for 30 layers.
-    with temporary_directory(path) as folder, replaced_ops(replaced), analysed_once(), warnings.catch_warnings():
+    with (
+        temporary_directory(path) as folder,
+        replaced_ops(replaced),
+        analysed_once(),
+        buffers_kept(),
+        warnings.catch_warnings(),
+    ):
         # torch 2.13 copies its own tree of inputs by a class that it has deprecated.
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         try:
@@ -137,6 +144,30 @@ def compile_package(
         _check_library(Path(package), path)
         put_file(Path(package), path)
     return path
+
+
+@contextlib.contextmanager
+def buffers_kept() -> Iterator[None]:
+    """Keeps alive what Inductor writes C++ into while open, so that each array is declared before it is used.
+
+    It declares an array of sizes once for each buffer that it writes lines into, and remembers the buffer by its
+    address: torch 2.11 by that of a bound method, which the next one gets too, later versions by the buffer's own. A
+    large graph then names an array that is declared further down, and does not compile.
+    """
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+    declare, methods = CppWrapperCpu.codegen_int_array_var, dict[Any, Any]()
+
+    def by_buffer(self: Any, int_array: str, writeline: Any, *arguments: Any, **options: Any) -> Any:
+        # One bound method for each buffer, which it keeps alive.
+        key = id(getattr(writeline, "__self__", writeline)), getattr(writeline, "__func__", None)
+        return declare(self, int_array, methods.setdefault(key, writeline), *arguments, **options)
+
+    CppWrapperCpu.codegen_int_array_var = by_buffer
+    try:
+        yield
+    finally:
+        CppWrapperCpu.codegen_int_array_var = declare
 
 
 def cause_of(error: BaseException) -> str:
@@ -171,10 +202,12 @@ def traced(
     """
     ranges = ranges or {}
     names = {name for axes in (dims or {}).values() for name in axes.values()}
-    # ranges give min and max of a dimension; without a range torch.export finds limits itself.
-    sizes = {
-        name: torch.export.Dim(name, **dict(zip(("min", "max"), ranges.get(name, ()), strict=False))) for name in names
-    }
+    # ranges give min and max of a dimension; without a range torch.export finds limits itself. It refuses those of
+    # cuDNN's norms, which take batches of up to 65,535.
+    batches = {axes[0] for axes in (dims or {}).values() if 0 in axes}
+    limits = {name: {"max": _MOST_ROWS} if name in batches else {} for name in names}
+    limits |= {name: dict(zip(("min", "max"), ranges[name], strict=True)) for name in names & ranges.keys()}
+    sizes = {name: torch.export.Dim(name, **limits[name]) for name in names}
     dynamic = {name: {axis: sizes[dim] for axis, dim in (dims or {}).get(name, {}).items()} for name in inputs}
     restore_layout(model)
     with torch.no_grad(), _traceable(model, inputs, ranges.get("sequence"), attention_scales) as graph:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import functional
 
 from quant.formats.format import Format
@@ -36,11 +37,11 @@ class TritonLinear:
     """The body of `quant::linear` in a package for a GPU, for all linears of one graph.
 
     It remembers its last input: neighbours such as q, k and v share one, and Inductor, which merges equal ops, merges
-    no launches.
+    no launches. An input that was written in place between two layers, or one inside a branch, is another.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[torch.Tensor, Format | None, torch.Tensor | None, Rows] | None = None
+        self._last: tuple[tuple[torch.Tensor | Format | None, ...], Rows] | None = None
 
     def __call__(self, *arguments: Any) -> torch.Tensor:
         call = LinearCall(*arguments)
@@ -51,11 +52,11 @@ class TritonLinear:
             # Tensor cores would round FP32 inputs to TF32, so PyTorch multiplies them.
             x = x if rounding is None else round_activation(x, rounding, call.input_scale)
             return functional.linear(x, dequantize(weight, x.dtype), call.bias)
-        last = self._last
-        if last is None or not (last[0] is x and last[1] is rounding and last[2] is call.input_scale):
-            rounded = x if rounding is None else round_input(x, rounding, call.input_scale)
-            last = self._last = (x, rounding, call.input_scale, Rows.of(rounded))
-        return multiply(last[3], weight, call.bias).reshape(*x.shape[:-1], weight.shape[0])
+        # A branch has variables of its own for the values of the graph around it, which it cannot name.
+        key = (x, _value_of(x), rounding, call.input_scale)
+        if self._last is None or any(a is not b for a, b in zip(self._last[0], key, strict=True)):
+            self._last = key, Rows.of(x if rounding is None else round_input(x, rounding, call.input_scale))
+        return multiply(self._last[1], weight, call.bias).reshape(*x.shape[:-1], weight.shape[0])
 
 
 def fp8_product(call: LinearCall) -> torch.Tensor | None:
@@ -64,6 +65,12 @@ def fp8_product(call: LinearCall) -> torch.Tensor | None:
     if rounding and takes_fp8(weight.format, rounding, weight.shape, x.dtype) and has_fp8_tensor_cores(x):
         return fp8_linear(x, weight, call.bias, call.input_scale, rounding)
     return None
+
+
+def _value_of(x: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor of the graph that a variable stands for: `x.mul_(2)` keeps the variable, and not its value."""
+    value: torch.Tensor = x.from_functional() if isinstance(x, FunctionalTensor) else x
+    return value
 
 
 class Rows(NamedTuple):

@@ -103,12 +103,9 @@ def export_aoti_package(job: ExportJob) -> dict[str, Any]:
     for note in notes:
         warnings.warn(note, stacklevel=2)
     record = {"out": str(job.out), "warnings": notes, "passed": True}
-    if capacity := job.cache_capacity():
-        if job.fp8_attention:
-            raise UserError(
-                "the plan has attention in FP8, which a package with a KV cache does not: pass --attention none, or "
-                "--capacity 0 for a package of one pass"
-            )
+    capacity = job.cache_capacity()
+    check_attention(job.kind, job.plan, job.attention, cached=bool(capacity))
+    if capacity:
         plan = job.plan.digest() if job.plan is not None else ""
         export_aoti_decoder(
             job.model.to(find_device(job.out, None)), job.out, capacity, shapes=list(job.shapes), plan=plan
@@ -246,10 +243,12 @@ def export_edge_llm(job: ExportJob) -> dict[str, Any]:
     return {"out": str(job.out), "files": files, "warnings": notes, **compared, "passed": True}
 
 
-def check_attention(kind: str, plan: Plan | None, attention: str, kv_cache: str | None = None) -> None:
+def check_attention(
+    kind: str, plan: Plan | None, attention: str, kv_cache: str | None = None, *, cached: bool = False
+) -> None:
     """Raises UserError where an export would leave out the plan's attention without an option that says so.
 
-    A KV cache of our plugin has attention in 16 bit.
+    A KV cache of our plugin has attention in 16 bit, and so has a package with a KV cache (`cached`).
     """
     if plan is None or plan.attention is None or attention == "none":
         return
@@ -257,6 +256,11 @@ def check_attention(kind: str, plan: Plan | None, attention: str, kv_cache: str 
         raise UserError(
             f"--kv-cache {kv_cache}: the plugin attends in 16 bit over its cache, and the plan has attention in "
             f"{plan.attention}; pass --attention none with it"
+        )
+    if kind == "aoti" and cached:
+        raise UserError(
+            f"the plan has attention in {plan.attention}, which a package with a KV cache does not: pass --attention "
+            "none, or --capacity 0 for a package of one pass"
         )
     if kind == "torch-tensorrt":
         raise UserError(

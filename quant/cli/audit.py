@@ -127,7 +127,8 @@ def _show_runtime(check: RuntimeCheck) -> None:
     "--plan",
     "plan_file",
     type=click.Path(path_type=Path),
-    help="Plan that the engine was built from. Without it, the layers are listed and the audit cannot fail.",
+    help="Plan that the engine was built from.  [default: that of --checkpoint; without both, the layers are listed "
+    "and the audit cannot fail]",
 )
 @click.option(
     "--checkpoint",
@@ -167,6 +168,8 @@ def audit_command(
     """
     from quant.export.engine.audit import audit, failures, fallback_message, receipt_path
 
+    if plan_file is None and checkpoint is not None and (checkpoint / PLAN_FILE).is_file():
+        plan_file = checkpoint / PLAN_FILE
     plan = Plan.load(plan_file) if plan_file else None
     receipt = _read_receipt(receipt_path(engine))
     # A receipt without a digest cannot contradict the plan.

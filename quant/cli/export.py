@@ -126,6 +126,7 @@ def export_command(
     from quant.checkpoints.load import describe, is_checkpoint, load, no_checkpoint
     from quant.checkpoints.open import outline
     from quant.execution.sources import Rows
+    from quant.export.onnx_graph.decoder import is_decoder
     from quant.export.onnx_graph.quantized_cache import holds_cache_scales
     from quant.kernels.kv_pages import kv_format
     from quant.models.state_dict import call_factory
@@ -149,7 +150,8 @@ def export_command(
         else:
             model = load(directory, call_factory(model_factory) if model_factory else None)
         plan = describe(directory)[0] if (directory / PLAN_FILE).is_file() else None
-    check_attention(kind, plan, options["attention"], options["kv_cache"])
+    has_cache = options["capacity"] != 0 and not inputs and is_decoder(model)
+    check_attention(kind, plan, options["attention"], options["kv_cache"], cached=has_cache)
     if options["attention"] == "plugin" and options["capacity"] is None:
         # Our plugin in the parser's graphs knows no cache.
         options["capacity"] = 0

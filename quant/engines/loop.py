@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quant.engines.session import Session
-from quant.errors import UserError
+from quant.errors import UserError, counted
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def check_lengths(session: Session, prompts: Sequence[Sequence[int]], new: int |
             raise UserError("a prompt holds no token; give some text with --prompt")
         if len(prompt) + limit > session.capacity:
             raise UserError(
-                f"a prompt has {len(prompt)} tokens and {limit} more are wanted, but the cache holds "
+                f"a prompt has {counted(len(prompt), 'token')} and {limit} more are wanted, but the cache holds "
                 f"{session.capacity}; shorten it, lower --max-new-tokens, or export with a larger --capacity"
             )
     return limits

@@ -2,8 +2,8 @@
 
 The audit proves that each layer's kernels read the layer's own numbers. It does not know what a kernel computes with
 them: an MLP that multiplies by SiLU of the wrong projection, a block without its residual, or positions that are off by
-one have all the right tensors. TensorRT-RTX measures no times, so the same graph always becomes the same engine, byte
-for byte; an engine that was built from another graph differs in the nodes where the graph does.
+one have all the right tensors. TensorRT-RTX measures no times, so the same graph always becomes the same kernels, and
+without a KV cache the same file; an engine that was built from another graph differs in the nodes where the graph does.
 """
 
 from __future__ import annotations

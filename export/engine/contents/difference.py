@@ -18,13 +18,14 @@ from quant.export.engine.contents.engine_file import Engine
 from quant.export.engine.contents.program import Kernel, Operand
 
 _COUNTED = re.compile(r"\d+")
+_OF_GRAPH = ("past_", "new_")
 _Key = tuple[bool, int, tuple[str, ...], str]
 
 
 def differing_kernels(engine: Engine, other: Engine) -> dict[str, str]:
     """Returns how kernels of `engine` differ from those of `other`, by the nodes that they compute."""
     first, second = _described(engine), _described(other)
-    differences: dict[str, str] = {}
+    differences = {} if engine.updated == other.updated else {"inputs": "updated in place as other outputs"}
     for key in {**second, **first}:
         mine, theirs = first.get(key, []), second.get(key, [])
         if mine == theirs:
@@ -61,7 +62,9 @@ def _key(kernel: Kernel) -> _Key:
 
 def _source(kernel: Kernel, operand: Operand, writers: dict[tuple[int, str], _Key]) -> tuple[Any, ...]:
     """Describes an operand: its type and dimensions, and the kernel that writes it or its name without counters."""
-    writer = writers.get((kernel.program, operand.name), _COUNTED.sub("#", operand.name))
+    # A KV cache has a number in its name, `new_key.0.1`: only the compiler's own names are counted.
+    name = operand.name if operand.name.startswith(_OF_GRAPH) else _COUNTED.sub("#", operand.name)
+    writer = writers.get((kernel.program, operand.name), name)
     return operand.stored, operand.dims, "constant" if operand.constant else writer
 
 

@@ -17,6 +17,7 @@ import mmap
 import re
 import struct
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +33,8 @@ RECORD = "blockscale engine "
 # Bits of an element of a constant, by the compiler's word.
 _STORED_BITS = {"fp4_e2m1": 4, "int4": 4, "half": 16, "bf16": 16, "bfloat16": 16, "float": 32, "int32": 32, "int64": 64}
 _ALIGNMENT = 128
+# An engine of TensorRT-RTX begins with this word, and has its length in bytes at this position.
+_MAGIC, _LENGTH_AT = b"vtrt", 16
 # The table of constants ends before this mark, and a few kilobytes of records lie between it and the table's end.
 _TABLE_END = b"\x99\x8b\x8d\x8b"
 _SLACK = 1 << 16
@@ -46,8 +49,11 @@ _STRING = rb"\x13\x80\x01\x00(.{8})\x01\x80\x0c\x80\x01\x00\1"
 _OPENING = rb"C\x80\x01\x00\x16\x80\x01\x00\x07\x80\x01\x00.{4}A\x80\x01\x00"
 _WORD = re.compile(_STRING, re.S)
 _BINDING = re.compile(_OPENING + _STRING, re.S)
-# Further on in a binding's record: 0 for an input, 1 for an output.
-_DIRECTION = re.compile(rb"\(\x80\x01\x00\x07\x80\x01\x00(.)\0\0\0", re.S)
+# Further on in a binding's record: 0 for an input, 1 for an output; then the binding's index.
+_DIRECTION = re.compile(rb"\(\x80\x01\x00\x07\x80\x01\x00(.)\0\0\0(?:\x06\x80\x01\x00(.{4}))?", re.S)
+# The inputs of a whole program, in the order of the engine's bindings, each with a counter: "lengths.1".
+_INPUTS = re.compile(r"^  inputs=\{(.*)$", re.M)
+_NAMED = re.compile(r'"([^"]*?)(?: \[profile \d+\])?\.\d+"')
 
 
 @dataclass(eq=False)
@@ -59,6 +65,7 @@ class Engine:
         kernels: of all programs, in order.
         sizes: bytes of each constant by its index.
         unread: names of the inputs that no layer of the engine takes.
+        updated: of each input that is updated in place, the output that it becomes.
         record: the JSON object that our builder put into the network's name; empty for other engines.
     """
 
@@ -66,6 +73,7 @@ class Engine:
     kernels: list[Kernel]
     sizes: dict[int, int]
     unread: list[str]
+    updated: dict[str, str]
     record: dict[str, Any]
     _immediates: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
@@ -120,6 +128,7 @@ def read_engine(engine: str | Path) -> Engine:
     kernels: list[Kernel] = []
     sizes: dict[int, int] = {}
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as blob:
+        _check_length(path, blob)
         profile = 0
         positions = [match.start() for match in _HEADER.finditer(blob)]
         for index, position in enumerate(positions):
@@ -144,7 +153,20 @@ def read_engine(engine: str | Path) -> Engine:
             )
         immediates = _read_immediates(blob, {kernel.source for kernel in kernels if kernel.source})
         head = blob[: positions[0]]
-    return Engine(path, kernels, sizes, _unread_inputs(head), _read_record(head), immediates)
+        bindings = _bindings(head)
+        first = blob[positions[0] : max(blob.find(b"\0", positions[0]), positions[0])].decode("latin-1")
+        updated = _updated_inputs(bindings, first)
+    return Engine(path, kernels, sizes, _unread_inputs(head, bindings), updated, _read_record(head), immediates)
+
+
+def _check_length(path: Path, blob: mmap.mmap) -> None:
+    """Raises ValueError for an engine of TensorRT-RTX that was cut short: its constants come last."""
+    if blob[: len(_MAGIC)] == _MAGIC and len(blob) >= _LENGTH_AT + 8:
+        (length,) = struct.unpack_from("<Q", blob, _LENGTH_AT)
+        if length > len(blob):
+            raise ValueError(
+                f"{path}: the engine has {length} bytes, and this file {len(blob)}: it was cut short; export it again"
+            )
 
 
 def _offsets(sizes: dict[int, int]) -> dict[int, int]:
@@ -197,18 +219,38 @@ def _read_immediates(blob: mmap.mmap, sources: set[str]) -> dict[str, tuple[floa
     return numbers
 
 
-def _unread_inputs(head: bytes) -> list[str]:
-    """Returns the engine's inputs that no layer takes: their names occur in the record of the binding only."""
-    words = Counter(_text(head, match) for match in _WORD.finditer(head))
-    names, bindings = [], list(_BINDING.finditer(head))
-    for match, following in zip(bindings, [*bindings[1:], None], strict=True):
+def _bindings(head: bytes) -> dict[str, tuple[bool, int]]:
+    """Returns of each input and output of the first profile whether it is an input, and its index."""
+    bindings, matches = {}, list(_BINDING.finditer(head))
+    for match, following in zip(matches, [*matches[1:], None], strict=True):
         name = _text(head, match)
         direction = _DIRECTION.search(head, match.end() + len(name), following.start() if following else len(head))
-        is_input = direction is not None and direction[1] == b"\0"
         # Further profiles have bindings of their own, `input_ids [profile 1]`, for the same tensor.
-        if is_input and not _PROFILE.search(name) and words[name] < 2:
-            names.append(name)
-    return names
+        if direction is not None and not _PROFILE.search(name):
+            index = struct.unpack("<i", direction[2])[0] if direction[2] else -1
+            bindings[name] = direction[1] == b"\0", index
+    return bindings
+
+
+def _unread_inputs(head: bytes, bindings: Mapping[str, tuple[bool, int]]) -> list[str]:
+    """Returns the engine's inputs that no layer takes: their names occur in the record of the binding only."""
+    words = Counter(_text(head, match) for match in _WORD.finditer(head))
+    return [name for name, (is_input, _) in bindings.items() if is_input and words[name] < 2]
+
+
+def _updated_inputs(bindings: Mapping[str, tuple[bool, int]], program: str) -> dict[str, str]:
+    """Returns of each input that the engine updates in place the output that it becomes.
+
+    A program has the inputs in the order of the bindings, and an updated one by the name of its output. Where this is
+    not so, nothing is known.
+    """
+    names = sorted((name for name, (is_input, _) in bindings.items() if is_input), key=lambda name: bindings[name][1])
+    line = _INPUTS.search(program)
+    read = _NAMED.findall(line[1])[: len(names)] if line else []
+    updated = {name: output for name, output in zip(names, read, strict=False) if name != output}
+    is_known = all(index >= 0 for _, index in bindings.values()) and len(set(updated.values())) == len(updated)
+    are_outputs = all(output in bindings and not bindings[output][0] for output in updated.values())
+    return updated if is_known and are_outputs else {}
 
 
 def _text(head: bytes, match: re.Match[bytes]) -> str:

@@ -20,7 +20,7 @@ from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan, groups_of
 from quant.training.fp8_attention import attend_in_16bit, attend_in_fp8, check_attention
 from quant.training.low_precision.all_gather import check_gather_in_fp8, gather_in_16bit, gather_in_fp8
-from quant.training.low_precision.backends import choose_backend
+from quant.training.low_precision.backends import Backend, choose_backend
 from quant.training.low_precision.experts import (
     convert_experts,
     experts_refusal,
@@ -207,19 +207,7 @@ def to_low_precision_training(
         reason = f"{first[0]}: {first[1]}" if first else f"{type(model).__name__} has no nn.Linear"
         raise UserError(f"no layer can train in {recipe.name}: {reason}")
     of_attention = attend_in_fp8(model) if attention == "fp8" else None
-    for name in linears.keys() & set(converted):
-        # A new module would lose hooks and attributes, and break the ties of whoever holds the old one.
-        linears[name].__class__ = LowPrecisionLinear
-        products = None if chosen.products is None else chosen.products()
-        linears[name].low_precision = LowPrecision(name, recipe, [linears[name]], products=products)
-    # Runtimes multiply merged weights under one second-level scale, so training scales them by their common amax.
-    for group in groups_of(plan.quantized).values():
-        members = [linears[layer.name] for layer in group if layer.name in linears]
-        for member in members:
-            member.low_precision.group = members
-    for members in _sibling_experts(linears, converted):
-        for member in members:
-            member.low_precision.siblings = members
+    _convert_linears({name: linears[name] for name in converted if name in linears}, recipe, chosen, plan)
     # torchao and Transformer Engine have a module for each matrix; theirs are not those of experts.
     of_experts = chosen.products() if chosen.products is not None and chosen.name == "native" else None
     convert_experts(model, [name for name in experts if name in converted], recipe, of_experts)
@@ -330,6 +318,23 @@ def _reason_of_settings(
     return _AT_THE_ENDS if is_at_the_ends(name) else None
 
 
+def _convert_linears(linears: Mapping[str, Any], recipe: TrainingRecipe, backend: Backend, plan: Plan) -> None:
+    """Gives linear layers, by name, the class of low-precision training, and links those that share a scale."""
+    for name, linear in linears.items():
+        # A new module would lose hooks and attributes, and break the ties of whoever holds the old one.
+        linear.__class__ = LowPrecisionLinear
+        products = None if backend.products is None else backend.products()
+        linear.low_precision = LowPrecision(name, recipe, [linear], products=products)
+    # Runtimes multiply merged weights under one second-level scale, so training scales them by their common amax.
+    for group in groups_of(plan.quantized).values():
+        members = [linears[layer.name] for layer in group if layer.name in linears]
+        for member in members:
+            member.low_precision.group = members
+    for members in _sibling_experts(linears):
+        for member in members:
+            member.low_precision.siblings = members
+
+
 def _experts(
     model: nn.Module, recipe: TrainingRecipe, globs: tuple[Sequence[str], Sequence[str]], reasons: dict[str, str]
 ) -> list[str]:
@@ -345,13 +350,13 @@ def _experts(
     return names
 
 
-def _sibling_experts(linears: Mapping[str, Any], converted: Sequence[str]) -> list[list[Any]]:
+def _sibling_experts(linears: Mapping[str, Any]) -> list[list[Any]]:
     """Returns the same layer of all experts of a mixture that is a list of modules, such as `experts.#.up_proj`."""
     siblings: dict[str, list[Any]] = {}
-    for name in converted:
+    for name, linear in linears.items():
         pattern = re.sub(r"experts\.\d+\.", "experts.#.", name)
-        if pattern != name and name in linears:
-            siblings.setdefault(pattern, []).append(linears[name])
+        if pattern != name:
+            siblings.setdefault(pattern, []).append(linear)
     return list(siblings.values())
 
 

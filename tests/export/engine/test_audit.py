@@ -19,7 +19,7 @@ from quant.cli.main import main
 from quant.export.engine.audit import audit, failures, planned_precision
 from quant.export.engine.build import BuildOptions, audit_built, export_engine
 from quant.export.engine.contents import constants
-from quant.export.engine.contents.engine_file import read_engine
+from quant.export.engine.contents.engine_file import _updated_inputs, read_engine
 from quant.formats.format import FORMATS
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
@@ -147,6 +147,30 @@ def test_what_is_no_engine(tmp_path: Path, content: bytes) -> None:
         audit(path)
 
 
+def test_an_engine_that_was_cut_short(graphs: Any, build: Callable[..., Any]) -> None:
+    """Its programs come first, so its precisions could be listed."""
+    engine = build(graphs.chain("fp8"), shapes=SHAPES).path
+    data = engine.read_bytes()
+    engine.write_bytes(data[:-200])
+    with pytest.raises(ValueError, match=rf"the engine has {len(data)} bytes, and this file {len(data) - 200}: it was"):
+        audit(engine)
+
+
+def test_inputs_that_are_updated_in_place_are_known_by_their_positions() -> None:
+    """As TensorRT-RTX 1.7 writes them: an updated input has the name of its output there, and all have a counter."""
+    names = ("lengths", "past_key.0", "past_value.0")
+    bindings = {name: (True, index) for index, name in enumerate(names)}
+    bindings |= {"new_key.0": (False, 3), "new_value.0": (False, 4)}
+    program = '  x\n  inputs={{ "lengths.1" "{}.1" "{}.1" "{{ForeignNode[a...b]}}_shapeInput.1" }}\n'
+    right = _updated_inputs(bindings, program.format("new_key.0", "new_value.0"))
+    assert right == {"past_key.0": "new_key.0", "past_value.0": "new_value.0"}
+    wrong = _updated_inputs(bindings, program.format("new_value.0 [profile 1]", "new_key.0"))
+    assert wrong == {"past_key.0": "new_value.0", "past_value.0": "new_key.0"}
+    # Another order of inputs, and a program without the line, say nothing.
+    assert _updated_inputs(bindings, program.format("past_value.0", "new_key.0")) == {}
+    assert _updated_inputs(bindings, "") == {}
+
+
 def test_command(graphs: Any, build: Callable[..., Any], tmp_path: Path) -> None:
     engine = build(graphs.chain("fp8", "half"), shapes=SHAPES)
     plan_of(("fp8", "fp8"), ("fp8", "fp8")).save(tmp_path / "plan.json")
@@ -223,6 +247,10 @@ def test_another_models_engine_fails(tmp_path: Path) -> None:
             export_engine(result.model, engine, build, plan=result.plan)
     command = ["audit", str(engine), "--quiet", "--plan"]
     assert CliRunner().invoke(main, [*command, str(tmp_path / "ours" / "plan.json")]).exit_code == 0
+    # The checkpoint alone says what was planned, too.
+    listed = CliRunner().invoke(main, ["audit", str(engine), "--json", "--checkpoint", str(tmp_path / "ours")])
+    planned = {row["planned"] for row in json.loads(listed.stdout) if row["name"].endswith("up_proj")}
+    assert planned == {"int8", "as in the checkpoint"}
     failed = CliRunner().invoke(main, [*command, str(tmp_path / "theirs" / "plan.json")])
     assert failed.exit_code == 2
     assert "model.layers.0.self_attn.q_proj: planned as in the checkpoint, found other codes, scales" in failed.stderr

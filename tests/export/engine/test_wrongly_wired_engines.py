@@ -147,9 +147,25 @@ def see_the_future(model: Any) -> None:
         layer.self_attn.is_causal = False
 
 
+def exchange_heads(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    forward = attention.o_proj.forward
+    attention.o_proj.forward = lambda x: forward(x.unflatten(-1, (-1, attention.head_dim)).flip(-2).flatten(-2))
+
+
+def turn_neighbours(model: Any) -> None:
+    forward = model.model.rotary_emb.forward
+
+    def interleaved(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        halves = (table.chunk(2, -1)[0] for table in forward(x, position_ids))
+        return tuple(half.repeat_interleave(2, -1) for half in halves)
+
+    model.model.rotary_emb.forward = interleaved
+
+
 WIRING = [
     exchange_gate_and_up, leave_out_a_residual, begin_positions_at_one, turn_the_other_way, take_the_mean_from_a_norm,
-    see_the_future,
+    see_the_future, exchange_heads, turn_neighbours,
 ]  # fmt: skip
 
 
@@ -185,6 +201,30 @@ def test_scales_of_a_cache(tmp_path: Path, wrong: str) -> None:
     found = failures(audit(built(tmp_path, other, right, **options), right.plan, model=right.model))
     names = "k_scale" if wrong == "of V twice" else "k_scale, v_scale"
     assert found == [f"model.layers.0.self_attn: planned as in the checkpoint, found other {names}"]
+
+
+@pytest.mark.parametrize("other", ["past_value.0", "past_key.1"])
+def test_caches_that_are_exchanged(tmp_path: Path, other: str) -> None:
+    """All kernels are those of the right engine: only the places of its inputs tell."""
+    right = quant.quantize(
+        serving_samples.decoder("llama-64", dtype=torch.float16), "fp8", torch.randint(0, 64, (2, 16)), solver="rtn"
+    )
+    names = {"past_key.0": other, other: "past_key.0"}
+
+    def exchange(model: Any) -> None:
+        for node in model.graph.node:
+            for index, name in enumerate(node.input):
+                node.input[index] = names.get(name, name)
+
+    options = {"capacity": 64, "shapes": None}
+    path = written_graph(tmp_path, right.model, right, exchange, **options)
+    engine = build_engine(path, tmp_path / "model.engine", BuildOptions("sm120", None)).path
+    output = other.replace("past", "new")
+    assert f"past_key.0: planned updated in place as new_key.0, found as {output}" in failures(
+        audit(engine, right.plan, model=right.model)
+    )
+    findings = rebuilt_findings(engine, copy.deepcopy(right.model), right.plan)
+    assert any(finding.name == "inputs" and not finding.passed for finding in findings)
 
 
 def test_another_window_and_the_logits_of_another_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from quant.calibration.kv_cache import collect_attention_scales
 from quant.export.packages.aoti import (
+    buffers_kept,
     cause_of,
     decomposed,
     export_aoti,
@@ -281,6 +282,36 @@ def test_the_cause_is_the_last_exception_of_a_traceback() -> None:
     assert cause_of(RuntimeError(compiler)) == "x.cpp:4:2: error: 'at::X' has not been declared 4 |"
     long = cause_of(RuntimeError("C++ compile error\n" + "x" * 5000 + "\nno such header"))
     assert long.startswith("C++ compile error") and long.endswith("no such header") and len(long) < 1000
+
+
+@pytest.mark.parametrize("address", [id, lambda writeline: id(writeline.__self__)])
+def test_arrays_are_declared_in_the_buffer_that_names_them(
+    monkeypatch: pytest.MonkeyPatch, address: Callable[[Any], int]
+) -> None:
+    """As torch 2.11 and as later versions remember a buffer; a freed one gives its address to the next."""
+    from torch._inductor.codegen.common import IndentedBuffer
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+    class Wrapper(CppWrapperCpu):
+        def __init__(self) -> None:
+            self.arrays: dict[tuple[str, int], str] = {}
+
+    def declare(self: Any, int_array: str, writeline: Callable[[str], None]) -> str:
+        key = (int_array, address(writeline))
+        if key not in self.arrays:
+            self.arrays[key] = f"int_array_{len(self.arrays)}"
+            writeline(f"const int64_t {self.arrays[key]}[] = {int_array};")
+        return self.arrays[key]
+
+    monkeypatch.setattr(CppWrapperCpu, "codegen_int_array_var", declare)
+    wrapper = Wrapper()
+    with buffers_kept():
+        for _ in range(64):
+            buffer = IndentedBuffer()
+            for _ in range(2):
+                array = wrapper.codegen_int_array_var("{2, 3}", buffer.writeline)
+                assert buffer.getvalue() == f"const int64_t {array}[] = {{2, 3}};\n"
+    assert CppWrapperCpu.codegen_int_array_var is declare
 
 
 @pytest.mark.slow

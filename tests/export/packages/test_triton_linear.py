@@ -97,3 +97,24 @@ def test_a_graph_has_launches_for_its_linears_and_rounds_a_shared_input_once() -
     assert not any(target.startswith("quant.") for target in targets)
     # Two launches a linear; a cast to codes and back for each of the two inputs.
     assert sum("triton_kernel_wrapper" in target for target in targets) == 3 * 2 + 2 * 2
+
+
+class Written(Shared):
+    """An input that is written in place between two layers, and read again inside of branches."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        y = self.a(x)
+        x[0].mul_(2)
+        y = y * self.b(x)
+        return y + torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: self.b(x), (x,))
+
+
+def test_an_input_that_was_written_in_place_is_rounded_again() -> None:
+    program = traced(Written(), {"x": torch.randn(2, 5, 128, dtype=torch.bfloat16)})
+    with compiled_for(90):
+        program = decomposed(program, {LINEAR: TritonLinear()})
+    graphs = {name: module.graph for name, module in program.graph_module.named_modules() if hasattr(module, "graph")}
+    launches = {name: sum("triton_kernel" in str(n.target) for n in graph.nodes) for name, graph in graphs.items()}
+    # A cast to codes and back, and two launches, for each of the layers.
+    assert launches == {"": 8, "true_graph_0": 4, "false_graph_0": 4}
