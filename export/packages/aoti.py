@@ -163,11 +163,11 @@ def buffers_kept() -> Iterator[None]:
         key = id(getattr(writeline, "__self__", writeline)), getattr(writeline, "__func__", None)
         return declare(self, int_array, methods.setdefault(key, writeline), *arguments, **options)
 
-    CppWrapperCpu.codegen_int_array_var = by_buffer
+    CppWrapperCpu.codegen_int_array_var = by_buffer  # type: ignore[method-assign]
     try:
         yield
     finally:
-        CppWrapperCpu.codegen_int_array_var = declare
+        CppWrapperCpu.codegen_int_array_var = declare  # type: ignore[method-assign]
 
 
 def cause_of(error: BaseException) -> str:
