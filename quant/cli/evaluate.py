@@ -97,24 +97,14 @@ def evaluate_command(
     from quant.run.same_on_ranks import check_same
     from quant.runtime.attention import quantized_attention
 
-    if bool(texts) + bool(data) + bool(tasks) != 1:
-        raise UserError(
-            "give one of --text, --data and --tasks: a text, inputs of a model that takes more than tokens, or tasks "
-            "of lm-eval"
-        )
-    if tasks is None and (task_path, shots, limit) != (None, None, None):
-        raise UserError("--task-path, --shots and --limit are for --tasks; leave them out")
-    # lm-eval measures one model at a time.
-    if tasks is not None and baseline:
-        raise UserError("--baseline is for --text and --data; run --tasks on each model")
+    _check_inputs(texts, data, tasks, baseline, has_task_options=(task_path, shots, limit) != (None, None, None))
     check_sources(tuple(map(str, texts or data)), "--data" if data else "--text")
     terminal, session = listener(quiet or as_json), Session.on(device)
     announce_device(terminal, session)
     source, module = open_runnable(model, model_factory=model_factory, unsafe_load=unsafe_load)
     announce_source(terminal, source)
     if tasks is not None:
-        attention_formats = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
-        with attention_formats:
+        with quantized_attention(module, **attention_options(source.path, attention, kv_cache)):
             scores = evaluate_tasks(
                 module.to(session.device), tasks, source.load_tokenizer(), task_path=task_path, shots=shots,
                 limit=limit, batch_size=batch_size,
@@ -144,6 +134,22 @@ def evaluate_command(
         print_json(result.to_dict())
     elif not quiet:
         _print_evaluation(result)
+
+
+def _check_inputs(
+    texts: Sequence[Path], data: Sequence[str], tasks: str | None, baseline: str | None, *, has_task_options: bool
+) -> None:
+    """Raises UserError unless the options name one kind of inputs, and only options that go with it."""
+    if bool(texts) + bool(data) + bool(tasks) != 1:
+        raise UserError(
+            "give one of --text, --data and --tasks: a text, inputs of a model that takes more than tokens, or tasks "
+            "of lm-eval"
+        )
+    if tasks is None and has_task_options:
+        raise UserError("--task-path, --shots and --limit are for --tasks; leave them out")
+    # lm-eval measures one model at a time.
+    if tasks is not None and baseline:
+        raise UserError("--baseline is for --text and --data; run --tasks on each model")
 
 
 def _print_scores(scores: Sequence[TaskScore]) -> None:
