@@ -49,8 +49,10 @@ def test_a_large_loss_has_advice_and_a_usual_one_none(make_report: Make, tmp_pat
     (line,) = verdict(four, 0.4, tmp_path, "awq:merge+gptq", "nvfp4")
     assert "nvfp4a16" in line
     # The same loss is usual where inputs have 4 bits too, and large where weights have 8.
-    assert "no more than usual" in verdict(four, 0.2, tmp_path, "gptq", "nvfp4")[0]
-    assert "no more than usual" in verdict(four, 0.1, tmp_path, "gptq")[0]
+    assert "within twice the usual loss" in verdict(four, 0.2, tmp_path, "gptq", "nvfp4")[0]
+    assert "no more than the usual loss of these formats (about 0.06 on" in verdict(four, 0.05, tmp_path, "gptq")[0]
+    assert "within twice" in verdict(four, 0.1, tmp_path, "gptq")[0]
+    assert "is large" in verdict(four, 0.13, tmp_path, "gptq")[0]
     assert "is large" in verdict(make_report(4, ("fp8_channel",)), 0.1, tmp_path, "gptq", "fp8_token")[0]
     assert next_steps(replace(four[0], evaluation=None), four[1], tmp_path)[:-1] == []
 
