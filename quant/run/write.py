@@ -108,8 +108,8 @@ def _differences(job: Job, directory: Path) -> list[str]:
         )
     by_reason: dict[str, list[str]] = {}
     for each in differences:
-        by_reason.setdefault(each.reason or "", []).append(f"{each.name} {each.problem}")
-    return [f"not as in the source: {listed(names, 1)}: {reason}" for reason, names in by_reason.items()]
+        by_reason.setdefault(each.reason or "", []).append(each.name)
+    return [f"not as in the source: {listed(names, 2)}: {reason}" for reason, names in by_reason.items()]
 
 
 def _report(job: Job, decision: Decision, solved: Solved, measured: Measured) -> Report:
