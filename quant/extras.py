@@ -11,6 +11,7 @@ import importlib
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from types import ModuleType
 
@@ -63,6 +64,12 @@ def importing() -> Iterator[None]:
 
 def versions() -> dict[str, str]:
     """Returns versions of Python, the platform and installed packages that matter to a result; imports nothing."""
+    return dict(_installed())
+
+
+@cache
+def _installed() -> dict[str, str]:
+    # A run asks three times, and each answer reads the metadata of twenty packages, a tenth of a tiny model's run.
     by_package = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
     for name in _REPORTED:
         try:

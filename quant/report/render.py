@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quant.errors import UserError, counted, megabytes
 from quant.evaluation.loss_text import loss_text
@@ -25,6 +25,9 @@ from quant.report.report import Receipt, Report
 from quant.report.section import format_colours, number, short_name
 from quant.report.sections import sections
 from quant.report.summary import interval_text
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _FOLDER = Path(__file__).parent
 _ERRORS = ("SNR", "weight error", "output error", "solver")  # columns of quantized layers
@@ -54,12 +57,19 @@ def render_html(report: Report, plan: Plan) -> str:
 
 def render_page(template: str, **fields: Any) -> str:
     """Renders a page with its looks and scripts in it; `fields` are the template's."""
+    from markupsafe import Markup
+
+    # Parts that are trusted; everything else that the template writes is escaped.
+    parts = {name: Markup((_FOLDER / name).read_text(encoding="utf-8")) for name in _PARTS}
+    return _template(template).render(parts=parts, **fields)
+
+
+@cache
+def _template(name: str) -> Template:
     # Imported here: commands that only read a report's JSON do not wait for it.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup, escape
 
-    # Parts that are trusted; everything else that the template writes is escaped.
-    parts = {name: Markup((_FOLDER / name).read_text(encoding="utf-8")) for name in _PARTS}
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -73,7 +83,7 @@ def render_page(template: str, **fields: Any) -> str:
     environment.filters["breakable"] = lambda name: Markup(re.sub(r"([.|])", r"\1<wbr>", str(escape(name))))
     # A point at "top" stands at the upper end of its axis.
     environment.filters["finite"] = partial(finite, instead="top")
-    return environment.get_template(template).render(parts=parts, **fields)
+    return environment.get_template(name)
 
 
 def _tiles(report: Report) -> list[tuple[str, str, str]]:
