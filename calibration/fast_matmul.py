@@ -93,23 +93,6 @@ def _multiplies_bf16(device_type: str) -> bool:
     return device_type == "cpu" and any(getattr(torch.cpu, probe, bool)() for probe in probes)
 
 
-def add_second_moment(total: torch.Tensor, x: torch.Tensor) -> None:
-    """Adds `xᵀ x` to `total` by pairs of BF16 numbers.
-
-    The whole product is added at once, as where several ranks add up theirs.
-
-    Args:
-        total: float32 `[in, in]`.
-        x: float32 `[tokens, in]`, on a GPU where `has_pairs` holds.
-    """
-    high, low = _pair(x)
-    # (h + l)ᵀ (h + l) ≈ hᵀ h + hᵀ l + (hᵀ l)ᵀ: the second mixed term is the transpose of the first.
-    product, mixed = _of_columns(high, high), _of_columns(high, low)
-    product += mixed
-    product += mixed.t()
-    total += product
-
-
 def columns_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Returns `xᵀ y`, float32 `[in, in']`, of x `[tokens, in]` and y `[tokens, in']`.
 
@@ -118,12 +101,42 @@ def columns_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if not has_pairs(x):
         return x.t() @ y
     (high, low), (high_y, low_y) = _pair(x), _pair(y)
-    return _of_columns(low, high_y, _of_columns(high, low_y, _of_columns(high, high_y)))
+    # One product of three times the tokens: the result, which may be far larger than x, is written once.
+    return _of_columns(torch.cat([high, high, low]), torch.cat([high_y, low_y, high_y]))
 
 
-def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Returns `x y`, float32 `[n, m]`, of x `[n, k]` and y `[k, m]`; in pairs of BF16 where a GPU has them."""
-    return columns_product(x.t(), y) if has_pairs(x) else x @ y
+class Operand:
+    """A float32 matrix for many products, split into two BF16 parts once where a GPU multiplies such pairs.
+
+    Args:
+        matrix: float32 `[n, k]`, or its parts.
+    """
+
+    def __init__(self, matrix: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        if isinstance(matrix, torch.Tensor):
+            matrix = _pair(matrix) if has_pairs(matrix) else (matrix,)
+        self.parts = matrix
+
+    def __getitem__(self, index: slice | tuple[slice, slice]) -> Operand:
+        return Operand(tuple(part[index] for part in self.parts))
+
+    def t(self) -> Operand:
+        """Returns the transposed matrix, as a view."""
+        return Operand(tuple(part.t() for part in self.parts))
+
+    def __setitem__(self, index: slice, matrix: torch.Tensor) -> None:
+        high, *low = self.parts
+        high[index] = matrix
+        if low:
+            torch.sub(matrix, high[index], out=low[0][index])
+
+    def __matmul__(self, other: Operand) -> torch.Tensor:
+        """Returns the product, float32."""
+        if len(self.parts) == 1:
+            return self.parts[0] @ other.parts[0]
+        (high, low), (other_high, other_low) = self.parts, other.parts
+        total = _of_columns(high.t(), other_low, _of_columns(high.t(), other_high))
+        return _of_columns(low.t(), other_high, total)
 
 
 def paired_linears(device: torch.device) -> Any:

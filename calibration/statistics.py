@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from quant.calibration.fast_matmul import add_second_moment, columns_product, default_matmul, has_pairs
+from quant.calibration.fast_matmul import columns_product, default_matmul, has_pairs
 from quant.calibration.shrinkage import MomentSpread, shrink
 from quant.formats import tensor
 from quant.formats.format import Format
@@ -262,7 +262,9 @@ def _block_products(x: torch.Tensor, width: int) -> torch.Tensor:
 def _add_symmetric(total: torch.Tensor, x: torch.Tensor, width: int = 512) -> None:
     """Computes `total += xᵀ x`: of several blocks, only those on and above the diagonal."""
     if has_pairs(x):
-        return add_second_moment(total, x)
+        # The whole product is added at once, as where several ranks add up theirs.
+        total += columns_product(x, x)
+        return
     columns = range(0, x.shape[1], width)
     for start in columns:
         # Rows start … start + width of xᵀ x from the diagonal on; the part below is its mirror image.

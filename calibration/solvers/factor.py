@@ -6,13 +6,15 @@ row j says how later columns compensate an error of column j (see `gptq`), and M
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quant.calibration.fast_matmul import product
+from quant.calibration.fast_matmul import Operand
 from quant.calibration.ranks import Exchange, dealt, rank_and_world, shares_rows
+from quant.calibration.solvers.rows import WHOLE
 from quant.formats.scaling import nonzero
 
 # Columns of a factor that are taken together on a CPU and on a GPU, and the number of such slabs that ranks share.
@@ -109,17 +111,27 @@ def _slabs(upper: Tensor) -> dict[int, int]:
     return {start: min(start + width, len(upper)) for start in range(0, len(upper), width)}
 
 
-def _times_inverse(x: Tensor, upper: Tensor) -> Tensor:
+def _times_inverse(x: Tensor, upper: Tensor, parts: Sequence[slice]) -> Tensor:
     """Returns `x` M⁻¹ = (`x` Uᵀ) U of `[n, in]`, U's zeros left out: little more than half of the operations."""
-    half, result = torch.empty_like(x), torch.empty_like(x)
-    for start, stop in _slabs(upper).items():
-        half[:, start:stop] = product(x[:, start:], upper[start:stop, start:].t())
-    for start, stop in _slabs(upper).items():
-        result[:, start:stop] = product(half[:, :stop], upper[:stop, start:stop])
+    slabs, inverse = _slabs(upper), Operand(upper)
+    step, half, result = Operand(x), torch.empty_like(x), torch.empty_like(x)
+    for start, stop in slabs.items():
+        for rows in parts:
+            half[rows, start:stop] = step[rows, start:] @ inverse[start:stop, start:].t()
+    step = Operand(half)
+    for start, stop in slabs.items():
+        for rows in parts:
+            result[rows, start:stop] = step[rows, :stop] @ inverse[:stop, start:stop]
     return result
 
 
-def corrected_weight(weight: Tensor, drift: Tensor | None, factor: Factor, residual: Tensor | None = None) -> Tensor:
+def corrected_weight(
+    weight: Tensor,
+    drift: Tensor | None,
+    factor: Factor,
+    residual: Tensor | None = None,
+    parts: Sequence[slice] = WHOLE,
+) -> Tensor:
     """Returns W + (W drift + residual) M⁻¹: maps the inputs as they are closest to the outputs as they should be.
 
     Args:
@@ -127,15 +139,20 @@ def corrected_weight(weight: Tensor, drift: Tensor | None, factor: Factor, resid
         drift: mean of (r - x) xᵀ, `[in, in]`; None for no such term.
         factor: the factor of the second moment.
         residual: mean of s xᵀ, `[out, in]`, with s the error that the output makes up for; None for no such term.
+        parts: rows whose products are taken apart from those of others.
     """
     if drift is None and residual is None:
         return weight
-    step = torch.zeros_like(weight) if drift is None else product(weight, drift)
+    if drift is None:
+        step = torch.zeros_like(weight)
+    else:
+        original, errors = Operand(weight), Operand(drift)
+        step = torch.cat([original[rows] @ errors for rows in parts])
     if residual is not None:
         step += residual
     if factor.order is None:
-        return weight + _times_inverse(step, factor.inverse)
-    return weight.index_add(1, factor.order, _times_inverse(step[:, factor.order], factor.inverse))
+        return weight + _times_inverse(step, factor.inverse, parts)
+    return weight.index_add(1, factor.order, _times_inverse(step[:, factor.order], factor.inverse, parts))
 
 
 def block_factors(blocks: Tensor) -> tuple[Tensor, Tensor]:

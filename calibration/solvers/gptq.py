@@ -27,7 +27,7 @@ Everything is laid out [in, out], so that a column of the weight is contiguous a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,10 +35,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quant.calibration.fast_matmul import Operand
 from quant.calibration.solvers.base import required_stats
 from quant.calibration.solvers.block_search import round_with_feedback, search_block, search_threads, to_errors
 from quant.calibration.solvers.factor import Factor, block_factors, block_order, corrected_weight, factorize
-from quant.calibration.solvers.rows import solve_by_rows
+from quant.calibration.solvers.rows import WHOLE, solve_by_rows
 from quant.calibration.statistics import LayerStats, diagonal_blocks
 from quant.formats.format import Format
 from quant.formats.number import E4M3, Number
@@ -97,7 +98,9 @@ class Gptq:
             gptq, factor=factor, format=format, global_scale=global_scale, drift=stats.drift, sweeps=self.sweeps,
             shortlist=self.shortlist,
         )  # fmt: skip
-        return solve_by_rows(lambda part, residual: solve(part, residual=residual), weight, format, stats.residual)
+        return solve_by_rows(
+            lambda rows, residual, parts: solve(rows, residual=residual, parts=parts), weight, format, stats.residual
+        )
 
     def factor(self, stats: LayerStats, format: Format, name: str) -> Factor:
         """Returns the factor of the inputs' second moment, in the order in which inputs are rounded.
@@ -126,6 +129,7 @@ def gptq(
     residual: Tensor | None = None,
     sweeps: int = 1,
     shortlist: int = 4,
+    parts: Sequence[slice] = WHOLE,
 ) -> BlockScaledTensor:
     """Rounds `weight` against the quadratic loss of `factor`.
 
@@ -138,19 +142,21 @@ def gptq(
         drift, residual: the weight is corrected for them; see `corrected_weight`.
         sweeps: rounds of coordinate descent afterwards.
         shortlist: how many scales of a block to try with feedback.
+        parts: rows whose products are taken apart from those of others, as `solve_by_rows` gives them.
     """
-    weight = corrected_weight(weight.float(), drift, factor, residual)
+    weight = corrected_weight(weight.float(), drift, factor, residual, parts)
     fixed = fixed_scales(weight, format, global_scale, factor)
     rounding = Rounding(
         by_input(weight, factor), factor, format, global_scale, shortlist, None if fixed is None else fixed.step
     )
+    rounding.parts = parts
 
     def solve_rows(start: int, stop: int) -> None:
         rounding.feed_back(slice(start, stop))
         for _ in range(sweeps):
             rounding.descend(slice(start, stop))
 
-    # Where scales lie within rows, `weight` is one of the parts of `solve_by_rows` already.
+    # Where scales lie within rows, `weight` is one of the threads' parts of `solve_by_rows` already.
     threads = 1 if format.block[0] == 1 else search_threads(*weight.shape)
     in_parts(solve_rows, weight, len(weight), threads)
     return encoded(rounding.values, rounding.scales, fixed, factor, format, global_scale)
@@ -194,7 +200,10 @@ class Rounding:
     Attributes:
         values: `[in, out]`.
         scales: `[blocks, out]`; None where they are fixed.
+        parts: as in `gptq`, where all outputs are solved together.
     """
+
+    parts: Sequence[slice] = WHOLE
 
     def __init__(
         self,
@@ -214,13 +223,16 @@ class Rounding:
 
     def feed_back(self, rows: slice = slice(None)) -> None:
         """Runs GPTQ's pass over some outputs, from no values."""
-        scales = None if self.scales is None else self.scales[:, rows]
-        _feed_back(self.target[:, rows], self.values[:, rows], scales, self.factor, self.width, self._window(rows))
+        self._pass(_feed_back, rows)
 
     def descend(self, rows: slice = slice(None)) -> None:
         """Sweeps once over some outputs."""
+        self._pass(_descend, rows)
+
+    def _pass(self, run: Callable[..., None], rows: slice) -> None:
         scales = None if self.scales is None else self.scales[:, rows]
-        _descend(self.target[:, rows], self.values[:, rows], scales, self.factor, self.width, self._window(rows))
+        work = self.target[:, rows], self.values[:, rows], scales
+        run(*work, self.factor, self.width, self._window(rows), self.parts)
 
     def _window(self, rows: slice) -> _SolveWindow:
         # Kernels take contiguous values, so that on a GPU all outputs go together.
@@ -308,15 +320,17 @@ def _feed_back(
     factor: Factor,
     width: int,
     window: _SolveWindow,
+    parts: Sequence[slice],
 ) -> None:
     """Runs GPTQ's pass: fills values `[in, out]` and scales `[blocks, out]`, block by block of `width` inputs."""
     upper, left = factor.inverse, target.clone()
     blocks = diagonal_blocks(upper, width)
-    for span, parts in _windows(len(target), width):
-        window_scales = None if scales is None else scales[parts]
-        errors = window(left[span], upper[span, span], blocks[parts], values[span], window_scales, span.start, False)
+    for span, within in _windows(len(target), width):
+        window_scales = None if scales is None else scales[within]
+        errors = window(left[span], upper[span, span], blocks[within], values[span], window_scales, span.start, False)
         # Feedback to all later columns k at once: w_k -= Σ_j U_jk e_j over the columns j of the window.
-        left[span.stop :].addmm_(upper[span, span.stop :].t(), errors, alpha=-1)
+        for rows in parts:
+            left[span.stop :, rows].addmm_(upper[span, span.stop :].t(), errors[:, rows], alpha=-1)
 
 
 def _descend(
@@ -326,19 +340,20 @@ def _descend(
     factor: Factor,
     width: int,
     window: _SolveWindow,
+    parts: Sequence[slice],
 ) -> None:
     """Sweeps once by block coordinate descent, in place: each block is solved again with the others fixed."""
-    moment = factor.moment
-    residual = target - values
-    inverses, uppers = block_factors(diagonal_blocks(moment, width))
-    for span, parts in _windows(len(target), width):
+    moment, residual = Operand(factor.moment), Operand(target - values)
+    inverses, uppers = block_factors(diagonal_blocks(factor.moment, width))
+    for span, within in _windows(len(target), width):
         # The optimum of each block if it were free: q_b + M_bb⁻¹ M_b,: (w - q). A block a of the window that is
         # solved before it shifts that optimum by -M_bb⁻¹ M_ba times its move, which is `coupling`.
-        steps = torch.cat([moment[span] @ residual, moment[span, span]], dim=1)
-        steps = _by_blocks(inverses[parts], steps)
+        products = [moment[span] @ residual[:, rows] for rows in parts]
+        steps = torch.cat([*products, factor.moment[span, span]], dim=1)
+        steps = _by_blocks(inverses[within], steps)
         optimum, coupling = values[span] + steps[:, : values.shape[1]], steps[:, values.shape[1] :].t()
-        window_scales = None if scales is None else scales[parts]
-        window(optimum, coupling, uppers[parts], values[span], window_scales, span.start, True)
+        window_scales = None if scales is None else scales[within]
+        window(optimum, coupling, uppers[within], values[span], window_scales, span.start, True)
         residual[span] = target[span] - values[span]
 
 
@@ -352,7 +367,8 @@ def _windows(inputs: int, width: int) -> Iterator[tuple[slice, slice]]:
 def _by_blocks(blocks: Tensor, x: Tensor) -> Tensor:
     """Returns the block-diagonal matrix of `blocks` `[n, k, k]` times `x`, whose last block may be short."""
     count, width, _ = blocks.shape
-    whole = pad(x, (0, 0, 0, count * width - len(x))).view(count, width, -1)
+    short = count * width - len(x)
+    whole = (pad(x, (0, 0, 0, short)) if short else x).view(count, width, -1)
     return torch.bmm(blocks, whole).flatten(0, 1)[: len(x)]
 
 

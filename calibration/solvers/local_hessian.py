@@ -9,6 +9,7 @@ up for each other's errors as in GPTQ, only within the block, so that blocks sta
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,7 +39,8 @@ class LocalHessian:
         self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
     ) -> BlockScaledTensor:
         moments = required_stats(stats, name, "local_hessian").blocks(_block_width(format, name))
-        return solve_by_rows(lambda rows, _: local_hessian(rows.float(), moments, format, global_scale), weight, format)
+        solve = partial(local_hessian, moments=moments, format=format, global_scale=global_scale)
+        return solve_by_rows(lambda rows, *_: solve(rows.float()), weight, format)
 
 
 def _block_width(format: Format, name: str) -> int:

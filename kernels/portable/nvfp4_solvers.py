@@ -17,12 +17,15 @@ blocks through memory that only this program reads. All sixteen scales are tried
 other kernels take tiles of blocks of sixteen values.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import global_scale_of
+from quant.kernels.launch_cache import CachedLaunch
 from quant.kernels.portable.block_scales import amax_of
 from quant.kernels.portable.small_floats import nearest_e2m1
 
@@ -184,12 +187,18 @@ def _launch_solver(
     inputs, n = targets.shape
     moves = torch.empty(inputs, n, device=targets.device)
     targets = targets if targets.stride(1) == 1 else targets.contiguous()
-    nvfp4_solve_kernel[(triton.cdiv(n, _ROWS), windows)](
+    _solver(triton.cdiv(n, _ROWS), windows, improve)(
         targets, coupling, inverses.contiguous(), values, scales, moves, global_scale, n, inputs // WIDTH // windows,
         targets.stride(0), coupling.stride(-2), coupling.stride(-1),
-        improve=improve, WIDTH=WIDTH, CANDIDATES=_CANDIDATES, ROWS=_ROWS, num_warps=1,
     )  # fmt: skip
     return moves
+
+
+@cache
+def _solver(programs: int, windows: int, improve: bool) -> CachedLaunch:
+    """Returns the launch of a grid of programs; a layer has hundreds of windows of one shape."""
+    constants = {"improve": improve, "WIDTH": WIDTH, "CANDIDATES": _CANDIDATES, "ROWS": _ROWS, "num_warps": 1}
+    return CachedLaunch(nvfp4_solve_kernel, (programs, windows), constants)
 
 
 @triton.jit

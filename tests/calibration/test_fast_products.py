@@ -57,6 +57,27 @@ def test_batches_add_up_as_their_sums_alone_do(monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(getattr(together, name), first + second + third)
 
 
+def check_operands(device: str) -> None:
+    """Compares products of rows and columns of matrices that change, as GPTQ takes them, with float64."""
+    x, y = inputs(device)
+    moment, changing = fast_matmul.Operand(x[:160]), fast_matmul.Operand(y[:160])
+    changing[32:64] = y[200:232]
+    now = torch.cat([y[:32], y[200:232], y[64:160]])
+    assert error(moment[32:64] @ changing, x[32:64].t(), now) < LIMIT
+    assert error(moment[32:64, 60:].t() @ fast_matmul.Operand(y[:32]), x[32:64, 60:], y[:32]) < LIMIT
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_operands_follow_their_rows(pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_columns(x: torch.Tensor, y: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+        product = x.float().t() @ y.float()
+        return product if total is None else total.add_(product)
+
+    monkeypatch.setattr(fast_matmul, "_of_columns", of_columns)
+    monkeypatch.setattr(fast_matmul, "has_pairs", lambda x: pairs)
+    check_operands("cpu")
+
+
 def test_bf16_alone_would_lose_them() -> None:
     x, _ = inputs("cpu")
     rounded = x.bfloat16().float()
@@ -104,3 +125,4 @@ def test_pairs_on_a_gpu() -> None:
     check_sums("cuda")
     check_linears("cuda", torch.float32)
     check_linears("cuda", torch.bfloat16)
+    check_operands("cuda")

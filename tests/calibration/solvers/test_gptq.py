@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -277,3 +278,19 @@ def test_rounding_to_nearest_is_unchanged_by_the_registry() -> None:
     weight = torch.randn(8, 64)
     ours = solve_group({"w": weight}, {}, FORMATS["mxfp4"], get_solver("rtn"))["w"]
     assert torch.equal(ours.codes, quantize(weight, FORMATS["mxfp4"]).codes)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_parts_are_solved_together_as_apart(device: str) -> None:
+    """So that ranks which solve some parts of a weight each come to the bits of one rank."""
+    torch.manual_seed(0)
+    moment, drift = _moment(256, tokens=600).to(device), 0.01 * torch.randn(256, 256, device=device)
+    weight, residual = (torch.randn(3 * 96, 256, device=device) for _ in range(2))
+    factor, global_scale = factorize(moment), torch.tensor(0.002, device=device)
+    parts = [slice(0, 96), slice(96, 192), slice(192, 288)]
+    solve = partial(gptq, factor=factor, format=NVFP4, global_scale=global_scale, drift=drift)
+    together = solve(weight, residual=residual, parts=parts)
+    for part in parts:
+        apart = solve(weight[part], residual=residual[part])
+        assert torch.equal(together.codes[part], apart.codes)
+        assert torch.equal(together.rows(part.start, part.stop).scale, apart.scale)
