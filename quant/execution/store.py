@@ -251,7 +251,9 @@ class Partial(Store):
             own.clear()
             if then is not None:
                 then(self._mapped(file))
-            trim_heap()
+            # The heap is locked meanwhile; a run on a GPU has left nothing there.
+            if not devices:
+                trim_heap()
 
         self._writing.append(self._threads.submit(write))
 
