@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import tiny_models
 import torch
 from samples import BASE
 from second_device import ON_SECOND_DEVICE, second_device
+from slow_cases import quick_cases
 from torch import nn
 
 import quant
@@ -61,7 +63,10 @@ def device_called(name: str) -> torch.device:
     return second_device() if name == "second" else torch.device("cuda", 0)
 
 
-@pytest.fixture(params=["whole", "streamed"])
+PLACES = ("whole", "streamed")
+
+
+@pytest.fixture(params=PLACES)
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether models fit on the device."""
     monkeypatch.setattr(placement, "fits", lambda *model: request.param == "whole")
@@ -128,8 +133,13 @@ def test_every_solver(name: str, solver: str, format: str) -> None:
         assert (there.relative_error or 0.0) == pytest.approx(here.relative_error or 0.0, rel=0.2, abs=1e-3), here.name
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("solver", DATA_FREE)
+@pytest.mark.parametrize(
+    ("solver", "format"),
+    # A search of scales takes seconds on the second device where there are many of them.
+    quick_cases(
+        product(DATA_FREE, FORMATS), lambda solver, format: solver != "mse" or format in ("nvfp4", "nvfp4a16", "mxfp8")
+    ),
+)
 def test_weights_rounded_without_data_are_equal_to_the_bit(solver: str, format: str, device: torch.device) -> None:
     if format not in ("nvfp4", "nvfp4a16") and solver == "four_over_six":
         pytest.skip("four_over_six is for scales in E4M3")
@@ -161,12 +171,15 @@ def test_fused_experts(name: str, solver: str) -> None:
         assert (there.relative_error or 0.0) == pytest.approx(here.relative_error or 0.0, rel=0.2, abs=1e-3), here.name
 
 
-@pytest.mark.usefixtures("where")
 @pytest.mark.parametrize(
-    ("solver", "observer"),
-    [("rtn", "mse"), ("rtn", "entropy"), pytest.param("gptq", "percentile", marks=pytest.mark.slow)],
+    ("solver", "observer", "where"),
+    quick_cases(
+        ((*case, where) for case in (("rtn", "mse"), ("rtn", "entropy"), ("gptq", "percentile")) for where in PLACES),
+        lambda solver, observer, where: (observer, where) in (("mse", "streamed"), ("entropy", "whole")),
+    ),
+    indirect=["where"],
 )
-def test_observers_and_scales_of_the_kv_cache(solver: str, observer: str, device: torch.device) -> None:
+def test_observers_and_scales_of_the_kv_cache(solver: str, observer: str, where: None, device: torch.device) -> None:
     recipe = get_recipe("fp8").__class__(**{**vars(get_recipe("fp8")), "kv_cache": "fp8"})
     wanted = quant.quantize(base(), recipe, ROWS, solver=solver, observer=observer)
     found = quant.quantize(base(), recipe, ROWS, solver=solver, observer=observer, device=device)
@@ -249,8 +262,16 @@ def test_text_of_its_own() -> None:
     assert float(same.float().mean()) > 0.5
 
 
-@pytest.mark.parametrize("method", ["fisher", "kl", "output"])
-@pytest.mark.parametrize("make", [base, lambda: tiny_models.mixtral().to(torch.bfloat16)])
+def mixtral() -> Any:
+    return tiny_models.mixtral().to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("make", "method"),
+    quick_cases(
+        product((base, mixtral), ("fisher", "kl", "output")), lambda make, method: (make is mixtral) == (method == "kl")
+    ),
+)
 def test_sensitivity(make: Any, method: str, device: torch.device) -> None:
     model = make()
     rows = ROWS[:2] % model.config.vocab_size

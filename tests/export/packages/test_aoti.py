@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from slow_cases import quick_cases
 from torch import nn
 
 from quant.calibration.kv_cache import collect_attention_scales
@@ -47,6 +48,8 @@ CASES = [
     ("int8", "int8_token", False),
     ("int4", None, False),
 ]
+# Weights or inputs of these are in other cases too; `test_weights_are_decoded_to_the_bit` has every format.
+SLOW_CASES = [("fp8", "fp8", False), ("nvfp4", None, False), ("mxfp4", None, False)]
 DIMS = {"x": {0: "batch", 1: "sequence"}}
 
 
@@ -87,7 +90,7 @@ def count(program: torch.export.ExportedProgram, target: str) -> int:
     return sum(target in str(node.target) for node in program.graph.nodes)
 
 
-@pytest.mark.parametrize(("weight", "activation", "static"), CASES)
+@pytest.mark.parametrize(("weight", "activation", "static"), quick_cases(CASES, lambda *case: case not in SLOW_CASES))
 def test_graph_is_the_module(weight: str, activation: str | None, static: bool) -> None:
     """Traced on one shape, run on another; the module itself goes through the op and its oracle."""
     model = Gated(weight, activation, static)

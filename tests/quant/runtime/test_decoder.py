@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 import tiny_models
 from interpreter import interpreted
+from slow_cases import quick_cases
 
 import quant
 from quant.calibration.blocks import cache_argument, cache_of
@@ -79,10 +80,10 @@ def check(model: Any, count: int = 10, close: float = 0.03) -> Decoder:
                                        "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}),
         ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
         ("Mistral", {"sliding_window": 16}),
-        ("Qwen2", {}),
+        pytest.param("Qwen2", {}, marks=pytest.mark.slow),
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
         ("Qwen3", {}),
-        ("Gemma", {}),
+        pytest.param("Gemma", {}, marks=pytest.mark.slow),
         ("Gemma2", {"sliding_window": 16, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0}),
         ("Gemma3", {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}),
     ],
@@ -93,7 +94,12 @@ def test_logits_are_those_of_transformers(family: str, fields: dict[str, Any]) -
     check(tiny(family, **fields))
 
 
-@pytest.mark.parametrize("preset", ["nvfp4a16", "nvfp4", "mxfp4a16", "int4a16", "fp8", "fp8_channel", "fp8_block"])
+PRESETS = ("nvfp4a16", "nvfp4", "mxfp4a16", "int4a16", "fp8", "fp8_channel", "fp8_block")
+
+
+@pytest.mark.parametrize(
+    "preset", quick_cases(PRESETS, lambda preset: preset in ("nvfp4", "int4a16", "fp8", "fp8_block"))
+)
 def test_quantized_layers_are_merged_or_run_side_by_side(preset: str) -> None:
     model = tiny("Qwen2", dtype=torch.float16, hidden_size=128, intermediate_size=256)
     quant.quantize(model, preset)

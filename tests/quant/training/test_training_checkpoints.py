@@ -140,7 +140,7 @@ def test_weights_of_a_model_that_was_prepared_otherwise_are_refused(one: Any, ot
     """By load_state_dict, which Trainers resume by, without its strictness."""
     models = []
     for preset, solver, scales in (one, other):
-        models.append(tiny_models.llama(gain=2.0).requires_grad_(True))
+        models.append(tiny_models.llama(gain=2.0, num_hidden_layers=1).requires_grad_(True))
         quant.prepare_qat(models[-1], preset, ROWS, solver=solver, scales=scales)
     with pytest.raises(
         quant.UserError, match=r"prepared differently: a layer in training has \(.*\) there and \(.*\) here"
