@@ -7,7 +7,8 @@ at products and at rounding is measured (`Speed`); what a layer takes whatever i
 
 GPTQ of SmolLM2-135M with 8 rows of 256 tokens, CPU time of one core of an AMD EPYC, layers of two to eight blocks: told
 and taken 8.1 and 8.5 s; `kfac` 18.4 and 18.6 s, `awq:merge+gptq` 7.1 and 7.4, FP8 weights 7.2 and 9.6, `local_hessian`
-7.2 and 4.9. Expect a factor of 1.5, and more on a busy machine: only its load during the measurements is seen. Kernels
+7.2 and 4.9. With 32 rows of 512 tokens on an H100: `gptq` 5.9 and 6.0 s, `kfac` 11.6 and 10.2; `gptq` of six blocks of
+Llama-3-8B's shape 8.4 and 5.8 s, or 9.1 with compilation. Expect a factor of 1.5, and more on a busy machine: only its load during the measurements is seen. Kernels
 that Triton compiles for the first time, some 5 s, are compiled by the measurement and not in the figure.
 """
 
@@ -45,6 +46,7 @@ _ON_GPU = 0.4  # of these, where our kernels do several at a time
 # Passes that measure the gradients of outputs: one forward, then for each label drawn one forward and one backward.
 _GRADIENT_PASSES = {False: 3, True: 9}
 _A_LAYER = {False: 0.002, True: 0.01}  # seconds, whatever its size; more for one that needs data
+_A_LAYER_ON_GPU = 0.01  # seconds more for one that needs data, in which a GPU waits for the processor
 # Writing: seconds that a linear layer adds to a step, and how much longer than its products the rest of a step takes.
 _A_STEP, _BESIDE = 0.0001, 8
 _MEASURED = 0.1  # seconds
@@ -96,7 +98,7 @@ def expected_time(
     groups = [
         _GroupWork(model, members, (rows, seqlen), device.type == "cuda") for members in groups_of(layers).values()
     ]
-    solving = sum(len(group.members) * _A_LAYER[group.pipeline.needs_data] + group.rounding(speed) for group in groups)
+    solving = sum(len(group.members) * group.of_each + group.rounding(speed) for group in groups)
     # Speeds are measured where they are needed: a measurement takes a tenth of a second.
     for work, operations_a_second in (
         (sum(group.of_passes for group in groups), speed.of_linear),
@@ -120,6 +122,7 @@ class _GroupWork:
         of_passes: operations of the products with calibration tokens: forward passes, second moments, drift.
         of_solver: operations of the solver's products that are as wide as the layer.
         elements: elementwise operations of transforms and of reconstruction.
+        of_each: seconds of each layer, whatever its size.
     """
 
     def __init__(self, model: nn.Module, members: Sequence[LayerPlan], text: tuple[int, int], on_gpu: bool) -> None:
@@ -131,8 +134,10 @@ class _GroupWork:
         trials = _SCALING * len(self.pipeline.transforms) + _LEARNING * steps
         self.elements = size * trials * (_ON_GPU if on_gpu else 1.0)
         self.of_passes = self.of_solver = 0.0
+        self.of_each = _A_LAYER[self.pipeline.needs_data]
         if not self.pipeline.needs_data:
             return
+        self.of_each += _A_LAYER_ON_GPU if on_gpu else 0
         rows, seqlen = text
         # Each of a number of experts has its share of the tokens, which visit several of them.
         visits = getattr(getattr(model, "config", None), "num_experts_per_tok", None) or 1
