@@ -1,10 +1,11 @@
-"""Writes the tables of loss in README.md and docs/benchmarks.md, and README's figure, from a measured run.
+"""Writes tables of README.md and docs/benchmarks.md, and README's figure, from measured runs.
 
     python benchmarks/result_tables.py
 
-The run is data/accuracy_h100.json. Its `tables` have the rows that accuracy.py printed, and its `headline` names pairs
-of them: a setting of ours and the best peer at the same bits. In a page a table stands between two comments that name
-it; everything else in the page stays.
+Losses are those of data/accuracy_h100.json. Its `tables` have the rows that accuracy.py printed, and its `headline`
+names pairs of them: a setting of ours and the best peer at the same bits. Times of low-precision training are what
+`training_lowprecision.py PART --json` wrote to data/training_PART_h100.json. In a page a table stands between two
+comments that name it; everything else in the page stays.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import _table
 from _svg import GREY, rectangle, text, write
 
 ROOT = Path(__file__).parents[1]
 RUN = Path(__file__).parent / "data" / "accuracy_h100.json"
+TRAINING = ("layers", "attention", "operands")  # parts of training_lowprecision.py
 TEXTS = ("WikiText-2", "Python", "prose about Python")
 OURS, PEER = "#0b7a75", "#b8c4ce"
 Row = Mapping[str, Any]
@@ -44,6 +47,15 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
     body = ["| " + " | ".join(line) + " |" for line in lines]
     body[1] = body[1].replace(" ", "")
     return "\n".join(body) + "\n"
+
+
+def training_tables() -> dict[str, str]:
+    """The tables of low-precision training, by their names in the page."""
+    runs = {part: RUN.with_name(f"training_{part}_h100.json") for part in TRAINING}
+    return {
+        f"training, {part}": _table.markdown(json.loads(path.read_text(encoding="utf-8"))["rows"]) + "\n"
+        for part, path in runs.items()
+    }
 
 
 def headline(run: Row) -> list[dict[str, Any]]:
@@ -106,7 +118,8 @@ def put(page: Path, tables: Mapping[str, str]) -> None:
 def main(root: Path = ROOT) -> None:
     """Writes README's table and figure, and the tables of docs/benchmarks.md."""
     run = json.loads(RUN.read_text(encoding="utf-8"))
-    put(root / "docs" / "benchmarks.md", {name: table(name, rows) for name, rows in run["tables"].items()})
+    losses = {name: table(name, rows) for name, rows in run["tables"].items()}
+    put(root / "docs" / "benchmarks.md", losses | training_tables())
     put(root / "README.md", {"headline": headline_table(run)})
     draw(run, root / "docs" / "figures" / "results.svg")
     print("README.md, docs/benchmarks.md and docs/figures/results.svg are written")

@@ -168,7 +168,7 @@ def _whole_layers(tokens: int, steps: int, rounds: int) -> list[dict[str, Any]]:
         step()
         peaks[name] = (torch.cuda.max_memory_allocated() - of_other_models) / 1e9
         runs[name] = step
-    _rounds(runs, steps, 2)  # four seconds or more, in which the card becomes warm
+    _rounds(runs, steps, 2)  # some seconds, in which the card becomes warm
     times = _rounds(runs, steps, rounds)
     rows = []
     for name, own in times.items():
@@ -335,6 +335,7 @@ def _rounds(runs: dict[str, Callable[[], None]], steps: int, rounds: int) -> dic
     for _ in range(rounds):
         for name, step in runs.items():
             times[name].append(_median(step, steps))
+        click.echo(", ".join(f"{name} {own[-1]:.2f}" for name, own in times.items()), err=True)
     return times
 
 

@@ -26,8 +26,7 @@ config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=256, intermediate_si
                      num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
 model = LlamaForCausalLM(config).to("cuda" if torch.cuda.is_available() else "cpu").train()
 rows = quant.token_rows(parsed.text, tokenizer, samples=None, seqlen=64).to(model.device)
-report = quant.to_low_precision_training(model, "nvfp4")
-print(report)
+print(quant.to_low_precision_training(model, "nvfp4"))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for step in range(parsed.steps):
     batch = rows[torch.randint(0, len(rows), (8,), device=rows.device)]
