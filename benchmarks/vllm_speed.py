@@ -223,7 +223,8 @@ def measured_alone(engines: dict[str, Engine], asks: dict[str, str], args: argpa
         for number in range(args.rounds):
             for name, line in asks.items():
                 if not (number and line.startswith("profile")):
-                    answers[name].setdefault(label, []).append(each.ask(line))
+                    answers[name].setdefault(label, []).append(result := each.ask(line))
+                    print(f"{label}: {name} {result['ms']:.3f} ms", file=sys.stderr, flush=True)
         each.process.kill()
         each.process.wait()
         yield answers

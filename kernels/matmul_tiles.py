@@ -81,6 +81,7 @@ class PrefillTiles:
         stages: fetches in flight and in use.
         overlap: as in `GluonTiles`.
         groups: the number of groups of warps that multiply: 1, or 2 that share no barrier.
+        resident: programs on an SM at once; more than one where sums are small.
     """
 
     block_m: int
@@ -90,6 +91,7 @@ class PrefillTiles:
     stages: int = 3
     overlap: bool = True
     groups: int = 1
+    resident: int = 1
 
     @property
     def ahead(self) -> int:
@@ -341,19 +343,28 @@ def gluon_tiles(block_m: int, warps: int, resident: int, hardware: Hardware, dep
 
 
 def prefill_tiles(
-    block_m: int, halves: int, hardware: Hardware, format: Format | None = None, *, groups: int | None = None
+    block_m: int,
+    halves: int,
+    hardware: Hardware,
+    format: Format | None = None,
+    *,
+    groups: int | None = None,
+    resident: int = 1,
 ) -> PrefillTiles:
     """Returns a launch for many tokens, with as many stages as fit in shared memory next to a tile of y in 16 bit.
 
     `format` is the format of codes in the checkpoint's order; None is a prepacked weight, whose scales are fetched
-    with it. By default, tiles of prepacked words have the number of groups that was fastest: two from 64 tokens on.
+    with it. An SM has `resident` programs. By default, tiles of prepacked words have the number of groups that was
+    fastest: two from 64 tokens on.
     """
     if groups is None:
         groups = 2 if block_m >= 64 and halves == 1 and format is None else 1
-    room = _SHARED_BYTES - 2048 - block_m * halves * 256
+    room = _SHARED_BYTES // resident - 2048 - block_m * halves * 256
     # Bytes of a stage: x in 16 bit, 64 columns; W as words with their scales, or as stored codes.
     slot = block_m * 128 + halves * (4608 if format is None else 1024 * format.element.bits)
     depth = 2 if room // (2 * slot + 16) > 2 else 1
     if groups == 2 and block_m <= 96:
         depth = 4
-    return PrefillTiles(block_m, halves, hardware.sms, depth, min(room // (depth * slot + 16), 8), groups=groups)
+    stages = min(room // (depth * slot + 16), 8)
+    programs = hardware.sms * resident
+    return PrefillTiles(block_m, halves, programs, depth, stages, groups=groups, resident=resident)

@@ -593,7 +593,8 @@ def grouped_gemm_many(
     if not len(x):
         return x.new_empty(0, weight.shape[1])
     format = None if is_prepacked(weight) else weight.format
-    tiles = grouped_tiles(len(x), len(offsets) - 1, weight.shape[1], current(x.device.index or 0), format)
+    _, rows, columns = weight.shape
+    tiles = grouped_tiles(len(x), len(offsets) - 1, (rows, columns), current(x.device.index or 0), format)
     return prepare_gemm_many(x, weight, bias, tiles, offsets)(x, weight, bias)
 
 
@@ -665,7 +666,7 @@ def prepare_gemm_many(
     x_tail, y_tail = (matrix_fields(x, tail, 64), matrix_fields(y, tail, across)) if tail else (x_fields, y_fields)
     options = {
         "constants": constants, "num_warps": 8 // tiles.groups,
-        "maxnreg": None if tiles.groups == 2 and tiles.ahead else 168, "launch_pdl": tiles.overlap,
+        "maxnreg": max_registers(tiles), "launch_pdl": tiles.overlap,
     }  # fmt: skip
     launch, counter_count = CachedLaunch(sm90_codes_gemm_many, (programs,), options), tiles.groups * cut
 
@@ -696,6 +697,13 @@ def prepare_gemm_many(
     return run
 
 
+def max_registers(tiles: PrefillTiles) -> int | None:
+    """Returns the most registers of a thread: an SM has 65,536 for 12 warps of each program. None: ptxas chooses."""
+    if tiles.resident > 1:
+        return 65536 // (384 * tiles.resident) // 8 * 8
+    return None if tiles.groups == 2 and tiles.ahead else 168
+
+
 def constants_of(tiles: PrefillTiles, form: str, *, experts: int, split: bool, has_bias: bool) -> Constants:
     """Returns the constants of a launch; `experts` is their number, or 0. See `Constants`."""
     wide = 1 << tiles.block_m.bit_length() - 1
@@ -707,13 +715,21 @@ def constants_of(tiles: PrefillTiles, form: str, *, experts: int, split: bool, h
 
 
 def grouped_tiles(
-    tokens: int, experts: int, rows: int, hardware: Hardware, format: Format | None = None
+    tokens: int, experts: int, shape: tuple[int, int], hardware: Hardware, format: Format | None = None
 ) -> PrefillTiles:
     """Returns a tile for half as much again as an expert gets on average, as tall as leaves one for every SM.
 
-    An expert with more tokens than that gets one more tile, which is rare. `format` is that of codes in the order of a
-    checkpoint.
+    An expert with more tokens than that gets one more tile, which is rare. `shape` is that of one expert's weight, and
+    `format` that of codes in the order of a checkpoint.
+
+    With the smallest tile of words, two groups of warps decode in turn. If W has few columns, the ends of tiles take a
+    good part of the time: a second program on each SM multiplies meanwhile.
     """
     block_m = next(size for size in (16, 32, 64, 128) if 2 * size >= 3 * tokens / experts or size == 128)
-    enough = min(tokens, experts) * triton.cdiv(rows, 256) >= hardware.sms
+    rows, columns = shape
+    reached = min(tokens, experts)
+    if block_m == 16 and format is None:
+        resident = 2 if columns <= 2048 and reached * triton.cdiv(rows, 128) >= 2 * hardware.sms else 1
+        return prefill_tiles(block_m, 1, hardware, groups=2, resident=resident)
+    enough = reached * triton.cdiv(rows, 256) >= hardware.sms
     return prefill_tiles(block_m, 2 if enough and format is None else 1, hardware, format, groups=1)

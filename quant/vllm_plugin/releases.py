@@ -86,6 +86,12 @@ def contiguous_block_layouts() -> tuple[Any, ...]:
     return tuple(layout for layout in layouts if layout.is_block_contiguous and layout.is_block_compact)
 
 
+def check_arguments(function: Callable[..., Any], *names: str) -> None:
+    """Raises TypeError unless the function's first arguments have these names."""
+    if (has := tuple(inspect.signature(function).parameters)[: len(names)]) != names:
+        raise TypeError(f"{function.__qualname__} takes {', '.join(has)} instead of {', '.join(names)}")
+
+
 def signature_problems(cls: type) -> list[str]:
     """Returns the abstract methods that `cls` leaves, and methods whose arguments differ from vLLM's base class."""
     problems = [f"{cls.__name__}.{name} is missing" for name in sorted(getattr(cls, "__abstractmethods__", ()))]

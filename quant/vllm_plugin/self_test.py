@@ -8,6 +8,7 @@ milliseconds and the time that Triton needs for the kernels, which the model's l
                               897 tokens, where prompts are multiplied in FP8
     experts                   the same matrix four times, rows for each
     norm and SwiGLU           three rows of 256 columns
+    rotation, cache write     the same rows as two heads
     attention                 24 keys written to three pages, one query
 """
 
@@ -73,8 +74,9 @@ class SelfTest:
         return self._failure_of(f"experts in {format}", lambda: self._experts_error(format))
 
     def norm_failure(self) -> str:
-        """Returns why norms and SwiGLU between our layers cannot take our kernels here, empty if they can."""
-        return self._failure_of("norms and SwiGLU", self._norm_error)
+        """Returns why the steps between our layers cannot take our kernels here, empty if they can."""
+        part = "norms, SwiGLU, rotations and cache writes"
+        return self._failure_of(part, lambda: _largest([self._norm_error(), self._rotation_error()]))
 
     def attention_failure(self) -> str:
         """Returns why attention over an NVFP4 cache cannot take our kernels here, empty if it can."""
@@ -137,6 +139,28 @@ class SelfTest:
         x, residual, weight = moved((x, residual, weight), self.device)
         gated = torch.nn.functional.silu(gate) * up
         return _largest([_relative(add_rmsnorm(x, residual, weight, 1e-6)[0], normed), _relative(swiglu(x), gated)])
+
+    def _rotation_error(self) -> float:
+        """Returns the larger error of rotated keys in their slots, one at a time and of values there."""
+        from quant.kernels.portable.attention.rotary import rotate, store_rows
+
+        heads, dim = 2, IN // 2
+        both = _sample(3, 2 * IN, 3).bfloat16()
+        k, v = both[:, :IN], both[:, IN:]
+        angles = _sample(8, dim // 2, 4)
+        cache = torch.cat((angles.cos(), angles.sin()), 1).bfloat16()
+        positions, slots = torch.tensor([5, 0, 7]), torch.tensor([4, -1, 1])
+        c, s = cache.double()[positions, None].chunk(2, -1)
+        low, high = k.double().view(3, heads, dim).chunk(2, -1)
+        turned = torch.cat((low * c - high * s, high * c + low * s), -1)
+        expected = torch.zeros(2, 6, heads, dim, dtype=torch.float64)
+        expected[0, [4, 1]], expected[1, [4, 1]] = turned[[0, 2]], v.double().view(3, heads, dim)[[0, 2]]
+        both, cache, positions, slots = moved((both, cache, positions, slots), self.device)
+        rows, pages = rotate(positions, both[:, :IN], both[:, :IN], cache, dim), both.new_zeros(2, 3, 2, heads, dim)
+        store_rows(rows[1].view(3, heads, dim), both[:, IN:].view(3, heads, dim), pages[0], pages[1], slots)
+        return _largest(
+            [_relative(rows[0].view(turned.shape), turned), _relative(pages.view(expected.shape), expected)]
+        )
 
     def _attention_error(self) -> float:
         from quant.kernels.portable.attention.paged_attention import attend_pages

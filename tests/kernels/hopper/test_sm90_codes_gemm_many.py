@@ -38,7 +38,8 @@ SIZES = (*BEST, (128, 1, 1), (64, 1, 1), (192, 1, 1))
         *(pytest.param(size, True, 0, marks=pytest.mark.slow) for size in ((160, 2, 1), (96, 1, 2), (192, 1, 2))),
         ((64, 2, 1), False, 0),
         ((128, 2, 1), False, 128),
-        ((16, 1, 1), False, 32),
+        ((16, 1, 2), False, 32),
+        pytest.param((32, 2, 1), False, 32, marks=pytest.mark.slow),
     ],
 )
 def test_weights_go_from_registers_into_wgmma(
@@ -47,7 +48,8 @@ def test_weights_go_from_registers_into_wgmma(
     from triton.experimental.gluon import language as gl
 
     block_m, halves, groups = size
-    tiles = prefill_tiles(block_m, halves, TARGETS["h100"], groups=groups)
+    # Experts with few columns and few tokens each have two programs on an SM.
+    tiles = prefill_tiles(block_m, halves, TARGETS["h100"], groups=groups, resident=2 if block_m == 16 else 1)
     wide = 1 << tiles.block_m.bit_length() - 1
     tail = tiles.block_m - wide
 
@@ -60,7 +62,8 @@ def test_weights_go_from_registers_into_wgmma(
     constants = sm90_codes_gemm_many.constants_of(
         tiles, "words", experts=experts, split=split, has_bias=split or experts == 32
     )
-    options = {"num_warps": 8 // groups} | ({} if groups == 2 and tiles.ahead else {"maxnreg": 168})
+    most = sm90_codes_gemm_many.max_registers(tiles)
+    options = {"num_warps": 8 // groups} | ({"maxnreg": most} if most else {})
     kernel = compile_matmul(
         sm90_codes_gemm_many.sm90_codes_gemm_many, wide, tiles.depth, types, {"constants": constants}, options
     )
@@ -73,7 +76,7 @@ def test_weights_go_from_registers_into_wgmma(
     # A product is in flight while the next operand is decoded; y leaves by TMA.
     assert groups == 2 or f"wgmma.wait_group.sync.aligned {2 if tail else 1};" in kernel.ptx
     assert "cp.async.bulk.tensor.2d.global.shared" in kernel.ptx
-    assert kernel.shared <= 227 << 10
+    assert kernel.shared + 1024 <= (228 << 10) // tiles.resident
     assert assemble(kernel).spilled == 0
 
 
@@ -173,7 +176,7 @@ def test_parts_of_a_tile_need_not_be_there_at_once(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "counts", [(130, 0, 1, 257, 64), (0, 700, 3), (3, 0, 17, 1), (0, 0), (1, 1, 1, 1), (20,) * 100]
+    "counts", [(130, 0, 1, 257, 64), (0, 700, 3), (3, 0, 17, 1), (0, 0), (1, 1, 1, 1), (2,) * 100, (20,) * 100]
 )
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "fp8", "fp8_channel", "fp8_block", "mxfp8", "int8"])
 def test_experts_agree_with_float64_on_a_gpu(format: str, counts: tuple[int, ...]) -> None:

@@ -78,10 +78,15 @@ def test_the_entry_point_of_the_package_is_this_function() -> None:
 
 
 @pytest.fixture
-def vllm() -> Any:
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     pytest.importorskip("vllm", reason="make vllm-test unpacks the Python files of vLLM's releases")
+    from vllm._custom_ops import reshape_and_cache_flash
+    from vllm.v1.attention.backends import flash_attn
+
     from quant.vllm_plugin import experts, fp8_experts, linear, mxfp4_experts
 
+    # vLLM imports it where there is a GPU.
+    monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", reshape_and_cache_flash, raising=False)
     return SimpleNamespace(linear=linear, experts=experts, mxfp4_experts=mxfp4_experts, fp8_experts=fp8_experts)
 
 
@@ -126,12 +131,13 @@ def test_our_classes_come_first_however_often_they_are_installed(vllm: Any, monk
 
     monkeypatch.setenv("BLOCKSCALE_VLLM", "layers")
     assert register.install()[1] == {}
-    assert "RMSNorm" not in op_registry_oot
+    assert "RMSNorm" not in op_registry_oot and "RotaryEmbedding" not in op_registry_oot
     monkeypatch.delenv("BLOCKSCALE_VLLM")
     first = nvfp4.select_nvfp4_moe_backend
     assert register.install()[1] == {}
     assert op_registry_oot["RMSNorm"].__name__ == "BlockscaleRMSNorm"
     assert op_registry_oot["SiluAndMul"].__name__ == "BlockscaleSiluAndMul"
+    assert op_registry_oot["Llama3RotaryEmbedding"].__name__ == "BlockscaleLlama3RotaryEmbedding"
     assert nvfp4.select_nvfp4_moe_backend is first
     for by_platform in (lists._POSSIBLE_NVFP4_KERNELS, lists._POSSIBLE_MXFP4_KERNELS, lists._POSSIBLE_WFP8A16_KERNELS):
         names = [cls.__name__ for cls in by_platform[PlatformEnum.CUDA]]
@@ -361,6 +367,79 @@ def test_norms_and_swiglu_between_our_layers_equal_vllms(vllm: Any, monkeypatch:
         expected = torch.nn.functional.silu(both[:, :32].float()).bfloat16() * both[:, 32:]
         torch.testing.assert_close(gate(both), expected, rtol=2**-7, atol=1e-6)
     assert calls
+
+
+def test_rotations_between_our_layers_equal_vllms(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class with its own angles rotates in our kernel; q and k of a norm, and classes that rotate otherwise, stay."""
+    from interpreter import interpreted
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers import rotary_embedding
+
+    from quant.vllm_plugin import rotation
+
+    monkeypatch.setattr(rotation, "op_registry_oot", registry := {})
+    rotation.install()
+    assert {"RotaryEmbedding", "Llama3RotaryEmbedding", "YaRNScalingRotaryEmbedding"} <= set(registry)
+    assert "MRotaryEmbedding" not in registry and "Gemma4RotaryEmbedding" in registry
+    monkeypatch.setattr(vllm.linear, "_formats_installed", {"nvfp4"})
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+        cls = rotary_embedding.Llama3RotaryEmbedding
+        arguments = 64, 64, 128, 10000.0, True, torch.bfloat16, 8.0, 1.0, 4.0, 64
+        theirs, ours = cls(*arguments), registry["Llama3RotaryEmbedding"](*arguments)
+    torch.manual_seed(0)
+    q, k, _ = torch.randn(5, 5 * 64).bfloat16().split([3 * 64, 64, 64], dim=-1)
+    positions = torch.tensor([0, 1, 17, 127, 3])
+    calls: list[torch.Tensor] = []
+    monkeypatch.setattr(ours, "_forward_method", lambda *arguments: calls.append(arguments))
+    with interpreted():
+        turned = ours(positions, q, k)
+    assert not calls
+    cos, sin = theirs.cos_sin_cache.float()[positions, None].chunk(2, -1)
+    for x, y in zip((q, k), turned, strict=True):
+        low, high = x.float().view(5, -1, 64).chunk(2, -1)
+        expected = torch.cat((low * cos - high * sin, high * cos + low * sin), -1).view(x.shape)
+        torch.testing.assert_close(y.float(), expected, rtol=2**-8, atol=1e-6)
+    for arguments in (
+        (positions, q.contiguous(), k.contiguous()),
+        (positions, q, None),
+        (positions, q.float(), k.float()),
+    ):
+        ours(*arguments)
+    assert len(calls) == 3
+
+
+def test_keys_and_values_go_to_the_cache_by_our_kernel_where_it_can(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from interpreter import interpreted
+
+    from quant.vllm_plugin import rotation
+
+    calls: list[str] = []
+
+    def write(
+        key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, format: str, *scales: Any
+    ) -> None:
+        calls.append(format)
+
+    monkeypatch.setattr(rotation, "op_registry_oot", {})
+    monkeypatch.setattr(rotation.flash_attn, "reshape_and_cache_flash", write)
+    monkeypatch.setattr(vllm.linear, "_formats_installed", {"nvfp4"})
+    rotation.install()
+    store = rotation.flash_attn.reshape_and_cache_flash
+    rotation.install()
+    assert rotation.flash_attn.reshape_and_cache_flash is store
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 3, 2, 32).bfloat16()
+    pages = torch.zeros(2, 2, 4, 64).bfloat16()
+    k_cache, v_cache = pages.transpose(1, 2).split(32, dim=-1)
+    with interpreted():
+        store(k, v, k_cache, v_cache, torch.tensor([6, -1, 0]), "auto", None, None)
+    assert not calls and torch.equal(k_cache[1, 2], k[0]) and torch.equal(v_cache[0, 0], v[2])
+    assert int((pages != 0).any(-1).sum()) == 4
+    store(k, v, k_cache, v_cache, torch.tensor([6, -1, 0]), "fp8", None, None)
+    store(k.half(), v.half(), k_cache, v_cache, torch.tensor([6, -1, 0]), "auto", None, None)
+    monkeypatch.setattr(vllm.linear, "_formats_installed", set())
+    store(k, v, k_cache, v_cache, torch.tensor([6, -1, 0]), "auto", None, None)
+    assert calls == ["fp8", "auto", "auto"]
 
 
 def test_a_model_without_our_layers_keeps_vllms_norms(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
