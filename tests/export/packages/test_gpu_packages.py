@@ -92,12 +92,9 @@ def test_attention_in_fp8(package: Callable[..., Path], tmp_path: Path, kind: st
     model = quant.quantize(serving_samples.decoder(kind), format, ids, solver="rtn").model.to(torch.bfloat16)
     scales = collect_attention_scales(model, ids, kv_format=fp8, attention_format=fp8)
     options = {"dims": {"input_ids": {0: "batch", 1: "sequence"}}, "ranges": {"sequence": (2, 128)}, "device": "cuda"}
-    errors = {}
-    for name, of_attention in (("16-bit", None), ("fp8", scales)):
-        path = package(model, tmp_path / f"{name}.pt2", {"input_ids": ids}, attention_scales=of_attention, **options)
-        with torch.no_grad():
-            expected = model(ids.cuda()[:3, :50], use_cache=False).logits
-        errors[name] = error(load_aoti(path)(input_ids=ids.cuda()[:3, :50]), expected)
-    # E4M3 moves a value by 2.6 % on average; rounded inputs of linears move by BF16's order of sums already.
-    assert errors["16-bit"] < (0.15 if format == "fp8" else 0.02)
-    assert errors["16-bit"] < errors["fp8"] < 0.3
+    path = package(model, tmp_path / "model.pt2", {"input_ids": ids}, attention_scales=scales, **options)
+    ids = ids.cuda()[:3, :50]
+    with torch.no_grad():
+        in_16_bit = model(ids, use_cache=False).logits
+    # E4M3 moves a value by 2.6 % on average; rounded inputs of linears move by BF16's order of sums as well.
+    assert 0.01 < error(load_aoti(path)(input_ids=ids), in_16_bit) < 0.25
