@@ -17,8 +17,9 @@ lists them. Single constants are compared in `constants`, and those of a BatchNo
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -163,7 +164,12 @@ def _quantized_problems(view: View, name: str, module: QuantLinear | QuantConv) 
         _holds_scales(view, operands, module, part) or holds_folded_scales(view, name, module)
     ):
         yield "scales"
-    if single and not any_close(single, view.scalars(name)) and not holds_folded_scales(view, name, module):
+    scalars = view.scalars(name)
+    if single and not (
+        any_close(single, scalars)
+        or any_close(single, _times_attention(view, name, scalars))
+        or holds_folded_scales(view, name, module)
+    ):
         yield "scale"
     if module.input_scale is not None:
         scale = float(module.input_scale)
@@ -172,6 +178,17 @@ def _quantized_problems(view: View, name: str, module: QuantLinear | QuantConv) 
         if not is_found:
             yield "input scale"
     yield from _bias_problems(view, operands, module, part)
+
+
+def _times_attention(view: View, name: str, scalars: Iterable[float]) -> list[float]:
+    """Returns numbers of a layer times what the FP8 attention behind it multiplies by.
+
+    The compiler divides V's scale by that of attention's codes, and attention multiplies by it again: by the scales of
+    V and of the probabilities, and by the reciprocal of the latter.
+    """
+    kernels = [kernel for kernel in view.kernels if kernel.is_attention and name.rpartition(".")[0] in kernel.modules]
+    pairs = [pair for kernel in kernels for pair in itertools.combinations(view.engine.scalars(kernel), 2)]
+    return [number * a * b for number in scalars for a, b in pairs]
 
 
 def _is_in_norm(view: View, kernels: Sequence[Kernel], scale: float) -> bool:

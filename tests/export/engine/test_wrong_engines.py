@@ -241,6 +241,22 @@ def test_fp8_attention_with_a_mask_passes(tmp_path: Path) -> None:
     assert receipt["passed"] and {"encoder.layer.0.attention.self"} <= {row["name"] for row in receipt["audit"]}
 
 
+def test_values_that_become_codes_of_attention(tmp_path: Path) -> None:
+    """The scale of V's layer is divided by that of attention's codes; another scale of the layer is found."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
+    model = drawn(tiny_models.llama(**sizes, num_hidden_layers=1, gain=4.0, dtype=torch.float16))
+    x, fp8 = torch.randint(0, 64, (2, 40)), FORMATS["fp8"]
+    done = quant.quantize(model, "fp8", x)
+    scales = collect_attention_scales(done.model, x, kv_format=fp8, attention_format=fp8)
+    options = {"plan": replace(done.plan, attention=fp8), "attention_scales": scales}
+    build = BuildOptions("sm89", "batch=1:1:2,sequence=32:64:128")
+    assert export_engine(done.model, tmp_path / "model.engine", build, **options)["passed"]
+    layer = done.model.model.layers[0].self_attn.v_proj
+    layer.scale = layer.scale * 1.01
+    found = failures(audit(tmp_path / "model.engine", done.plan, attention="fp8", model=done.model))
+    assert found == ["model.layers.0.self_attn.v_proj: planned as in the checkpoint, found other scale"]
+
+
 def test_attention_that_was_left_out_is_known_without_a_receipt(tmp_path: Path, right: Any) -> None:
     plan = replace(right.plan, attention=FORMATS["fp8"])
     path = export_onnx(right.model, tmp_path / "model.onnx", plan=plan, attention="none")
