@@ -10,9 +10,9 @@ There are four ways to multiply by a quantized weight:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -121,6 +121,7 @@ class Dense:
 
 DENSE = Dense()
 Choice = Tiles | GluonTiles | PrefillTiles | Dense
+_Choice = TypeVar("_Choice", bound=Choice)
 _KINDS: dict[str, type[Tiles] | type[GluonTiles] | type[PrefillTiles] | type[Dense]] = {
     "triton": Tiles,
     "gluon": GluonTiles,
@@ -146,6 +147,8 @@ PREFILL_UNITS = {
     (32, 1): 0.46,
 }
 """Kernel for many tokens: microseconds for 128 columns of a tile on an H100, by (block_m, halves)."""
+E4M3_UNITS = {(256, 1): 0.87, (192, 1): 0.73, (128, 2): 1.20, (128, 1): 0.64, (64, 1): 0.54}
+"""The same where x is in E4M3 and words are decoded to E4M3."""
 _START, _END, _CUT = 0.5, 1.3, 7.0
 """Further microseconds: a launch, the end of a 128 × 128 tile, and the reduction of a tile that is split."""
 _MOST_PARTS = 8
@@ -246,26 +249,51 @@ def _quickest(tokens: int, shape: tuple[int, int], hardware: Hardware, format: F
     so by the kernel for few tokens, their sums cost time once.
     """
     rows, columns = shape
-    times: dict[Choice, float] = {}
     units = PREFILL_UNITS
     if format is not None:
         units = {size: pair[format.block[1] > 0] for size, pair in STORED_UNITS.items()}
+    prefill = _prefill_times(tokens, shape, units, hardware, format)
+    if format is not None:
+        return _least(prefill)
+    times: list[tuple[float, Choice]] = [*prefill]
+    steps = -(-columns // 128)
+    for block_m, (once, unit) in _CUT_UNITS.items():
+        count = -(-rows // 128) * -(-tokens // block_m)
+        times.append((once + count * steps / hardware.sms * unit, gluon_tiles(block_m, 8, 1, hardware)))
+    return _least(times)
+
+
+def quickest_in_e4m3(tokens: int, shape: tuple[int, int], hardware: Hardware) -> PrefillTiles:
+    """Returns the launch of `sm90_e4m3_rows.multiply_in_e4m3` with the least predicted time."""
+    return _least(_prefill_times(tokens, shape, E4M3_UNITS, hardware, x_bytes=1))
+
+
+def _least(times: list[tuple[float, _Choice]]) -> _Choice:
+    """Returns the choice with the least time, the first of several."""
+    return min(times, key=lambda pair: pair[0])[1]
+
+
+def _prefill_times(
+    tokens: int,
+    shape: tuple[int, int],
+    units: Mapping[tuple[int, int], float],
+    hardware: Hardware,
+    format: Format | None = None,
+    x_bytes: int = 2,
+) -> list[tuple[float, PrefillTiles]]:
+    """Returns launches of the kernel for many tokens behind their predicted microseconds; `units` has its sizes."""
+    rows, columns = shape
+    times = []
     for (block_m, halves), unit in units.items():
-        choice = prefill_tiles(block_m, halves, hardware, format)
+        choice = prefill_tiles(block_m, halves, hardware, format, x_bytes=x_bytes)
         steps = -(-columns // choice.step)
         count = -(-rows // (128 * halves)) * -(-tokens // block_m)
         # Microseconds of a launch = start + rounds of whole tiles + the cut tiles of the last round + the ends.
         programs, full, cut, parts = deal(count, hardware.sms, steps)
         rounds, part = -(-full // programs), -(-steps // parts) if cut else 0
         ends = (rounds * _END + (_CUT if cut else 0)) * block_m * halves / 128
-        times[choice] = _START + (rounds * steps + part) * choice.step / 128 * unit + ends
-    if format is not None:
-        return min(times, key=lambda choice: times[choice])
-    steps = -(-columns // 128)
-    for block_m, (once, unit) in _CUT_UNITS.items():
-        count = -(-rows // 128) * -(-tokens // block_m)
-        times[gluon_tiles(block_m, 8, 1, hardware)] = once + count * steps / hardware.sms * unit
-    return min(times, key=lambda choice: times[choice])
+        times.append((_START + (rounds * steps + part) * choice.step / 128 * unit + ends, choice))
+    return times
 
 
 def candidates(
@@ -349,19 +377,20 @@ def prefill_tiles(
     format: Format | None = None,
     *,
     groups: int | None = None,
+    x_bytes: int = 2,
     resident: int = 1,
 ) -> PrefillTiles:
     """Returns a launch for many tokens, with as many stages as fit in shared memory next to a tile of y in 16 bit.
 
     `format` is the format of codes in the checkpoint's order; None is a prepacked weight, whose scales are fetched
-    with it. An SM has `resident` programs. By default, tiles of prepacked words have the number of groups that was
-    fastest: two from 64 tokens on.
+    with it. An element of x takes `x_bytes`, and an SM has `resident` programs. By default, tiles of prepacked words
+    have the number of groups that was fastest: two from 64 tokens on.
     """
     if groups is None:
         groups = 2 if block_m >= 64 and halves == 1 and format is None else 1
     room = _SHARED_BYTES // resident - 2048 - block_m * halves * 256
-    # Bytes of a stage: x in 16 bit, 64 columns; W as words with their scales, or as stored codes.
-    slot = block_m * 128 + halves * (4608 if format is None else 1024 * format.element.bits)
+    # Bytes of a stage: 64 columns of x; W as words with their scales, or as stored codes.
+    slot = block_m * 64 * x_bytes + halves * (4608 if format is None else 1024 * format.element.bits)
     depth = 2 if room // (2 * slot + 16) > 2 else 1
     if groups == 2 and block_m <= 96:
         depth = 4

@@ -59,6 +59,7 @@ in PyTorch; values are tested on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,7 +92,7 @@ from quant.kernels.hopper.sm90_decode_codes import (
     tile_bytes,
     whole_scale,
 )
-from quant.kernels.hopper.sm90_decode_nvfp4 import DECODED, decode
+from quant.kernels.hopper.sm90_decode_nvfp4 import DECODED, DECODED_E4M3, decode, decode_to_e4m3
 from quant.kernels.hopper.sm90_gemm_epilogue import Output, rows_of_weight, store_sum, times_row_scales
 from quant.kernels.hopper.sm90_gemm_pipeline import (
     advance,
@@ -115,7 +116,7 @@ from quant.kernels.hopper.sm90_gemm_schedule import Work, fetches_of, locate, tu
 from quant.kernels.hopper.tensor_maps import fields_of, matrix_fields, prepacked_fields
 from quant.kernels.launch_cache import CachedLaunch
 from quant.kernels.layout import is_prepacked
-from quant.kernels.matmul_tiles import Launch, PrefillTiles, deal, prefill_tiles, takes_stored
+from quant.kernels.matmul_tiles import PrefillTiles, deal, prefill_tiles, takes_stored
 
 _REGISTERS = gl.constexpr(232)
 _FETCHER_REGISTERS = gl.constexpr(40)
@@ -145,6 +146,7 @@ class Constants:
         split: whether tiles are cut along K.
         overlap: whether the kernel starts before the previous one has ended.
         has_bias: whether a bias is added.
+        in_e4m3: whether x is in E4M3 with a scale a token, and words are decoded to E4M3.
     """
 
     form: str
@@ -161,6 +163,7 @@ class Constants:
     split: bool
     overlap: bool
     has_bias: bool
+    in_e4m3: bool = False
 
     @property
     def block_m(self) -> int:
@@ -245,8 +248,9 @@ def _produce(maps, rings, work, panels: gl.constexpr, constants: gl.constexpr):
     split: gl.constexpr = constants.split
     form: gl.constexpr = constants.form
     block_m: gl.constexpr = constants.block_m
-    # A tile of 64 columns: 128 bytes for each token, and for each panel 2,048 of words and 256 of scales, or codes.
-    nbytes: gl.constexpr = depth * (block_m * 128 + panels * (2304 if form == _WORDS else tile_bytes(form)))
+    # A tile of 64 columns: x of each token, and for each panel 2,048 bytes of words and 256 of scales, or codes.
+    x_bytes: gl.constexpr = 64 if constants.in_e4m3 else 128
+    nbytes: gl.constexpr = depth * (block_m * x_bytes + panels * (2304 if form == _WORDS else tile_bytes(form)))
     whole = whole_tiles(work, constants)
     turn, end = turns_of(whole, work.cut, work.parts)
     slot = turn * 0
@@ -284,6 +288,22 @@ def _produce(maps, rings, work, panels: gl.constexpr, constants: gl.constexpr):
 
 
 @gluon.jit
+def _decoded(word, scale, constants: gl.constexpr, layout: gl.constexpr):
+    """Returns words as left operand, in the dtype of x."""
+    if constants.in_e4m3:
+        return gl.convert_layout(decode_to_e4m3(word, scale, gl.num_warps()), layout, assert_trivial=True)
+    else:
+        return gl.convert_layout(decode(word, scale, gl.num_warps()), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _times_token_scales(acc, scale, m, M):
+    """Returns a sum of E4M3 rows times their scales, float32 `[M]`."""
+    token = m + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    return acc * gl.load(scale + token, mask=token < M, other=0.0)[None, :]
+
+
+@gluon.jit
 def _weights(
     rings, block_scales, slot, panel: gl.constexpr, d: gl.constexpr, constants: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
@@ -292,17 +312,19 @@ def _weights(
     warps: gl.constexpr = gl.num_warps()
     if constants.form == _WORDS:
         word, scale = load_words(rings.words.index(slot), rings.scales.index(slot), panel, d, warps)
-        return gl.convert_layout(decode(word, scale, warps), layout, assert_trivial=True)
+        return _decoded(word, scale, constants, layout)
     else:
         form: gl.constexpr = constants.form
         return codes_operand(rings.words.index(slot * depth + d), block_scales, panel * 64, form, warps, layout)
 
 
 @gluon.jit
-def _scale_of_matrix(scales, expert, form: gl.constexpr):
+def _scale_of_matrix(scales, expert, constants: gl.constexpr):
     """Returns the one factor of the whole matrix, applied to the finished sum."""
+    form: gl.constexpr = constants.form
     if form == _WORDS:
-        return gl.load(scales.global_scale + expert).to(gl.float32) * DECODED
+        decoded: gl.constexpr = DECODED_E4M3 if constants.in_e4m3 else DECODED
+        return gl.load(scales.global_scale + expert).to(gl.float32) * decoded
     elif whole_scale(form):
         return gl.load(scales.block_scale + expert)
     else:
@@ -391,11 +413,12 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = 16 * warps
     panels: gl.constexpr = warps // 4
-    # wgmma: 64 rows a warpgroup, `wide` tokens, 16 columns of K; a warp holds 16 rows.
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, wide, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2)
-    tail_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, tail if tail else wide, 16])
-    tail_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=tail_layout, k_width=2)
+    # wgmma: 64 rows a warpgroup, `wide` tokens, 32 bytes of K; a warp holds 16 rows.
+    depth_k: gl.constexpr = 32 if constants.in_e4m3 else 16
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, wide, depth_k])
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=depth_k // 8)
+    tail_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, tail if tail else wide, depth_k])
+    tail_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=tail_layout, k_width=depth_k // 8)
     N = out.N
     parts = work.parts
     block_scale = scales.block_scale
@@ -449,7 +472,7 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
                         if halves == 2:
                             next_high = load_scales(rows_high, scales.stride, k, form)
                     if early:
-                        a = gl.convert_layout(decode(word, word_scales, warps), operand, assert_trivial=True)
+                        a = _decoded(word, word_scales, constants, operand)
                         # Read the next words before this product holds up their warps.
                         following = slot
                         if i + 1 == depth:
@@ -477,6 +500,15 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
         if ahead == 1:
             low, low_tail, high, high_tail = _wait_for_products(low, low_tail, high, high_tail, 0, constants)
             mbarrier.arrive(rings.empty.index(slot_before(slot, stages)), count=1)
+        if constants.in_e4m3:
+            # In place of block scales, which words have in the ring.
+            low = _times_token_scales(low, block_scale, m, out.M)
+            if tail:
+                low_tail = _times_token_scales(low_tail, block_scale, m + wide, out.M)
+            if halves == 2:
+                high = _times_token_scales(high, block_scale, m, out.M)
+                if tail:
+                    high_tail = _times_token_scales(high_tail, block_scale, m + wide, out.M)
         if split and turn == 0:
             buffer = partial.sums + (gl.program_id(0) * groups + group).to(gl.int64) * (halves * rows * block_m)
             size: gl.constexpr = piece_size(tail)
@@ -493,7 +525,7 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
             # Only the last part looks at the bits; for all others an owner still decides.
             abandoned = gl.where((arrivals & ARRIVALS) == parts - 1, arrivals >> ARRIVAL_BITS, 0)
         else:
-            scale = _scale_of_matrix(scales, expert, form)
+            scale = _scale_of_matrix(scales, expert, constants)
             if constants.width > 0:
                 if m + block_m > last:
                     # Rows of other experts follow, which TMA would overwrite.
@@ -515,7 +547,7 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
     # Shared memory must not be given back while TMA reads it.
     tma.store_wait(0)
     if split:
-        scale = _scale_of_matrix(scales, 0, form)
+        scale = _scale_of_matrix(scales, 0, constants)
         reduce_pieces(partial, abandoned, scale, block_scale, out, work, whole, group, rows, constants)
 
 
@@ -562,7 +594,7 @@ def sm90_codes_gemm_many(
     tail: gl.constexpr = constants.tail
     panels: gl.constexpr = 2 * halves
     rows: gl.constexpr = 16 * gl.num_warps()
-    x_ring = gl.allocate_shared_memory(gl.bfloat16, [stages * depth, wide, 64], x_map.layout)
+    x_ring = gl.allocate_shared_memory(x_map.dtype, [stages * depth, wide, 64], x_map.layout)
     if constants.form == _WORDS:
         w_ring, s_ring, words, scales = weight_rings(w_map, s_map, stages, panels, depth)
     else:
@@ -572,7 +604,7 @@ def sm90_codes_gemm_many(
     x_tail = x_ring
     y_tail = y_tile
     if tail:
-        x_tail = gl.allocate_shared_memory(gl.bfloat16, [stages * depth, tail, 64], x_tail_map.layout)
+        x_tail = gl.allocate_shared_memory(x_map.dtype, [stages * depth, tail, 64], x_tail_map.layout)
         y_tail = gl.allocate_shared_memory(gl.bfloat16, [halves * groups, tail, rows], y_tail_map.layout)
     full, empty = ring_barriers(stages, groups)
     work = Work(offsets, experts, M, N, whole, cut, parts, steps, tiles_m, tiles_n, tiles_k)
@@ -619,13 +651,14 @@ def prepare_gemm_many(
     bias: torch.Tensor | None,
     tiles: PrefillTiles,
     offsets: torch.Tensor | None = None,
-) -> Launch:
+) -> Callable[..., torch.Tensor]:
     """Returns a function that computes `x @ weight.T + bias` for arguments like these, which have been checked.
 
     Everything is decided here that does not depend on the values of the arguments.
 
     Args:
-        x: `[tokens, in]`, BF16, rows contiguous and 16-byte aligned.
+        x: `[tokens, in]`, BF16, rows contiguous and 16-byte aligned; or, with prepacked NVFP4, E4M3 in the order of
+            `sm90_e4m3_rows.py`, and then the function takes the scales of the tokens too.
         weight: prepacked, or in one of `STORED_FORMATS` and 16-byte aligned, `[out, in]`; with offsets prepacked
             or of 8 bits, `[experts, out, in]`.
         bias: `[out]` or `[experts, out]`, or None.
@@ -653,6 +686,7 @@ def prepare_gemm_many(
         experts=0 if offsets is None else experts,
         split=cut > 0,
         has_bias=bias is not None,
+        in_e4m3=x.dtype is torch.float8_e4m3fn,
     )
     form, wide, tail = constants.form, constants.wide, constants.tail
     x_fields = matrix_fields(x, wide, 64)
@@ -661,7 +695,7 @@ def prepare_gemm_many(
     else:
         pairs, scale_type = code_pairs(weight).dtype, stored_scales(weight).dtype
         w_fields = s_fields = fields_of(codes_descriptor(weight, rows))
-    y, across = x.new_empty(M, N), 128 // tiles.groups
+    y, across = x.new_empty(M, N, dtype=torch.bfloat16), 128 // tiles.groups
     y_fields = matrix_fields(y, wide, across)
     x_tail, y_tail = (matrix_fields(x, tail, 64), matrix_fields(y, tail, across)) if tail else (x_fields, y_fields)
     options = {
@@ -670,17 +704,19 @@ def prepare_gemm_many(
     }  # fmt: skip
     launch, counter_count = CachedLaunch(sm90_codes_gemm_many, (programs,), options), tiles.groups * cut
 
-    def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
-        y = x.new_empty(M, N)
+    def run(
+        x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, x_scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        y = x.new_empty(M, N, dtype=torch.bfloat16)
         sums = counters = y
         if cut:
             sums = torch.empty(cut * parts * rows * block_m, dtype=torch.float32, device=x.device)
             counters = arrival_counters(x, counter_count)
-        words, block_scale = weight.codes, weight.scale
-        scales = block_scale
+        words, scales = weight.codes, weight.scale
+        block_scale = scales if x_scale is None else x_scale
         if form != "words":
             words = scales = words.view(pairs)
-            block_scale = block_scale.view(scale_type)
+            block_scale = weight.scale.view(scale_type)
         maps = []
         tensors = (x_fields, x), (x_tail, x), (w_fields, words), (s_fields, scales), (y_fields, y), (y_tail, y)
         for fields, tensor in tensors:
@@ -704,13 +740,15 @@ def max_registers(tiles: PrefillTiles) -> int | None:
     return None if tiles.groups == 2 and tiles.ahead else 168
 
 
-def constants_of(tiles: PrefillTiles, form: str, *, experts: int, split: bool, has_bias: bool) -> Constants:
+def constants_of(
+    tiles: PrefillTiles, form: str, *, experts: int, split: bool, has_bias: bool, in_e4m3: bool = False
+) -> Constants:
     """Returns the constants of a launch; `experts` is their number, or 0. See `Constants`."""
     wide = 1 << tiles.block_m.bit_length() - 1
     return Constants(
         form, tiles.groups, tiles.halves, wide, tiles.block_m - wide, tiles.stages, tiles.depth, tiles.unroll,
         tiles.ahead, tiles.early, triton.next_power_of_2(max(experts, 32)) if experts else 0, split, tiles.overlap,
-        has_bias,
+        has_bias, in_e4m3,
     )  # fmt: skip
 
 

@@ -43,8 +43,35 @@ shl.b32 t,$4,4; lop3.b32 u,t,0x0FF00FF0,0x70007000,0xEA; mov.b32 {$0,$1},u;
 shr.b32 t,$4,4; lop3.b32 u,t,0x0FF00FF0,0x70007000,0xEA; mov.b32 {$2,$3},u;
 }""")
 _HALVES = gl.constexpr("mov.b32 {$0,$1},$2;")
+# The four words of a thread, $8 to $11, and the scale bytes of its two rows, $12 and $16, to eight words of E4M3, two
+# for each: row 0 and row 1. A code becomes FP16 times 2^-14. A stored scale has the bits of FP16's exponent and
+# mantissa, for 2^7 times the scale. Both products are exact.
+_E4M3_WORD = """
+shl.b32 t,${word},3; shl.b32 u,${word},6; shl.b32 v,${word},9;
+and.b32 c,t,0x0E000E00; lop3.b32 c,${word},0x80008000,c,0xEA;
+and.b32 d,u,0x0E000E00; lop3.b32 d,t,0x80008000,d,0xEA;
+and.b32 e,v,0x0E000E00; lop3.b32 e,u,0x80008000,e,0xEA;
+shl.b32 t,${word},1; shr.b32 u,${word},4; and.b32 u,u,0x02000200;
+lop3.b32 f,${word},0x0C000C00,u,0xEA; lop3.b32 f,t,0x80008000,f,0xEA;
+mul.rn.f16x2 c,c,p{s}; mul.rn.f16x2 d,d,p{s}; mul.rn.f16x2 e,e,q{s}; mul.rn.f16x2 f,f,q{s};
+mul.rn.f16x2 c,c,k; mul.rn.f16x2 d,d,k; mul.rn.f16x2 e,e,k; mul.rn.f16x2 f,f,k;
+cvt.rn.satfinite.e4m3x2.f16x2 x,c; cvt.rn.satfinite.e4m3x2.f16x2 y,d; mov.b32 ${low},{{x,y}};
+cvt.rn.satfinite.e4m3x2.f16x2 x,e; cvt.rn.satfinite.e4m3x2.f16x2 y,f; mov.b32 ${high},{{x,y}};
+"""
+_E4M3_SCALES = """
+shl.b32 t,${scales},7; and.b32 t,t,0x7F807F80; shr.b32 u,${scales},1; and.b32 u,u,0x7F807F80;
+prmt.b32 {r}0,t,t,0x1010; prmt.b32 {r}1,t,t,0x3232; prmt.b32 {r}2,u,u,0x1010; prmt.b32 {r}3,u,u,0x3232;
+"""
+_TO_E4M3 = gl.constexpr(
+    "{ .reg .b32 t,u,v,k,c,d,e,f,p<4>,q<4>; .reg .b16 x,y; mov.b32 k,0x4C004C00;"  # 2^4 twice
+    + "".join(_E4M3_SCALES.format(scales=scales, r=r) for scales, r in ((12, "p"), (16, "q")))
+    + "".join(_E4M3_WORD.format(word=8 + s, s=s, low=2 * s, high=2 * s + 1) for s in range(4))
+    + "}"
+)
 DECODED = gl.constexpr(2.0**7)
 """Correction factor: decoded values must be multiplied by 2⁷."""
+DECODED_E4M3 = gl.constexpr(2.0**3)
+"""The same for `decode_to_e4m3`: 6 · 448 · 2⁻³ is the largest value, of E4M3's 448."""
 
 
 @gluon.jit
@@ -87,6 +114,42 @@ def decode(words, scales, warps: gl.constexpr):
     # To rows (warp, b, g) and columns (s, a, q, h), the left operand of wgmma and mma.sync alike.
     value = value.reshape([warps, 8, 4, 4, 2, 2, 2])  # warp g q s h a b
     return value.permute([0, 6, 1, 3, 5, 2, 4]).reshape([16 * warps, 64])
+
+
+@gluon.jit
+def decode_to_e4m3(words, scales, warps: gl.constexpr):
+    """Decodes as `decode`, to E4M3 with one rounding; columns are in the order of `sm90_e4m3_rows.py`.
+
+    Values are those of W times 2^-3, without the global scale. Below 2^-6, a 1/57,000 of the largest value that can be,
+    E4M3 has no relative precision.
+    """
+    low, high = gl.split(scales)
+    flat: gl.constexpr = gl.SliceLayout(1, words.type.layout)
+    low, _ = gl.broadcast(gl.convert_layout(low, flat, assert_trivial=True).expand_dims(1), words)
+    high, _ = gl.broadcast(gl.convert_layout(high, flat, assert_trivial=True).expand_dims(1), words)
+    r0, r1, r2, r3, r4, r5, r6, r7 = gl.inline_asm_elementwise(
+        _TO_E4M3,
+        # Outputs are written before the last inputs are read: "&" keeps their registers apart.
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [words, low, high],
+        dtype=(
+            gl.float8e4nv,
+            gl.float8e4nv,
+            gl.float8e4nv,
+            gl.float8e4nv,
+            gl.float8e4nv,
+            gl.float8e4nv,
+            gl.float8e4nv,
+            gl.float8e4nv,
+        ),
+        is_pure=False,
+        pack=4,
+    )
+    # A word's two rows b; words 2 t + u of a product t of 32 columns.
+    first = gl.join(gl.join(r0, r1), gl.join(r2, r3))  # thread i b u
+    value = gl.join(first, gl.join(gl.join(r4, r5), gl.join(r6, r7)))  # thread i b u t
+    value = value.reshape([warps, 8, 4, 4, 2, 2, 2])  # warp g q i b u t
+    return value.permute([0, 4, 1, 6, 5, 2, 3]).reshape([16 * warps, 64])
 
 
 @gluon.jit

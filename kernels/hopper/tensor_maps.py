@@ -27,8 +27,9 @@ def fields_of(descriptor: TensorDescriptor) -> Fields:
 
 
 def matrix_fields(matrix: torch.Tensor, rows: int, columns: int) -> Fields:
-    """Returns the fields for a BF16 matrix of which tiles `[rows, columns]` are copied, swizzled for wgmma."""
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+    """Returns the fields for a BF16 or E4M3 matrix of which tiles `[rows, columns]` are copied, swizzled for wgmma."""
+    dtype = gl.bfloat16 if matrix.dtype is torch.bfloat16 else gl.float8e4nv
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
     return fields_of(TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns], layout))
 
 

@@ -5,7 +5,7 @@ not the answers of the model: vLLM keeps its own kernels, and a line of its log 
 milliseconds and the time that Triton needs for the kernels, which the model's layers would need anyway.
 
     format of linear layers   1 and 80 tokens by a matrix of 128 × 256       the kernels for few and for many tokens
-                              897 tokens, where prompts are multiplied in FP8
+                              256 and 1,025 tokens, where prompts are multiplied in FP8
     experts                   the same matrix four times, rows for each
     norm and SwiGLU           three rows of 256 columns
     rotation, cache write     the same rows as two heads
@@ -107,7 +107,7 @@ class SelfTest:
         layer = torch.nn.Module()
         weights.hold(layer, weights.arranged(moved(weight, self.device))[0])
         errors = []
-        in_fp8 = (weights.FP8_FROM,) if weights.multiplies_prompts_in_fp8(format) else ()
+        in_fp8 = (weights.FP8_FROM, weights.FP8_DECODED_UP_TO + 1) if weights.multiplies_prompts_in_fp8(format) else ()
         for tokens in (*TOKENS, *in_fp8):
             x = _sample(tokens, IN, tokens).bfloat16()
             expected = x.double() @ weight.dequantize(torch.float64).T
