@@ -8,6 +8,9 @@ The optimizer is left out, for it is the same in all rows. It needs a GPU.
 `layers` runs four whole decoder layers, forward and backward, compiled, with the peak of memory. BF16 and the recipes
 take turns, in rounds, once the card is warm: on one that was idle the first steps are faster.
 
+`sizes` runs square layers of several widths, forward and backward, recorded in a CUDA graph so that the host does not
+count: those below some width are faster in BF16.
+
 `attention` runs attention of Llama-3-8B's shape, causal, forward and backward, in BF16 by PyTorch and in FP8.
 
 `operands` compares the kernels that make FP8 operands with a copy of a matrix, by the bytes that they read and write.
@@ -47,7 +50,7 @@ _SIZES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "dow
 
 @click.command(help=__doc__)
 @click.argument(
-    "part", type=click.Choice(["linears", "layers", "attention", "operands", "gradients"]), default="gradients"
+    "part", type=click.Choice(["linears", "layers", "sizes", "attention", "operands", "gradients"]), default="gradients"
 )
 @click.option("--tokens", default=8192, show_default=True, help="Of a step.")
 @click.option("--steps", default=20, show_default=True, help="That are timed.")
@@ -72,6 +75,10 @@ def main(
             f"medians of {rounds} rounds, each the median of {steps} steps."
         )
         show("Whole layers in low-precision training", header, rows, [note], json_path=json_path)
+    elif part == "sizes":
+        rows = [_square(width, tokens, steps) for width in (512, 1024, 1536, 2048, 4096)]
+        note = f"Square layers, {tokens} tokens, forward and backward, compiled and recorded; ms, median of {steps}."
+        show("Widths of layers in low-precision training", header, rows, [note], json_path=json_path)
     elif part == "attention":
         rows = [_attention(length, tokens, steps) for length in (2048, 8192)]
         note = f"32 heads of 128, 8 KV heads, {tokens} tokens in rows, causal; ms, median of {steps}."
@@ -184,6 +191,33 @@ def _whole_layers(tokens: int, steps: int, rounds: int) -> list[dict[str, Any]]:
             }
         )
     return [_told(row) for row in rows]
+
+
+def _square(width: int, tokens: int, steps: int) -> dict[str, Any]:
+    """The times of a layer `[width, width]`."""
+    x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy, row = torch.randn_like(x), {"width": width}
+    torch._dynamo.config.recompile_limit = 64
+    for name in ("BF16", "fp8_block"):
+        net = nn.Sequential(nn.Linear(width, width, bias=False, device="cuda", dtype=torch.bfloat16)).train()
+        if name != "BF16":
+            quant.to_low_precision_training(net, name)
+        run = torch.compile(net, dynamic=False)
+
+        def step(run: Any = run, weight: torch.Tensor = net[0].weight) -> None:
+            torch.autograd.grad(run(x), (x, weight), dy)
+
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # which compiles
+                step()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        row[name] = _median(graph.replay, steps)
+    row["× BF16"] = row["BF16"] / row["fp8_block"]
+    return _told(row)
 
 
 def _attention(length: int, tokens: int, steps: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ All round as the recipe says, so a layer is evaluated and packed in the same way
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,24 @@ def _backend(name: str, recipe: TrainingRecipe) -> Backend:
     require("transformer_engine.pytorch", "te")
     note = "FP8 tensor cores by Transformer Engine, which scales each layer by itself, also those that are merged"
     return Backend(name, note, lambda: TEProducts(recipe))
+
+
+_LEAST_WIDTH = 2048
+"""The width of square layers from which `native` gains time, by `benchmarks/training_lowprecision.py sizes` (H100)."""
+
+
+def is_too_small(backend: str, weights: Sequence[torch.Tensor]) -> bool:
+    """Returns whether a layer is known to take no less time in a backend than in 16 bit.
+
+    Products save time in proportion to out · in, and rounding their operands costs it in proportion to out + in. So a
+    layer is as good as a square one whose width is the harmonic mean of the two. Only `native` was measured.
+
+    Args:
+        backend: of the layer.
+        weights: `[out, in]` of the layers that share its input, its own included: they are one layer here.
+    """
+    rows, columns = sum(map(len, weights)), weights[0].shape[1]
+    return backend == "native" and 2 * rows * columns < _LEAST_WIDTH * (rows + columns)
 
 
 _PACKAGES = {"torchao": ("torchao", "torchao"), "te": ("Transformer Engine", "te")}

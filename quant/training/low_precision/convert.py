@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,7 +20,7 @@ from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan, groups_of
 from quant.training.fp8_attention import attend_in_16bit, attend_in_fp8, check_attention
 from quant.training.low_precision.all_gather import check_gather_in_fp8, gather_in_16bit, gather_in_fp8
-from quant.training.low_precision.backends import Backend, choose_backend
+from quant.training.low_precision.backends import Backend, choose_backend, is_too_small
 from quant.training.low_precision.experts import (
     convert_experts,
     experts_refusal,
@@ -52,6 +52,7 @@ class LowPrecisionTraining:
         in_16bit: layers that stay as they were, with the reason, by name.
         model: that was converted.
         attention: how attention is computed; None where it was left as it was.
+        too_small: converted layers that are too small to gain time, with the sizes of their weights.
     """
 
     recipe: TrainingRecipe
@@ -61,6 +62,7 @@ class LowPrecisionTraining:
     in_16bit: Mapping[str, str]
     model: nn.Module
     attention: str | None = None
+    too_small: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def at(self, share: float) -> None:
         """Says how far training is, as a share of all steps; the recipe's schedule may end the forward's rounding."""
@@ -133,6 +135,12 @@ class LowPrecisionTraining:
         """Returns a line for the log, and one for each reason."""
         lines = [f"{counted(len(self.converted), 'layer')} in {self.recipe.name}: {self.note}"]
         lines += [] if self.attention is None else [f"attention: {self.attention}"]
+        if self.too_small:
+            name, size = next(iter(self.too_small.items()))
+            lines.append(
+                f"no faster than in 16 bit: {counted(len(self.too_small), 'layer')}, {name} first: {list(size)} is too "
+                "small to gain from FP8; exclude= leaves such layers in 16 bit, in the deployed model, too"
+            )
         reasons: dict[str, list[str]] = {}
         for name, reason in self.in_16bit.items():
             reasons.setdefault(reason, []).append(name)
@@ -219,7 +227,12 @@ def to_low_precision_training(
     if chosen.name == "native":
         fuse_gated_mlps(model)
         trace_rms_norms(model)
-    return LowPrecisionTraining(recipe, chosen.name, chosen.note, converted, reasons, model, of_attention)
+    small = {
+        name: tuple(linears[name].weight.shape)
+        for name in converted
+        if name in linears and is_too_small(chosen.name, [each.weight for each in linears[name].low_precision.group])
+    }
+    return LowPrecisionTraining(recipe, chosen.name, chosen.note, converted, reasons, model, of_attention, small)
 
 
 def from_low_precision_training(model: nn.Module) -> None:

@@ -160,6 +160,18 @@ def test_copies_train_and_the_packed_model_has_the_trained_codes() -> None:
     assert torch.equal(net(x), y)
 
 
+def test_the_report_names_layers_that_are_too_small_to_gain_time() -> None:
+    layers = nn.Sequential(nn.Linear(4096, 512), nn.Linear(512, 4096), nn.Linear(2048, 2048))
+    report = quant.to_low_precision_training(layers, "fp8_block", backend="native")
+    # Harmonic means of 910, 910 and 2048.
+    assert report.too_small == {"0": (512, 4096), "1": (4096, 512)}
+    assert "no faster than in 16 bit: 2 layers, 0 first: [512, 4096] is too small to gain from FP8; exclude=" in str(
+        report
+    )
+    quant.from_low_precision_training(layers)
+    assert not quant.to_low_precision_training(layers, "fp8_block", backend="emulated").too_small
+
+
 def test_recipes_and_machines_that_it_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(quant.UserError, match='backend "native" does not run mxfp8 here: it has fp8_block alone'):
         quant.to_low_precision_training(nn.Sequential(nn.Linear(128, 128)), "mxfp8", backend="native")
