@@ -25,7 +25,7 @@ ifdef QUICK
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --effort 0 $(TEXTS) --eval-samples 2 --out $(OUT) --overwrite
 	.venv/bin/quant generate $(OUT) --prompt "The capital of France is" --max-new-tokens 8
 else
-	@echo "about six minutes on two cores: two for GPTQ, two and a half for the mix, one and a half for the engine; 'make demo QUICK=1' takes one"
+	@echo "about six and a half minutes on two cores: two for GPTQ, three for the mix, one and a half for the engine; 'make demo QUICK=1' takes one"
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --solver gptq $(TEXTS) --calib-samples 4 --eval-samples 4 \
 		--out $(OUT) --overwrite
 	.venv/bin/quantize smollm2-135m --bits 4.8 --formats nvfp4a16,fp8a16 $(TEXTS) --calib-samples 4 \
