@@ -8,9 +8,9 @@ at products and at rounding is measured (`Speed`); what a layer takes whatever i
 Seconds that were told and taken, with 8 rows of 256 tokens of SmolLM2-135M, processor time of one core of an AMD EPYC,
 two to eight blocks: `gptq` 8.1 and 8.5, `kfac` 18.4 and 18.6, `awq:merge+gptq` 7.1 and 7.4, `gptq` to FP8 7.2 and 9.6,
 `local_hessian` 7.2 and 4.9. An H100 took 6.0 for `gptq` with 32 rows of 512 tokens, 10.2 for `kfac`, and 5.8 for `gptq`
-of six blocks of Llama-3-8B's shape; from the speeds measured there this file computes 5.9, 11.6 and 8.4. Expect a factor of 1.5, and more on a busy machine: only its load
-during the measurements is seen. Kernels that Triton compiles for the first time take some 3 s more; the measurement
-compiles most of them.
+of six blocks of Llama-3-8B's shape; from the speeds measured there this file computes 5.9, 11.6 and 8.4. Expect a
+factor of 1.5, and more on a busy machine: only its load during the measurements is seen. Kernels that Triton compiles
+for the first time take some 3 s more; the measurement compiles most of them.
 """
 
 from __future__ import annotations

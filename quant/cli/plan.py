@@ -75,8 +75,8 @@ def diff_command(before: Path, after: Path, as_json: bool) -> None:
     "settings",
     multiple=True,
     metavar="GLOB=FORMAT[:SOLVER][@INPUT]",
-    help="New format of matching layers; keep is 16 bit. Without @INPUT, inputs get the format that goes with the "
-    "weight's if the plan quantizes inputs. Repeatable; the last match wins.",
+    help="New format of matching layers, or a preset such as nvfp4a16; keep is 16 bit. Without @INPUT, inputs get the "
+    "format that goes with the weight's if the plan quantizes inputs. Repeatable; the last match wins.",
 )
 @click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8, fp8_head, or keep.")
 @click.option("--guard", metavar="'LIMIT FORMAT …'", help="As in `quantize`; an empty text takes it away.")
