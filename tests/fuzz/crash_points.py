@@ -253,7 +253,8 @@ def run(every: int, workers: int, only: Sequence[str] = (), *, quick: bool = Fal
             old = None
             if job.before is not None:
                 old = _folder(root, f"{number}-old", None)
-                assert not forks.run(job.before.split(), old, stand_ins).code
+                done = forks.run(job.before.split(), old, stand_ins)
+                assert not done.code, done
             clean = Case(job, "KILL", 1 << 60, _folder(root, f"{number}-clean", old))
             done = forks.run(job.command.split(), clean.folder, _both(stand_ins, clean.crash))
             assert not done.code, done
