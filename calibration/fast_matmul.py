@@ -100,7 +100,8 @@ def columns_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """
     if not has_pairs(x):
         return x.t() @ y
-    (high, low), (high_y, low_y) = _pair(x), _pair(y)
+    high, low = _pair(x)
+    high_y, low_y = (high, low) if y is x else _pair(y)
     # One product of three times the tokens: the result, which may be far larger than x, is written once.
     return _of_columns(torch.cat([high, high, low]), torch.cat([high_y, low_y, high_y]))
 

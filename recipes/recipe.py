@@ -147,6 +147,15 @@ def get_recipe(name: str) -> Recipe:
     return recipes[name]
 
 
+def find_preset(name: str) -> Recipe | None:
+    """Returns the preset of a name, with inputs in 16 bit for `PRESETa16` such as fp8a16; None for other names."""
+    recipes = presets()
+    # Some presets end in a16 themselves (nvfp4a16), so whole names go first.
+    if name not in recipes and (before := recipes.get(name.removesuffix("a16"))):
+        return dataclasses.replace(before, activation=KEEP)
+    return recipes.get(name)
+
+
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Returns the end of a message that suggests a name: one that begins with `name`, or else the nearest one."""
     choices, name = list(choices), name.lower()

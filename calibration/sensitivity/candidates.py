@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from quant.formats.format import Format, get_format, is_16bit, parse_format
 from quant.recipes.plan import LayerPlan, Parts
-from quant.recipes.recipe import KEEP, did_you_mean, presets
+from quant.recipes.recipe import KEEP, did_you_mean, find_preset, presets
 from quant.recipes.solver_names import with_branch
 
 
@@ -89,15 +89,12 @@ def _parse(name: str) -> Candidate:
     if "@" in name:  # nvfp4@fp8
         weight, activation = name.split("@", 1)
         return Candidate(name, get_format(weight), parse_format(activation))
-    # A preset, or a preset with a16 at its end. Some presets end in a16 themselves (nvfp4a16), so whole names go first.
-    recipes = presets()
-    stem = name.removesuffix("a16")
-    if name not in recipes and (stem == name or stem not in recipes):
+    recipe = find_preset(name)
+    if recipe is None:
+        recipes = presets()
         raise ValueError(
             f"unknown format {name!r}; known formats: {', '.join(recipes)}, any of them with a16 at its end, "
             "or WEIGHT@INPUT such as nvfp4@fp8; with +lowrank:RANK after it, a branch in 16 bit"
             f"{did_you_mean(name, recipes)}"
         )
-    recipe = recipes.get(name) or recipes[stem]
-    activation = recipe.activation if name in recipes else KEEP
-    return Candidate(name, get_format(recipe.weight), parse_format(activation))
+    return Candidate(name, get_format(recipe.weight), parse_format(recipe.activation))

@@ -79,7 +79,12 @@ def check_corpus(spec: str) -> None:
         return
     if importlib.util.find_spec("datasets") is None:
         raise ValueError(_missing_package(corpus))
-    if corpus.reader and Path(corpus.path).is_file() and not Path(corpus.path).stat().st_size:
+    if corpus.reader and Path(corpus.path).is_file():
+        _check_not_empty(corpus)
+
+
+def _check_not_empty(corpus: Corpus) -> None:
+    if not Path(corpus.path).stat().st_size:
         raise ValueError(f"{corpus.path}: empty, it holds no text")
 
 
@@ -102,10 +107,10 @@ def read_records(corpus: Corpus, *, seed: int | None = None) -> Iterator[dict[st
         import datasets
     except ImportError as error:
         raise ValueError(_missing_package(corpus)) from error
-    if corpus.reader and not Path(corpus.path).is_file():
-        raise FileNotFoundError(f"{corpus.path}: no such file")
-    if corpus.reader and not Path(corpus.path).stat().st_size:
-        raise ValueError(f"{corpus.path}: empty, it holds no text")
+    if corpus.reader:
+        if not Path(corpus.path).is_file():
+            raise FileNotFoundError(f"{corpus.path}: no such file")
+        _check_not_empty(corpus)
     with _explained(corpus):
         records = _open(datasets, corpus)
     if isinstance(records, dict):

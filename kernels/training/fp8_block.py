@@ -18,6 +18,8 @@ other devices plain PyTorch computes the same codes and scales, and the products
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
@@ -28,6 +30,7 @@ from quant.kernels.hardware import current
 from quant.kernels.linear.ops import register, without_autocast
 from quant.kernels.portable.training.fp8_block_layout import (
     BLOCK,
+    Operands,
     SwiGLUGradients,
     allocate,
     allocate_side_by_side,
@@ -151,12 +154,8 @@ def _reference_stacked(parts: list[torch.Tensor], rule: str, rows: bool, columns
 def _stacked_on_gpu(parts: list[torch.Tensor], rule: str, rows: bool, columns: bool) -> list[torch.Tensor]:
     if not runs_on(parts[0]):
         return _reference_stacked(parts, rule, rows, columns)
-    from quant.kernels.hopper.sm90_fp8_block_operands import sm90_fp8_block_operands
-
     operands, whole = allocate_stacked(parts, rows, columns)
-    with torch.cuda.device_of(parts[0]):
-        for part, out in zip(parts, operands, strict=True):
-            sm90_fp8_block_operands(part, rule, square=True, rows=rows, columns=columns, out=out)
+    _fill(operands, parts, rule, square=True, rows=rows, columns=columns)
     return [*(x for each in operands for x in each[:2]), *whole[2:]]
 
 
@@ -168,13 +167,20 @@ def _reference_side_by_side(parts: list[torch.Tensor], rule: str, rows: bool, co
 def _side_by_side_on_gpu(parts: list[torch.Tensor], rule: str, rows: bool, columns: bool) -> list[torch.Tensor]:
     if not runs_on(parts[0]):
         return _reference_side_by_side(parts, rule, rows, columns)
+    operands, whole = allocate_side_by_side(parts, rows, columns)
+    _fill(operands, parts, rule, square=False, rows=rows, columns=columns)
+    return [*whole[:2], *(x for each in operands for x in each[2:])]
+
+
+def _fill(
+    operands: Sequence[Operands], parts: Sequence[torch.Tensor], rule: str, *, square: bool, rows: bool, columns: bool
+) -> None:
+    """Writes the operands of each part on Hopper."""
     from quant.kernels.hopper.sm90_fp8_block_operands import sm90_fp8_block_operands
 
-    operands, whole = allocate_side_by_side(parts, rows, columns)
     with torch.cuda.device_of(parts[0]):
         for part, out in zip(parts, operands, strict=True):
-            sm90_fp8_block_operands(part, rule, rows=rows, columns=columns, out=out)
-    return [*whole[:2], *(x for each in operands for x in each[2:])]
+            sm90_fp8_block_operands(part, rule, square=square, rows=rows, columns=columns, out=out)
 
 
 def _fake_operands(x: torch.Tensor, rule: str, square: bool, rows: bool, columns: bool) -> _Operands:

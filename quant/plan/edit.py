@@ -13,11 +13,11 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 from quant.errors import UserError, counted, listed
-from quant.formats.format import INPUT_FORMATS, Format, cache_format, is_16bit, parse_format
+from quant.formats.format import INPUT_FORMATS, Format, cache_format, parse_format
 from quant.plan.check import check_guard_and_observer, check_solver, layer_problem, sharers_of
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.recipes.recipe import KEEP, Recipe, presets
+from quant.recipes.recipe import find_preset, presets
 from quant.recipes.resolve import QUANTIZABLE
 
 
@@ -57,7 +57,7 @@ def parse_setting(text: str) -> Setting:
     value, at, input_name = value.partition("@")
     name, colon, solver = value.partition(":")
     try:
-        if preset := _preset(name):
+        if name not in INPUT_FORMATS and (preset := find_preset(name)):
             if at:
                 raise ValueError(f"{name} has an input format already; write {preset.weight}@{input_name}")
             name, at, input_name = preset.weight, "@", preset.activation
@@ -70,16 +70,6 @@ def parse_setting(text: str) -> Setting:
     if weight is None and (activation is not None or solver):
         raise UserError(f"--set {text!r}: a layer in 16 bit has neither a solver nor an input format")
     return Setting(text, glob, weight, solver or None, activation, bool(at))
-
-
-def _preset(name: str) -> Recipe | None:
-    """Returns the preset of a name that is no format; `PRESETa16` is one with inputs in 16 bit."""
-    recipes = presets()
-    if name in INPUT_FORMATS or is_16bit(name):
-        return None
-    if name not in recipes and (before := recipes.get(name.removesuffix("a16"))):
-        return replace(before, activation=KEEP)
-    return recipes.get(name)
 
 
 def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False) -> Plan:

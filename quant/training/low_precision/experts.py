@@ -111,7 +111,7 @@ class LowPrecisionStack(ExpertStack):
         if self._weight_amax is not None:
             of_w = self._weight_amax[index]
         if self._trains:
-            state.deployed, state.weight_dtype = None, self.held.dtype
+            state.note_weight(self.held)
             if state.products is not None:
                 return state.products(x, self._matrices[index], state, x)
         y: torch.Tensor = RoundedProducts.apply(x, self._matrices[index], of_x, of_w, state)  # type: ignore[no-untyped-call]
