@@ -236,7 +236,7 @@ def _wrong(case: Case, outcome: Outcome, old: list[Contents], new: list[Contents
         case _:
             right = (outcome.code == 2 and told[0].startswith("error: ")) or (not outcome.code and held == new)
     if not right:
-        yield f"code {outcome.code}: {outcome.stderr[-600:]!r}"
+        yield f"code {outcome.code}: {outcome.stderr[-4000:]!r}"
 
 
 def run(every: int, workers: int, only: Sequence[str] = (), *, quick: bool = False) -> Counter[str]:

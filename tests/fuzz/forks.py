@@ -1,7 +1,7 @@
 """A command runs in a fork of a process that has everything imported, so that a case costs milliseconds, not seconds.
 
 Every fork has limits: processor time, memory beyond what it started with, bytes in a file, and time asleep. Its stacks
-are printed when it runs out of processor time, which shows where a hang is.
+are printed when it runs out of either time, which shows where a hang is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tqdm.std import TqdmDefaultWriteLock
+
+# tqdm's lock for several processes is a semaphore that all forks share. One that is killed while it holds it would
+# stop the others wherever transformers shows a bar. Each fork has its own lock for threads.
+TqdmDefaultWriteLock.mp_lock = None
 
 SECONDS = 10
 MEMORY = 1 << 30
@@ -80,7 +86,7 @@ def run_all(
             found, status, used = os.wait4(pid, os.WNOHANG)
             if not found:
                 if each.is_stuck(pid):
-                    os.killpg(pid, signal.SIGKILL)
+                    os.killpg(pid, signal.SIGXCPU)  # prints the stacks, see `_limit`
                 continue
             del running[pid]
             texts = ((each.folder / name).read_bytes().decode(errors="replace") for name in ("stdout", "stderr"))

@@ -13,6 +13,7 @@ from quant.cli.main import COMMANDS, main
 from quant.cli.quantize import quantize_command
 from quant.formats.format import FORMATS
 from quant.recipes.recipe import presets
+from quant.recipes.solver_names import ROUNDINGS
 
 
 def completed(command: click.Command, *arguments: str) -> tuple[list[str], bool]:
@@ -33,6 +34,11 @@ def test_commands_and_names_are_completed() -> None:
     # Of a list, its last name is completed.
     assert completed(quantize_command, "m", "--formats", "fp8,nv") == ([f"fp8,{word}" for word in words], False)
     assert completed(quantize_command, "m", "--solver", "awq+gp") == (["awq+gptq", "awq+gptq_plain"], False)
+    # A part is offered only where it may stand, and a name once.
+    awq = ["smoothquant", "rotation", "lowrank", *ROUNDINGS, "autoround"]
+    assert set(completed(quantize_command, "m", "--solver", "awq+")[0]) == {f"awq+{part}" for part in awq}
+    assert completed(quantize_command, "m", "--solver", "gptq+") == (["gptq+autoround"], False)
+    assert "fp8,fp8" not in completed(quantize_command, "m", "--formats", "fp8,f")[0]
     assert completed(quantize_command, "m", "--lm-head", "") == ([*FORMATS, "16bit"], False)
     assert completed(quantize_command, "m", "--observer", "p") == (["percentile"], False)
 
