@@ -71,20 +71,27 @@ class BlockScaledTensor:
         return decode(unpack(self.codes, 6, columns) if element.bits == 6 else self.codes, element)
 
     def scale_values(self) -> torch.Tensor:
-        """Returns block scale times global scale, float32, of the shape of `scale`."""
+        """Returns block scale times global scale, rounded once to float32, of the shape of `scale`."""
         return _step(decode(self.scale, self.format.scale), self.global_scale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Returns the values, `[..., out, in]`, rounded once to `dtype`."""
+        """Returns the values, `[..., out, in]`, in `dtype`.
+
+        In float64 they are exact, since element · block scale · global scale has at most 32 bits of mantissa where the
+        scales are float32. In any other dtype they are the values that kernels compute: float32 products, first of
+        the two scales, then with the element, rounded to `dtype` at the end.
+        """
         out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
         rows = out.shape[-2]
         block_rows, block_columns = self.format.block_shape(self.shape)
-        scale = self.scale_values().repeat_interleave(block_rows, dim=-2)[..., :rows, :]
+        computed = torch.promote_types(dtype, torch.float32)
+        step = _step(decode(self.scale, self.format.scale), self.global_scale, computed)
+        step = step.repeat_interleave(block_rows, dim=-2)[..., :rows, :]
         for index in np.ndindex(*self.shape[:-2]):
             for chunk in _row_chunks(out[index], 0, rows):
                 part = replace(self, codes=self.codes[index][chunk], shape=out[index][chunk].shape)
-                blocks = _to_blocks(part.element_values(), (1, block_columns))
-                blocks.mul_(scale[index][chunk, None, :, None])
+                blocks = _to_blocks(part.element_values().to(computed), (1, block_columns))
+                blocks.mul_(step[index][chunk, None, :, None])
                 out[index][chunk] = _from_blocks(blocks, *part.shape)
         return out
 
@@ -266,11 +273,12 @@ def round_with_scale(
 ) -> torch.Tensor:
     """Returns `quantize_with_scale(…).dequantize(dtype)` without making codes: the weight of a deployed model.
 
-    Arguments are those of `quantize_with_scale`; the result has the shape of `weight`, rounded once to `dtype`.
+    Arguments are those of `quantize_with_scale`; the result has the shape of `weight`.
     """
     rows, columns = weight.shape[-2:]
     block_rows, block_columns = format.block_shape(weight.shape)
-    step = _step(scale, global_scale).repeat_interleave(block_rows, dim=-2)[..., :rows, :]
+    step = _step(scale, global_scale, torch.promote_types(dtype, torch.float32))
+    step = step.repeat_interleave(block_rows, dim=-2)[..., :rows, :]
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for index in np.ndindex(*weight.shape[:-2]):
         round_part = partial(_round_rows, weight[index], format, block_columns, step[index], out[index])
@@ -285,16 +293,17 @@ def _round_rows(
     for chunk in _row_chunks(weight, *part):
         each = step[chunk, None, :, None]
         blocks = _to_blocks(weight[chunk].float(), (1, width))
-        rounded = round_to(blocks / each, format.element).mul_(each)
+        # Elements are chosen against the float32 step, as `_encode_rows` does; only their values may be float64.
+        rounded = round_to(blocks / each.float(), format.element).to(each.dtype).mul_(each)
         out[chunk] = _from_blocks(rounded, chunk.stop - chunk.start, weight.shape[1])
 
 
-def _step(scale: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
-    """Returns block scale times global scale, rounded once to float32."""
+def _step(scale: torch.Tensor, global_scale: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Returns block scale times global scale, rounded once to `dtype`."""
     if global_scale is None:
-        return scale
+        return scale.to(dtype)
     # Float64 holds the product of two float32 exactly, so this is one rounding, on every device alike.
-    return (scale.double() * global_scale.double()[..., None, None]).float()
+    return (scale.double() * global_scale.double()[..., None, None]).to(dtype)
 
 
 def _store_scale(scale: torch.Tensor, format: Format) -> torch.Tensor:

@@ -19,7 +19,14 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.number import E4M3
 from quant.formats.packing import unpack
 from quant.formats.scaling import SCALE_RULES
-from quant.formats.tensor import BlockScaledTensor, checked_amax, fake_quantize, quantize, quantize_with_scale
+from quant.formats.tensor import (
+    BlockScaledTensor,
+    checked_amax,
+    fake_quantize,
+    quantize,
+    quantize_with_scale,
+    round_with_scale,
+)
 
 GRIDS = {
     "e2m1": ml_dtypes.float4_e2m1fn,
@@ -138,6 +145,22 @@ def weights(draw: st.DrawFn) -> torch.Tensor:
 @given(w=weights())
 def test_codes_scales_and_values_equal_the_reference(format: Format, w: torch.Tensor) -> None:
     assert_equals_reference(w, format)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_float64_values_are_exact_products(format: Format) -> None:
+    """Elements of a float32 weight, multiplied by both scales in float64; float32 rounds the scales' product first."""
+    w = torch.randn(3, 24, 160) * torch.tensor([0.013, 1.0, 47.0])[:, None, None]
+    quantized = quantize(w, format)
+    elements, scales, globals_, _ = reference(w, format)
+    height, width = format.block_shape(w.shape)
+    exact = scales.astype(np.float64).repeat(height, -2)[:, :24].repeat(width, -1)[..., :160]
+    exact *= globals_.astype(np.float64)[:, None, None] * elements
+    np.testing.assert_array_equal(quantized.dequantize(torch.float64).numpy(), exact)
+    scale = torch.from_numpy(scales)
+    np.testing.assert_array_equal(
+        round_with_scale(w, format, scale, quantized.global_scale, torch.float64).numpy(), exact
+    )
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=str)
