@@ -189,27 +189,11 @@ def write_tensors(
     Returns:
         SHA-256 of each file, by file name.
     """
-    # Tensors go into shards in their order, each into the last shard if it still fits.
-    shards: list[dict[str, torch.Tensor | DeferredTensor]] = [{}]
-    exact: dict[str, str] = {}
-    size = 0
+    tensors, exact = _without_float64_scales(tensors)
     if shard_bytes is None:
         share = sum(tensor.nbytes for tensor in tensors.values()) // _SHARDS_AT_ONCE
         shard_bytes = min(max(share, _LEAST_SHARD_BYTES), SHARD_BYTES)
-    for name, tensor in tensors.items():
-        if (
-            isinstance(tensor, torch.Tensor)
-            and tensor.dtype is torch.float64
-            and tensor.numel() == 1
-            and name.endswith(SECOND_LEVEL)
-        ):
-            exact[name] = float(tensor).hex()
-            tensor = tensor.float()
-        if shards[-1] and size + tensor.nbytes > shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
+    shards = _shards(tensors, shard_bytes)
     names = ["model.safetensors"]
     if len(shards) > 1:
         names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
@@ -235,3 +219,32 @@ def write_tensors(
     threads = min(_SHARDS_AT_ONCE, max(torch.get_num_threads(), 4))
     with ThreadPoolExecutor(threads, thread_name_prefix="shard") as writing:
         return dict(zip(names, writing.map(write, names, shards), strict=True))
+
+
+def _without_float64_scales(
+    tensors: Mapping[str, torch.Tensor | DeferredTensor],
+) -> tuple[dict[str, torch.Tensor | DeferredTensor], dict[str, str]]:
+    """Returns the tensors with global scales of float64 rounded to float32, and the exact ones as hexadecimal text."""
+    stored, exact = dict(tensors), {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or not name.endswith(SECOND_LEVEL):
+            continue
+        if tensor.dtype is torch.float64 and tensor.numel() == 1:
+            exact[name] = float(tensor).hex()
+            stored[name] = tensor.float()
+    return stored, exact
+
+
+def _shards(
+    tensors: Mapping[str, torch.Tensor | DeferredTensor], shard_bytes: int
+) -> list[dict[str, torch.Tensor | DeferredTensor]]:
+    """Returns the tensors in runs of at most `shard_bytes`, in their order; a larger tensor has a shard of its own."""
+    shards: list[dict[str, torch.Tensor | DeferredTensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards

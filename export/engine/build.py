@@ -36,7 +36,7 @@ from quant.export.engine.graph import (
     make_profiles,
 )
 from quant.export.engine.process import Progress, run_worker, timing_cache, worker_environment
-from quant.export.engine.targets import FEATURES, choose_common_backend, resolve_targets
+from quant.export.engine.targets import FEATURES, Target, choose_common_backend, resolve_targets
 from quant.export.onnx_graph.export import ATTENTION_KEY, EXPORT_KEY, PLAN_KEY, write_onnx
 from quant.export.onnx_graph.opsets import CACHE_PLUGIN, PLUGIN
 from quant.export.onnx_graph.shapes import format_profile
@@ -167,25 +167,18 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     onnx_path, out = Path(onnx_path), Path(out)
     targets = resolve_targets(options.target)
     backend = choose_common_backend(targets, options.backend, options.features)
-    model = load_graph(onnx_path)
-    for target in targets:
-        check_graph(model, target)
-    check_backend(model, backend.module)
+    model = _checked_graph(onnx_path, targets, backend.module)
     profiles = make_profiles(model, options.shapes)
     attentions = {layer_of(node) for node in model.graph.node if node.op_type in ATTENTION}
     layers = list(dict.fromkeys(name for name in map(layer_of, model.graph.node) if name and name not in attentions))
     attention_nodes = label_nodes(model)
-    metadata = {entry.key: entry.value for entry in model.metadata_props}
-    export = json.loads(metadata[EXPORT_KEY]) if EXPORT_KEY in metadata else None
-    # The audit reads this from the engine itself, which may come without its receipt.
+    target_names = ",".join(target.sm for target in targets)
     record = {
-        "plan": metadata.get(PLAN_KEY),
-        "attention": metadata.get(ATTENTION_KEY),
+        **_export_facts(model),
         "attention_nodes": attention_nodes,
         "layers": layers,
-        "target": ",".join(target.sm for target in targets),
+        "target": target_names,
         "features": list(options.features),
-        "export": export,
     }
     with temporary_directory(out) as folder:
         graph, engine = folder / "graph.onnx", folder / "engine"
@@ -214,16 +207,38 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     return BuiltEngine(
         path=out,
         warnings=messages,
-        target=",".join(target.sm for target in targets),
+        target=target_names,
         backend=f"{backend.module} {result['version']}",
         reason=backend.reason,
         profiles=[format_profile(profile) for profile in profiles],
         layers=layers,
         attention_nodes=attention_nodes,
-        kv_cache=(export or {}).get("kv_cache"),
+        kv_cache=(record["export"] or {}).get("kv_cache"),
         seconds=round(seconds, 2),
         peak_rss_bytes=result["peak_rss_bytes"],
     )
+
+
+def _checked_graph(path: Path, targets: Sequence[Target], backend: str) -> Any:
+    """Returns the graph of an ONNX file that every target and the builder take; ValueError if one of them does not."""
+    model = load_graph(path)
+    for target in targets:
+        check_graph(model, target)
+    check_backend(model, backend)
+    return model
+
+
+def _export_facts(model: Any) -> dict[str, Any]:
+    """Returns the facts that `write_onnx` left in a graph: the plan's digest, the kind of attention, the options.
+
+    The audit reads them from the engine itself, which may come without its receipt.
+    """
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    return {
+        "plan": metadata.get(PLAN_KEY),
+        "attention": metadata.get(ATTENTION_KEY),
+        "export": json.loads(metadata[EXPORT_KEY]) if EXPORT_KEY in metadata else None,
+    }
 
 
 def audit_built(

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,7 @@ def run_worker(
     Raises:
         ValueError: the builder refused the graph, or died.
     """
-    last, node = "", ""
-    warnings: dict[str, None] = {}
-    outcome: dict[str, Any] = {}
+    received = _BuilderMessages()
     reading, writing = os.pipe()
     with tempfile.TemporaryFile() as prints, open(reading, encoding="utf-8") as messages:
         process = subprocess.Popen(
@@ -63,15 +62,7 @@ def run_worker(
             with process.stdin:
                 process.stdin.write(json.dumps(request, allow_nan=False).encode())
             for line in messages:
-                message = json.loads(line)
-                if "stage" in message and progress:
-                    progress(message["stage"], message["done"], message["of"])
-                elif "said" in message:
-                    last, node = message["said"], message["node"]
-                    if message["severity"] == 2:
-                        warnings[last] = None
-                elif "built" in message or "failed" in message:
-                    outcome = message
+                received.add(json.loads(line), progress)
             process.wait()
         finally:
             if process.poll() is None:
@@ -79,18 +70,47 @@ def run_worker(
                 process.wait()
         prints.seek(0)
         printed = prints.read().decode("utf-8", "replace").strip()
-    if process.returncode == 0 and "built" in outcome:
-        return outcome["built"], list(warnings)
-    backend = request["backend"]
-    if "failed" in outcome:
-        where = f" at node {outcome['node']}" if outcome["node"] else ""
-        raise ValueError(f"{model}: {backend} cannot build this graph{where}: {_explained(outcome['failed'])}")
-    where = f", at node {node}" if node else ""
-    # C++ libraries print the reason of an abort; otherwise the last message is the nearest thing to one.
-    heard = printed.splitlines()[-1] if printed else last or "nothing"
-    raise ValueError(
-        f"{model}: {backend} died while building ({_death(process.returncode)}{where}); the last it said: {heard}"
-    )
+    if process.returncode == 0 and "built" in received.outcome:
+        return received.outcome["built"], list(received.warnings)
+    raise ValueError(f"{model}: {request['backend']} {received.failure(process.returncode, printed)}")
+
+
+@dataclass
+class _BuilderMessages:
+    """The messages of a build process, one JSON object a line: progress, sentences of the builder, the outcome.
+
+    Attributes:
+        last, node: the builder's last sentence, and the node of the graph that it was about.
+        warnings: its warnings in their order, each once.
+        outcome: the result of the build, or the reason that it failed; empty until the process sends one.
+    """
+
+    last: str = ""
+    node: str = ""
+    warnings: dict[str, None] = field(default_factory=dict)
+    outcome: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, message: dict[str, Any], progress: Progress | None) -> None:
+        """Takes in one message, and passes progress on."""
+        if "stage" in message and progress:
+            progress(message["stage"], message["done"], message["of"])
+        elif "said" in message:
+            self.last, self.node = message["said"], message["node"]
+            if message["severity"] == 2:
+                self.warnings[self.last] = None
+        elif "built" in message or "failed" in message:
+            self.outcome = message
+
+    def failure(self, returncode: int, printed: str) -> str:
+        """Returns why there is no engine: the builder's own reason, or how the process died and its last words."""
+        if "failed" in self.outcome:
+            node = self.outcome["node"]
+            where = f" at node {node}" if node else ""
+            return f"cannot build this graph{where}: {_explained(self.outcome['failed'])}"
+        where = f", at node {self.node}" if self.node else ""
+        # C++ libraries print the reason of an abort; otherwise the last message is the nearest thing to one.
+        last = printed.splitlines()[-1] if printed else self.last or "nothing"
+        return f"died while building ({_death(returncode)}{where}); the last it said: {last}"
 
 
 def _import_path() -> list[str]:

@@ -100,41 +100,30 @@ def write_onnx(
         scales = _planned_scales(plan, inputs, attention_scales)
     if kv_cache is not None:
         _check_kv_cache(kv_cache, capacity, scales)
-    if inputs is not None:
-        if capacity or genai:
-            raise ValueError("a KV cache is for transformers models, which name their inputs themselves")
-        with quiet():
-            # Copies, because torch.export takes one tensor under two names for one input.
-            exported = trace(model, tuple(x.example.clone() for x in inputs.values()), inputs, shapes)
-            program = translate(exported, inputs, None, "")
-    elif not hasattr(model, "main_input_name"):
+    if inputs is not None and (capacity or genai):
+        raise ValueError("a KV cache is for transformers models, which name their inputs themselves")
+    if inputs is None and not hasattr(model, "main_input_name"):
         raise ValueError(
             f"{type(model).__name__} is not a transformers model; pass inputs= with an example of each input"
         )
-    else:
-        with quiet():
-            if genai:
-                program = genai_program(model, kind=attention, scales=scales)
-            elif capacity:
-                names = {module: name for name, module in model.named_modules()}
-                function = CachedAttention(names, kind=attention, scales=scales)
-                if kv_cache is not None:
-                    function = QuantizedCache(names, format=kv_cache, measured=attention_scales or {})
-                program = serving_program(model, capacity, shapes, function)
-            else:
-                program = _forward_program(model, shapes, attention, scales)
+    with quiet():
+        if inputs is not None:
+            # Copies, because torch.export takes one tensor under two names for one input.
+            exported = trace(model, tuple(x.example.clone() for x in inputs.values()), inputs, shapes)
+            program = translate(exported, inputs, None, "")
+        elif genai:
+            program = genai_program(model, kind=attention, scales=scales)
+        elif capacity:
+            function = _cached_attention(model, attention, scales, kv_cache, attention_scales)
+            program = serving_program(model, capacity, shapes, function)
+        else:
+            program = _forward_program(model, shapes, attention, scales)
     if plan is not None:
         program.metadata_props[PLAN_KEY] = plan.digest()
     program.metadata_props[ATTENTION_KEY] = attention
     if inputs is None and not genai:
-        options = {
-            "dtype": str(main_dtype(model)).removeprefix("torch."),
-            "shapes": [shapes] if isinstance(shapes, str) else shapes and list(shapes),
-            "capacity": capacity,
-            "kv_cache": None if kv_cache is None else kv_cache.name,
-            "measured": bool(scales) or bool(kv_cache is not None and attention_scales),
-        }
-        program.metadata_props[EXPORT_KEY] = json_text(options)
+        measured = bool(scales) or bool(kv_cache is not None and attention_scales)
+        program.metadata_props[EXPORT_KEY] = _export_record(model, shapes, capacity, kv_cache, measured=measured)
     return _save(program, path)
 
 
@@ -150,6 +139,37 @@ def _check_kv_cache(format: Format, capacity: int, scales: Mapping[str, Sequence
         raise ValueError(
             f"--kv-cache {format}: the plugin attends in 16 bit over its cache; pass --attention none with it"
         )
+
+
+def _cached_attention(
+    model: nn.Module,
+    attention: str,
+    scales: Mapping[str, Sequence[float]],
+    kv_cache: Format | None,
+    measured: Mapping[str, AttentionScales] | None,
+) -> CachedAttention:
+    """Returns the attention of a graph with a cache: in the model's dtype, or quantized by our plugin."""
+    names = {module: name for name, module in model.named_modules()}
+    if kv_cache is not None:
+        return QuantizedCache(names, format=kv_cache, measured=measured or {})
+    return CachedAttention(names, kind=attention, scales=scales)
+
+
+def _export_record(
+    model: nn.Module, shapes: str | Sequence[str] | None, capacity: int, kv_cache: Format | None, *, measured: bool
+) -> str:
+    """Returns the options of an export as JSON, from which `quant audit --rebuild` makes the same graph again.
+
+    `measured` says whether scales of attention or of the cache came from calibration text.
+    """
+    options = {
+        "dtype": str(main_dtype(model)).removeprefix("torch."),
+        "shapes": [shapes] if isinstance(shapes, str) else shapes and list(shapes),
+        "capacity": capacity,
+        "kv_cache": None if kv_cache is None else kv_cache.name,
+        "measured": measured,
+    }
+    return json_text(options)
 
 
 def _planned_scales(

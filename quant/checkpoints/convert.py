@@ -107,21 +107,26 @@ def convert(
                 continue
             copy_along(source, temporary / source.name, directory)
         plan.save(temporary / PLAN_FILE)
-        # The bare word Infinity, which is not JSON, stays where a config has it: its readers know it.
-        fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        clear_flag(fields, opened.model, untied_in(opened, plan).values())
-        fields["quantization_config"] = layout.quantization_config(plan, names)
-        for file, contents in layout.own_files(plan, names).items():
-            text = json.dumps(contents, indent=4, allow_nan=False)
-            (temporary / file).write_text(text + "\n", encoding="utf-8")
-        text = text_as_in_source(fields, indent=2, ensure_ascii=False)
-        (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
+        _write_configs(temporary, directory, opened, layout)
         write_checksums(temporary, hashes, PLAN_FILE)
         # The card of another tool goes along as it is.
         if is_own_card(temporary / CARD):
             write_card(temporary, plan, opened.model, source=None, layout=to, measured=directory)
         sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir()) if file.is_file()}
     return {"files": sizes, "rounded_scales": rounded}
+
+
+def _write_configs(temporary: Path, directory: Path, opened: Checkpoint, layout: Layout) -> None:
+    """Writes config.json as the checkpoint has it, with the quantization of `layout`, and the layout's own files."""
+    # The bare word Infinity, which is not JSON, stays where a config has it: its readers know it.
+    fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    clear_flag(fields, opened.model, untied_in(opened, opened.plan).values())
+    fields["quantization_config"] = layout.quantization_config(opened.plan, opened.names)
+    for file, contents in layout.own_files(opened.plan, opened.names).items():
+        text = json.dumps(contents, indent=4, allow_nan=False)
+        (temporary / file).write_text(text + "\n", encoding="utf-8")
+    text = text_as_in_source(fields, indent=2, ensure_ascii=False)
+    (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _converted(opened: Checkpoint, dtype: torch.dtype, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:

@@ -141,33 +141,39 @@ def save_pretrained(
     messages: list[str] = []
     # Other files stay, such as the optimizer's state, so the directory cannot be replaced whole. Each file is: the new
     # ones are complete on the same file system before the first is renamed.
+    source = source_directory(model)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as work:
-        destination = Destination(
-            Path(work) / "checkpoint", shard_bytes=_shard_bytes(max_shard_size), source=source_directory(model)
-        )
+        destination = Destination(Path(work) / "checkpoint", shard_bytes=_shard_bytes(max_shard_size), source=source)
         write_model(
             model, plan, destination, stored_names(model), state=state,
             finish=lambda _directory, _hashes, warned: messages.extend(warned),
         )  # fmt: skip
-        written = destination.directory
-        files = sorted(file.relative_to(written).as_posix() for file in written.rglob("*") if file.is_file())
-        # A save in fewer shards would leave files of an earlier one, and loading would find tensors twice.
-        for old in (file for pattern in _WEIGHTS for file in directory.glob(pattern) if file.name not in files):
-            old.unlink()
-        source = destination.source
-        copied = set() if source is None else {file.relative_to(source) for file in companion_files(source)}
-        # A card that a user or a Trainer wrote stays; our own is replaced.
-        if not is_own_card(directory / CARD):
-            copied.add(Path(CARD))
-        for name in files:
-            # The tokenizer, say, may have been saved there already, and may be another one than the source's.
-            if Path(name) not in copied or not (directory / name).exists():
-                (directory / name).parent.mkdir(parents=True, exist_ok=True)
-                (written / name).replace(directory / name)
+        files = _move_files(destination.directory, directory, source)
     for message in messages:
         warnings.warn(message, stacklevel=2)
     if push_to_hub:
         _upload(directory, files, token, options)
+
+
+def _move_files(written: Path, directory: Path, source: Path | None) -> list[str]:
+    """Moves a new checkpoint into `directory`, over an earlier one; returns the names of its files.
+
+    Files that came along from `source`, and a card by another author, do not replace those of `directory`.
+    """
+    files = sorted(file.relative_to(written).as_posix() for file in written.rglob("*") if file.is_file())
+    # A save in fewer shards would leave files of an earlier one, and loading would find tensors twice.
+    for old in (file for pattern in _WEIGHTS for file in directory.glob(pattern) if file.name not in files):
+        old.unlink()
+    copied = set() if source is None else {file.relative_to(source) for file in companion_files(source)}
+    # A card that a user or a Trainer wrote stays; our own is replaced.
+    if not is_own_card(directory / CARD):
+        copied.add(Path(CARD))
+    for name in files:
+        # The tokenizer, say, may have been saved there already, and may be another one than the source's.
+        if Path(name) not in copied or not (directory / name).exists():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (written / name).replace(directory / name)
+    return files
 
 
 def _upload(directory: Path, files: list[str], token: str | bool | None, options: Mapping[str, Any]) -> None:

@@ -117,16 +117,8 @@ def trial_load(
         if any(not tensor.numel() for tensor in names.values()):
             return []  # it stops at the empty tensors of `StoredNames.stopped`; `runtime_warnings` says so
         return [_failure(error, version, _loads_dequantized(directory, type(model), names))]
-    unexpected = [
-        name
-        for name in info["unexpected_keys"]
-        if not name.endswith((*_DROPPED, *KV_SCALES)) and not _is_reported_already(name, plan, tensors)
-    ]
-    problems = []
     # Tensors of layers that transformers never loads quantized are left out here; their warning comes below.
-    for verb, keys in (("finds no tensor for", info["missing_keys"]), ("has no use for", unexpected)):
-        if keys := [key for key in keys if key.rpartition(".")[0] not in not_linear]:
-            problems.append(f"{verb} {listed(sorted(keys), 3)}")
+    problems = _misfits(info, plan, tensors, not_linear)
     notes = [_kv_cache_note(version)] if any(name.endswith(KV_SCALES) for name in info["unexpected_keys"]) else []
     if not problems:
         missing = any(name.rpartition(".")[0] in not_linear for name in info["missing_keys"])
@@ -139,6 +131,25 @@ def trial_load(
         f"{finding}; keep those layers in 16 bit with --exclude, or pass --allow-missing to write a checkpoint for "
         "only quant.load and servers"
     )
+
+
+def _misfits(
+    info: Mapping[str, Any],
+    plan: Plan,
+    tensors: Mapping[str, torch.Tensor | DeferredTensor],
+    not_linear: Collection[str],
+) -> list[str]:
+    """Returns the parts of a sentence about missing and unexpected tensors, except those of the layers `not_linear`."""
+    unexpected = [
+        name
+        for name in info["unexpected_keys"]
+        if not name.endswith((*_DROPPED, *KV_SCALES)) and not _is_reported_already(name, plan, tensors)
+    ]
+    problems = []
+    for verb, keys in (("finds no tensor for", info["missing_keys"]), ("has no use for", unexpected)):
+        if keys := [key for key in keys if key.rpartition(".")[0] not in not_linear]:
+            problems.append(f"{verb} {listed(sorted(keys), 3)}")
+    return problems
 
 
 def _is_reported_already(name: str, plan: Plan, tensors: Mapping[str, torch.Tensor | DeferredTensor]) -> bool:

@@ -30,8 +30,16 @@ from quant.models.watched_files import WatchedFiles
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+    from torch import nn
+
+    from quant.calibration.inputs import Inputs
+    from quant.calibration.listener import Listener
+    from quant.calibration.session import Session
     from quant.evaluation.record import Evaluation
+    from quant.execution.sources import Rows
     from quant.integrations.tasks import TaskScore
+    from quant.models.open import Source
 
 
 @click.command("evaluate", cls=Command)
@@ -92,9 +100,8 @@ def evaluate_command(
     from quant.checkpoints.runnable import open_runnable
     from quant.evaluation.evaluate import evaluate_texts
     from quant.execution.announcements import announce_device, announce_source
-    from quant.execution.sources import Rows, check_sources, digest_of, read_evaluation
+    from quant.execution.sources import Rows, check_sources
     from quant.integrations.tasks import evaluate_tasks
-    from quant.run.same_on_ranks import check_same
     from quant.runtime.attention import quantized_attention
 
     _check_inputs(texts, data, tasks, baseline, has_task_options=(task_path, shots, limit) != (None, None, None))
@@ -103,8 +110,9 @@ def evaluate_command(
     announce_device(terminal, session)
     source, module = open_runnable(model, model_factory=model_factory, unsafe_load=unsafe_load)
     announce_source(terminal, source)
+    attention_formats = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
     if tasks is not None:
-        with quantized_attention(module, **attention_options(source.path, attention, kv_cache)):
+        with attention_formats:
             scores = evaluate_tasks(
                 module.to(session.device), tasks, source.load_tokenizer(), task_path=task_path, shots=shots,
                 limit=limit, batch_size=batch_size,
@@ -118,15 +126,7 @@ def evaluate_command(
     if baseline:
         # Both models are in memory together, since each row is run through both.
         _, other = open_runnable(baseline, model_factory=model_factory, unsafe_load=unsafe_load)
-    source_rows = Rows(tuple(map(str, data or texts)), samples, seqlen)
-    with terminal.stages() as progress:
-        rows = read_evaluation(
-            source, source_rows, dataclasses.replace(session, progress=progress), writer=other, listener=terminal
-        )
-    # Ranks measure different rows of the same text, so all must have read the same one.
-    hashes = {f"the text {name}": digest_of(each) for name, each in rows.items()}
-    check_same(hashes, session, WatchedFiles(source.path).files)
-    attention_formats = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
+    rows = _read_texts(source, Rows(tuple(map(str, data or texts)), samples, seqlen), other, session, terminal)
     # Attention is patched only on the module of the model; the baseline keeps its own.
     with attention_formats, bar("evaluate", quiet or as_json) as advance:
         result = evaluate_texts(module, rows, other, batch_size=batch_size, device=session.device, progress=advance)
@@ -150,6 +150,22 @@ def _check_inputs(
     # lm-eval measures one model at a time.
     if tasks is not None and baseline:
         raise UserError("--baseline is for --text and --data; run --tasks on each model")
+
+
+def _read_texts(
+    source: Source, rows: Rows, baseline: nn.Module | None, session: Session, terminal: Listener
+) -> dict[str, torch.Tensor | Inputs]:
+    """Returns the rows of each text by its name, the same ones on all ranks; a `baseline` may have to write them."""
+    from quant.execution.sources import digest_of, read_evaluation
+    from quant.run.same_on_ranks import check_same
+
+    with terminal.stages() as progress:
+        session = dataclasses.replace(session, progress=progress)
+        texts = read_evaluation(source, rows, session, writer=baseline, listener=terminal)
+    # Ranks measure different rows of the same text, so all must have read the same one.
+    hashes = {f"the text {name}": digest_of(text) for name, text in texts.items()}
+    check_same(hashes, session, WatchedFiles(source.path).files)
+    return texts
 
 
 def _print_scores(scores: Sequence[TaskScore]) -> None:

@@ -123,13 +123,9 @@ def export_command(
     """
     from quant.api.export import EXPORTERS, check_attention, check_request
     from quant.api.export_job import ExportJob
-    from quant.checkpoints.load import describe, is_checkpoint, load, no_checkpoint
-    from quant.checkpoints.open import outline
+    from quant.checkpoints.load import is_checkpoint, no_checkpoint
     from quant.execution.sources import Rows
     from quant.export.onnx_graph.decoder import is_decoder
-    from quant.export.onnx_graph.quantized_cache import holds_cache_scales
-    from quant.kernels.kv_pages import kv_format
-    from quant.models.state_dict import call_factory
     from quant.report.render import rewrite
 
     quiet = quiet or as_json
@@ -144,12 +140,7 @@ def export_command(
     build = (options["target"], options["backend"], options["features"])
     check_request(kind, directory, out, options["overwrite"], *build)
     with status(f"loading {directory}", quiet):
-        if kind in (*LAYOUT_NAMES, "edge-llm"):
-            # Layouts move stored bytes: shapes on the meta device are enough.
-            model = outline(directory)
-        else:
-            model = load(directory, call_factory(model_factory) if model_factory else None)
-        plan = describe(directory)[0] if (directory / PLAN_FILE).is_file() else None
+        model, plan = _open(kind, directory, model_factory)
     has_cache = options["capacity"] != 0 and not inputs and is_decoder(model)
     check_attention(kind, plan, options["attention"], options["kv_cache"], cached=has_cache)
     if options["attention"] == "plugin" and options["capacity"] is None:
@@ -157,14 +148,9 @@ def export_command(
         options["capacity"] = 0
     with stages(quiet) as progress:
         scales = None
-        formats: tuple[Format | None, Format | None]  # of the cache and of attention
-        cache = kv_format(options["kv_cache"])
-        uses = "attention" in KINDS[kind][1] and options["attention"] != "none"
-        if plan is not None and plan.attention is not None and uses:
-            formats = plan.attention, plan.attention
-        else:
-            formats = cache, None
-        if formats[1] is not None or (cache is not None and not holds_cache_scales(model, cache)):
+        attends_in_fp8 = "attention" in KINDS[kind][1] and options["attention"] != "none"
+        formats = _formats_to_measure(model, plan, options["kv_cache"], attends_in_fp8=attends_in_fp8)
+        if any(formats):
             rows = Rows(calib, samples=calib_samples, seqlen=seqlen)
             scales = _attention_scales(model, plan, directory, rows, formats, progress, listener(quiet))
         job = ExportJob(
@@ -201,6 +187,36 @@ def _check_options(kind: str) -> None:
         if source is click.core.ParameterSource.COMMANDLINE and not is_taken:
             takers = ", ".join(name for name, (_, options) in KINDS.items() if parameter.name in options)
             raise UserError(f"--to {kind} has no use for {parameter.opts[0]}; it is for --to {takers}")
+
+
+def _open(kind: str, directory: Path, model_factory: str | None) -> tuple[nn.Module, Plan | None]:
+    """Returns the model of a checkpoint, as this kind of export needs it, and the checkpoint's plan if it has one."""
+    from quant.checkpoints.load import describe, load
+    from quant.checkpoints.open import outline
+    from quant.models.state_dict import call_factory
+
+    if kind in (*LAYOUT_NAMES, "edge-llm"):
+        # Layouts move stored bytes: shapes on the meta device are enough.
+        model = outline(directory)
+    else:
+        model = load(directory, call_factory(model_factory) if model_factory else None)
+    return model, describe(directory)[0] if (directory / PLAN_FILE).is_file() else None
+
+
+def _formats_to_measure(
+    model: nn.Module, plan: Plan | None, kv_cache: str | None, *, attends_in_fp8: bool
+) -> tuple[Format | None, Format | None]:
+    """Returns the formats of the KV cache and of attention whose scales have to be measured before the export.
+
+    The scales of FP8 attention are in no checkpoint. Those of a cache are, if it was quantized for that cache.
+    """
+    from quant.export.onnx_graph.quantized_cache import holds_cache_scales
+    from quant.kernels.kv_pages import kv_format
+
+    if plan is not None and plan.attention is not None and attends_in_fp8:
+        return plan.attention, plan.attention
+    cache = kv_format(kv_cache)
+    return (None if cache is None or holds_cache_scales(model, cache) else cache), None
 
 
 def _attention_scales(

@@ -144,21 +144,7 @@ def merge_lora(
     from quant.integrations.lora_layers import make_dense
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    adapted = {
-        name: module
-        for name, module in inner.named_modules()
-        if isinstance(getattr(module, "base_layer", None), QuantLinear | QuantExperts)
-    }
-    if not adapted:
-        raise UserError("no quantized layer of the model has an adapter; give merge_lora the PeftModel")
-    plan = plan or getattr(inner, "quantization_plan", None)
-    if plan is None:
-        raise UserError(
-            "the model carries no plan; pass the one that it was quantized by: merge_lora(model, data, plan)"
-        )
-    unknown = adapted.keys() - {layer.name for layer in plan.quantized}
-    if unknown:
-        raise UserError(f"the plan does not quantize {listed(sorted(unknown), 3)}; pass the plan of this model")
+    adapted, plan = _adapted_layers(inner, plan)
     # A shared scale is chosen for all members of its group, so one adapter has the whole group solved again.
     again = [layer for members in _together(plan) for layer in members if any(m.name in adapted for m in members)]
     # PEFT merges into `base_layer.weight`, which only a dense layer has as a parameter: layers with adapters become
@@ -185,6 +171,30 @@ def merge_lora(
     plan = plan.replace_layers(solved)
     attach(merged, plan)
     return replace(done, plan=plan, layers=[result for result in done.layers if result.name in solved_again])
+
+
+def _adapted_layers(model: nn.Module, plan: Plan | None) -> tuple[dict[str, nn.Module], Plan]:
+    """Returns PEFT's wrappers of quantized layers by name, and the plan by which these layers were quantized.
+
+    Raises:
+        UserError: there are none, or no plan, or the plan is of another model.
+    """
+    adapted = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "base_layer", None), QuantLinear | QuantExperts)
+    }
+    if not adapted:
+        raise UserError("no quantized layer of the model has an adapter; give merge_lora the PeftModel")
+    plan = plan or getattr(model, "quantization_plan", None)
+    if plan is None:
+        raise UserError(
+            "the model carries no plan; pass the one that it was quantized by: merge_lora(model, data, plan)"
+        )
+    unknown = adapted.keys() - {layer.name for layer in plan.quantized}
+    if unknown:
+        raise UserError(f"the plan does not quantize {listed(sorted(unknown), 3)}; pass the plan of this model")
+    return adapted, plan
 
 
 def _together(plan: Plan) -> list[list[LayerPlan]]:

@@ -58,16 +58,9 @@ def make_plan(
     if not isinstance(model, Mapping):
         model = unwrapped(model, "make_plan")
         check_original(model, "make_plan")
-    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     # A string is a sequence of strings too, each a letter.
     include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))
-    if solver is not None:
-        # An explicit solver is for every layer: rules of the recipe may not name another one.
-        recipe = replace(recipe, solver=solver, rules=tuple(replace(rule, solver=None) for rule in recipe.rules))
-    # Rules may name solvers of their own. An unknown one is refused before the model runs, which may take long.
-    for name in {recipe.solver, *(rule.solver for rule in recipe.rules)} - {None}:
-        get_solver(str(name))
-    recipe = recipe.with_rules(*(Rule(glob, KEEP, reason=f"excluded by {glob}") for glob in exclude))
+    recipe = _edited_recipe(recipe, solver, exclude)
     if isinstance(model, nn.Module):
         layers, unknown = grouped_layers(model, run)
     else:
@@ -94,6 +87,18 @@ def make_plan(
             f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers: {_why_none(plan, include)}"
         )
     return plan
+
+
+def _edited_recipe(recipe: str | Recipe, solver: str | None, exclude: Sequence[str]) -> Recipe:
+    """Returns the recipe with an explicit solver, whose name is checked, and with a rule for each excluded glob."""
+    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    if solver is not None:
+        # An explicit solver is for every layer: rules of the recipe may not name another one.
+        recipe = replace(recipe, solver=solver, rules=tuple(replace(rule, solver=None) for rule in recipe.rules))
+    # Rules may name solvers of their own. An unknown one is refused before the model runs, which may take long.
+    for name in {recipe.solver, *(rule.solver for rule in recipe.rules)} - {None}:
+        get_solver(str(name))
+    return recipe.with_rules(*(Rule(glob, KEEP, reason=f"excluded by {glob}") for glob in exclude))
 
 
 def _with_solver_of(

@@ -62,16 +62,9 @@ def distill(
         UserError: the vocabularies, or the widths of hidden states, differ; the student is not a causal language model,
             or its hidden states are rotated; a cached teacher has not read these rows, or they are padded on the left.
     """
-    if teacher is student:
-        raise UserError("the teacher is the student itself, and has nothing to teach it; pass a copy of the original")
-    if not isinstance(teacher, nn.Module | CachedTeacher | str | os.PathLike):
-        raise UserError(f"teacher is {teacher!r}; expected a model, or a file of quant.cache_teacher")
-    if hidden < 0:
-        raise UserError(f"hidden is {hidden}; expected a weight of at least 0")
     inputs = _inputs(batch)
     ids = inputs["input_ids"]
-    if ids.dim() != 2:
-        raise UserError(f"the batch has token ids {list(ids.shape)}; expected [rows, seqlen], such as ids[None]")
+    _check_arguments(student, teacher, ids, hidden)
     if isinstance(teacher, str | os.PathLike):
         teacher = CachedTeacher.open(teacher)
     wants_hidden = hidden > 0
@@ -102,6 +95,18 @@ def distill(
     if wants_hidden:
         loss = loss + hidden * _distance(states, teacher_states, counted).to(loss.device)
     return loss
+
+
+def _check_arguments(student: nn.Module, teacher: AnyTeacher, ids: torch.Tensor, hidden: float) -> None:
+    """Raises UserError for a teacher, token ids or a weight that can be refused before a model runs."""
+    if teacher is student:
+        raise UserError("the teacher is the student itself, and has nothing to teach it; pass a copy of the original")
+    if not isinstance(teacher, nn.Module | CachedTeacher | str | os.PathLike):
+        raise UserError(f"teacher is {teacher!r}; expected a model, or a file of quant.cache_teacher")
+    if hidden < 0:
+        raise UserError(f"hidden is {hidden}; expected a weight of at least 0")
+    if ids.dim() != 2:
+        raise UserError(f"the batch has token ids {list(ids.shape)}; expected [rows, seqlen], such as ids[None]")
 
 
 def _run_teacher(

@@ -29,6 +29,7 @@ from quant.execution.sources import Rows, read_texts, tokenizer_if_any
 from quant.export.checkpoint.directory import check_apart, check_destination
 from quant.formats.atomic import claimed
 from quant.models.files import find_checkpoint
+from quant.models.open import Source
 from quant.recipes.plan import Plan
 from quant.report.report import Distillation, Report
 from quant.runtime.attention import quantized_attention
@@ -98,10 +99,7 @@ def distill_checkpoint(
             student.to(session.device)
         tokenizer = tokenizer_if_any(source)
         check_tokenizers(teacher, directory, inputs.tokenizer, tokenizer)
-        texts = read_texts(source, Rows(tuple(map(str, options.eval_texts)), options.eval_samples, options.seqlen))
-        # A text that the model cannot be measured on is refused now, and not when the training is over.
-        for text in texts.values():
-            check_evaluable(student, text)
+        texts = _read_texts(source, student, options)
         with listener.stages() as progress:
             before = _measure(student, plan, texts, inputs.model, session)
             # Each measurement is of a packed model, once as it was opened and once as it will be written: training sees
@@ -116,14 +114,28 @@ def distill_checkpoint(
         source.model = student
         report = report_of(source, plan, record, after, checkpoint, session)
         report.command, report.seconds = command, {"train": sum(trained.seconds)}
-
-        def finish(written: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
-            # The report of the start may hold the same sentences, for the same plan.
-            report.warnings += [message for message in messages if message not in report.warnings]
-            write_report(report, plan, written, hashes)
-
+        finish = partial(_write_report, report, plan)
         save(student, plan, out, tokenizer=tokenizer, overwrite=overwrite, finish=finish, source=directory)
     return report
+
+
+def _read_texts(source: Source, student: nn.Module, options: DistillOptions) -> Mapping[str, torch.Tensor]:
+    """Returns the evaluation texts as token ids, by name.
+
+    Raises:
+        UserError: a text that the model cannot be measured on; it is refused here, and not when the training is over.
+    """
+    texts = read_texts(source, Rows(tuple(map(str, options.eval_texts)), options.eval_samples, options.seqlen))
+    for text in texts.values():
+        check_evaluable(student, text)
+    return texts
+
+
+def _write_report(report: Report, plan: Plan, directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
+    """Writes the report into a checkpoint that is about to appear, with the warnings of its writing."""
+    # The report of the start may hold the same sentences, for the same plan.
+    report.warnings += [message for message in messages if message not in report.warnings]
+    write_report(report, plan, directory, hashes)
 
 
 def _measure(
