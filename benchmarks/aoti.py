@@ -39,7 +39,7 @@ import quant
 from quant.calibration.blocks import cache_of
 from quant.engines.aoti_session import AotiSession
 from quant.engines.check import forced_run, reference_run
-from quant.export.packages.aoti import export_aoti, load_aoti
+from quant.export.packages.aoti import export_aoti
 from quant.export.packages.aoti_decoder import export_aoti_decoder
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
@@ -292,7 +292,7 @@ def make_packages(paths: dict[str, Path], size: list[str], deadline: float) -> t
 
 def load_with_weights(path: Path, model: Stack) -> Callable[..., torch.Tensor]:
     """A package over the weights of the module that it was made from; its input scales are matrices."""
-    package = load_aoti(path)
+    package = torch._inductor.aoti_load_package(str(path))
     tensors = {name: x.data for name, x in (*model.named_parameters(), *model.named_buffers())}
     constants = {name: tensors[name] for name in package.get_constant_fqns()}
     shaped = {

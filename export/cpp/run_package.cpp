@@ -24,7 +24,8 @@ std::vector<at::Tensor> read_tensors(const std::string& path) {
   TORCH_CHECK(value.isList(), path, ": holds no list of tensors; write it with torch.save([x, ...], path)");
   std::vector<at::Tensor> tensors;
   for (const c10::IValue& item : value.toListRef()) {
-    tensors.push_back(item.toTensor());
+    // A package does not look at strides, and `torch.save` keeps those of a slice.
+    tensors.push_back(item.toTensor().contiguous());
   }
   return tensors;
 }

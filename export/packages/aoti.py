@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from quant.calibration.kv_cache import AttentionScales
 from quant.export.onnx_graph.decoder import Attention, Graph, attending, operand_scales
@@ -51,6 +52,8 @@ from quant.kernels.linear.quantized_module import restore_layout
 _EXCEPTION = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*: ")
 _MOST_ROWS = 65_535
 _LONGEST = 800  # characters of a message that come from a compiler
+METADATA = "blockscale"
+"""Key in the metadata of a decoder's package; its value is JSON: capacity, caches, dtype, digest of the plan, torch."""
 
 Dims = Mapping[str, Mapping[int, str]]
 
@@ -85,7 +88,7 @@ def export_aoti(
     """
     path = Path(path)
     device = find_device(path, device)
-    examples = {name: x.to(device) for name, x in inputs.items()}
+    examples = {name: x.to(device).contiguous() for name, x in inputs.items()}
     with scales_as_matrices(model.to(device)):
         program = traced(model, examples, dims=dims, ranges=ranges, attention_scales=attention_scales)
     share_input_scales(program)
@@ -229,8 +232,24 @@ def decomposed(
 
 
 def load_aoti(path: str | Path) -> Callable[..., Any]:
-    """Returns a package as a function of the model's inputs."""
-    return torch._inductor.aoti_load_package(str(path))
+    """Returns a package as a function of the model's inputs; a decoder's raises ValueError for a cache with gaps.
+
+    Compiled code takes every tensor for contiguous and does not look at its strides, so an input such as `ids[:, :50]`
+    is copied first. A decoder's package writes into its cache, and would write into the copy.
+    """
+    package = torch._inductor.aoti_load_package(str(path))
+    writes = METADATA in package.get_metadata()
+
+    def contiguous(x: torch.Tensor) -> torch.Tensor:
+        if writes and not x.is_contiguous():
+            raise ValueError(f"{path}: an input {list(x.shape)} of strides {list(x.stride())} is not contiguous")
+        return x.contiguous()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, contiguous, (args, kwargs))
+        return package(*args, **kwargs)
+
+    return run
 
 
 def _check_library(package: Path, path: Path) -> None:

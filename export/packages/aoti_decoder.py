@@ -31,6 +31,7 @@ from quant.export.onnx_graph.serving import (
     trace_serving,
 )
 from quant.export.packages.aoti import (
+    METADATA,
     compile_package,
     find_device,
     scales_as_matrices,
@@ -40,8 +41,6 @@ from quant.export.packages.op_bodies import BODIES, EXPORTED_ATTENTION
 from quant.kernels.linear.quantized_module import restore_layout
 from quant.recipes.json_text import json_text
 
-METADATA = "blockscale"
-"""Key in a package's metadata; its value is JSON: capacity, caches, dtype, digest of the plan, version of torch."""
 _SCATTER = "quant::onnx_scatter"
 
 

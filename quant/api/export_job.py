@@ -72,16 +72,9 @@ class ExportJob:
         }
 
     def cache_capacity(self) -> int:
-        """Returns how many tokens the KV cache has room for: as requested, or `DEFAULT_CAPACITY` for a decoder.
-
-        0 for a graph without one.
-        """
-        if "capacity" not in KINDS[self.kind][1] or self.inputs is not None or self.genai:
-            return self.capacity or 0
-        if self.capacity is None and is_decoder(self.model):
-            positions = getattr(text_config(self.model.config), "max_position_embeddings", None)
-            return min(DEFAULT_CAPACITY, positions or DEFAULT_CAPACITY)
-        return self.capacity or 0
+        """Returns how many tokens the graph's KV cache has room for; 0 for a graph without one."""
+        has_inputs = self.inputs is not None
+        return cache_capacity(self.kind, self.model, self.capacity, has_inputs=has_inputs, genai=self.genai)
 
     @property
     def fp8_attention(self) -> bool:
@@ -102,6 +95,18 @@ class ExportJob:
         """Returns the weight of a layer, read from the checkpoint's files."""
         assert self.plan is not None
         return read_layer(self.opened.tensors, self.plan.by_name[name])[0]
+
+
+def cache_capacity(kind: str, model: nn.Module, requested: int | None, *, has_inputs: bool, genai: bool) -> int:
+    """Returns how many tokens of a KV cache an export has room for; 0 for a graph without a cache of fixed size.
+
+    As many as requested, or `DEFAULT_CAPACITY` for a decoder that is exported as a serving graph.
+    """
+    serves = "capacity" in KINDS[kind][1] and not has_inputs and not genai
+    if requested is None and serves and is_decoder(model):
+        positions = getattr(text_config(model.config), "max_position_embeddings", None)
+        return min(DEFAULT_CAPACITY, positions or DEFAULT_CAPACITY)
+    return requested or 0
 
 
 def put_in_dtype(job: ExportJob) -> list[str]:

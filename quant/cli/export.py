@@ -122,10 +122,9 @@ def export_command(
     checkpoint of ModelOpt.
     """
     from quant.api.export import EXPORTERS, check_attention, check_request
-    from quant.api.export_job import ExportJob
+    from quant.api.export_job import ExportJob, cache_capacity
     from quant.checkpoints.load import is_checkpoint, no_checkpoint
     from quant.execution.sources import Rows
-    from quant.export.onnx_graph.decoder import is_decoder
     from quant.report.render import rewrite
 
     quiet = quiet or as_json
@@ -141,8 +140,9 @@ def export_command(
     check_request(kind, directory, out, options["overwrite"], *build)
     with status(f"loading {directory}", quiet):
         model, plan = _open(kind, directory, model_factory)
-    has_cache = options["capacity"] != 0 and not inputs and is_decoder(model)
-    check_attention(kind, plan, options["attention"], options["kv_cache"], cached=has_cache)
+    # The sizes of a cache decide what is refused, and attention's scales are measured only after that.
+    capacity = cache_capacity(kind, model, options["capacity"], has_inputs=bool(inputs), genai=options["genai"])
+    check_attention(kind, plan, options["attention"], options["kv_cache"], cached=capacity > 0)
     if options["attention"] == "plugin" and options["capacity"] is None:
         # Our plugin in the parser's graphs knows no cache.
         options["capacity"] = 0

@@ -16,8 +16,7 @@ from quant.calibration.placement import free_memory
 from quant.engines.session import check_memory
 from quant.errors import UserError
 from quant.export.onnx_graph.serving import IDS, LAST, LENGTHS
-from quant.export.packages.aoti import load_aoti
-from quant.export.packages.aoti_decoder import METADATA
+from quant.export.packages.aoti import METADATA, load_aoti
 from quant.formats.json_files import parse_json
 from quant.kernels.processor import memory_left
 

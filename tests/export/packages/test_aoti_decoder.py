@@ -23,8 +23,8 @@ from quant.engines.aoti_session import AotiSession
 from quant.engines.check import _inputs_moved, forced_run, reference_run
 from quant.engines.loop import generate_tokens
 from quant.errors import UserError
-from quant.export.packages.aoti import decomposed
-from quant.export.packages.aoti_decoder import DECODER_BODIES, METADATA, decoder_program, export_aoti_decoder
+from quant.export.packages.aoti import METADATA, decomposed
+from quant.export.packages.aoti_decoder import DECODER_BODIES, decoder_program, export_aoti_decoder
 from quant.kernels.linear import quantized_module
 
 pytest.importorskip("transformers", reason="needs the extra hf")
