@@ -69,7 +69,7 @@ from quant.calibration.texts.generate import generate_rows
 from quant.errors import UserError
 from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.record import Evaluation
-from quant.execution.data import mixed_text
+from quant.execution.mixed_text import mixed_text
 from quant.formats.format import FORMATS
 from quant.models.open import open_model
 from quant.recipes.effort import solver_of

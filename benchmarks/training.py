@@ -38,7 +38,7 @@ import quant
 from quant.calibration.session import Session
 from quant.calibration.texts.generate import generate_rows
 from quant.evaluation.evaluate import evaluate
-from quant.execution.data import mixed_text
+from quant.execution.mixed_text import mixed_text
 from quant.training.loop import Schedule, Trained, train, train_only_rounded
 
 TITLE = "Training under the deployed rounding"

@@ -38,7 +38,7 @@ _PUBLIC = {
     "quant.checkpoints.save": ("save",),
     "quant.checkpoints.verify": ("Verification", "verify"),
     "quant.runtime.attention": ("quantized_attention",),
-    "quant.execution.data": ("calibrate",),
+    "quant.execution.input_scales": ("calibrate",),
     "quant.calibration.listener": ("Listener",),
     "quant.calibration.texts.rows": ("calibration_rows", "token_rows"),
     "quant.errors": ("UserError",),

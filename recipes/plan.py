@@ -460,6 +460,15 @@ def groups_of(layers: Iterable[LayerPlan]) -> dict[str, list[LayerPlan]]:
     return groups
 
 
+def by_input(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
+    """Returns layers gathered by the input they read: fusion groups, but each fused-expert projection apart."""
+    return [
+        part
+        for members in groups_of(list(layers)).values()
+        for part in ([[m] for m in members] if members[0].kind == LayerKind.EXPERTS else [members])
+    ]
+
+
 def bits_per_weight(layers: Iterable[LayerPlan]) -> float:
     """Returns the exact bits per weight over `layers`, tied weights once; 16 for none."""
     own = [layer for layer in layers if layer.tied_to is None]

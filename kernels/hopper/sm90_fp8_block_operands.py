@@ -174,7 +174,7 @@ class RMSNorm(NamedTuple):
         rstd: float32 `[R]`, 1 / √(mean of squares + eps) of each row.
         weight: `[C]`, any float dtype.
         normalized: dtype that x · rstd is rounded to, before it is multiplied by the weight; float32 rounds nothing.
-        dtype: of the product, whose values are quantized.
+        dtype: the dtype of the product, whose values are quantized.
     """
 
     rstd: torch.Tensor

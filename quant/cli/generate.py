@@ -33,7 +33,7 @@ from quant.models.files import find_checkpoint
 
 if TYPE_CHECKING:
     from quant.engines.check import EngineCheck
-    from quant.engines.session import Session
+    from quant.engines.session import EngineSession
 
 
 @click.command("generate", cls=Command)
@@ -104,7 +104,7 @@ def _check_options(has_engine: bool) -> None:
 
 
 def _run_session(
-    session: Session,
+    session: EngineSession,
     model: str,
     prompts: tuple[str, ...],
     max_new_tokens: int,

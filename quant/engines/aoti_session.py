@@ -32,7 +32,7 @@ _INSTRUCTIONS = {
 
 
 class AotiSession:
-    """See `Session`; any number of rows and any width run, within the limits of `--shapes`."""
+    """See `EngineSession`; any number of rows and any width run, within the limits of `--shapes`."""
 
     def __init__(self, path: Path, *, unsafe_load: bool = False) -> None:
         self._path = path

@@ -34,7 +34,7 @@ from quant.calibration.placement import Device, find_device
 from quant.checkpoints.load import describe, load
 from quant.engines.loop import check_lengths, read, step
 from quant.engines.open import is_engine, open_session
-from quant.engines.session import Session
+from quant.engines.session import EngineSession
 from quant.engines.tensorrt_session import read_receipt, runs_here
 from quant.engines.text import check_plan
 from quant.errors import UserError
@@ -60,8 +60,8 @@ class Run:
 
     Attributes:
         logits: `[rows, steps, vocabulary]`, float32; step 0 follows the prompt.
-        prefill_seconds: of reading the prompts.
-        step_seconds: the median decoding step; of the reference, of one row.
+        prefill_seconds: the time that reading the prompts took.
+        step_seconds: the median time of a decoding step of all rows; of the reference, of one row.
     """
 
     logits: np.ndarray
@@ -81,7 +81,7 @@ class EngineCheck:
 
     Attributes:
         backend: library and device that ran the engine; empty if it could not be run here.
-        dtype: in which both ran.
+        dtype: the dtype in which both ran.
         prompts: tokens of each row's prompt.
         steps: tokens that were compared in each row.
         agreeing: steps of all rows whose likeliest tokens are the same.
@@ -126,8 +126,8 @@ def check_engine(
         path: ONNX file, directory with `model.onnx`, engine, or package of AOTInductor.
         directory: the checkpoint.
         new: tokens that are compared after each prompt.
-        device: of the reference, as for `quant.load`.
-        unsafe_load: allows a package, which is compiled code.
+        device: the device of the reference, as for `quant.load`.
+        unsafe_load: whether a package, which is compiled code, may be loaded.
 
     Raises:
         UserError: a file or a checkpoint that cannot be loaded, or that do not belong together.
@@ -184,7 +184,7 @@ def _passed(findings: Sequence[Finding], words: str) -> str:
     return f"{sum(finding.passed for finding in findings)} of {len(findings)} {words}"
 
 
-def sample_prompts(directory: Path, model: Any, session: Session, new: int) -> list[list[int]]:
+def sample_prompts(directory: Path, model: Any, session: EngineSession, new: int) -> list[list[int]]:
     """Returns rows of prose of different lengths that fit into the cache; random tokens if no tokenizer makes any."""
     lengths = [min(length, session.capacity - new) for length in _PROMPTS[: session.most_rows()]]
     # Each row begins elsewhere.
@@ -200,12 +200,12 @@ def sample_prompts(directory: Path, model: Any, session: Session, new: int) -> l
     return [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
-def compare(model: nn.Module, session: Session, prompts: Sequence[Sequence[int]], new: int = 64) -> EngineCheck:
+def compare(model: nn.Module, session: EngineSession, prompts: Sequence[Sequence[int]], new: int = 64) -> EngineCheck:
     """Runs both on some prompts.
 
     Args:
         model: the reference, in the session's dtype and on its own device.
-        session: of the engine.
+        session: the engine.
         prompts: token ids of each row.
         new: tokens that follow each.
 
@@ -280,7 +280,7 @@ def reference_run(model: Any, prompts: Sequence[Sequence[int]], new: int, tokens
     """Runs the model itself, one row after the other, with transformers' cache.
 
     Args:
-        model: of transformers.
+        model: a decoder of transformers.
         prompts: token ids of each row.
         new: steps after each prompt.
         tokens: those that it is fed, `[rows, steps]`; by default its own likeliest ones.
@@ -307,7 +307,7 @@ def reference_run(model: Any, prompts: Sequence[Sequence[int]], new: int, tokens
 
 
 def forced_run(
-    session: Session, prompts: Sequence[Sequence[int]], tokens: np.ndarray, *, chunk: int | None = None
+    session: EngineSession, prompts: Sequence[Sequence[int]], tokens: np.ndarray, *, chunk: int | None = None
 ) -> Run:
     """Runs the engine on prompts and then feeds it `tokens` `[rows, steps]`, and returns its logits."""
     rows = [list(prompt) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""The loop around a `Session`: prompts of different lengths are read in chunks, then every step adds a token to a row.
+"""The loop around an `EngineSession`: prompts of any lengths are read in chunks, then each step adds a token to a row.
 
 A step feeds each row the tokens that its cache lacks. All rows have one width, so a short row is padded on its right;
 a row that has no new token is fed its last one again, which writes the same key once more:
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quant.engines.session import Session
+from quant.engines.session import EngineSession
 from quant.errors import UserError, counted
 
 
@@ -29,7 +29,7 @@ class Sampling:
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draws among so many of the likeliest tokens; 0 is all.
         top_p: draws among the likeliest tokens that together have this probability.
-        seed: of the draws.
+        seed: the seed of the draws.
     """
 
     temperature: float = 0.0
@@ -51,7 +51,7 @@ GREEDY = Sampling()
 
 
 def generate_tokens(
-    session: Session,
+    session: EngineSession,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int | Sequence[int],
     *,
@@ -63,13 +63,14 @@ def generate_tokens(
     """Generates the tokens that follow each prompt, until one of `stops`, which is included, or `max_new_tokens`.
 
     Args:
-        session: of the exported model.
+        session: the exported model.
         prompts: token ids of each row.
-        max_new_tokens: of all rows, or of each.
+        max_new_tokens: one limit for all rows, or one for each.
         sampling: how tokens are chosen: in all rows, from one stream of random numbers, or in each row from its own.
         stops: ids that end a row.
         chunk: tokens of a row that are read at once; None for all that the session takes.
-        on_token: called with the row and the token, as soon as it is chosen; the row ends if it returns False.
+        on_token: a function that is called with the row and the token, as soon as it is chosen. The row ends where it
+            returns False.
 
     Raises:
         UserError: an empty prompt, or more tokens than the cache holds.
@@ -91,7 +92,7 @@ def generate_tokens(
         logits = step(session, rows)
 
 
-def check_lengths(session: Session, prompts: Sequence[Sequence[int]], new: int | Sequence[int]) -> list[int]:
+def check_lengths(session: EngineSession, prompts: Sequence[Sequence[int]], new: int | Sequence[int]) -> list[int]:
     """Returns the new tokens of each row; UserError for prompts that are empty, too many, or too long for the cache."""
     limits = [new] * len(prompts) if isinstance(new, int) else list(new)
     if not prompts or len(prompts) > session.most_rows():
@@ -109,7 +110,7 @@ def check_lengths(session: Session, prompts: Sequence[Sequence[int]], new: int |
     return limits
 
 
-def read(session: Session, rows: Sequence[Sequence[int]], *, chunk: int | None = None) -> np.ndarray:
+def read(session: EngineSession, rows: Sequence[Sequence[int]], *, chunk: int | None = None) -> np.ndarray:
     """Reads whole prompts into an empty cache, and returns the logits of each row's last token."""
     cached = np.zeros(len(rows), np.int64)
     ends = np.array([len(row) for row in rows])
@@ -124,13 +125,13 @@ def read(session: Session, rows: Sequence[Sequence[int]], *, chunk: int | None =
     return logits
 
 
-def step(session: Session, rows: Sequence[Sequence[int]]) -> np.ndarray:
+def step(session: EngineSession, rows: Sequence[Sequence[int]]) -> np.ndarray:
     """Feeds the last token of each row, and returns its logits."""
     return _feed(session, rows, np.array([len(row) - 1 for row in rows]), session.width(1))[1]
 
 
 def _feed(
-    session: Session, rows: Sequence[Sequence[int]], cached: np.ndarray, width: int
+    session: EngineSession, rows: Sequence[Sequence[int]], cached: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Runs one step, and returns how many tokens of each row are cached after it, and the last ones' logits."""
     ends = np.array([len(row) for row in rows])

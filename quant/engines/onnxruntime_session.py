@@ -17,7 +17,7 @@ _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 
 
 class OnnxruntimeSession:
-    """See `Session`; any number of rows and any width run."""
+    """See `EngineSession`; any number of rows and any width run."""
 
     def __init__(self, path: Path) -> None:
         import onnxruntime

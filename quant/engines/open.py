@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quant.engines.aoti_session import AotiSession
 from quant.engines.onnxruntime_session import OnnxruntimeSession
-from quant.engines.session import Session
+from quant.engines.session import EngineSession
 from quant.engines.tensorrt_session import TensorrtSession
 from quant.errors import UserError
 
@@ -14,12 +14,12 @@ ONNX_FILE = "model.onnx"
 PACKAGE_ENDING = ".pt2"
 
 
-def open_session(path: str | Path, *, unsafe_load: bool = False) -> Session:
+def open_session(path: str | Path, *, unsafe_load: bool = False) -> EngineSession:
     """Opens a session of an ONNX file, a directory with `model.onnx`, an engine, or a package of AOTInductor.
 
     Args:
-        path: of the file or directory.
-        unsafe_load: allows a package, which is compiled code that runs as soon as it is loaded.
+        path: the file or directory.
+        unsafe_load: whether a package may be loaded: it is compiled code, which runs at once.
 
     Raises:
         UserError: the file cannot be loaded here, or is no serving graph; the message names it and the way out.

@@ -38,7 +38,7 @@ def rebuilt_findings(
         path: the engine.
         model: the module of its checkpoint; it is cast to the engine's dtype.
         plan: the plan of the checkpoint.
-        progress: called as `progress(stage, done, total)`.
+        progress: a function that is called as `progress(stage, done, total)`.
 
     Raises:
         UserError: this machine cannot build the engine again, or its options are not all known.

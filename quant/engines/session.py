@@ -1,4 +1,4 @@
-"""A `Session` runs one exported decoder: it holds the KV cache, and computes a step of tokens for several rows.
+"""An `EngineSession` runs one exported decoder: it holds the KV cache, and computes a step of tokens for several rows.
 
     onnxruntime    an ONNX file of `quant export --to onnx`, on the processor
     tensorrt       an engine of `quant export --to tensorrt`, on the GPU that it was built for
@@ -19,7 +19,7 @@ from quant.errors import UserError
 from quant.export.onnx_graph.serving import IDS, LAST, LENGTHS, LOGITS, cache_names
 
 
-class Session(Protocol):
+class EngineSession(Protocol):
     """A loaded file.
 
     Attributes:

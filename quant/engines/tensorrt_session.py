@@ -29,7 +29,7 @@ _NUMPY = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}
 
 
 class TensorrtSession:
-    """See `Session`; rows and widths are those of the engine's profiles."""
+    """See `EngineSession`; rows and widths are those of the engine's profiles."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -10,7 +10,7 @@ from pathlib import Path
 from quant.checkpoints.load import describe, is_checkpoint, no_checkpoint
 from quant.checkpoints.open import outline
 from quant.engines.loop import GREEDY, Sampling, generate_tokens
-from quant.engines.session import Session
+from quant.engines.session import EngineSession
 from quant.errors import UserError
 from quant.models.huggingface import load_tokenizer
 from quant.runtime.generate import end_tokens
@@ -22,11 +22,11 @@ class EngineGeneration:
     """The texts that an exported model wrote.
 
     Attributes:
-        prompts: the texts before.
+        prompts: the texts that were continued.
         texts: the texts that were added.
         prompt_tokens: ids of each prompt.
         tokens: ids that were added, an end-of-text token included.
-        seconds: of generating, loading excluded.
+        seconds: the time of generating, loading excluded.
         backend: library and device.
     """
 
@@ -44,7 +44,7 @@ class EngineGeneration:
 
 
 def generate_text(
-    session: Session,
+    session: EngineSession,
     directory: Path,
     prompts: Sequence[str],
     max_new_tokens: int,
@@ -55,12 +55,12 @@ def generate_text(
     """Continues each prompt, all of them together, until a token that ends the text or `max_new_tokens`.
 
     Args:
-        session: of the exported model.
+        session: the exported model.
         directory: the checkpoint that it was exported from, for its tokenizer and its end tokens.
         prompts: texts.
         max_new_tokens: at least 1.
         sampling: how tokens are chosen.
-        on_text: called with each piece of the first text, as soon as no later token can change it.
+        on_text: a function that is called with each piece of the first text, as soon as no later token can change it.
 
     Raises:
         UserError: another checkpoint, an empty prompt, or more tokens than the cache holds.
@@ -88,7 +88,7 @@ def generate_text(
     )
 
 
-def check_plan(session: Session, directory: Path) -> None:
+def check_plan(session: EngineSession, directory: Path) -> None:
     """Raises UserError for a checkpoint that the file was not exported from."""
     if not is_checkpoint(directory):
         raise no_checkpoint(directory)

@@ -32,7 +32,7 @@ class LayerResult(JsonData):
     """Format, size and error of one weight after quantization.
 
     Attributes:
-        name: as in the plan.
+        name: the layer's name in the plan.
         format: weight format by name; None where it stays in 16 bit.
         activation: activation format by name, or None.
         shape: the shape of the weight.

@@ -26,7 +26,7 @@ from quant.export.checkpoint.directory import NEW
 from quant.recipes.json_data import JsonData
 
 if TYPE_CHECKING:
-    from quant.execution.store import Partial
+    from quant.execution.store import DirectoryStore
 
 NOTE = "shard "  # before the name of the checkpoint's file, in the names of steps
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of Linux's falloc.h
@@ -53,7 +53,7 @@ class MovedSteps:
         store: the store; it has notes if an earlier run was stopped while it moved steps.
     """
 
-    def __init__(self, store: Partial) -> None:
+    def __init__(self, store: DirectoryStore) -> None:
         self._store, self._lock = store, threading.Lock()
         # By file of the checkpoint: its note, and the state of the hash there, from which hashing continues.
         self._notes: dict[str, tuple[Note, Any]] = {}

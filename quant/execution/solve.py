@@ -23,22 +23,17 @@ from quant.calibration.walk.group import Settings
 from quant.errors import UserError
 from quant.execution.checks import check_solvable, check_unquantized
 from quant.execution.conv1d import as_linears
-from quant.execution.data import (
-    input_scales_of,
-    lacks_data,
-    mixed_text,
-    observer_of,
-    solver_needs_data,
-    with_calibration,
-)
+from quant.execution.input_scales import input_scales_of, observer_of
 from quant.execution.install import install_kv_scales, mark_quantized
 from quant.execution.layer_result import Quantized
+from quant.execution.mixed_text import mixed_text
 from quant.execution.solve_blocks import Rounded, solve_blocks
 from quant.execution.solve_weights import solve_weights
 from quant.export.checkpoint.names import stored_names
 from quant.export.checkpoint.write import plan_of_model
 from quant.formats.format import FP8_HEAD
 from quant.models.stored_weights import read_stored, stored_in
+from quant.plan.data_needs import lacks_data, solver_needs_data, with_calibration
 from quant.plan.head_plan import scale_donors, split_heads
 from quant.plan.prediction_heads import head_layers
 from quant.recipes.guard import Guard
@@ -59,7 +54,7 @@ def solve_plan(
 
     Args:
         model: any module.
-        plan: made for it.
+        plan: the plan, which was made for this model.
         data, tokenizer: as in `quant.quantize`.
         session: the session. Its store has the steps that an earlier run finished, and keeps the steps of this one;
             finished layers become maps of its files. Hidden states that would take much of its memory go to a file

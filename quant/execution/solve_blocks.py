@@ -24,13 +24,14 @@ from quant.calibration.walk.memory import block_bytes
 from quant.calibration.walk.scratch import Scratch
 from quant.calibration.walk.sequential import solve_sequentially
 from quant.errors import UserError, megabytes
-from quant.execution.data import input_scales_of, solver_needs_data
 from quant.execution.finished_layers import BlockKeeper
+from quant.execution.input_scales import input_scales_of
 from quant.execution.install import install_weight, use_expert_modules
 from quant.execution.layer_result import LayerResult, layer_result
 from quant.execution.solve_weights import solve_weights
 from quant.formats.tensor import moved
 from quant.kernels.linear.modules import RunTimeParts
+from quant.plan.data_needs import solver_needs_data
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 

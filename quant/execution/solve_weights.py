@@ -21,7 +21,6 @@ from quant.calibration.solvers.solver import get_solver
 from quant.calibration.walk.experts import stacked
 from quant.calibration.walk.scratch import Scratch
 from quant.execution.checks import check_values
-from quant.execution.data import by_input
 from quant.execution.finished_layers import keep_layers, put_back
 from quant.execution.install import install_weight, use_expert_modules
 from quant.execution.layer_result import LayerResult, layer_result
@@ -30,7 +29,7 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import weight_of_conv
 from quant.recipes.expert_stacks import expert_matrices
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import LayerPlan, Plan, by_input
 
 
 def apply_plan(
@@ -79,7 +78,7 @@ def solve_weights(
             if finished is not None:
                 results |= finished[1]
             else:
-                results |= _solve_group(model, members, weights, input_scales, session)
+                results |= _solve_and_install(model, members, weights, input_scales, session)
                 # Each rank has groups of its own, so each writes them: no rank waits for the first one's disk.
                 keep_layers(store, _step(members), model, members, results, alone=True)
             done += len(members)
@@ -116,7 +115,7 @@ def _own_groups(groups: list[list[LayerPlan]], session: Session) -> list[list[La
     return [members for members, owner in zip(unfinished, owners, strict=True) if owner == session.rank]
 
 
-def _solve_group(
+def _solve_and_install(
     model: nn.Module,
     members: Sequence[LayerPlan],
     copies: Sequence[torch.Tensor],
@@ -134,7 +133,7 @@ def _solve_group(
     """
     tensors: Sequence[torch.Tensor | None] = copies or [None] * len(members)
     weights = {member.name: _weight_of(model, member, tensor) for member, tensor in zip(members, tensors, strict=True)}
-    solved = _solve(members, weights, session)
+    solved = _solved_weights(members, weights, session)
     results = {member.name: layer_result(member, weights[member.name], solved[member.name]) for member in members}
     home = device_of(model)
     for member in members:
@@ -163,7 +162,7 @@ def solve_state_dict(
         elif layer.name in own:
             members = own[layer.name]
             moved = {member.name: _stored_weight(tensors, member).to(session.device) for member in members}
-            group = _solve(members, moved, session)
+            group = _solved_weights(members, moved, session)
             results |= {m.name: layer_result(m, moved[m.name], group[m.name]) for m in members}
             # Where the original tensor is, so that a state dict on the CPU does not collect its codes on the GPU.
             solved |= {name: each.to(weight.device) for name, each in group.items()}
@@ -177,7 +176,7 @@ def _stored_weight(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> tor
     return weight.t() if layer.transposed else weight
 
 
-def _solve(
+def _solved_weights(
     members: Sequence[LayerPlan], weights: Mapping[str, torch.Tensor], session: Session
 ) -> dict[str, BlockScaledTensor]:
     """Returns codes and scales by name. Experts that are read one by one are solved so on the session's device."""

@@ -29,7 +29,7 @@ from quant.calibration.texts.records import check_corpus
 from quant.calibration.texts.rows import calibration_rows, token_rows
 from quant.errors import UserError
 from quant.evaluation.checks import run_probe
-from quant.execution.data import mixed_text
+from quant.execution.mixed_text import mixed_text
 from quant.execution.store import tensor_hash
 from quant.execution.text_cache import VARIABLE, TextCache
 from quant.models.open import Source

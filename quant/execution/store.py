@@ -50,7 +50,7 @@ _IN_FLIGHT = 2  # steps that are written at a time, each by a thread: SHA-256 is
 _WAY_OUT = "give what it was begun with, or pass --restart to begin anew"
 
 
-class Partial(Store):
+class DirectoryStore(Store):
     """The partial directory of a run; open for one process at a time, or for the ranks of one run.
 
     Args:
@@ -142,7 +142,7 @@ class Partial(Store):
             else:
                 self._awaited.append((step, then))
 
-    def __enter__(self) -> Partial:
+    def __enter__(self) -> DirectoryStore:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from quant.errors import UserError
-from quant.execution.data import calibrate
+from quant.execution.input_scales import calibrate
 from quant.formats.format import FORMATS, Format, get_format
 from quant.formats.number import E4M3, INT4, INT8
 from quant.formats.packing import pack

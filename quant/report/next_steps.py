@@ -6,10 +6,10 @@ import shlex
 from pathlib import Path
 
 from quant.evaluation.loss_text import loss_text
-from quant.execution.data import solver_needs_data
 from quant.formats.format import get_format
 from quant.models.configs import read_fields
 from quant.plan.check import first_problem
+from quant.plan.data_needs import solver_needs_data
 from quant.recipes.plan import Plan
 from quant.recipes.solver_names import parse_solver
 from quant.report.report import Report
@@ -28,9 +28,9 @@ def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
     """Returns at most six lines for the terminal.
 
     Args:
-        report: of the run.
-        plan: that was executed.
-        directory: of the checkpoint that the run wrote.
+        report: the report of the run.
+        plan: the plan that was executed.
+        directory: the checkpoint that the run wrote.
     """
     lines = [] if (verdict := _verdict(report, plan)) is None else [verdict]
     opened = f"report:   {shlex.quote(str(directory / 'report.html'))} in a browser"

@@ -220,7 +220,7 @@ def rewrite(
     """Writes the page of a checkpoint again; a receipt goes into its report first.
 
     Args:
-        directory: with report.json and plan.json.
+        directory: the checkpoint, with report.json and plan.json.
         receipt: result of `quant export`.
         out: the page; report.html in the directory by default.
         source: name of the receipt in errors.

@@ -16,7 +16,6 @@ from quant.calibration.walk.expected_time import expected_time, in_words, time_o
 from quant.evaluation.checks import check_evaluable
 from quant.execution.announcements import announce_effort
 from quant.execution.checks import check_solvable
-from quant.execution.data import lacks_data, solver_needs_data, with_calibration, with_data
 from quant.execution.sources import (
     as_rows,
     digest_of,
@@ -28,6 +27,7 @@ from quant.execution.sources import (
     written_share,
 )
 from quant.models.stored_weights import read_stored, stored_in
+from quant.plan.data_needs import lacks_data, solver_needs_data, with_calibration, with_data
 from quant.recipes.plan import Plan
 from quant.run.job import Decision, Job
 from quant.run.same_on_ranks import check_same

@@ -9,9 +9,9 @@ from torch import nn
 
 from quant.checkpoints.trial_load import check_experts
 from quant.execution.announcements import announce_effort
-from quant.execution.data import NoTextError, lacks_data, with_data
 from quant.export.checkpoint.compressed_tensors import check_plan
 from quant.export.checkpoint.names import stored_names
+from quant.plan.data_needs import NoTextError, lacks_data, with_data
 from quant.recipes.recipe import Recipe
 from quant.run.decide_budget import for_budget
 from quant.run.job import Decision, Job

@@ -21,8 +21,8 @@ from quant.calibration.solvers.solver import get_pipeline, with_supported_solver
 from quant.calibration.texts.mixture import Record
 from quant.checkpoints.trial_load import import_for_trial
 from quant.errors import UserError
-from quant.execution.data import with_calibration
 from quant.execution.sources import as_rows
+from quant.plan.data_needs import with_calibration
 from quant.plan.make import make_plan
 from quant.recipes import effort
 from quant.recipes.effort import solver_of

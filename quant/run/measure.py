@@ -38,7 +38,7 @@ class Measured:
 
     Attributes:
         evaluation: figures on the evaluation texts.
-        fingerprint: of the model's logits.
+        fingerprint: the fingerprint of the model's logits.
         examples: tokens and a text before and after.
         output_errors: relative error of each layer's output, by the layer's name.
     """

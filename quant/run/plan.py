@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from quant.calibration.inputs import call_on_first_row
-from quant.execution.data import lacks_data
 from quant.execution.sources import named_inputs
 from quant.extras import versions
 from quant.models.open import Source
 from quant.plan.check import refuse
+from quant.plan.data_needs import lacks_data
 from quant.plan.edit import set_guard_and_observer
 from quant.plan.make import make_plan
 from quant.recipes import effort

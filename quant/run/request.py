@@ -22,7 +22,6 @@ from quant.calibration.placement import find_device
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.knapsack import require_scipy
 from quant.errors import UserError, as_option, as_parameter
-from quant.execution.data import solver_needs_data
 from quant.execution.sources import Rows, check_sources, sources_of
 from quant.execution.store import is_finished
 from quant.export.checkpoint.directory import check_apart, check_destination
@@ -30,6 +29,7 @@ from quant.formats.format import is_16bit
 from quant.models.files import find_model
 from quant.plan.callers_model import check_original, unwrapped
 from quant.plan.check import Problem, read_plan
+from quant.plan.data_needs import solver_needs_data
 from quant.plan.make import kv_cache_name
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP, Recipe, get_recipe

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from quant.calibration.session import Session
-from quant.execution.store import Partial
+from quant.execution.store import DirectoryStore
 from quant.extras import versions
 from quant.recipes.plan import Plan
 from quant.run.job import Job
@@ -34,7 +34,7 @@ def resumable(job: Job, plan: Plan) -> Iterator[Job]:
         # Sums on a CPU and on a GPU round differently; a finished layer of the other would not fit its neighbours.
         "the kind of device": _device_type(job.session),
     }
-    with Partial(request.out, depends, source.files, restart=request.restart) as store:
+    with DirectoryStore(request.out, depends, source.files, restart=request.restart) as store:
         if not store.is_complete:
             store.expect("device", kind_of(job.session))  # each kind of GPU rounds sums in its own way
         yield replace(job, session=replace(job.session, store=store))

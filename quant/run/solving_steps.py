@@ -7,9 +7,9 @@ from torch import nn
 
 from quant.calibration.blocks import block_names
 from quant.calibration.inputs import Inputs
-from quant.execution.data import by_input, solver_needs_data
+from quant.plan.data_needs import solver_needs_data
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.plan import Plan
+from quant.recipes.plan import Plan, by_input
 
 
 def solving_steps(

@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 from quant.errors import UserError
-from quant.execution.data import by_input
 from quant.kernels.linear.conv import QuantConv, conv_matrix, conv_parameter
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.modules import QuantLinear, RunTimeParts
 from quant.recipes.module_hooks import take_over
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import LayerPlan, Plan, by_input
 from quant.training.initial_weights import before_rounding, starting_weight
 from quant.training.modules import QATConv, QATEmbedding, QATExperts, QATLinear
 from quant.training.rounding.fusion import Fusion

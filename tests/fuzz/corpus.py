@@ -26,7 +26,7 @@ from torch import nn
 from transformers import AutoConfig, LlamaForCausalLM
 
 from quant.cli.main import COMMANDS
-from quant.execution import store as partial
+from quant.execution import store
 
 _IMPORTED = (
     "accelerate", "compressed_tensors", "datasets", "gguf", "onnx", "onnxruntime", "onnxscript", "quant.api.export",
@@ -185,7 +185,7 @@ def _unfinished(home: Path) -> str:
     """Makes the partial directory of a run that was killed before it wrote its checkpoint; gives the file of a step."""
 
     def stop() -> None:
-        partial.Partial.put = _killed_after(2, partial.Partial.put)  # type: ignore[method-assign]
+        store.DirectoryStore.put = _killed_after(2, store.DirectoryStore.put)  # type: ignore[method-assign]
 
     folder = _beside(home)
     killed = forks.run(RESUMED.split(), folder, stop)
@@ -197,7 +197,7 @@ def _unfinished(home: Path) -> str:
 def _killed_after(calls: int, put: Callable[..., None]) -> Callable[..., None]:
     left = calls
 
-    def kill(self: partial.Partial, *arguments: Any, **options: Any) -> None:
+    def kill(self: store.DirectoryStore, *arguments: Any, **options: Any) -> None:
         nonlocal left
         left -= 1
         if not left:

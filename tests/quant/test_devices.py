@@ -28,7 +28,7 @@ from quant.calibration.blocks import block_names, capture
 from quant.calibration.placement import find_device, placed
 from quant.calibration.session import Session
 from quant.evaluation.evaluate import evaluate
-from quant.execution.data import mixed_text
+from quant.execution.mixed_text import mixed_text
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.modules import QuantLinear
 from quant.models.open import open_model

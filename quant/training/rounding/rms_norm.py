@@ -30,10 +30,10 @@ class NormInput(NamedTuple):
 
     Attributes:
         x: `[..., columns]`, the input of the norm.
-        factor: `[columns]`, which normalized values are multiplied by.
-        eps: that is added to the mean of squares.
+        factor: `[columns]`, by which normalized values are multiplied.
+        eps: the number that is added to the mean of squares.
         normalized: dtype of the normalized values before they are multiplied; float32 rounds nothing.
-        dtype: of the output.
+        dtype: the dtype of the output.
     """
 
     x: torch.Tensor

@@ -16,7 +16,7 @@ from quant.api.quantize import quantize
 from quant.calibration.session import Session
 from quant.calibration.texts.mixture import Writer, mixture_rows
 from quant.errors import UserError
-from quant.execution.data import calibrate
+from quant.execution.input_scales import calibrate
 from quant.execution.solve_weights import apply_plan, solve_state_dict
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize

@@ -28,7 +28,7 @@ from quant.calibration.solvers import factor, rows
 from quant.cli.evaluate import evaluate_command
 from quant.cli.quantize import quantize_command
 from quant.cli.ranks import launch, watch
-from quant.execution import store as partial_module
+from quant.execution import store as store_module
 from quant.execution.store import partial_path
 
 ROWS, SEQLEN = 16, 32  # four batches of the walk
@@ -192,7 +192,7 @@ def killed(rank: int, at: int, log: Path, arguments: list[str], count: int) -> t
             return counted
 
         for name in ("put", "expect"):
-            setattr(partial_module.Partial, name, counting(getattr(partial_module.Partial, name)))
+            setattr(store_module.DirectoryStore, name, counting(getattr(store_module.DirectoryStore, name)))
         quantize_command(arguments)
 
     started = time.monotonic()

@@ -26,12 +26,12 @@ from quant.calibration.walk.block import Block
 from quant.calibration.walk.chain import States
 from quant.execution import moved_steps, step_file
 from quant.execution import store as partial_module
-from quant.execution.data import lacks_data, with_calibration
 from quant.execution.finished_layers import BlockKeeper
 from quant.execution.sources import tokenizer_if_any
 from quant.execution.step_file import StepFile
-from quant.execution.store import Partial, partial_path
+from quant.execution.store import DirectoryStore, partial_path
 from quant.models.open import open_model
+from quant.plan.data_needs import lacks_data, with_calibration
 from quant.run import decide_budget as deciding
 from quant.run import measure as measuring
 from quant.run import run as pipeline
@@ -465,10 +465,10 @@ def test_fifty_kills_at_random_moments(
     ],
 )
 def test_a_forged_note_about_a_file_of_the_checkpoint_is_refused(record: Any, problem: str, tmp_path: Path) -> None:
-    with Partial(tmp_path / "out", {}) as store:
+    with DirectoryStore(tmp_path / "out", {}) as store:
         store.note("shard model.safetensors", record)
     with (
-        Partial(tmp_path / "out", {}) as store,
+        DirectoryStore(tmp_path / "out", {}) as store,
         pytest.raises(ValueError, match=rf"{problem}.*pass --restart to begin anew"),
     ):
         store.is_moving  # noqa: B018
@@ -482,7 +482,7 @@ def test_a_step_that_the_disk_did_not_take_whole_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     tensors = {"x": torch.arange(5)}
-    with Partial(tmp_path / "out", {}) as store:
+    with DirectoryStore(tmp_path / "out", {}) as store:
         store.put("a", tensors, 1)
         store.flush()
         monkeypatch.setattr(step_file, "write_tensor_file", full)
@@ -491,7 +491,7 @@ def test_a_step_that_the_disk_did_not_take_whole_leaves_nothing_behind(
             store.flush()
     monkeypatch.undo()
     assert len([*partial_path(tmp_path / "out").iterdir()]) == 2  # run.json and the first step
-    with Partial(tmp_path / "out", {}) as store:
+    with DirectoryStore(tmp_path / "out", {}) as store:
         assert "b" not in store
         store.put("b", tensors, 3)
         store.flush()
@@ -504,11 +504,11 @@ def test_the_newest_file_of_a_step_counts(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         # As if the run was stopped between the rename of the new file and the removal of the old one.
         patched.setattr(Path, "unlink", lambda *_, **__: None)
-        with Partial(tmp_path / "out", {"version": 1}) as store:
+        with DirectoryStore(tmp_path / "out", {"version": 1}) as store:
             for record in range(11):
                 store.put("a", {"x": torch.full((3,), record)}, record)
             store.flush()
-    with Partial(tmp_path / "out", {"version": 1}) as store:
+    with DirectoryStore(tmp_path / "out", {"version": 1}) as store:
         step = store.get("a")
         assert step is not None and step.record == 10 and step.tensors["x"].tolist() == [10] * 3
 
@@ -524,7 +524,7 @@ def test_a_file_that_refresh_sees_before_its_writer_is_done_stays(
         return file
 
     monkeypatch.setattr(StepFile, "write", seen_at_once)
-    with Partial(tmp_path / "out", {}) as store:
+    with DirectoryStore(tmp_path / "out", {}) as store:
         store.put("a", {"x": torch.arange(3)}, 1)
         store.flush()
         step = store.get("a")
