@@ -54,9 +54,9 @@ from quant.calibration.sensitivity.switchable_model import SwitchableModel, meas
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
-from quant.execution.conv1d import as_linears
 from quant.execution.layer_result import Quantized
 from quant.formats.tensor import moved
+from quant.plan.conv1d import as_linears
 from quant.recipes.plan import Plan
 
 # Rounds switchable layers where the plan's solver works from data.

@@ -22,7 +22,6 @@ from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.walk.group import Settings
 from quant.errors import UserError
 from quant.execution.checks import check_solvable, check_unquantized
-from quant.execution.conv1d import as_linears
 from quant.execution.input_scales import input_scales_of, observer_of
 from quant.execution.install import install_kv_scales, mark_quantized
 from quant.execution.layer_result import Quantized
@@ -33,6 +32,7 @@ from quant.export.checkpoint.names import stored_names
 from quant.export.checkpoint.write import plan_of_model
 from quant.formats.format import FP8_HEAD
 from quant.models.stored_weights import read_stored, stored_in
+from quant.plan.conv1d import as_linears
 from quant.plan.data_needs import lacks_data, solver_needs_data, with_calibration
 from quant.plan.head_plan import scale_donors, split_heads
 from quant.plan.prediction_heads import head_layers

@@ -17,13 +17,13 @@ from torch import nn
 import quant
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
-from quant.execution.conv1d import as_linears
 from quant.execution.solve import solve_plan
 from quant.export.checkpoint import modelopt
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.conv import QuantConv
 from quant.models.open import open_model
+from quant.plan.conv1d import as_linears
 from quant.plan.edit import edit, parse_setting
 from quant.recipes.layer_kind import LayerKind
 
