@@ -8,12 +8,28 @@ of an earlier call are recognized by dtypes, by integers, and by whether all poi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 _ALIGNMENT = 16  # bytes, of which Triton compiles kernels that know
-_MOST = 64
+_Value = TypeVar("_Value")
+
+
+class BoundedTable(dict[Any, _Value]):
+    """Prepared launches by all that they depend on. A table that has `most` of them starts again with none.
+
+    Programs have few kinds of launches, so only one with ever new shapes fills a table, and hardly repeats them.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def __setitem__(self, key: Any, value: _Value) -> None:
+        if len(self) >= self.most:
+            self.clear()
+        super().__setitem__(key, value)
 
 
 class CachedLaunch:
@@ -34,7 +50,7 @@ class CachedLaunch:
         # Under Triton's interpreter there may be no GPU, or a PyTorch without CUDA; both count as GPU 0.
         self._device: Callable[[], int] = torch._C._cuda_getDevice if torch.cuda.is_available() else int
         self._after: list[Any] = []
-        self._launches: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self._launches = BoundedTable[Callable[..., None]](64)
 
     def __call__(self, *arguments: Any) -> None:
         """Launches on the current stream; arguments are tensors, descriptors, integers, floats and None."""
@@ -55,7 +71,5 @@ class CachedLaunch:
         compiled = self._kernel[self._grid](*arguments, **self._constants)
         # Unaligned pointers stay with Triton's own launch, which compiles a variant for them.
         if compiled is not None and not key[0]:  # Triton's interpreter compiles nothing
-            if len(self._launches) >= _MOST:
-                self._launches.clear()
             self._after = [self._constants[name] for name in self._kernel.arg_names if name in self._constants]
             self._launches[key] = compiled[(*self._grid, 1, 1)[:3]]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -26,14 +25,13 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels import matmul_tiles
 from quant.kernels.hardware import current
 from quant.kernels.hopper import sm90_codes_gemm_many
-from quant.kernels.launch_cache import CachedLaunch
+from quant.kernels.launch_cache import BoundedTable, CachedLaunch
 from quant.kernels.matmul_tiles import PrefillTiles
 from quant.kernels.portable.block_scales import encode_scale, larger, quotient_to_code, reciprocal
 from quant.kernels.portable.dependent_launch import overlap_options, start_next, wait_for_previous
 
-_launches: dict[Any, Callable[..., torch.Tensor]] = {}
+_launches = BoundedTable[Callable[..., torch.Tensor]](1 << 10)
 """Launches by the shapes of their arguments, since preparing one takes longer than a small product."""
-_MOST_LAUNCHES = 1 << 10
 
 
 @triton.jit
@@ -115,7 +113,5 @@ def multiply_in_e4m3(
             shape = (weight.shape[0], weight.shape[1])
             tiles = matmul_tiles.quickest_in_e4m3(len(x), shape, current(x.device.index or 0))
         launch = sm90_codes_gemm_many.prepare_gemm_many(codes, weight, bias, tiles)
-        if len(_launches) >= _MOST_LAUNCHES:
-            _launches.clear()
         _launches[key] = launch
     return launch(codes, weight, bias, scale)

@@ -18,7 +18,6 @@ fast as the others once its kernel is compiled.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.functional import linear as dense_linear
@@ -26,6 +25,7 @@ from torch.nn.functional import linear as dense_linear
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels import hardware, launch_table, matmul_tiles
+from quant.kernels.launch_cache import BoundedTable
 from quant.kernels.layout import as_computed, is_prepacked
 from quant.kernels.linear import fp8_gemm, native_gemm
 from quant.kernels.linear.input_rounding import aligned_rows, prepare_rounding
@@ -36,9 +36,8 @@ _FLOATS = (torch.float16, torch.bfloat16)
 # Absent where PyTorch is built without CUDA. The public name is several calls of Python deep, at every call.
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
-_products: dict[Any, Product] = {}
+_products = BoundedTable[Product](1 << 12)
 """Products by the shapes, dtypes, strides and devices of their arguments. None of them holds a tensor."""
-_MOST_PRODUCTS = 1 << 12
 
 
 def linear_on_gpu(
@@ -85,8 +84,6 @@ def linear_on_gpu(
         product = _prepare_product(rows, weight, bias, input_scale, INPUT_FORMATS[activation] if activation else None)
         # While a graph is captured, checks that wait for the GPU are skipped, so such a choice serves only this call.
         if not (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
-            if len(_products) >= _MOST_PRODUCTS:
-                _products.clear()
             _products[key] = product
     # The oracle takes x in its own shape: cuBLAS may sum in another order for two dimensions than for three.
     y = product(x if type(product) is ReferenceProduct else rows, weight, bias, input_scale)

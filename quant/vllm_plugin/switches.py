@@ -3,8 +3,8 @@
 0             vLLM's own kernels
 1             ours (the default)
 layers        our layers between vLLM's own norms and activations
-fp8-prefill   NVFP4 layers multiply 256 tokens and more at once in FP8, so prompts and large batches. Inputs and decoded
-              weights are rounded to E4M3, inputs with a scale a token: faster, and less precise
+fp8-prefill   NVFP4 layers multiply prompts and large batches in FP8, from 192 tokens on where the layer is large enough
+              to gain. Inputs and decoded weights are rounded to E4M3, inputs with a scale a token: faster, less precise
 """
 
 from __future__ import annotations

@@ -30,8 +30,11 @@ from quant.kernels.layout import is_prepacked, prepack, prepack_refusal
 from quant.kernels.linear.ops import register
 from quant.vllm_plugin.switches import switches
 
-FP8_FROM = 256
-"""Tokens from which a product in FP8 is faster than one in 16 bit; below, both wait for the weight (8B, H100)."""
+FP8_FROM, FP8_PRODUCTS = 192, 12 << 30
+"""Tokens, and products of two numbers, from which a matmul is faster in FP8 than in 16 bit (8B, H100).
+
+With fewer tokens both wait for the weight; with fewer products, rounding the inputs takes longer than is saved.
+"""
 
 FP8_DECODED_UP_TO = 1024
 """Tokens up to which one kernel decodes the weight; for more, the weight is written in E4M3 once, for the library."""
@@ -152,16 +155,25 @@ def _linear_fp8_prefill(
     weight_format: str,
 ) -> torch.Tensor:
     # The number of tokens is known here, inside the op, and not to torch.compile, whose graph serves any number.
-    tokens = x.numel() // x.shape[-1]
-    if x.is_cuda and FP8_FROM <= tokens <= FP8_DECODED_UP_TO:
+    rows, columns = codes.shape[0], x.shape[-1]
+    tokens = x.numel() // columns
+    if tokens >= FP8_FROM and tokens * rows * columns >= FP8_PRODUCTS:
+        weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (rows, columns), global_scale)
+        return multiply_in_fp8(x, weight, bias)
+    return torch.ops.quant.linear(  # type: ignore[no-any-return]
+        x, codes, scale, global_scale, bias, None, weight_format, ""
+    )
+
+
+def multiply_in_fp8(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Returns `x @ weight.T + bias` with x rounded to E4M3, a scale a token; on a GPU W is rounded to E4M3 as well."""
+    rows = x.reshape(-1, x.shape[-1])
+    if x.is_cuda and len(rows) <= FP8_DECODED_UP_TO and is_prepacked(weight):
         from quant.kernels.hopper.sm90_e4m3_rows import multiply_in_e4m3
 
-        weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (codes.shape[0], x.shape[-1]), global_scale)
-        if is_prepacked(weight):
-            return multiply_in_e4m3(x.reshape(tokens, -1).contiguous(), weight, bias).view(*x.shape[:-1], -1)
-    activation = "fp8_token" if tokens >= FP8_FROM else ""
+        return multiply_in_e4m3(rows.contiguous(), weight, bias).view(*x.shape[:-1], -1)
     return torch.ops.quant.linear(  # type: ignore[no-any-return]
-        x, codes, scale, global_scale, bias, None, weight_format, activation
+        x, weight.codes, weight.scale, weight.global_scale, bias, None, weight.format.name, "fp8_token"
     )
 
 

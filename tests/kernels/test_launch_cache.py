@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
 
-from quant.kernels.launch_cache import CachedLaunch
+from quant.kernels.launch_cache import BoundedTable, CachedLaunch
 
 
 class Compiled(CompiledKernel):
@@ -88,3 +88,10 @@ def test_values_on_a_gpu() -> None:
             y = torch.zeros(1024, device="cuda", dtype=dtype)
             launch(x[start:], y, count)
             assert torch.equal(y[:count], (2 * x[start : start + count]).to(dtype)) and not y[count:].any()
+
+
+def test_a_full_table_starts_again() -> None:
+    table = BoundedTable[str](2)
+    for key in (1, 2, 3):
+        table[key] = str(key)
+    assert table == {3: "3"}

@@ -38,11 +38,9 @@ def test_the_kernels_of_norms_experts_and_attention_pass(monkeypatch: pytest.Mon
 def test_prompts_in_fp8_are_compared_with_a_tolerance_of_their_own(
     factor: float, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = weights.multiply
+    right = weights.multiply_in_fp8
     monkeypatch.setenv("BLOCKSCALE_VLLM", "fp8-prefill")
-    monkeypatch.setattr(
-        weights, "multiply", lambda layer, x, *parameters: right(layer, x, *parameters) * (factor if len(x) > 80 else 1)
-    )
+    monkeypatch.setattr(weights, "multiply_in_fp8", lambda *arguments: right(*arguments) * factor)
     assert bool(ON_CPU.product_failure("nvfp4")) is fails
 
 
