@@ -8,8 +8,15 @@ A small Llama, or SmolLM2 with `--model`, is written in `nvfp4a16`; the Llama is
 `vllm_presets.py`. The engines run at once, each in a process of its own, and add 64 tokens to each of the same 64
 prompts of 200 tokens. The table counts continuations that are equal to the last token, and the share of tokens before
 the first difference. Engines that round alike should agree in all; those that round otherwise part where two tokens are
-about equally likely, which in so small a model is often. Checkpoints of the same `--model` in `--out` are used again.
-GLM-4-MoE models (`_mtp_model.py`) are trained with a head that drafts a token; it is in 16 bit or in NVFP4.
+about equally likely, which in so small a model is often; the engines "vLLM, …" tell how often vLLM parts from itself.
+
+One differing token changes all later ones. So every engine also replays the continuations of the engine "vLLM" (from
+0.29 on vLLM can be told the tokens of a request) and says at each step which token it would have chosen: the table has
+the share that is the same, over all steps, and over those at which the first engine's two likeliest tokens are further
+apart than `CLEAR`.
+
+Checkpoints of the same `--model` in `--out` are used again. GLM-4-MoE models (`_mtp_model.py`) are trained with a head
+that drafts a token; it is in 16 bit or in NVFP4.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +38,9 @@ MTP = {"method": "mtp", "num_speculative_tokens": 1}
 CACHE, EAGER = {"kv_cache_dtype": "nvfp4"}, {"enforce_eager": True}
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "vLLM": ("0", EAGER),
+    "vLLM, prompts in reverse": ("0", {**EAGER, "reverse": True}),
+    "vLLM, 24 at once": ("0", {**EAGER, "max_num_seqs": 24}),
+    "vLLM, CUDA graphs": ("0", {}),
     "plug-in": ("1", {}),
     "FP8 cache": ("0", {**EAGER, "kv_cache_dtype": "fp8"}),
     "NVFP4 cache": ("1", {**EAGER, **CACHE}),
@@ -49,8 +60,12 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 PAIRS = (
     ("vLLM", "plug-in"), ("vLLM", "FP8 cache"), ("vLLM", "NVFP4 cache"), ("LoRA", "LoRA, plug-in"),
-    *((name.partition(",")[0], name) for name in ENGINES if name.startswith(("NVFP4 cache, ", "GLM, "))),
+    *((name.partition(",")[0], name) for name in ENGINES if name.startswith(("vLLM, ", "NVFP4 cache, ", "GLM, "))),
 )  # fmt: skip
+CLEAR = 0.25
+"""Nats between the two likeliest tokens of a step, beyond which rounding should not change their order."""
+Top = list[tuple[int, float]]
+"""The likeliest token of each step, and the difference between its log-probability and the second one's."""
 
 
 def make(out: Path, source: str) -> None:
@@ -127,14 +142,26 @@ def serve(out: Path, name: str) -> None:
         "gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 1 << 29, "enable_prefix_caching": False,
         "disable_log_stats": False,
     }  # fmt: skip
-    twice = options.get("twice", False)
-    engine = {key: value for key, value in options.items() if key not in ("twice", "checkpoint")}
+    own = ("twice", "checkpoint", "reverse")
+    engine = {key: value for key, value in options.items() if key not in own}
+    replays = hasattr(SamplingParams(), "trace_decode_token_ids") and not engine.get("speculative_config")
+    replays &= "checkpoint" not in options and "enable_lora" not in engine
+    if replays:
+        settings["enable_trace_replay"] = True
     llm = LLM(model=str(out / options.get("checkpoint", "checkpoint")), **{**settings, **engine})
-    ask = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": row} for row in json.loads((out / "prompts.json").read_text())]
     adapter = LoRARequest("adapter", 1, str(out / "adapter")) if "enable_lora" in engine else None
-    for _ in range(2 if twice else 1):
-        outputs = llm.generate(prompts, ask, use_tqdm=False, lora_request=adapter)
+    prompts = [{"prompt_token_ids": row} for row in json.loads((out / "prompts.json").read_text())]
+    order = slice(None, None, -1 if options.get("reverse") else 1)
+
+    def outputs(**asked: list[Any]) -> list[Any]:
+        """Completions of all prompts, in their order; `asked` are further sampling parameters, one for each prompt."""
+        ask = [SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False,
+                              **{key: each[i] for key, each in asked.items()}) for i in range(PROMPTS)]  # fmt: skip
+        answers = llm.generate(prompts[order], ask[order], use_tqdm=False, lora_request=adapter)
+        return [each.outputs[0] for each in answers][order]
+
+    for _ in range(2 if options.get("twice") else 1):
+        tokens = [list(each.token_ids) for each in outputs()]
     counters = {metric.name.removeprefix("vllm:"): getattr(metric, "value", None) for metric in llm.get_metrics()}
     reported = (
         "num_preemptions",
@@ -143,10 +170,39 @@ def serve(out: Path, name: str) -> None:
         "spec_decode_num_draft_tokens",
         "prefix_cache_hits",
     )
-    result = {"tokens": [list(each.outputs[0].token_ids) for each in outputs],
-              "counters": {key: counters[key] for key in reported if counters.get(key)}}  # fmt: skip
-    (out / f"{name}.json").write_text(json_text(result))
+    result = {"tokens": tokens, "counters": {key: counters[key] for key in reported if counters.get(key)}}
+    write(out / f"{name}.json", result)
+    reference = await_reference(out) if replays else None
+    if reference:
+        replayed = outputs(trace_decode_token_ids=reference, logprobs=[2] * PROMPTS)
+        write(out / f"{name}.json", {**result, "top": [likeliest(each.logprobs) for each in replayed]})
     os._exit(0)
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Writes a result, which other processes find whole or not at all."""
+    path.with_suffix(".part").write_text(json_text(result))
+    path.with_suffix(".part").rename(path)
+
+
+def await_reference(out: Path, seconds: float = 120.0) -> list[list[int]] | None:
+    """Returns the tokens of the engine "vLLM", which may run beside this one, or None if it has not written any."""
+    end = time.monotonic() + seconds
+    while not (path := out / "vLLM.json").is_file():
+        if time.monotonic() > end or not (out / "vLLM.log").is_file():
+            return None
+        time.sleep(0.5)
+    tokens: list[list[int]] = json.loads(path.read_text())["tokens"]
+    return tokens
+
+
+def likeliest(steps: list[dict[int, Any]]) -> Top:
+    """Returns the likeliest token of each step, from log-probabilities of the first two and of the replayed token."""
+    found = []
+    for step in steps:
+        ranked = sorted(step.items(), key=lambda pair: pair[1].rank)
+        found.append((ranked[0][0], ranked[0][1].logprob - ranked[1][1].logprob))
+    return found
 
 
 def agreement(first: list[list[int]], second: list[list[int]]) -> dict[str, object]:
@@ -155,6 +211,16 @@ def agreement(first: list[list[int]], second: list[list[int]]) -> dict[str, obje
                for rows in zip(first, second, strict=True)]  # fmt: skip
     whole = sum(length == NEW for length in lengths)
     return {"equal": f"{whole} of {PROMPTS}", "before a difference": f"{sum(lengths) / NEW / PROMPTS:.1%}"}
+
+
+def same_choices(first: list[Top], second: list[Top]) -> dict[str, object]:
+    """The share of steps, behind the same tokens, at which two engines find the same token likeliest."""
+    steps = [pair for rows in zip(first, second, strict=True) for pair in zip(*rows, strict=True)]
+    clear = [a[0] == b[0] for a, b in steps if a[1] > CLEAR]
+    apart = sorted(abs(a[1] - b[1]) for a, b in steps if a[0] == b[0])
+    return {"same choice": f"{sum(a[0] == b[0] for a, b in steps) / len(steps):.2%}",
+            "where clear": f"{sum(clear) / len(clear):.2%} of {len(clear):,}",
+            "margins apart": f"{apart[len(apart) // 2]:.3f}, {apart[len(apart) * 99 // 100]:.3f}"}  # fmt: skip
 
 
 def main() -> None:
@@ -184,8 +250,10 @@ def main() -> None:
     for process in processes:
         process.wait()
     results = {name: json.loads(path.read_text()) for name in names if (path := args.out / f"{name}.json").is_file()}
+    replayed = {name for name, result in results.items() if "top" in result}
     rows = [
         {"engine": first, "other": second, **agreement(results[first]["tokens"], results[second]["tokens"]),
+         **(same_choices(results[first]["top"], results[second]["top"]) if replayed >= {first, second} else {}),
          "counters of the other": json_text(results[second]["counters"])}
         for first, second in PAIRS if first in results and second in results
     ]  # fmt: skip

@@ -42,6 +42,8 @@ CANDIDATES = (-2, 5)
 class KVPages:
     """The pages of one layer. Plain data. A page's part of a tensor is contiguous; pages may lie further apart.
 
+    In 16 bit, tokens and heads of a page may lie further apart too, alike in keys and values.
+
     Attributes:
         k, v: codes `[pages, kv_heads, page_size, ·]`: E4M3 or 16 bit `[…, dim]`, E2M1 in uint8 `[…, dim / 2]`.
         format: one of `KV_FORMATS`; None for 16 bit.

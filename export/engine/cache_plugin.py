@@ -141,6 +141,8 @@ def _attend(spec: CacheSpec, arch: int, role: str, tile: tuple[int, int, int, in
         "width": max(16, triton.next_power_of_2(spec.dim // pieces)),
         "group": spec.group,
         "page": spec.capacity,
+        "head_units": spec.capacity * (spec.dim // pieces),
+        "token_units": spec.dim // pieces,
         "block_m": block_m,
         "block_n": block_n,
         "stages": stages,

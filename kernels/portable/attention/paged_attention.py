@@ -126,6 +126,7 @@ def paged_attention_kernel(
     q_batch, q_head, q_new, table_stride, kv_heads, new, splits, softmax_scale, softcap, window,
     kind: tl.constexpr, per_token: tl.constexpr, capped: tl.constexpr, windowed: tl.constexpr, asm: tl.constexpr,
     dim: tl.constexpr, width: tl.constexpr, group: tl.constexpr, page: tl.constexpr,
+    head_units: tl.constexpr, token_units: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, stages: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries against one split of the keys; grid: (splits · KV heads · tiles of queries, sequences).
@@ -134,7 +135,8 @@ def paged_attention_kernel(
 
     Splits are whole tiles of `block_n` keys. A tile of `block_m` queries is `group` heads of each new token, in turns.
     `width` is the units of a token's row, as a power of two; `out` is FP32 where `splits` > 1. From a page to the next
-    are `code_page` units of K or V, and `block_page` block scales.
+    are `code_page` units of K or V, and `block_page` block scales; within a page, `head_units` from a KV head to the
+    next and `token_units` from a token to the next.
     """
     if overlap:
         start_next()
@@ -174,7 +176,7 @@ def paged_attention_kernel(
         for start in range(begin, tl.minimum(end, begin + ahead * block_n), block_n):
             read = tl.minimum(start + tl.arange(0, block_n), length - 1)
             ahead_pages = _pages(table, start, length, page, block_n).to(tl.int64)
-            lines = (ahead_pages * code_page + (kv_head * page + read % page) * units)[:, None]
+            lines = (ahead_pages * code_page + kv_head * head_units + read % page * token_units)[:, None]
             piece_of_line = tl.minimum(tl.arange(0, (width + 63) // 64) * 64, units - 1)[None, :]
             _fetch_to_l2(k + lines + piece_of_line)
             _fetch_to_l2(v + lines + piece_of_line)
@@ -212,7 +214,7 @@ def paged_attention_kernel(
         read = tl.minimum(token, length - 1)
         this_page = pages.to(tl.int64)
         row_of_page = kv_head * page + read % page
-        codes_at = this_page * code_page + row_of_page * units
+        codes_at = this_page * code_page + kv_head * head_units + read % page * token_units
         pages = _pages(table, start + block_n, length, page, block_n)
         k_at = k + codes_at[:, None] + unit[None, :]
         v_at = v + codes_at[None, :] + unit[:, None]
@@ -372,6 +374,7 @@ def attend_pages(
         options.scale_of(dim), options.softcap or 0.0, options.window or 0, kind=pages.kind, per_token=pages.per_token,
         capped=options.softcap is not None, windowed=options.window is not None, asm=asm,
         dim=dim, width=max(16, triton.next_power_of_2(dim // pieces)), group=group, page=pages.page_size,
+        head_units=k.stride(1), token_units=k.stride(2),
         block_m=tiles.block_m, block_n=tiles.block_n, stages=tiles.stages, num_warps=tiles.warps, **overlap,
     )  # fmt: skip
     if splits > 1:

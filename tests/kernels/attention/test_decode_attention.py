@@ -119,6 +119,16 @@ def test_kernel_against_float64(name: str | None, dim: int, heads: int, new: int
     assert error(out, expected) < TOLERANCE[name]
 
 
+def test_tokens_of_a_page_may_lie_apart() -> None:
+    """As in vLLM, where the heads of a token are neighbours, and its keys and values."""
+    pages, table, lengths = filled(None, [70, 33], page_size=16)
+    both = torch.stack((pages.k, pages.v), 3).transpose(1, 2).contiguous()  # [pages, tokens, heads, 2, dim]
+    apart = KVPages(*both.transpose(1, 2).unbind(3), None, pages.dim)
+    q = torch.randn(2, 4, 1, pages.dim).to(torch.bfloat16)
+    tiles = DecodeTiles(8, 32, 4, 3, 2)
+    assert torch.equal(kernel(q, apart, table, lengths, tiles), kernel(q, pages, table, lengths, tiles))
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_sequence_without_tokens_gives_zeros(splits: int) -> None:
     """A server pads the batches of its CUDA graphs with such sequences."""
