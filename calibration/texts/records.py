@@ -70,17 +70,17 @@ def parse_corpus(spec: str) -> Corpus | None:
 
 
 def check_corpus(spec: str) -> None:
-    """Raises ValueError where a source needs a package that is missing, or is an empty file.
+    """Raises ValueError for an empty file, or a source that needs a package that is missing.
 
     It opens nothing, so that a run is refused before its model is loaded.
     """
     corpus = parse_corpus(spec)
     if corpus is None or Path(corpus.path).is_dir():  # a folder may hold images, which take no such package
         return
-    if importlib.util.find_spec("datasets") is None:
-        raise ValueError(_missing_package(corpus))
     if corpus.reader and Path(corpus.path).is_file():
         _check_not_empty(corpus)
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(_missing_package(corpus))
 
 
 def _check_not_empty(corpus: Corpus) -> None:

@@ -19,7 +19,7 @@ from quant.calibration.session import Store
 from quant.checkpoints.carry_over import carried_note, carry_over
 from quant.checkpoints.checkpoint_warnings import checkpoint_warnings
 from quant.checkpoints.model_card import write_card
-from quant.checkpoints.trial_load import check_experts, check_read_back, trial_load
+from quant.checkpoints.trial_load import check_experts, check_read_back, hold_device_guard, trial_load
 from quant.errors import UserError
 from quant.export.checkpoint.checksums import write_checksums
 from quant.export.checkpoint.compressed_tensors import check_plan, compress
@@ -178,6 +178,7 @@ def write_model(
             write_config(temporary, model, plan, names, destination.source, state)
         # The trial needs names and shapes only, and so runs while the weights are written. Tensors that were carried
         # over and those of prediction heads are not compared: transformers ignores them.
+        hold_device_guard()
         with ThreadPoolExecutor(1, thread_name_prefix="trial") as thread:
             loading = None
             if of_transformers:

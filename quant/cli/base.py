@@ -18,7 +18,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -184,27 +184,43 @@ class Command(click.Command):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
-            memory = _is_out_of_memory(error)
-            # Everything that users can cause is a ValueError or an OSError here; any other class is a bug.
-            unexpected = not memory and not isinstance(error, ValueError | OSError)
-            message = " ".join(str(error).split()) or type(error).__name__
-            # A rank that died breaks the collective calls of all others: their errors are consequences, not causes.
-            follows = unexpected and _is_broken_connection(message)
-            if memory:
-                message = (
-                    f"out of memory: {message}; no output was written. It takes a machine with more, or fewer rows"
-                )
-            elif unexpected:
-                message = explained(error, message)
+            failure = _Failure.of(error)
             if watch is not None:
                 # `fails` ends the process on every rank but the first, so the traceback has to come before.
                 if debug and watch.rank:
                     traceback.print_exc()
-                watch.fails(message, follows=follows)
+                watch.fails(failure.message, follows=failure.follows)
             if debug:
                 raise
-            echo(f"error: {message}", err=True)
-            ctx.exit(_BUG if unexpected else 2)
+            echo(f"error: {failure.message}", err=True)
+            ctx.exit(failure.exit_code)
+
+
+class _Failure(NamedTuple):
+    """An error as a command reports it.
+
+    Attributes:
+        message: one line for the user.
+        exit_code: 2 for an error that users can cause, `_BUG` for any other.
+        follows: whether it is only the consequence of another rank's error.
+    """
+
+    message: str
+    exit_code: int
+    follows: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        """Tells errors of users and of memory, and connections that other ranks broke, from bugs."""
+        message = " ".join(str(error).split()) or type(error).__name__
+        if _is_out_of_memory(error):
+            advice = "no output was written. It takes a machine with more, or fewer rows"
+            return cls(f"out of memory: {message}; {advice}", 2, follows=False)
+        # Everything that users can cause is a ValueError or an OSError here; any other class is a bug.
+        if isinstance(error, ValueError | OSError):
+            return cls(message, 2, follows=False)
+        # A rank that died breaks the collective calls of all others: their errors are consequences, not causes.
+        return cls(explained(error, message), _BUG, follows=_is_broken_connection(message))
 
 
 def _share_processor(*, quiet: bool) -> None:

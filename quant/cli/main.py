@@ -32,7 +32,7 @@ COMMANDS = {
     "verify": ("quant.cli.audit:verify_command", "Check the files, the plan and the tensors of a checkpoint."),
     "audit": ("quant.cli.audit:audit_command", "Check in which precision the layers of an engine run."),
     "check-engine": (
-        "quant.cli.generate:check_engine_command",
+        "quant.cli.check_engine:check_engine_command",
         "Run an exported decoder next to its checkpoint; compare and time both.",
     ),
     "bench": ("quant.cli.bench:bench_command", "Time the quantized matmuls of a model on this GPU."),

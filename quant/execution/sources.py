@@ -104,16 +104,14 @@ def check_sources(names: Sequence[str], option: str) -> None:
     for name in sources_of(names) if names else ():
         if name in WRITTEN:
             continue
+        # A column may follow a file's name after #, and a tensor's after a colon.
+        stem = re.sub(r"(\.safetensors):[^/]*$", r"\1", name)
+        if not name.startswith("hf:") and not any(Path(path).exists() for path in (name, stem, name.partition("#")[0])):
+            raise UserError(f"{option} {name}: no such file or directory")
         try:
             check_corpus(name)
         except ValueError as error:
             raise UserError(f"{option} {error}") from error
-        if name.startswith("hf:"):
-            continue
-        # A column may follow a file's name after #, and a tensor's after a colon.
-        stem = re.sub(r"(\.safetensors):[^/]*$", r"\1", name)
-        if not any(Path(path).exists() for path in (name, stem, name.partition("#")[0])):
-            raise UserError(f"{option} {name}: no such file or directory")
 
 
 def written_share(names: Sequence[str], *, has_tokenizer: bool) -> float:

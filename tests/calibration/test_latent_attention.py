@@ -88,7 +88,7 @@ def test_the_forward_pass_rounds_the_cached_rows() -> None:
     plain = model(ROWS).logits
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
-        return (x / scale).to(torch.float8_e4m3fn).float() * scale
+        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
 
     handles = []
     for attention in attentions:

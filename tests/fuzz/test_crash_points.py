@@ -18,7 +18,8 @@ SCRIPT = Path(__file__).with_name("crash_points.py")
 
 @pytest.mark.parametrize("every", [120, pytest.param(1, marks=pytest.mark.slow)])
 def test_stopped_at_every_step(every: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
+    paths = [str(SCRIPT.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [sys.executable, SCRIPT, "--every", str(every), "--jobs", "2", *(["--quick"] if every > 1 else [])],
         capture_output=True,

@@ -17,7 +17,8 @@ SCRIPT = Path(__file__).with_name("cases.py")
 
 
 def faults_and_counts(*options: str) -> tuple[list[str], dict[str, int]]:
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
+    paths = [str(SCRIPT.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [sys.executable, SCRIPT, *options, "--jobs", "2"], capture_output=True, text=True, env=environment, check=False
     )

@@ -97,8 +97,8 @@ def test_images_calibrate_and_show_the_fusion_groups() -> None:
         (("--kv-cache", "fp8"), "a KV cache's scales"),
         (("--guard", "0.1 fp8"), "a guard"),
         (("--observer", "mse"), "an observer"),
-        (("--calib", str(BASE / "config.json")), "--calib"),
-        (("--eval", str(BASE / "config.json")), "--eval"),
+        (("--calib", __file__), "--calib"),
+        (("--eval", __file__), "--eval"),
     ],
 )
 def test_a_state_dict_takes_no_option_that_needs_a_run(arguments: tuple[str, ...], named: str, tmp_path: Path) -> None:
@@ -375,7 +375,10 @@ def test_a_source_that_cannot_be_read_is_refused_before_the_model_is_opened(
     (tmp_path / "empty.csv").touch()
     with pytest.raises(UserError, match=r"--calib .*empty\.csv: empty, it holds no text"):
         check_sources([f"mix+{tmp_path / 'empty.csv'}"], "--calib")
+    with pytest.raises(UserError, match=r"--calib absent\.parquet: no such file"):
+        check_sources(["absent.parquet"], "--calib")
     (tmp_path / "chats.jsonl").write_text('{"text": "a"}')
+    pytest.importorskip("datasets")
     check_sources([f"{tmp_path / 'chats.jsonl'}#text", "self", "hf:some/name"], "--calib")
     monkeypatch.setitem(sys.modules, "datasets", None)
     for name in ("hf:some/name", f"{tmp_path / 'chats.jsonl'}#text"):

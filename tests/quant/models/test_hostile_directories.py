@@ -62,7 +62,7 @@ def test_python_files_of_a_model_run_only_on_request(directory: Path, flag: Path
     for command in (
         ["quantize", directory, "--format", "fp8_channel", "--out", directory.parent / "out"],
         ["quantize", directory, "--format", "fp8_channel", "--dry-run"],
-        ["evaluate", directory, "--text", directory / "config.json"],
+        ["evaluate", directory, "--text", __file__],
         ["generate", directory, "--prompt", "x"],
     ):
         result = CliRunner().invoke(main, list(map(str, command)), input="y\n" * 9)

@@ -498,7 +498,7 @@ def test_malicious_files_are_refused_and_not_run(base: Path, tmp_path: Path) -> 
         ["quantize", program, "--format", "fp8_channel", "--dry-run"],
         ["quantize", program, "--format", "fp8_channel", "--out", str(tmp_path / "out")],
         ["plan", "validate", str(plan), "--model", program],
-        ["evaluate", program, "--text", str(plan)],
+        ["evaluate", program, "--text", __file__],
         ["sensitivity", program],
     ):
         done = CliRunner().invoke(main, command)

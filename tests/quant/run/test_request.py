@@ -88,6 +88,7 @@ def test_every_value_is_checked_before_the_model_is_opened(
 
 
 def test_sources_that_are_there_pass(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
     for name in ("a.txt", "ids.safetensors", "rows.jsonl", "odd#name.txt"):
         (tmp_path / name).write_text("a")
     sources = ("a.txt", "ids.safetensors:rows", "rows.jsonl#text", "odd#name.txt", "")
