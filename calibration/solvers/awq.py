@@ -12,22 +12,20 @@ The division by s costs no time where it can be folded into the module that prod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quant.calibration.solvers.base import GroupInputs, shared_global_scale
+from quant.calibration.solvers.factor import LossMetric
 from quant.calibration.solvers.lowrank import lowrank_branch, residual_weight
 from quant.calibration.statistics import round_activation
 from quant.formats.format import Format
-from quant.formats.scaling import nonzero
 
 # Powers of the activation's magnitude that AWQ tries.
 POWERS = tuple(k / 10 for k in range(10))
-# Added to the diagonal of A, as a fraction of its mean: the first one with which A has a Cholesky factor.
-_OUTPUT_DAMPING = (0.001, 0.01, 0.1, 1.0)
 
 
 @dataclass(frozen=True)
@@ -56,37 +54,12 @@ class Awq:
             return round_activation(scaled, format, second)  # the same values, without codes in between
 
         if inputs.output_blocks and not self.rank:
-            part = in_loss_metric(weight, inputs.output_blocks)
+            part = LossMetric(inputs.output_blocks).enter(weight)
         else:
             # Every n-th output row: neighbouring rows belong to one head.
             part = weight[:: -(-len(weight) // self.rows)]
         round_input = (lambda x: round_activation(x, activation, None)) if activation else None
         return search_scale(part, inputs.sample, inputs.mean_abs, round_weight, round_input, owner, self.rank)
-
-
-def in_loss_metric(weight: Tensor, blocks: Sequence[Tensor]) -> Tensor:
-    """Returns Lᵀ W with A = L Lᵀ: its squared output error is that of W under A, the loss of the whole model.
-
-    Args:
-        weight: `[out, in]`.
-        blocks: the diagonal blocks of A, see `GroupInputs`.
-    """
-    parts = weight.split([len(block) for block in blocks])
-    return torch.cat([_factor(block.float()).t() @ rows for block, rows in zip(blocks, parts, strict=True)])
-
-
-def _factor(block: Tensor) -> Tensor:
-    """Returns the lower L with L Lᵀ = A, damped, of a float32 block `[k, k]` of A."""
-    mean = nonzero(block.diagonal().mean())
-    for damping in _OUTPUT_DAMPING:
-        damped = block.clone()
-        damped.diagonal().add_(damping * mean)
-        lower: Tensor
-        lower, info = torch.linalg.cholesky_ex(damped)
-        # Rounding gives A negative eigenvalues where a few outputs have gradients far above the others'.
-        if int(info) == 0:
-            return lower
-    return block.diagonal().clamp(min=0).sqrt().diag()  # each output by itself
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,17 @@
 
 With M = mean of x xᵀ over the calibration tokens, damped on its diagonal, U is upper triangular with M⁻¹ = Uᵀ U. Its
 row j says how later columns compensate an error of column j (see `gptq`), and M⁻¹ itself is never formed.
+
+A `LossMetric` is a factor of the other side. In the loss of the whole model an error E of a weight costs tr(A E M Eᵀ),
+see `kfac`: with A = L Lᵀ it is the error of outputs by M alone, of Lᵀ E. Solvers that minimize a squared error of
+outputs, such as AWQ's search or a low-rank branch, minimize the loss instead when they are given Lᵀ W for the weight W.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,6 +24,8 @@ from quant.formats.scaling import nonzero
 
 # Columns of a factor that are taken together on a CPU and on a GPU, and the number of such slabs that ranks share.
 _SLAB, _SLAB_GPU, _SHARED_SLABS = 256, 2048, 4
+# Added to the diagonal of A, as a fraction of its mean: the first one with which A has a Cholesky factor.
+_OUTPUT_DAMPING = (0.001, 0.01, 0.1, 1.0)
 
 
 @dataclass(frozen=True)
@@ -161,3 +168,56 @@ def block_factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
     eye = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device).expand_as(blocks)
     uppers = torch.linalg.solve_triangular(lower.flip(1, 2), eye, upper=True)
     return uppers.mT @ uppers, uppers
+
+
+class LossMetric:
+    """A factor of A, by which weights are taken into the metric of the loss and back.
+
+    Args:
+        blocks: the diagonal blocks of A, `[k, k]`, whose sizes add up to the outputs of the weight; none for A = 1.
+        damping: added to the diagonal of A at the least, as a fraction of its mean.
+    """
+
+    def __init__(self, blocks: Sequence[Tensor], damping: float = _OUTPUT_DAMPING[0]) -> None:
+        self.sizes = [len(block) for block in blocks]
+        self.factors = [_factor(block.float(), damping) for block in blocks]
+
+    def enter(self, weight: Tensor) -> Tensor:
+        """Returns Lᵀ W of `[out, n]`, in the dtype of W."""
+        if not self.sizes:
+            return weight
+        return torch.cat([factor.to(rows).t() @ rows for factor, rows in self._parts(weight)])
+
+    def leave(self, weight: Tensor) -> Tensor:
+        """Returns L⁻ᵀ W of `[out, n]`: `enter` undone."""
+        if not self.sizes:
+            return weight
+        solved = [
+            torch.linalg.solve_triangular(factor.to(rows).t(), rows, upper=True) for factor, rows in self._parts(weight)
+        ]
+        return torch.cat(solved)
+
+    def _parts(self, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self.factors, weight.split(self.sizes), strict=True))
+
+
+def blocks_between(blocks: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+    """Returns the diagonal blocks of A for some neighbouring outputs, cut where they reach beyond these."""
+    ends = list(accumulate(len(block) for block in blocks))
+    spans = [(max(start - end + len(b), 0), min(stop - end, 0) + len(b)) for end, b in zip(ends, blocks, strict=True)]
+    return [block[a:b, a:b] for (a, b), block in zip(spans, blocks, strict=True) if a < b]
+
+
+def _factor(block: Tensor, least: float) -> Tensor:
+    """Returns the lower L with L Lᵀ = A, damped, of a float32 block `[k, k]` of A."""
+    mean = nonzero(block.diagonal().mean())
+    for damping in (step for step in _OUTPUT_DAMPING if step >= least):
+        damped = block.clone()
+        damped.diagonal().add_(damping * mean)
+        lower: Tensor
+        lower, info = torch.linalg.cholesky_ex(damped)
+        # Rounding gives A negative eigenvalues where a few outputs have gradients far above the others'.
+        if int(info) == 0:
+            return lower
+    # Each output by itself; 1e-6 of the mean keeps it invertible.
+    return block.diagonal().clamp(min=1e-6 * float(mean)).sqrt().diag()

@@ -15,7 +15,11 @@ and with W L in hand, B A = U_r U_rᵀ W: the branch is W projected onto its r n
 never needed, and an input without noise does no harm. U comes from the eigenvectors of the smaller of W L Lᵀ Wᵀ and
 Lᵀ Wᵀ W L.
 
-The branch is stored in the model's dtype, and Q is solved for the residual of the *rounded* branch.
+Where the gradients at the outputs were measured (`kfac`), an error counts by the loss of the whole model, tr(A E N Eᵀ)
+for Σ over N = diag(n): all of the above then holds for Lᵀ W in place of W, with A = L Lᵀ.
+
+The branch is stored in the model's dtype, and Q is solved for the residual of the *rounded* branch. Afterwards Q is
+fixed, and `refit_branches` fits the branch to W - Q: it takes up the largest part of the rounding errors as well.
 """
 
 from __future__ import annotations
@@ -25,10 +29,11 @@ from dataclasses import replace
 
 import torch
 
-from quant.calibration.solvers.factor import corrected_weight, factorize
+from quant.calibration.solvers.factor import LossMetric, blocks_between, corrected_weight, factorize
 from quant.calibration.statistics import LayerStats
 
 Branch = tuple[torch.Tensor, torch.Tensor]
+_PLAIN = LossMetric(())
 
 
 def take_branches(
@@ -50,15 +55,63 @@ def take_branches(
     corrects = stats.drift is not None or stats.residual is not None
     factor = factorize(stats.matrix) if corrects else None
     residuals, branches = {}, {}
-    for name, weight in weights.items():
+    for name, metric in _metrics(weights, stats).items():
+        weight = weights[name]
         corrected = weight if factor is None else corrected_weight(weight, stats.drift, factor, stats.residual)
-        branches[name] = lowrank_branch(corrected, noise, min(rank, *weight.shape), dtype, name)
+        branches[name] = lowrank_branch(corrected, noise, min(rank, *weight.shape), dtype, name, metric)
         residuals[name] = residual_weight(corrected, branches[name])
     return residuals, branches, replace(stats, drift=None, residual=None)
 
 
+def refit_branches(
+    residuals: Mapping[str, torch.Tensor],
+    rounded: Mapping[str, torch.Tensor],
+    branches: Mapping[str, Branch],
+    stats: LayerStats,
+) -> tuple[dict[str, torch.Tensor], dict[str, Branch]]:
+    """Fits the branches to the errors of the rounded weights.
+
+    Args:
+        residuals: the weights less their branches, which were rounded, `[out, in]`.
+        rounded: their values after rounding.
+        branches: the branches that were taken off.
+        stats: the statistics of the input.
+
+    Returns:
+        The weights less the new branches, and these branches, which leave the least loss next to the rounded weights.
+    """
+    # Now it is the error of the output that counts, under the second moment of the input: X = R Rᵀ.
+    moment = factorize(stats.matrix).moment.double()
+    power = torch.linalg.cholesky_ex(moment)[0]
+    targets, refitted = {}, {}
+    for name, metric in _metrics(residuals, stats).items():
+        down, up = branches[name]
+        weight = residuals[name].double() + up.double() @ down.double()
+        weighted = metric.enter(weight - rounded[name].double())
+        directions = _output_directions(weighted @ power, len(down))
+        refitted[name] = _balanced(directions.t() @ weighted, metric.leave(directions), down.dtype)
+        targets[name] = residual_weight(weight, refitted[name]).to(residuals[name].dtype)
+    return targets, refitted
+
+
+def _metrics(weights: Mapping[str, torch.Tensor], stats: LayerStats) -> dict[str, LossMetric]:
+    """Returns the metric of each of several weights, whose outputs follow each other in the statistics."""
+    total = sum(len(weight) for weight in weights.values())
+    blocks = [] if stats.outputs is None else stats.outputs.blocks_of(total)
+    metrics, start = {}, 0
+    for name, weight in weights.items():
+        metrics[name] = LossMetric(blocks_between(blocks, start, start + len(weight)), damping=0.01)
+        start += len(weight)
+    return metrics
+
+
 def lowrank_branch(
-    weight: torch.Tensor, noise: torch.Tensor, rank: int, dtype: torch.dtype, name: str = "weight"
+    weight: torch.Tensor,
+    noise: torch.Tensor,
+    rank: int,
+    dtype: torch.dtype,
+    name: str = "weight",
+    metric: LossMetric = _PLAIN,
 ) -> Branch:
     """Returns the branch of rank `rank` that leaves the least noise.
 
@@ -68,6 +121,7 @@ def lowrank_branch(
         rank: the rank of the branch, from 1 to the smaller side of the weight.
         dtype: the dtype in which the branch is stored.
         name: how errors call the layer.
+        metric: weighs errors of the outputs.
 
     Returns:
         (down `[rank, in]`, up `[out, rank]`) in `dtype`, of columns and rows of equal norm, so that neither
@@ -81,13 +135,17 @@ def lowrank_branch(
         raise ValueError(
             f"{name} {list(weight.shape)}: low-rank branch of rank {rank}; it must be 1 to {min(rows, columns)}"
         )
-    wide = weight.double()
+    wide = metric.enter(weight.double())
     directions = _output_directions(wide * noise.double().sqrt(), rank)
-    # A = U_rᵀ W and B = U_r: B A = U_r U_rᵀ W.
-    down = directions.t() @ wide
-    # A direction is of unit length; half the size of its row of `down` moves over to it.
-    size = down.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny).sqrt()
-    return (down / size[:, None]).to(dtype), (directions * size).to(dtype)
+    # A = U_rᵀ Lᵀ W and B = L⁻ᵀ U_r: B A = L⁻ᵀ U_r U_rᵀ Lᵀ W.
+    return _balanced(directions.t() @ wide, metric.leave(directions), dtype)
+
+
+def _balanced(down: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> Branch:
+    """Returns the same product from rows of `down` and columns of `up` of equal norm."""
+    tiny = torch.finfo(torch.float32).tiny
+    size = (down.norm(dim=1).clamp(min=tiny) / up.norm(dim=0).clamp(min=tiny)).sqrt()
+    return (down / size[:, None]).to(dtype), (up * size).to(dtype)
 
 
 def residual_weight(weight: torch.Tensor, branch: Branch) -> torch.Tensor:

@@ -24,7 +24,7 @@ from quant.calibration.blocks import Stop
 from quant.calibration.ranks import dealt, gathered, rank_and_world, sharing
 from quant.calibration.solvers.gptq import Gptq
 from quant.calibration.solvers.group import all_solved, solve_group
-from quant.calibration.solvers.lowrank import Branch, take_branches
+from quant.calibration.solvers.lowrank import Branch, refit_branches, take_branches
 from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import LayerStats, rows_of
 from quant.calibration.walk.block import Block
@@ -222,7 +222,7 @@ def _solve_part(
             targets, branches, seen = _take_branches(block, group, used)
             shared, solver = dict.fromkeys(targets, seen), group.pipeline.rounding
             weights = solve_group(targets, shared, group.weight_format, solver, block.stored, stack=True)
-        own[index] = _Rounded(weights, branches, targets)
+        own[index] = _with_refitted_branches(_Rounded(weights, branches, targets), seen)
         if together:
             _put_in_place(block, group, used, own.pop(index), tokens[index])
     if not together:
@@ -281,6 +281,18 @@ def _take_branches(
     assert stats is not None
     # The residual and the branch together correct the inputs' drift.
     return take_branches(targets, stats, group.pipeline.spec.rank, block.stored)
+
+
+def _with_refitted_branches(rounded: _Rounded, stats: LayerStats | None) -> _Rounded:
+    """Returns the branches as they fit best next to the rounded weights, and the weights less these branches.
+
+    Without the loss of the whole model they stay: they would take up errors that hardly matter.
+    """
+    if not rounded.branches or stats is None or stats.outputs is None:
+        return rounded
+    values = {name: weight.dequantize(torch.float32) for name, weight in rounded.weights.items()}
+    targets, branches = refit_branches(rounded.targets, values, rounded.branches, stats)
+    return _Rounded(rounded.weights, branches, targets)
 
 
 def _rounded_by_all(block: Block, groups: Sequence[Group], own: Mapping[int, _Rounded]) -> Iterator[_Rounded]:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from quant.calibration.solvers.awq import POWERS, Awq, channel_scale, in_loss_metric
+from quant.calibration.solvers.awq import POWERS, Awq, channel_scale
 from quant.calibration.solvers.base import GroupInputs, shared_global_scale
+from quant.calibration.solvers.factor import LossMetric
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.solver import SOLVERS, get_solver
 from quant.calibration.statistics import LayerStats
@@ -158,18 +159,20 @@ def test_awq_judges_by_the_loss_of_the_model_where_gradients_are_measured() -> N
     outer = torch.randn(12, 40)
     moment, weight, error = outer @ outer.t() / 40, torch.randn(12, 32), torch.randn(7, 32)
     expected = torch.einsum("to,op,tp->t", error @ weight.t(), moment, error @ weight.t())
-    found = (error @ in_loss_metric(weight, [moment]).t()).square().sum(1)
+    found = (error @ LossMetric([moment]).enter(weight).t()).square().sum(1)
     torch.testing.assert_close(found, expected, rtol=0.01, atol=0)
     blocks = [moment[:8, :8], moment[8:, 8:]]
     expected = torch.einsum("to,op,tp->t", error @ weight.t(), torch.block_diag(*blocks), error @ weight.t())
     torch.testing.assert_close(
-        (error @ in_loss_metric(weight, blocks).t()).square().sum(1), expected, rtol=0.01, atol=0
+        (error @ LossMetric(blocks).enter(weight).t()).square().sum(1), expected, rtol=0.01, atol=0
     )
     # Where rounding made A indefinite, a larger diagonal helps; in the end every output counts by itself.
     for coupling, diagonal, remaining in ((1.05, 1.1, 1.05), (9.0, 1.0, 0.0)):
-        factor = in_loss_metric(torch.eye(2), [torch.tensor([[1.0, coupling], [coupling, 1.0]])]).t()
+        metric = LossMetric([torch.tensor([[1.0, coupling], [coupling, 1.0]])])
+        factor = metric.enter(torch.eye(2)).t()
         expected = torch.tensor([[diagonal, remaining], [remaining, diagonal]])
         torch.testing.assert_close(factor @ factor.t(), expected)
+        torch.testing.assert_close(metric.leave(factor.t()), torch.eye(2))
     # Channels 0 to 15 are loud and matter to the ignored output alone.
     weight = torch.zeros(2, 32)
     weight[0, :16], weight[1, 16:] = 1, torch.rand(16) + 0.5
