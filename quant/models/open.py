@@ -64,6 +64,7 @@ class Source:
     files: WatchedFiles = field(default_factory=lambda: WatchedFiles(None))
     quantization: str | None = None
     trusts_code: bool = False
+    _tokenizer: Any = field(default=None, init=False, repr=False)
 
     @property
     def module(self) -> nn.Module:
@@ -109,11 +110,17 @@ class Source:
         return any(c.__name__ in names for c in type(self.model).__mro__)
 
     def load_tokenizer(self) -> Any:
-        """Returns the transformers tokenizer.
+        """Returns the transformers tokenizer, which is read once.
 
         Raises:
             UserError: there is none; the message says the way out.
         """
+        # Calibration, evaluation, the report and the checkpoint each ask for it; that of a GGUF takes seconds.
+        if self._tokenizer is None:
+            self._tokenizer = self._read_tokenizer()
+        return self._tokenizer
+
+    def _read_tokenizer(self) -> Any:
         if self.path is not None and self.kind == SourceKind.GGUF:
             return gguf.load_tokenizer(self.path)
         if self.path is not None and self.kind in (SourceKind.HUGGINGFACE, SourceKind.MODULE):

@@ -426,6 +426,8 @@ def test_module_of_transformers_remembers_its_directory() -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(BASE, dtype="auto")
     source = open_model(model)
     assert source.is_causal_lm and source.config is model.config and source.path == BASE
+    # Every part of a run asks for it: that of a GGUF file with a large vocabulary takes seconds to read.
+    assert source.load_tokenizer() is source.load_tokenizer()
     assert source.load_tokenizer().get_vocab() == transformers.AutoTokenizer.from_pretrained(BASE).get_vocab()
 
 
