@@ -139,7 +139,8 @@ def _read(model: nn.Module) -> tuple[dict[str, _Quantizers], dict[str, dict[str,
     """Returns the enabled quantizers of weights by layer, and those of keys and values by attention module."""
     layers: dict[str, _Quantizers] = {}
     caches: dict[str, dict[str, Any]] = {}
-    unsupported, dropped = [], []
+    unsupported: list[str] = []
+    dropped: list[str] = []
     seen = False
     for name, module in model.named_modules():
         # named_modules visits quantizers too. Only the modules that own them are of interest.
@@ -155,14 +156,7 @@ def _read(model: nn.Module) -> tuple[dict[str, _Quantizers], dict[str, dict[str,
             path, before = f"{name}.{layer}".strip("."), f"{layer}_".lstrip("_")
             weights = {f"{before}weight_quantizer", f"{before}weight_quantizers"} & enabled.keys()
             if role == "weight":
-                if not all(map(is_enabled, members)):
-                    raise UserError(f"{path}: ModelOpt quantizes some of its experts; here all are, or none")
-                parameter = module._parameters.get(layer or "weight")
-                packed = parameter if is_compressed(parameter) else None
-                if packed is not None and layer:
-                    raise UserError(
-                        f"{path}: experts that ModelOpt has compressed; take the model over before mtq.compress"
-                    )
+                packed = _compressed_weight(path, module._parameters.get(layer or "weight"), members, of_experts=layer)
                 layers[path] = _Quantizers(members, quantizers.get(f"{before}input_quantizer", (None,))[0], packed)
             elif child in ("k_bmm_quantizer", "v_bmm_quantizer"):
                 caches.setdefault(name, {})[child[0]] = members[0]
@@ -189,10 +183,25 @@ def _read(model: nn.Module) -> tuple[dict[str, _Quantizers], dict[str, dict[str,
     return layers, caches
 
 
+def _compressed_weight(path: str, parameter: Any, quantizers: tuple[nn.Module, ...], *, of_experts: str) -> Any:
+    """Returns a weight that ModelOpt has compressed, None for one in 16 bit; `of_experts` names a stack of experts.
+
+    Raises:
+        UserError: only some experts are quantized, or they are compressed.
+    """
+    if not all(map(is_enabled, quantizers)):
+        raise UserError(f"{path}: ModelOpt quantizes some of its experts; here all are, or none")
+    if not is_compressed(parameter):
+        return None
+    if of_experts:
+        raise UserError(f"{path}: experts that ModelOpt has compressed; take the model over before mtq.compress")
+    return parameter
+
+
 def _members(part: nn.Module) -> tuple[nn.Module, ...]:
     """Returns the quantizers that a child of a module is, or holds one for each expert.
 
-    None where it is something else.
+    Empty where it is something else.
     """
     if is_quantizer(part):
         return (part,)

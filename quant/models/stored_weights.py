@@ -123,6 +123,35 @@ def open_stored(model: nn.Module, files: Files) -> bool:
         not, the model cannot be used any more.
     """
     expected = dict(model.state_dict(keep_vars=True))
+    mapped, left, used = _divided(model, files, expected)
+    fits = all(t.shape == expected[n].shape and t.dtype == expected[n].dtype for n, t in mapped.items())
+    fits = fits and all(
+        stored.files.dtype(stored.name) == expected[n].dtype
+        and stored.shape == expected[n].shape
+        and (not isinstance(stored, StoredExperts) or stored.fits())
+        for n, stored in left.items()
+    )
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    extra = [name for name in files if name not in used and not any(re.search(p, name) for p in ignored)]
+    first = next(iter(model.named_parameters()))[0]  # says on which device and in which dtype the model is
+    if not left or not fits or extra or first in left:
+        return False
+    model.load_state_dict(mapped, strict=False, assign=True)
+    model.tie_weights()  # type: ignore[operator]
+    if any(t.is_meta and n not in left for n, t in model.state_dict(keep_vars=True).items()):
+        return False
+    for name, stored in left.items():
+        _read_when_needed(model, name, stored)
+    return True
+
+
+def _divided(
+    model: nn.Module, files: Files, expected: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, StoredWeight], set[str]]:
+    """Returns the tensors of a model that are mapped, those that stay in their files, and the names of both in files.
+
+    Those that transformers keeps in float32 become float32, in `expected` too.
+    """
     mapped: dict[str, torch.Tensor] = {}
     left: dict[str, StoredWeight] = {}
     used = set()
@@ -142,34 +171,21 @@ def open_stored(model: nn.Module, files: Files) -> bool:
             else:
                 left[name] = StoredWeight(files, name)
             used.add(name)
-    fits = all(t.shape == expected[n].shape and t.dtype == expected[n].dtype for n, t in mapped.items())
-    fits = fits and all(
-        stored.files.dtype(stored.name) == expected[n].dtype
-        and stored.shape == expected[n].shape
-        and (not isinstance(stored, StoredExperts) or stored.fits())
-        for n, stored in left.items()
-    )
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    extra = [name for name in files if name not in used and not any(re.search(p, name) for p in ignored)]
-    first = next(iter(model.named_parameters()))[0]  # says on which device and in which dtype the model is
-    if not left or not fits or extra or first in left:
-        return False
-    model.load_state_dict(mapped, strict=False, assign=True)
-    model.tie_weights()  # type: ignore[operator]
-    if any(t.is_meta and n not in left for n, t in model.state_dict(keep_vars=True).items()):
-        return False
-    for name, stored in left.items():
-        path, _, last = name.rpartition(".")
-        module = model.get_submodule(path)
-        module.get_parameter(last).stored = stored  # type: ignore[attr-defined]
-        # Such a module indexes the weight by expert and reads one matrix at a time; hooks would read the whole stack.
-        if len(stored.shape) > 2 and can_run_experts_one_by_one(module):
-            stored.runs_alone = True
-            run_experts_one_by_one(model)
-            continue
-        module.register_forward_pre_hook(partial(_read, last), with_kwargs=True)
-        module.register_forward_hook(partial(_drop, last), always_call=True)
-    return True
+    return mapped, left, used
+
+
+def _read_when_needed(model: nn.Module, name: str, stored: StoredWeight) -> None:
+    """Has the module of a parameter read it from its file before each forward, and drop it afterwards."""
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    module.get_parameter(last).stored = stored  # type: ignore[attr-defined]
+    # Such a module indexes the weight by expert and reads one matrix at a time; hooks would read the whole stack.
+    if len(stored.shape) > 2 and can_run_experts_one_by_one(module):
+        stored.runs_alone = True
+        run_experts_one_by_one(model)
+        return
+    module.register_forward_pre_hook(partial(_read, last), with_kwargs=True)
+    module.register_forward_hook(partial(_drop, last), always_call=True)
 
 
 def stored_in(model: nn.Module) -> dict[str, StoredWeight]:
