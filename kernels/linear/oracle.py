@@ -111,6 +111,12 @@ def set_weight_cache(nbytes: int) -> None:
     _cache.budget = nbytes
 
 
+def note_lasting(codes: torch.Tensor) -> None:
+    """Notes that codes stay with their module, so that their dequantized weight is worth keeping if they are a view."""
+    if codes._base is not None:
+        _cache.lasting[codes] = True
+
+
 @dataclass(frozen=True)
 class _Entry:
     """A dequantized weight, and the scales and version counters of the tensors that it was made from."""
@@ -139,6 +145,8 @@ class _Cache:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.entries = WeakIdKeyDictionary()
+        self.lasting = WeakIdKeyDictionary()
+        """Codes that are a view, such as one of a mapped file, and stay as long as their module."""
 
     def clear(self) -> None:
         self.entries = WeakIdKeyDictionary()
@@ -148,7 +156,7 @@ class _Cache:
     ) -> torch.Tensor | None:
         """Returns the weight in `dtype`, or None where it does not fit; the codes of `weight` are a view of `codes`."""
         # A view for one call dies with it, and so would its entry: caching it would dequantize at every call.
-        is_passing = codes is None and weight.codes._base is not None  # a view that its caller has made for one call
+        is_passing = codes is None and weight.codes._base is not None and weight.codes not in self.lasting
         codes = weight.codes if codes is None else codes
         scales = [weight.scale] if weight.global_scale is None else [weight.scale, weight.global_scale]
         if codes.device.type != "cpu" or is_passing or any(t.is_inference() for t in (codes, *scales)):

@@ -24,6 +24,7 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.arrival_counters import reserve
 from quant.kernels.layout import is_prepacked, prefers_prepacked, prepack, prepack_refusal, restore, takes_any_dtype
 from quant.kernels.linear.ops import autocast_dtype, is_traced
+from quant.kernels.linear.oracle import note_lasting
 
 _EXACT = ("codes", "scale", "global_scale", "input_scale")
 # A thread whose forward finds another thread arranging the weight waits for the three tensors to change together.
@@ -55,6 +56,7 @@ class QuantizedModule(nn.Module):
         # Those that are None come last: torch.export counts a module's buffers with them and names without.
         for name in sorted(buffers, key=lambda name: buffers[name] is None):
             self.register_buffer(name, buffers[name])
+        note_lasting(weight.codes)  # codes of a loaded checkpoint are views of its mapped file
         # Buffers for arrival counts must exist before a CUDA graph is captured, which is long after this.
         reserve(weight.codes)
         # Device and dtype of the codes, and dtype of the input, that the layout was last decided for.

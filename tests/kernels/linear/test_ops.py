@@ -3,10 +3,14 @@
 import copy
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from slow_cases import quick_cases
 from torch import nn
 
@@ -268,6 +272,19 @@ def test_views_and_inference_tensors_are_not_cached() -> None:
         weight = weight_in(FORMATS["nvfp4"], 32, 64)
         quantized_linear(x, weight)
     assert len(oracle._cache.entries) == 0
+
+
+def test_a_loaded_weight_is_dequantized_once(tmp_path: Path) -> None:
+    """Codes of a mapped file are views that stay, and follow changes of the tensor that they are views of."""
+    save_file({"codes": weight_in(FORMATS["nvfp4"]).codes}, tmp_path / "w.safetensors")
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:
+        codes = file.get_tensor("codes")
+    module, x = QuantLinear(replace(weight_in(FORMATS["nvfp4"]), codes=codes[:])), inputs(2, IN)
+    first = module(x)
+    assert len(oracle._cache.entries) == 1
+    assert torch.equal(module(x), first) and len(oracle._cache.entries) == 1
+    codes.zero_()
+    assert float(module(x).abs().max()) == 0
 
 
 def test_the_cache_is_set_by_bytes_or_by_the_environment() -> None:
