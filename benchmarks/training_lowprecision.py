@@ -11,6 +11,9 @@ take turns, in rounds, once the card is warm: on one that was idle the first ste
 `sizes` runs square layers of several widths, forward and backward, recorded in a CUDA graph so that the host does not
 count: those below some width are faster in BF16.
 
+`experts` runs blocks of fused experts, forward and backward: by the grouped products of transformers in BF16, and by
+ours in recipes, with the peak of memory; then the same compiled.
+
 `attention` runs attention of Llama-3-8B's shape, causal, forward and backward, in BF16 by PyTorch and in FP8.
 
 `operands` compares the kernels that make FP8 operands with a copy of a matrix, by the bytes that they read and write.
@@ -45,12 +48,18 @@ from quant.training.low_precision.backends import TORCHAO
 from quant.training.low_precision.recipe import RECIPES, TrainingRecipe
 from quant.training.low_precision.te_products import TRANSFORMER_ENGINE
 
+_EXPERTS = (
+    {"num_experts": 128, "moe_intermediate_size": 768, "hidden_size": 2048, "num_experts_per_tok": 8},
+    {"num_experts": 8, "moe_intermediate_size": 7168, "hidden_size": 4096, "num_experts_per_tok": 2},
+)
 _SIZES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
 
 
 @click.command(help=__doc__)
 @click.argument(
-    "part", type=click.Choice(["linears", "layers", "sizes", "attention", "operands", "gradients"]), default="gradients"
+    "part",
+    type=click.Choice(["linears", "layers", "sizes", "experts", "attention", "operands", "gradients"]),
+    default="gradients",
 )
 @click.option("--tokens", default=8192, show_default=True, help="Of a step.")
 @click.option("--steps", default=20, show_default=True, help="That are timed.")
@@ -79,6 +88,13 @@ def main(
         rows = [_square(width, tokens, steps) for width in (512, 1024, 1536, 2048, 4096)]
         note = f"Square layers, {tokens} tokens, forward and backward, compiled and recorded; ms, median of {steps}."
         show("Widths of layers in low-precision training", header, rows, [note], json_path=json_path)
+    elif part == "experts":
+        rows = [row for sizes in _EXPERTS for row in _experts(sizes, tokens, steps)]
+        note = (
+            f"Fused experts with their router, {tokens} tokens, BF16 weights, forward and backward; ms, median of "
+            f"{steps}. The peak is of blocks that are not compiled."
+        )
+        show("Fused experts in low-precision training", header, rows, [note], json_path=json_path)
     elif part == "attention":
         rows = [_attention(length, tokens, steps) for length in (2048, 8192)]
         note = f"32 heads of 128, 8 KV heads, {tokens} tokens in rows, causal; ms, median of {steps}."
@@ -218,6 +234,46 @@ def _square(width: int, tokens: int, steps: int) -> dict[str, Any]:
         row[name] = _median(graph.replay, steps)
     row["× BF16"] = row["BF16"] / row["fp8_block"]
     return _told(row)
+
+
+def _experts(sizes: dict[str, int], tokens: int, steps: int) -> Iterator[dict[str, Any]]:
+    """A row for BF16 and each recipe with grouped products, for a block of experts as Qwen3 has them."""
+    from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    options = {"num_hidden_layers": 1, "vocab_size": 256, "num_attention_heads": 16, "num_key_value_heads": 4}
+    config = Qwen3MoeConfig(**options, **sizes, head_dim=128, intermediate_size=sizes["moe_intermediate_size"])
+    with torch.device("cuda"):
+        model = Qwen3MoeForCausalLM(config).bfloat16().train()
+        x = torch.randn(1, tokens, sizes["hidden_size"], dtype=torch.bfloat16, requires_grad=True)
+        dy = torch.randn_like(x)
+    block = model.model.layers[0].mlp
+
+    def step(run: Any = block) -> None:
+        y = run(x)
+        torch.autograd.backward(y[0] if isinstance(y, tuple) else y, dy)
+        x.grad = None
+        block.zero_grad(set_to_none=True)
+
+    label = "{num_experts} x {moe_intermediate_size} of {hidden_size}, {num_experts_per_tok} a token".format(**sizes)
+    bf16 = compiled_bf16 = 0.0
+    for name in ("BF16", "fp8_rowwise", "fp8_block", "mxfp8"):
+        if name == "BF16":
+            model.set_experts_implementation("grouped_mm")
+        else:
+            click.echo(str(quant.to_low_precision_training(model, name, include=["*.experts.*"])), err=True)
+        step()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        ms = _median(step, steps)
+        torch.compiler.reset()
+        compiled = torch.compile(block)
+        compiled_ms = _median(lambda run=compiled: step(run), steps)  # type: ignore[misc]
+        bf16, compiled_bf16 = bf16 or ms, compiled_bf16 or compiled_ms
+        row = {"experts": label, "products": name, "ms": ms, "× BF16": bf16 / ms, "compiled, ms": compiled_ms}
+        yield _told(row | {"× compiled BF16": compiled_bf16 / compiled_ms, "peak GB": peak})
+        if name != "BF16":
+            quant.from_low_precision_training(model)
 
 
 def _attention(length: int, tokens: int, steps: int) -> dict[str, Any]:

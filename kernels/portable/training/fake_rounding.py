@@ -34,7 +34,7 @@ _RUN = 2048
 
 
 @triton.jit
-def _block_scale(amax, second, largest: tl.constexpr, kind: tl.constexpr):
+def block_scale(amax, second, largest: tl.constexpr, kind: tl.constexpr):
     """Returns a block's step by the `max` rule: its scale, to E4M3 or up to a power of two, times the second.
 
     `kind` is "e4m3", or "e4m3 in bytes" where Triton has no such type, or "e8m0".
@@ -100,7 +100,7 @@ def round_kernel(
     second = tl.load(global_scale).to(tl.float32) if has_global else 1.0
     if measured:
         blocks = w.reshape(block_n, block_k // columns, columns)
-        step = _block_scale(amax_of(blocks, 2), second, largest, kind)
+        step = block_scale(amax_of(blocks, 2), second, largest, kind)
         step = tl.broadcast_to(step[:, :, None], (block_n, block_k // columns, columns)).reshape(block_n, block_k)
     else:
         step = _given_scale(scale, second, n, k, N, K, scale_stride, rows, columns)

@@ -13,6 +13,7 @@ from torch import nn
 
 from quant.calibration.blocks import block_names
 from quant.errors import UserError, counted
+from quant.kernels.training.grouped_fp8 import has_grouped_fp8
 from quant.plan.callers_model import inner_model
 from quant.plan.make import make_plan
 from quant.recipes.layer_kind import LayerKind
@@ -28,6 +29,7 @@ from quant.training.low_precision.experts import (
     trained_layers,
 )
 from quant.training.low_precision.gated_mlp import fuse_gated_mlps, restore_gated_mlps
+from quant.training.low_precision.grouped_experts import has_rows, takes_experts
 from quant.training.low_precision.linear import LowPrecisionLinear
 from quant.training.low_precision.nonfinite import GradientWatch, nonfinite_line
 from quant.training.low_precision.packed import stored_format
@@ -218,7 +220,8 @@ def to_low_precision_training(
     _convert_linears({name: linears[name] for name in converted if name in linears}, recipe, chosen, plan)
     # torchao and Transformer Engine have a module for each matrix; theirs are not those of experts.
     of_experts = chosen.products() if chosen.products is not None and chosen.name == "native" else None
-    convert_experts(model, [name for name in experts if name in converted], recipe, of_experts)
+    in_fp8 = chosen.name != "emulated"
+    convert_experts(model, [name for name in experts if name in converted], recipe, of_experts, in_fp8)
     watch.start(model)
     if all_gather_fp8:
         gather_in_fp8(model)
@@ -232,7 +235,19 @@ def to_low_precision_training(
         for name in converted
         if name in linears and is_too_small(chosen.name, [each.weight for each in linears[name].low_precision.group])
     }
-    return LowPrecisionTraining(recipe, chosen.name, chosen.note, converted, reasons, model, of_attention, small)
+    note = chosen.note + _note_of_experts(model, recipe, in_fp8, [name for name in experts if name in converted])
+    return LowPrecisionTraining(recipe, chosen.name, note, converted, reasons, model, of_attention, small)
+
+
+def _note_of_experts(model: nn.Module, recipe: TrainingRecipe, in_fp8: bool, experts: Sequence[str]) -> str:
+    """Returns how a GPU runs fused experts, for the log; nothing where there are none."""
+    if not experts or not model.get_parameter(experts[0]).is_cuda:
+        return ""
+    if takes_experts(model.get_submodule(experts[0].rpartition(".")[0]), recipe):
+        if in_fp8 and has_rows(recipe) and has_grouped_fp8(model.get_parameter(experts[0])):
+            return "; fused experts by grouped FP8 products"
+        return "; fused experts by grouped BF16 products of rounded operands"
+    return "; fused experts one after another, which is slow where they are many"
 
 
 def from_low_precision_training(model: nn.Module) -> None:

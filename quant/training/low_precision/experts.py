@@ -1,8 +1,9 @@
 """Fused experts in low-precision training: parameters that stack the matrices of all experts of a block.
 
 transformers runs such a module through a registry of functions. Ours, `quant_low_precision`, multiplies by each
-expert's matrix with rounded operands. The parameters stay in the module, under their own names. A module in eval mode
-computes as the packed one will.
+expert's matrix with rounded operands: on a GPU all experts in one product (`grouped_experts.py`), where the recipe and
+the kind of experts allow that, elsewhere one expert after another. The parameters stay in the module, under their own
+names. A module in eval mode computes as the packed one will.
 
 Each expert's tokens are an operand of their own: blocks along the tokens, in dw, hold tokens of one expert. A short
 last block counts zeros. The static input scale of the deployed experts is that of the largest input of any of them.
@@ -23,6 +24,7 @@ from quant.kernels.linear.expert_modules import QuantExperts, can_run_experts_on
 from quant.kernels.linear.expert_stack import ExpertStack
 from quant.kernels.linear.ops import autocast_dtype, is_in_backward
 from quant.recipes.expert_stacks import stacking_of, stacking_of_experts
+from quant.training.low_precision.grouped_experts import GroupedProducts, grouped_experts, takes
 from quant.training.low_precision.linear import LowPrecisionLinear, RoundedProducts, ValueOf
 from quant.training.low_precision.packed import deployed_input, fingerprint, input_scale, packed_weight, stored_format
 from quant.training.low_precision.recipe import TrainingRecipe
@@ -43,10 +45,14 @@ class LowPrecisionStack(ExpertStack):
         owner: the experts module.
         parameter: its name in the owner.
         recipe: how products are rounded.
+        in_fp8: whether FP8 tensor cores multiply groups, where the recipe and the GPU have such a product.
     """
 
-    def __init__(self, name: str, owner: nn.Module, parameter: str, recipe: TrainingRecipe) -> None:
+    def __init__(
+        self, name: str, owner: nn.Module, parameter: str, recipe: TrainingRecipe, in_fp8: bool = False
+    ) -> None:
         super().__init__()
+        self.in_fp8 = in_fp8
         self.__dict__["owner"] = owner  # past nn.Module, which would take it for a submodule
         self.parameter_name = parameter
         self.stacking = stacking_of_experts(owner, parameter)
@@ -112,10 +118,20 @@ class LowPrecisionStack(ExpertStack):
             of_w = self._weight_amax[index]
         if self._trains:
             state.note_weight(self.held)
-            if state.products is not None:
+            if state.products is not None and state.rounds_forward:
                 return state.products(x, self._matrices[index], state, x)
         y: torch.Tensor = RoundedProducts.apply(x, self._matrices[index], of_x, of_w, state)  # type: ignore[no-untyped-call]
         return y
+
+    def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Maps `[rows, in]`, sorted by expert, to `[rows, out]`, its outputs in the order of the parameter's rows."""
+        # Read once: with an adapter on it, each reading adds the two.
+        state, matrices = self.low_precision, self.weight
+        if self._trains:
+            state.note_weight(matrices)
+        x = x.to(autocast_dtype(x) or x.dtype)
+        y = GroupedProducts.apply(x, matrices, offsets, state, self.in_fp8)  # type: ignore[no-untyped-call]
+        return self.stacking.outputs(y)
 
     def dense(self, index: int) -> torch.Tensor:
         """Returns the matrix `[out, in]` of one expert, not rounded."""
@@ -174,8 +190,24 @@ def low_precision_experts_forward(
         if all(deployed.values()):
             if not torch.is_grad_enabled():
                 return y
-            trained = experts_forward(_Projections(self, stacks), *inputs)
+            trained = _trained_forward(self, stacks, *inputs)
             return ValueOf.apply(trained, y)  # type: ignore[no-any-return, no-untyped-call]
+    return _trained_forward(self, stacks, *inputs)
+
+
+def _trained_forward(
+    self: Any,
+    stacks: dict[str, LowPrecisionStack],
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Runs an experts module with the recipe's products: in groups where they can be, else one expert at a time."""
+    inputs = hidden_states, top_k_index, top_k_weights
+    first, down = (stacks.get(name) for name in ("gate_up_proj" if self.has_gate else "up_proj", "down_proj"))
+    # Where one projection stays in 16 bit, experts run one by one.
+    if first is not None and down is not None and takes(self, hidden_states, first.low_precision.recipe):
+        return grouped_experts(self, first, down, *inputs)
     return experts_forward(_Projections(self, stacks), *inputs)
 
 
@@ -200,8 +232,13 @@ def experts_refusal(model: nn.Module, name: str, recipe: TrainingRecipe) -> str 
     return None
 
 
-def convert_experts(model: Any, names: list[str], recipe: TrainingRecipe, products: Any = None) -> None:
-    """Has the experts of these parameters train in low precision, by the products of a backend where one is given."""
+def convert_experts(
+    model: Any, names: list[str], recipe: TrainingRecipe, products: Any = None, in_fp8: bool = False
+) -> None:
+    """Has the experts of these parameters train in low precision, by the products of a backend where one is given.
+
+    With `in_fp8`, grouped products use FP8 tensor cores where they can.
+    """
     if not names:
         return
     register()
@@ -209,7 +246,7 @@ def convert_experts(model: Any, names: list[str], recipe: TrainingRecipe, produc
         path, _, parameter = name.rpartition(".")
         owner = model.get_submodule(path)
         stacks = vars(owner).setdefault(_STACKS, {})
-        stacks[parameter] = LowPrecisionStack(name, owner, parameter, recipe)
+        stacks[parameter] = LowPrecisionStack(name, owner, parameter, recipe, in_fp8)
         stacks[parameter].low_precision.products = products
         # The choice is in the config, which all experts modules of the model share.
         if owner.config._experts_implementation != IMPLEMENTATION:

@@ -18,12 +18,12 @@ from torch.nn import functional
 
 from quant.errors import UserError
 from quant.kernels.linear.ops import autocast_dtype
-from quant.training.low_precision.hadamard import transform_tokens
 from quant.training.low_precision.merged_layers import merged_product
 from quant.training.low_precision.operands import Operand, multiply, operand_of
 from quant.training.low_precision.packed import deployed_layer
 from quant.training.low_precision.recipe import TrainingRecipe
 from quant.training.low_precision.state import LowPrecision
+from quant.training.rounding.hadamard import transform_tokens
 from quant.training.rounding.rms_norm import cast
 
 
