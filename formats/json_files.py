@@ -19,12 +19,12 @@ DEPTH = 100
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON writes it, and as Python shows one that has no other half
 
 
-def read_json(path: str | Path, what: str, make: Callable[[Any], T]) -> T:
+def read_json(path: str | Path, kind: str, make: Callable[[Any], T]) -> T:
     """Returns the object that `make` makes of a JSON file.
 
     Args:
         path: the file.
-        what: kind of file, such as "a plan", for errors.
+        kind: the kind of file, such as "a plan", for errors.
         make: a function of the document; its ValueError is raised again with the name of the file.
 
     Raises:
@@ -35,7 +35,7 @@ def read_json(path: str | Path, what: str, make: Callable[[Any], T]) -> T:
     try:
         return make(parse_json(content))
     except ValueError as error:
-        raise ValueError(f"{path}: not {what}: {error}") from None
+        raise ValueError(f"{path}: not {kind}: {error}") from None
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -18,7 +18,7 @@ from quant.errors import UserError, counted, megabytes
 from quant.export.checkpoint.directory import check_apart
 from quant.formats.atomic import claimed
 from quant.models.shapes import stored_layers
-from quant.plan.check import Problem, read_plan, validate
+from quant.plan.check import Problem, places_of, read_plan, validate
 from quant.plan.diff import Change, diff, totals
 from quant.plan.edit import edit, parse_setting, set_guard_and_observer, set_kv_cache
 from quant.recipes.plan import PLAN_FILE, Plan
@@ -238,10 +238,7 @@ def _print_problems(plan: Plan, problems: list[Problem], model: str | None, targ
         if not against:
             out.print("checked by itself alone; pass --model and --target to check it against them")
         return
-    # Blocks repeat, and so do their problems: one row for each, with all places.
-    alike: dict[tuple[str, str], list[str]] = {}
-    for problem in problems:
-        alike.setdefault((problem.what, problem.remedy), []).append(problem.where)
+    alike = places_of(problems)
     columns = {
         "where": ["\n".join(places) for places in alike.values()],
         "problem": [problem for problem, _ in alike],

@@ -120,12 +120,19 @@ def check_plan_fits(plan: Plan, layers: Sequence[Layer]) -> None:
     _raise([*_check_model(plan, layers), *_check_layers(plan), *_check_groups(plan)])
 
 
-def _raise(problems: Sequence[Problem]) -> None:
-    # Blocks of a model repeat, and so do their problems: each is written once, with all its places.
-    alike: dict[tuple[str, str], list[str]] = {}
+def places_of(problems: Sequence[Problem]) -> dict[tuple[str, str], list[str]]:
+    """Returns all places of each problem, by its sentence and its way out.
+
+    Blocks of a model repeat, and so do their problems: users see each problem once.
+    """
+    places: dict[tuple[str, str], list[str]] = {}
     for problem in problems:
-        alike.setdefault((problem.what, problem.remedy), []).append(problem.where)
-    if alike:
+        places.setdefault((problem.what, problem.remedy), []).append(problem.where)
+    return places
+
+
+def _raise(problems: Sequence[Problem]) -> None:
+    if alike := places_of(problems):
         listed = "; ".join(
             f"{_places(where)}: {what}{f' ({remedy})' if remedy else ''}" for (what, remedy), where in alike.items()
         )

@@ -156,9 +156,9 @@ def _formats(layer: LayerResult | None) -> str:
 
 def _pairs(a: Run, b: Run) -> list[Pair]:
     """Pairs the layers of both runs, in the order of the first; those that only the second has come last."""
-    others = {layer.name: layer for layer in b.report.layers}
-    pairs: list[Pair] = [(layer, others.pop(layer.name, None)) for layer in a.report.layers]
-    return [*pairs, *((None, layer) for layer in others.values())]
+    unpaired = {layer.name: layer for layer in b.report.layers}
+    pairs: list[Pair] = [(layer, unpaired.pop(layer.name, None)) for layer in a.report.layers]
+    return [*pairs, *((None, layer) for layer in unpaired.values())]
 
 
 def _of_outputs(pairs: Sequence[Pair]) -> bool:
