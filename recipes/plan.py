@@ -460,7 +460,7 @@ def groups_of(layers: Iterable[LayerPlan]) -> dict[str, list[LayerPlan]]:
     return groups
 
 
-def by_input(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
+def groups_by_input(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
     """Returns layers gathered by the input they read: fusion groups, but each fused-expert projection apart."""
     return [
         part

@@ -54,10 +54,10 @@ def _differ(target: str, source: str, tensors: Mapping[str, torch.Tensor], quant
         return all(own or name in tensors for own, name in zip(owned, (target, source), strict=True))
     if target not in tensors or source not in tensors:
         return False
-    return not same_tensor(tensors[target], tensors[source])
+    return not hold_same_values(tensors[target], tensors[source])
 
 
-def same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
+def hold_same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Returns whether two tensors hold the same values; without data (on the meta device), whether they are one."""
     if a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and not a.is_meta):
         return True

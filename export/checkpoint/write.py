@@ -16,7 +16,7 @@ from quant.export.checkpoint import compressed_tensors
 from quant.export.checkpoint.names import StoredNames, cut_experts, matrix_names
 from quant.export.checkpoint.read import CARRIED, EXACT, HEADS, RUN_TIME_PARTS
 from quant.export.checkpoint.tensor_file import DeferredTensor, FileLog, write_tensor_file
-from quant.export.checkpoint.tied import FLAG, same_tensor, untied_pairs
+from quant.export.checkpoint.tied import FLAG, hold_same_values, untied_pairs
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding
@@ -105,7 +105,7 @@ def _unquantized_tensors(
         if source is not None and all_apart:
             yield name, tensor
             continue
-        if source is not None and same_tensor(tensor, source):
+        if source is not None and hold_same_values(tensor, source):
             continue
         # Other views of the same memory are tied too; empty and meta tensors have no address.
         view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)

@@ -15,7 +15,7 @@ from quant.calibration.statistics import static_input_scale
 from quant.calibration.walk.collect import collect_input_amax
 from quant.errors import UserError
 from quant.plan.data_needs import lacks_data
-from quant.recipes.plan import Plan, by_input
+from quant.recipes.plan import Plan, groups_by_input
 
 
 def calibrate(
@@ -65,7 +65,7 @@ def _measured_scales(
     amax = collect_input_amax(model, [layer.name for layer in static], data, session, observers)
     scales = {}
     # A runtime quantizes the shared input of a fusion group once, so its members need one scale: the largest amax.
-    for members in by_input(static):
+    for members in groups_by_input(static):
         shared = torch.stack([amax[member.name] for member in members]).amax()
         for member in members:
             assert member.activation is not None

@@ -29,7 +29,7 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import weight_of_conv
 from quant.recipes.expert_stacks import expert_matrices
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.plan import LayerPlan, Plan, by_input
+from quant.recipes.plan import LayerPlan, Plan, groups_by_input
 
 
 def apply_plan(
@@ -62,7 +62,7 @@ def solve_weights(
     """Returns `apply_plan` in a session, whose store keeps finished groups and may have some."""
     store, results, done = session.store, dict[str, LayerResult](), 0
     # A fusion group is solved at once: its members share one tensor scale.
-    groups = by_input(plan.quantized)
+    groups = groups_by_input(plan.quantized)
     own = _own_groups(groups, session)
 
     def weights_of(members: Sequence[LayerPlan]) -> list[torch.Tensor]:
@@ -153,7 +153,7 @@ def solve_state_dict(
     for name in tensors.keys() - read_later:
         # Without a module, masks and weights cannot be distinguished.
         check_values(name, tensors[name], is_buffer=True)
-    own = {members[0].name: members for members in by_input(plan.quantized)}
+    own = {members[0].name: members for members in groups_by_input(plan.quantized)}
     for done, layer in enumerate(plan.layers, 1):
         weight = _stored_weight(tensors, layer)
         if layer.weight is None:

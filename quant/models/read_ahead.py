@@ -30,7 +30,7 @@ def read_ahead(*models: str | Path) -> threading.Thread | None:
     Returns: The thread, which ends with the process; None where there is nothing to read, or it is unknown how much
         fits.
     """
-    files = [file for model in models for file in weight_files(Path(model).expanduser())]
+    files = [file for model in models for file in files_to_read(Path(model).expanduser())]
     memory = memory_left()
     if not files or memory is None:
         return None
@@ -39,7 +39,7 @@ def read_ahead(*models: str | Path) -> threading.Thread | None:
     return thread
 
 
-def weight_files(path: Path) -> list[Path]:
+def files_to_read(path: Path) -> list[Path]:
     """Returns the weight files that loading `path` will read, in that order."""
     if path.is_file():
         return [path]

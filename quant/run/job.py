@@ -77,7 +77,7 @@ class Decision:
 
 
 @dataclass(frozen=True, eq=False)
-class Solved:
+class SolvedModel:
     """The solved weights of a run.
 
     Attributes:

@@ -22,7 +22,7 @@ from quant.evaluation.record import Evaluation
 from quant.execution.sources import digest_of, tokenizer_if_any
 from quant.models.files import SourceKind
 from quant.models.open import open_model
-from quant.run.job import Decision, Job, Solved
+from quant.run.job import Decision, Job, SolvedModel
 from quant.runtime.attention import quantized_attention
 
 _PREDICTIONS = 8  # worst predictions that are shown
@@ -79,7 +79,7 @@ def baseline_of(job: Job, decision: Decision, texts: Mapping[str, torch.Tensor |
     return Baseline(texts, copy.deepcopy(job.model) if again is None else again)
 
 
-def measure(job: Job, solved: Solved, baseline: Baseline) -> Measured:
+def measure(job: Job, solved: SolvedModel, baseline: Baseline) -> Measured:
     """Measures the quantized model. The store keeps the result, since weights move into the checkpoint afterwards.
 
     Raises:
@@ -106,7 +106,7 @@ def measure(job: Job, solved: Solved, baseline: Baseline) -> Measured:
     return measured
 
 
-def _measured(job: Job, model: nn.Module, solved: Solved, baseline: Baseline) -> Measured:
+def _measured(job: Job, model: nn.Module, solved: SolvedModel, baseline: Baseline) -> Measured:
     report, device = reporter(job.session.progress, "evaluate"), job.session.device
     assert baseline.model is not None
     tokenizer = tokenizer_if_any(job.source)
@@ -125,7 +125,7 @@ def _measured(job: Job, model: nn.Module, solved: Solved, baseline: Baseline) ->
 
 
 def _compare(
-    job: Job, solved: Solved, baseline: Baseline, decode: Decode
+    job: Job, solved: SolvedModel, baseline: Baseline, decode: Decode
 ) -> tuple[dict[str, float], Continuation | None]:
     """Returns the errors of the layers' outputs on the first text, and its beginning continued by both models."""
     rows, device = next(iter(baseline.texts.values())), job.session.device

@@ -18,7 +18,7 @@ from quant.calibration.ranks import leave, rank_and_world, wait_for_all
 from quant.report.report import Report
 from quant.run.data import announce_time, read_data, verification_data
 from quant.run.decide import decide
-from quant.run.job import Decision, Job, Outcome, Solved
+from quant.run.job import Decision, Job, Outcome, SolvedModel
 from quant.run.load import destination, load
 from quant.run.measure import Measured, baseline_of, measure
 from quant.run.request import Request
@@ -48,7 +48,7 @@ def run(request: Request, listener: Listener = SILENT) -> Outcome:
             return outcome
 
 
-def _compute(job: Job, decision: Decision) -> tuple[Decision, Solved, Measured]:
+def _compute(job: Job, decision: Decision) -> tuple[Decision, SolvedModel, Measured]:
     """Runs every stage but writing. The original model, which measuring needs, is freed at the end."""
     texts = verification_data(job, decision)
     baseline = baseline_of(job, decision, texts)

@@ -9,11 +9,11 @@ from quant.checkpoints.trial_load import import_for_trial
 from quant.execution.solve import solve_plan
 from quant.execution.solve_weights import solve_state_dict
 from quant.export.checkpoint.compressed_tensors import check_plan
-from quant.run.job import Decision, Job, Solved
+from quant.run.job import Decision, Job, SolvedModel
 from quant.run.solving_steps import solving_steps
 
 
-def solve(job: Job, decision: Decision, progress: StageProgress) -> Solved:
+def solve(job: Job, decision: Decision, progress: StageProgress) -> SolvedModel:
     """Quantizes the model in place; a quantized copy that an allocation has measured is taken as it is."""
     if job.source.model is None:
         return _solve_state_dict(job, decision, progress)
@@ -31,10 +31,10 @@ def solve(job: Job, decision: Decision, progress: StageProgress) -> Solved:
     job.seconds.update(quantized.seconds)
     if quantized.plan.guard is not None and not job.request.is_in_memory:
         check_plan(quantized.plan)  # a guard may have given layers other formats
-    return Solved(quantized.plan, quantized.layers, bytes_before, quantized)
+    return SolvedModel(quantized.plan, quantized.layers, bytes_before, quantized)
 
 
-def _solve_state_dict(job: Job, decision: Decision, progress: StageProgress) -> Solved:
+def _solve_state_dict(job: Job, decision: Decision, progress: StageProgress) -> SolvedModel:
     """Solves the weights of a bare state dict, whose plan needs no data."""
     tensors, plan = job.source.state_dict, decision.plan
     assert tensors is not None
@@ -43,4 +43,4 @@ def _solve_state_dict(job: Job, decision: Decision, progress: StageProgress) -> 
     progress.expect("solve", [layer.name for layer in plan.layers], amounts, "MB")
     solved, layers = solve_state_dict(tensors, plan, job.session)
     job.seconds["solve"] = time.perf_counter() - started
-    return Solved(plan, layers, sum(tensor.nbytes for tensor in tensors.values()), tensors=solved)
+    return SolvedModel(plan, layers, sum(tensor.nbytes for tensor in tensors.values()), tensors=solved)

@@ -9,7 +9,7 @@ from quant.calibration.blocks import block_names
 from quant.calibration.inputs import Inputs
 from quant.plan.data_needs import solver_needs_data
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.plan import Plan, by_input
+from quant.recipes.plan import Plan, groups_by_input
 
 
 def solving_steps(
@@ -21,7 +21,7 @@ def solving_steps(
     has taken all tokens. Without, it is the megabytes that are read.
     """
     blocks = block_names(model)
-    layers = [layer for group in by_input(plan.quantized) for layer in group]
+    layers = [layer for group in groups_by_input(plan.quantized) for layer in group]
     calibrated = plan.guard is not None or any(solver_needs_data(layer) for layer in layers)
     if calibrated and data is not None:
         layers = [layer for layer in plan.quantized if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS)]

@@ -26,11 +26,11 @@ from quant.models.origin import described_by
 from quant.plan.prediction_heads import head_layers
 from quant.recipes.plan import Plan
 from quant.report.report import Report, kv_cache_of, peak_rss
-from quant.run.job import Decision, Job, Outcome, Solved
+from quant.run.job import Decision, Job, Outcome, SolvedModel
 from quant.run.measure import Measured
 
 
-def write(job: Job, decision: Decision, solved: Solved, measured: Measured) -> Outcome:
+def write(job: Job, decision: Decision, solved: SolvedModel, measured: Measured) -> Outcome:
     """Writes a checkpoint with its report, on the first rank; the others have nothing left to do."""
     out = job.request.out
     if out is None:
@@ -49,7 +49,7 @@ def write(job: Job, decision: Decision, solved: Solved, measured: Measured) -> O
     return Outcome(solved.plan, report)
 
 
-def _write_checkpoint(job: Job, out: Path, solved: Solved, report: Report) -> None:
+def _write_checkpoint(job: Job, out: Path, solved: SolvedModel, report: Report) -> None:
     request, source = job.request, job.source
     finish = _finish(job, solved.plan, report)
     if solved.quantized is None:
@@ -112,7 +112,7 @@ def _differences(job: Job, directory: Path) -> list[str]:
     return [f"not as in the source: {listed(names, 2)}: {reason}" for reason, names in by_reason.items()]
 
 
-def _report(job: Job, decision: Decision, solved: Solved, measured: Measured) -> Report:
+def _report(job: Job, decision: Decision, solved: SolvedModel, measured: Measured) -> Report:
     source, plan = job.source, solved.plan
     layers = _as_stored(solved.layers, plan, _stored_tensors(job, solved))
     # Formats replace 16-bit weights: two bytes each. The files of the checkpoint correct this estimate in the end.
@@ -141,7 +141,7 @@ def _report(job: Job, decision: Decision, solved: Solved, measured: Measured) ->
     )
 
 
-def _stored_tensors(job: Job, solved: Solved) -> Mapping[str, torch.Tensor]:
+def _stored_tensors(job: Job, solved: SolvedModel) -> Mapping[str, torch.Tensor]:
     if solved.quantized is None:
         return job.source.state_dict or {}
     return dict(solved.quantized.model.named_parameters(remove_duplicate=False))
@@ -168,7 +168,7 @@ def _as_stored(results: Sequence[LayerResult], plan: Plan, tensors: Mapping[str,
     return [stored(result) for result in results]
 
 
-def _warnings(decision: Decision, solved: Solved) -> list[str]:
+def _warnings(decision: Decision, solved: SolvedModel) -> list[str]:
     """Returns warnings about the run; `write_model` adds those about the checkpoint itself."""
     return [
         *loss_warnings(solved.layers),
@@ -178,7 +178,7 @@ def _warnings(decision: Decision, solved: Solved) -> list[str]:
     ]
 
 
-def _head_warnings(solved: Solved) -> list[str]:
+def _head_warnings(solved: SolvedModel) -> list[str]:
     """Returns a sentence on the quantized layers of prediction heads, if there are any."""
     names = set() if solved.quantized is None else head_layers(solved.quantized.model)
     heads = [layer for layer in solved.plan.quantized if layer.name in names]

@@ -19,7 +19,7 @@ from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.modules import QuantLinear, RunTimeParts
 from quant.recipes.module_hooks import take_over
-from quant.recipes.plan import LayerPlan, Plan, by_input
+from quant.recipes.plan import LayerPlan, Plan, groups_by_input
 from quant.training.initial_weights import before_rounding, starting_weight
 from quant.training.modules import QATConv, QATEmbedding, QATExperts, QATLinear
 from quant.training.rounding.fusion import Fusion
@@ -106,7 +106,7 @@ def install_training_layers(
                 weight.grad = None  # of the dtype that it had
             weight.data = values
         installed[layer.name] = _in_training(packed, weight, start.biases.get(layer.name), scale_mode, stored)
-    for members in by_input(plan.quantized):
+    for members in groups_by_input(plan.quantized):
         _share([installed[member.name] for member in members])
     for layer in plan.quantized:
         _check_start(layer, model.get_submodule(layer.name), installed[layer.name])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from samples import ROOT
 
-from quant.models.read_ahead import read_ahead, weight_files
+from quant.models.read_ahead import files_to_read, read_ahead
 from quant.models.text_imports import is_text_model, skip_image_packages
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "rope_scaling": {"factor": 2.0}}
@@ -99,9 +99,9 @@ def test_weight_files_are_those_that_loading_reads(tmp_path: Path) -> None:
     for name in ("model-00002-of-2.safetensors", "model-00001-of-2.safetensors", "pytorch_model.bin", "config.json",
                  "consolidated.safetensors"):  # fmt: skip
         (tmp_path / name).write_bytes(b"0")
-    assert [file.name for file in weight_files(tmp_path)] == [f"model-0000{i}-of-2.safetensors" for i in (1, 2)]
-    assert weight_files(tmp_path / "config.json") == [tmp_path / "config.json"]
-    assert weight_files(tmp_path / "missing") == []
+    assert [file.name for file in files_to_read(tmp_path)] == [f"model-0000{i}-of-2.safetensors" for i in (1, 2)]
+    assert files_to_read(tmp_path / "config.json") == [tmp_path / "config.json"]
+    assert files_to_read(tmp_path / "missing") == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel what it has cached")
