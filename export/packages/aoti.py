@@ -22,6 +22,7 @@ their input is rounded once. A package runs on the kind of GPU that it was compi
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import re
 import sys
@@ -58,6 +59,21 @@ METADATA = "blockscale"
 Dims = Mapping[str, Mapping[int, str]]
 
 
+@contextlib.contextmanager
+def collecting_rarely() -> Iterator[None]:
+    """Makes Python look for garbage once in 50,000 new objects while open, instead of once in 700 to 2,000.
+
+    A tracer makes millions of objects, nearly all of which stay: the search takes a tenth of its time.
+    """
+    thresholds = gc.get_threshold()
+    gc.set_threshold(50_000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+@collecting_rarely()
 def export_aoti(
     model: nn.Module,
     path: str | Path,

@@ -32,6 +32,7 @@ from quant.export.onnx_graph.serving import (
 )
 from quant.export.packages.aoti import (
     METADATA,
+    collecting_rarely,
     compile_package,
     find_device,
     scales_as_matrices,
@@ -56,6 +57,7 @@ class InPlaceGraph(ServingGraph):
         return logits
 
 
+@collecting_rarely()
 def export_aoti_decoder(
     model: nn.Module,
     path: str | Path,
