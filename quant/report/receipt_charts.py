@@ -49,7 +49,7 @@ def receipt(record: Receipt) -> list[Section]:
     charts = [Section("Export receipt", text, None, chart, ("layer", "verdict", *ran.values()), rows, record.passed)]
     if audit := sorted(enumerate(record.audit), key=lambda item: item[1].passed):
         native = sum(entry.passed for _, entry in audit)
-        text = f"{native} of {len(audit)} layers run in the engine as planned."
+        text = f"{native} of {len(audit)} checks passed: the precision in which a layer runs, and its tensors."
         rows = [(f"A{i}", (a.name, _verdict(a.passed), a.planned, a.found)) for i, a in audit]
         head = ("layer", "verdict", "planned", "found")
         charts.append(Section("Engine audit", text, head=head, rows=rows, verdict=native == len(audit)))
