@@ -36,6 +36,7 @@ from quant.kernels.linear.ops import quantized_linear
 
 TOKENS = 8
 _WEIGHTS_AT_ONCE = 1 << 22
+_LARGE = 1 << 12  # bytes of a constant that shape inference does not need
 # In half precision, sums that were added up in another order may round to the neighbouring value. Inputs that are
 # scaled by token are twice as far: the op rounds them to half precision after scaling, the graph the output.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -93,9 +94,22 @@ def check_file(path: str | Path) -> None:
     path = Path(path)
     try:
         onnx.checker.check_model(str(path))
-        onnx.shape_inference.infer_shapes(onnx.load(path, load_external_data=False), check_type=True, strict_mode=True)
+        onnx.shape_inference.infer_shapes(_without_weights(path), check_type=True, strict_mode=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise ValueError(f"{path}: not a valid ONNX file: {' '.join(str(error).split())[:500]}") from error
+
+
+def _without_weights(path: Path) -> Any:
+    """Returns a file's model for shape inference, which needs the shapes of large constants, and copies their bytes."""
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    for tensor in model.graph.initializer:
+        if len(tensor.raw_data) > _LARGE:
+            tensor.ClearField("raw_data")
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            tensor.external_data.add(key="location", value=path.name)
+    return model
 
 
 class LayerGraphs:

@@ -135,3 +135,20 @@ def test_a_file_that_is_no_valid_onnx(path: Path, tmp_path: Path) -> None:
     onnx.save(damaged, tmp_path / "m.onnx")
     with pytest.raises(ValueError, match=r"m\.onnx: not a valid ONNX file: .*nowhere"):
         check_file(tmp_path / "m.onnx")
+
+
+def test_shapes_are_inferred_without_weights(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Inference copies what it gets several times; it still finds a wrong shape of a large constant."""
+    infer, sizes = onnx.shape_inference.infer_shapes, []
+    monkeypatch.setattr(
+        onnx.shape_inference, "infer_shapes", lambda m, **o: (sizes.append(m.ByteSize()), infer(m, **o))
+    )
+    wrong = onnx.load(path)
+    weight = max(wrong.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+    assert len(weight.raw_data) > 4096
+    check_file(path)
+    assert sizes[0] < path.stat().st_size - len(weight.raw_data) + 64
+    weight.dims[:] = [weight.dims[0] * weight.dims[1]]
+    onnx.save(wrong, tmp_path / "m.onnx")
+    with pytest.raises(ValueError, match=r"m\.onnx: not a valid ONNX file: "):
+        check_file(tmp_path / "m.onnx")
