@@ -169,8 +169,10 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     backend = choose_common_backend(targets, options.backend, options.features)
     model = _checked_graph(onnx_path, targets, backend.module)
     profiles = make_profiles(model, options.shapes)
+    # The audit expects each of these linear layers in the engine, and has attention among its own nodes.
     attentions = {layer_of(node) for node in model.graph.node if node.op_type in ATTENTION}
     layers = list(dict.fromkeys(name for name in map(layer_of, model.graph.node) if name and name not in attentions))
+    # Builders name nodes in their messages, and engines in the list of their kernels: both then name the layer.
     attention_nodes = label_nodes(model)
     target_names = ",".join(target.sm for target in targets)
     record = {

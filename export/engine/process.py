@@ -39,13 +39,14 @@ def run_worker(
     Args:
         request: as `worker.build` takes it.
         model: the ONNX file, for messages.
-        progress: called as `progress(stage, done, total)`.
-        environment: of the process, from `worker_environment`.
+        progress: a function that is called as `progress(stage, done, total)`.
+        environment: the environment of the process, from `worker_environment`.
 
     Raises:
         ValueError: the builder refused the graph, or died.
     """
     received = _BuilderMessages()
+    # Messages have a pipe of their own, because libraries in C++ print on stdout and stderr as they like.
     reading, writing = os.pipe()
     with tempfile.TemporaryFile() as prints, open(reading, encoding="utf-8") as messages:
         process = subprocess.Popen(
@@ -61,11 +62,12 @@ def run_worker(
         try:
             with process.stdin:
                 process.stdin.write(json.dumps(request, allow_nan=False).encode())
+            # The lines end when the worker closes its end of the pipe: it has returned, or died.
             for line in messages:
                 received.add(json.loads(line), progress)
             process.wait()
         finally:
-            if process.poll() is None:
+            if process.poll() is None:  # Ctrl-C, or an error of `progress`
                 process.kill()
                 process.wait()
         prints.seek(0)

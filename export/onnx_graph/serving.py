@@ -142,13 +142,14 @@ def serving_program(
         model: causal language model of transformers.
         capacity: tokens that each row of the cache holds.
         shapes: limits of the dynamic dimensions, as `--shapes` takes them.
-        function: of the model's attention modules.
+        function: the attention that the graph has in the place of the model's own.
 
     Raises:
         ValueError: the model is not a decoder, has a state other than a KV cache, or fewer positions than `capacity`.
     """
     check_decoder(model, capacity)
     with attending(model, function, masked=False):
+        # A first pass without values tells the shapes of the cache, which is an input of the pass that is traced.
         past = function.cache_inputs(cache_shapes(model, function), capacity)
         inputs = serving_inputs()
         exported = trace_serving(ServingGraph(model, function), inputs, past, shapes, capacity)
