@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -115,6 +116,20 @@ def note_lasting(codes: torch.Tensor) -> None:
     """Notes that codes stay with their module, so that their dequantized weight is worth keeping if they are a view."""
     if codes._base is not None:
         _cache.lasting[codes] = True
+
+
+@contextmanager
+def kept_weights(codes: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Keeps the dequantized weights of `codes`, views or not, while open, and lets go of them at the end."""
+    held = list(codes)
+    for each in held:
+        note_lasting(each)
+    try:
+        yield
+    finally:
+        for each in held:
+            _cache.lasting.pop(each, None)
+            _cache.entries.pop(each, None)
 
 
 @dataclass(frozen=True)

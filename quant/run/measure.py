@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,8 @@ from quant.evaluation.examples import Continuation, Decode, Examples, WorstPredi
 from quant.evaluation.fingerprint import Fingerprint, fingerprint
 from quant.evaluation.record import Evaluation
 from quant.execution.sources import digest_of, tokenizer_if_any
+from quant.kernels.linear.oracle import kept_weights
+from quant.kernels.linear.quantized_module import QuantizedModule
 from quant.models.files import SourceKind
 from quant.models.open import open_model
 from quant.run.job import Decision, Job, SolvedModel
@@ -114,7 +117,7 @@ def _measured(job: Job, model: nn.Module, solved: SolvedModel, baseline: Baselin
     decode = (lambda ids: " ".join(map(str, ids))) if tokenizer is None else tokenizer.decode
     worst = WorstPredictions(_PREDICTIONS, decode)
     # The KV cache and attention are rounded as at serving time, or their loss would be missing from the figures.
-    with quantized_attention(model, **solved.plan.run_time):
+    with quantized_attention(model, **solved.plan.run_time), kept_weights(_worth_keeping(job, model)):
         evaluation = evaluate_texts(model, baseline.texts, baseline.model, device=device, progress=report, worst=worst)
         if any(rows.is_floating_point() for rows in baseline.texts.values()):
             return Measured(evaluation)
@@ -133,9 +136,7 @@ def _compare(
     models = (solved.quantized.model, baseline.model)
     if not isinstance(rows, torch.Tensor):
         return {}, None
-    quick = not any(is_visited(each, device, torch.float32) for each in models)
-    if sum(p.numel() for p in baseline.model.parameters()) > _QUICK.get("cpu" if device is None else device.type, 0):
-        quick = False
+    quick = _is_small(job, baseline.model) and not any(is_visited(each, device, torch.float32) for each in models)
     errors, continuation = {}, None
     with torch.no_grad(), prepared(models, torch.float32, job.session):
         # A merged scale or rotation changes the outputs of other layers too, which then say nothing of an error.
@@ -144,6 +145,24 @@ def _compare(
         if job.source.is_causal_lm and quick:
             continuation = continuations(*models, rows[0, :_PROMPT].tolist(), decode, tokens=_ADDED)
     return errors, continuation
+
+
+def _is_small(job: Job, model: nn.Module) -> bool:
+    """Returns whether a model that is not quantized writes a short text in seconds."""
+    device = job.session.device
+    return sum(p.numel() for p in model.parameters()) <= _QUICK.get("cpu" if device is None else device.type, 0)
+
+
+def _worth_keeping(job: Job, model: nn.Module) -> list[torch.Tensor]:
+    """Returns the codes of a small model that runs on the CPU, if there is memory to keep them dequantized.
+
+    Measuring runs it dozens of times on few tokens, where dequantizing takes three quarters of the time.
+    """
+    modules = [module for module in model.modules() if isinstance(module, QuantizedModule)]
+    weights = sum(math.prod(module.weight_shape) for module in modules)
+    usable, on_cpu = job.session.usable_memory(), all(module.codes.device.type == "cpu" for module in modules)
+    has_room = usable is not None and 4 * torch.float32.itemsize * weights <= usable
+    return [module.codes for module in modules] if on_cpu and has_room and weights <= _QUICK["cpu"] else []
 
 
 def _to_record(measured: Measured) -> dict[str, Any]:

@@ -287,6 +287,16 @@ def test_a_loaded_weight_is_dequantized_once(tmp_path: Path) -> None:
     assert float(module(x).abs().max()) == 0
 
 
+def test_weights_are_kept_for_a_while() -> None:
+    stack, x = quantize(torch.randn(2, 32, 64), FORMATS["nvfp4"]), inputs(2, 64)
+    view = stack.matrix(1)
+    with oracle.kept_weights([view.codes]):
+        kept = quantized_linear(x, view)
+        assert len(oracle._cache.entries) == 1
+    assert len(oracle._cache.entries) == 0
+    assert torch.equal(quantized_linear(x, view), kept) and len(oracle._cache.entries) == 0
+
+
 def test_the_cache_is_set_by_bytes_or_by_the_environment() -> None:
     assert oracle._budget(None) == 2 << 30 and oracle._budget("0") == 0 and oracle._budget("1048576") == 1 << 20
     for text in ("2GiB", "-1", ""):
