@@ -98,7 +98,6 @@ SETTINGS = {
     "nvfp4a16": Setting("NVFP4 weight-only", "nvfp4"),
     "nvfp4": Setting("NVFP4 W4A4", "nvfp4", "nvfp4"),
     "four_over_six": Setting("NVFP4 W4A4, inputs scaled to 4 or 6", "nvfp4", "nvfp4_four_over_six"),
-    "searched": Setting("NVFP4 W4A4, scales of inputs searched", "nvfp4", "nvfp4_mse"),
     "fp8a16": Setting("FP8 weight-only", "fp8_channel"),
     "fp8": Setting("FP8 W8A8, static", "fp8", "fp8"),
     "fp8_channel": Setting("FP8 W8A8, per token", "fp8_channel", "fp8_token"),
@@ -126,8 +125,7 @@ BARS = (
     f"nvfp4a16 Blockscale {solver_of(3, 'keep')}", "nvfp4a16 Blockscale gptq, no text",
     "nvfp4a16 Blockscale local_hessian, no text", "nvfp4 Blockscale awq:merge+gptq", "nvfp4 Blockscale awq+gptq",
     f"nvfp4 Blockscale {solver_of(3, 'nvfp4')}", f"four_over_six Blockscale {solver_of(2, 'nvfp4')}",
-    f"four_over_six Blockscale {solver_of(3, 'nvfp4')}", f"searched Blockscale {solver_of(3, 'nvfp4')}",
-    "nvfp4 Blockscale awq+lowrank:32+gptq",
+    f"four_over_six Blockscale {solver_of(3, 'nvfp4')}", "nvfp4 Blockscale awq+lowrank:32+gptq",
     "nvfp4 Blockscale awq+lowrank:32+kfac", "fp8 Blockscale gptq", f"fp8 Blockscale {solver_of(3, 'fp8')}",
     "fp8_channel Blockscale gptq", f"fp8_channel Blockscale {solver_of(3, 'fp8_token')}", "mxfp8 Blockscale gptq",
     "mxfp8 Blockscale rtn", "fp8 Blockscale rtn", "fp8_channel Blockscale rtn", "int4a16_g64 Blockscale gptq",
@@ -240,7 +238,7 @@ def all_configurations(
                 )
             continue
         wide = [*our_solvers(), *solvers] if key.startswith("nvfp4") else [*SIMPLE, solver_of(3, setting.activation)]
-        if setting.activation in ("nvfp4_four_over_six", "nvfp4_mse"):
+        if setting.activation == "nvfp4_four_over_six":
             wide = (solver_of(2, "nvfp4"), solver_of(3, "nvfp4"), "awq+lowrank:32+kfac", *solvers)
         for solver in dict.fromkeys(wide):
             runs[f"{key} Blockscale {solver}"] = partial(run_ours, setting=key, solver=solver, device=settings.device)

@@ -165,9 +165,7 @@ _ALL = (
 
 FORMATS: dict[str, Format] = {f.name: f for f in _ALL}
 # Laid out as another format, from which only the choice of scales at run time differs, so that no weight has them.
-_OF_INPUTS = tuple(
-    replace(FORMATS["nvfp4"], name=f"nvfp4_{rule}", input_rule=rule) for rule in ("four_over_six", "mse")
-)
+_OF_INPUTS = (replace(FORMATS["nvfp4"], name="nvfp4_four_over_six", input_rule="four_over_six"),)
 INPUT_FORMATS: dict[str, Format] = FORMATS | {f.name: f for f in _OF_INPUTS}
 """Formats that inputs of layers may have."""
 # FP8 in codes and at run time; only a checkpoint tells a scale for each KV head from one for the tensor.

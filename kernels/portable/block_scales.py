@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from quant.kernels.portable.codes_gemm import decode_scale
-from quant.kernels.portable.small_floats import decode_e4m3, from_e4m3, nearest_e2m1, refined, to_e4m3
+from quant.kernels.portable.small_floats import from_e4m3, nearest_e2m1, refined, to_e4m3
 
 
 @triton.jit
@@ -92,31 +92,6 @@ def encode_scale_for_four_or_six(x, amax, global_scale, dtype: tl.constexpr):
     # E4M3 has no select of its own: its bits are chosen.
     code = tl.where(better, four.to(tl.uint8, bitcast=True), six.to(tl.uint8, bitcast=True))
     return code.to(dtype, bitcast=True), tl.where(better, four_step, six_step)
-
-
-@triton.jit
-def encode_scale_by_error(x, amax, global_scale, dtype: tl.constexpr):
-    """Returns E4M3 block scales by the rule `mse`: of the code by `max` and sixteen around it the one of least error.
-
-    Arguments and ties are as in `encode_scale_for_four_or_six`.
-    """
-    nearest, step = encode_scale(amax, global_scale, "e4m3", 6.0, dtype)
-    code, least = nearest.to(tl.uint8, bitcast=True), _squared_error(x, step, amax)
-    # The first code at which nothing saturates; its neighbours hold the optimum, see `scaling.candidate_scales`.
-    unit = 6.0 * global_scale
-    ideal = tl.minimum(quotient(amax, unit, reciprocal(unit)), 448.0)
-    below = to_e4m3(ideal, dtype)
-    first = below.to(tl.uint8, bitcast=True).to(tl.int32) + tl.where(from_e4m3(below) < ideal, 1, 0)
-    first = tl.minimum(tl.maximum(first - 8, 1), 111)
-    # NaN compares false, so that a block which holds NaN or infinity keeps its scale of NaN.
-    for index in range(16):
-        tried = (first + index).to(tl.uint8)
-        tried_step = decode_e4m3(tried) * global_scale
-        error = _squared_error(x, tried_step, amax)
-        better = error < least
-        code, step = tl.where(better, tried, code), tl.where(better, tried_step, step)
-        least = tl.where(better, error, least)
-    return code.to(dtype, bitcast=True), step
 
 
 @triton.jit

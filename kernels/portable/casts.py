@@ -27,9 +27,7 @@ from quant.kernels.portable.nvfp4_rows_to_codes import BLOCK, nvfp4_rows_to_code
 from quant.kernels.portable.rows_to_codes import rows_to_codes_kernel
 from quant.kernels.portable.small_floats import compilable
 
-FORMATS_OUT = (
-    "nvfp4", "nvfp4_four_over_six", "nvfp4_mse", "mxfp8", "mxfp4", "fp8", "fp8_token", "fp8_group", "int8_token",
-)  # fmt: skip
+FORMATS_OUT = ("nvfp4", "nvfp4_four_over_six", "mxfp8", "mxfp4", "fp8", "fp8_token", "fp8_group", "int8_token")
 """Activation formats that can be written."""
 MAX_COLUMNS = 32768
 
@@ -148,7 +146,7 @@ def _constants(format: Format, columns: int, launch: _Launch) -> dict[str, Any]:
         "num_warps": launch.warps,
     }  # fmt: skip
     if format.is_nvfp4:
-        return constants | {"whole": columns % BLOCK == 0, "rule": format.input_rule}
+        return constants | {"whole": columns % BLOCK == 0, "four_or_six": format.input_rule == "four_over_six"}
     kind = "wide" if format.scale.is_wide else format.scale.name
     block = {"block": format.block[1], "static": format.per_tensor}
     return constants | {"element": format.element.name, "kind": kind, **block}

@@ -18,7 +18,6 @@ import triton.language as tl
 from quant.kernels.portable.block_scales import (
     amax_of,
     encode_scale,
-    encode_scale_by_error,
     encode_scale_for_four_or_six,
     quotient_to_code,
     reciprocal,
@@ -32,11 +31,11 @@ _BLOCK = tl.constexpr(BLOCK)
 @triton.jit
 def nvfp4_rows_to_codes_kernel(
     x, codes, scale, global_scale, x_stride, K,
-    largest: tl.constexpr, flat: tl.constexpr, width: tl.constexpr, whole: tl.constexpr, rule: tl.constexpr,
+    largest: tl.constexpr, flat: tl.constexpr, width: tl.constexpr, whole: tl.constexpr, four_or_six: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring; `whole` says that rows of K are whole numbers of blocks.
 
-    `rule` is the format's rule for the scales of inputs.
+    With `four_or_six`, the largest value of a block becomes 4 or 6, whichever has the smaller error.
     """
     row = tl.program_id(0).to(tl.int64)
     threads: tl.constexpr = width // _BLOCK
@@ -50,10 +49,8 @@ def nvfp4_rows_to_codes_kernel(
     blocks = value.reshape(threads, 1, _BLOCK)
     second_level = tl.load(global_scale).to(tl.float32)
     dtype: tl.constexpr = scale.dtype.element_ty
-    if rule == "four_over_six":
+    if four_or_six:
         stored, step = encode_scale_for_four_or_six(blocks, amax_of(blocks, 2), second_level, dtype)
-    elif rule == "mse":
-        stored, step = encode_scale_by_error(blocks, amax_of(blocks, 2), second_level, dtype)
     else:
         stored, step = encode_scale(amax_of(blocks, 2), second_level, "e4m3", largest, dtype)
     index = tl.arange(0, threads)[:, None]

@@ -26,7 +26,7 @@ import triton.language as tl
 from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import global_scale_of
 from quant.kernels.launch_cache import CachedLaunch
-from quant.kernels.portable.block_scales import amax_of, encode_scale_by_error
+from quant.kernels.portable.block_scales import amax_of
 from quant.kernels.portable.small_floats import nearest_e2m1
 
 WIDTH = 16
@@ -212,7 +212,7 @@ def _nearest_e4m3(x):
 
 @triton.jit
 def nvfp4_fake_quantize_kernel(
-    x, out, global_scale, blocks, rule: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr
+    x, out, global_scale, blocks, four_or_six: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """Rounds and dequantizes `BLOCKS` blocks of sixteen values; grid: (groups of blocks,)."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
@@ -222,10 +222,7 @@ def nvfp4_fake_quantize_kernel(
     second = tl.load(global_scale)
     amax = amax_of(value, 1)
     step = tl.fma(amax, 0.0, _nearest_e4m3(tl.div_rn(amax, 6.0 * second))) * second
-    if rule == "mse":
-        by_error = encode_scale_by_error(value[:, None, :], amax[:, None], second, tl.uint8)
-        step = by_error[1].reshape(BLOCKS)
-    if rule == "four_over_six":
+    if four_or_six:
         four = tl.fma(amax, 0.0, _nearest_e4m3(tl.div_rn(amax * 1.5, 6.0 * second))) * second
         # The two errors, both in units of `step`.
         ratio = tl.div_rn(four, step)
@@ -273,7 +270,7 @@ def fake_quantize_nvfp4(
 ) -> torch.Tensor:
     """Returns `fake_quantize(x, format, global_scale=global_scale)`, the same to the bit except for the sign of zeros.
 
-    Under the rules `four_over_six` and `mse`, scales of equal errors may differ, because these add up in another order.
+    Under the rule `four_over_six`, scales of equal errors may differ, because these add up in another order.
 
     Args:
         x: `[..., in]` on a GPU, `in` a multiple of sixteen; any float dtype up to float32.
@@ -286,7 +283,7 @@ def fake_quantize_nvfp4(
     out = torch.empty_like(x)
     blocks = x.numel() // WIDTH
     nvfp4_fake_quantize_kernel[(triton.cdiv(blocks, _BLOCKS),)](
-        x, out, global_scale, blocks, rule=format.input_rule, WIDTH=WIDTH, BLOCKS=_BLOCKS
+        x, out, global_scale, blocks, four_or_six=format.input_rule == "four_over_six", WIDTH=WIDTH, BLOCKS=_BLOCKS
     )
     return out
 

@@ -38,8 +38,8 @@ _FORMAT_NAMES = {
 _NEVER_LINEAR = (LayerKind.NORM, LayerKind.EMBEDDING, LayerKind.PARAMETER)
 _GROUPS = dict[str, dict[str, Any]]
 _INPUTS = (
-    "nvfp4", "nvfp4_four_over_six", "nvfp4_mse", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group",
-    "int8_token", "int8_tensor",
+    "nvfp4", "nvfp4_four_over_six", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token",
+    "int8_tensor",
 )  # fmt: skip
 # A field of our own, which other readers refuse: they would scale the blocks of inputs otherwise.
 _RULE = "scale_rule"

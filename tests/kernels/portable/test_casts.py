@@ -131,7 +131,7 @@ def test_ptx_of_nvfp4(arch: int) -> None:
     """16 bytes at a time, nothing but the 256 scales through shared memory, no register spilled."""
     signature = {"x": "*bf16", "codes": "*u8", "scale": "*fp8e4nv", "global_scale": "*fp32", "K": "i32"}
     constants = {
-        "largest": 6.0, "flat": True, "width": 4096, "whole": True, "rule": "max",
+        "largest": 6.0, "flat": True, "width": 4096, "whole": True, "four_or_six": False,
         "x_stride": 4096,
     }  # fmt: skip
     compiled = compile_kernel(nvfp4_rows_to_codes_kernel, signature, constants, arch=arch, num_warps=4, num_stages=1)

@@ -116,7 +116,7 @@ CASES: dict[str, Callable[[], Any]] = {
        for name, improve in (("fp8", False), ("int8", True))},
     "learn": learn,
     **{f"fake {name} {x.dtype}": partial(nvfp4_solvers.fake_quantize_nvfp4, x, torch.tensor(1.0), INPUT_FORMATS[name])
-       for name in ("nvfp4", "nvfp4_four_over_six", "nvfp4_mse") for x in (torch.zeros(4, 32), half(4, 32))},
+       for name in ("nvfp4", "nvfp4_four_over_six") for x in (torch.zeros(4, 32), half(4, 32))},
     **{f"mask {name}": partial(mask, name, torch.float32) for name in ("nvfp4", "fp8_block", "int8")},
     "experts": experts,
     "lay out v": lambda: fp8_attention_operands.lay_out_v(half(1, 2, 130, 128).to(torch.float8_e4m3fn), None),

@@ -105,7 +105,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     **{f"linear {name} by {rounding}": lambda name=name, rounding=rounding:
        linear(weight_of(name, 64, 256), rounding, few(3, 256))
        for name, rounding in (("nvfp4", "nvfp4"), ("fp8_channel", "fp8_token"), ("fp8_block", "fp8_group"),
-                              ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4_four_over_six"), ("nvfp4", "nvfp4_mse"))},
+                              ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4_four_over_six"))},
     **{f"experts {name}": lambda name=name: experts_on_gpu(
         few(4, 256), weight_of(name, 2, 64, 256), torch.tensor([0, 1, 4], dtype=torch.int32), None, None, None)
        for name in ("nvfp4", "fp8_block")},

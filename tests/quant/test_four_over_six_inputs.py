@@ -1,4 +1,4 @@
-"""Inputs whose block scales are chosen by their error: what they gain, where they run, and who refuses them."""
+"""Inputs whose blocks choose between 4 and 6: what they gain, where they run, and who refuses them."""
 
 import json
 from pathlib import Path
@@ -13,8 +13,7 @@ from quant.formats.scaling import global_scale_of
 from quant.formats.tensor import fake_quantize, quantize
 from quant.recipes.targets import TARGETS
 
-NVFP4 = FORMATS["nvfp4"]
-RULES = ("four_over_six", "mse")
+NVFP4, CHOOSES = FORMATS["nvfp4"], INPUT_FORMATS["nvfp4_four_over_six"]
 RECIPE = quant.Recipe("mine", "nvfp4", "nvfp4_four_over_six")
 ROWS = torch.arange(96).remainder(60).view(4, 24)
 
@@ -23,36 +22,32 @@ def small() -> torch.nn.Module:
     return tiny_models.llama(num_hidden_layers=1, hidden_size=64, intermediate_size=64, gain=2.0, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_inputs_are_rounded_as_weights_by_that_rule(rule: str) -> None:
-    x, chooses = torch.randn(64, 256, dtype=torch.float64).exp().float(), INPUT_FORMATS[f"nvfp4_{rule}"]
-    expected = quantize(x, NVFP4, rule=rule).dequantize()
-    assert torch.equal(fake_quantize(x, chooses), expected)
-    # Each format chooses from more scales than the next.
-    formats = [INPUT_FORMATS[name] for name in ("nvfp4_mse", "nvfp4_four_over_six", "nvfp4")]
-    errors = [float((fake_quantize(x, format) - x).square().mean()) for format in formats]
-    assert errors[0] < 0.95 * errors[1] < 0.95**2 * errors[2]
+def test_inputs_are_rounded_as_weights_by_that_rule() -> None:
+    x = torch.randn(64, 256, dtype=torch.float64).exp().float()
+    expected = quantize(x, NVFP4, rule="four_over_six").dequantize()
+    assert torch.equal(fake_quantize(x, CHOOSES), expected)
+    errors = [float((fake_quantize(x, format) - x).square().mean()) for format in (CHOOSES, NVFP4)]
+    assert errors[0] < 0.95 * errors[1]
     # Room for blocks whose largest value becomes 4, as `HEADROOM` says.
-    assert torch.equal(global_scale_of(torch.tensor(6.0), chooses), torch.tensor(1 / 256))
+    assert torch.equal(global_scale_of(torch.tensor(6.0), CHOOSES), torch.tensor(1 / 256))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_checkpoint_has_the_rule_and_others_refuse_it(tmp_path: Path, rule: str) -> None:
-    model, chooses = small(), INPUT_FORMATS[f"nvfp4_{rule}"]
-    result = quant.quantize(model, quant.Recipe("mine", "nvfp4", chooses.name), ROWS, solver="gptq")
-    with pytest.warns(UserWarning, match=rf"inputs of 7 layers are in {chooses.name}.*load.*quant\.load"):
+def test_a_checkpoint_has_the_rule_and_others_refuse_it(tmp_path: Path) -> None:
+    model = small()
+    result = quant.quantize(model, RECIPE, ROWS, solver="gptq")
+    with pytest.warns(UserWarning, match=r"inputs of 7 layers are in nvfp4_four_over_six.*load.*quant\.load"):
         quant.save(model, result.plan, tmp_path / "saved")
     loaded = quant.load(tmp_path / "saved")
     with torch.no_grad():
         assert torch.equal(loaded(ROWS).logits, model(ROWS).logits)
     config = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
     arguments = config["config_groups"]["group_0"]["input_activations"]
-    assert arguments["scale_rule"] == rule
+    assert arguments["scale_rule"] == "four_over_six"
     peer = pytest.importorskip("compressed_tensors.quantization")
     with pytest.raises(ValueError, match="scale_rule"):
         peer.QuantizationArgs(**arguments)
     peer.QuantizationArgs(**{k: v for k, v in arguments.items() if k != "scale_rule"})
-    assert quant.Plan.load(tmp_path / "saved" / "plan.json").quantized[0].activation is chooses
+    assert quant.Plan.load(tmp_path / "saved" / "plan.json").quantized[0].activation is CHOOSES
     for target in TARGETS.values():
         assert target.problems(result.plan.quantized[0]), target.name
 
@@ -72,4 +67,4 @@ def test_gradients_pass_through_the_rounding() -> None:
 def test_weights_have_no_such_format() -> None:
     with pytest.raises(ValueError, match=r"nvfp4_four_over_six is a format of inputs.*weights have nvfp4"):
         quant.make_plan(small(), quant.Recipe("mine", "nvfp4_four_over_six"))
-    assert get_format("nvfp4_four_over_six") is INPUT_FORMATS["nvfp4_four_over_six"]
+    assert get_format("nvfp4_four_over_six") is CHOOSES
