@@ -14,7 +14,8 @@ kernel is part of the time, except for ModelOpt's CUDA extensions, which are bui
     MB      on a CPU the process's peak resident memory up to the end of quantization, on a GPU what torch allocated
 
 All methods that need data get the same calibration rows: by default the package's own mixture, `--calib tokens` takes
-those of the tokens file. No method was chosen by the last two texts.
+those of the tokens file. `kfac` alone gets 128 rows of the mixture on a GPU instead of 32, as `quantize` gives it,
+unless `--calibration-rows` says how many. No method was chosen by the last two texts.
 
 Rows are named `SETTING TOOLKIT CONFIGURATION`; `--list` shows those that this machine has packages for. `--only GLOB`
 chooses among them, and `--only bars` takes those of the table in docs/benchmarks.md. Solvers come from the registry,
@@ -72,7 +73,7 @@ from quant.evaluation.record import Evaluation
 from quant.execution.mixed_text import mixed_text
 from quant.formats.format import FORMATS
 from quant.models.open import open_model
-from quant.recipes.effort import solver_of
+from quant.recipes.effort import rows_of, solver_of
 from quant.recipes.json_text import json_text
 from quant.recipes.recipe import Recipe
 
@@ -149,7 +150,8 @@ class Settings:
 
     Attributes:
         model: what `quant.open_model` takes.
-        texts: safetensors of token ids `[rows, seqlen]`: `calibration`, and the texts to evaluate on.
+        texts: safetensors of token ids `[rows, seqlen]`: `calibration`, `calibration by kfac` if that differs, and the
+            texts to evaluate on.
         device: cpu or cuda.
         modelopt_cpu: whether ModelOpt's kernels give way to our roundings on a CPU.
         names: names of the texts to evaluate on, in order.
@@ -161,14 +163,15 @@ class Settings:
     modelopt_cpu: bool
     names: tuple[str, ...] = TEXTS
 
-    def read(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Rows to calibrate with, and rows of each text to evaluate on."""
+    def read(self, row: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Rows that the method of a table row is calibrated with, and rows of each text to evaluate on."""
         rows = load_file(self.texts)
-        return rows["calibration"], {name: rows[name] for name in self.names}
+        own = rows.get("calibration by kfac") if "kfac" in row else None
+        return rows["calibration"] if own is None else own, {name: rows[name] for name in self.names}
 
 
 def write_texts(
-    settings: Settings, tokens: Path, calib: str, rows: int, calibration_rows: int, more: Mapping[str, Path]
+    settings: Settings, tokens: Path, calib: str, rows: int, calibration_rows: int | None, more: Mapping[str, Path]
 ) -> str:
     """Cuts the rows of all processes of a run into the file that they share.
 
@@ -176,7 +179,7 @@ def write_texts(
         settings: name the model, whose tokenizer cuts them and which writes half of the mixture.
         tokens: safetensors with `calibration` and `eval`.
         calib: `mix`, or `tokens`.
-        rows, calibration_rows: how many of each.
+        rows, calibration_rows: how many of each; None for as many as `quantize` takes.
         more: files of further texts by name; a short one gives fewer rows.
 
     Returns:
@@ -186,6 +189,9 @@ def write_texts(
     tokenizer = source.load_tokenizer()
     evaluated = quant.token_rows(f"{tokens}:eval", None, samples=rows, seqlen=_seqlen(tokens))
     seqlen = evaluated.shape[1]
+    by_kfac = {}
+    counts = [rows_of(solver, on_gpu=settings.device == "cuda") for solver in ("gptq", "kfac")]
+    calibration_rows, more_rows = (calibration_rows, calibration_rows) if calibration_rows else counts
     if calib == "tokens":
         calibration = quant.token_rows(f"{tokens}:calibration", None, samples=calibration_rows, seqlen=seqlen)
         made_of = f"{tokens.name}:calibration"
@@ -196,12 +202,15 @@ def write_texts(
         calibration, record = mixed_text(
             source.model, plan, tokenizer, session, samples=calibration_rows, seqlen=seqlen
         )
+        if more_rows != calibration_rows:
+            text, _ = mixed_text(source.model, plan, tokenizer, session, samples=more_rows, seqlen=seqlen)
+            by_kfac = {"calibration by kfac": text}
         made_of = f"the mixture ({', '.join(f'{count} tokens of {part}' for part, count in record['tokens'].items())})"
     documents = (make(tokenizer, rows, "report", seqlen) for make in (python_rows, reference_rows))
     texts = dict(zip(TEXTS, (evaluated, *documents), strict=True))
     texts |= {name: page_rows(path, tokenizer, rows, seqlen) for name, path in more.items()}
-    save_file({"calibration": calibration, **texts}, settings.texts)
-    return f"{calibration_rows} rows of {made_of}"
+    save_file({"calibration": calibration, **by_kfac, **texts}, settings.texts)
+    return f"{calibration_rows} rows of {made_of}" + (f", and kfac {more_rows} rows of such text" if by_kfac else "")
 
 
 def _seqlen(tokens: Path) -> int:
@@ -324,7 +333,7 @@ def run_checkpoint(model: nn.Module, rows: torch.Tensor, *, directory: Path) -> 
 
 def measure(run: Run, name: str, settings: Settings) -> dict[str, Any]:
     """One row, measured in this process."""
-    rows, texts = settings.read()
+    rows, texts = settings.read(name)
     model = _open(settings)
     if settings.device == "cuda":
         if "ModelOpt" in name:
@@ -459,7 +468,7 @@ def _parse_texts(options: Sequence[str]) -> dict[str, Path]:
         if not name or not Path(file).is_file():
             raise click.BadParameter(f"{option!r}: expected NAME=FILE, such as 'Finnish=fin.html'")
         # One file has the rows of all texts by name.
-        if name in ("calibration", *TEXTS, *files):
+        if name in ("calibration", "calibration by kfac", *TEXTS, *files):
             raise click.BadParameter(f"{option!r}: there is a text of this name already; give it another one")
         files[name] = Path(file)
     return files
@@ -487,7 +496,8 @@ def _parse_checkpoints(options: Sequence[str]) -> dict[str, Path]:
 @click.option("--text", "more", multiple=True, metavar="NAME=FILE",
               help="One more text to evaluate on, plain or HTML; may be repeated.")  # fmt: skip
 @click.option("--rows", default=16, show_default=True, help="Rows of each text to evaluate on.")
-@click.option("--calibration-rows", default=32, show_default=True, help="Rows that methods with data get.")
+@click.option("--calibration-rows", type=click.IntRange(1), help="Rows that methods with data get.  [default: 32; kfac "
+              "128 of the mixture on a GPU]")  # fmt: skip
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="By default cuda where there is one.")
 @click.option("--threads", type=int, help="CPU threads of torch.")
 @click.option("--jobs", default=1, show_default=True, help="Rows to measure at a time; their seconds grow with it.")
@@ -502,7 +512,7 @@ def _parse_checkpoints(options: Sequence[str]) -> dict[str, Path]:
 @click.option("--row", hidden=True, help="Measure one row here and print it as JSON.")
 @click.option("--texts", type=click.Path(path_type=Path), hidden=True, help="The rows that all processes share.")
 def main(
-    model: str, tokens: Path, calib: str, more: tuple[str, ...], rows: int, calibration_rows: int,
+    model: str, tokens: Path, calib: str, more: tuple[str, ...], rows: int, calibration_rows: int | None,
     device: str | None, threads: int | None,
     jobs: int, only: tuple[str, ...], solvers: tuple[str, ...], checkpoints: tuple[str, ...], modelopt_cpu: bool,
     list_only: bool, json_path: Path | None, plot_path: Path | None, row: str | None, texts: Path | None,

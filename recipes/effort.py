@@ -4,7 +4,7 @@
     1   searches the scales of blocks by their squared error: no data
     2   solves each layer on calibration text by second-order rounding, and scales 4-bit inputs before
     3   rounds for the loss of the whole model instead, by the gradients at the outputs of layers, and scales inputs
-        wherever they are rounded
+        wherever they are rounded; on a GPU by four times as much text
 
 A solver that a recipe, a plan or `--solver` names goes before it.
 """
@@ -16,6 +16,17 @@ from quant.formats.format import get_format, is_16bit
 EFFORTS = (0, 1, 2, 3)
 DEFAULT = 2
 """The effort of `quantize` where nothing names a solver or an effort, and no budget chooses formats."""
+
+_ROWS, _MORE_ROWS = 32, 128
+
+
+def rows_of(solver: str, *, on_gpu: bool) -> int:
+    """Returns how many rows of the default text a solver gets.
+
+    SmolLM2's weights in NVFP4 lose 3 to 13 % less by `kfac` on 128 rows than on 32. On a CPU, where each row takes
+    seconds, that is not worth the time.
+    """
+    return _MORE_ROWS if on_gpu and "kfac" in solver.split("+") else _ROWS
 
 
 def solver_of(effort: int, activation: str, *, experts: bool = False) -> str:

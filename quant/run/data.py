@@ -158,7 +158,7 @@ def announce_budget(job: Job, plan: Plan, formats: int, *, solves_each: bool) ->
 
 def _text_size(job: Job, *, will_write: bool) -> tuple[int, int, int]:
     """Returns the rows and tokens a row of the calibration text, and the tokens that the model will write."""
-    samples, seqlen = job.request.calib_samples, within_context(job.source, job.request.seqlen)
+    samples, seqlen = job.request.calibration_samples, within_context(job.source, job.request.seqlen)
     share = written_share(job.request.calib, has_tokenizer=tokenizer_if_any(job.source) is not None)
     writes = will_write and share > 0 and must_write(job.source, job.request.calibration_rows, job.session)
     return samples, seqlen, round(share * samples * seqlen) if writes else 0

@@ -18,7 +18,7 @@ from torch import nn
 from quant.allocation.goal import Goal
 from quant.allocation.options import FORMATS
 from quant.calibration.inputs import Inputs
-from quant.calibration.placement import find_device
+from quant.calibration.placement import device_of, find_device
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.knapsack import require_scipy
 from quant.errors import UserError, as_option, as_parameter
@@ -31,6 +31,7 @@ from quant.plan.callers_model import check_original, unwrapped
 from quant.plan.check import Problem, read_plan
 from quant.plan.data_needs import solver_needs_data
 from quant.plan.make import kv_cache_name
+from quant.recipes import effort
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP, Recipe, get_recipe
 from quant.recipes.solver_names import DEFAULT_OBSERVER
@@ -74,7 +75,7 @@ class Request:
     restart: bool = False
     memory: str | None = None
     calib: tuple[str, ...] = ()
-    calib_samples: int = 32
+    calib_samples: int | None = None
     eval_texts: tuple[str | Path, ...] = ()
     eval_samples: int = 16
     seqlen: int = 512
@@ -101,7 +102,19 @@ class Request:
     @property
     def calibration_rows(self) -> Rows:
         """The calibration data to read."""
-        return Rows(self.calib, self.calib_samples, self.seqlen, self.seed)
+        return Rows(self.calib, self.calibration_samples, self.seqlen, self.seed)
+
+    @cached_property
+    def calibration_samples(self) -> int:
+        """The number of rows of calibration data; a text that the user names may not hold more than the default."""
+        if self.calib_samples is not None:
+            return self.calib_samples
+        device = find_device(self.device)
+        if device is None and isinstance(self.model, nn.Module):
+            device = device_of(self.model)
+        level = effort.DEFAULT if self.effort is None else self.effort
+        solver = "" if self.calib else self.solver or effort.solver_of(level, KEEP)
+        return effort.rows_of(solver, on_gpu=device is not None and device.type == "cuda")
 
     @property
     def evaluation_rows(self) -> Rows:
@@ -175,7 +188,7 @@ class Request:
         """Refuses values that would otherwise fail only after the model is opened, or not in a dry run."""
         find_device(self.device)
         for name in ("calib_samples", "eval_samples", "seqlen"):
-            if (value := getattr(self, name)) < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{self.spell(name)} {value}: give a whole number from 1")
         check_sources(self.calib, self.spell("calib"))
         check_sources(tuple(map(str, self.eval_texts)), self.spell("eval_texts"))

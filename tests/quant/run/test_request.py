@@ -16,6 +16,7 @@ from quant.recipes.plan import Plan
 from quant.run.budget import AllocationRequest
 from quant.run.request import Request
 
+GPU = torch.device("cuda", 0)
 BUDGET = AllocationRequest(bits=5.0)
 MODELS = {"--{}": "model", "{}=": nn.Linear(2, 2)}
 
@@ -125,3 +126,23 @@ def test_attention_and_kv_cache_replace_the_recipes() -> None:
     assert (recipe.attention, recipe.kv_cache) == ("fp8", "fp8")  # type: ignore[union-attr]
     recipe = Request("model", recipe=recipe, attention="16bit").chosen_recipe  # type: ignore[arg-type]
     assert (recipe.attention, recipe.kv_cache) == ("keep", "fp8")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({"effort": 3, "device": GPU}, 128),
+        ({"effort": 3, "device": "cpu"}, 32),
+        ({"effort": 2, "device": GPU}, 32),
+        ({"device": GPU}, 32),
+        ({"effort": 3, "device": GPU, "calib_samples": 8}, 8),
+        ({"device": GPU, "solver": "awq:merge+kfac"}, 128),
+        ({"effort": 3, "device": GPU, "solver": "gptq"}, 32),
+        # Text that the user names may hold fewer rows.
+        ({"effort": 3, "device": GPU, "calib": ("text.txt",)}, 32),
+    ],
+)
+def test_kfac_takes_more_text_on_a_gpu(options: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quant.run.request.find_device", torch.device)
+    request = Request("model", "nvfp4", **options)
+    assert request.calibration_rows.samples == request.calibration_samples == rows
