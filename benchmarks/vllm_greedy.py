@@ -42,6 +42,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "vLLM, 24 at once": ("0", {**EAGER, "max_num_seqs": 24}),
     "vLLM, CUDA graphs": ("0", {}),
     "plug-in": ("1", {}),
+    "plug-in, layers": ("layers", {}),
     "FP8 cache": ("0", {**EAGER, "kv_cache_dtype": "fp8"}),
     "NVFP4 cache": ("1", {**EAGER, **CACHE}),
     "NVFP4 cache, CUDA graphs": ("1", CACHE),
@@ -60,7 +61,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 PAIRS = (
     ("vLLM", "plug-in"), ("vLLM", "FP8 cache"), ("vLLM", "NVFP4 cache"), ("LoRA", "LoRA, plug-in"),
-    *((name.partition(",")[0], name) for name in ENGINES if name.startswith(("vLLM, ", "NVFP4 cache, ", "GLM, "))),
+    *((name.partition(",")[0], name) for name in ENGINES if name.startswith(("vLLM, ", "plug-in, ", "NVFP4 cache, ", "GLM, "))),
 )  # fmt: skip
 CLEAR = 0.25
 """Nats between the two likeliest tokens of a step, beyond which rounding should not change their order."""

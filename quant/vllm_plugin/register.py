@@ -1,6 +1,6 @@
 """vLLM calls `register` in every process that it starts (entry point `vllm.general_plugins`), perhaps more than once.
 
-It offers our kernels in seven parts, each of which vLLM may keep for itself, with one line in its log that says why:
+It offers our kernels in eight parts, each of which vLLM may keep for itself, with one line in its log that says why:
 
     linear layers   our classes at the head of vLLM's lists          `linear.py`
     experts         our answer where vLLM asks for a backend         `experts.py`
@@ -9,6 +9,7 @@ It offers our kernels in seven parts, each of which vLLM may keep for itself, wi
     KV caches       an attention backend for NVFP4                   `attention.py`
     overlap         norms and SwiGLU between our layers              `overlap.py`
     rotation        rotations of q and k, and writes to the cache    `rotation.py`
+    decoding        attention of steps in graphs, cache in 16 bit    `decode_attention.py`
 
 Releases are admitted by the names, arguments and fields that they have (`releases.py`), and kernels by a product that
 they compute before a layer takes them (`self_test.py`); no version is compared. All of vLLM is left as it is where the
@@ -81,9 +82,18 @@ def install() -> tuple[list[str], dict[str, str]]:
     Returns:
         Descriptions of the parts that were offered, and by part the reason why one was not.
     """
-    parts = ["linear", "experts", "mxfp4_experts", "fp8_experts", "attention", "overlap", "rotation"]
+    parts = [
+        "linear",
+        "experts",
+        "mxfp4_experts",
+        "fp8_experts",
+        "attention",
+        "overlap",
+        "rotation",
+        "decode_attention",
+    ]
     if "layers" in switches():
-        parts = parts[:-2]
+        parts = parts[:-3]
     offered, refused = [], {}
     for part in parts:
         try:

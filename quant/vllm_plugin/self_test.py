@@ -5,11 +5,11 @@ not the answers of the model: vLLM keeps its own kernels, and a line of its log 
 milliseconds and the time that Triton needs for the kernels, which the model's layers would need anyway.
 
     format of linear layers   1 and 80 tokens by a matrix of 128 × 256       the kernels for few and for many tokens
-                              256 and 1,025 tokens, where prompts are multiplied in FP8
+                              192 and 1,025 tokens, where prompts are multiplied in FP8
     experts                   the same matrix four times, rows for each
     norm and SwiGLU           three rows of 256 columns
     rotation, cache write     the same rows as two heads
-    attention                 24 keys written to three pages, one query
+    attention                 24 keys written to three pages, one query; the same over pages in 16 bit
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quant.formats.tensor import moved, quantize
 from quant.kernels.attention.decode import paged_reference
 from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import decode_tiles_for
-from quant.kernels.kv_pages import write_reference
+from quant.kernels.kv_pages import KVPages, write_reference
 from quant.kernels.linear.experts import grouped_linear
 from quant.vllm_plugin import weights
 from quant.vllm_plugin.kv_blocks import cell_bytes, pages_of
@@ -81,6 +81,10 @@ class SelfTest:
     def attention_failure(self) -> str:
         """Returns why attention over an NVFP4 cache cannot take our kernels here, empty if it can."""
         return self._failure_of("attention over an NVFP4 cache", self._attention_error)
+
+    def decoding_failure(self) -> str:
+        """Returns why decoding over a cache in 16 bit cannot take our kernels here, empty if it can."""
+        return self._failure_of("attention over a cache in 16 bit", self._decoding_error)
 
     def _failure_of(self, part: str, error_of: Callable[[], float]) -> str:
         key = part, str(self.device)
@@ -183,5 +187,21 @@ class SelfTest:
         slots = torch.tensor([int(table[0, i // page]) * page + i % page for i in range(length)], device=self.device)
         write_kv_slots(pages, slots, k.to(self.device), v.to(self.device))
         tiles = decode_tiles_for(pages, heads // kv_heads, kv_heads, length, 132)
+        y = attend_pages(q.to(self.device), pages, table, lengths, AttentionOptions(causal=True), tiles)
+        return _relative(y, expected.double())
+
+    def _decoding_error(self) -> float:
+        from quant.kernels.portable.attention.paged_attention import attend_pages
+
+        heads, kv_heads, dim, page, length = 4, 2, 64, 16, 24
+        # As in vLLM's blocks: tokens, then heads, and the key of a head beside its value.
+        block = _sample(3 * page * kv_heads, 2 * dim, 0).view(3, page, kv_heads, 2 * dim).bfloat16().transpose(1, 2)
+        q = _sample(heads, dim, 2).view(1, heads, 1, dim).bfloat16()
+        table, lengths = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+        expected = paged_reference(q, KVPages(block[..., :dim], block[..., dim:], None, dim), table, lengths)
+        block = block.to(self.device)
+        pages = KVPages(block[..., :dim], block[..., dim:], None, dim)
+        tiles = decode_tiles_for(pages, heads // kv_heads, kv_heads, length, 132)
+        table, lengths = table.to(self.device), lengths.to(self.device)
         y = attend_pages(q.to(self.device), pages, table, lengths, AttentionOptions(causal=True), tiles)
         return _relative(y, expected.double())

@@ -4,11 +4,13 @@ The tests of classes run against the real vLLM where it is installed (its Python
 elsewhere. What needs no vLLM is tested with a stand-in for the few names that `plugin_refusal` asks.
 """
 
+import ast
 import inspect
 import logging
 import re
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -128,7 +130,10 @@ def test_our_classes_come_first_however_often_they_are_installed(vllm: Any, monk
     from vllm.model_executor.kernels import linear as lists
     from vllm.model_executor.layers.fused_moe.oracle import nvfp4
     from vllm.platforms import PlatformEnum
+    from vllm.v1.attention.backends import flash_attn
 
+    monkeypatch.setattr(flash := lambda **named: None, "__signature__", flash_signature(), raising=False)
+    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", flash, raising=False)
     monkeypatch.setenv("BLOCKSCALE_VLLM", "layers")
     assert register.install()[1] == {}
     assert "RMSNorm" not in op_registry_oot and "RotaryEmbedding" not in op_registry_oot
@@ -440,6 +445,67 @@ def test_keys_and_values_go_to_the_cache_by_our_kernel_where_it_can(vllm: Any, m
     monkeypatch.setattr(vllm.linear, "_formats_installed", set())
     store(k, v, k_cache, v_cache, torch.tensor([6, -1, 0]), "auto", None, None)
     assert calls == ["fp8", "auto", "auto"]
+
+
+def flash_signature() -> inspect.Signature:
+    """The arguments of FlashAttention's function in vLLM, by its source: it is imported only where there is a GPU."""
+    import vllm
+
+    source = (Path(vllm.__file__).parent / "vllm_flash_attn" / "flash_attn_interface.py").read_text()
+    [function] = [node for node in ast.parse(source).body if getattr(node, "name", "") == "flash_attn_varlen_func"]
+    assert isinstance(function, ast.FunctionDef)
+    names = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
+    return inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names])
+
+
+def test_steps_in_graphs_attend_by_our_kernel_where_it_can(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against FlashAttention's meaning in float64; prompts, sinks and steps outside of a graph stay with vLLM."""
+    from interpreter import interpreted
+
+    from quant.vllm_plugin import decode_attention
+
+    calls: list[str] = []
+
+    def flash(*arguments: Any, **named: Any) -> None:
+        calls.append(f"{named['max_seqlen_q']}")
+
+    monkeypatch.setattr(flash, "__signature__", flash_signature(), raising=False)
+    monkeypatch.setattr(decode_attention.flash_attn, "flash_attn_varlen_func", flash, raising=False)
+    monkeypatch.setattr(decode_attention, "_prepared", {})
+    monkeypatch.setattr(vllm.linear, "_formats_installed", {"nvfp4"})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
+    decode_attention.install()
+    attend = decode_attention.flash_attn.flash_attn_varlen_func
+    decode_attention.install()
+    assert decode_attention.flash_attn.flash_attn_varlen_func is attend
+    torch.manual_seed(0)
+    cache = torch.randn(5, 16, 2, 2 * 64).bfloat16()  # [blocks, tokens, heads, key and value]
+    k, v = cache.split(64, dim=-1)
+    q, out = torch.randn(3, 4, 64).bfloat16(), torch.full((3, 4, 64), 9.0).bfloat16()
+    table, lengths = torch.tensor([[2, 0], [4, 1], [3, 3]]).int(), torch.tensor([19, 16, 0]).int()
+    step = {
+        "q": q, "k": k, "v": v, "out": out, "cu_seqlens_q": torch.arange(4).int(), "max_seqlen_q": 1,
+        "seqused_k": lengths, "max_seqlen_k": 32, "softmax_scale": 0.125, "causal": True, "window_size": [-1, -1],
+        "block_table": table, "softcap": 0, "s_aux": None,
+    }  # fmt: skip
+    expected = torch.zeros(3, 4, 64).double()
+    for i in range(2):
+        keys, values = (x[table[i].long()].flatten(0, 1)[: lengths[i]].double() for x in (k, v))
+        for head in range(4):
+            scores = keys[:, head // 2] @ q[i, head].double() * 0.125
+            expected[i, head] = scores.softmax(0) @ values[:, head // 2]
+    capturing = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    with interpreted():
+        attend(**step)
+        assert calls == ["1"]  # vLLM's kernel has the last word outside of a graph
+        capturing.append(True)
+        assert attend(**step) is out and calls == ["1"]
+        assert float((out.double() - expected).norm() / expected.norm()) < 2**-8
+        assert torch.equal(out[2], torch.zeros(4, 64).bfloat16())  # a row that pads the batch
+        for other in ({"max_seqlen_q": 2}, {"s_aux": q}, {"q": q.float()}, {"causal": False}, {"q": q[:2]}):
+            attend(**{**step, **other})
+    assert calls == ["1", "2", "1", "1", "1", "1"]
 
 
 def test_a_model_without_our_layers_keeps_vllms_norms(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ def test_the_kernels_of_norms_experts_and_attention_pass(monkeypatch: pytest.Mon
         assert ON_CPU.norm_failure() == ""
         assert ON_CPU.experts_failure("nvfp4") == ""
         assert ON_CPU.attention_failure() == ""
+        assert ON_CPU.decoding_failure() == ""
 
 
 @pytest.mark.parametrize(("factor", "fails"), [(1.0, False), (1.2, True)])
