@@ -73,6 +73,7 @@ MAY_LOAD = {
     "quant/vllm_plugin/attention_batch.py": "vllm",
     "quant/vllm_plugin/overlap.py": "vllm",
     "quant/vllm_plugin/rotation.py": "vllm",
+    "quant/vllm_plugin/decode_attention.py": "vllm",
     "quant/vllm_plugin/linear.py": "vllm",
     "quant/vllm_plugin/experts.py": "vllm",
     "quant/vllm_plugin/mxfp4_experts.py": "vllm",
