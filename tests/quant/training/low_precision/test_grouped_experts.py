@@ -188,6 +188,7 @@ def test_only_tensors_that_need_gradients_have_them_and_a_schedule_ends_the_roun
         assert_near(y, experts(hidden, index, weights), 1e-6)
 
 
+@pytest.mark.slow
 def test_autocast_checkpointing_and_compiling_give_the_same_step() -> None:
     experts = converted(BLOCK, "native").model.layers[0].mlp.experts
     inputs = torch.randn(40, 256), routed(40, 5), torch.rand(40, 2)
