@@ -21,7 +21,7 @@ from _svg import GREY, rectangle, text, write
 
 ROOT = Path(__file__).parents[1]
 RUN = Path(__file__).parent / "data" / "accuracy_h100.json"
-TRAINING = ("layers", "sizes", "attention", "operands")  # parts of training_lowprecision.py
+TRAINING = ("layers", "sizes", "experts", "attention", "operands")  # parts of training_lowprecision.py
 TEXTS = ("WikiText-2", "Python", "prose about Python")
 OURS, PEER = "#0b7a75", "#b8c4ce"
 Row = Mapping[str, Any]
