@@ -53,6 +53,8 @@ from quant.kernels.linear.quantized_module import restore_layout
 _EXCEPTION = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*: ")
 _MOST_ROWS = 65_535
 _LONGEST = 800  # characters of a message that come from a compiler
+TRACED = "traced.model."
+"""Where a traced transformers model has its modules."""
 METADATA = "blockscale"
 """Key in the metadata of a decoder's package; its value is JSON: capacity, caches, dtype, digest of the plan, torch."""
 
@@ -66,7 +68,8 @@ def collecting_rarely() -> Iterator[None]:
     A tracer makes millions of objects, nearly all of which stay: the search takes a tenth of its time.
     """
     thresholds = gc.get_threshold()
-    gc.set_threshold(50_000)
+    if 0 < thresholds[0] < 50_000:  # 0 is never
+        gc.set_threshold(50_000)
     try:
         yield
     finally:

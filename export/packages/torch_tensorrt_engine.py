@@ -29,6 +29,8 @@ from torch import nn
 
 from quant.export.engine.audit import Finding, audit, failures, fallback_message
 from quant.export.engine.targets import Target, local_capability, resolve_target
+from quant.export.packages.aoti import TRACED, decomposed, traced
+from quant.export.packages.op_bodies import EXPORTED_ATTENTION, exported_attention
 from quant.formats.atomic import put_file, temporary_directory
 from quant.formats.format import FORMATS, Format
 from quant.formats.install_command import install_command
@@ -73,7 +75,8 @@ def compile_engine(
         torch_tensorrt = _torch_tensorrt()
         trt = importlib.import_module("tensorrt_rtx")
         with _for_target(trt, gpu), torch.no_grad():
-            program = torch.export.export(model, (), dict(inputs), strict=False)
+            # A transformers model gives its logits, and no cache, which torch-tensorrt could not pass on.
+            program = decomposed(traced(model, inputs), {EXPORTED_ATTENTION: exported_attention})
             _register(torch_tensorrt, trt)
             engine = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine(
                 program, arg_inputs=[], kwarg_inputs=dict(inputs), truncate_double=True
@@ -141,7 +144,7 @@ def _as_on(target: Target) -> Iterator[None]:
 @contextmanager
 def _for_target(trt: Any, target: Target) -> Iterator[None]:
     """Patches TensorRT while open: builder configs are for the target, and engines name the layers that they run."""
-    original = trt.Builder.create_builder_config
+    original, build = trt.Builder.create_builder_config, trt.Builder.build_serialized_network
     # torch-tensorrt loads the engine only to serialize it again, which needs the GPU.
     loaded = SimpleNamespace(deserialize_cuda_engine=lambda engine: SimpleNamespace(serialize=lambda: bytes(engine)))
 
@@ -152,8 +155,16 @@ def _for_target(trt: Any, target: Target) -> Iterator[None]:
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         return config
 
+    def build_named(builder: Any, network: Any, config: Any) -> Any:
+        # The engine lists kernels of layers that have metadata: through the others the audit would follow no tensor.
+        for index in range(network.num_layers):
+            layer = network.get_layer(index)
+            layer.metadata = layer.metadata or f"[ONNX Layer: torch_tensorrt.{index}]"
+        return build(builder, network, config)
+
     with (
         mock.patch.object(trt.Builder, "create_builder_config", create),
+        mock.patch.object(trt.Builder, "build_serialized_network", build_named),
         mock.patch.object(trt, "Runtime", return_value=loaded),
     ):
         yield
@@ -173,7 +184,7 @@ def _layer_name(node: Any, name: str) -> str:
     """Returns the name of the module whose forward a node of `quant::linear` is."""
     # The second argument is the buffer `model.layers.0.mlp.up_proj.codes`.
     codes = str(getattr(node.args[1], "target", "")) if node is not None else ""
-    return codes.removesuffix(".codes") if codes.endswith(".codes") else name
+    return codes.removesuffix(".codes").removeprefix(TRACED) if codes.endswith(".codes") else name
 
 
 class _Linear:

@@ -5,6 +5,7 @@ Packages for CPUs compute their linears by a C++ function; the graphs are those 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,17 @@ def test_inputs_are_laid_out_as_compiled_code_reads_them(monkeypatch: pytest.Mon
     metadata[METADATA] = "{}"
     with pytest.raises(ValueError, match=r"m\.pt2: an input \[4, 3\] of strides \[6, 1\] is not contiguous"):
         load_aoti("m.pt2")({"input_ids": x}, [x, x[:, :3]])
+
+
+def test_garbage_is_searched_for_rarely_and_then_as_before() -> None:
+    before, seen = gc.get_threshold(), []
+
+    class Watched(nn.Module):
+        main_input_name = property(lambda self: seen.append(gc.get_threshold()[0]))
+
+    with pytest.raises(AttributeError):
+        export_aoti(Watched(), "m.pt2", {}, device="cpu")
+    assert seen[0] > before[0] and gc.get_threshold() == before
 
 
 @pytest.mark.parametrize(("weight", "activation", "static"), CASES[:3])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from torch import nn
 
@@ -54,6 +55,19 @@ def test_codes_and_scales_are_in_the_engine(
         ("up", "as in the checkpoint"),
         ("down", "as in the checkpoint"),
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "target", "word"), [("fp8", "sm89", "fp8"), ("nvfp4", "sm120", "fp4")])
+def test_a_decoder_is_one_pass(tmp_path: Path, recipe: str, target: str, word: str) -> None:
+    """Its blocks are found to follow each other through attention, whose layers torch-tensorrt gives no names."""
+    if find_spec("torch_tensorrt") is None:
+        pytest.skip("needs the extra [torch-tensorrt]")
+    ids, model = torch.randint(0, 64, (2, 16)), tiny_models.llama(hidden_size=128, intermediate_size=128)
+    done = quant.quantize(model.half(), recipe, ids, solver="rtn")
+    findings = compile_engine(done.model, tmp_path / "model.engine", {"input_ids": ids}, target, plan=done.plan)
+    assert all(finding.passed for finding in findings)
+    assert sum(finding.found == word for finding in findings) == 14
 
 
 def test_a_layer_that_the_converter_does_not_know(tmp_path: Path) -> None:
