@@ -300,3 +300,19 @@ def test_gpu_writes_what_the_cpu_writes(name: str | None, dim: int, new: int) ->
         pools.append({part: pool.cpu() for part, pool in cache._pools.items()})
     for part, pool in pools[0].items():
         assert torch.equal(pool.view(torch.uint8), pools[1][part].view(torch.uint8)), part
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "tiles", [DecodeTiles(8, 128, 8, 3, 1), DecodeTiles(8, 128, 8, 3, 4), DecodeTiles(8, 32, 1, 3, 1)]
+)
+def test_gpu_reads_tokens_that_lie_apart(tiles: DecodeTiles) -> None:
+    """Launches of vLLM's decoding steps, over blocks as vLLM lays them out."""
+    from quant.kernels.portable.attention.paged_attention import attend_pages
+
+    pages, table, lengths = filled(None, [700, 33], dim=128, page_size=16)
+    both = torch.stack((pages.k, pages.v), 3).transpose(1, 2).contiguous().cuda()  # [pages, tokens, heads, 2, dim]
+    apart = KVPages(*both.transpose(1, 2).unbind(3), None, pages.dim)
+    q = torch.randn(2, 4, 1, 128).to(torch.bfloat16)
+    out = attend_pages(q.cuda(), apart, table.cuda(), lengths.cuda(), AttentionOptions(causal=True), tiles)
+    assert error(out, exact(q, pages, table, lengths, softmax_scale=1 / math.sqrt(128))) < TOLERANCE[None]
