@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -179,19 +180,19 @@ class _State:
     Attributes:
         point: the point in the stream.
         value: `[tokens, hidden]`.
-        sample: some of its elements, float64 on the CPU: sums of states are looked for among these.
+        sample: some of its elements, float64: sums of states are looked for among these.
         time: the state's number among all states of the pass.
     """
 
     point: Point
     value: torch.Tensor
-    sample: torch.Tensor
+    sample: np.ndarray
     time: int
 
     @cached_property
     def key(self) -> bytes:
         """The same for states of one value."""
-        return self.sample.numpy().tobytes()
+        return self.sample.tobytes()
 
 
 def find_writers(
@@ -245,9 +246,9 @@ def find_writers(
         result = run()
     eps = torch.finfo(next((p.dtype for p in block.parameters() if p.is_floating_point()), torch.float32)).eps
     # All samples at once: a GPU is waited for once.
-    samples: list[torch.Tensor] = []
+    samples: list[np.ndarray] = []
     if values:
-        samples = list(torch.stack([value.flatten()[chosen[0]].double() for _, value, _ in values]).cpu())
+        samples = list(torch.stack([value.flatten()[chosen[0]].double() for _, value, _ in values]).cpu().numpy())
     states = [_State(point, value, sample, time) for (point, value, time), sample in zip(values, samples, strict=True)]
     search = _Search(_once(states), began, eps, modules)
     return search.writers(
@@ -351,31 +352,35 @@ class _Search:
                 return Writer(((terms[0], 1.0),), terms[1], module, gain.float())
         return None
 
+    @np.errstate(over="ignore", invalid="ignore")  # states that hold infinity fit no sum
     def _sum(self, name: str, own: _State, beside: _State | None, not_the_stream: Sequence[_State]) -> Any:
         """Returns the point a with a + m y (+ m' y') = b for some b, and m and m'; None where there is none."""
-        outputs = torch.stack([s.sample for s in (own, beside) if s is not None], dim=1)
-        if not bool(torch.isfinite(outputs).all()):
+        outputs = np.stack([s.sample for s in (own, beside) if s is not None])
+        if not np.isfinite(outputs).all():
             return None  # the walk names the weight or the row that holds NaN
         last = max(s.time for s in (own, beside) if s is not None)
         later = _distinct(s for s in self.states if s.time > last)
         if not later:
             return None
-        ends = torch.stack([state.sample for state in later], dim=1)
-        solve = torch.linalg.pinv(outputs.t() @ outputs) @ outputs.t()
+        ends = np.stack([state.sample for state in later])
+        # Least squares for one or two outputs. In NumPy, on this thread: for arrays of this size PyTorch and BLAS wake
+        # all their threads, which takes longer than the block's own pass where others are writing and hashing files.
+        solve = np.linalg.pinv(np.einsum("is,js->ij", outputs, outputs)) @ outputs
         for a in _distinct(s for s in self.states if s.time < self.began[name]):
             if any(a.key == other.key for other in not_the_stream):
                 continue
-            # All sums at once, `[sample, later]`: one by one, tiny operations take longer than the block's own pass.
-            differences = ends - a.sample[:, None]
-            factors = solve @ differences
-            contributions = (outputs[:, :, None] * factors).abs()
-            rounding = self.eps * (contributions.sum(1) + a.sample.abs()[:, None] + ends.abs())
-            errors = (differences - outputs @ factors).abs()
-            fits = (errors <= _ROUNDINGS * rounding).all(0)
+            # All sums at once, `[later, sample]`: one by one, tiny operations take longer than the block's own pass.
+            differences = ends - a.sample
+            factors = np.einsum("is,bs->bi", solve, differences)
+            parts = factors[:, :, None] * outputs
+            contributions = np.abs(parts)
+            rounding = self.eps * (contributions.sum(1) + np.abs(a.sample) + np.abs(ends))
+            errors = np.abs(differences - parts.sum(1))
+            fits = (errors <= _ROUNDINGS * rounding).all(1)
             # An output that is as small as the rounding of the sum proves nothing.
-            seen = (contributions > _ABOVE * rounding[:, None]).double().mean(0).amin(0) >= 0.5
-            for b in (fits & seen).nonzero()[:1, 0].tolist():
-                return (self._outermost(a, name), *(solve @ (later[b].sample - a.sample)).tolist())
+            seen = (contributions > _ABOVE * rounding[:, None]).mean(2).min(1) >= 0.5
+            for b in np.flatnonzero(fits & seen)[:1].tolist():
+                return (self._outermost(a, name), *factors[b].tolist())
         return None
 
     def _outermost(self, state: _State, name: str) -> Point:

@@ -119,7 +119,8 @@ class Divergence(Protocol):
 
         Args:
             rows: the text.
-            keep: includes whole distributions, which are large, instead of computing them in every measurement.
+            keep: includes whole distributions, or their logits, which are large, instead of computing them in every
+                measurement.
         """
         ...
 
@@ -177,7 +178,9 @@ class NextToken(Logits):
         with torch.no_grad():
             hidden = self.hidden(rows)
             parts = self.parts(hidden, with_gradient=False) if keep else []
-            return hidden, [self._p(hidden[part]) for part in parts] or None
+            # A GPU's kernel takes logits, and turns them into probabilities itself.
+            output = self._fast_logits if self._has_fast_logits(hidden) else self._p
+            return hidden, [output(hidden[part]) for part in parts] or None
 
     def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> Later:
         with torch.no_grad():
@@ -190,11 +193,12 @@ class NextToken(Logits):
 
     def _kl_of(self, hidden: torch.Tensor, reference: Any, index: int, part: slice) -> torch.Tensor:
         """Returns the divergence at the positions of slice `index`, float32 `[positions]`."""
-        base, distributions = reference
-        if distributions is None and self._has_fast_logits(hidden):
+        base, kept = reference
+        if self._has_fast_logits(hidden):
             from quant.kernels.portable.divergence import kl_of_logits
 
-            return kl_of_logits(self._fast_logits(base[part]), self._difference(hidden[part], base[part], None))
+            logits = self._fast_logits(base[part]) if kept is None else kept[index]
+            return kl_of_logits(logits, self._difference(hidden[part], base[part], None))
         p = self._base(reference, index, part)
         return _kl(p, self._difference(hidden[part], base[part], p).float())
 
@@ -262,11 +266,12 @@ class NextToken(Logits):
 
     def _base(self, reference: Any, index: int, part: slice) -> torch.Tensor:
         """Returns the original's distribution at the positions of slice `index`, float32 `[positions, vocabulary]`."""
-        hidden, distributions = reference
-        if distributions is not None:
-            return distributions[index]  # type: ignore[no-any-return]
+        hidden, kept = reference
         with torch.no_grad():
-            return self._p(hidden[part])
+            if kept is None:
+                return self._p(hidden[part])
+            whole: torch.Tensor = kept[index]
+            return whole.softmax(dim=-1) if self._has_fast_logits(hidden) else whole
 
     def _p(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._fast_logits(hidden) if self._has_fast_logits(hidden) else self.logits(hidden).float()
@@ -278,7 +283,7 @@ class NextToken(Logits):
     def _fast_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns `logits` without a gradient, in pairs of BF16, where `_has_fast_logits` holds."""
         assert isinstance(self.head, nn.Linear)
-        # Where distributions do not fit in memory, logits are computed again in every measurement.
+        # Where they do not fit in memory, logits are computed again in every measurement.
         self.paired = self.paired or PairedWeight(self.head.weight)
         return self.capped(self.paired.linear(hidden, self.head.bias))
 
