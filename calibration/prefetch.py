@@ -1,10 +1,12 @@
 """A `Prefetcher` copies the next step's tensors in a thread while the present step is worked on.
 
-On the way to a GPU the bytes pass through two pinned buffers and a stream of their own, so that the step waits for
-neither the disk, nor the page cache, nor the bus:
+On the way to a GPU the bytes pass through pinned buffers and a stream of their own, so that the step waits for neither
+the disk, nor the page cache, nor the bus:
 
-    reader threads     file -> buffer 0    file -> buffer 1    file -> buffer 0    …   wait until its last copy is read
+    reader threads     file -> buffer 0    file -> buffer 1    file -> buffer 2    …   wait until its last copy is read
     stream                                 buffer 0 -> GPU     buffer 1 -> GPU     …
+
+Readers begin with a buffer before the one before it is full: they are never idle while Python hands out work.
 
 Where tensors are worked on where they are, the thread reads the pages of mapped files into memory.
 """
@@ -12,8 +14,9 @@ Where tensors are worked on where they are, the thread reads the pages of mapped
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,7 +26,8 @@ from quant.formats.mapped import in_memory, populate
 
 Step = TypeVar("Step")
 
-_BUFFER_BYTES = 1 << 26
+_BUFFERS, _BUFFER_BYTES = 4, 1 << 25
+_BEING_FILLED = 2  # buffers at a time
 _READERS = 8  # threads that fill a buffer: one brings about 3 GB/s from the page cache, a GPU takes 40
 
 
@@ -82,40 +86,58 @@ class Prefetcher:
             self._copying = copying = self._copying or _CopyStream(self.device)
             with torch.cuda.stream(copying.stream):
                 values = (value_of(tensor, whole=self.whole) for tensor in tensors)
-                return [t if t.is_meta else copying.copy(t) for t in values], copying.stream.record_event()
+                copies = [t if t.is_meta else copying.copy(t) for t in values]
+                copying.flush()
+                return copies, copying.stream.record_event()
 
 
 @dataclass(eq=False)
 class _CopyStream:
-    """A stream to a GPU and two pinned buffers: one is filled while the other is read."""
+    """A stream to a GPU and pinned buffers: some are filled while others are read."""
 
     device: torch.device
 
     def __post_init__(self) -> None:
         self.stream = torch.cuda.Stream(self.device)
-        self.buffers = [torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self.read = [torch.cuda.Event(), torch.cuda.Event()]
+        self.buffers = [torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_BUFFERS)]
+        self.read = [torch.cuda.Event() for _ in range(_BUFFERS)]
         self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="reader")
         # Index of the buffer that is filled next.
         self.next_buffer = 0
+        # Of each buffer that is being filled: its index, its place on the GPU, and the work of the readers.
+        self.filling: deque[tuple[int, torch.Tensor, list[Future[None]]]] = deque()
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy on the GPU, for work on `stream`."""
+        """Returns a copy on the GPU, for work on `stream` after `flush`."""
         if tensor.device.type != "cpu":
             return tensor.to(self.device)
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         source, target = (t.contiguous().flatten().view(torch.uint8) for t in (tensor, copy))
         for start in range(0, len(source), _BUFFER_BYTES):
             part = source[start : start + _BUFFER_BYTES]
-            buffer, read = self.buffers[self.next_buffer][: len(part)], self.read[self.next_buffer]
-            self.next_buffer = 1 - self.next_buffer
+            index, self.next_buffer = self.next_buffer, (self.next_buffer + 1) % _BUFFERS
             # The copy that last read this buffer must be over before it is filled again.
-            read.synchronize()
+            self.read[index].synchronize()
             share = max(-(-len(part) // _READERS), 1 << 20)
-            list(self.readers.map(_read, part.split(share), buffer.split(share)))
-            target[start : start + len(part)].copy_(buffer, non_blocking=True)
-            read.record(self.stream)
+            pieces = zip(part.split(share), self.buffers[index][: len(part)].split(share), strict=True)
+            work = [self.readers.submit(_read, *pair) for pair in pieces]
+            self.filling.append((index, target[start : start + len(part)], work))
+            if len(self.filling) >= _BEING_FILLED:
+                self._send()
         return copy
+
+    def flush(self) -> None:
+        """Queues the copies of all buffers that are still being filled."""
+        while self.filling:
+            self._send()
+
+    def _send(self) -> None:
+        """Waits until the first of the buffers is full, and queues its copy."""
+        index, target, work = self.filling.popleft()
+        for piece in work:
+            piece.result()
+        target.copy_(self.buffers[index][: len(target)], non_blocking=True)
+        self.read[index].record(self.stream)
 
 
 def _read(source: torch.Tensor, target: torch.Tensor) -> None:

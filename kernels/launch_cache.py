@@ -8,10 +8,12 @@ of an earlier call are recognized by dtypes, by integers, and by whether all poi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
 
+_LOCKS: dict[tuple[int, str], Lock] = {}
 _ALIGNMENT = 16  # bytes, of which Triton compiles kernels that know
 _Value = TypeVar("_Value")
 
@@ -30,6 +32,11 @@ class BoundedTable(dict[Any, _Value]):
         if len(self) >= self.most:
             self.clear()
         super().__setitem__(key, value)
+
+
+def _lock_of(kernel: Any, constants: Mapping[str, Any]) -> Lock:
+    """Returns the lock under which a kernel is compiled with these constants: one thread compiles, others wait."""
+    return _LOCKS.setdefault((id(kernel), repr(constants)), Lock())
 
 
 class CachedLaunch:
@@ -68,7 +75,8 @@ class CachedLaunch:
         if launch is not None:
             launch(*arguments, *self._after)
             return
-        compiled = self._kernel[self._grid](*arguments, **self._constants)
+        with _lock_of(self._kernel, self._constants):
+            compiled = self._kernel[self._grid](*arguments, **self._constants)
         # Unaligned pointers stay with Triton's own launch, which compiles a variant for them.
         if compiled is not None and not key[0]:  # Triton's interpreter compiles nothing
             self._after = [self._constants[name] for name in self._kernel.arg_names if name in self._constants]

@@ -27,7 +27,7 @@ Everything is laid out [in, out], so that a column of the weight is contiguous a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -274,6 +274,17 @@ def _nvfp4_window(second: Tensor) -> _SolveWindow:
     from quant.kernels.portable.nvfp4_solvers import solve_nvfp4_window
 
     return partial(solve_nvfp4_window, second)
+
+
+def compile_ahead(formats: Iterable[Format], device: torch.device | None) -> None:
+    """Begins to compile the kernels with which a GPU rounds weights to these formats, in threads.
+
+    A process whose kernels are in Triton's cache finds them there.
+    """
+    if device is not None and device.type == "cuda" and any(format.is_nvfp4 for format in formats):
+        from quant.kernels.portable.nvfp4_solvers import compile_solver
+
+        compile_solver(device)
 
 
 def _fixed_window(element: Number, step: Tensor) -> _SolveWindow:

@@ -17,7 +17,9 @@ blocks through memory that only this program reads. All sixteen scales are tried
 other kernels take tiles of blocks of sixteen values.
 """
 
+from contextlib import suppress
 from functools import cache
+from threading import Thread
 
 import torch
 import triton
@@ -192,6 +194,30 @@ def _launch_solver(
         targets.stride(0), coupling.stride(-2), coupling.stride(-1),
     )  # fmt: skip
     return moves
+
+
+def compile_solver(device: torch.device) -> None:
+    """Compiles both kernels of GPTQ's windows, each in a thread; a launch waits for the one that it needs.
+
+    Triton takes 4 s for each, most of them without Python's lock, and keeps the result on the disk for later processes.
+    """
+
+    def launch(improve: bool) -> None:
+        # An error is left to the launch that needs the kernel.
+        with suppress(Exception), torch.cuda.device(device):
+            rows, inputs = 16, 2 * WIDTH
+            targets = torch.zeros(inputs, rows, device=device)
+            blocks = torch.ones(2, WIDTH, WIDTH, device=device)
+            # The strides are of the kinds that `gptq` passes: rows of U, or columns of a product.
+            coupling = torch.zeros(inputs, inputs, device=device)
+            values, scales = torch.zeros_like(targets), torch.zeros(2, rows, device=device)
+            solve_nvfp4_window(
+                torch.ones((), device=device), targets, coupling.t() if improve else coupling, blocks, values, scales,
+                0, improve,
+            )  # fmt: skip
+
+    for improve in (False, True):
+        Thread(target=launch, args=(improve,), name="compile").start()
 
 
 @cache

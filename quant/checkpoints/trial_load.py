@@ -21,6 +21,7 @@ import importlib.util
 import io
 import logging
 import math
+import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -230,7 +231,7 @@ def check_read_back(directory: Path, cls: Any) -> None:
 
 
 def _load(directory: Path, cls: Any, tensors: Mapping[str, torch.Tensor], **options: Any) -> dict[str, Any]:
-    with huggingface.quiet(), _silence():
+    with huggingface.quiet(), _silence(), _without_compiling():
         config = cls.config_class.from_pretrained(directory, local_files_only=True)
         # On the meta device transformers builds the model and matches names and shapes, and copies no data.
         _, info = cls.from_pretrained(
@@ -243,6 +244,15 @@ def _load(directory: Path, cls: Any, tensors: Mapping[str, torch.Tensor], **opti
             **options,
         )
     return info  # type: ignore[no-any-return]
+
+
+def _without_compiling() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which functions that compressed-tensors gives to torch.compile run as they are.
+
+    It packs tensors of the meta device by them, which hold nothing: compiling them took 4 s of the end of a run.
+    """
+    # Whoever has called torch.compile has imported its front end; to import it for nothing takes a second.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

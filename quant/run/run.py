@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from quant.calibration.listener import SILENT, Listener
 from quant.calibration.ranks import leave, rank_and_world, wait_for_all
+from quant.calibration.solvers.gptq import Gptq, compile_ahead
+from quant.calibration.solvers.solver import get_pipeline
 from quant.report.report import Report
 from quant.run.data import announce_time, read_data, verification_data
 from quant.run.decide import decide
@@ -50,6 +52,7 @@ def run(request: Request, listener: Listener = SILENT) -> Outcome:
 
 def _compute(job: Job, decision: Decision) -> tuple[Decision, SolvedModel, Measured]:
     """Runs every stage but writing. The original model, which measuring needs, is freed at the end."""
+    _compile_ahead(job, decision)
     texts = verification_data(job, decision)
     baseline = baseline_of(job, decision, texts)
     announce_time(job, decision)
@@ -57,6 +60,12 @@ def _compute(job: Job, decision: Decision) -> tuple[Decision, SolvedModel, Measu
         decision = read_data(staged, decision)
         solved = solve(staged, decision, progress)
         return decision, solved, measure(staged, solved, baseline)
+
+
+def _compile_ahead(job: Job, decision: Decision) -> None:
+    """Begins to compile kernels of the plan's solvers, while texts are read and the model is copied to the GPU."""
+    layers = [layer for layer in decision.plan.quantized if isinstance(get_pipeline(layer.solver).rounding, Gptq)]
+    compile_ahead({layer.weight_format for layer in layers}, job.session.device)
 
 
 def _is_idle_rank(job: Job) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -70,6 +72,31 @@ def test_unaligned_pointers_are_always_left_to_triton() -> None:
     for tensor in (x, x[1:], x, x[1:], x[2:]):
         launch(tensor, 3)
     assert kernel.ways() == ["by Triton", "by Triton", "past Triton", "by Triton", "by Triton"]
+
+
+def test_one_thread_compiles_and_others_wait() -> None:
+    compiling, seen = [0], []
+
+    class Slow(Kernel):
+        def __getitem__(self, grid: Any) -> Any:
+            run = super().__getitem__(grid)
+
+            def slow(*arguments: Any, **constants: Any) -> Compiled:
+                compiling[0] += 1
+                seen.append(compiling[0])
+                time.sleep(0.02)
+                compiling[0] -= 1
+                return run(*arguments, **constants)
+
+            return slow
+
+    kernel, x = Slow(), torch.zeros(64)
+    threads = [Thread(target=CachedLaunch(kernel, (n,), {"even": True, "block": 16}), args=(x, 3)) for n in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [1, 1, 1]
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """NVFP4 rounding on a GPU agrees with PyTorch: GPTQ's window, `formats` and autograd; a CPU interprets the kernels."""
 
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -13,15 +14,19 @@ from interpreter import interpreted
 from quant.calibration.solvers.autoround import _Rounded, _spread
 from quant.calibration.solvers.block_search import search_block
 from quant.calibration.solvers.factor import block_factors
-from quant.calibration.solvers.gptq import _solve_window
+from quant.calibration.solvers.gptq import Gptq, _solve_window
+from quant.calibration.solvers.group import solve_group
+from quant.calibration.statistics import LayerStats
 from quant.formats.format import FORMATS, INPUT_FORMATS
 from quant.formats.number import E4M3
 from quant.formats.rounding import round_to
 from quant.formats.tensor import fake_quantize
 from quant.kernels.portable.nvfp4_solvers import (
+    compile_solver,
     fake_quantize_nvfp4,
     learned_gradient,
     learned_values,
+    nvfp4_solve_kernel,
     search_nvfp4_blocks,
     solve_nvfp4_window,
 )
@@ -142,6 +147,19 @@ def test_interpreted(check: Callable[[str], None]) -> None:
 @CHECKS
 def test_compiled(check: Callable[[str], None]) -> None:
     check("cuda")
+
+
+@pytest.mark.gpu
+def test_kernels_that_were_compiled_ahead_are_those_of_gptq() -> None:
+    compile_solver(torch.device("cuda", 0))
+    for thread in threading.enumerate():
+        if thread.name == "compile":
+            thread.join()
+    compiled = nvfp4_solve_kernel.device_caches[0][0]
+    before = len(compiled)
+    weight, stats = torch.randn(64, 256, device="cuda"), LayerStats(256, torch.eye(256, device="cuda"))
+    solve_group({"a": weight}, {"a": stats}, NVFP4, Gptq())
+    assert before and len(compiled) == before
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "fp8", "fp8_channel", "fp8_block"])
