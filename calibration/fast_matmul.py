@@ -110,7 +110,7 @@ class Operand:
     """A float32 matrix for many products, split into two BF16 parts once where a GPU multiplies such pairs.
 
     Args:
-        matrix: float32 `[n, k]`, or its parts.
+        matrix: float32 `[n, k]`, or several `[matrices, n, k]`, or its parts.
     """
 
     def __init__(self, matrix: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
@@ -118,14 +118,14 @@ class Operand:
             matrix = _pair(matrix) if has_pairs(matrix) else (matrix,)
         self.parts = matrix
 
-    def __getitem__(self, index: slice | tuple[slice, slice]) -> Operand:
+    def __getitem__(self, index: Any) -> Operand:
         return Operand(tuple(part[index] for part in self.parts))
 
     def t(self) -> Operand:
         """Returns the transposed matrix, as a view."""
         return Operand(tuple(part.t() for part in self.parts))
 
-    def __setitem__(self, index: slice, matrix: torch.Tensor) -> None:
+    def __setitem__(self, index: Any, matrix: torch.Tensor) -> None:
         high, *low = self.parts
         high[index] = matrix
         if low:
@@ -136,8 +136,8 @@ class Operand:
         if len(self.parts) == 1:
             return self.parts[0] @ other.parts[0]
         (high, low), (other_high, other_low) = self.parts, other.parts
-        total = _of_columns(high.t(), other_low, _of_columns(high.t(), other_high))
-        return _of_columns(low.t(), other_high, total)
+        total = _of_columns(high.mT, other_low, _of_columns(high.mT, other_high))
+        return _of_columns(low.mT, other_high, total)
 
 
 def paired_linears(device: torch.device) -> Any:
@@ -203,5 +203,5 @@ def _pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _of_columns(x: torch.Tensor, y: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
     """Returns `xᵀ y` of BF16 matrices, in float32; added to `total` in place, by the kernel that multiplies."""
     if total is None:
-        return torch.mm(x.t(), y, out_dtype=torch.float32)
-    return torch.addmm(total, x.t(), y, out_dtype=torch.float32, out=total)
+        return (torch.mm if x.dim() == 2 else torch.bmm)(x.mT, y, out_dtype=torch.float32)
+    return (torch.addmm if x.dim() == 2 else torch.baddbmm)(total, x.mT, y, out_dtype=torch.float32, out=total)

@@ -97,10 +97,12 @@ class LayerStats:
 
 
 def diagonal_blocks(matrix: torch.Tensor, width: int) -> torch.Tensor:
-    """Returns the diagonal blocks of a square matrix, `[blocks, width, width]`.
+    """Returns the diagonal blocks of a square matrix, `[blocks, width, width]`; of several, with one dimension more.
 
     A short last one is completed by an identity.
     """
+    if matrix.dim() > 2:
+        return torch.stack([diagonal_blocks(each, width) for each in matrix])
     # Padding up to the next multiple; an identity there stays invertible and couples with nothing.
     short = -len(matrix) % width
     if short:

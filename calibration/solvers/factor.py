@@ -163,10 +163,10 @@ def corrected_weight(
 
 
 def block_factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns inverses of positive definite blocks `[n, k, k]`, and their upper factors U with C⁻¹ = Uᵀ U."""
-    lower = torch.linalg.cholesky(blocks.flip(1, 2))
+    """Returns inverses of positive definite blocks `[..., k, k]`, and their upper factors U with C⁻¹ = Uᵀ U."""
+    lower = torch.linalg.cholesky(blocks.flip(-2, -1))
     eye = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device).expand_as(blocks)
-    uppers = torch.linalg.solve_triangular(lower.flip(1, 2), eye, upper=True)
+    uppers = torch.linalg.solve_triangular(lower.flip(-2, -1), eye, upper=True)
     return uppers.mT @ uppers, uppers
 
 

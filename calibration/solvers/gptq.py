@@ -39,7 +39,7 @@ from quant.calibration.fast_matmul import Operand
 from quant.calibration.solvers.base import required_stats
 from quant.calibration.solvers.block_search import round_with_feedback, search_block, search_threads, to_errors
 from quant.calibration.solvers.factor import Factor, block_factors, block_order, corrected_weight, factorize
-from quant.calibration.solvers.rows import WHOLE, solve_by_rows
+from quant.calibration.solvers.rows import LEAST_ROWS, WHOLE, solve_by_rows
 from quant.calibration.statistics import LayerStats, diagonal_blocks
 from quant.formats.format import Format
 from quant.formats.number import E4M3, Number
@@ -102,6 +102,23 @@ class Gptq:
             lambda rows, residual, parts: solve(rows, residual=residual, parts=parts), weight, format, stats.residual
         )
 
+    def takes_several(self, weight: Tensor, format: Format) -> bool:
+        """Returns whether weights of this shape are solved in fewer launches together, by `together`."""
+        # A weight of more rows is solved in parts, which fill the GPU by themselves.
+        small = weight.is_cuda and len(weight) < 2 * LEAST_ROWS and weight.shape[1] % _width(format) == 0
+        return small and type(self) is Gptq and format.is_nvfp4
+
+    def together(
+        self, weights: Sequence[Tensor], stats: Sequence[LayerStats], format: Format, global_scales: Tensor, name: str
+    ) -> list[BlockScaledTensor]:
+        """Solves several weights that `takes_several`, each with its own statistics."""
+        factors = [self.factor(each, format, name) for each in stats]
+        corrected = [
+            corrected_weight(weight.float(), each.drift, factor, each.residual)
+            for weight, factor, each in zip(weights, factors, stats, strict=True)
+        ]
+        return gptq_together(corrected, factors, format, global_scales, sweeps=self.sweeps)
+
     def factor(self, stats: LayerStats, format: Format, name: str) -> Factor:
         """Returns the factor of the inputs' second moment, in the order in which inputs are rounded.
 
@@ -160,6 +177,37 @@ def gptq(
     threads = 1 if format.block[0] == 1 else search_threads(*weight.shape)
     in_parts(solve_rows, weight, len(weight), threads)
     return encoded(rounding.values, rounding.scales, fixed, factor, format, global_scale)
+
+
+def gptq_together(
+    weights: Sequence[Tensor],
+    factors: Sequence[Factor],
+    format: Format,
+    global_scales: Tensor,
+    *,
+    sweeps: int = 1,
+) -> list[BlockScaledTensor]:
+    """Rounds several weights of one shape, each against its own quadratic loss, in the launches of one.
+
+    Args:
+        weights: `[out, in]` each, corrected for what earlier layers got wrong.
+        factors: a factor for each, with the inputs in their own order.
+        format: a format whose scales are searched in the loop.
+        global_scales: float32 `[weights]`.
+        sweeps: as in `gptq`.
+    """
+    both = Factor(torch.stack([f.moment for f in factors]), torch.stack([f.inverse for f in factors]), 0.0)
+    target = torch.stack([weight.t() for weight in weights])
+    values, width = torch.empty_like(target), _width(format)
+    scales = target.new_empty(len(target), target.shape[1] // width, target.shape[2])
+    window = _nvfp4_window(global_scales)
+    _feed_back(target, values, scales, both, width, window, WHOLE)
+    for _ in range(sweeps):
+        _descend(target, values, scales, both, width, window, WHOLE)
+    return [
+        encoded(value, scale, None, factor, format, second)
+        for value, scale, factor, second in zip(values, scales, factors, global_scales, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -333,15 +381,23 @@ def _feed_back(
     window: _SolveWindow,
     parts: Sequence[slice],
 ) -> None:
-    """Runs GPTQ's pass: fills values `[in, out]` and scales `[blocks, out]`, block by block of `width` inputs."""
+    """Runs GPTQ's pass: fills values `[in, out]` and scales `[blocks, out]`, block by block of `width` inputs.
+
+    Several weights are solved together where all tensors have one more dimension in front.
+    """
     upper, left = factor.inverse, target.clone()
     blocks = diagonal_blocks(upper, width)
-    for span, within in _windows(len(target), width):
-        window_scales = None if scales is None else scales[within]
-        errors = window(left[span], upper[span, span], blocks[within], values[span], window_scales, span.start, False)
+    for span, within in _windows(target.shape[-2], width):
+        window_scales = None if scales is None else scales[..., within, :]
+        errors = window(
+            left[..., span, :], upper[..., span, span], blocks[..., within, :, :], values[..., span, :], window_scales,
+            span.start, False,
+        )  # fmt: skip
         # Feedback to all later columns k at once: w_k -= Σ_j U_jk e_j over the columns j of the window.
+        feedback = upper[..., span, span.stop :].mT
         for rows in parts:
-            left[span.stop :, rows].addmm_(upper[span, span.stop :].t(), errors[:, rows], alpha=-1)
+            rest = left[..., span.stop :, rows]
+            (rest.addmm_ if rest.dim() == 2 else rest.baddbmm_)(feedback, errors[..., rows], alpha=-1)
 
 
 def _descend(
@@ -353,19 +409,23 @@ def _descend(
     window: _SolveWindow,
     parts: Sequence[slice],
 ) -> None:
-    """Sweeps once by block coordinate descent, in place: each block is solved again with the others fixed."""
+    """Sweeps once by block coordinate descent, in place: each block is solved again with the others fixed.
+
+    The tensors are those of `_feed_back`.
+    """
     moment, residual = Operand(factor.moment), Operand(target - values)
     inverses, uppers = block_factors(diagonal_blocks(factor.moment, width))
-    for span, within in _windows(len(target), width):
+    outputs = values.shape[-1]
+    for span, within in _windows(target.shape[-2], width):
         # The optimum of each block if it were free: q_b + M_bb⁻¹ M_b,: (w - q). A block a of the window that is
         # solved before it shifts that optimum by -M_bb⁻¹ M_ba times its move, which is `coupling`.
-        products = [moment[span] @ residual[:, rows] for rows in parts]
-        steps = torch.cat([*products, factor.moment[span, span]], dim=1)
-        steps = _by_blocks(inverses[within], steps)
-        optimum, coupling = values[span] + steps[:, : values.shape[1]], steps[:, values.shape[1] :].t()
-        window_scales = None if scales is None else scales[within]
-        window(optimum, coupling, uppers[within], values[span], window_scales, span.start, True)
-        residual[span] = target[span] - values[span]
+        products = [moment[..., span, :] @ residual[..., rows] for rows in parts]
+        steps = torch.cat([*products, factor.moment[..., span, span]], dim=-1)
+        steps = _by_blocks(inverses[..., within, :, :], steps)
+        optimum, coupling = values[..., span, :] + steps[..., :outputs], steps[..., outputs:].mT
+        window_scales = None if scales is None else scales[..., within, :]
+        window(optimum, coupling, uppers[..., within, :, :], values[..., span, :], window_scales, span.start, True)
+        residual[..., span, :] = target[..., span, :] - values[..., span, :]
 
 
 def _windows(inputs: int, width: int) -> Iterator[tuple[slice, slice]]:
@@ -376,11 +436,12 @@ def _windows(inputs: int, width: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _by_blocks(blocks: Tensor, x: Tensor) -> Tensor:
-    """Returns the block-diagonal matrix of `blocks` `[n, k, k]` times `x`, whose last block may be short."""
-    count, width, _ = blocks.shape
-    short = count * width - len(x)
-    whole = (pad(x, (0, 0, 0, short)) if short else x).view(count, width, -1)
-    return torch.bmm(blocks, whole).flatten(0, 1)[: len(x)]
+    """Returns the block-diagonal matrix of `blocks` `[..., n, k, k]` times `x`, whose last block may be short."""
+    count, width, _ = blocks.shape[-3:]
+    short = count * width - x.shape[-2]
+    whole = (pad(x, (0, 0, 0, short)) if short else x).unflatten(-2, (count, width))
+    product = torch.bmm(blocks.flatten(0, -3), whole.flatten(0, -3)).view_as(whole)
+    return product.flatten(-3, -2)[..., : x.shape[-2], :]
 
 
 def _solve_window(

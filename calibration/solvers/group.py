@@ -7,19 +7,22 @@ up to 1.4 times the error of the first. One scale for all, chosen before roundin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from quant.calibration.ranks import Exchange
 from quant.calibration.solvers.base import Solver, shared_global_scale
+from quant.calibration.solvers.gptq import Gptq
 from quant.calibration.solvers.peers import Peer
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
 from quant.formats.number import BF16, FP16
 from quant.formats.tensor import BlockScaledTensor, checked_amax
 
+# Values of matrices that are solved together; a dozen copies of them exist meanwhile.
+_TOGETHER = 1 << 27
 _STORED_NUMBER = {torch.float16: FP16, torch.bfloat16: BF16}
 
 
@@ -45,9 +48,7 @@ def solve_group(
             so they are chosen among its values, and elements are rounded against scales that a checkpoint can hold.
         stack: solves the members as one tall weight where the format allows it; all of them read one input.
     """
-    solved_as = format
-    if stored in _STORED_NUMBER and format.scale.is_wide:
-        solved_as = replace(format, scale=_STORED_NUMBER[stored])
+    solved_as = _solved_as(format, stored)
     members = weights
     one_scale = format.per_tensor and not isinstance(solver, Peer)
     # Rows are independent unless a scale spans them: a tile of 128 rows could straddle two members.
@@ -63,6 +64,53 @@ def solve_group(
         rounded = solver(weight, stats.get(name), solved_as, global_scale=global_scale, name=name)
         solved[name] = replace(rounded, format=format)
     return _split(next(iter(solved.values())), members) if as_one else solved
+
+
+def solve_matrices(
+    matrices: Iterable[torch.Tensor],
+    stats: Sequence[LayerStats | None],
+    format: Format,
+    solver: Solver,
+    stored: torch.dtype | None,
+    name: str,
+) -> Iterator[BlockScaledTensor]:
+    """Yields the solutions of matrices of one shape that share nothing, such as experts.
+
+    A GPU solves several small ones in the launches of one. Products of several matrices may add up in another order
+    than those of one.
+
+    Args:
+        matrices: `[out, in]` each; only those that are solved together are in memory.
+        stats: the statistics of each.
+        format, solver, stored: as for `solve_group`.
+        name: the name of the layer, for errors.
+    """
+    solved_as, waiting = _solved_as(format, stored), list[tuple[torch.Tensor, LayerStats]]()
+
+    def solved() -> Iterator[BlockScaledTensor]:
+        assert isinstance(solver, Gptq)
+        weights, seen = zip(*waiting, strict=True)
+        seconds = torch.stack([_global_scale({name: weight}, solved_as, solver) for weight in weights])
+        waiting.clear()
+        yield from (replace(w, format=format) for w in solver.together(weights, seen, solved_as, seconds, name))
+
+    for matrix, of_matrix in zip(matrices, stats, strict=True):
+        if of_matrix is None or not isinstance(solver, Gptq) or not solver.takes_several(matrix, solved_as):
+            yield from solved() if waiting else ()
+            yield solve_group({name: matrix}, {name: of_matrix}, format, solver, stored)[name]
+            continue
+        waiting.append((matrix, of_matrix))
+        if (len(waiting) + 1) * max(matrix.numel(), matrix.shape[1] ** 2) > _TOGETHER:
+            yield from solved()
+    if waiting:
+        yield from solved()
+
+
+def _solved_as(format: Format, stored: torch.dtype | None) -> Format:
+    """Returns the format with a scale that a checkpoint of dtype `stored` can hold."""
+    if stored in _STORED_NUMBER and format.scale.is_wide:
+        return replace(format, scale=_STORED_NUMBER[stored])
+    return format
 
 
 def _cut(stats: Mapping[str, LayerStats | None], weights: Mapping[str, torch.Tensor]) -> dict[str, LayerStats | None]:

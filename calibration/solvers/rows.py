@@ -22,7 +22,7 @@ from quant.formats.parallel import bounds_of, run_parts
 from quant.formats.tensor import BlockScaledTensor
 
 # On a GPU: rows of a part at least, and numbers of parts, which two ranks share evenly.
-_LEAST, _COUNTS = 2048, (4, 2, 1)
+LEAST_ROWS, _COUNTS = 2048, (4, 2, 1)
 # Weights that are solved in one go: from some ten copies of them on, memory counts more than launches.
 _TOGETHER = 1 << 27
 
@@ -49,7 +49,7 @@ def solve_by_rows(
     """
     rows = len(weight)
     if weight.is_cuda:
-        count: float = next((count for count in _COUNTS if rows >= count * _LEAST), 1)
+        count: float = next((count for count in _COUNTS if rows >= count * LEAST_ROWS), 1)
     else:
         count = search_threads(*weight.shape)
     # Bounds depend only on the weight: a part of other rows could round differently.

@@ -29,7 +29,7 @@ from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.outputs.gradients import OutputMoments
 from quant.calibration.ranks import Exchange, gathered, rank_and_world
 from quant.calibration.solvers.gptq import Gptq
-from quant.calibration.solvers.group import all_solved, solve_group
+from quant.calibration.solvers.group import all_solved, solve_matrices
 from quant.calibration.solvers.local_hessian import LocalHessian
 from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import LayerStats, round_activation
@@ -235,15 +235,15 @@ class FusedExperts:
 
         def solve_part(part: range) -> list[dict[str, BlockScaledTensor]]:
             stats = self._statistics(member, projection, part, run) if needs_moment else [None] * len(part)
-            own = {}
-            for index, expert in enumerate(part):
-                if _owner(expert) == rank_and_world()[0]:
-                    # One expert at a time is read from its file, widened and dropped.
-                    matrix = {member.name: weight[expert].to(self.device).float()}
-                    seen = stats[index] or average
-                    if seen is not None:
-                        seen = replace(seen, outputs=self.outputs[member.name])
-                    own[index] = solve_group(matrix, {member.name: seen}, format, pipeline.rounding, self.stored)
+            outputs = self.outputs[member.name]
+            ours = [index for index, expert in enumerate(part) if _owner(expert) == rank_and_world()[0]]
+            seen = [stats[index] or average for index in ours]
+            seen = [None if each is None else replace(each, outputs=outputs) for each in seen]
+            # A few experts at a time are read from their file, widened and dropped.
+            matrices = (weight[part[index]].to(self.device).float() for index in ours)
+            rounding = pipeline.rounding
+            found = solve_matrices(matrices, seen, format, rounding, self.stored, member.name)
+            own = {index: {member.name: solved} for index, solved in zip(ours, found, strict=True)}
             return all_solved(own, [({member.name: tuple(member.shape[1:])}, format)] * len(part), self.exchange)
 
         solved = (each[member.name] for part in parts for each in solve_part(part))

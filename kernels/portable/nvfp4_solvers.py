@@ -56,14 +56,25 @@ def _encode_e4m3_up(x):
 @triton.jit
 def nvfp4_solve_kernel(
     targets, coupling, inverses, values, scales, moves, global_scale, n, blocks, targets_stride, coupling_row,
-    coupling_column, improve: tl.constexpr, WIDTH: tl.constexpr, CANDIDATES: tl.constexpr, ROWS: tl.constexpr,
+    coupling_column, targets_matrix, coupling_matrix, inverses_matrix, values_matrix, scales_matrix, moves_matrix,
+    improve: tl.constexpr, WIDTH: tl.constexpr, CANDIDATES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Takes `ROWS` rows of the weight through one window; see the module docstring. Grid: (groups of rows, windows)."""
+    """Takes `ROWS` rows of a weight through one window; see the module docstring.
+
+    Grid: (groups of rows, windows, weights).
+    """
+    matrix = tl.program_id(2).to(tl.int64)
+    targets += matrix * targets_matrix
+    coupling += matrix * coupling_matrix
+    inverses += matrix * inverses_matrix
+    values += matrix * values_matrix
+    scales += matrix * scales_matrix
+    moves += matrix * moves_matrix
     column = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = column < n
     row = tl.arange(0, WIDTH)
     candidate = tl.arange(0, CANDIDATES)
-    second = tl.load(global_scale)
+    second = tl.load(global_scale + matrix)
     start = tl.program_id(1) * blocks
     for b in range(start, start + blocks):
         offset = (b * WIDTH + row)[:, None] * n + column[None, :]
@@ -149,6 +160,9 @@ def solve_nvfp4_window(
         start: not used.
         improve: as in `gptq._solve_window`.
 
+    Several weights are solved in one launch where all of these have one more dimension in front; `global_scale` is
+    then float32 `[weights]`, contiguous.
+
     Returns:
         The moves, `[inputs, n]`.
     """
@@ -186,12 +200,15 @@ def _launch_solver(
     windows: int,
     improve: bool,
 ) -> torch.Tensor:
-    inputs, n = targets.shape
-    moves = torch.empty(inputs, n, device=targets.device)
-    targets = targets if targets.stride(1) == 1 else targets.contiguous()
-    _solver(triton.cdiv(n, _ROWS), windows, improve)(
-        targets, coupling, inverses.contiguous(), values, scales, moves, global_scale, n, inputs // WIDTH // windows,
-        targets.stride(0), coupling.stride(-2), coupling.stride(-1),
+    *weights, inputs, n = targets.shape
+    moves = torch.empty(targets.shape, device=targets.device)
+    targets = targets if targets.stride(-1) == 1 else targets.contiguous()
+    inverses = inverses.contiguous()
+    several = (targets, coupling, inverses, values, scales, moves)
+    strides = [tensor.stride(0) if weights else 0 for tensor in several]
+    _solver(triton.cdiv(n, _ROWS), windows, weights[0] if weights else 1, improve)(
+        *several, global_scale, n, inputs // WIDTH // windows, targets.stride(-2), coupling.stride(-2),
+        coupling.stride(-1), *strides,
     )  # fmt: skip
     return moves
 
@@ -221,10 +238,10 @@ def compile_solver(device: torch.device) -> None:
 
 
 @cache
-def _solver(programs: int, windows: int, improve: bool) -> CachedLaunch:
+def _solver(programs: int, windows: int, weights: int, improve: bool) -> CachedLaunch:
     """Returns the launch of a grid of programs; a layer has hundreds of windows of one shape."""
     constants = {"improve": improve, "WIDTH": WIDTH, "CANDIDATES": _CANDIDATES, "ROWS": _ROWS, "num_warps": 1}
-    return CachedLaunch(nvfp4_solve_kernel, (programs, windows), constants)
+    return CachedLaunch(nvfp4_solve_kernel, (programs, windows, weights), constants)
 
 
 @triton.jit

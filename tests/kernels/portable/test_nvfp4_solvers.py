@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -13,9 +14,9 @@ from interpreter import interpreted
 
 from quant.calibration.solvers.autoround import _Rounded, _spread
 from quant.calibration.solvers.block_search import search_block
-from quant.calibration.solvers.factor import block_factors
+from quant.calibration.solvers.factor import block_factors, corrected_weight, factorize
 from quant.calibration.solvers.gptq import Gptq, _solve_window
-from quant.calibration.solvers.group import solve_group
+from quant.calibration.solvers.group import solve_group, solve_matrices
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import FORMATS, INPUT_FORMATS
 from quant.formats.number import E4M3
@@ -147,6 +148,33 @@ def test_interpreted(check: Callable[[str], None]) -> None:
 @CHECKS
 def test_compiled(check: Callable[[str], None]) -> None:
     check("cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_several_weights_are_solved_in_the_launches_of_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """144 inputs are a window and one block more. A CPU interprets the kernel."""
+    random, rows = torch.Generator().manual_seed(0), 2 if device == "cpu" else 24
+    weights = [torch.randn(rows, 144, generator=random).to(device) for _ in range(2)]
+    inputs = [torch.randn(400, 144, generator=random) * torch.logspace(-1, 0, 144) for _ in weights]
+    residual = 0.01 * torch.randn(rows, 144, generator=random)
+    stats = [LayerStats(400, (x.T @ x / 400).to(device), residual=residual.to(device)) for x in inputs]
+    monkeypatch.setattr(Gptq, "takes_several", lambda *_: True)
+    solve = partial(solve_matrices, weights, stats, NVFP4, Gptq(), torch.bfloat16, "experts")
+    with interpreted() if device == "cpu" else nullcontext():
+        together = list(solve())
+        monkeypatch.setattr("quant.calibration.solvers.group._TOGETHER", 1)
+        alone = list(solve())
+    for weight, each, ours, theirs in zip(weights, stats, together, alone, strict=True):
+        assert ours.global_scale is not None and theirs.global_scale is not None
+        assert torch.equal(ours.global_scale, theirs.global_scale)
+        assert (ours.codes == theirs.codes).float().mean() > 0.98
+        # The solver for one weight on a CPU has no kernel, and tries fewer scales.
+        on_cpu = LayerStats(400, each.matrix.cpu(), residual=residual)
+        by_cpu = solve_group({"a": weight.cpu()}, {"a": on_cpu}, NVFP4, Gptq())["a"]
+        target = corrected_weight(weight.cpu(), None, factorize(on_cpu.matrix), residual)
+        errors = [w.dequantize().cpu() - target for w in (ours, theirs, by_cpu)]
+        losses = [float(((error @ on_cpu.matrix) * error).sum()) for error in errors]
+        assert losses[0] == pytest.approx(losses[1], rel=0.02) and losses[0] < 1.05 * losses[2]
 
 
 @pytest.mark.gpu
