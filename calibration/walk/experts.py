@@ -41,7 +41,12 @@ from quant.calibration.walk.shared_moments import Moments, pooled, slices_that_f
 from quant.calibration.walk.stand_in import CurrentBatch
 from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear.expert_modules import QuantExperts, can_run_experts_one_by_one, experts_forward
+from quant.kernels.linear.expert_modules import (
+    QuantExperts,
+    can_run_experts_one_by_one,
+    experts_forward,
+    tokens_by_expert,
+)
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.expert_stacks import expert_matrices, stacking_of
 from quant.recipes.module_hooks import forwarding
@@ -177,21 +182,27 @@ class FusedExperts:
         # Only the last projection writes to the stream.
         errors = self.errors if projection == "down_proj" and share else []
         tokens = self._tokens(projection, experts.stop, run) if errors else []
+        routes = [tokens_by_expert(index) for _, index, _ in self.inputs] if errors else []
+        largest: list[tuple[int, torch.Tensor]] = []
 
         def see(batch: int, expert: int, x: torch.Tensor) -> None:
             if len(x) == 0:
                 return
-            if not bool(torch.isfinite(x).all()):
-                raise InputNotFiniteError(member.name, f"at expert {expert}")
+            largest.append((expert, x.abs().amax()))
             residual = errors[batch] if errors else None
             if residual is not None:
                 fitted = share * _fit_share(tokens[expert], x.shape[1])
-                residual = fitted * residual[torch.where(self.inputs[batch][1] == expert)[0]]
+                residual = fitted * residual[routes[batch][expert][0]]
             rounded = round_activation(x, member.activation, self.input_scales.get(member.name))
             sums[expert].add(batch, rounded, residual=residual)
 
         with fast_matmul():
             self._watch(projection, experts, see, run)
+        # A GPU is waited for once. NaN is larger than any number here.
+        finite = torch.stack([amax for _, amax in largest]).isfinite().tolist() if largest else []
+        for (expert, _), is_finite in zip(largest, finite, strict=True):
+            if not is_finite:
+                raise InputNotFiniteError(member.name, f"at expert {expert}")
         return stats_of(list(sums.values()), self.exchange, list(map(_owner, experts)))
 
     def _tokens(self, projection: str, count: int, run: Run) -> list[int]:

@@ -8,7 +8,7 @@ tells the store.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from quant.calibration.blocks import block_names, find_chains, stored_dtype
 from quant.calibration.inputs import call_of
 from quant.calibration.outputs.gradients import OutputMoments, output_moments
-from quant.calibration.placement import DeviceCopies, fits, placed, tensors_of
+from quant.calibration.placement import DeviceCopies, experts_on_device, fits, placed, tensors_of, without_experts
 from quant.calibration.prefetch import value_of
 from quant.calibration.ranks import own_batches
 from quant.calibration.session import Session
@@ -55,6 +55,7 @@ class ModelWalk:
         outputs: second moments of the gradients at outputs, for solvers that look at them.
         done: layers that are finished.
         block_name: the block that is worked on; "" for the model itself.
+        experts: what puts the experts of that block back into their files.
     """
 
     model: nn.Module
@@ -69,6 +70,7 @@ class ModelWalk:
     outputs: OutputMoments = field(default_factory=OutputMoments)
     done: int = 0
     block_name: str = ""
+    experts: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         self.layers = [layer for layer in self.plan.quantized if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS)]
@@ -104,9 +106,13 @@ class ModelWalk:
         """Returns the names of the blocks of each chain, and the first planned chain, while the model is placed."""
         names = block_names(self.model)
         with self._placed() as run:
-            chains = find_chains(self.model, names, partial(run, self.few)) if names else []
+            # No value that a block gives is looked at here: not which blocks follow each other, and not the arguments
+            # of later blocks but the hidden states.
+            with without_experts(self.model, names):
+                chains = find_chains(self.model, names, partial(run, self.few)) if names else []
             planned = [walked for walked in map(self.up_to_last_planned, chains) if walked]
-            return chains, [self._capture(walked, run) for walked in planned[:1]]
+            with without_experts(self.model, planned[0] if planned else []):
+                return chains, [self._capture(walked, run) for walked in planned[:1]]
 
     def up_to_last_planned(self, chain: list[str]) -> list[str]:
         """Returns the blocks of a chain up to the last one with a planned layer."""
@@ -155,6 +161,7 @@ class ModelWalk:
         self.store.begin(name)
         device = self.session.device
         module = self.model.get_submodule(name)
+        self.experts.enter_context(experts_on_device(module, device))
         on_device = DeviceCopies(list(module.modules()), copies, device, self.dtype, _FLOATS)
         calls = BlockCalls(*chain.calls_of(name, states, self.session, self.dtype))
         return self._block(module, on_device, self._layers_of(name), calls, f"{name}.")
@@ -178,6 +185,7 @@ class ModelWalk:
             self.apply(layer, solved, weight)
             self.done += 1
             self.session.report("solve", self.done, len(self.layers))
+        self.experts.close()
         if is_filled(block.calls.few):
             # The store has room only for hidden states: a walk that is resumed begins before these blocks.
             self.store.end(name, None)

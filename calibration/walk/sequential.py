@@ -87,7 +87,7 @@ def solve_sequentially(
     session = session or Session()
     scales = {name: scale.to(session.device) for name, scale in (input_scales or {}).items()}
     walk = ModelWalk(model, plan, rows, apply, session, settings or Settings(), scales, store or BlockStore())
-    with torch.no_grad(), without_cache(model), reporting_bad_tensor(model):
+    with torch.no_grad(), without_cache(model), reporting_bad_tensor(model), walk.experts:
         walk.merge_rotations()
         walk.measure_outputs()
         chains, captured = walk.find_chains()

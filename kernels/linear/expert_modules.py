@@ -135,10 +135,9 @@ def experts_forward(
         for projection in projections:
             if isinstance(projection, ExpertStack):
                 stack.enter_context(projection.opened())
-        for expert in top_k_index.unique().tolist():
+        for expert, (token, slot) in tokens_by_expert(top_k_index).items():
             if expert >= self.num_experts:
                 continue
-            token, slot = torch.where(top_k_index == expert)
             # Calibration of the first projection needs no products at all.
             if until == first and observe is not None:
                 observe(first, expert, hidden_states[token])
@@ -153,6 +152,21 @@ def experts_forward(
                 down = self.post_expert_norm(down)
             out.index_add_(0, token, (down * top_k_weights[token, slot, None]).to(out.dtype))
     return out
+
+
+def tokens_by_expert(top_k_index: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Returns the tokens that a router sent to each expert, in their order, and the slots in which they name it.
+
+    Args:
+        top_k_index: expert of each token and slot, `[tokens, k]`.
+    """
+    # One sort, so that a GPU is waited for once and not for each expert.
+    experts, counts = top_k_index.unique(return_counts=True)
+    order = top_k_index.flatten().argsort(stable=True)
+    tokens, slots = (
+        part.split(counts.tolist()) for part in (order // top_k_index.shape[1], order % top_k_index.shape[1])
+    )
+    return dict(zip(experts.tolist(), zip(tokens, slots, strict=True), strict=True))
 
 
 def can_run_experts_one_by_one(module: nn.Module) -> bool:
