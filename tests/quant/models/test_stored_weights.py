@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -10,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quant
+from quant.calibration.walk.model_walk import ModelWalk
 from quant.models.experts_forward import run_experts_one_by_one
 from quant.models.open import open_model
-from quant.models.stored_weights import stored_in
+from quant.models.stored_weights import StoredExperts, stored_in
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
@@ -94,3 +97,47 @@ def test_input_scales_are_not_folded_by_a_forward_pass_without_experts(
     plan = quant.quantize(model, "nvfp4a16", rows, solver="awq:merge+gptq").plan
     reasons = [layer.reason for layer in plan.quantized if "self_attn" in layer.name]
     assert reasons and all("no module around can absorb an input scale" in reason for reason in reasons)
+
+
+def test_calls_of_blocks_are_found_without_reading_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_models.qwen3_moe(dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
+    rows = torch.randint(0, 50, (8, 16), generator=torch.Generator().manual_seed(1))
+    read: list[bool] = []
+    finding = False
+
+    def matrix(self: StoredExperts, expert: int) -> torch.Tensor:
+        read.append(finding)
+        return plain_matrix(self, expert)
+
+    def find_chains(self: ModelWalk) -> Any:
+        nonlocal finding
+        finding = True
+        found = plain_find(self)
+        finding = False
+        return found
+
+    plain_matrix, plain_find = StoredExperts._matrix, ModelWalk.find_chains
+    monkeypatch.setattr(StoredExperts, "_matrix", matrix)
+    monkeypatch.setattr(ModelWalk, "find_chains", find_chains)
+    streamed, whole = open_model(tmp_path, stream=True).model, open_model(tmp_path).model
+    solved = [quant.quantize(model, "nvfp4a16", rows, solver="gptq").model for model in (streamed, whole)]
+    assert read and not any(read)
+    ours, theirs = (dict(model.named_buffers()) for model in solved)
+    for name in (name for name in ours if name.endswith(".codes")):
+        assert torch.equal(ours[name], theirs[name])
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_each_expert_of_a_block_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_models.qwen3_moe(dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
+    rows = torch.randint(0, 50, (8, 16), generator=torch.Generator().manual_seed(1))
+    plain, read = StoredExperts._matrix, Counter[tuple[str, int]]()
+
+    def matrix(self: StoredExperts, expert: int) -> torch.Tensor:
+        read[self.name, expert] += 1
+        return plain(self, expert)
+
+    monkeypatch.setattr(StoredExperts, "_matrix", matrix)
+    model = open_model(tmp_path, stream=True).model
+    quant.quantize(model, "nvfp4a16", rows, solver="gptq", device="cuda")
+    assert set(read.values()) == {1}
