@@ -196,14 +196,16 @@ def gptq_together(
         global_scales: float32 `[weights]`.
         sweeps: as in `gptq`.
     """
-    both = Factor(torch.stack([f.moment for f in factors]), torch.stack([f.inverse for f in factors]), 0.0)
+    # By columns, as U of one weight, for which the kernels are compiled.
+    inverses = torch.stack([f.inverse.mT for f in factors]).mT
+    several = Factor(torch.stack([f.moment for f in factors]), inverses, max(f.damping for f in factors))
     target = torch.stack([weight.t() for weight in weights])
     values, width = torch.empty_like(target), _width(format)
     scales = target.new_empty(len(target), target.shape[1] // width, target.shape[2])
     window = _nvfp4_window(global_scales)
-    _feed_back(target, values, scales, both, width, window, WHOLE)
+    _feed_back(target, values, scales, several, width, window, WHOLE)
     for _ in range(sweeps):
-        _descend(target, values, scales, both, width, window, WHOLE)
+        _descend(target, values, scales, several, width, window, WHOLE)
     return [
         encoded(value, scale, None, factor, format, second)
         for value, scale, factor, second in zip(values, scales, factors, global_scales, strict=True)

@@ -225,13 +225,10 @@ def compile_solver(device: torch.device) -> None:
             rows, inputs = 16, 2 * WIDTH
             targets = torch.zeros(inputs, rows, device=device)
             blocks = torch.ones(2, WIDTH, WIDTH, device=device)
-            # The strides are of the kinds that `gptq` passes: rows of U, or columns of a product.
-            coupling = torch.zeros(inputs, inputs, device=device)
+            # Triton compiles another kernel for other strides: those of U and of its products are by columns.
+            coupling = torch.zeros(inputs, inputs, device=device).t()
             values, scales = torch.zeros_like(targets), torch.zeros(2, rows, device=device)
-            solve_nvfp4_window(
-                torch.ones((), device=device), targets, coupling.t() if improve else coupling, blocks, values, scales,
-                0, improve,
-            )  # fmt: skip
+            solve_nvfp4_window(torch.ones((), device=device), targets, coupling, blocks, values, scales, 0, improve)
 
     for improve in (False, True):
         Thread(target=launch, args=(improve,), name="compile").start()

@@ -1,9 +1,11 @@
 """NVFP4 rounding on a GPU agrees with PyTorch: GPTQ's window, `formats` and autograd; a CPU interprets the kernels."""
 
+import copy
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from interpreter import interpreted
 from quant.calibration.solvers.autoround import _Rounded, _spread
 from quant.calibration.solvers.block_search import search_block
 from quant.calibration.solvers.factor import block_factors, corrected_weight, factorize
-from quant.calibration.solvers.gptq import Gptq, _solve_window
+from quant.calibration.solvers.gptq import Gptq, _descend, _feed_back, _solve_window, gptq_together
 from quant.calibration.solvers.group import solve_group, solve_matrices
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import FORMATS, INPUT_FORMATS
@@ -175,6 +177,34 @@ def test_several_weights_are_solved_in_the_launches_of_one(device: str, monkeypa
         errors = [w.dequantize().cpu() - target for w in (ours, theirs, by_cpu)]
         losses = [float(((error @ on_cpu.matrix) * error).sum()) for error in errors]
         assert losses[0] == pytest.approx(losses[1], rel=0.02) and losses[0] < 1.05 * losses[2]
+
+
+def test_kernels_are_compiled_ahead_for_the_arguments_of_gptq(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles by dtypes, and by whether integers are 1 or multiples of 16."""
+    launches: dict[bool, set[tuple[Any, ...]]] = {False: set(), True: set()}
+
+    def kind(argument: Any) -> Any:
+        return argument.dtype if isinstance(argument, torch.Tensor) else (argument == 1, argument % 16 == 0)
+
+    def solver(programs: int, windows: int, weights: int, improve: bool) -> Callable[..., None]:
+        return lambda *arguments: launches[improve].add(tuple(map(kind, arguments)))
+
+    monkeypatch.setattr("quant.kernels.portable.nvfp4_solvers._solver", solver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    compile_solver(torch.device("cpu"))
+    for thread in threading.enumerate():
+        if thread.name == "compile":
+            thread.join()
+    ahead = copy.deepcopy(launches)
+    assert [len(kinds) for kinds in ahead.values()] == [1, 1]
+    factors = [factorize(torch.eye(256)) for _ in range(2)]
+    monkeypatch.setattr("quant.calibration.solvers.gptq.encoded", lambda *_: None)
+    gptq_together([torch.randn(32, 256)] * 2, factors, NVFP4, torch.ones(2))
+    target = torch.randn(256, 64)
+    work = target, torch.zeros_like(target), torch.ones(16, 64), factors[0], 16
+    for run in (_feed_back, _descend):
+        run(*work, partial(solve_nvfp4_window, torch.ones(())), [slice(0, 32), slice(32, 64)])
+    assert launches == ahead
 
 
 @pytest.mark.gpu
