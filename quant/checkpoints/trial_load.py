@@ -82,9 +82,9 @@ def import_for_trial() -> None:
 def hold_device_guard() -> None:
     """Has this thread, and not that of the trial, own PyTorch's stand-in for CUDA on a machine without a GPU.
 
-    A CUDA build makes the stand-in when a thread first enters `FakeTensorMode`, as torch.compile and torch.export do.
-    All threads use it from then on, but PyTorch 2.11 frees it when that thread ends: later, a backward pass or another
-    compilation would end in a segmentation fault (pytorch#178950).
+    A CUDA build makes the stand-in when a thread first enters `FakeTensorMode`, as torch.compile and torch.export do;
+    compressed-tensors 0.17 compiles while it loads. All threads use it from then on, but PyTorch 2.11 frees it when
+    that thread ends: later, a backward pass or another compilation would end in a segmentation fault (pytorch#178950).
     """
     if torch.backends.cuda.is_built() and not torch.cuda.is_available():
         from torch._subclasses.fake_tensor import FakeTensorMode
