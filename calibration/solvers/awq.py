@@ -5,14 +5,15 @@ their rounding errors grow less than the channel's inputs shrink; and it takes o
 methods take s from the channel's typical magnitude, s = mean|x|^p / max|w|^q:
 
 SmoothQuant  moves the difficulty from activations to weights by a fixed split, p = q = 1/2 of channel maxima.
-AWQ          tries several powers and keeps the one whose rounded layer comes closest to the original, p in 0..1.
+AWQ          tries several powers and keeps the one whose rounded layer comes closest to the original, p in 0..1 and
+             q = 0; for the loss of the whole model also larger p, and q up to 1/2.
 
 The division by s costs no time where it can be folded into the module that produces x (see `fold`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,9 @@ from quant.formats.format import Format
 
 # Powers of the activation's magnitude that AWQ tries.
 POWERS = tuple(k / 10 for k in range(10))
+_OF_INPUTS = tuple((power, 0.0) for power in POWERS)
+# Pairs of powers, of the activation's magnitude and of the weight's, that are tried in the loss of the whole model.
+_PAIRS = tuple((k / 10, weight_power) for weight_power in (0.0, 0.25, 0.5) for k in range(13))
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,14 @@ class Awq:
             second = shared_global_scale(scaled.abs().amax(), format, "max") if format.global_scale else None
             return round_activation(scaled, format, second)  # the same values, without codes in between
 
+        pairs = _OF_INPUTS
         if inputs.output_blocks and not self.rank:
-            part = LossMetric(inputs.output_blocks).enter(weight)
+            part, pairs = LossMetric(inputs.output_blocks).enter(weight), _PAIRS
         else:
             # Every n-th output row: neighbouring rows belong to one head.
             part = weight[:: -(-len(weight) // self.rows)]
         round_input = (lambda x: round_activation(x, activation, None)) if activation else None
-        return search_scale(part, inputs.sample, inputs.mean_abs, round_weight, round_input, owner, self.rank)
+        return search_scale(part, inputs.sample, inputs.mean_abs, round_weight, round_input, owner, self.rank, pairs)
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,7 @@ def search_scale(
     round_input: Callable[[Tensor], Tensor] | None,
     owner: Tensor | None = None,
     rank: int = 0,
+    pairs: Sequence[tuple[float, float]] = _OF_INPUTS,
 ) -> Tensor:
     """Returns the scale `[in]` that AWQ's search finds.
 
@@ -117,11 +123,12 @@ def search_scale(
         round_input: rounds scaled inputs; None where activations stay in 16 bit.
         owner: see `channel_scale`.
         rank: the rank of the branch that sees the scaled inputs unrounded.
+        pairs: powers of the magnitude and of the weight that are tried, see `channel_scale`.
     """
     reference = inputs @ weight.t()
     best, least = torch.ones_like(magnitude), float("inf")
-    for power in POWERS:
-        scale = channel_scale(magnitude, weight, power, 0.0, owner)
+    for power, weight_power in pairs:
+        scale = channel_scale(magnitude, weight, power, weight_power, owner)
         unrounded, values = inputs / scale, weight * scale
         scaled = unrounded if round_input is None else round_input(unrounded)
         target = reference
