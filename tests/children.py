@@ -38,9 +38,11 @@ def run_ranks(function: Callable[..., None], arguments: tuple[Any, ...] = (), co
     """Runs `function(rank, *arguments)` in `count` processes; an exception of one ends all, and is raised.
 
     As `torch.multiprocessing.spawn`, but the processes are forks of a server that imported torch and transformers once.
-    The server has no threads and no CUDA context, so its forks may use both.
+    The server has no threads. With a GPU the processes are new ones: an import asks for GPUs, and PyTorch then refuses
+    CUDA to forks.
     """
     import torch.multiprocessing
 
     multiprocessing.set_forkserver_preload(_IMPORTS)
-    torch.multiprocessing.start_processes(function, arguments, nprocs=count, start_method="forkserver")
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    torch.multiprocessing.start_processes(function, arguments, nprocs=count, start_method=method)
