@@ -4,7 +4,7 @@
 
 Replaced is the function that vLLM's FlashAttention backend calls: ours takes the calls with one new token a sequence,
 and hands on all others, such as prompts, drafts to verify, and caches in FP8. Outside of graphs vLLM's kernel stays,
-because the host starts it sooner.
+because the host starts it sooner, and an attention backend that the user named stays as it is.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _prepared: dict[Any, bool] = {}
 
 def takes_step(named: dict[str, Any]) -> bool:
     """Returns whether ours computes a call with these arguments: one new token of each sequence, over 16-bit pages."""
-    if named.get("max_seqlen_q") != 1 or not linear.has_our_layers() or not all(name in named for name in NAMES):
+    if named.get("max_seqlen_q") != 1 or not linear.has_free_attention() or not all(name in named for name in NAMES):
         return False
     if any(value is not None for name, value in named.items() if name not in NAMES + NEUTRAL):
         return False

@@ -41,6 +41,7 @@ logger = init_logger("vllm.blockscale")
 Layer = Any
 """A layer of vLLM: a module with parameters and facts as attributes, which its class does not declare."""
 _formats_installed: set[str] = set()
+_attention_of_user: set[str] = set()
 
 
 def refusal(format: str, quantization: str, class_name: str) -> str:
@@ -71,6 +72,11 @@ def has_our_layers() -> bool:
     return bool(_formats_installed)
 
 
+def has_free_attention() -> bool:
+    """Returns whether such a layer exists, and the user left attention to vLLM."""
+    return has_our_layers() and not _attention_of_user
+
+
 def _norm_failure(weight: torch.Tensor) -> str:
     if not weight.is_cuda:
         return ""
@@ -85,6 +91,7 @@ def install_weight(layer: Layer, weight: BlockScaledTensor, codes: str = "weight
     # With tensor parallelism vLLM fuses the norm into the all-reduce; our norm would undo that.
     if getattr(layer, "tp_size", 1) == 1 and not _norm_failure(weight.codes):
         _formats_installed.add(weight.format.name)
+    _attention_of_user.update(releases.user_attention_backends())
     logger.info_once("Blockscale: linear layers in %s take our kernels", weight.format.name)
 
 

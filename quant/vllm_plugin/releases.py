@@ -48,6 +48,15 @@ def user_linear_backend(quantization: str) -> str:
     return str(chosen())
 
 
+def user_attention_backends() -> set[str]:
+    """Returns the names in `--attention-backend`; empty if it was left out, or if vLLM is not loading a model."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    attention = getattr(get_current_vllm_config_or_none(), "attention_config", None)
+    named = [getattr(attention, "backend", None), *(getattr(attention, "backend_per_kind", None) or {}).values()]
+    return {str(getattr(backend, "name", backend)) for backend in named if backend is not None}
+
+
 def is_free_to_choose(quantization: str, class_name: str) -> bool:
     """Returns whether the user left the kernel of such layers to vLLM, with ours among the candidates."""
     from vllm import envs

@@ -510,8 +510,23 @@ def test_steps_in_graphs_attend_by_our_kernel_where_it_can(vllm: Any, monkeypatc
         for other in ({"max_seqlen_q": 2}, {"s_aux": q}, {"q": q.float()}, {"causal": False}, {"q": q[:2]}):
             attend(**{**step, **other})
         assert calls == ["1", "2", "1", "1", "1", "1"]
+        monkeypatch.setattr(vllm.linear, "_attention_of_user", {"FLASH_ATTN"})
+        attend(**step)
+        assert calls == ["1", "2", "1", "1", "1", "1", "1"]
         decode_attention.attend({**step, "window_size": [6, 0]})
         assert float((out.double() - expected(7)).norm() / expected(7).norm()) < 2**-8
+
+
+def test_an_attention_backend_that_the_user_named_stays(vllm: Any) -> None:
+    from vllm.config import AttentionConfig, DeviceConfig, VllmConfig, set_current_vllm_config
+
+    from quant.vllm_plugin import releases
+
+    assert releases.user_attention_backends() == set()
+    for named in (set(), {"FLASH_ATTN"}):
+        attention = AttentionConfig(backend=next(iter(named), None))
+        with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"), attention_config=attention)):
+            assert releases.user_attention_backends() == named
 
 
 def test_a_model_without_our_layers_keeps_vllms_norms(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
