@@ -129,7 +129,7 @@ def test_the_command_tells_the_time_and_what_the_text_was(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("default")
 def test_a_budget_tells_its_time_before_anything_slow(tmp_path: Path) -> None:
-    tiny_models.llama(max_position_embeddings=64).save_pretrained(tmp_path / "model")
+    tiny_models.llama(max_position_embeddings=64, num_hidden_layers=1).save_pretrained(tmp_path / "model")
     save_file({"rows": torch.randint(0, 64, (4, 64))}, tmp_path / "rows.safetensors")
     options = ["--bits=6", f"--calib=mix+{tmp_path / 'rows.safetensors'}", "--calib-samples=7", "--seqlen=32"]
     found = CliRunner().invoke(main, ["quantize", str(tmp_path / "model"), f"--out={tmp_path / 'out'}", *options])

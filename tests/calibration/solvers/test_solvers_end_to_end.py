@@ -41,7 +41,6 @@ CASES = [
     ("nvfp4a16", "four_over_six"),
     ("nvfp4a16", "local_hessian"),
     ("nvfp4", "awq+rotation:16+mse"),
-    ("nvfp4", "awq+lowrank:4+gptq"),
     ("nvfp4a16", "rotation:32+lowrank:2+gptq+autoround:2"),
     ("fp8", "gptq"),
     ("int8", "smoothquant+gptq"),
@@ -49,6 +48,7 @@ CASES = [
 ]
 # Parts of the pipelines above, alone or in other formats.
 SLOW_CASES = [
+    ("nvfp4", "awq+lowrank:4+gptq"),
     ("nvfp4a16", "mse"),
     ("nvfp4", "awq+gptq"),
     ("mxfp8", "gptq+autoround:2"),

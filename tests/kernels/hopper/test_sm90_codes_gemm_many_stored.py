@@ -25,9 +25,9 @@ from quant.kernels.matmul_tiles import STORED_FORMATS, STORED_UNITS, prefill_til
 @pytest.mark.parametrize(
     ("form", "size", "split", "experts"),
     [
-        ("fp8", (256, 1), True, 0),
+        pytest.param("fp8", (256, 1), True, 0, marks=pytest.mark.slow),
         ("fp8_channel", (192, 1), False, 0),
-        ("fp8_block", (256, 1), True, 0),
+        pytest.param("fp8_block", (256, 1), True, 0, marks=pytest.mark.slow),
         ("mxfp8", (256, 1), False, 0),
         ("int8", (64, 1), True, 0),
         ("int4", (128, 1), True, 0),

@@ -41,7 +41,7 @@ def test_rows_are_those_of_the_format_in_another_order(columns: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "size", [pytest.param(size, marks=[] if size in ((256, 1), (144, 1)) else pytest.mark.slow) for size in SIZES]
+    "size", [pytest.param(size, marks=[] if size == (144, 1) else pytest.mark.slow) for size in SIZES]
 )
 def test_words_go_from_registers_into_wgmma_as_e4m3(
     compile_matmul: Callable[..., CompiledKernel], size: tuple[int, int]

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from assembler import assemble
 from interpreter import interpreted
+from slow_cases import quick_cases
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
@@ -94,18 +95,23 @@ def test_mistakes_name_both_sides() -> None:
         block_scaled_gemm.block_scaled_gemm(narrow, narrow, None, torch.bfloat16)
 
 
+INSTRUCTIONS = {
+    ("nvfp4", 100): r"tcgen05\.mma\S*mxf4nvf4\.block_scale",
+    ("nvfp4", 120): r"mma\.sync\S*mxf4nvf4\S*block_scale",
+    ("mxfp4", 100): r"tcgen05\.mma\S*(mxf4|mxf8f6f4)\S*block_scale",
+    ("mxfp8", 100): r"tcgen05\.mma\S*mxf8f6f4\.block_scale",
+    ("mxfp8", 120): r"mma\.sync\S*mxf8f6f4\S*block_scale",
+}
+
+
 @pytest.mark.parametrize(
-    ("format", "arch", "instruction"),
-    [
-        ("nvfp4", 100, r"tcgen05\.mma\S*mxf4nvf4\.block_scale"),
-        ("nvfp4", 120, r"mma\.sync\S*mxf4nvf4\S*block_scale"),
-        ("mxfp4", 100, r"tcgen05\.mma\S*(mxf4|mxf8f6f4)\S*block_scale"),
-        ("mxfp8", 100, r"tcgen05\.mma\S*mxf8f6f4\.block_scale"),
-        ("mxfp8", 120, r"mma\.sync\S*mxf8f6f4\S*block_scale"),
-    ],
+    ("format", "arch", "grouped"),
+    quick_cases(
+        ((*case, grouped) for case in INSTRUCTIONS for grouped in (False, True)),
+        lambda format, arch, grouped: not grouped or (format, arch) in (("nvfp4", 100), ("mxfp8", 120)),
+    ),
 )
-@pytest.mark.parametrize("grouped", [False, True], ids=["plain", "grouped"])
-def test_compiles_to_block_scaled_instructions(format: str, arch: int, instruction: str, grouped: bool) -> None:
+def test_compiles_to_block_scaled_instructions(format: str, arch: int, grouped: bool) -> None:
     import re
 
     import triton
@@ -133,7 +139,7 @@ def test_compiles_to_block_scaled_instructions(format: str, arch: int, instructi
     }
     source = ASTSource(kernel, types, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=aligned)
     result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8, "num_stages": 3})
-    assert re.search(instruction, result.asm["ptx"])
+    assert re.search(INSTRUCTIONS[format, arch], result.asm["ptx"])
     assert (
         assemble(CompiledKernel(kernel.__name__, result.asm["ptx"], arch, (), 8, result.metadata.shared)).spilled == 0
     )

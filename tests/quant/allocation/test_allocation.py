@@ -370,7 +370,12 @@ def test_a_solver_with_data_is_measured_itself() -> None:
     )
     ours, again = found.quantized.model.state_dict(), quantized.state_dict()
     assert ours.keys() == again.keys() and all(torch.equal(ours[name], again[name]) for name in ours)
-    # What the solver leaves of each group alone foretells it better than rounding to nearest does.
+
+
+@pytest.mark.slow
+def test_groups_that_are_solved_foretell_the_loss_better_than_rounded_ones() -> None:
+    model = _llama(2)
+    found = _allocate(Goal(bits=6.0), model, solver="gptq", effort=Effort(rounds=1, measurements=5))
     plain = _allocate(Goal(bits=6.0), model, solver="mse", effort=Effort(rounds=0, measurements=0))
     guesses = [_score_of(table, found.plan) for table in (found.sensitivity, plain.sensitivity)]
     assert abs(guesses[0] - found.record.chosen.kl_measured) < abs(guesses[1] - found.record.chosen.kl_measured)

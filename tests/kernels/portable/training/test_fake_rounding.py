@@ -1,6 +1,7 @@
 """The kernels that round weights in training, interpreted, give the oracle's values bit for bit, and its mask."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from assembler import assemble
 from interpreter import interpreted
+from slow_cases import quick_cases
 
 from quant.formats.format import FORMATS
 from quant.formats.rounding import round_to
@@ -151,8 +153,13 @@ def test_gradients_of_scales_are_summed_over_their_blocks(name: str) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("arch", [89, 90, 120])
-@pytest.mark.parametrize(("columns", "integer"), [(16, False), (128, True)])
+@pytest.mark.parametrize(
+    ("arch", "columns", "integer"),
+    quick_cases(
+        ((arch, *case) for arch in (89, 90, 120) for case in ((16, False), (128, True))),
+        lambda arch, columns, integer: integer == (arch == 90),
+    ),
+)
 def test_gradients_of_scales_compile_without_scratch_memory(arch: int, columns: int, integer: bool) -> None:
     pointers = {"gradient": "*bf16", "weight": "*fp32", "scale": "*fp32", "global_scale": "*fp32", "out": "*fp32"}
     sizes = dict.fromkeys(("N", "K", "gradient_stride", "weight_stride", "scale_stride"), "i32")
@@ -164,8 +171,13 @@ def test_gradients_of_scales_compile_without_scratch_memory(arch: int, columns: 
     assert assemble(compiled).spilled == 0
 
 
-@pytest.mark.parametrize("arch", [89, 90, 120])
-@pytest.mark.parametrize(("columns", "has_scale"), [(16, True), (32, False)])
+@pytest.mark.parametrize(
+    ("arch", "columns", "has_scale"),
+    quick_cases(
+        ((arch, *case) for arch in (89, 90, 120) for case in ((16, True), (32, False))),
+        lambda arch, columns, has_scale: has_scale == (arch == 90),
+    ),
+)
 def test_gradients_of_inputs_compile_without_scratch_memory(arch: int, columns: int, has_scale: bool) -> None:
     pointers = {"gradient": "*bf16", "x": "*bf16", "rounded": "*bf16", "scale": "*fp32", "out": "*bf16"}
     sizes = dict.fromkeys(("N", "K", "gradient_stride", "stride", "rounded_stride"), "i32")
@@ -177,8 +189,10 @@ def test_gradients_of_inputs_compile_without_scratch_memory(arch: int, columns: 
     assert assemble(compiled).spilled == 0
 
 
-@pytest.mark.parametrize("arch", [89, 90, 120])
-@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize(
+    ("arch", "measured"),
+    quick_cases(product((89, 90, 120), (True, False)), lambda arch, measured: measured == (arch == 90)),
+)
 def test_compiles_without_scratch_memory(arch: int, measured: bool) -> None:
     signature = {"weight": "*fp32", "scale": "*fp32", "global_scale": "*fp32", "out": "*bf16", "N": "i32", "K": "i32",
                  "weight_stride": "i32", "scale_stride": "i32"}  # fmt: skip
