@@ -128,7 +128,8 @@ def announce_time(job: Job, decision: Decision) -> None:
     writing = f"{in_words(time.writing)} to write text, " if written else ""
     job.listener.message(
         f"{solvers} on {samples} rows of {seqlen} tokens will take about "
-        f"{in_words(time.writing + time.solving)}: {writing}{in_words(time.solving)} to solve; --effort 0 is much faster"
+        f"{in_words(time.writing + time.solving)}: {writing}{in_words(time.solving)} to solve; "
+        "--effort 0 is much faster"
     )
 
 
