@@ -16,7 +16,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("crash_points.py")
 
 
-@pytest.mark.parametrize("every", [120, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [300, pytest.param(1, marks=pytest.mark.slow)])
 def test_stopped_at_every_step(every: int) -> None:
     paths = [str(SCRIPT.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

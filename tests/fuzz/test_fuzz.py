@@ -28,7 +28,7 @@ def faults_and_counts(*options: str) -> tuple[list[str], dict[str, int]]:
     return faults, json.loads(counts)
 
 
-@pytest.mark.parametrize("count", [70, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(5000, marks=pytest.mark.slow)])
 def test_hostile_files_end_in_one_line(count: int) -> None:
     faults, counts = faults_and_counts("--count", str(count))
     assert not faults, "\n".join(faults)

@@ -61,7 +61,8 @@ def _loss_for_real(model: nn.Module, members: list[LayerPlan], preset: str, solv
         pytest.param("awq+gptq", "nvfp4,mxfp4a16", marks=pytest.mark.slow),
         pytest.param("awq", "nvfp4a16,mxfp8", marks=pytest.mark.slow),
         ("local_hessian", "nvfp4"),
-        ("awq+gptq", "nvfp4+lowrank:8,nvfp4a16+lowrank:8"),
+        ("awq+gptq", "nvfp4+lowrank:8"),
+        pytest.param("awq+gptq", "nvfp4+lowrank:8,nvfp4a16+lowrank:8", marks=pytest.mark.slow),
         pytest.param("rtn", "nvfp4+lowrank:8,mxfp4+lowrank:4", marks=pytest.mark.slow),
     ],
 )

@@ -67,8 +67,8 @@ def test_attention_has_the_name_of_its_module(tmp_path: Path, decoder: tuple[Any
 @pytest.mark.parametrize(
     ("kind", "blocks", "format", "target", "dtype", "attention"),
     [
-        ("llama-64", 1, "nvfp4", "sm120", torch.bfloat16, False),
         ("llama-64", 1, "fp8", "sm89", torch.float16, True),
+        pytest.param("llama-64", 1, "nvfp4", "sm120", torch.bfloat16, False, marks=pytest.mark.slow),
         pytest.param("llama-256", 2, "int4a16", "sm89", torch.float16, False, marks=pytest.mark.slow),
         pytest.param("gemma3", 2, "fp8", "sm120", torch.bfloat16, False, marks=pytest.mark.slow),
         pytest.param("mistral", 2, "nvfp4", "sm120", torch.bfloat16, False, marks=pytest.mark.slow),

@@ -32,7 +32,7 @@ from quant.export.onnx_graph.export import write_onnx  # noqa: E402 -- as above
 from quant.export.onnx_graph.verify import check_file  # noqa: E402 -- as above
 
 ROWS = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))
-PROMPTS, NEW = [ROWS[0, :5].tolist(), ROWS[1, :40].tolist(), ROWS[2, :33].tolist()], 4
+PROMPTS, NEW = [ROWS[0, :5].tolist(), ROWS[1, :40].tolist(), ROWS[2, :33].tolist()], 2
 WRITTEN = ROWS[3, : len(PROMPTS) * NEW].reshape(len(PROMPTS), NEW).numpy()
 
 
