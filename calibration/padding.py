@@ -66,11 +66,23 @@ def _shown_tokens(call: Mapping[str, Any], side: str) -> torch.Tensor | None:
 
     Returns:
         bool `[rows, tokens]`; None where the call has no ids, or no mask `[rows, tokens]` for them.
+
+    Raises:
+        ValueError: the mask holds values that no mask has, such as labels.
     """
     ids, mask = call.get(f"{side}{_IDS}"), call.get(f"{side}{_MASK}")
     if not isinstance(ids, torch.Tensor) or not isinstance(mask, torch.Tensor):
         return None
-    return mask.bool() if ids.dim() == 2 and mask.shape == ids.shape else None
+    if ids.dim() != 2 or mask.shape != ids.shape:
+        return None
+    # A mask of packed texts numbers them from 1: no number is above that of the tokens.
+    low, high = (float(value) for value in mask.float().aminmax()) if mask.numel() else (0.0, 0.0)
+    if not 0 <= low <= high <= mask.shape[1]:
+        raise ValueError(
+            f"{side}{_MASK} holds values from {low:g} to {high:g} and not 0 or 1; of pairs (x, y) of a loader pass "
+            "only x, as in data=(x for x, y in loader)"
+        )
+    return mask.bool()
 
 
 def _row(call: Mapping[str, Any], row: int) -> dict[str, Any]:

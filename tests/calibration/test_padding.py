@@ -151,6 +151,17 @@ def test_batches_that_cannot_be_taken_apart_are_told() -> None:
     assert found[0]["pixel_values"] is call["pixel_values"]
 
 
+def test_labels_in_the_place_of_a_mask_are_refused() -> None:
+    ids = torch.randint(3, 64, (2, 6), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[0, :2] = -100
+    for wrong in (ids + 7, labels, torch.where(ids > 20, 0.0, -torch.inf)):
+        with pytest.raises(ValueError, match=r"attention_mask holds values from .* pass only x"):
+            unpadded({"input_ids": ids, "attention_mask": wrong}, ())
+    packed = torch.tensor([[1, 1, 2, 2, 3, 3], [1, 1, 1, 1, 2, 2]])  # numbers of packed texts
+    assert unpadded({"input_ids": ids, "attention_mask": packed}, ()) is None
+
+
 def test_rows_of_padding_alone_are_left_out() -> None:
     call = _padded("right")
     call["attention_mask"][1] = 0
