@@ -21,11 +21,11 @@ TEXTS = --calib benchmarks/data/calibration.txt --eval benchmarks/data/evaluatio
 
 demo: .venv/.engines  ## SmolLM2-135M three times: to NVFP4 by GPTQ, to 4.8 mixed bits, to an engine; QUICK=1 rounds it and runs it
 ifdef QUICK
-	@echo "rounding to nearest, a measurement and a few words: about a minute on two quiet cores"
+	@echo "rounding to nearest, a measurement and a few words: less than a minute on two quiet cores"
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --effort 0 $(TEXTS) --eval-samples 2 --out $(OUT) --overwrite
 	.venv/bin/quant generate $(OUT) --prompt "The capital of France is" --max-new-tokens 8
 else
-	@echo "about six and a half minutes on two cores: two for GPTQ, three for the mix, one and a half for the engine; 'make demo QUICK=1' takes one"
+	@echo "about five and a half minutes on two cores: four for GPTQ and for the mix, one for the engine; 'make demo QUICK=1' takes less than one"
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --solver gptq $(TEXTS) --calib-samples 4 --eval-samples 4 \
 		--out $(OUT) --overwrite
 	.venv/bin/quantize smollm2-135m --bits 4.8 --formats nvfp4a16,fp8a16 $(TEXTS) --calib-samples 4 \
