@@ -210,11 +210,10 @@ class Request:
             raise UserError("give exactly one of --format, --recipe and --plan, or a limit such as --bits 4.8")
         if self.plan_file is None and not isinstance(self.recipe, Plan):
             return
-        fixed = ("solver", "effort", "kv_cache", "attention", "include", "exclude", "lm_head")
-        if self._first_given(*fixed):
+        given = self._given("solver", "effort", "kv_cache", "attention", "include", "exclude", "lm_head")
+        if given:
             plan = "a plan" if self.is_in_memory else "--plan"
-            options = ", ".join(map(self.spell, fixed))
-            raise UserError(f"{plan} says everything already: edit it instead of using {options}")
+            raise UserError(f"{plan} says everything already: edit it instead of using {', '.join(given)}")
 
     def _check_budget(self) -> None:
         """Checks that no option fixes the formats that a budget chooses."""
@@ -250,10 +249,13 @@ class Request:
                 f"{named} …"
             )
 
+    def _given(self, *names: str) -> list[str]:
+        """Returns those of some options that are given, as the user wrote them."""
+        return [self.spell(name) for name in names if getattr(self, name) not in (None, (), [])]
+
     def _first_given(self, *names: str) -> str | None:
         """Returns the first of some options that is given, as the user wrote it."""
-        names_given = (name for name in names if (value := getattr(self, name)) is not None and value not in ((), []))
-        return next(map(self.spell, names_given), None)
+        return next(iter(self._given(*names)), None)
 
     def check_destination(self) -> None:
         """Raises UserError, or the OSError of a file that is in the way, unless `out` can be written."""

@@ -29,8 +29,8 @@ MODELS = {"--{}": "model", "{}=": nn.Linear(2, 2)}
         ({"recipe": "fp8", "attention": "nvfp4"}, "<attention> nvfp4: attention runs in fp8, or in 16bit"),
         ({"budget": BUDGET, "attention": "fp8"}, "<attention>: a budget leaves attention in 16 bit"),
         (
-            {"recipe": Plan(()), "solver": "gptq"},
-            "says everything already: edit it instead of using <solver>, <effort>",
+            {"recipe": Plan(()), "solver": "gptq", "exclude": ("*",)},
+            "says everything already: edit it instead of using <solver>, <exclude>",
         ),
         ({"recipe": Plan(()), "effort": 0}, "says everything already"),
         ({"budget": BUDGET, "lm_head": "fp8"}, "<lm_head> fp8: a budget counts the layers inside the model"),
