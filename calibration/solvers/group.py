@@ -16,13 +16,12 @@ from quant.calibration.ranks import Exchange
 from quant.calibration.solvers.base import Solver, shared_global_scale
 from quant.calibration.solvers.gptq import Gptq
 from quant.calibration.solvers.peers import Peer
+from quant.calibration.solvers.rows import TOGETHER
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
 from quant.formats.number import BF16, FP16
 from quant.formats.tensor import BlockScaledTensor, checked_amax
 
-# Values of matrices that are solved together; a dozen copies of them exist meanwhile.
-_TOGETHER = 1 << 27
 _STORED_NUMBER = {torch.float16: FP16, torch.bfloat16: BF16}
 
 
@@ -100,7 +99,7 @@ def solve_matrices(
             yield solve_group({name: matrix}, {name: of_matrix}, format, solver, stored)[name]
             continue
         waiting.append((matrix, of_matrix))
-        if (len(waiting) + 1) * max(matrix.numel(), matrix.shape[1] ** 2) > _TOGETHER:
+        if (len(waiting) + 1) * max(matrix.numel(), matrix.shape[1] ** 2) > TOGETHER:
             yield from solved()
     if waiting:
         yield from solved()

@@ -23,8 +23,8 @@ from quant.formats.tensor import BlockScaledTensor
 
 # On a GPU: rows of a part at least, and numbers of parts, which two ranks share evenly.
 LEAST_ROWS, _COUNTS = 2048, (4, 2, 1)
-# Weights that are solved in one go: from some ten copies of them on, memory counts more than launches.
-_TOGETHER = 1 << 27
+# Values that are solved in one go. Some ten copies of them exist meanwhile: of more, memory counts more than launches.
+TOGETHER = 1 << 27
 
 WHOLE = (slice(None),)
 """The parts of a weight that is solved as one."""
@@ -81,7 +81,7 @@ def _solve_together(
     """Returns the solutions of some parts by their first row, several solved in one call."""
     solved: dict[int, BlockScaledTensor] = {}
     longest = max((stop - start for start, stop in parts), default=1)
-    most = max(_TOGETHER // (longest * weight.shape[1]), 1)
+    most = max(TOGETHER // (longest * weight.shape[1]), 1)
     for first in range(0, len(parts), most):
         together = parts[first : first + most]
         bounds = accumulate((stop - start for start, stop in together), initial=0)

@@ -232,10 +232,12 @@ class GroupedProducts(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, state: LowPrecision, in_fp8: bool
     ) -> torch.Tensor:
-        products = _RowProducts(offsets, in_fp8) if has_rows(state.recipe) else _BlockProducts(offsets)
-        ctx.state, ctx.products, recipe = state, products, state.recipe
+        recipe = state.recipe
+        in_rows = has_rows(recipe)
+        products = _RowProducts(offsets, in_fp8) if in_rows else _BlockProducts(offsets)
+        ctx.state, ctx.products = state, products
         # Codes in FP8 take half of the memory until the backward pass. Values of blocks are BF16, and made there.
-        if has_rows(recipe) and recipe.input is not None and recipe.rounds_dw and ctx.needs_input_grad[1]:
+        if in_rows and recipe.input is not None and recipe.rounds_dw and ctx.needs_input_grad[1]:
             ctx.save_for_backward(weight, *products.columns(x, recipe.input))
         else:
             ctx.save_for_backward(weight, x)

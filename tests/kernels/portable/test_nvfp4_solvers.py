@@ -164,7 +164,7 @@ def test_several_weights_are_solved_in_the_launches_of_one(device: str, monkeypa
     solve = partial(solve_matrices, weights, stats, NVFP4, Gptq(), torch.bfloat16, "experts")
     with interpreted() if device == "cpu" else nullcontext():
         together = list(solve())
-        monkeypatch.setattr("quant.calibration.solvers.group._TOGETHER", 1)
+        monkeypatch.setattr("quant.calibration.solvers.group.TOGETHER", 1)
         alone = list(solve())
     for weight, each, ours, theirs in zip(weights, stats, together, alone, strict=True):
         assert ours.global_scale is not None and theirs.global_scale is not None
