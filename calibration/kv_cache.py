@@ -51,6 +51,7 @@ from quant.calibration.placement import device_of, placed
 from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.session import Session
 from quant.formats.format import FORMATS, Format
+from quant.formats.known_names import known_names
 from quant.formats.scaling import global_scale_of, scale_of
 
 GRANULARITIES = ("tensor", "head")
@@ -224,7 +225,7 @@ def _check_formats(formats: Any, granularity: str) -> None:
                 "use fp8 or nvfp4"
             )
     if granularity not in GRANULARITIES:
-        raise ValueError(f"unknown granularity {granularity!r}; known: {', '.join(GRANULARITIES)}")
+        raise ValueError(f"unknown granularity {granularity!r}; {known_names(granularity, GRANULARITIES)}")
 
 
 def _amax(observers: list[Observer], granularity: str) -> torch.Tensor:

@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 
 from quant.calibration.histogram import Histogram
 from quant.formats.format import Format
+from quant.formats.known_names import known_names
 from quant.formats.number import Number
 
 # The search for the smallest squared error: a geometric ladder down to amax / 2^10, then steps between its rungs.
@@ -278,4 +279,4 @@ def get_observer(name: str) -> type[Observer]:
     try:
         return OBSERVERS[name]
     except KeyError:
-        raise ValueError(f"unknown observer {name!r}; known observers: {', '.join(OBSERVERS)}") from None
+        raise ValueError(f"unknown observer {name!r}; {known_names(name, OBSERVERS, 'observers')}") from None

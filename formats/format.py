@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quant.formats.known_names import known_names
 from quant.formats.number import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32, INT4, INT8, Number
 
 
@@ -182,7 +183,7 @@ def get_format(name: str) -> Format:
     try:
         return INPUT_FORMATS[name]
     except KeyError:
-        raise ValueError(f"unknown format {name!r}; known formats: {', '.join(INPUT_FORMATS)}") from None
+        raise ValueError(f"unknown format {name!r}; {known_names(name, INPUT_FORMATS, 'formats')}") from None
 
 
 def cache_format(name: str | None) -> Format | None:
@@ -195,7 +196,7 @@ def cache_format(name: str | None) -> Format | None:
         return None
     formats = FORMATS | {FP8_HEAD.name: FP8_HEAD}
     if name not in formats:
-        raise ValueError(f"unknown format {name!r} of a KV cache; known formats: {', '.join(formats)}, keep")
+        raise ValueError(f"unknown format {name!r} of a KV cache; {known_names(name, [*formats, 'keep'], 'formats')}")
     return formats[str(name)]
 
 

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from quant.formats.format import Format
+from quant.formats.known_names import known_names
 from quant.formats.number import Number
 from quant.formats.packing import pack, unpack
 from quant.formats.parallel import in_parts
@@ -179,7 +180,7 @@ def quantize(
             defined for the format.
     """
     if rule not in SCALE_RULES:
-        raise ValueError(f"unknown scale rule {rule!r}; known rules: {', '.join(SCALE_RULES)}")
+        raise ValueError(f"unknown scale rule {rule!r}; {known_names(rule, SCALE_RULES, 'rules')}")
     amax = checked_amax(weight, name)
     if format.global_scale and global_scale is None:
         global_scale = global_scale_of(amax, format, rule)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from quant.formats.format import FORMATS, Format, is_16bit
+from quant.formats.known_names import known_names
 from quant.formats.number import E2M1, E4M3
 from quant.formats.packing import pack
 from quant.formats.rounding import decode, encode, round_to
@@ -212,7 +213,7 @@ def kv_format(name: str | None) -> Format | None:
     if is_16bit(name):
         return None
     if name not in KV_FORMATS:
-        raise ValueError(f"no KV cache in {name!r}; known: {', '.join(KV_FORMATS)}, 16bit")
+        raise ValueError(f"no KV cache in {name!r}; {known_names(name, [*KV_FORMATS, '16bit'])}")
     return FORMATS[str(name)]
 
 

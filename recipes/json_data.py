@@ -17,6 +17,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
+from quant.formats.known_names import known_names
+
 _NAMES = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
 _LARGEST = 2**63  # of whole numbers, which other programs keep in 64 bits
 
@@ -58,7 +60,7 @@ def check_fields(fields: Any, cls: type, where: str, more: Mapping[str, Any] | N
     own = {field.name: field for field in dataclasses.fields(cls)}
     names = [*own, *(more or ())]
     if unknown := sorted(set(fields) - set(names)):
-        raise ValueError(f"{where}: unknown field(s) {', '.join(unknown)}; known fields: {', '.join(names)}")
+        raise ValueError(f"{where}: unknown field(s) {', '.join(unknown)}; {known_names(unknown[0], names, 'fields')}")
     needed = {n for n, f in own.items() if f.default is f.default_factory is dataclasses.MISSING}
     if missing := sorted(needed - set(fields)):
         raise ValueError(f"{where}: missing field(s) {', '.join(missing)}")

@@ -32,6 +32,7 @@ from quant.formats.atomic import write_atomically
 from quant.formats.format import FORMATS, FP8_HEAD, Format, cache_format, get_format, parse_format
 from quant.formats.html_table import html_table
 from quant.formats.json_files import read_json
+from quant.formats.known_names import known_names
 from quant.recipes.json_data import check_fields, typed
 from quant.recipes.json_text import json_text
 from quant.recipes.layer_kind import LayerKind
@@ -203,8 +204,9 @@ class LayerPlan:
         name = fields.get("name", "(no name)") if isinstance(fields, Mapping) else "(no name)"
         where = f"plan layer {name!r}"
         check_fields(fields, cls, where, more=_PARTS)
-        if fields.get("kind") not in list(LayerKind):
-            raise ValueError(f"{where}: unknown kind {fields.get('kind')!r}; known kinds: {', '.join(LayerKind)}")
+        kind = fields.get("kind")
+        if kind not in list(LayerKind):
+            raise ValueError(f"{where}: unknown kind {kind!r}; {known_names(kind, LayerKind, 'kinds')}")
         try:
             own = {key: typed(_LAYER_FIELDS[key], value, key) for key, value in fields.items()}
             formats = {k: None if own.get(k) is None else get_format(own[k]) for k in ("weight", "activation")}

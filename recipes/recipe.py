@@ -8,9 +8,8 @@ TOML file each.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from quant.formats.format import Format, cache_format, parse_format
 from quant.formats.json_files import check_depth
+from quant.formats.known_names import known_names
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 
 KEEP = "keep"
@@ -143,7 +143,7 @@ def get_recipe(name: str) -> Recipe:
         return Recipe.load(name)
     recipes = presets()
     if name not in recipes:
-        raise ValueError(f"unknown format {name!r}; known formats: {', '.join(recipes)}{did_you_mean(name, recipes)}")
+        raise ValueError(f"unknown format {name!r}; {known_names(name, recipes, 'formats')}")
     return recipes[name]
 
 
@@ -154,15 +154,6 @@ def find_preset(name: str) -> Recipe | None:
     if name not in recipes and (before := recipes.get(name.removesuffix("a16"))):
         return dataclasses.replace(before, activation=KEEP)
     return recipes.get(name)
-
-
-def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Returns the end of a message that suggests a name: one that begins with `name`, or else the nearest one."""
-    choices, name = list(choices), name.lower()
-    longer = [each for each in choices if name and each.startswith(name)]
-    # The shortest one first: "nvfp4" means the preset of that name, and not nvfp4a16.
-    near = sorted(longer, key=len) or difflib.get_close_matches(name, choices, 1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def named_format(
@@ -185,7 +176,7 @@ def _check_keys(fields: Any, cls: type, where: str) -> None:
     keys = [f.name for f in dataclasses.fields(cls)]
     unknown = sorted(set(fields) - set(keys))
     if unknown:
-        raise ValueError(f"{where}: unknown key(s) {', '.join(unknown)}; known keys: {', '.join(keys)}")
+        raise ValueError(f"{where}: unknown key(s) {', '.join(unknown)}; {known_names(unknown[0], keys, 'keys')}")
     for key, value in fields.items():
         if key != "rules" and not isinstance(value, str):
             raise ValueError(f"{where}: {key} is {value!r}; expected a string in quotes")

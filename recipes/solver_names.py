@@ -9,9 +9,10 @@ checked without importing a solver.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from functools import cache
+
+from quant.formats.known_names import did_you_mean, known_names
 
 METHODS = {
     "rtn": "rounds to nearest, scales from the largest magnitude of each block",
@@ -93,12 +94,10 @@ def parse_solver(
     for part in name.split("+"):
         key, _, number = part.partition(":")
         if key not in order:
-            near = difflib.get_close_matches(key.lower(), order, 1)
             raise ValueError(
                 f"unknown solver {key!r}; known solvers: {', '.join(roundings)}; joined to them by '+', before: "
                 f"{', '.join(f'{transform}[:{MERGE}]' for transform in transforms)}, rotation[:block] or "
-                f"rotation:{MERGE}, lowrank[:rank]; after: autoround[:steps]"
-                + (f"; did you mean {near[0]}?" if near else "")
+                f"rotation:{MERGE}, lowrank[:rank]; after: autoround[:steps]{did_you_mean(key, order)}"
             )
         if order[key] < last or key in numbers or (order[key] == last == 3):
             raise ValueError(
@@ -126,7 +125,7 @@ def parse_solver(
 def check_observer(name: str) -> None:
     """Raises ValueError for an unknown observer; the message lists the known ones."""
     if name not in OBSERVERS:
-        raise ValueError(f"unknown observer {name!r}; known observers: {', '.join(OBSERVERS)}")
+        raise ValueError(f"unknown observer {name!r}; {known_names(name, OBSERVERS, 'observers')}")
 
 
 def with_branch(name: str, rank: int) -> str:

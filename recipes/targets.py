@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from quant.formats.format import Format
+from quant.formats.known_names import known_names
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan
-from quant.recipes.recipe import did_you_mean
 
 NATIVE, STORAGE = "native", "storage"
 
@@ -395,5 +395,4 @@ def get_target(name: str) -> Target:
     try:
         return TARGETS[name]
     except KeyError:
-        nearest = did_you_mean(name, TARGETS)
-        raise ValueError(f"unknown target {name!r}; known targets: {', '.join(TARGETS)}{nearest}") from None
+        raise ValueError(f"unknown target {name!r}; {known_names(name, TARGETS, 'targets')}") from None

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from quant.formats.format import Format, get_format, is_16bit, parse_format
+from quant.formats.known_names import known_names
 from quant.recipes.plan import LayerPlan, Parts
-from quant.recipes.recipe import KEEP, did_you_mean, find_preset, presets
+from quant.recipes.recipe import KEEP, find_preset, presets
 from quant.recipes.solver_names import with_branch
 
 
@@ -91,10 +92,9 @@ def _parse(name: str) -> Candidate:
         return Candidate(name, get_format(weight), parse_format(activation))
     recipe = find_preset(name)
     if recipe is None:
-        recipes = presets()
-        raise ValueError(
-            f"unknown format {name!r}; known formats: {', '.join(recipes)}, any of them with a16 at its end, "
-            "or WEIGHT@INPUT such as nvfp4@fp8; with +lowrank:RANK after it, a branch in 16 bit"
-            f"{did_you_mean(name, recipes)}"
+        more = (
+            ", any of them with a16 at its end, or WEIGHT@INPUT such as nvfp4@fp8; "
+            "with +lowrank:RANK after it, a branch in 16 bit"
         )
+        raise ValueError(f"unknown format {name!r}; {known_names(name, presets(), 'formats', more=more)}")
     return Candidate(name, get_format(recipe.weight), parse_format(recipe.activation))

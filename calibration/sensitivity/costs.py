@@ -31,6 +31,7 @@ from quant.calibration.attention_names import text_config
 from quant.calibration.sensitivity.candidates import Candidate
 from quant.formats.format import Format
 from quant.formats.json_files import read_json
+from quant.formats.known_names import known_names
 from quant.kernels.hardware import TARGETS, Hardware
 from quant.recipes.json_data import typed
 from quant.recipes.layer_kind import LayerKind
@@ -293,9 +294,8 @@ def get_timing(name: str) -> Timing:
         return Roofline(TARGETS[name])
     if Path(name).suffix == ".json":
         return LatencyTable.load(name)
-    raise ValueError(
-        f"unknown target {name!r}; known GPUs: {', '.join(TARGETS)}; or a table of kernel times, FILE.json"
-    )
+    more = "; or a table of kernel times, FILE.json"
+    raise ValueError(f"unknown target {name!r}; {known_names(name, TARGETS, 'GPUs', more=more)}")
 
 
 # Sizes in powers of 1000 as disks and GPUs are sold, or of 1024 with an i; counts in powers of 1024 as contexts are.

@@ -34,6 +34,7 @@ from quant.calibration.sensitivity.table import UNITS, GroupScores, Sensitivity
 from quant.calibration.sensitivity.token_products import Allowed
 from quant.calibration.sensitivity.work_units import Result, remove_parts, run_units, total
 from quant.calibration.session import Session
+from quant.formats.known_names import known_names
 from quant.recipes.plan import LayerPlan
 
 
@@ -55,7 +56,7 @@ class Scoring:
 
     def __post_init__(self) -> None:
         if self.method not in METHOD_CLASSES:
-            raise ValueError(f"unknown method {self.method!r}; known methods: {', '.join(METHOD_CLASSES)}")
+            raise ValueError(f"unknown method {self.method!r}; {known_names(self.method, METHOD_CLASSES, 'methods')}")
 
 
 def score_groups(

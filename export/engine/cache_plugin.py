@@ -26,6 +26,7 @@ import math
 from dataclasses import dataclass
 
 from quant.export.engine.kernel_bundle import BundledKernel
+from quant.formats.known_names import known_names
 from quant.kernels.aot import compile_kernel
 from quant.kernels.attention_tiles import DIMS
 
@@ -65,9 +66,9 @@ class CacheSpec:
         if self.dim not in DIMS:
             raise ValueError(f"cache attention: heads of {self.dim}; the kernels take {', '.join(map(str, DIMS))}")
         if self.format not in FORMATS:
-            raise ValueError(f"cache attention: a cache in {self.format!r}; known: {', '.join(FORMATS)}")
+            raise ValueError(f"cache attention: a cache in {self.format!r}; {known_names(self.format, FORMATS)}")
         if self.dtype not in DTYPES:
-            raise ValueError(f"cache attention: q in {self.dtype!r}; known: {', '.join(DTYPES)}")
+            raise ValueError(f"cache attention: q in {self.dtype!r}; {known_names(self.dtype, DTYPES)}")
         if self.capacity % BLOCK_N:
             raise ValueError(f"cache attention: a capacity of {self.capacity}; it must be a multiple of {BLOCK_N}")
 

@@ -14,8 +14,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from quant.formats.install_command import install_command
+from quant.formats.known_names import known_names
 from quant.kernels.hardware import CAPABILITIES
-from quant.recipes.recipe import did_you_mean
 
 # Turing, Ampere (three), Ada, Hopper, Blackwell for data centres (two) and for workstations (two).
 _GENERATIONS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
@@ -81,8 +81,7 @@ def resolve_target(name: str) -> Target:
             raise ValueError(f"target local: this machine has no CUDA GPU; name the target: {', '.join(TARGETS)}")
         return Target("local", capability)
     if name.lower() not in TARGETS:
-        nearest = did_you_mean(name, TARGETS)
-        raise ValueError(f"unknown target {name!r}; known targets: {', '.join(TARGETS)}, local{nearest}")
+        raise ValueError(f"unknown target {name!r}; {known_names(name, [*TARGETS, 'local'], 'targets')}")
     return Target(name.lower(), TARGETS[name.lower()])
 
 
@@ -96,7 +95,7 @@ def choose_common_backend(targets: Sequence[Target], backend: str | None, featur
     """Returns the library that builds one engine for all targets, with these features; ValueError if none does."""
     unknown = sorted(set(features) - FEATURES.keys())
     if unknown:
-        raise ValueError(f"unknown engine feature {unknown[0]!r}; known: {', '.join(FEATURES)}")
+        raise ValueError(f"unknown engine feature {unknown[0]!r}; {known_names(unknown[0], FEATURES)}")
     # Full TensorRT builds for the one GPU that it times kernels on.
     several = "tensorrt_rtx" if len(targets) > 1 and backend is None else backend
     if several == "tensorrt" and len(targets) > 1:
@@ -124,7 +123,7 @@ def choose_backend(target: Target, backend: str | None = None) -> Backend:
     none that can is installed; the message names the extra and the targets of each library.
     """
     if backend is not None and backend not in EXTRAS:
-        raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(EXTRAS)}")
+        raise ValueError(f"unknown backend {backend!r}; {known_names(backend, EXTRAS, 'backends')}")
     # In order of preference; `able` says whether a library builds for the target on this machine, installed or not.
     able = {"tensorrt": local_capability() == target.capability, "tensorrt_rtx": target.sm in RTX_TARGETS}
     for name in able:

@@ -38,6 +38,7 @@ from quant.export.onnx_graph.serving import CachedAttention, serving_program
 from quant.export.onnx_graph.translate import MODEL_PREFIX, dimension_ranges, quiet, trace, translate
 from quant.formats.atomic import put_file, temporary_directory
 from quant.formats.format import Format
+from quant.formats.known_names import known_names
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import Plan
 
@@ -93,7 +94,7 @@ def write_onnx(
     """
     path = Path(path)
     if attention not in ATTENTIONS:
-        raise ValueError(f"unknown attention {attention!r}; known: {', '.join(ATTENTIONS)}")
+        raise ValueError(f"unknown attention {attention!r}; {known_names(attention, ATTENTIONS)}")
     limits.check_model(model)
     scales: Mapping[str, Sequence[float]] = {}
     if plan is not None and plan.attention is not None and attention != "none":

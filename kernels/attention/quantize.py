@@ -22,6 +22,7 @@ from typing import Literal, Unpack, overload
 
 import torch
 
+from quant.formats.known_names import known_names
 from quant.formats.number import E4M3
 from quant.formats.scaling import finite_or_nan
 from quant.kernels import hardware
@@ -166,7 +167,7 @@ def _check(
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"{where}: {q.dtype}, {k.dtype}, {v.dtype}; expected all bfloat16 or all float16")
     if granularity not in GRANULARITIES:
-        raise ValueError(f"{where}: granularity {granularity!r}; known: {', '.join(GRANULARITIES)}")
+        raise ValueError(f"{where}: granularity {granularity!r}; {known_names(granularity, GRANULARITIES)}")
     if rope is not None:
         fits = ((q.shape[2], q.shape[3]), (1, q.shape[2], q.shape[3]), (q.shape[0], q.shape[2], q.shape[3]))
         if q.shape[2] != k.shape[2] or any(tuple(part.shape) not in fits for part in rope):

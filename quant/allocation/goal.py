@@ -11,6 +11,7 @@ from quant.calibration.sensitivity.candidates import KEPT
 from quant.calibration.sensitivity.costs import Timing, get_timing
 from quant.errors import UserError
 from quant.formats.format import is_16bit
+from quant.formats.known_names import did_you_mean
 from quant.kernels.hardware import TARGETS as GPUS
 from quant.recipes.targets import TARGETS
 
@@ -77,7 +78,7 @@ class Goal:
         if unknown:
             raise UserError(
                 f"unknown target {unknown[0]!r}; known runtimes: {', '.join(TARGETS)}; known GPUs: {', '.join(GPUS)}; "
-                "or a table of kernel times, FILE.json"
+                f"or a table of kernel times, FILE.json{did_you_mean(unknown[0], [*TARGETS, *GPUS])}"
             )
         if len(names) > 1:
             raise UserError(f"more than one GPU among the targets: {', '.join(names)}")

@@ -33,6 +33,7 @@ from quant.export.checkpoint.read import layer_tensor_names, read_layer, read_pa
 from quant.export.checkpoint.scan import Scan
 from quant.export.checkpoint.tied import clear_flag
 from quant.export.checkpoint.write import SECOND_LEVEL, layer_weights, write_tensors
+from quant.formats.known_names import known_names
 from quant.models.files import copy_along
 from quant.models.huggingface import remote_code
 from quant.plan.plan_warnings import fusion_warnings
@@ -85,7 +86,7 @@ def convert(
     """
     directory, out = Path(directory), Path(out)
     if to not in LAYOUTS:
-        raise UserError(f"no layout {to!r}; known: {', '.join(LAYOUTS)}")
+        raise UserError(f"no layout {to!r}; {known_names(to, LAYOUTS)}")
     # The source stays mapped while `out` is written; a directory inside the other would be read and replaced at once.
     check_apart(out, directory)
     with remote_code(trust_remote_code):

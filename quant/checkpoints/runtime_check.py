@@ -30,6 +30,7 @@ from quant.checkpoints.load import describe, load
 from quant.checkpoints.runtime_probe import PROBES, continue_greedily, score
 from quant.errors import UserError
 from quant.export.checkpoint.configs.compressed_tensors_warnings import unpacking_warnings
+from quant.formats.known_names import known_names
 from quant.kernels.linear.modules import QuantLinear
 from quant.kernels.linear.quantized_module import QuantizedModule
 from quant.models.huggingface import load_tokenizer
@@ -110,7 +111,7 @@ def check_runtime(
         UserError: an unknown runtime, or one that does not load the checkpoint; the message has its error.
     """
     if runtime not in PROBES:
-        raise UserError(f"no runtime {runtime!r}; known: {', '.join(PROBES)}")
+        raise UserError(f"no runtime {runtime!r}; {known_names(runtime, PROBES)}")
     if runtime == "transformers":
         _refuse_unpacked(directory)
     rows = _rows(directory)

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from quant.errors import UserError
+from quant.formats.known_names import known_names
 from quant.models.hub import SUFFIXES, companion_names, listed_modules, snapshot, split_revision
 
 # Short names: package that holds the file, the file in it, and how to get the package.
@@ -61,7 +62,7 @@ def find_model(name: str) -> Path:
     # "models/net.pt" looks like org/name. With a suffix of weights it is a mistyped path and not looked up on the hub.
     if hub_name is not None and Path(hub_name[0]).suffix not in SUFFIXES:
         return snapshot(*hub_name)
-    raise UserError(f"{name}: no such file or directory; known aliases: {', '.join(_ALIASES)}")
+    raise UserError(f"{name}: no such file or directory; {known_names(name, _ALIASES, 'aliases')}")
 
 
 def find_checkpoint(directory: str | Path) -> Path:

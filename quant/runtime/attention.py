@@ -52,6 +52,7 @@ from quant.calibration.kv_cache import is_latent, latents_changed, rotary_key, w
 from quant.errors import UserError
 from quant.extras import require
 from quant.formats.format import Format, is_16bit
+from quant.formats.known_names import known_names
 from quant.formats.number import E4M3
 from quant.formats.rounding import encode
 from quant.formats.scaling import scale_of
@@ -154,11 +155,11 @@ def quantized_attention(
 def _named(attention: str | None, kv_cache: str | None) -> tuple[str, Format | None]:
     attention = "16bit" if is_16bit(attention) else str(attention)
     if attention not in ATTENTIONS:
-        raise UserError(f"--attention {attention}: unknown; known: {', '.join(ATTENTIONS)}")
+        raise UserError(f"--attention {attention}: unknown; {known_names(attention, ATTENTIONS)}")
     try:
         return attention, kv_format(kv_cache)
     except ValueError:
-        raise UserError(f"--kv-cache {kv_cache}: unknown; known: {', '.join(KV_CACHES)}") from None
+        raise UserError(f"--kv-cache {kv_cache}: unknown; {known_names(kv_cache, KV_CACHES)}") from None
 
 
 def turns(module: nn.Module, format: Format | None, fp8: bool) -> bool:

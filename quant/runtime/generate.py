@@ -27,6 +27,7 @@ from quant.calibration.placement import Device, device_of, find_device
 from quant.errors import UserError
 from quant.export.checkpoint.check import value_problem
 from quant.formats.format import is_16bit
+from quant.formats.known_names import known_names
 from quant.kernels.hardware import has_triton
 from quant.plan.callers_model import unwrapped
 from quant.recipes.layers import output_head
@@ -302,7 +303,7 @@ def _check(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> None:
 def cast_unquantized(model: nn.Module, dtype: str) -> None:
     """Puts all that is not quantized in a dtype; buffers in float32, such as the frequencies of positions, stay."""
     if dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype}: unknown; known: {', '.join(DTYPES)}")
+        raise UserError(f"--dtype {dtype}: unknown; {known_names(dtype, DTYPES)}")
     # `.to(dtype)` casts all floating-point buffers, also frequencies that models keep in float32 on purpose.
     wide = [
         (module, name, buffer)

@@ -21,6 +21,7 @@ from torch import nn
 from quant.calibration.attention_names import configs_of, implementations_kept, text_config
 from quant.errors import UserError
 from quant.extras import require
+from quant.formats.known_names import known_names
 from quant.kernels.attention.forward import has_attention_kernel
 from quant.kernels.attention.ring import quantize_blocks
 from quant.kernels.attention_operands import scale_of_rows
@@ -57,7 +58,7 @@ class _Registration:
 def check_attention(model: nn.Module, attention: str) -> None:
     """Raises UserError for an unknown name, or a model whose attention cannot train in FP8; it names the cause."""
     if attention not in ATTENTIONS:
-        raise UserError(f"unknown attention {attention!r} in training; known: {', '.join(ATTENTIONS)}")
+        raise UserError(f"unknown attention {attention!r} in training; {known_names(attention, ATTENTIONS)}")
     if attention == "16bit":
         return
     if getattr(model, "config", None) is None or not hasattr(model, "set_attn_implementation"):

@@ -27,6 +27,7 @@ from quant.errors import UserError, counted
 from quant.execution.solve import solve_plan
 from quant.execution.undo import restored_on_error
 from quant.export.checkpoint.write import plan_of_model
+from quant.formats.known_names import known_names
 from quant.plan.callers_model import (
     ADAPTERS_AFTER,
     check_original,
@@ -100,7 +101,7 @@ def prepare_qat(
     """
     model = unwrapped(model, "prepare_qat")
     if scales is not None and scales not in SCALES:
-        raise UserError(f"scales={scales!r}: unknown; known: {', '.join(SCALES)}")
+        raise UserError(f"scales={scales!r}: unknown; {known_names(scales, SCALES)}")
     if isinstance(track_inputs, bool) or not isinstance(track_inputs, int) or track_inputs < 0:
         raise UserError(f"track_inputs={track_inputs!r}: give a number of forward passes, such as 100, or 0 for none")
     if any(isinstance(module, RoundedWeight) for module in model.modules()):

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 
+from quant.formats.known_names import known_names
+
 KNOWN = ("0", "1", "layers", "fp8-prefill")
 
 
@@ -22,4 +24,4 @@ def switches() -> frozenset[str]:
 def unknown_switches() -> str:
     """Returns a sentence about words that mean nothing; empty if there are none."""
     unknown = sorted(switches() - set(KNOWN))
-    return f"BLOCKSCALE_VLLM: no switch {unknown[0]!r}; known: {', '.join(KNOWN)}" if unknown else ""
+    return f"BLOCKSCALE_VLLM: no switch {unknown[0]!r}; {known_names(unknown[0], KNOWN)}" if unknown else ""

@@ -16,6 +16,7 @@ import torch
 from quant.export.checkpoint.layout import MODELOPT, same_values
 from quant.export.checkpoint.names import FormatsOf, StoredNames, expert_names
 from quant.formats.format import FORMATS, Format
+from quant.formats.known_names import known_names
 from quant.formats.number import INT4
 from quant.recipes.json_data import typed
 from quant.recipes.layer_kind import LayerKind
@@ -309,4 +310,4 @@ def _kv_format(config: Mapping[str, Any]) -> Format | None:
     for name, stored in _KV_CACHES.items():
         if scheme in (stored, _arguments(FORMATS[name])):
             return FORMATS[name]
-    raise ValueError(f"a KV cache in {scheme} is not supported; known: {', '.join(_KV_CACHES.values())}")
+    raise ValueError(f"a KV cache in {scheme} is not supported; {known_names(scheme, _KV_CACHES.values())}")

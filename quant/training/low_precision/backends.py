@@ -21,6 +21,7 @@ from quant.errors import UserError
 from quant.extras import require
 from quant.formats.format import FORMATS
 from quant.formats.install_command import install_command
+from quant.formats.known_names import known_names
 from quant.kernels.training import fp8_block
 from quant.training.low_precision.native import NativeProducts
 from quant.training.low_precision.recipe import RECIPES, TrainingRecipe
@@ -64,7 +65,7 @@ def choose_backend(backend: str, recipe: TrainingRecipe, parameter: torch.Tensor
         UserError: an unknown name, or a backend that does not run the recipe here; the message says which machine does.
     """
     if backend not in BACKENDS:
-        raise UserError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+        raise UserError(f"unknown backend {backend!r}; {known_names(backend, BACKENDS)}")
     products = "BF16 products" if parameter.is_cuda else "FP32 products"
     emulated = f"emulated by {products} of rounded operands, which is slower than 16 bit"
     if backend == "emulated":

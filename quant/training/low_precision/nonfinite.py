@@ -28,6 +28,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from quant.errors import UserError
+from quant.formats.known_names import known_names
 from quant.training.low_precision.experts import LowPrecisionStack, trained_layers
 from quant.training.low_precision.linear import LowPrecisionLinear
 
@@ -51,7 +52,7 @@ class GradientWatch:
 
     def __init__(self, action: str) -> None:
         if action not in ACTIONS:
-            raise UserError(f"on_nonfinite={action!r}: unknown; known: {', '.join(ACTIONS)}")
+            raise UserError(f"on_nonfinite={action!r}: unknown; {known_names(action, ACTIONS)}")
         self.action = action
         self._warns_of_resuming = True
         self._model: Callable[[], nn.Module | None] = lambda: None

@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from quant.formats.format import FORMATS, Format
+from quant.formats.known_names import known_names
 from quant.formats.number import E2M1, E4M3, E5M2, FP32
 
 NVFP4_SQUARE = Format("nvfp4_16x16", E2M1, E4M3, (16, 16), global_scale=True)
@@ -146,5 +147,5 @@ def get_training_recipe(recipe: str | TrainingRecipe) -> TrainingRecipe:
     if isinstance(recipe, TrainingRecipe):
         return recipe
     if recipe not in RECIPES:
-        raise ValueError(f"unknown training recipe {recipe!r}; known: {', '.join(RECIPES)}")
+        raise ValueError(f"unknown training recipe {recipe!r}; {known_names(recipe, RECIPES)}")
     return RECIPES[recipe]

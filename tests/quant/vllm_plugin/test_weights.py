@@ -114,4 +114,5 @@ def test_prompts_are_multiplied_in_fp8_where_the_environment_asks_for_it(monkeyp
 
 def test_an_unknown_switch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOCKSCALE_VLLM", "1,fp8")
-    assert unknown_switches() == "BLOCKSCALE_VLLM: no switch 'fp8'; known: 0, 1, layers, fp8-prefill"
+    known = "known: 0, 1, layers, fp8-prefill; did you mean fp8-prefill?"
+    assert unknown_switches() == f"BLOCKSCALE_VLLM: no switch 'fp8'; {known}"
