@@ -106,7 +106,7 @@ def columns_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return _of_columns(torch.cat([high, high, low]), torch.cat([high_y, low_y, high_y]))
 
 
-class Operand:
+class SplitMatrix:
     """A float32 matrix for many products, split into two BF16 parts once where a GPU multiplies such pairs.
 
     Args:
@@ -118,12 +118,12 @@ class Operand:
             matrix = _pair(matrix) if has_pairs(matrix) else (matrix,)
         self.parts = matrix
 
-    def __getitem__(self, index: Any) -> Operand:
-        return Operand(tuple(part[index] for part in self.parts))
+    def __getitem__(self, index: Any) -> SplitMatrix:
+        return SplitMatrix(tuple(part[index] for part in self.parts))
 
-    def t(self) -> Operand:
+    def t(self) -> SplitMatrix:
         """Returns the transposed matrix, as a view."""
-        return Operand(tuple(part.t() for part in self.parts))
+        return SplitMatrix(tuple(part.t() for part in self.parts))
 
     def __setitem__(self, index: Any, matrix: torch.Tensor) -> None:
         high, *low = self.parts
@@ -131,7 +131,7 @@ class Operand:
         if low:
             torch.sub(matrix, high[index], out=low[0][index])
 
-    def __matmul__(self, other: Operand) -> torch.Tensor:
+    def __matmul__(self, other: SplitMatrix) -> torch.Tensor:
         """Returns the product, float32."""
         if len(self.parts) == 1:
             return self.parts[0] @ other.parts[0]

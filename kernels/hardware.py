@@ -24,7 +24,7 @@ class Hardware:
     """Facts about a GPU.
 
     Attributes:
-        name: key in `TARGETS`, or the driver's name of a GPU that is not in it.
+        name: key in `GPUS`, or the driver's name of a GPU that is not in it.
         capability: compute capability.
         sms: streaming multiprocessors.
         l2: bytes of the L2 cache.
@@ -88,7 +88,7 @@ def _gpu(
     )
 
 
-TARGETS: dict[str, Hardware] = {
+GPUS: dict[str, Hardware] = {
     gpu.name: gpu
     for gpu in (
         _gpu("a100", (8, 0), 108, 40, 80, 2039, 312, 624),
@@ -111,7 +111,7 @@ CAPABILITIES: dict[str, tuple[int, int]] = {
     "l4": (8, 9),
     "rtx4090": (8, 9),
     "dgx-spark": (12, 1),
-    **{name: gpu.capability for name, gpu in TARGETS.items()},
+    **{name: gpu.capability for name, gpu in GPUS.items()},
 }
 """Compute capability of every GPU that is known by name, with or without its data sheet: enough to build an engine."""
 
@@ -169,14 +169,14 @@ def lacks_e4m3(x: torch.Tensor) -> bool:
 
 
 def _recognise(name: str, capability: tuple[int, int]) -> Hardware:
-    """Returns the target whose name the driver's name holds.
+    """Returns the GPU of `GPUS` whose name the driver's name holds.
 
     Else the nearest one that is not newer, marked as a likeness.
     """
-    for target in TARGETS.values():
+    for gpu in GPUS.values():
         # "rtxpro6000" is "NVIDIA RTX PRO 6000 Blackwell" to the driver: spaces may stand between letters and digits.
-        spaced = re.sub(r"(?<=rtx)(?=pro)|(?<=[a-z])(?=[0-9])", r"\\s*", target.name)
-        if re.search(rf"\b{spaced}\b", name.lower()) and target.capability == capability:
-            return target
-    older = [gpu for gpu in TARGETS.values() if gpu.capability <= capability] or [TARGETS["a100"]]
+        spaced = re.sub(r"(?<=rtx)(?=pro)|(?<=[a-z])(?=[0-9])", r"\\s*", gpu.name)
+        if re.search(rf"\b{spaced}\b", name.lower()) and gpu.capability == capability:
+            return gpu
+    older = [gpu for gpu in GPUS.values() if gpu.capability <= capability] or [GPUS["a100"]]
     return replace(max(older, key=lambda gpu: gpu.capability), known=False)

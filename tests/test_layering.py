@@ -322,7 +322,7 @@ def test_a_planted_violation_is_caught(path: str, source: str, problem: str) -> 
     ("path", "source"),
     [
         ("formats/a.py", "import math\nimport torch\nfrom quant.formats.number import E2M1"),
-        ("calibration/a.py", "from quant.kernels.hardware import TARGETS\nfrom quant.recipes.plan import Plan"),
+        ("calibration/a.py", "from quant.kernels.hardware import GPUS\nfrom quant.recipes.plan import Plan"),
         ("export/a.py", "import torch\n\ndef f():\n    import onnx"),
         ("export/a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import onnx"),
         ("kernels/portable/a.py", "import triton\nfrom quant.kernels.portable.casts import quantize"),

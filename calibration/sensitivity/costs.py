@@ -32,7 +32,7 @@ from quant.calibration.sensitivity.candidates import Candidate
 from quant.formats.format import Format
 from quant.formats.json_files import read_json
 from quant.formats.known_names import known_names
-from quant.kernels.hardware import TARGETS, Hardware
+from quant.kernels.hardware import GPUS, Hardware
 from quant.recipes.json_data import typed
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
@@ -290,12 +290,12 @@ def get_timing(name: str) -> Timing:
     Raises:
         ValueError: neither; the message lists the GPUs.
     """
-    if name in TARGETS:
-        return Roofline(TARGETS[name])
+    if name in GPUS:
+        return Roofline(GPUS[name])
     if Path(name).suffix == ".json":
         return LatencyTable.load(name)
     more = "; or a table of kernel times, FILE.json"
-    raise ValueError(f"unknown target {name!r}; {known_names(name, TARGETS, 'GPUs', more=more)}")
+    raise ValueError(f"unknown target {name!r}; {known_names(name, GPUS, 'GPUs', more=more)}")
 
 
 # Sizes in powers of 1000 as disks and GPUs are sold, or of 1024 with an i; counts in powers of 1024 as contexts are.

@@ -17,7 +17,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from quant.calibration.fast_matmul import Operand
+from quant.calibration.fast_matmul import SplitMatrix
 from quant.calibration.ranks import Exchange, dealt, rank_and_world, shares_rows
 from quant.calibration.solvers.rows import WHOLE
 from quant.formats.scaling import nonzero
@@ -120,12 +120,12 @@ def _slabs(upper: Tensor) -> dict[int, int]:
 
 def _times_inverse(x: Tensor, upper: Tensor, parts: Sequence[slice]) -> Tensor:
     """Returns `x` M⁻¹ = (`x` Uᵀ) U of `[n, in]`, U's zeros left out: little more than half of the operations."""
-    slabs, inverse = _slabs(upper), Operand(upper)
-    step, half, result = Operand(x), torch.empty_like(x), torch.empty_like(x)
+    slabs, inverse = _slabs(upper), SplitMatrix(upper)
+    step, half, result = SplitMatrix(x), torch.empty_like(x), torch.empty_like(x)
     for start, stop in slabs.items():
         for rows in parts:
             half[rows, start:stop] = step[rows, start:] @ inverse[start:stop, start:].t()
-    step = Operand(half)
+    step = SplitMatrix(half)
     for start, stop in slabs.items():
         for rows in parts:
             result[rows, start:stop] = step[rows, :stop] @ inverse[:stop, start:stop]
@@ -153,7 +153,7 @@ def corrected_weight(
     if drift is None:
         step = torch.zeros_like(weight)
     else:
-        original, errors = Operand(weight), Operand(drift)
+        original, errors = SplitMatrix(weight), SplitMatrix(drift)
         step = torch.cat([original[rows] @ errors for rows in parts])
     if residual is not None:
         step += residual

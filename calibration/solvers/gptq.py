@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quant.calibration.fast_matmul import Operand
+from quant.calibration.fast_matmul import SplitMatrix
 from quant.calibration.solvers.base import required_stats
 from quant.calibration.solvers.block_search import round_with_feedback, search_block, search_threads, to_errors
 from quant.calibration.solvers.factor import Factor, block_factors, block_order, corrected_weight, factorize
@@ -415,7 +415,7 @@ def _descend(
 
     The tensors are those of `_feed_back`.
     """
-    moment, residual = Operand(factor.moment), Operand(target - values)
+    moment, residual = SplitMatrix(factor.moment), SplitMatrix(target - values)
     inverses, uppers = block_factors(diagonal_blocks(factor.moment, width))
     outputs = values.shape[-1]
     for span, within in _windows(target.shape[-2], width):

@@ -28,7 +28,7 @@ from typing import Any
 from torch import nn
 
 from quant.export.engine.contents.engine_file import Engine, read_engine
-from quant.export.engine.contents.program import BITS, MULTIPLYING, PRODUCTS, Kernel, Operand
+from quant.export.engine.contents.program import BITS, MULTIPLYING, PRODUCTS, Kernel, KernelOperand
 from quant.export.engine.contents.weights import compare_tensors
 from quant.export.engine.contents.wiring import absent_blocks, order_problems
 from quant.export.onnx_graph.serving import new_name
@@ -47,7 +47,7 @@ _ELEMENTS = {"e2m1": "fp4", "e4m3": "fp8", "int8": "int8", "int4": "int4"}
 
 
 @dataclass(frozen=True)
-class Finding:
+class AuditRow:
     """A layer, attention or other GEMM as planned and as found, the worst of the engine's programs."""
 
     name: str
@@ -64,7 +64,7 @@ def audit(
     attention_nodes: Sequence[str] = (),
     exported: Collection[str] | None = None,
     model: nn.Module | None = None,
-) -> list[Finding]:
+) -> list[AuditRow]:
     """Compares an engine with a plan and a model.
 
     One finding for each planned layer, then other GEMMs, attentions, the tensors of each module of `model`, inputs that
@@ -94,20 +94,20 @@ def audit(
     findings = [
         _audit_layer(layer, kernels)
         if exported is None or name in exported
-        else Finding(name, planned_precision(layer), NOT_EXPORTED, True)
+        else AuditRow(name, planned_precision(layer), NOT_EXPORTED, True)
         for name, layer in planned.items()
     ]
     findings += [*_audit_unplanned(kernels, planned), *_audit_attention(kernels, attention, attention_nodes)]
     if model is not None:
         findings += _audit_tensors(engine, model)
     # TensorRT-RTX 1.7's parser drops `nonpad_kv_seqlen` of Attention with a warning: the engine has the input, unread.
-    findings += [Finding(name, "an input that is read", "read by no kernel", False) for name in engine.unread]
+    findings += [AuditRow(name, "an input that is read", "read by no kernel", False) for name in engine.unread]
     findings += _audit_updates(engine)
     blocks = [*order_problems(engine), *([] if model is None else absent_blocks(engine, model))]
-    return findings + [Finding("order of blocks", "as in the model", text, False) for text in blocks]
+    return findings + [AuditRow("order of blocks", "as in the model", text, False) for text in blocks]
 
 
-def failures(findings: Iterable[Finding]) -> list[str]:
+def failures(findings: Iterable[AuditRow]) -> list[str]:
     """Returns one clause for each finding that did not pass."""
     return [f"{f.name}: planned {f.planned}, found {f.found}" for f in findings if not f.passed]
 
@@ -145,18 +145,18 @@ def _is_gemm_of(kernel: Kernel, layer: str) -> bool:
     return kernel.is_gemm and any(node.startswith(f"{layer}{kind}") for node in kernel.nodes for kind in PRODUCTS)
 
 
-def _audit_layer(layer: LayerPlan, kernels: Sequence[Kernel]) -> Finding:
+def _audit_layer(layer: LayerPlan, kernels: Sequence[Kernel]) -> AuditRow:
     planned = planned_precision(layer)
     precisions = [_precision(kernel, kernels) for kernel in kernels if _is_gemm_of(kernel, layer.name)]
     if not precisions:
-        return Finding(layer.name, planned, "no GEMM of its name in the engine", False)
+        return AuditRow(layer.name, planned, "no GEMM of its name in the engine", False)
     # A format that one TensorRT only stores may have a GEMM of its own in another.
     accepted = {planned, "fp8"} if is_storage_only(layer) else {planned}
     wrong = [precision for precision in precisions if precision not in accepted]
-    return Finding(layer.name, planned, (wrong or precisions)[0], not wrong)
+    return AuditRow(layer.name, planned, (wrong or precisions)[0], not wrong)
 
 
-def _audit_unplanned(kernels: Sequence[Kernel], planned: Mapping[str, Any]) -> Iterator[Finding]:
+def _audit_unplanned(kernels: Sequence[Kernel], planned: Mapping[str, Any]) -> Iterator[AuditRow]:
     """Yields a finding for each GEMM that no planned layer owns: one kept in 16 bit or, without a plan, any."""
     seen = set()
     for kernel in kernels:
@@ -164,10 +164,10 @@ def _audit_unplanned(kernels: Sequence[Kernel], planned: Mapping[str, Any]) -> I
         name = "+".join(names) or kernel.name
         if kernel.is_gemm and name not in seen and not any(_is_gemm_of(kernel, layer) for layer in planned):
             seen.add(name)
-            yield Finding(name, "16 bit" if planned else UNPLANNED, _precision(kernel, kernels), True)
+            yield AuditRow(name, "16 bit" if planned else UNPLANNED, _precision(kernel, kernels), True)
 
 
-def _attended(kernel: Kernel) -> list[Operand]:
+def _attended(kernel: Kernel) -> list[KernelOperand]:
     """Returns q, k and v of an attention; a mask, which has no codes, comes between k and v."""
     matrices = [operand for operand in kernel.inputs if operand.is_matrix]
     # q [batch · heads, queries, dim], k, mask [batch, 1, queries, keys], v; heads may be a dimension of their own.
@@ -178,23 +178,23 @@ def _attended(kernel: Kernel) -> list[Operand]:
     return matrices[:3]
 
 
-def _audit_tensors(engine: Engine, model: nn.Module) -> Iterator[Finding]:
+def _audit_tensors(engine: Engine, model: nn.Module) -> Iterator[AuditRow]:
     """Yields findings on whether each module's kernels read the module's own codes, scales, biases and weights."""
     if not engine.starts:
-        yield Finding("all tensors", TENSORS, "constants in a layout of another TensorRT, not compared", False)
+        yield AuditRow("all tensors", TENSORS, "constants in a layout of another TensorRT, not compared", False)
         return
     for name, absent in compare_tensors(engine, model).items():
-        yield Finding(name, TENSORS, f"other {', '.join(absent)}" if absent else TENSORS, not absent)
+        yield AuditRow(name, TENSORS, f"other {', '.join(absent)}" if absent else TENSORS, not absent)
 
 
-def _audit_updates(engine: Engine) -> Iterator[Finding]:
+def _audit_updates(engine: Engine) -> Iterator[AuditRow]:
     """Yields a finding for each part of a KV cache that the engine updates in place as another part."""
     for past, output in engine.updated.items():
         if output != new_name(past):
-            yield Finding(past, f"updated in place as {new_name(past)}", f"as {output}", False)
+            yield AuditRow(past, f"updated in place as {new_name(past)}", f"as {output}", False)
 
 
-def _audit_attention(kernels: Sequence[Kernel], required: str | None, nodes: Sequence[str]) -> Iterator[Finding]:
+def _audit_attention(kernels: Sequence[Kernel], required: str | None, nodes: Sequence[str]) -> Iterator[AuditRow]:
     """Yields findings for fused attentions, and for attention nodes of the graph that were not fused."""
     precisions: dict[str, str] = {}
     for kernel in kernels:
@@ -208,7 +208,7 @@ def _audit_attention(kernels: Sequence[Kernel], required: str | None, nodes: Seq
     for name in dict.fromkeys((*precisions, *nodes)):
         precision = precisions.get(name, "not fused")
         layer = name.rpartition("/")[0] or name
-        yield Finding(layer, required or UNPLANNED, precision, required in (None, precision))
+        yield AuditRow(layer, required or UNPLANNED, precision, required in (None, precision))
 
 
 def _precision(gemm: Kernel, kernels: Sequence[Kernel]) -> str:
@@ -234,7 +234,7 @@ def _precision(gemm: Kernel, kernels: Sequence[Kernel]) -> str:
     return f"{activation}, {weight} weights"
 
 
-def _stored_type(operands: Iterable[Operand], weight: Operand) -> str | None:
+def _stored_type(operands: Iterable[KernelOperand], weight: KernelOperand) -> str | None:
     """Returns the type that a weight is stored in: the narrowest among constants of about its size.
 
     Block scales are far smaller than the weight. The builder expands MXFP8's scales to the weight's size, in a wider

@@ -26,7 +26,15 @@ from typing import Any
 
 from torch import nn
 
-from quant.export.engine.audit import TENSORS, Finding, audit, failures, fallback_message, is_storage_only, receipt_path
+from quant.export.engine.audit import (
+    TENSORS,
+    AuditRow,
+    audit,
+    failures,
+    fallback_message,
+    is_storage_only,
+    receipt_path,
+)
 from quant.export.engine.graph import (
     ATTENTION,
     check_backend,
@@ -36,7 +44,7 @@ from quant.export.engine.graph import (
     make_profiles,
 )
 from quant.export.engine.process import Progress, run_worker, timing_cache, worker_environment
-from quant.export.engine.targets import FEATURES, Target, choose_common_backend, resolve_targets
+from quant.export.engine.targets import FEATURES, GpuTarget, choose_common_library, resolve_targets
 from quant.export.onnx_graph.export import ATTENTION_KEY, EXPORT_KEY, PLAN_KEY, write_onnx
 from quant.export.onnx_graph.opsets import CACHE_PLUGIN, PLUGIN
 from quant.export.onnx_graph.shapes import format_profile
@@ -59,7 +67,7 @@ class BuildOptions:
     """The GPU and the shapes that an engine is built for.
 
     Attributes:
-        target: key of `TARGETS`, or "local"; several with commas between them, for TensorRT-RTX.
+        target: key of `GPU_TARGETS`, or "local"; several with commas between them, for TensorRT-RTX.
         shapes: range of every dynamic dimension, see `onnx_graph.shapes`; several texts make several profiles.
         backend: "tensorrt_rtx" or "tensorrt", to insist on one.
         features: keys of `targets.FEATURES`.
@@ -141,7 +149,7 @@ def export_engine(
             stacklevel=2,
         )
     # The export takes minutes, so first find out whether anything on this machine builds for the target.
-    choose_common_backend(resolve_targets(options.target), options.backend, options.features)
+    choose_common_library(resolve_targets(options.target), options.backend, options.features)
     with temporary_directory(out) as folder:
         if isinstance(model, nn.Module):
             source, path = model, folder / "model.onnx"
@@ -166,8 +174,8 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     """
     onnx_path, out = Path(onnx_path), Path(out)
     targets = resolve_targets(options.target)
-    backend = choose_common_backend(targets, options.backend, options.features)
-    model = _checked_graph(onnx_path, targets, backend.module)
+    library = choose_common_library(targets, options.backend, options.features)
+    model = _checked_graph(onnx_path, targets, library.module)
     profiles = make_profiles(model, options.shapes)
     # The audit expects each of these linear layers in the engine, and has attention among its own nodes.
     attentions = {layer_of(node) for node in model.graph.node if node.op_type in ATTENTION}
@@ -186,7 +194,7 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
         graph, engine = folder / "graph.onnx", folder / "engine"
         graph.write_bytes(model.SerializeToString())
         request = {
-            "backend": backend.module,
+            "backend": library.module,
             "graph": str(graph),
             "model": str(onnx_path.resolve()),
             "engine": str(engine),
@@ -195,7 +203,7 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
             "profiles": profiles,
             "record": json_text(record),
             "plugins": sorted({PLUGIN_MODULES[n.op_type] for n in model.graph.node if n.op_type in PLUGIN_MODULES}),
-            "timing_cache": timing_cache(backend.module, targets[0]),
+            "timing_cache": timing_cache(library.module, targets[0]),
         }
         del model  # the graph is in memory once, in the build process
         # The export's graphs refer to each other in cycles; the builder next to them takes a gigabyte.
@@ -210,8 +218,8 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
         path=out,
         warnings=messages,
         target=target_names,
-        backend=f"{backend.module} {result['version']}",
-        reason=backend.reason,
+        backend=f"{library.module} {result['version']}",
+        reason=library.reason,
         profiles=[format_profile(profile) for profile in profiles],
         layers=layers,
         attention_nodes=attention_nodes,
@@ -221,7 +229,7 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     )
 
 
-def _checked_graph(path: Path, targets: Sequence[Target], backend: str) -> Any:
+def _checked_graph(path: Path, targets: Sequence[GpuTarget], backend: str) -> Any:
     """Returns the graph of an ONNX file that every target and the builder take; ValueError if one of them does not."""
     model = load_graph(path)
     for target in targets:
@@ -245,7 +253,7 @@ def _export_facts(model: Any) -> dict[str, Any]:
 
 def audit_built(
     built: BuiltEngine, plan: Plan | None, attention: str = "native", source: nn.Module | None = None
-) -> list[Finding]:
+) -> list[AuditRow]:
     """Audits an engine just built, with the layers and attention nodes of its graph."""
     required, layers = "half" if attention == "none" else None, built.layers or None
     return audit(
@@ -278,7 +286,7 @@ def _without_cache(profile: str) -> str:
 def _receipt(
     built: BuiltEngine,
     out: Path,
-    findings: Sequence[Finding],
+    findings: Sequence[AuditRow],
     problems: Sequence[str],
     layers: Sequence[Mapping[str, Any]],
     plan: Plan | None,

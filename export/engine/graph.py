@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quant.export.engine.targets import Target
+from quant.export.engine.targets import GpuTarget
 from quant.export.onnx_graph.opsets import CACHE_PLUGIN, PLUGIN
 from quant.export.onnx_graph.serving import CAPACITY_KEY, IDS
 from quant.export.onnx_graph.shapes import FP8_ATTENTION_MINIMUM, Input, Shapes, graph_inputs, parse_profile
@@ -30,7 +30,7 @@ _SAME_SHAPE = ("Cast", "DequantizeLinear", "Identity", "Mul", "QuantizeLinear")
 _LONGEST_CHUNK = 512  # of a prompt, in the default profile
 _SMALL_GROUP = 32  # of INT4 weights
 _FEWEST_HEADS = 4  # of attention with a single query, in half precision
-# The hardware that types of weights need: see `Target.has_fp4` and `has_fp8`.
+# The hardware that types of weights need: see `GpuTarget.has_fp4` and `has_fp8`.
 _FEATURES = {"FLOAT4E2M1": "FP4", "FLOAT8E4M3FN": "FP8"}
 # Types of initializers that TensorRT's parser refuses, with an alternative.
 _NOT_IMPORTED = {
@@ -58,7 +58,7 @@ def load_graph(path: Path) -> Any:
     return model
 
 
-def check_graph(model: Any, target: Target) -> None:
+def check_graph(model: Any, target: GpuTarget) -> None:
     """Raises ValueError for the first node that TensorRT miscompiles or the target cannot run, by layer."""
     onnx = require("onnx")
     types = {tensor.name: onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in model.graph.initializer}
@@ -207,7 +207,7 @@ def _node_problems(
     types: Mapping[str, str],
     producer: Mapping[str, Any],
     shapes: Mapping[str, Any],
-    target: Target,
+    target: GpuTarget,
 ) -> Iterator[str]:
     """Yields reasons why TensorRT does not run a node as it is.
 

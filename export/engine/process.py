@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quant.export.engine.targets import Target
+from quant.export.engine.targets import GpuTarget
 from quant.export.onnx_graph.shapes import FP8_ATTENTION_MINIMUM
 
 # -I keeps the environment and the current directory out of sys.path; the folders come as an argument.
@@ -164,7 +164,7 @@ def worker_environment(request: Mapping[str, Any], folder: Path) -> dict[str, st
     return {**os.environ, "LD_LIBRARY_PATH": f"{folder.resolve()}{os.pathsep + path if path else ''}"}
 
 
-def timing_cache(backend: str, target: Target) -> str | None:
+def timing_cache(backend: str, target: GpuTarget) -> str | None:
     """Returns a file for the kernel timings that TensorRT measures; None for TensorRT-RTX, which measures nothing."""
     if backend != "tensorrt":
         return None

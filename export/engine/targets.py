@@ -19,7 +19,7 @@ from quant.kernels.hardware import CAPABILITIES
 
 # Turing, Ampere (three), Ada, Hopper, Blackwell for data centres (two) and for workstations (two).
 _GENERATIONS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
-TARGETS = {f"sm{major}{minor}": (major, minor) for major, minor in _GENERATIONS} | CAPABILITIES
+GPU_TARGETS = {f"sm{major}{minor}": (major, minor) for major, minor in _GENERATIONS} | CAPABILITIES
 # What `tensorrt_rtx.ComputeCapability` lists; the worker asks the installed one, which may know fewer or more.
 RTX_TARGETS = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
 FEATURES = {
@@ -34,7 +34,7 @@ EXTRAS = {"tensorrt_rtx": "tensorrt-rtx", "tensorrt": "tensorrt"}
 
 
 @dataclass(frozen=True)
-class Target:
+class GpuTarget:
     """A GPU generation: its name as the user wrote it, and its CUDA compute capability."""
 
     name: str
@@ -60,7 +60,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Backend:
+class Library:
     """The library that builds the engine, and one sentence for the user and the receipt why that one."""
 
     module: str
@@ -73,25 +73,25 @@ _REASONS = {
 }
 
 
-def resolve_target(name: str) -> Target:
+def resolve_target(name: str) -> GpuTarget:
     """Returns the target of a name; `local` is this machine's GPU. ValueError for an unknown name, or without a GPU."""
     if name == "local":
         capability = local_capability()
         if capability is None:
-            raise ValueError(f"target local: this machine has no CUDA GPU; name the target: {', '.join(TARGETS)}")
-        return Target("local", capability)
-    if name.lower() not in TARGETS:
-        raise ValueError(f"unknown target {name!r}; {known_names(name, [*TARGETS, 'local'], 'targets')}")
-    return Target(name.lower(), TARGETS[name.lower()])
+            raise ValueError(f"target local: this machine has no CUDA GPU; name the target: {', '.join(GPU_TARGETS)}")
+        return GpuTarget("local", capability)
+    if name.lower() not in GPU_TARGETS:
+        raise ValueError(f"unknown target {name!r}; {known_names(name, [*GPU_TARGETS, 'local'], 'targets')}")
+    return GpuTarget(name.lower(), GPU_TARGETS[name.lower()])
 
 
-def resolve_targets(names: str) -> list[Target]:
+def resolve_targets(names: str) -> list[GpuTarget]:
     """Returns the targets in a list such as `sm89,sm120`, each once; ValueError as `resolve_target`."""
     targets = {target.sm: target for target in map(resolve_target, names.replace(" ", "").split(","))}
     return list(targets.values())
 
 
-def choose_common_backend(targets: Sequence[Target], backend: str | None, features: Collection[str]) -> Backend:
+def choose_common_library(targets: Sequence[GpuTarget], backend: str | None, features: Collection[str]) -> Library:
     """Returns the library that builds one engine for all targets, with these features; ValueError if none does."""
     unknown = sorted(set(features) - FEATURES.keys())
     if unknown:
@@ -100,10 +100,10 @@ def choose_common_backend(targets: Sequence[Target], backend: str | None, featur
     several = "tensorrt_rtx" if len(targets) > 1 and backend is None else backend
     if several == "tensorrt" and len(targets) > 1:
         raise ValueError("TensorRT builds for one GPU; --backend tensorrt_rtx builds one engine for several")
-    chosen, *_ = [choose_backend(target, several) for target in targets]
+    chosen, *_ = [choose_library(target, several) for target in targets]
     if len(targets) > 1:
         reason = f"{chosen.module} builds one engine for {', '.join(map(str, targets))}: {_REASONS[chosen.module]}"
-        chosen = Backend(chosen.module, reason)
+        chosen = Library(chosen.module, reason)
     if chosen.module == "tensorrt_rtx" and "refit" in features and local_capability() is None:
         raise ValueError("TensorRT-RTX builds engines for refit on machines with a GPU alone; leave refit out")
     return chosen
@@ -116,7 +116,7 @@ def local_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
 
 
-def choose_backend(target: Target, backend: str | None = None) -> Backend:
+def choose_library(target: GpuTarget, backend: str | None = None) -> Library:
     """Returns the library that builds for `target` on this machine; `backend` insists on one.
 
     If both can, TensorRT is chosen, since it times the kernels on the GPU itself. Raises ValueError if none can, or if
@@ -128,7 +128,7 @@ def choose_backend(target: Target, backend: str | None = None) -> Backend:
     able = {"tensorrt": local_capability() == target.capability, "tensorrt_rtx": target.sm in RTX_TARGETS}
     for name in able:
         if backend in (None, name) and able[name] and importlib.util.find_spec(name):
-            return Backend(name, f"{name} builds for {target}: {_REASONS[name]}")
+            return Library(name, f"{name} builds for {target}: {_REASONS[name]}")
     ways_out = {
         ("tensorrt_rtx", True): f"TensorRT-RTX can build it on any machine: {install_command('tensorrt-rtx')}",
         ("tensorrt_rtx", False): f"TensorRT-RTX builds for {', '.join(RTX_TARGETS)} alone",

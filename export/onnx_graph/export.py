@@ -33,7 +33,7 @@ from quant.export.onnx_graph.decoder import (
 )
 from quant.export.onnx_graph.genai import genai_program
 from quant.export.onnx_graph.quantized_cache import CACHE_FORMATS, QuantizedCache
-from quant.export.onnx_graph.runtimes import main_dtype, onnxruntime_problem
+from quant.export.onnx_graph.runtimes import narrowest_dtype, onnxruntime_problem
 from quant.export.onnx_graph.serving import CachedAttention, serving_program
 from quant.export.onnx_graph.translate import MODEL_PREFIX, dimension_ranges, quiet, trace, translate
 from quant.formats.atomic import put_file, temporary_directory
@@ -164,7 +164,7 @@ def _export_record(
     `measured` says whether scales of attention or of the cache came from calibration text.
     """
     options = {
-        "dtype": str(main_dtype(model)).removeprefix("torch."),
+        "dtype": str(narrowest_dtype(model)).removeprefix("torch."),
         "shapes": [shapes] if isinstance(shapes, str) else shapes and list(shapes),
         "capacity": capacity,
         "kv_cache": None if kv_cache is None else kv_cache.name,

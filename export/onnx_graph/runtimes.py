@@ -35,7 +35,7 @@ def layer_of_tensorrt(model: nn.Module) -> tuple[str, str] | None:
     return next(((name, format) for name, format in layers.items() if format in _OF_TENSORRT), None)
 
 
-def main_dtype(model: nn.Module) -> torch.dtype:
+def narrowest_dtype(model: nn.Module) -> torch.dtype:
     """Returns the dtype of a model's tensors that are not quantized: the narrowest of the parameters."""
     dtypes = {tensor.dtype for tensor in model.parameters() if tensor.dtype.is_floating_point}
     return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), torch.float32)
@@ -57,7 +57,7 @@ def onnxruntime_problem(model: nn.Module, *, fp8_attention: bool = False, kv_cac
         way_out = f"{runners}, and onnxruntime runs int4, fp8, fp8_channel and int8"
     elif fp8_attention:
         problem, way_out = "attention in FP8 is an operator of TensorRT", f"{runners}, or pass --attention none"
-    elif main_dtype(model) == torch.bfloat16:
+    elif narrowest_dtype(model) == torch.bfloat16:
         problem = "the model is in BF16, for which it has no operators on a processor"
         way_out = f"{runners}, or export with --dtype fp32 or fp16"
     else:

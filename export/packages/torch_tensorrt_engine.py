@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.export.engine.audit import Finding, audit, failures, fallback_message
-from quant.export.engine.targets import Target, local_capability, resolve_target
+from quant.export.engine.audit import AuditRow, audit, failures, fallback_message
+from quant.export.engine.targets import GpuTarget, local_capability, resolve_target
 from quant.export.packages.aoti import TRACED, decomposed, traced
 from quant.export.packages.op_bodies import EXPORTED_ATTENTION, exported_attention
 from quant.formats.atomic import put_file, temporary_directory
@@ -51,14 +51,14 @@ def compile_engine(
     *,
     plan: Plan | None = None,
     allow_fallback: bool = False,
-) -> list[Finding]:
+) -> list[AuditRow]:
     """Compiles a module with torch-tensorrt, writes TensorRT's engine, and returns the audit.
 
     Args:
         model: quantized; it is not changed.
         out: the engine file, as `quant audit` and TensorRT-RTX's runtime read it.
         inputs: an example of each input by the name of `forward`'s parameter; their shapes are fixed.
-        target: key of `TARGETS`, or "local".
+        target: key of `GPU_TARGETS`, or "local".
         plan: of the model; the engine is compared with it.
         allow_fallback: accepts an engine that differs.
 
@@ -115,7 +115,7 @@ def _torch_tensorrt() -> Any:
 
 
 @contextmanager
-def _as_on(target: Target) -> Iterator[None]:
+def _as_on(target: GpuTarget) -> Iterator[None]:
     """Answers torch-tensorrt's questions about a GPU that is not here with the target's compute capability."""
     major, minor = target.capability
     memory = 16 << 30
@@ -142,7 +142,7 @@ def _as_on(target: Target) -> Iterator[None]:
 
 
 @contextmanager
-def _for_target(trt: Any, target: Target) -> Iterator[None]:
+def _for_target(trt: Any, target: GpuTarget) -> Iterator[None]:
     """Patches TensorRT while open: builder configs are for the target, and engines name the layers that they run."""
     original, build = trt.Builder.create_builder_config, trt.Builder.build_serialized_network
     # torch-tensorrt loads the engine only to serialize it again, which needs the GPU.

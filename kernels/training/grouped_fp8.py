@@ -22,12 +22,12 @@ from quant.kernels.hardware import has_triton
 from quant.kernels.linear.ops import register
 from quant.kernels.training.e4m3_blocks import has_e4m3
 
-_Operand = tuple[torch.Tensor, torch.Tensor]
+_Rounded = tuple[torch.Tensor, torch.Tensor]  # codes and their scales
 _LEAST = 2.0**-126
 """The least scale: its reciprocal is finite."""
 
 
-def _reference_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> _Operand:
+def _reference_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> _Rounded:
     x = x.float()
     amax = x.abs().amax(1)
     if scale is None:
@@ -39,7 +39,7 @@ def _reference_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> _Oper
     return codes, scale.masked_fill(bad, torch.nan)
 
 
-def _reference_columns(x: torch.Tensor, offsets: torch.Tensor, is_stack: bool, scale: torch.Tensor | None) -> _Operand:
+def _reference_columns(x: torch.Tensor, offsets: torch.Tensor, is_stack: bool, scale: torch.Tensor | None) -> _Rounded:
     codes, scales = _fake_columns(x, offsets, is_stack)
     begin = 0
     for expert, end in enumerate(offsets.tolist()):
@@ -52,7 +52,7 @@ def _reference_columns(x: torch.Tensor, offsets: torch.Tensor, is_stack: bool, s
     return codes, scales
 
 
-def _rows_on_gpu(x: torch.Tensor) -> _Operand:
+def _rows_on_gpu(x: torch.Tensor) -> _Rounded:
     if not _has_kernels(x):
         return _reference_rows(x)
     from quant.kernels.portable.training.e4m3_vectors import e4m3_rows
@@ -61,7 +61,7 @@ def _rows_on_gpu(x: torch.Tensor) -> _Operand:
         return e4m3_rows(x)
 
 
-def _columns_on_gpu(x: torch.Tensor, offsets: torch.Tensor, is_stack: bool, scale: torch.Tensor | None) -> _Operand:
+def _columns_on_gpu(x: torch.Tensor, offsets: torch.Tensor, is_stack: bool, scale: torch.Tensor | None) -> _Rounded:
     if not _has_kernels(x):
         return _reference_columns(x, offsets, is_stack, scale)
     from quant.kernels.portable.training.e4m3_vectors import e4m3_columns
@@ -105,13 +105,13 @@ def has_grouped_fp8(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
-def _fake_rows(x: torch.Tensor) -> _Operand:
+def _fake_rows(x: torch.Tensor) -> _Rounded:
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(len(x), dtype=torch.float32)
 
 
 def _fake_columns(
     x: torch.Tensor, offsets: torch.Tensor, is_stack: bool, scale: torch.Tensor | None = None
-) -> _Operand:
+) -> _Rounded:
     (rows, columns), experts = x.shape, len(offsets)
     shape = (experts, columns, rows // experts) if is_stack else (columns, rows)
     return x.new_empty(shape, dtype=torch.float8_e4m3fn), x.new_empty(experts, columns, dtype=torch.float32)

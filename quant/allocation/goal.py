@@ -12,7 +12,7 @@ from quant.calibration.sensitivity.costs import Timing, get_timing
 from quant.errors import UserError
 from quant.formats.format import is_16bit
 from quant.formats.known_names import did_you_mean
-from quant.kernels.hardware import TARGETS as GPUS
+from quant.kernels.hardware import GPUS
 from quant.recipes.targets import TARGETS
 
 

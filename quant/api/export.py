@@ -29,7 +29,7 @@ from quant.errors import UserError
 from quant.export.checkpoint.directory import check_apart, check_destination, new_directory
 from quant.export.checkpoint.layout import LAYOUT_NAMES
 from quant.export.engine.audit import failures, receipt_path
-from quant.export.engine.targets import choose_common_backend, resolve_targets
+from quant.export.engine.targets import choose_common_library, resolve_targets
 from quant.export.onnx_graph.decoder import is_decoder, model_inputs
 from quant.export.onnx_graph.export import write_onnx
 from quant.export.onnx_graph.genai import write_genai_files
@@ -293,7 +293,7 @@ def check_request(
             raise UserError(
                 "an engine is built for one kind of GPU: name it with --target, such as sm120, sm89 or local"
             )
-        choose_common_backend(resolve_targets(target), backend, features)
+        choose_common_library(resolve_targets(target), backend, features)
     if kind in ("onnx", "edge-llm", *LAYOUT_NAMES):
         check_destination(out, overwrite=overwrite)
     elif kind == "triton-server":

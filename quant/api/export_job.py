@@ -22,7 +22,7 @@ from quant.export.engine.build import BuildOptions, export_engine
 from quant.export.onnx_graph.decoder import GraphInput, is_decoder
 from quant.export.onnx_graph.export import write_onnx
 from quant.export.onnx_graph.quantized_cache import CACHE_FORMATS
-from quant.export.onnx_graph.runtimes import layer_of_tensorrt, main_dtype
+from quant.export.onnx_graph.runtimes import layer_of_tensorrt, narrowest_dtype
 from quant.export.onnx_graph.verify import check_file, verify, worst_layer
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
@@ -115,7 +115,7 @@ def put_in_dtype(job: ExportJob) -> list[str]:
     runs_on_cpu = job.kind == "onnx" or (job.kind == "triton-server" and job.target is None)
     is_for_tensorrt = layer_of_tensorrt(job.model) is not None or job.fp8_attention or job.cache_format is not None
     is_for_onnxruntime = runs_on_cpu and not is_for_tensorrt
-    if dtype is None and is_for_onnxruntime and main_dtype(job.model) == torch.bfloat16:
+    if dtype is None and is_for_onnxruntime and narrowest_dtype(job.model) == torch.bfloat16:
         dtype = "fp32"
         notes.append(
             "the model is in BF16, which onnxruntime does not run on a processor, so the file is in FP32; "

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quant.checkpoints.runtime_check import RuntimeCheck
-    from quant.export.engine.audit import Finding
+    from quant.export.engine.audit import AuditRow
 
 
 @click.command("verify", cls=Command)
@@ -193,7 +193,7 @@ def audit_command(
         raise UserError(f"{engine}: {fallback_message(problems)}")
 
 
-def _rebuilt(engine: Path, model: nn.Module | None, checkpoint: Path | None, quiet: bool) -> list[Finding]:
+def _rebuilt(engine: Path, model: nn.Module | None, checkpoint: Path | None, quiet: bool) -> list[AuditRow]:
     """Compares an engine with one that is built again from its checkpoint."""
     from quant.checkpoints.load import describe
     from quant.engines.rebuild import rebuilt_findings
@@ -205,7 +205,7 @@ def _rebuilt(engine: Path, model: nn.Module | None, checkpoint: Path | None, qui
         return rebuilt_findings(engine, model, plan, progress)
 
 
-def print_findings(findings: list[Finding]) -> None:
+def print_findings(findings: list[AuditRow]) -> None:
     """Prints a table of the audit, and its totals."""
     from quant.export.engine.audit import UNPLANNED
 

@@ -38,7 +38,7 @@ from quant.engines.session import EngineSession
 from quant.engines.tensorrt_session import read_receipt, runs_here
 from quant.engines.text import check_plan
 from quant.errors import UserError
-from quant.export.engine.audit import TENSORS, Finding, audit
+from quant.export.engine.audit import TENSORS, AuditRow, audit
 from quant.kernels.linear.quantized_module import QuantizedModule
 from quant.models.huggingface import load_tokenizer
 from quant.runtime.generate import cast_unquantized
@@ -180,7 +180,7 @@ def _steps(profile: str) -> str:
     return profile.partition(",")[0]
 
 
-def _passed(findings: Sequence[Finding], words: str) -> str:
+def _passed(findings: Sequence[AuditRow], words: str) -> str:
     return f"{sum(finding.passed for finding in findings)} of {len(findings)} {words}"
 
 

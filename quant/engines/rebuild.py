@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from quant.errors import UserError
-from quant.export.engine.audit import Finding
+from quant.export.engine.audit import AuditRow
 from quant.export.engine.build import BuildOptions, build_engine
 from quant.export.engine.contents.difference import differing_kernels
 from quant.export.engine.contents.engine_file import read_engine
@@ -31,7 +31,7 @@ AS_BUILT = "as the checkpoint builds it"
 
 def rebuilt_findings(
     path: Path, model: nn.Module, plan: Plan | None, progress: Callable[[str, int, int], None] | None = None
-) -> list[Finding]:
+) -> list[AuditRow]:
     """Returns a finding for each kernel that differs from an engine built anew, or one that says that none does.
 
     Args:
@@ -59,11 +59,11 @@ def rebuilt_findings(
         build = BuildOptions(options["target"], options["shapes"], "tensorrt_rtx", progress, options["features"])
         built = build_engine(graph, Path(folder) / "engine", build)
         if built.path.read_bytes() == path.read_bytes():
-            return [Finding("all kernels", AS_BUILT, f"{AS_BUILT}, byte for byte", True)]
+            return [AuditRow("all kernels", AS_BUILT, f"{AS_BUILT}, byte for byte", True)]
         differences = differing_kernels(engine, read_engine(built.path))
     if not differences:
-        return [Finding("all kernels", AS_BUILT, AS_BUILT, True)]
-    return [Finding(name, AS_BUILT, difference, False) for name, difference in differences.items()]
+        return [AuditRow("all kernels", AS_BUILT, AS_BUILT, True)]
+    return [AuditRow(name, AS_BUILT, difference, False) for name, difference in differences.items()]
 
 
 def _options(path: Path, record: dict[str, Any]) -> dict[str, Any]:

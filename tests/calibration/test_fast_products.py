@@ -60,11 +60,11 @@ def test_batches_add_up_as_their_sums_alone_do(monkeypatch: pytest.MonkeyPatch) 
 def check_operands(device: str) -> None:
     """Compares products of rows and columns of matrices that change, as GPTQ takes them, with float64."""
     x, y = inputs(device)
-    moment, changing = fast_matmul.Operand(x[:160]), fast_matmul.Operand(y[:160])
+    moment, changing = fast_matmul.SplitMatrix(x[:160]), fast_matmul.SplitMatrix(y[:160])
     changing[32:64] = y[200:232]
     now = torch.cat([y[:32], y[200:232], y[64:160]])
     assert error(moment[32:64] @ changing, x[32:64].t(), now) < LIMIT
-    assert error(moment[32:64, 60:].t() @ fast_matmul.Operand(y[:32]), x[32:64, 60:], y[:32]) < LIMIT
+    assert error(moment[32:64, 60:].t() @ fast_matmul.SplitMatrix(y[:32]), x[32:64, 60:], y[:32]) < LIMIT
 
 
 @pytest.mark.parametrize("pairs", [False, True])

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from fuzz import corpus, forks, mutations
-from fuzz.corpus import Target
+from fuzz.corpus import ChangedFile
 from fuzz.forks import Outcome
 from safetensors import safe_open
 
@@ -58,7 +58,7 @@ class Case:
     """
 
     def __init__(
-        self, number: int, target: Target, command: str, home: Path, folder: Path, rng: random.Random | None
+        self, number: int, target: ChangedFile, command: str, home: Path, folder: Path, rng: random.Random | None
     ) -> None:
         self.number, self.target, self.folder, self.is_healthy = number, target, folder, rng is None
         self.argv = [word.replace("\u00a0", " ") for word in command.split(" ")]
@@ -217,7 +217,7 @@ def run(numbers: Sequence[int] | None, jobs: int, keep: Path | None = None) -> C
     return found
 
 
-def _cases(numbers: Sequence[int] | None, targets: Sequence[Target], root: Path) -> Iterator[Case]:
+def _cases(numbers: Sequence[int] | None, targets: Sequence[ChangedFile], root: Path) -> Iterator[Case]:
     home, folders = root / "corpus", root / "cases"
     if numbers is None:
         pairs = [(target, command) for target in targets for command in target.commands]

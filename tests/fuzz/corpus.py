@@ -46,7 +46,7 @@ RESUMED = f"quantize in/model --format nvfp4 --solver gptq {ROWS} {TO}"
 
 
 @dataclass(frozen=True)
-class Target:
+class ChangedFile:
     """A file that is changed, and the commands that read it.
 
     Attributes:
@@ -85,7 +85,7 @@ def make_some(home: Path) -> None:
     shutil.copy(home / "ckpt" / "plan.json", home / "plan.json")
 
 
-def make(home: Path) -> list[Target]:
+def make(home: Path) -> list[ChangedFile]:
     """Writes all healthy inputs to `home`, and lists what to do with them."""
     make_some(home)
     _run(home, f"sensitivity in/model --calib in/tokens.safetensors {SHORT} --out in/scores.json --quiet")
@@ -208,7 +208,7 @@ def _killed_after(calls: int, put: Callable[..., None]) -> Callable[..., None]:
     return kill
 
 
-def _targets(step: str) -> list[Target]:
+def _targets(step: str) -> list[ChangedFile]:
     quantize = f"quantize in/model --format fp8_channel --effort 0 {TO}"
     calibrated = f"quantize in/model --format nvfp4 --effort 0 {ROWS} {TO}"
     evaluate = f"evaluate in/model --text in/tokens.safetensors {SHORT} --json"
@@ -253,39 +253,39 @@ def _targets(step: str) -> list[Target]:
         "plan show in/plan.json --match *", f"export in/ckpt --to onnx --shapes batch=1:1:2,sequence=4:8:16 {TO}",
     ]  # fmt: skip
     found = [
-        Target("", "options", options, 12),
-        Target("model/config.json", "json", run, 16),
-        Target("model/generation_config.json", "json", run, 2),
-        Target("model/tokenizer.json", "json", with_text),
-        Target("model/tokenizer_config.json", "json", with_text),
-        Target("model/model.safetensors", "safetensors", run, 8),
-        Target("experts/config.json", "json", _of("experts", run)),
-        Target("experts/model.safetensors.index.json", "json", _of("experts", run[:6]), 8),
-        Target("ckpt/plan.json", "json", read, 8),
-        Target("ckpt/config.json", "json", read, 8),
-        Target("ckpt/report.json", "json", [*read[:3], read[4]], 6),
-        Target("ckpt/model.safetensors", "safetensors", read, 8),
-        Target("plan.json", "json", plans, 12),
-        Target("recipe.toml", "toml", recipes, 6),
-        Target("receipt.json", "json", ["report in/ckpt --receipt in/receipt.json"]),
-        Target("m.engine", "text", audits, 3),
-        Target("m.engine.json", "json", audits, 3),
-        Target("scores.json", "json", [scored]),
-        Target("times.json", "json", [timed], 3),
-        Target(".out.partial/run.json", "json", [RESUMED]),
-        Target(f".out.partial/{step}", "safetensors", [RESUMED], 1),
-        Target(f".out.partial/{step}", "step", [RESUMED]),
-        Target("m.gguf", "bytes", _of("m.gguf", [*run[:3], *run[4:6]]), 6),
-        Target("tokens.safetensors", "safetensors", [calibrated, evaluate]),
-        Target(
+        ChangedFile("", "options", options, 12),
+        ChangedFile("model/config.json", "json", run, 16),
+        ChangedFile("model/generation_config.json", "json", run, 2),
+        ChangedFile("model/tokenizer.json", "json", with_text),
+        ChangedFile("model/tokenizer_config.json", "json", with_text),
+        ChangedFile("model/model.safetensors", "safetensors", run, 8),
+        ChangedFile("experts/config.json", "json", _of("experts", run)),
+        ChangedFile("experts/model.safetensors.index.json", "json", _of("experts", run[:6]), 8),
+        ChangedFile("ckpt/plan.json", "json", read, 8),
+        ChangedFile("ckpt/config.json", "json", read, 8),
+        ChangedFile("ckpt/report.json", "json", [*read[:3], read[4]], 6),
+        ChangedFile("ckpt/model.safetensors", "safetensors", read, 8),
+        ChangedFile("plan.json", "json", plans, 12),
+        ChangedFile("recipe.toml", "toml", recipes, 6),
+        ChangedFile("receipt.json", "json", ["report in/ckpt --receipt in/receipt.json"]),
+        ChangedFile("m.engine", "text", audits, 3),
+        ChangedFile("m.engine.json", "json", audits, 3),
+        ChangedFile("scores.json", "json", [scored]),
+        ChangedFile("times.json", "json", [timed], 3),
+        ChangedFile(".out.partial/run.json", "json", [RESUMED]),
+        ChangedFile(f".out.partial/{step}", "safetensors", [RESUMED], 1),
+        ChangedFile(f".out.partial/{step}", "step", [RESUMED]),
+        ChangedFile("m.gguf", "bytes", _of("m.gguf", [*run[:3], *run[4:6]]), 6),
+        ChangedFile("tokens.safetensors", "safetensors", [calibrated, evaluate]),
+        ChangedFile(
             "teacher.safetensors", "safetensors", [f"distill in/ckpt --teacher in/teacher.safetensors {TRAINED} {TO}"]
         ),
     ]
     for name, kind in (("text.txt", "text"), ("records.jsonl", "lines"), ("chats.jsonl", "lines")):
-        found.append(Target(name, kind, _of(name, with_text[-1:], "text.txt"), 2))
+        found.append(ChangedFile(name, kind, _of(name, with_text[-1:], "text.txt"), 2))
     for name in ("w.safetensors", "w.pt", "old.bin", "m.pt2"):
         kind = "safetensors" if name.endswith("safetensors") else "torch"
-        found.append(Target(name, kind, _of(name, [quantize, *run[4:6]]), 6))
+        found.append(ChangedFile(name, kind, _of(name, [quantize, *run[4:6]]), 6))
     for name in ("NVFP4", "FP8_BLOCK", "mixed", "fp8", "plain"):
         other = "compressed-tensors" if name in ("mixed", "fp8") else "modelopt"
         ours = _of(name, [*read[:1], read[5], f"export in/ckpt --to {other} {TO}"], "ckpt")
@@ -293,7 +293,7 @@ def _targets(step: str) -> list[Target]:
         files = ["config.json", "model.safetensors", *(["hf_quant_config.json"] if name in ("mixed", "fp8") else [])]
         for file in files:
             kind = "safetensors" if file.endswith("safetensors") else "json"
-            found.append(Target(f"{name}/{file}", kind, [*ours, *again], 4))
+            found.append(ChangedFile(f"{name}/{file}", kind, [*ours, *again], 4))
     return found
 
 

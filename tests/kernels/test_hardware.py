@@ -8,7 +8,7 @@ import torch
 
 from quant.formats.format import FORMATS
 from quant.kernels import hardware, launch_table, matmul_tiles
-from quant.kernels.hardware import TARGETS
+from quant.kernels.hardware import GPUS
 from quant.kernels.launch_table import Timing, key
 
 # Compute capability, and the formats that tensor cores take, from NVIDIA's CUDA documentation.
@@ -25,9 +25,9 @@ KNOWN = {
 
 
 def test_targets_and_their_formats() -> None:
-    assert {name: (gpu.capability, set(gpu.native_formats)) for name, gpu in TARGETS.items()} == KNOWN
-    assert [name for name, gpu in TARGETS.items() if gpu.has_wgmma] == ["h100", "h200"]
-    for gpu in TARGETS.values():
+    assert {name: (gpu.capability, set(gpu.native_formats)) for name, gpu in GPUS.items()} == KNOWN
+    assert [name for name, gpu in GPUS.items() if gpu.has_wgmma] == ["h100", "h200"]
+    for gpu in GPUS.values():
         assert ("fp8" in gpu.tflops) == gpu.has_fp8 and ("fp4" in gpu.tflops) == gpu.has_block_scales
 
 
@@ -84,7 +84,7 @@ def test_buckets_of_tokens(tokens: int, stands_for: int) -> None:
 def test_a_measured_launch_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("BLOCKSCALE_CACHE", str(tmp_path))
     launch_table._table.cache_clear()
-    gpu, form, shape = TARGETS["l40s"], FORMATS["mxfp8"], (1234, 512)
+    gpu, form, shape = GPUS["l40s"], FORMATS["mxfp8"], (1234, 512)
     assert launch_table.look_up(gpu, form, 5, shape, prepacked=False) is None
     best = matmul_tiles.Tiles(16, 32, 128, 2)
     path = launch_table.store(gpu, {key(form, 8, shape, prepacked=False): Timing(best, 12.5, 0.001)})
@@ -106,7 +106,7 @@ def test_a_measured_launch_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize("tokens", [1, 16, 17, 32])
 def test_a_guess_for_few_tokens_covers_the_shape(format: str, tokens: int) -> None:
     for shape in ((28672, 4096), (77, 203), (64, 64)):
-        found = matmul_tiles.guess(FORMATS[format], tokens, shape, TARGETS["h100"], prepacked=False)
+        found = matmul_tiles.guess(FORMATS[format], tokens, shape, GPUS["h100"], prepacked=False)
         assert isinstance(found, matmul_tiles.Tiles) and found.block_m >= tokens
         assert found.splits == 1 or -(-shape[1] // found.block_k) >= 2 * found.splits
         # A tile of scales must be whole: the step holds whole blocks, or a block whole steps.
@@ -119,7 +119,7 @@ def test_the_shipped_tables_can_be_launched() -> None:
     files = sorted(launch_table._SHIPPED.glob("*.json"))
     assert [path.stem for path in files] == ["h100", "h200"]
     for path in files:
-        gpu = TARGETS[path.stem]
+        gpu = GPUS[path.stem]
         entries = json.loads(path.read_text())["entries"]
         assert len(entries) >= 20
         for name, entry in entries.items():
@@ -140,6 +140,6 @@ def test_the_guess_is_what_was_fastest_when_measured_on_an_h100() -> None:
     for name, entry in entries.items():
         format, layout, tokens, rows, columns = name.split("|")
         shape, fastest = (int(rows), int(columns)), matmul_tiles.from_dict(entry["choice"])
-        found = matmul_tiles.guess(FORMATS[format], int(tokens), shape, TARGETS["h100"], layout == "prepacked")
+        found = matmul_tiles.guess(FORMATS[format], int(tokens), shape, GPUS["h100"], layout == "prepacked")
         assert type(found) is type(fastest), name
         assert getattr(found, "block_m", None) == getattr(fastest, "block_m", None), name

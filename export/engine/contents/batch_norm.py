@@ -24,7 +24,7 @@ from quant.export.engine.contents.constants import (
     input_factors,
     is_close,
 )
-from quant.export.engine.contents.program import Operand
+from quant.export.engine.contents.program import KernelOperand
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.modules import QuantLinear
 
@@ -41,7 +41,7 @@ def norms_after(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
     return after
 
 
-def holds_factors(view: View, operands: Sequence[Operand], norm: Any) -> bool:
+def holds_factors(view: View, operands: Sequence[KernelOperand], norm: Any) -> bool:
     """Returns whether constants have the factor and the offset of each channel that a BatchNorm is in evaluation."""
     (factor, shift, size), rounding = _factors(norm), _rounding(norm)
     return all(
@@ -73,7 +73,7 @@ def holds_folded_scales(view: View, name: str, module: QuantLinear | QuantConv) 
     return False
 
 
-def holds_folded_weight(view: View, operands: Sequence[Operand], conv: Any) -> bool:
+def holds_folded_weight(view: View, operands: Sequence[KernelOperand], conv: Any) -> bool:
     """Returns whether constants have a convolution's weight times the factors of the BatchNorm that follows it."""
     after = view.norm_after.get(conv)
     if after is None or after.num_features != conv.out_channels or conv.transposed:
@@ -90,7 +90,7 @@ def holds_folded_weight(view: View, operands: Sequence[Operand], conv: Any) -> b
     return False
 
 
-def _holds_bias(view: View, operands: Sequence[Operand], conv: Any, norm: Any) -> bool:
+def _holds_bias(view: View, operands: Sequence[KernelOperand], conv: Any, norm: Any) -> bool:
     """Returns whether a constant has a convolution's bias after the BatchNorm; one of zeros needs none."""
     (factor, shift, size), rounding = _factors(norm), _rounding(norm)
     bias = shift if conv.bias is None else conv.bias.detach().float().numpy() * factor + shift

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from quant.export.engine.contents.engine_file import Engine
-from quant.export.engine.contents.program import PRODUCTS, Kernel, Operand
+from quant.export.engine.contents.program import PRODUCTS, Kernel, KernelOperand
 from quant.formats.number import E4M3, INT8
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.modules import QuantLinear
@@ -118,9 +118,9 @@ class View:
             for tensor in kernel.outputs:
                 self.writer.setdefault((kernel.program, tensor), kernel)
         self._small = lru_cache(maxsize=8)(engine.constant)
-        self._latest: tuple[Operand, np.ndarray] | None = None
+        self._latest: tuple[KernelOperand, np.ndarray] | None = None
 
-    def values(self, operand: Operand) -> np.ndarray:
+    def values(self, operand: KernelOperand) -> np.ndarray:
         """Returns the elements of a constant, in the order of its dims."""
         if operand.size < _LARGE:
             return self._small(operand)
@@ -129,12 +129,12 @@ class View:
             self._latest = operand, self.engine.constant(operand)
         return self._latest[1]
 
-    def constants(self, kernels: Iterable[Kernel]) -> list[Operand]:
+    def constants(self, kernels: Iterable[Kernel]) -> list[KernelOperand]:
         """Returns the constants that these kernels read, each once."""
         by_index = {o.index: o for kernel in kernels for o in kernel.inputs if o.index is not None}
         return list(by_index.values())
 
-    def explain(self, operand: Operand, is_equal: bool) -> bool:
+    def explain(self, operand: KernelOperand, is_equal: bool) -> bool:
         """Notes a constant that equals a tensor of the model, so that it is not surplus; returns `is_equal`."""
         if is_equal and operand.index is not None:
             self.explained.add(operand.index)
@@ -212,13 +212,13 @@ def any_close(expected: Iterable[float], numbers: Iterable[float]) -> bool:
     )
 
 
-def holds_matrix(view: View, operand: Operand, expected: np.ndarray, part: Part) -> bool:
+def holds_matrix(view: View, operand: KernelOperand, expected: np.ndarray, part: Part) -> bool:
     """Returns whether a constant has these codes `[in, out]` as a layer's part."""
     values = part.cut(view.values(operand), *expected.shape)
     return view.explain(operand, values is not None and bool((values == expected).all()))
 
 
-def holds_cropped(view: View, operand: Operand, expected: np.ndarray) -> bool:
+def holds_cropped(view: View, operand: KernelOperand, expected: np.ndarray) -> bool:
     """Returns whether a constant has the weight of a convolution; channels may be padded."""
     values = cropped(view.values(operand), expected.shape)
     return view.explain(operand, values is not None and bool((values == expected).all()))
@@ -234,7 +234,7 @@ def cropped(values: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
     return values[tuple(slice(size) for size in shape)]
 
 
-def holds_swizzled(view: View, operand: Operand, expected: np.ndarray, part: Part) -> bool:
+def holds_swizzled(view: View, operand: KernelOperand, expected: np.ndarray, part: Part) -> bool:
     """Returns whether a constant has FP4's block scales, swizzled to `[…, tiles, 4, tiles, 4, 32]`."""
     values = view.values(operand)
     if values.ndim < 5 or values.shape[-4] != 4 or values.shape[-2:] != (4, 32):
@@ -249,7 +249,7 @@ def holds_swizzled(view: View, operand: Operand, expected: np.ndarray, part: Par
     return view.explain(operand, bool(held.all()))
 
 
-def holds_numbers(view: View, operand: Operand, expected: np.ndarray, part: Part, inputs: int) -> bool:
+def holds_numbers(view: View, operand: KernelOperand, expected: np.ndarray, part: Part, inputs: int) -> bool:
     """Returns whether a constant has these scales `[blocks, outputs]`, each once, or once for every input."""
     values = part.cut(view.values(operand), *expected.shape) if operand.size < inputs * expected.shape[1] else None
     if values is None:
@@ -259,7 +259,7 @@ def holds_numbers(view: View, operand: Operand, expected: np.ndarray, part: Part
 
 
 def holds_vector(
-    view: View, operand: Operand, expected: np.ndarray, part: Part, error: np.ndarray | None = None
+    view: View, operand: KernelOperand, expected: np.ndarray, part: Part, error: np.ndarray | None = None
 ) -> bool:
     """Returns whether a constant has these numbers, one for each output, up to `error` or the rounding to its type."""
     if operand.stored not in TOLERANCES or sum(dim != 1 for dim in operand.dims) > 2 or operand.size < expected.size:
@@ -268,7 +268,7 @@ def holds_vector(
     return view.explain(operand, values is not None and is_close(values[0], expected, operand.stored, error))
 
 
-def holds_rounded(view: View, operand: Operand, expected: torch.Tensor, part: Part) -> bool:
+def holds_rounded(view: View, operand: KernelOperand, expected: torch.Tensor, part: Part) -> bool:
     """Returns whether a constant has these numbers, rounded to its type."""
     if operand.stored not in _ROUNDED or operand.size < expected.numel():
         return False

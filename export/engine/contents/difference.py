@@ -15,7 +15,7 @@ from collections import defaultdict
 from typing import Any
 
 from quant.export.engine.contents.engine_file import Engine
-from quant.export.engine.contents.program import Kernel, Operand
+from quant.export.engine.contents.program import Kernel, KernelOperand
 
 _COUNTED = re.compile(r"\d+")
 _OF_GRAPH = ("past_", "new_")
@@ -60,7 +60,7 @@ def _key(kernel: Kernel) -> _Key:
     return kernel.is_body, kernel.profile, tuple(sorted(kernel.nodes)) or (_COUNTED.sub("#", kernel.name),), kernel.kind
 
 
-def _source(kernel: Kernel, operand: Operand, writers: dict[tuple[int, str], _Key]) -> tuple[Any, ...]:
+def _source(kernel: Kernel, operand: KernelOperand, writers: dict[tuple[int, str], _Key]) -> tuple[Any, ...]:
     """Describes an operand: its type and dimensions, and the kernel that writes it or its name without counters."""
     # A KV cache has a number in its name, `new_key.0.1`: only the compiler's own names are counted.
     name = operand.name if operand.name.startswith(_OF_GRAPH) else _COUNTED.sub("#", operand.name)
@@ -68,7 +68,7 @@ def _source(kernel: Kernel, operand: Operand, writers: dict[tuple[int, str], _Ke
     return operand.stored, operand.dims, "constant" if operand.constant else writer
 
 
-def _digest(engine: Engine, operand: Operand) -> bytes:
+def _digest(engine: Engine, operand: KernelOperand) -> bytes:
     # Without the table's position constants cannot be read; the file is of another TensorRT then.
     if not engine.starts:
         return b""

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from quant.export.engine.contents.program import BITS, Kernel, Operand, read_program
+from quant.export.engine.contents.program import BITS, Kernel, KernelOperand, read_program
 
 RECORD = "blockscale engine "
 """What the network's name begins with; the audit's record follows, a JSON object."""
@@ -87,7 +87,7 @@ class Engine:
     def _offsets(self) -> dict[int, int]:
         return _offsets(self.sizes)
 
-    def constant(self, operand: Operand) -> np.ndarray:
+    def constant(self, operand: KernelOperand) -> np.ndarray:
         """Returns the elements of a constant, in the order of its dims: codes as uint8, numbers as float32 or int."""
         assert operand.index is not None
         size, bits = self.sizes[operand.index], _STORED_BITS.get(operand.stored, 8)

@@ -48,7 +48,7 @@ _ALPHA = re.compile(r"\balpha=([0-9A-F]{8})(?:f32)?\b")
 
 
 @dataclass(frozen=True)
-class Operand:
+class KernelOperand:
     """A tensor that a kernel reads or writes; views of one tensor share its `name`.
 
     Attributes:
@@ -93,7 +93,7 @@ class Kernel:
     kind: str
     name: str
     nodes: tuple[str, ...]
-    inputs: tuple[Operand, ...]
+    inputs: tuple[KernelOperand, ...]
     outputs: tuple[str, ...]
     backbone: str
     is_body: bool
@@ -132,7 +132,7 @@ def read_program(text: str, origin: tuple[int, int, bool], sizes: dict[int, int]
     """
     index, profile, is_body = origin
     # Tensors are declared first; then follow the kernels of `main`, and a program that computes shapes.
-    operands: dict[str, Operand] = {}
+    operands: dict[str, KernelOperand] = {}
     for match in _TENSOR.finditer(text):
         fields = dict(_FIELD.findall(match[1]))
         if "name" in fields and "type" in fields:
@@ -149,7 +149,8 @@ def read_program(text: str, origin: tuple[int, int, bool], sizes: dict[int, int]
             continue
         read, written = (
             tuple(
-                operands.get(name, Operand(name, "unknown", (), False)) for name in re.findall(r'"([^"]*)"', names[1])
+                operands.get(name, KernelOperand(name, "unknown", (), False))
+                for name in re.findall(r'"([^"]*)"', names[1])
             )
             for names in (inputs, outputs)
         )
@@ -173,14 +174,14 @@ def read_program(text: str, origin: tuple[int, int, bool], sizes: dict[int, int]
     return kernels
 
 
-def _operand(fields: dict[str, str]) -> Operand:
+def _operand(fields: dict[str, str]) -> KernelOperand:
     """Returns the tensor that a line declares."""
     sizes = re.findall(r'"[^"]*"|\d+', fields.get("dims", ""))
     steps = re.findall(r'"[^"]*"|\d+', fields.get("strides", ""))
     is_stored = "const_payload_size" in fields
     # In a runtime fusion's body `offset` counts bytes of constants of its own.
     in_table = is_stored and fields.get("region") != "runtime-fusion-consts"
-    return Operand(
+    return KernelOperand(
         name=fields.get("base", fields["name"]).strip('"'),
         type=_TYPES.get(fields["type"], fields["type"]),
         dims=tuple(int(size) if size.isdigit() else None for size in sizes),

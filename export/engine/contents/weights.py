@@ -45,7 +45,7 @@ from quant.export.engine.contents.constants import (
     is_close,
 )
 from quant.export.engine.contents.engine_file import Engine
-from quant.export.engine.contents.program import Kernel, Operand
+from quant.export.engine.contents.program import Kernel, KernelOperand
 from quant.formats.packing import unpack
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
@@ -201,7 +201,7 @@ def _is_in_norm(view: View, kernels: Sequence[Kernel], scale: float) -> bool:
     return False
 
 
-def _bias_problems(view: View, operands: Sequence[Operand], module: Any, part: Part) -> Iterator[str]:
+def _bias_problems(view: View, operands: Sequence[KernelOperand], module: Any, part: Part) -> Iterator[str]:
     bias = module.bias
     # Adding zeros is no work, and the compiler drops it.
     if bias is not None and bool(bias.any()):
@@ -227,7 +227,7 @@ def _scalar_scales(module: QuantLinear | QuantConv) -> list[float]:
     return [scale * step, scale]
 
 
-def _holds_scales(view: View, operands: Sequence[Operand], module: QuantLinear | QuantConv, part: Part) -> bool:
+def _holds_scales(view: View, operands: Sequence[KernelOperand], module: QuantLinear | QuantConv, part: Part) -> bool:
     """Returns whether one of the constants has the block scales of a layer."""
     weight, format = module.quantized_weight, module.weight_format
     if format.global_scale:
@@ -249,7 +249,7 @@ def _holds_scales(view: View, operands: Sequence[Operand], module: QuantLinear |
     )
 
 
-def _holds_products(view: View, operands: Sequence[Operand], weight: BlockScaledTensor, part: Part) -> bool:
+def _holds_products(view: View, operands: Sequence[KernelOperand], weight: BlockScaledTensor, part: Part) -> bool:
     """Returns whether a constant has NVFP4's block scales times the global scale, as TensorRT-RTX 1.5 folds them."""
     scales = weight.scale_values().numpy().T
     return any(

@@ -272,7 +272,7 @@ class GroupedProducts(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-_Operand = Sequence[torch.Tensor]  # codes, or values, and their scales
+_Rounded = Sequence[torch.Tensor]  # codes, or values, and their scales
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,21 +287,21 @@ class _RowProducts:
     offsets: torch.Tensor
     in_fp8: bool
 
-    def rows(self, x: torch.Tensor, format: Format) -> _Operand:
+    def rows(self, x: torch.Tensor, format: Format) -> _Rounded:
         """Rounds each row of `x` `[rows, columns]`."""
-        operand: _Operand = torch.ops.quant.e4m3_rows(x)
+        operand: _Rounded = torch.ops.quant.e4m3_rows(x)
         return operand
 
-    def columns(self, x: torch.Tensor, format: Format) -> _Operand:
+    def columns(self, x: torch.Tensor, format: Format) -> _Rounded:
         """Rounds each column of `x` `[rows, columns]` within the rows of an expert; codes are transposed."""
-        operand: _Operand = torch.ops.quant.e4m3_columns(x, self.offsets, False, None)
+        operand: _Rounded = torch.ops.quant.e4m3_columns(x, self.offsets, False, None)
         return operand
 
-    def y(self, x: _Operand, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
+    def y(self, x: _Rounded, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
         codes, scale = torch.ops.quant.e4m3_rows(weight.flatten(0, 1))
         return self._product(x, (codes.view(weight.shape), scale.view(weight.shape[:2])), dtype)
 
-    def dx(self, dy: _Operand, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
+    def dx(self, dy: _Rounded, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
         experts, outputs, inputs = weight.shape
         ends = torch.arange(1, experts + 1, dtype=torch.int32, device=weight.device) * outputs
         scale = None
@@ -311,10 +311,10 @@ class _RowProducts:
             scale = of_rows.view(experts, outputs).amax(1, keepdim=True).expand(-1, inputs).contiguous()
         return self._product(dy, torch.ops.quant.e4m3_columns(weight.flatten(0, 1), ends, True, scale), dtype)
 
-    def dw(self, dy: _Operand, x: _Operand, dtype: torch.dtype) -> torch.Tensor:
+    def dw(self, dy: _Rounded, x: _Rounded, dtype: torch.dtype) -> torch.Tensor:
         return self._product(dy, x, dtype)
 
-    def _product(self, a: _Operand, b: _Operand, dtype: torch.dtype) -> torch.Tensor:
+    def _product(self, a: _Rounded, b: _Rounded, dtype: torch.dtype) -> torch.Tensor:
         y: torch.Tensor = torch.ops.quant.e4m3_grouped_product(*a, *b, self.offsets, not self.in_fp8, dtype)
         return y
 
@@ -329,25 +329,25 @@ class _BlockProducts:
 
     offsets: torch.Tensor
 
-    def rows(self, x: torch.Tensor, format: Format) -> _Operand:
+    def rows(self, x: torch.Tensor, format: Format) -> _Rounded:
         """Rounds `x` `[rows, columns]` in blocks along the columns."""
-        operand: _Operand = torch.ops.quant.e4m3_blocks(x, *format.block, x.dtype)
+        operand: _Rounded = torch.ops.quant.e4m3_blocks(x, *format.block, x.dtype)
         return operand
 
-    def columns(self, x: torch.Tensor, format: Format) -> _Operand:
+    def columns(self, x: torch.Tensor, format: Format) -> _Rounded:
         """Rounds `x` `[rows, columns]` in blocks along the rows."""
-        operand: _Operand = torch.ops.quant.e4m3_blocks(x, *format.block[::-1], x.dtype)
+        operand: _Rounded = torch.ops.quant.e4m3_blocks(x, *format.block[::-1], x.dtype)
         return operand
 
-    def y(self, x: _Operand, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
+    def y(self, x: _Rounded, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
         matrices = _rounded_stack(weight, *format.block, dtype)
         return functional.grouped_mm(x[0], matrices.transpose(1, 2), offs=self.offsets)
 
-    def dx(self, dy: _Operand, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
+    def dx(self, dy: _Rounded, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
         # The sum is over the outputs.
         return functional.grouped_mm(dy[0], _rounded_stack(weight, *format.block[::-1], dtype), offs=self.offsets)
 
-    def dw(self, dy: _Operand, x: _Operand, dtype: torch.dtype) -> torch.Tensor:
+    def dw(self, dy: _Rounded, x: _Rounded, dtype: torch.dtype) -> torch.Tensor:
         return functional.grouped_mm(dy[0].t(), x[0], offs=self.offsets)
 
 

@@ -23,7 +23,7 @@ from quant.export.engine.build import BuildOptions, build_engine, export_engine,
 from quant.export.engine.contents.engine_file import read_engine
 from quant.export.engine.graph import check_graph
 from quant.export.engine.process import run_worker
-from quant.export.engine.targets import choose_backend, choose_common_backend, resolve_target, resolve_targets
+from quant.export.engine.targets import choose_common_library, choose_library, resolve_target, resolve_targets
 from quant.export.onnx_graph.shapes import Input, format_profile, parse_profile
 
 SHAPES = "tokens=1:16:64"
@@ -72,7 +72,7 @@ def test_unknown_target() -> None:
 )
 def test_backend(machine: Callable[..., None], target: str, packages: Any, gpu: Any, chosen: str) -> None:
     machine(*packages, gpu=gpu)
-    assert choose_backend(resolve_target(target)).module == chosen
+    assert choose_library(resolve_target(target)).module == chosen
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_backend(machine: Callable[..., None], target: str, packages: Any, gpu: 
 def test_no_backend(machine: Callable[..., None], target: str, packages: Any, message: str) -> None:
     machine(*packages)
     with pytest.raises(ValueError, match=message):
-        choose_backend(resolve_target(target))
+        choose_library(resolve_target(target))
 
 
 INPUTS = [Input("input_ids", ("batch", "sequence")), Input("mask", ("batch", 1, "sequence"))]
@@ -333,7 +333,7 @@ def test_features_that_nothing_builds(
 ) -> None:
     machine("tensorrt_rtx", "tensorrt")
     with pytest.raises(ValueError, match=message):
-        choose_common_backend(resolve_targets(target), backend, features)
+        choose_common_library(resolve_targets(target), backend, features)
 
 
 @pytest.mark.slow

@@ -18,14 +18,14 @@ from quant.formats.format import FORMATS
 from quant.formats.number import E2M1
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.aot import CompiledKernel
-from quant.kernels.hardware import TARGETS, current
+from quant.kernels.hardware import GPUS, current
 from quant.kernels.hopper import sm90_codes_gemm_many
 from quant.kernels.hopper.sm90_gemm_schedule import fetches_of, turns_of
 from quant.kernels.layout import prepack
 from quant.kernels.linear import dispatch
 from quant.kernels.matmul_tiles import PREFILL_UNITS, deal, prefill_tiles
 
-BEST = tuple((*size, prefill_tiles(*size, TARGETS["h100"]).groups) for size in PREFILL_UNITS)
+BEST = tuple((*size, prefill_tiles(*size, GPUS["h100"]).groups) for size in PREFILL_UNITS)
 SIZES = (*BEST, (128, 1, 1), (64, 1, 1), (192, 1, 1))
 
 
@@ -52,7 +52,7 @@ def test_weights_go_from_registers_into_wgmma(
 
     block_m, halves, groups = size
     # Experts with few columns and few tokens each have two programs on an SM.
-    tiles = prefill_tiles(block_m, halves, TARGETS["h100"], groups=groups, resident=2 if block_m == 16 else 1)
+    tiles = prefill_tiles(block_m, halves, GPUS["h100"], groups=groups, resident=2 if block_m == 16 else 1)
     wide = 1 << tiles.block_m.bit_length() - 1
     tail = tiles.block_m - wide
 

@@ -15,7 +15,7 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels import hardware, matmul_tiles
 from quant.kernels.aot import CompiledKernel
-from quant.kernels.hardware import TARGETS, current
+from quant.kernels.hardware import GPUS, current
 from quant.kernels.hopper import sm90_codes_gemm_many
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.ops import quantized_linear
@@ -41,7 +41,7 @@ def test_weights_go_from_registers_into_wgmma(
     from triton.experimental.gluon import language as gl
 
     format = FORMATS[form]
-    choice = prefill_tiles(*size, TARGETS["h100"], format, groups=1 if experts else None)
+    choice = prefill_tiles(*size, GPUS["h100"], format, groups=1 if experts else None)
     wide = 1 << choice.block_m.bit_length() - 1
     tail = choice.block_m - wide
 
@@ -72,7 +72,7 @@ def test_weights_go_from_registers_into_wgmma(
 @pytest.mark.parametrize("form", STORED_FORMATS)
 @pytest.mark.parametrize("tokens", [33, 65, 256, 700, 2048])
 def test_many_tokens_go_to_hoppers_kernel(form: str, tokens: int) -> None:
-    format, h100 = FORMATS[form], TARGETS["h100"]
+    format, h100 = FORMATS[form], GPUS["h100"]
     for shape in ((28672, 4096), (4096, 14336), (1024, 1024)):
         choice = matmul_tiles.guess(format, tokens, shape, h100, prepacked=False)
         assert isinstance(choice, matmul_tiles.PrefillTiles) and choice.step in (128, 64 * choice.depth)
@@ -87,7 +87,7 @@ def test_many_tokens_go_to_hoppers_kernel(form: str, tokens: int) -> None:
 
 
 def test_what_the_kernel_cannot_multiply_takes_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
+    monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["h100"])
     weight, x = quantize(torch.randn(256, 512), FORMATS["fp8_channel"]), torch.randn(100, 512).bfloat16()
     assert isinstance(dispatch.choose_launch(weight, x), matmul_tiles.PrefillTiles)
     assert dispatch.choose_launch(weight, x.half()) is matmul_tiles.DENSE

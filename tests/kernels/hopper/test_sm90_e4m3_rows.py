@@ -15,7 +15,7 @@ from interpreter import interpreted
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize, quantize
 from quant.kernels.aot import CompiledKernel
-from quant.kernels.hardware import TARGETS, current
+from quant.kernels.hardware import GPUS, current
 from quant.kernels.hopper import sm90_codes_gemm_many
 from quant.kernels.hopper.sm90_e4m3_rows import multiply_in_e4m3, rows_to_e4m3
 from quant.kernels.layout import prepack
@@ -48,7 +48,7 @@ def test_words_go_from_registers_into_wgmma_as_e4m3(
 ) -> None:
     from triton.experimental.gluon import language as gl
 
-    tiles = prefill_tiles(*size, TARGETS["h100"], x_bytes=1)
+    tiles = prefill_tiles(*size, GPUS["h100"], x_bytes=1)
     wide = 1 << tiles.block_m.bit_length() - 1
     tail = tiles.block_m - wide
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from assembler import assemble
 
 from quant.kernels.aot import CompiledKernel
-from quant.kernels.hardware import TARGETS
+from quant.kernels.hardware import GPUS
 from quant.kernels.hopper import sm90_nvfp4_gemm_few
 from quant.kernels.matmul_tiles import GluonTiles, candidates, gluon_tiles, guess
 
@@ -41,7 +41,7 @@ def test_weights_go_from_registers_into_wgmma(
     split: bool,
     has_bias: bool,
 ) -> None:
-    tiles = gluon_tiles(block_m, warps, resident, TARGETS["h100"], depth)
+    tiles = gluon_tiles(block_m, warps, resident, GPUS["h100"], depth)
     options = {"num_warps": warps, **sm90_nvfp4_gemm_few.registers(tiles)}
     constants: dict[str, Any] = {"fetcher_registers": options.pop("fetcher_registers")}
     constants["constants"] = sm90_nvfp4_gemm_few.Constants(has_bias, tiles.stages, depth, split, overlap=split)
@@ -78,8 +78,8 @@ def gives_back_the_slot_before(ptx: str) -> bool:
 def test_a_guess_is_always_a_launch_that_the_kernel_takes(shape: tuple[int, int], tokens: int) -> None:
     from quant.formats.format import FORMATS
 
-    first = guess(FORMATS["nvfp4"], tokens, shape, TARGETS["h100"], prepacked=True)
-    for choice in (first, *candidates(FORMATS["nvfp4"], tokens, shape, TARGETS["h100"], prepacked=True)):
+    first = guess(FORMATS["nvfp4"], tokens, shape, GPUS["h100"], prepacked=True)
+    for choice in (first, *candidates(FORMATS["nvfp4"], tokens, shape, GPUS["h100"], prepacked=True)):
         if isinstance(choice, GluonTiles):
             assert choice.stages >= 2 and choice.warps in (4, 8, 16)
             assert choice.resident * 32 * (choice.warps + 4) <= 2048

@@ -22,7 +22,7 @@ from quant.formats import number
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, _pair_table, quantize
 from quant.kernels import hardware, layout, matmul_tiles
-from quant.kernels.hardware import TARGETS, current
+from quant.kernels.hardware import GPUS, current
 from quant.kernels.layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
 from quant.kernels.linear import dispatch, quantized_module
 from quant.kernels.linear.embedding import QuantEmbedding
@@ -320,7 +320,7 @@ def test_a_loaded_model_takes_the_fastest_kernel(format: str, monkeypatch: pytes
 @pytest.mark.parametrize("format", FORMATS)
 def test_which_kernel_an_h100_takes(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same on any machine: what is chosen for an arranged weight, without a launch."""
-    monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
+    monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["h100"])
     files = {
         matmul_tiles.Tiles: "codes_gemm",
         matmul_tiles.GluonTiles: "sm90_nvfp4_gemm_few",

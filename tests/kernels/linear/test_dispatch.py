@@ -14,7 +14,7 @@ from interpreter import interpreted
 from quant.formats.format import FORMATS, INPUT_FORMATS
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels import hardware, matmul_tiles
-from quant.kernels.hardware import TARGETS
+from quant.kernels.hardware import GPUS
 from quant.kernels.layout import prepack, restore
 from quant.kernels.linear import dispatch, native_gemm
 from quant.kernels.linear.input_rounding import round_rows
@@ -23,7 +23,7 @@ from quant.kernels.linear.input_rounding import round_rows
 @pytest.fixture(autouse=True)
 def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An L40S, for which no table is shipped; its launches are interpreted."""
-    monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["l40s"])
+    monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["l40s"])
     monkeypatch.setattr(native_gemm, "_verdicts", {})
     monkeypatch.setattr(dispatch, "_products", {})
     with interpreted():
@@ -138,7 +138,7 @@ def test_mistakes_are_named_before_a_launch() -> None:
 
 
 def test_prepacked_weights_go_to_hoppers_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
+    monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["h100"])
     weight = prepack(quantize(torch.randn(256, 1024), FORMATS["nvfp4"]))
     few, many = torch.randn(9, 1024).bfloat16(), torch.randn(4096, 1024).bfloat16()
     assert isinstance(dispatch.choose_launch(weight, few), matmul_tiles.GluonTiles)
@@ -167,7 +167,7 @@ def test_fp8_blocks_by_fp8_groups(monkeypatch: pytest.MonkeyPatch, tokens: int, 
 
 def test_a_block_scaled_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first product that differs from float64 ends in a warning, and the weight is dequantized as elsewhere."""
-    monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["b200"])
+    monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["b200"])
     weight, x = quantize(torch.randn(64, 128), FORMATS["mxfp8"]), torch.randn(9, 128).bfloat16()
     monkeypatch.setattr(native_gemm, "multiply_codes", lambda x, weight, *_, **__: x.new_zeros(len(x), weight.shape[0]))
     monkeypatch.setattr(torch.Tensor, "to", _stay_on_cpu(torch.Tensor.to))

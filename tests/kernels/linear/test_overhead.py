@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels import hardware, launch_cache
-from quant.kernels.hardware import TARGETS
+from quant.kernels.hardware import GPUS
 from quant.kernels.linear import dispatch, quantized_module
 from quant.kernels.linear.modules import QuantLinear
 
@@ -28,8 +28,8 @@ MOST = 8
 @pytest.fixture
 def _h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This CPU is taken for an H100, whose launches do nothing."""
-    monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
-    monkeypatch.setattr("quant.kernels.hopper.sm90_codes_gemm_many.current", lambda index=0: TARGETS["h100"])
+    monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["h100"])
+    monkeypatch.setattr("quant.kernels.hopper.sm90_codes_gemm_many.current", lambda index=0: GPUS["h100"])
     monkeypatch.setattr(quantized_module, "prefers_prepacked", lambda codes: True)
     monkeypatch.setattr(dispatch, "_products", {})
     monkeypatch.setattr(JITFunction, "run", lambda *args, **options: None)

@@ -16,7 +16,7 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import DecodeTiles
-from quant.kernels.hardware import TARGETS
+from quant.kernels.hardware import GPUS
 from quant.kernels.kv_pages import KVPages
 from quant.kernels.linear import dispatch
 from quant.kernels.matmul_tiles import guess
@@ -52,7 +52,7 @@ def grouped() -> None:
 
 def linear() -> None:
     weight, x = quantize(torch.ones(64, 32), FORMATS["fp8_channel"]), half(TOKENS, 32)
-    tiles = guess(weight.format, TOKENS, (64, 32), TARGETS["l40s"], False)
+    tiles = guess(weight.format, TOKENS, (64, 32), GPUS["l40s"], False)
     dispatch.multiply_with(x, weight, None, tiles)
 
 

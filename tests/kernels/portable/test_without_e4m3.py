@@ -29,7 +29,7 @@ from quant.formats.tensor import BlockScaledTensor, quantize, round_activation
 from quant.kernels import hardware
 from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import DecodeTiles
-from quant.kernels.hardware import TARGETS
+from quant.kernels.hardware import GPUS
 from quant.kernels.kv_pages import KVPages, write_reference
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.experts import _on_gpu as experts_on_gpu
@@ -49,8 +49,8 @@ def before_ada() -> Iterator[None]:
     """Tensors of the CPU count as tensors of an A100."""
     dispatch._products.clear()
     with (
-        patch.object(hardware, "current", lambda index=0: TARGETS["a100"]),
-        patch("quant.kernels.linear.experts.current", lambda index=0: TARGETS["a100"]),
+        patch.object(hardware, "current", lambda index=0: GPUS["a100"]),
+        patch("quant.kernels.linear.experts.current", lambda index=0: GPUS["a100"]),
         patch.object(hardware, "lacks_e4m3", lambda x: True),
     ):
         yield
@@ -183,7 +183,7 @@ def test_values_on_and_around_every_tie_are_encoded() -> None:
 def test_weights_are_multiplied_as_with_the_type(name: str) -> None:
     weight, x = weight_of(name, 64, 256), few(3, 256)
     dispatch._products.clear()
-    with interpreted(), patch.object(hardware, "current", lambda index=0: TARGETS["a100"]):
+    with interpreted(), patch.object(hardware, "current", lambda index=0: GPUS["a100"]):
         expected = linear(weight, "", x)
     with interpreted(), before_ada():
         assert torch.equal(linear(weight, "", x), expected)
@@ -236,6 +236,6 @@ def test_weights_in_training_are_rounded_as_with_the_type() -> None:
 def test_the_type_came_with_ada(monkeypatch: pytest.MonkeyPatch) -> None:
     x: Any = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))
     for name, lacks in (("a100", True), ("l40s", False), ("h100", False)):
-        monkeypatch.setattr(hardware, "current", lambda index, name=name: TARGETS[name])
+        monkeypatch.setattr(hardware, "current", lambda index, name=name: GPUS[name])
         assert hardware.lacks_e4m3(x) == lacks
     assert not hardware.lacks_e4m3(torch.zeros(1))

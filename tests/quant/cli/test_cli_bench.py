@@ -13,7 +13,7 @@ from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.kernels import ceilings, hardware
 from quant.kernels.ceilings import Ceiling
-from quant.kernels.hardware import TARGETS
+from quant.kernels.hardware import GPUS
 from quant.kernels.linear import benchmark
 
 
@@ -32,7 +32,7 @@ def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rates_are_printed_with_their_share_of_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = [Ceiling("copy", 3.0e12, "TB/s", 3.35e12), Ceiling("fp8", 1.3e15, "TFLOP/s", None)]
-    monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
+    monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["h100"])
     monkeypatch.setattr(ceilings, "measure_ceilings", lambda: measured)
     assert bench("--ceilings").stdout.splitlines() == [
         "h100",
@@ -49,7 +49,7 @@ def test_rates_are_printed_with_their_share_of_the_data_sheet(monkeypatch: pytes
 
 
 def test_a_model_without_quantized_linears_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
+    monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["h100"])
     assert "has no quantized linear; bench a checkpoint that `quantize` wrote" in bench(BASE).stderr
 
 
@@ -66,7 +66,7 @@ def test_every_shape_of_a_model_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_pa
         rates = {"microseconds": 12.5, "bytes_per_second": 2e12, "flops": 3e12, "times_16_bit": 1.5}
         return [{**row, **rates, "choice": "dense"}]
 
-    monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
+    monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["h100"])
     monkeypatch.setattr(benchmark, "time_as_called", time)
     line = bench(out, "--tokens", "16", "--quiet").stdout.splitlines()[1]
     assert line.startswith("  mxfp8 [") and line.endswith(
