@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,6 +52,7 @@ class StoredNames:
         parameters: the model's parameters by their names on disk, as the rules of `back` need not invert `renamings`.
         carried: tensors of the source that the model's class ignores, by their names on disk.
         carried_modules: the modules in 16 bit that have such a matrix, and may be linear layers elsewhere.
+        carried_trees: the outermost modules that hold no other tensors, such as `mtp`.
     """
 
     renamings: tuple[Rename, ...] = ()
@@ -64,6 +65,7 @@ class StoredNames:
     parameters: Mapping[str, str] = field(default_factory=dict)
     carried: tuple[str, ...] = ()
     carried_modules: tuple[str, ...] = ()
+    carried_trees: tuple[str, ...] = ()
 
     def stored(self, name: str) -> str:
         """Returns the name on disk of the tensor `name`, whatever the suffix of a quantized weight's part."""
@@ -74,9 +76,33 @@ class StoredNames:
         ours = {theirs: ours for ours, theirs in self.experts.items()}
         return _as_weight(name, lambda weight: self.parameters.get(weight) or _swap(_apply(self.back, weight), ours))
 
+    def with_carried(self, shapes: Mapping[str, Sequence[int]], others: Iterable[str]) -> StoredNames:
+        """Returns the names with tensors that were carried over.
+
+        Args:
+            shapes: the shapes of the carried tensors, by their names on disk.
+            others: the names on disk of all other tensors of the checkpoint.
+        """
+        modules = [
+            n.removesuffix(".weight") for n, shape in shapes.items() if n.endswith(".weight") and len(shape) == 2
+        ]
+        shared = {"", *(tree for name in others for tree in _trees(name))}
+        # Stacks of experts count too. A server builds their modules under names of its own, `….experts.0.gate_proj`,
+        # or joins `q_proj`, `k_proj` and `v_proj`: the tree is the name that all of them begin with.
+        matrices = [name for name, shape in shapes.items() if len(shape) in (2, 3)]
+        outermost = [next((tree for tree in _trees(name) if tree not in shared), "") for name in matrices]
+        trees = [tree for tree in dict.fromkeys(outermost) if tree and tree not in modules]
+        return replace(self, carried=tuple(shapes), carried_modules=tuple(modules), carried_trees=tuple(trees))
+
     def both(self, layer: str) -> list[str]:
         """Returns a layer's name as transformers knows it, and, where that differs, as the files have it."""
         return list(dict.fromkeys((layer, self.stored(f"{layer}.weight").removesuffix(".weight"))))
+
+
+def _trees(name: str) -> list[str]:
+    """Returns the modules that hold the tensor `name`, outermost first: `a` and `a.b` of `a.b.weight`."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def stored_names(model: nn.Module | None) -> StoredNames:

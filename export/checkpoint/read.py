@@ -129,10 +129,15 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         return f"{file}: {stored}"
 
 
-def carried_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors in a checkpoint that its model's class ignores, by their names on disk."""
+def carried_shapes(directory: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """Returns the tensors in a checkpoint that its model's class ignores, and the names of all others.
+
+    Returns:
+        Shapes by names on disk, and names on disk.
+    """
     files = TensorFiles(directory, meta=True)
-    return {name: files.shape(name) for name in files if name in files.carried}
+    shapes = {name: files.shape(name) for name in files if name in files.carried}
+    return shapes, [name for name in files if name not in shapes]
 
 
 def head_shapes(directory: Path) -> dict[str, tuple[int, int]]:

@@ -15,7 +15,6 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,14 +61,9 @@ def carry_over(model: Any, tensors: Tensors, names: StoredNames, source: Path) -
     # undone.
     if main_dtype(original) == stored_dtype(model):
         completed = {name: _as_in_source(name, tensor, original) for name, tensor in tensors.items()}
-    modules = []
-    for name in carried:
-        completed[name] = _deferred(name, original)
-        # A server may make a linear layer of such a matrix, and would look for its codes: the config's `ignore` names
-        # it.
-        if name.endswith(".weight") and len(completed[name].shape) == 2:
-            modules.append(name.removesuffix(".weight"))
-    return completed, replace(names, carried=tuple(carried), carried_modules=tuple(modules))
+    completed |= {name: _deferred(name, original) for name in carried}
+    # A server may make a linear layer of such a matrix, and would look for its codes: the config's `ignore` names it.
+    return completed, names.with_carried({name: completed[name].shape for name in carried}, tensors)
 
 
 def carried_note(model: Any, names: StoredNames, source: Path | None) -> list[str]:

@@ -81,11 +81,7 @@ class Checkpoint:
     @cached_property
     def names(self) -> StoredNames:
         """The names that the model's tensors have on disk, and those of tensors that its class ignores."""
-        shapes = carried_shapes(self.directory)
-        modules = [
-            n.removesuffix(".weight") for n, shape in shapes.items() if n.endswith(".weight") and len(shape) == 2
-        ]
-        return replace(stored_names(self.model), carried=tuple(shapes), carried_modules=tuple(modules))
+        return stored_names(self.model).with_carried(*carried_shapes(self.directory))
 
     @cached_property
     def tensors(self) -> TensorFiles:

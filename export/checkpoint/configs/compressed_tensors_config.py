@@ -36,6 +36,7 @@ _FORMAT_NAMES = {
 }
 # In no runtime a linear layer. Others may be one there: routers, the convolutions of Mamba.
 _NEVER_LINEAR = (LayerKind.NORM, LayerKind.EMBEDDING, LayerKind.PARAMETER)
+_FIRST_EXPERT = ("0.gate_proj", "0.up_proj", "0.down_proj")
 _GROUPS = dict[str, dict[str, Any]]
 _INPUTS = (
     "nvfp4", "nvfp4_four_over_six", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token",
@@ -120,7 +121,7 @@ def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[st
         "config_groups": groups,
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "global_compression_ratio": None,
-        "ignore": list(dict.fromkeys((*ignored, *names.carried_modules))),
+        "ignore": list(dict.fromkeys((*ignored, *names.carried_modules, *map(_inside, names.carried_trees)))),
         "kv_cache_scheme": _arguments(plan.kv_cache, dynamic=False, observer=None) if plan.kv_cache else None,
         "quant_method": COMPRESSED_TENSORS,
         "quantization_status": "compressed",
@@ -157,9 +158,19 @@ def _targets(layers: Sequence[LayerPlan], names: StoredNames) -> list[str]:
             targets += names.both(layer.name)
             continue
         # Runtimes name experts one by one, `….experts.3.down_proj`: the pattern is the name without number and part.
-        stems = (name.rsplit(".", 2)[0] for name in names.both(f"{layer.name.rpartition('.')[0]}.0.down_proj"))
-        targets += [f"re:{re.escape(stem)}\\..*" for stem in stems]
+        experts = layer.name.rpartition(".")[0]
+        stems = [name.rsplit(".", 2)[0] for name in names.both(f"{experts}.0.down_proj")]
+        targets += map(_inside, stems)
+        # vLLM calls the modules of a model for images otherwise than the files do (`language_model.model.…` for
+        # `model.language_model.…`). It renames plain entries, but no patterns, and asks for the first expert.
+        if "language_model" in stems[0].split("."):
+            targets += [name for part in _FIRST_EXPERT for name in names.both(f"{experts}.{part}")]
     return list(dict.fromkeys(targets))
+
+
+def _inside(module: str) -> str:
+    """Returns the pattern of everything inside a module."""
+    return f"re:{re.escape(module)}\\..*"
 
 
 def _weight_arguments(format: Format) -> dict[str, Any]:

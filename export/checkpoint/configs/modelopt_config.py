@@ -210,7 +210,7 @@ def _arguments(format: Format) -> dict[str, Any]:
 
 def _excluded(plan: Plan, names: StoredNames) -> list[str]:
     """Returns the modules that stay in 16 bit. Experts are named by their module, as a prefix."""
-    excluded = set(names.carried_modules)
+    excluded = {*names.carried_modules, *(f"{tree}.*" for tree in names.carried_trees)}
     for layer in plan.layers:
         if layer.weight is not None or layer.kind == LayerKind.NORM:
             continue

@@ -190,6 +190,17 @@ def test_experts_are_targeted_by_their_module_as_a_pattern() -> None:
     assert not re.match(target[3:], "model.layers.1xmlp.experts.3.down_proj")
 
 
+def test_vllm_finds_the_experts_of_a_model_for_images() -> None:
+    """It renames entries to the names of its modules, and leaves patterns as they are."""
+    experts = LayerPlan("model.language_model.layers.1.mlp.experts.down_proj", LayerKind.EXPERTS, (4, 64, 64))
+    for layer in (experts, dataclasses.replace(experts, weight=FORMATS["nvfp4"])):
+        config = quantization_config(Plan((*plan_of(("fp8_channel", "fp8_token")).layers, layer)))
+        entries = config["config_groups"]["group_1"]["targets"] if layer.weight else config["ignore"]
+        renamed = [entry.replace("model.language_model.", "language_model.model.", 1) for entry in entries]
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            assert f"language_model.model.layers.1.mlp.experts.0.{part}" in renamed
+
+
 @pytest.mark.parametrize("format", ["mxfp6_e3m2", "mxfp8_e5m2", "fp8_token", "fp8_group", "int8_token", "int8_tensor"])
 def test_what_the_layout_cannot_store_is_refused_by_layer(format: str) -> None:
     with pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp\.up_proj: .* cannot store {format}; it has nvfp4"):

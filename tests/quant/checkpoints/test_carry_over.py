@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,26 @@ def test_tensors_of_every_dtype_and_shape_are_carried_over_from_shards(tmp_path:
     for name, tensor in extra.items():
         assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name
     assert verify(out, source=directory).findings == ()
+
+
+def test_servers_find_the_modules_that_they_make_of_a_head(model: Path, tmp_path: Path) -> None:
+    """vLLM drops plain entries of `mtp.`, asks for the matrices of a stack's first expert, and SGLang for `qkv_proj`."""
+    tensors = load_file(model / "model.safetensors")
+    head = {
+        n.replace("model.layers.0", "mtp.layers.0"): t.clone()
+        for n, t in tensors.items()
+        if "layers.0.self_attn.q" in n
+    }
+    head |= {f"mtp.layers.0.mlp.experts.{part}": torch.randn(2, 64, 64).bfloat16() for part in ("up_proj", "down_proj")}
+    save_file({**tensors, **head}, model / "model.safetensors", {"format": "pt"})
+    out = quantized(model, tmp_path / "out")
+    modules = ["mtp.layers.0.self_attn.qkv_proj", "mtp.layers.0.mlp.experts.0.up_proj", "mtp.fc", "model.layers.1.mlp"]
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    patterns = [entry.removeprefix("re:") for entry in ignored if entry.startswith("re:")]
+    for name in [f"{module}.x" for module in modules]:
+        assert any(re.match(pattern, name) for pattern in patterns), name
+    assert not any(re.match(pattern, "model.layers.0.mlp.up_proj") for pattern in patterns)
+    quant.convert(out, tmp_path / "modelopt", to="modelopt")
+    excluded = json.loads((tmp_path / "modelopt" / "hf_quant_config.json").read_text())["quantization"]
+    assert {"mtp.*", "model.layers.1.*"} <= set(excluded["exclude_modules"])
+    assert verify(tmp_path / "modelopt").findings == ()
