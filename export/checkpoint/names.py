@@ -13,6 +13,7 @@ directions. Everywhere else a tensor has its name in the model, and one expert's
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,7 @@ class StoredNames:
             numbers, so an empty tensor is stored under their names, at which it stops.
         unread: other such parameters. Servers know their names and would fail at an empty tensor.
         parameters: the model's parameters by their names on disk, as the rules of `back` need not invert `renamings`.
+        in_source: names on disk that `renamings` do not lead to, by the model's names.
         carried: tensors of the source that the model's class ignores, by their names on disk.
         carried_modules: the modules in 16 bit that have such a matrix, and may be linear layers elsewhere.
         carried_trees: the outermost modules that hold no other tensors, such as `mtp`.
@@ -63,18 +65,32 @@ class StoredNames:
     stopped: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
     parameters: Mapping[str, str] = field(default_factory=dict)
+    in_source: Mapping[str, str] = field(default_factory=dict)
     carried: tuple[str, ...] = ()
     carried_modules: tuple[str, ...] = ()
     carried_trees: tuple[str, ...] = ()
 
     def stored(self, name: str) -> str:
         """Returns the name on disk of the tensor `name`, whatever the suffix of a quantized weight's part."""
-        return _as_weight(name, lambda weight: _apply(self.renamings, _swap(weight, self.experts)))
+        return _as_weight(
+            name, lambda weight: self.in_source.get(weight) or _apply(self.renamings, _swap(weight, self.experts))
+        )
 
     def of_model(self, name: str) -> str:
         """Undoes `stored`; a name of the model's own stays."""
         ours = {theirs: ours for ours, theirs in self.experts.items()}
         return _as_weight(name, lambda weight: self.parameters.get(weight) or _swap(_apply(self.back, weight), ours))
+
+    def as_in(self, source: Collection[str]) -> StoredNames:
+        """Returns the names, with those of a source's tensors where `renamings` lead to names that it lacks.
+
+        Kimi-K2.5's rule for `blocks` of its vision tower, undone, renames the `layers` of its language model too.
+        """
+        ours = {self.of_model(name): name for name in source} if self.renamings else {}
+        other = {name: stored for name, stored in ours.items() if self.stored(name) not in source}
+        return replace(
+            self, in_source=other, parameters={**self.parameters, **{stored: name for name, stored in other.items()}}
+        )
 
     def with_carried(self, shapes: Mapping[str, Sequence[int]], others: Iterable[str]) -> StoredNames:
         """Returns the names with tensors that were carried over.
@@ -120,11 +136,17 @@ def stored_names(model: nn.Module | None) -> StoredNames:
     # `from_pretrained` of transformers 5 notes the rules that the model's own checkpoint needed.
     used = getattr(model, "_weight_conversions", None)
     used = rules if used is None else _plain(used)
+    groups = {tuple(rule.source_patterns) for rule in used if _is_group(rule)}
     fused = _fused(rules)
     apart = _is_apart(model)
     names = StoredNames(
         renamings=tuple(_renaming(rule.reverse_transform()) for rule in reversed(used) if _is_renaming(rule)),
-        back=tuple(_renaming(rule) for rule in rules if _is_renaming(rule)),
+        # Names like those that a group makes mean other tensors where it was not needed.
+        back=tuple(
+            _renaming(rule)
+            for rule in rules
+            if _is_renaming(rule) and not (_is_group(rule) and tuple(rule.source_patterns) not in groups)
+        ),
         experts={
             ours: theirs
             for last, names in fused.items()
@@ -185,15 +207,26 @@ def cut_experts(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _plain(rules: Iterable[Any]) -> list[Any]:
-    """Returns the rules without subclasses such as `PrefixChange`, whose prefix a file need not have."""
-    return [rule for rule in rules if type(rule).__name__ in ("WeightRenaming", "WeightConverter")]
+    """Returns the rules that hold in both directions."""
+    return [rule for rule in rules if _is_renaming(rule) or type(rule).__name__ == "WeightConverter"]
 
 
 def _is_renaming(rule: Any) -> bool:
-    return type(rule).__name__ == "WeightRenaming"
+    # A file need not have the prefix of a `PrefixChange`, and a `LayerPairCollapse` cannot be undone.
+    classes = [cls.__name__ for cls in type(rule).__mro__]
+    return "WeightRenaming" in classes and classes[0] not in ("PrefixChange", "LayerPairCollapse")
+
+
+def _is_group(rule: Any) -> bool:
+    """Returns whether a renaming is several at once, such as `fc0` to `fc1` and `fc1` to `fc2`."""
+    return type(rule).__name__ == "GroupWeightRename"
 
 
 def _renaming(rule: Any) -> Rename:
+    if _is_group(rule):
+        # It renames nothing until it has met its first pattern, and is asked for names in any order here.
+        rule = copy.copy(rule)
+        rule._active = True
     return lambda name: str(rule.rename_source_key(name)[0])
 
 

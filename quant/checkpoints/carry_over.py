@@ -103,6 +103,12 @@ def source_tensors(source: Path, dtype: torch.dtype) -> Mapping[str, torch.Tenso
     return pickles
 
 
+def source_names(source: Path) -> Collection[str]:
+    """Returns the names of the tensors in a model's safetensors files; none for pickles."""
+    shards = [shard for shard in huggingface.find_shards(source) if shard.suffix == ".safetensors"]
+    return set(TensorFiles(source, files=shards)) if shards else ()
+
+
 def is_quantized(name: str, written: Collection[str]) -> bool:
     """Returns whether a checkpoint holds codes in the place of the tensor `name` of the source.
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.session import Store
-from quant.checkpoints.carry_over import carried_note, carry_over
+from quant.checkpoints.carry_over import carried_note, carry_over, source_names
 from quant.checkpoints.checkpoint_warnings import checkpoint_warnings
 from quant.checkpoints.model_card import write_card
 from quant.checkpoints.trial_load import check_experts, check_read_back, hold_device_guard, trial_load
@@ -153,6 +153,8 @@ def write_model(
         tokenizer, allow_missing, finish: as for `save`.
         state: the tensors that are not quantized, by the model's names; None takes them from the model.
     """
+    if destination.source is not None:
+        names = names.as_in(source_names(destination.source))
     if not allow_missing:
         check_experts(plan, names)
     # Solvers may have given layers rotations, branches or factors of their inputs, which the caller's plan does not

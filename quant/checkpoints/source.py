@@ -226,7 +226,8 @@ def _config_differences(pair: _Pair) -> Iterator[Difference]:
         return
     written = read_fields(pair.directory / "config.json")
     for key, value in _leaves(read_fields(pair.home / "config.json")):
-        if _FORM & set(key):
+        # A checkpoint names its class, also where the source names none.
+        if _FORM & set(key) or (key == ("architectures",) and not value):
             continue
         other = (*key[:-1], _RENAMED.get(key[-1], key[-1]))
         new = next((field for k in (key, other) if (field := _at(written, k)) is not _MISSING), _MISSING)

@@ -22,7 +22,7 @@ from quant.models.quantized.quantization import Method, Quantization, refuse_pac
 # Tensors of a quantized layer for its inputs, its outputs and the KV cache; the values of its weight do not need them.
 _RUN_TIME = (
     "input_scale", "input_scale_ub", "activation_scale", "input_global_scale", "input_zero_point", "output_scale",
-    "q_scale", "k_scale", "v_scale", "prob_output_scale",
+    "q_scale", "k_scale", "v_scale", "kv_scale", "prob_output_scale",
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import build as build_architecture
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import DECODER, EXPERTS, build, llama, llava, mixtral, qwen3_moe, vit
@@ -195,6 +196,29 @@ def test_what_transformers_unpacks_to_bfloat16_is_told(
     with pytest.raises(RuntimeError, match="same dtype"):
         load(tmp_path / "ours")(ids)
     assert load(tmp_path / "ours", dtype=torch.bfloat16)(ids).logits.isfinite().all()
+
+
+def test_names_that_a_rule_would_rename_in_another_part_are_those_of_the_source(tmp_path: Path) -> None:
+    """Kimi-K2.5 numbers the layers of its vision tower from fc0, and calls its blocks what others call layers."""
+    name = "Kimi_K25ForConditionalGeneration"
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers without {name}")
+    build_architecture(name, torch.bfloat16).save_pretrained(tmp_path / "original")
+    file = tmp_path / "original" / "model.safetensors"
+    # transformers saves `language_model.model.blocks`, and the released files have `language_model.model.layers`.
+    released = {
+        n.replace("language_model.model.blocks", "language_model.model.layers"): t for n, t in load_file(file).items()
+    }
+    save_file(released, file, {"format": "pt"})
+    model = quant.open_model(tmp_path / "original").model
+    assert model is not None
+    result = quant.quantize(model, "fp8_channel", effort=0)
+    with pytest.warns(UserWarning, match="experts"):
+        quant.save(result.model, result.plan, tmp_path / "ours")
+    ours, original = names_in(tmp_path / "ours"), set(released)
+    assert {n for n in original - ours if "wqkv" not in n} == set() == {n for n in ours - original if ".attn." not in n}
+    there, here = result.model.state_dict(), quant.load(tmp_path / "ours").state_dict()
+    assert set(there) == set(here) and all(torch.equal(there[n], here[n]) for n in there)
 
 
 def test_names_of_models_that_are_not_transformers_stay() -> None:

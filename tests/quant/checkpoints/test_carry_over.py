@@ -130,7 +130,7 @@ def test_tensors_of_every_dtype_and_shape_are_carried_over_from_shards(tmp_path:
 
 
 def test_servers_find_the_modules_that_they_make_of_a_head(model: Path, tmp_path: Path) -> None:
-    """vLLM drops plain entries of `mtp.`, asks for the matrices of a stack's first expert, and SGLang for `qkv_proj`."""
+    """vLLM drops plain entries of `mtp.` and asks for the matrices of a stack's first expert, SGLang for `qkv_proj`."""
     tensors = load_file(model / "model.safetensors")
     head = {
         n.replace("model.layers.0", "mtp.layers.0"): t.clone()

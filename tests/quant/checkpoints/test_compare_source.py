@@ -121,3 +121,11 @@ def test_tensors_that_a_solver_changes_are_explained(tmp_path: Path, solver: str
 def test_checkpoints_of_other_tools(layout: str) -> None:
     differences = compare_with_source(GOLDENS / layout, BASE)
     assert not [each for each in differences if each.part == "tensors" and each.reason is None]
+
+
+def test_a_checkpoint_names_its_class_where_the_source_has_null(tmp_path: Path) -> None:
+    tiny_models.llama(num_hidden_layers=1, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    edit_config(tmp_path / "model", lambda fields: fields.update(architectures=None))
+    out = quantized(tmp_path / "model", tmp_path / "out", "--effort", "0")
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert compare_with_source(out, tmp_path / "model") == []
