@@ -112,9 +112,27 @@ class Request:
         device = find_device(self.device)
         if device is None and isinstance(self.model, nn.Module):
             device = device_of(self.model)
-        level = effort.DEFAULT if self.effort is None else self.effort
-        solver = "" if self.calib else self.solver or effort.solver_of(level, KEEP)
-        return effort.rows_of(solver, on_gpu=device is not None and device.type == "cuda")
+        on_gpu = device is not None and device.type == "cuda"
+        return max(effort.rows_of(solver, on_gpu=on_gpu) for solver in ("", *self._solvers()))
+
+    def _solvers(self) -> set[str]:
+        """Returns the solvers whose text this package chooses: those of the plan or recipe, or that of the options.
+
+        Formats of inputs, which are not known yet, change a solver's transforms and not the rows that it needs.
+        """
+        if self.calib:
+            return set()
+        of_options = self.solver or effort.solver_of(effort.DEFAULT if self.effort is None else self.effort, KEEP)
+        if self.goal is not None:
+            return {of_options}
+        recipe = self.chosen_recipe
+        if not isinstance(recipe, Recipe):
+            plan, _ = recipe
+            return {layer.solver for layer in plan.quantized}
+        # `--solver` goes before every solver that the recipe names.
+        if self.solver is not None:
+            return {self.solver}
+        return {recipe.solver or of_options, *(rule.solver for rule in recipe.rules if rule.solver is not None)}
 
     @property
     def evaluation_rows(self) -> Rows:

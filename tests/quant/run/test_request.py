@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+import quant
 from quant.errors import UserError
 from quant.recipes.plan import Plan
+from quant.recipes.recipe import Recipe, Rule
 from quant.run.budget import AllocationRequest
 from quant.run.request import Request
 
@@ -146,3 +149,25 @@ def test_kfac_takes_more_text_on_a_gpu(options: dict[str, Any], rows: int, monke
     monkeypatch.setattr("quant.run.request.find_device", torch.device)
     request = Request("model", "nvfp4", **options)
     assert request.calibration_rows.samples == request.calibration_samples == rows
+
+
+@pytest.mark.parametrize(("solver", "rows"), [("kfac", 128), ("gptq", 32)])
+def test_a_plan_or_recipe_that_names_kfac_takes_more_text_on_a_gpu(
+    solver: str, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("quant.run.request.find_device", torch.device)
+    plan = quant.make_plan(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "nvfp4a16", solver="rtn")
+    first, second = plan.layers
+    plan = plan.replace_layers([first, replace(second, solver=solver)])
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    recipe = Recipe("mine", "nvfp4", rules=(Rule("*.1", solver=solver),))
+    for options in (
+        {"plan_file": file},
+        {"recipe": plan},
+        {"recipe": recipe},
+        {"recipe": replace(recipe, solver=solver)},
+    ):
+        assert Request("model", device=GPU, **options).calibration_samples == rows
+    assert Request("model", recipe, device=GPU, solver="gptq").calibration_samples == 32
+    assert Request("model", plan_file=file, device="cpu").calibration_samples == 32
