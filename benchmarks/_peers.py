@@ -158,12 +158,13 @@ def exact_bits(model: nn.Module) -> float:
 def auto_quantize(model: nn.Module, rows: torch.Tensor, bits: float, *, weights_only: bool) -> float:
     """ModelOpt's choice of formats by gradient, the head left out of search and cost; gives the exact bits.
 
-    On a CPU, which needs `modelopt_on_cpu` before, it gets 4 rows: its passes take several times as long as ours.
+    All rows are scored, in eight batches. On a CPU, which needs `modelopt_on_cpu` before, it gets 4 rows one by one,
+    since its passes take several times as long as ours.
     """
     import modelopt.torch.quantization as mtq
 
     device, change = next(model.parameters()).device, " -inputs" if weights_only else ""
-    count = 4 if device.type == "cpu" else 8
+    batches = list(rows[:4].split(1) if device.type == "cpu" else rows.split(max(1, len(rows) // 8)))
     formats = [_modelopt_config(preset + change) for preset in ("NVFP4_DEFAULT_CFG", "FP8_DEFAULT_CFG")]
     model.float()
     with torch.enable_grad():
@@ -171,12 +172,12 @@ def auto_quantize(model: nn.Module, rows: torch.Tensor, bits: float, *, weights_
             model,
             constraints={"effective_bits": bits, "cost": {"excluded_module_name_patterns": ["*lm_head*"]}},
             quantization_formats=formats,
-            data_loader=list(rows[:count].to(device).split(1)),
+            data_loader=[batch.to(device) for batch in batches],
             forward_step=lambda model, batch: model(input_ids=batch, labels=batch, use_cache=False),
             loss_func=lambda output, batch: output.loss,
             disabled_layers=["*lm_head*"],
-            num_calib_steps=count,
-            num_score_steps=count,
+            num_calib_steps=len(batches),
+            num_score_steps=len(batches),
             method="gradient",
         )
     nbytes = numel = 0

@@ -2,10 +2,11 @@
 
 The others are ModelOpt, llm-compressor and torchao, measured in the same run.
 
-Each configuration runs in a fresh process: it loads the model, quantizes it (timed; peak memory taken right after),
-then compares it with the unquantized model on text that no method has seen, both in FP32. Times and memory are
-therefore those of one configuration, without imports, loading and evaluation. On a GPU the first compilation of a
-kernel is part of the time, except for ModelOpt's CUDA extensions, which are built before.
+Each configuration loads the model, quantizes it (timed; peak memory taken right after), then compares it with the
+unquantized model on text that no method has seen, both in FP32. Times and memory are those of one configuration,
+without imports, loading and evaluation. On a CPU every row has a process of its own. On a GPU a process measures
+several rows (`_workers`), and `--jobs` processes share all GPUs: the first compilation of a kernel is part of one row's
+time, except for ModelOpt's CUDA extensions, which are built before.
 
     KL(base‖quantized), nats  on each of three texts, with half the width of its interval of 95 % (Student's over rows):
                               `eval` of the tokens file (WikiText-2), Python source, and prose about Python (`_texts`)
@@ -14,31 +15,32 @@ kernel is part of the time, except for ModelOpt's CUDA extensions, which are bui
     MB      on a CPU the process's peak resident memory up to the end of quantization, on a GPU what torch allocated
 
 All methods that need data get the same calibration rows: by default the package's own mixture, `--calib tokens` takes
-those of the tokens file. `kfac` alone gets 128 rows of the mixture on a GPU instead of 32, as `quantize` gives it,
-unless `--calibration-rows` says how many. No method was chosen by the last two texts.
+those of the tokens file. `kfac` gets 128 rows of the mixture on a GPU instead of 32, as `quantize` gives it, unless
+`--calibration-rows` says how many; rows of peers that end in `, rows of kfac` get the same. `--texts FILE` keeps the
+rows of all texts in a file, and takes them from it where it exists. No method was chosen by the last two texts.
 
 Rows are named `SETTING TOOLKIT CONFIGURATION`; `--list` shows those that this machine has packages for. `--only GLOB`
-chooses among them, and `--only bars` takes those of the table in docs/benchmarks.md. Solvers come from the registry,
-so a new one appears by itself; `--solver` adds a composition. llm-compressor needs an older transformers: run it in
-its own environment and pass what it wrote with `--checkpoint NAME=DIR`.
+chooses among them, and `--only bars` takes those of the tables in docs/benchmarks.md. Solvers come from the registry,
+so a new one appears by itself; `--solver` adds a composition. llm-compressor can also run elsewhere, and the checkpoint
+that it wrote is a row with `--checkpoint NAME=DIR`.
+
+    python benchmarks/accuracy.py --only bars --jobs 16 --json benchmarks/data/accuracy_h100.json      on four GPUs
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib.util
-import json
 import math
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,7 @@ from _peers import (
 )
 from _table import machine, show, versions, write_json
 from _texts import page_rows, python_rows, reference_rows
+from _workers import measure_all, serve, visible_gpus
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -74,7 +77,6 @@ from quant.execution.mixed_text import mixed_text
 from quant.formats.format import FORMATS
 from quant.models.open import open_model
 from quant.recipes.effort import rows_of, solver_of
-from quant.recipes.json_text import json_text
 from quant.recipes.recipe import Recipe
 
 TITLE = "Accuracy after quantization"
@@ -120,7 +122,7 @@ COMPOSITIONS = (
 SIMPLE = ("rtn", "mse", "gptq")
 # Without a text: the rows that the model writes itself, as many and as long as `quantize --calib self` has them.
 OWN_TEXT = (32, 512)
-# The rows of the table in docs/benchmarks.md, in its order: `--only bars` measures these.
+# Our rows of the tables in docs/benchmarks.md: `--only bars` measures these and the rows of `PEER_BARS`.
 BARS = (
     "nvfp4a16 Blockscale gptq", "nvfp4a16 Blockscale local_hessian", "nvfp4a16 Blockscale rotation:64+gptq",
     f"nvfp4a16 Blockscale {solver_of(3, 'keep')}", "nvfp4a16 Blockscale gptq, no text",
@@ -133,6 +135,22 @@ BARS = (
     "mixed Blockscale awq:merge+gptq", f"mixed Blockscale {solver_of(3, 'nvfp4')}", "mixeda16 Blockscale gptq",
     f"mixeda16 Blockscale {solver_of(3, 'keep')}",
 )  # fmt: skip
+PEER_BARS = (
+    "nvfp4* ModelOpt *", "nvfp4* llm-compressor *", "nvfp4a16 torchao *", "fp8* ModelOpt *", "fp8* llm-compressor *",
+    "mxfp8 ModelOpt *", "int4a16_g64 ModelOpt *", "mixed* ModelOpt *",
+)  # fmt: skip
+# The best peers, which are measured on as many rows as `kfac` gets too.
+AS_KFAC = ", rows of kfac"
+BEST_PEERS = (
+    "nvfp4a16 ModelOpt local Hessian", "nvfp4a16 llm-compressor GPTQ", "nvfp4 ModelOpt AWQ lite",
+    "nvfp4 ModelOpt local Hessian", "nvfp4 llm-compressor GPTQ", "nvfp4 ModelOpt SVDQuant", "fp8 ModelOpt FP8_DEFAULT",
+    "mixed ModelOpt auto_quantize", "mixeda16 ModelOpt auto_quantize",
+)  # fmt: skip
+# About how long rows take that take long, in seconds on a GPU that others use: those begin first.
+SECONDS = {
+    "mixed": 100, "autoround": 90, "kfac": 60, "lowrank": 50, "no text": 60, "ModelOpt GPTQ": 100, "SVDQuant": 70,
+    "int4": 40, "AWQ": 30, "awq": 20, "gptq": 10, "llm-compressor GPTQ": 30,
+}  # fmt: skip
 # Not for deployment: runtimes fuse q, k and v into one GEMM with one global scale.
 UNSHARED = "a global scale per layer"
 # They reproduce another toolkit's arithmetic, or are scale rules for MX formats.
@@ -154,14 +172,18 @@ class Settings:
             texts to evaluate on.
         device: cpu or cuda.
         modelopt_cpu: whether ModelOpt's kernels give way to our roundings on a CPU.
-        names: names of the texts to evaluate on, in order.
     """
 
     model: str
     texts: Path
     device: str
     modelopt_cpu: bool
-    names: tuple[str, ...] = TEXTS
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the texts to evaluate on, in order."""
+        with safe_open(self.texts, framework="pt") as file:
+            return (*TEXTS, *sorted(set(file.keys()) - {"calibration", "calibration by kfac", *TEXTS}))
 
     def read(self, row: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Rows that the method of a table row is calibrated with, and rows of each text to evaluate on."""
@@ -172,7 +194,7 @@ class Settings:
 
 def write_texts(
     settings: Settings, tokens: Path, calib: str, rows: int, calibration_rows: int | None, more: Mapping[str, Path]
-) -> str:
+) -> None:
     """Cuts the rows of all processes of a run into the file that they share.
 
     Args:
@@ -181,9 +203,6 @@ def write_texts(
         calib: `mix`, or `tokens`.
         rows, calibration_rows: how many of each; None for as many as `quantize` takes.
         more: files of further texts by name; a short one gives fewer rows.
-
-    Returns:
-        What the calibration rows are, in words.
     """
     source = open_model(settings.model)
     tokenizer = source.load_tokenizer()
@@ -209,8 +228,8 @@ def write_texts(
     documents = (make(tokenizer, rows, "report", seqlen) for make in (python_rows, reference_rows))
     texts = dict(zip(TEXTS, (evaluated, *documents), strict=True))
     texts |= {name: page_rows(path, tokenizer, rows, seqlen) for name, path in more.items()}
-    save_file({"calibration": calibration, **by_kfac, **texts}, settings.texts)
-    return f"{calibration_rows} rows of {made_of}" + (f", and kfac {more_rows} rows of such text" if by_kfac else "")
+    made_of = f"{calibration_rows} rows of {made_of}" + (f", and kfac {more_rows} rows of such text" if by_kfac else "")
+    save_file({"calibration": calibration, **by_kfac, **texts}, settings.texts, {"made of": made_of})
 
 
 def _seqlen(tokens: Path) -> int:
@@ -270,6 +289,8 @@ def all_configurations(
         for key, setting in SETTINGS.items():
             if setting.choice:
                 runs[f"{key} ModelOpt auto_quantize"] = partial(run_auto_quantize, setting=key)
+    if settings.device == "cuda":
+        runs |= {f"{name}{AS_KFAC}": runs[name] for name in BEST_PEERS if name in runs}
     for name, directory in checkpoints.items():
         runs[name] = partial(run_checkpoint, directory=directory)
     return dict(sorted(runs.items(), key=lambda item: list(SETTINGS).index(item[0].split()[0]))), notes
@@ -353,7 +374,7 @@ def measure(run: Run, name: str, settings: Settings) -> dict[str, Any]:
     outcome.prepare()
     quantized = outcome.model.to(settings.device)
     evaluation = evaluate_texts(quantized, texts, _open(settings), batch_size=4)
-    return {
+    measured = {
         "perplexity": evaluation.perplexity,
         **{column: value for each in evaluation.texts for column, value in losses(each).items()},
         "top-1": evaluation.top1,
@@ -363,6 +384,12 @@ def measure(run: Run, name: str, settings: Settings) -> dict[str, Any]:
         "extra at run time": outcome.extra or "nothing",
         "base perplexity": evaluation.baseline_perplexity,
     }
+    # The next row of this process begins with an empty GPU.
+    del outcome, quantized, run
+    gc.collect()
+    if settings.device == "cuda":
+        torch.cuda.empty_cache()
+    return measured
 
 
 def losses(evaluation: Evaluation) -> dict[str, float | None]:
@@ -373,10 +400,20 @@ def losses(evaluation: Evaluation) -> dict[str, float | None]:
 
 
 def _open(settings: Settings) -> nn.Module:
-    model = open_model(settings.model).model
+    # On a CPU every row has a process of its own, and a copy would be part of its peak memory.
+    if settings.device == "cpu":
+        return _read(settings.model)
+    return copy.deepcopy(_original(settings.model)).to(settings.device)
+
+
+def _read(name: str) -> nn.Module:
+    model = open_model(name).model
     if model is None:
-        raise UserError(f"{settings.model}: a bare state dict cannot be run; give a model with its config")
-    return model.to(settings.device)
+        raise UserError(f"{name}: a bare state dict cannot be run; give a model with its config")
+    return model
+
+
+_original = cache(_read)
 
 
 def _build_modelopt_extensions() -> None:
@@ -393,17 +430,6 @@ def peak_rss() -> int:
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def measure_in_fresh_process(name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """One row from a process of its own, or {"error": the last line of what it said}."""
-    command = [sys.executable, "-W", "ignore", __file__, *arguments, "--row", name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return result
-    messages = [line for line in done.stderr.splitlines() if line.strip()]
-    return {"error": messages[-1] if messages else f"exit status {done.returncode}"}
 
 
 def table_row(name: str, result: Mapping[str, Any], settings: Settings) -> dict[str, object]:
@@ -487,6 +513,17 @@ def _parse_checkpoints(options: Sequence[str]) -> dict[str, Path]:
     return checkpoints
 
 
+def expected_seconds(name: str) -> int:
+    """About how long a row takes on a GPU that others use too."""
+    return sum(seconds for part, seconds in SECONDS.items() if part in name)
+
+
+def chosen(only: Sequence[str], configurations: Mapping[str, Run]) -> list[str]:
+    """Names of the rows that globs choose, all without any; `bars` stands for the rows of docs/benchmarks.md."""
+    globs = [glob for option in only for glob in ((*BARS, *PEER_BARS) if option == "bars" else (option,))]
+    return [name for name in configurations if not globs or any(fnmatchcase(name, glob) for glob in globs)]
+
+
 @click.command(help=__doc__)
 @click.option("--model", default="smollm2-135m", show_default=True, help="Alias, directory or file of a causal LM.")
 @click.option("--tokens", default=TOKENS, type=click.Path(path_type=Path, exists=True),
@@ -498,9 +535,12 @@ def _parse_checkpoints(options: Sequence[str]) -> dict[str, Path]:
 @click.option("--rows", default=16, show_default=True, help="Rows of each text to evaluate on.")
 @click.option("--calibration-rows", type=click.IntRange(1), help="Rows that methods with data get.  [default: 32; kfac "
               "128 of the mixture on a GPU]")  # fmt: skip
+@click.option("--texts", type=click.Path(path_type=Path, dir_okay=False),
+              help="Keep the rows of all texts in this file; one that exists replaces the options above.")  # fmt: skip
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="By default cuda where there is one.")
 @click.option("--threads", type=int, help="CPU threads of torch.")
-@click.option("--jobs", default=1, show_default=True, help="Rows to measure at a time; their seconds grow with it.")
+@click.option("--jobs", default=1, show_default=True, help="Rows to measure at a time, over all GPUs; their seconds "
+              "grow with it.")  # fmt: skip
 @click.option("--only", multiple=True, metavar="GLOB", help="Only rows whose name matches, or `bars`; may be repeated.")
 @click.option("--solver", "solvers", multiple=True, help="One more composition for the NVFP4 settings.")
 @click.option("--checkpoint", "checkpoints", multiple=True, metavar="'SETTING NAME=DIR'",
@@ -509,65 +549,64 @@ def _parse_checkpoints(options: Sequence[str]) -> dict[str, Path]:
 @click.option("--list", "list_only", is_flag=True, help="Print the names of the rows and stop.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Also draw it here: .png or .svg.")
-@click.option("--row", hidden=True, help="Measure one row here and print it as JSON.")
-@click.option("--texts", type=click.Path(path_type=Path), hidden=True, help="The rows that all processes share.")
+@click.option("--worker", is_flag=True, hidden=True, help="Measure the rows that standard input names.")
 def main(
     model: str, tokens: Path, calib: str, more: tuple[str, ...], rows: int, calibration_rows: int | None,
-    device: str | None, threads: int | None,
-    jobs: int, only: tuple[str, ...], solvers: tuple[str, ...], checkpoints: tuple[str, ...], modelopt_cpu: bool,
-    list_only: bool, json_path: Path | None, plot_path: Path | None, row: str | None, texts: Path | None,
+    texts: Path | None, device: str | None, threads: int | None, jobs: int, only: tuple[str, ...],
+    solvers: tuple[str, ...], checkpoints: tuple[str, ...], modelopt_cpu: bool, list_only: bool,
+    json_path: Path | None, plot_path: Path | None, worker: bool,
 ) -> None:  # fmt: skip
     if threads:
         torch.set_num_threads(threads)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     folder = click.get_current_context().with_resource(tempfile.TemporaryDirectory())
     files = _parse_texts(more)
-    settings = Settings(model, texts or Path(folder, "texts.safetensors"), device, modelopt_cpu, (*TEXTS, *files))
+    settings = Settings(model, texts or Path(folder, "texts.safetensors"), device, modelopt_cpu)
     configurations, notes = all_configurations(solvers, _parse_checkpoints(checkpoints), settings)
-    if row:
-        print(json_text(measure(configurations[row], row, settings)))
+    if worker:
+        serve(lambda name: measure(configurations[name], name, settings))
         return
-    globs = [glob for option in only for glob in (BARS if option == "bars" else (option,))]
-    names = [name for name in configurations if not globs or any(fnmatchcase(name, glob) for glob in globs)]
+    names = chosen(only, configurations)
     if list_only or not names:
         click.echo("\n".join(names or [f"no row matches; there are: {', '.join(configurations)}"]))
         return
     if plot_path and importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install matplotlib")
-    arguments = [
-        f"--model={model}", f"--texts={settings.texts}", f"--device={device}",
+    command = [
+        sys.executable, "-W", "ignore", __file__, "--worker", f"--model={model}", f"--texts={settings.texts}",
+        f"--device={device}",
         *([f"--threads={threads}"] if threads else []), *(f"--solver={s}" for s in solvers),
-        *(f"--text={t}" for t in more),
         *(f"--checkpoint={c}" for c in checkpoints), *(["--modelopt-cpu"] if modelopt_cpu else []),
     ]  # fmt: skip
     header = machine(threads) | versions("transformers", "nvidia-modelopt", "llmcompressor", "torchao")
-    made_of = write_texts(settings, tokens, calib, rows, calibration_rows, files)
-    predictions = rows * (_seqlen(tokens) - 1)
+    if not settings.texts.exists():
+        write_texts(settings, tokens, calib, rows, calibration_rows, files)
+    about = f"methods that need data got {_made_of(settings.texts)}."
+    if jobs > 1:
+        about += f" {jobs} rows were measured at a time, so their seconds are too long."
     table: list[dict[str, Any]] = []
     base: float | None = None
-    pool = click.get_current_context().with_resource(ThreadPoolExecutor(jobs))
-    # The longest rows first, so that none is left running alone.
-    first = sorted(names, key=lambda name: not any(part in name for part in ("mixed", "autoround", "no text")))
-    running = {pool.submit(measure_in_fresh_process, name, arguments): name for name in first}
-    for done in as_completed(running):
-        name, result = running[done], done.result()
+    gpus = visible_gpus() if device == "cuda" else []
+    longest_first = sorted(names, key=expected_seconds, reverse=True)
+    for name, result in measure_all(longest_first, command, jobs=jobs, gpus=gpus, one_row=device == "cpu"):
         losses_text = " / ".join(f"{result[column]:.4f}" for column in result if column.startswith("KL"))
         outcome = f"KL {losses_text} in {result['s']:.1f} s" if "s" in result else result["error"]
         click.echo(f"{name}: {outcome}", err=True)
         base = result.get("base perplexity", base)
         table = in_order([*table, table_row(name, result, settings)])
-        protocol = (
-            f"{model} on {device}: perplexity {'unknown' if base is None else f'{base:.2f}'} before; "
-            f"{predictions} predictions a text; methods that need data got {made_of}."
-        )
-        if jobs > 1:
-            protocol += f" {jobs} rows were measured at a time, so their seconds are too long."
+        protocol = f"{model} on {device}: perplexity {'unknown' if base is None else f'{base:.2f}'} before; {about}"
         if json_path:
             # After every row, so that a run that is cut short leaves what it has measured.
             write_json(json_path, TITLE, header, table, [protocol, *notes])
     show(TITLE, header, table, [protocol, *notes])
     if plot_path:
         plot(plot_path, table)
+
+
+def _made_of(texts: Path) -> str:
+    """What the calibration rows of a file are, in words."""
+    with safe_open(texts, framework="pt") as file:
+        return (file.metadata() or {}).get("made of", f"the rows of {texts.name}")
 
 
 if __name__ == "__main__":
