@@ -21,7 +21,8 @@ from quant.kernels.cuda_driver import check_status, cuda_driver
 _stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 _ROWS, _LENGTH = 128, 4096
-# By device: the rows that no stream and no capture has yet.
+# By device: the table, and the rows of it that no stream and no capture has yet.
+_tables: dict[int, torch.Tensor] = {}
 _free: dict[int, list[torch.Tensor]] = {}
 # By device, stream, and whether it is captured: number of the capture, and the buffer.
 _buffers: dict[tuple[int, int, bool], tuple[int, torch.Tensor]] = {}
@@ -44,17 +45,29 @@ def arrival_counters(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def reserve(x: torch.Tensor) -> None:
-    """Makes the table of buffers of the GPU that `x` is on, if it has none; nothing on other devices."""
-    device = x.get_device()
-    if x.is_cuda and device not in _free:
-        table = torch.zeros(_ROWS, _LENGTH, dtype=torch.int32, device=x.device)
-        torch.cuda.synchronize(x.device)  # other streams read it without waiting
-        _free[device] = list(table)
+    """Makes the table of buffers of the GPU that `x` is on, or zeros it again; nothing on other devices.
+
+    A server calls it for weights that arrive, while none of its kernels runs. It is zeroed again because a server that
+    sleeps may give the table's memory away with that of its weights.
+    """
+    if not x.is_cuda:
+        return
+    if x.get_device() in _tables:
+        _tables[x.get_device()].zero_()
+        torch.cuda.synchronize(x.device)
+    else:
+        _make_table(x)
+
+
+def _make_table(x: torch.Tensor) -> None:
+    table = torch.zeros(_ROWS, _LENGTH, dtype=torch.int32, device=x.device)
+    torch.cuda.synchronize(x.device)  # other streams read it without waiting
+    _tables[x.get_device()], _free[x.get_device()] = table, list(table)
 
 
 def _zeros(x: torch.Tensor, count: int, *, captured: bool) -> torch.Tensor:
-    if not captured:
-        reserve(x)
+    if not captured and x.is_cuda and x.get_device() not in _tables:
+        _make_table(x)
     # Rows of the table are never given back: a stream keeps its buffer as long as the process runs.
     free = _free.get(x.get_device())
     if free and count <= _LENGTH:

@@ -100,6 +100,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         self.options = AttentionOptions(
             causal=True, window=sliding_window, softcap=logits_soft_cap or None, softmax_scale=scale
         )
+        self._layer: Any = None
         self._scales: tuple[torch.Tensor, torch.Tensor] | None = None
         self._pages: dict[tuple[int, int, int], KVPages] = {}
 
@@ -110,13 +111,22 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         captured, they would exist only once that graph was replayed.
         """
         if self._scales is None:
-            # From the FP8 scale amax / 448 to NVFP4's amax / 2688.
-            k, v = (
-                (scale.to(like.device).float() / 6).reshape(-1).expand(self.num_kv_heads).contiguous()
-                for scale in (layer._k_scale, layer._v_scale)
-            )
-            self._scales = k, v
+            self._layer, self._scales = layer, self._scales_of(layer, like.device)
         return self._scales
+
+    def _scales_of(self, layer: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        # From the FP8 scale amax / 448 to NVFP4's amax / 2688.
+        k, v = (
+            (scale.to(device).float() / 6).reshape(-1).expand(self.num_kv_heads).contiguous()
+            for scale in (layer._k_scale, layer._v_scale)
+        )
+        return k, v
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Follows a reload of the layer's scales, in the memory that captured CUDA graphs read."""
+        if self._scales is not None:
+            for scale, loaded in zip(self._scales, self._scales_of(self._layer, self._scales[0].device), strict=True):
+                scale.copy_(loaded)
 
     def pages(self, layer: Any, cache: torch.Tensor) -> KVPages:
         """Returns the pages in the buffer that vLLM has bound to the layer."""

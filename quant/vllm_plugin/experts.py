@@ -32,6 +32,9 @@ from quant.vllm_plugin.self_test import SelfTest
 
 logger = init_logger("vllm.blockscale")
 
+_GLOBAL_SCALE = "blockscale_global_scale"
+"""Of a layer's parameters with the global scales of its experts, behind `w13_` and `w2_`."""
+
 
 class BlockscaleExperts(mk.FusedMoEExpertsModular):
     """Experts with inputs in 16 bit, all of them on this GPU."""
@@ -112,14 +115,31 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
         )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        self.layer, self.sizes = layer, {}
         for name in ("w13", "w2"):
-            weight, reason = weights.arranged_experts(self.weight_of(layer, name))
-            if reason:
-                logger.warning_once("Blockscale: experts in %s take our portable kernel: %s", self.format, reason)
+            weight, reason = weights.arranged(self.weight_of(layer, name))
             replace_parameter(layer, f"{name}_weight", weight.codes)
             replace_parameter(layer, f"{name}_weight_scale", weight.scale)
-            setattr(self, name, weight)
+            if weight.global_scale is not None:
+                # Some releases keep theirs outside of the layer's parameters, which a reload would not fill.
+                second = torch.nn.Parameter(weight.global_scale.clone(), requires_grad=False)
+                layer.register_parameter(f"{name}_{_GLOBAL_SCALE}", second)
+            self.sizes[name] = weight.format, weight.shape
+            if reason := reason or weights.portable_experts_reason(self.stack(name)):
+                logger.warning_once("Blockscale: experts in %s take our portable kernel: %s", self.format, reason)
         logger.info_once("Blockscale: fused experts in %s take our kernels", self.format)
+
+    def stack(self, name: str) -> BlockScaledTensor:
+        """Returns the experts "w13" or "w2" as the parameters of the layer hold them.
+
+        CUDA graphs know the memory of these parameters. When vLLM loads other weights, it makes an instance of this
+        class for them, copies what that has arranged into the same memory, and drops the rest.
+        """
+        format, shape = self.sizes[name]
+        held = self.layer._parameters
+        codes, scale = held[f"{name}_weight"], held[f"{name}_weight_scale"]
+        assert codes is not None and scale is not None
+        return BlockScaledTensor(codes, scale, format, shape, held.get(f"{name}_{_GLOBAL_SCALE}"))
 
     def workspace_shapes(self, *sizes: Any, **named: Any) -> tuple[tuple[int, ...], ...]:
         # Our ops allocate what they return, and the sum goes to vLLM's own output.
@@ -146,7 +166,7 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
 
         # rows: hidden states sorted by expert; places: where each token's slots went, [tokens, k].
         rows, offsets, places = route(hidden_states, topk_ids.contiguous(), len(w1))
-        both = grouped_linear(rows, self.w13, offsets, bias=self.w1_bias)
+        both = grouped_linear(rows, self.stack("w13"), offsets, bias=self.w1_bias)
         if activation is MoEActivation.SILU and releases.activation_limit(self) is None:
             # Rounded as vLLM's kernel rounds it, and the next matmul may begin before it has ended.
             middle = swiglu(both)
@@ -154,7 +174,7 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
             middle = both.new_empty(len(both), self.adjust_N_for_activation(both.shape[1], activation))
             self.activation(activation, middle, both)
         # vLLM calls `apply` and then the reduction, in the same thread; the reduction takes and deletes this.
-        self.slots = grouped_linear(middle, self.w2, offsets, bias=self.w2_bias), places
+        self.slots = grouped_linear(middle, self.stack("w2"), offsets, bias=self.w2_bias), places
 
 
 class _Sum(mk.TopKWeightAndReduce):

@@ -103,7 +103,7 @@ def make_kernel(method: Any, layer: Layer, make: Callable[..., Any]) -> None:
 def arrange_once(method: Any, layer: Layer) -> None:
     """Arranges the weights of a layer for our kernels, unless vLLM has asked for it, as later releases do."""
     experts = method.moe_kernel.fused_experts
-    if not hasattr(experts, "w13"):
+    if not hasattr(experts, "layer"):
         experts.process_weights_after_loading(layer)
 
 

@@ -95,7 +95,8 @@ def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
     A format that kernels read in the order of the checkpoint is unchanged, too, without a reason. The buffers in which
     kernels count arrivals are made here too, because they must exist before a CUDA graph is captured.
     """
-    # Memory that is allocated during a capture belongs only to that graph.
+    # Memory that is allocated during a capture belongs only to that graph, and memory of a server that slept holds
+    # anything when it wakes and loads its weights again.
     reserve(weight.codes)
     if weight.format.element is not E2M1:
         return weight, ""
@@ -103,17 +104,16 @@ def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
     return (weight, reason) if reason else (prepack(weight), "")
 
 
-def arranged_experts(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
-    """Returns `arranged` for a stack of experts, with the reason where only the portable kernel takes it."""
-    weight, reason = arranged(weight)
-    if reason or is_prepacked(weight) or not weight.codes.is_cuda:
-        return weight, reason
+def portable_experts_reason(weight: BlockScaledTensor) -> str:
+    """Returns why only the portable kernel takes a stack of experts on a GPU; empty if Hopper's does."""
+    if is_prepacked(weight) or not weight.codes.is_cuda:
+        return ""
     from quant.kernels.hopper.sm90_codes_gemm_many import takes_experts
 
     # It looks for codes that are no numbers, and keeps the result: nothing may wait while a CUDA graph is captured.
     if takes_experts(weight, current(weight.codes.device.index or 0)):
-        return weight, ""
-    return weight, f"{list(weight.shape)} in {weight.format} has sizes or codes that Hopper's kernel does not read"
+        return ""
+    return f"{list(weight.shape)} in {weight.format} has sizes or codes that Hopper's kernel does not read"
 
 
 def dtype_refusal(dtype: torch.dtype) -> str:

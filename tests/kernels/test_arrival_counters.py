@@ -9,7 +9,7 @@ from torch import nn
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels import matmul_tiles
-from quant.kernels.arrival_counters import arrival_counters
+from quant.kernels.arrival_counters import arrival_counters, reserve
 from quant.kernels.hardware import current
 from quant.kernels.layout import prepack
 from quant.kernels.linear import dispatch
@@ -110,3 +110,14 @@ def test_a_compiled_model_with_cuda_graphs() -> None:
             expected = model(x)
             for y in found:
                 assert float((y.double() - expected.double()).norm() / expected.double().norm()) < 2**-6
+
+
+@pytest.mark.gpu
+def test_a_server_that_slept_counts_from_zero_again() -> None:
+    """While vLLM sleeps, its memory of weights is given away, and that of the counters with it."""
+    x = torch.zeros(1, device="cuda")
+    reserve(x)
+    counters = arrival_counters(x, 4)
+    counters.fill_(7)  # whatever was in that memory meanwhile
+    reserve(x)
+    assert arrival_counters(x, 4) is counters and not counters.any()

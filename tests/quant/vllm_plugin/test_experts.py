@@ -12,6 +12,8 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from interpreter import interpreted
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.model_loader import reload
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
@@ -133,6 +135,67 @@ def test_mxfp4_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
         getattr(layer, f"{name}_bias").data.normal_()
     method.process_weights_after_loading(layer)
     assert layer.w13_weight.dtype is torch.int32
+    check(method, layer, weights, monkeypatch)
+
+
+def nvfp4_method(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's method for checkpoints of compressed-tensors, which asks for a backend and gets our class."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_nvfp4 as vllms,
+    )
+
+    ours = experts.nvfp4.NvFp4MoeBackend.EMULATION, experts.BlockscaleNvFp4Experts
+    monkeypatch.setattr(vllms, "select_nvfp4_moe_backend", lambda config, weight_key, activation_key: ours)
+    return vllms.CompressedTensorsW4A4Nvfp4MoEMethod(moe_config())
+
+
+def stored(format: str, weights: dict[str, BlockScaledTensor]) -> dict[str, torch.Tensor]:
+    """The tensors that vLLM loads, by the names of the parameters."""
+    tensors = {}
+    for name, weight in weights.items():
+        tensors[f"{name}_weight" if format == "fp8_channel" else f"{name}_weight_packed"] = weight.codes
+        tensors[f"{name}_weight_scale"] = weight.scale.view(torch.uint8) if format == "mxfp4" else weight.scale
+        if weight.global_scale is not None:
+            # The layout stores reciprocals, and gate and up have one each.
+            reciprocal = 1 / weight.global_scale
+            tensors[f"{name}_weight_global_scale"] = reciprocal[:, None].expand(-1, 2) if name == "w13" else reciprocal
+            tensors[f"{name}_input_global_scale"] = torch.ones_like(tensors[f"{name}_weight_global_scale"])
+    return tensors
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "fp8_channel"])
+def test_a_reload_fills_the_memory_that_graphs_know(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM reloads weights for reinforcement learning, and after a sleep of level 2."""
+    from compressed_tensors.quantization import QuantizationArgs
+
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=1, rank_in_group=0))
+    if format == "nvfp4":
+        method = nvfp4_method(monkeypatch)
+    elif format == "mxfp4":
+        method = mxfp4_experts.BlockscaleMxFp4MoEMethod(moe_config())
+    else:
+        scheme = QuantizationArgs(num_bits=8, type="float", strategy="channel")
+        method = fp8_experts.BlockscaleFp8MoEMethod(scheme, moe_config())
+    layer = layer_of(method)
+    layer.quant_method = method
+    reload.record_metadata_for_reloading(layer)
+    for name, tensor in stored(format, stacks(format)).items():
+        default_weight_loader(getattr(layer, name), tensor)
+    method.process_weights_after_loading(layer)
+
+    def addresses() -> list[list[int]]:
+        held = [method.moe_kernel.fused_experts.stack(name) for name in ("w13", "w2")]
+        return [[x.data_ptr() for x in (w.codes, w.scale, w.global_scale) if x is not None] for w in held]
+
+    before = addresses()
+    torch.manual_seed(1)
+    weights = stacks(format)
+    reload.initialize_layerwise_reload(layer)
+    for name, tensor in stored(format, weights).items():
+        parameter = getattr(layer, name)
+        parameter.weight_loader(parameter, tensor)
+    reload.finalize_layerwise_reload(layer, None)
+    assert addresses() == before
     check(method, layer, weights, monkeypatch)
 
 

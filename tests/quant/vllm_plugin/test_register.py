@@ -287,6 +287,53 @@ def test_fp8_weights_give_the_oracles_product(vllm: Any, format: str) -> None:
     assert torch.equal(kernel.apply_weights(layer, x), expected)
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8_channel", "fp8_block"])
+def test_a_layer_is_reloaded_into_the_memory_that_graphs_know(vllm: Any, format: str) -> None:
+    """As vLLM reloads weights for reinforcement learning, and after a sleep of level 2."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.model_loader import reload
+
+    names = {"nvfp4": "NvFp4", "mxfp8": "Mxfp8"}
+    kernel = getattr(vllm.linear, f"Blockscale{names.get(format, 'Fp8')}LinearKernel")
+
+    class Method(QuantizeMethodBase):
+        def create_weights(self, *arguments: Any, **named: Any) -> None: ...
+
+        def apply(self, *arguments: Any, **named: Any) -> None: ...
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            if format == "fp8_channel":
+                layer.weight = torch.nn.Parameter(layer.weight.data.t(), requires_grad=False)
+            self.kernel = made(kernel, layer)
+            self.kernel.process_weights_after_loading(layer)
+
+    torch.manual_seed(0)
+    first, second = (quantize(torch.randn(256, 128), FORMATS[format]) for _ in range(2))
+
+    def tensors(weight: Any) -> dict[str, torch.Tensor]:
+        scale = "weight_scale_inv" if format == "fp8_block" else "weight_scale"
+        both = {"weight": weight.codes, scale: weight.scale}
+        return both if weight.global_scale is None else {**both, "weight_global_scale": weight.global_scale}
+
+    layer = torch.nn.Module()
+    layer.weight_block_size = [128, 128] if format == "fp8_block" else None
+    layer.quant_method = Method()
+    for name, tensor in tensors(first).items():
+        layer.register_parameter(name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+    reload.record_metadata_for_reloading(layer)
+    layer.quant_method.process_weights_after_loading(layer)
+    before = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+    reload.initialize_layerwise_reload(layer)
+    for name, tensor in tensors(second).items():
+        parameter = getattr(layer, name)
+        parameter.weight_loader(parameter, tensor)
+    reload.finalize_layerwise_reload(layer, None)
+    assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == before
+    x = torch.randn(3, 128).bfloat16()
+    expected = torch.nn.functional.linear(x, second.dequantize(torch.bfloat16))
+    assert torch.equal(layer.quant_method.kernel.apply_weights(layer, x), expected)
+
+
 def test_a_layer_in_float16_stays_with_marlin(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, seen = torch.nn.Module(), []
     weight = quantize(torch.randn(128, 64), FORMATS["mxfp4"])
