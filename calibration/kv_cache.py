@@ -54,7 +54,7 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.known_names import known_names
 from quant.formats.scaling import global_scale_of, scale_of
 
-GRANULARITIES = ("tensor", "head")
+CACHE_GRANULARITIES = ("tensor", "head")
 _EXPANDED = ("minicpm3",)  # vLLM caches their expanded keys and values
 
 
@@ -224,8 +224,8 @@ def _check_formats(formats: Any, granularity: str) -> None:
                 f"{format} finds its scales at run time, so there is none to calibrate for the KV cache or attention; "
                 "use fp8 or nvfp4"
             )
-    if granularity not in GRANULARITIES:
-        raise ValueError(f"unknown granularity {granularity!r}; {known_names(granularity, GRANULARITIES)}")
+    if granularity not in CACHE_GRANULARITIES:
+        raise ValueError(f"unknown granularity {granularity!r}; {known_names(granularity, CACHE_GRANULARITIES)}")
 
 
 def _amax(observers: list[Observer], granularity: str) -> torch.Tensor:

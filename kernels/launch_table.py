@@ -31,7 +31,7 @@ _SHIPPED = Path(__file__).resolve().parent / "tuned"
 
 
 @dataclass(frozen=True)
-class Timing:
+class MeasuredChoice:
     """A measured candidate: microseconds a call, and its largest error relative to the largest output."""
 
     choice: Choice
@@ -99,7 +99,7 @@ def _version(distribution: str) -> str:
         return "none"
 
 
-def store(gpu: Hardware, entries: dict[str, Timing]) -> Path:
+def store(gpu: Hardware, entries: dict[str, MeasuredChoice]) -> Path:
     """Adds measured entries to this machine's table; the file is replaced as a whole.
 
     Returns:
@@ -115,6 +115,6 @@ def store(gpu: Hardware, entries: dict[str, Timing]) -> Path:
     return path
 
 
-def to_entry(timing: Timing) -> dict[str, Any]:
+def to_entry(timing: MeasuredChoice) -> dict[str, Any]:
     """Returns the entry of a table, JSON-ready."""
     return {"choice": matmul_tiles.to_dict(timing.choice), "microseconds": round(timing.microseconds, 2)}

@@ -193,11 +193,11 @@ class NextToken(Logits):
 
     def _kl_of(self, hidden: torch.Tensor, reference: Any, index: int, part: slice) -> torch.Tensor:
         """Returns the divergence at the positions of slice `index`, float32 `[positions]`."""
-        base, kept = reference
+        base, slices = reference
         if self._has_fast_logits(hidden):
             from quant.kernels.portable.divergence import kl_of_logits
 
-            logits = self._fast_logits(base[part]) if kept is None else kept[index]
+            logits = self._fast_logits(base[part]) if slices is None else slices[index]
             return kl_of_logits(logits, self._difference(hidden[part], base[part], None))
         p = self._base(reference, index, part)
         return _kl(p, self._difference(hidden[part], base[part], p).float())
@@ -266,11 +266,11 @@ class NextToken(Logits):
 
     def _base(self, reference: Any, index: int, part: slice) -> torch.Tensor:
         """Returns the original's distribution at the positions of slice `index`, float32 `[positions, vocabulary]`."""
-        hidden, kept = reference
+        hidden, slices = reference
         with torch.no_grad():
-            if kept is None:
+            if slices is None:
                 return self._p(hidden[part])
-            whole: torch.Tensor = kept[index]
+            whole: torch.Tensor = slices[index]
             return whole.softmax(dim=-1) if self._has_fast_logits(hidden) else whole
 
     def _p(self, hidden: torch.Tensor) -> torch.Tensor:

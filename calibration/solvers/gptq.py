@@ -398,8 +398,8 @@ def _feed_back(
         # Feedback to all later columns k at once: w_k -= Σ_j U_jk e_j over the columns j of the window.
         feedback = upper[..., span, span.stop :].mT
         for rows in parts:
-            rest = left[..., span.stop :, rows]
-            (rest.addmm_ if rest.dim() == 2 else rest.baddbmm_)(feedback, errors[..., rows], alpha=-1)
+            later = left[..., span.stop :, rows]
+            (later.addmm_ if later.dim() == 2 else later.baddbmm_)(feedback, errors[..., rows], alpha=-1)
 
 
 def _descend(

@@ -51,7 +51,7 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Writer:
+class TextWriter:
     """A causal language model that can write text.
 
     Attributes:
@@ -64,7 +64,7 @@ class Writer:
 
 
 def mixture_rows(
-    writer: Writer | None,
+    writer: TextWriter | None,
     tokenizer: Any | None,
     session: Session,
     *,

@@ -253,8 +253,8 @@ class FusedExperts:
             # A few experts at a time are read from their file, widened and dropped.
             matrices = (weight[part[index]].to(self.device).float() for index in ours)
             rounding = pipeline.rounding
-            found = solve_matrices(matrices, seen, format, rounding, self.stored, member.name)
-            own = {index: {member.name: solved} for index, solved in zip(ours, found, strict=True)}
+            solutions = solve_matrices(matrices, seen, format, rounding, self.stored, member.name)
+            own = {index: {member.name: solved} for index, solved in zip(ours, solutions, strict=True)}
             return all_solved(own, [({member.name: tuple(member.shape[1:])}, format)] * len(part), self.exchange)
 
         solved = (each[member.name] for part in parts for each in solve_part(part))

@@ -30,8 +30,8 @@ from quant.formats.known_names import known_names
 from quant.kernels.aot import compile_kernel
 from quant.kernels.attention_tiles import DIMS
 
-FORMATS = ("fp8", "nvfp4")
-DTYPES = {"BF16": "*bf16", "FP16": "*fp16"}
+CACHE_FORMATS = ("fp8", "nvfp4")
+CACHE_DTYPES = {"BF16": "*bf16", "FP16": "*fp16"}
 # Rows of the tiles of queries: heads of a group times new tokens. Only the largest is used without splits, too.
 FEW, MANY = (8, 16), 64
 BLOCK_N = 32
@@ -50,8 +50,8 @@ class CacheSpec:
         dim: head dimension, one of `DIMS`.
         group: query heads of a KV head.
         capacity: tokens of a sequence that the cache holds.
-        format: one of `FORMATS`.
-        dtype: of q and the output, a key of `DTYPES`.
+        format: one of `CACHE_FORMATS`.
+        dtype: of q and the output, a key of `CACHE_DTYPES`.
         softmax_scale: multiplies q·k; 0 stands for 1/√dim.
     """
 
@@ -65,10 +65,10 @@ class CacheSpec:
     def __post_init__(self) -> None:
         if self.dim not in DIMS:
             raise ValueError(f"cache attention: heads of {self.dim}; the kernels take {', '.join(map(str, DIMS))}")
-        if self.format not in FORMATS:
-            raise ValueError(f"cache attention: a cache in {self.format!r}; {known_names(self.format, FORMATS)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"cache attention: q in {self.dtype!r}; {known_names(self.dtype, DTYPES)}")
+        if self.format not in CACHE_FORMATS:
+            raise ValueError(f"cache attention: a cache in {self.format!r}; {known_names(self.format, CACHE_FORMATS)}")
+        if self.dtype not in CACHE_DTYPES:
+            raise ValueError(f"cache attention: q in {self.dtype!r}; {known_names(self.dtype, CACHE_DTYPES)}")
         if self.capacity % BLOCK_N:
             raise ValueError(f"cache attention: a capacity of {self.capacity}; it must be a multiple of {BLOCK_N}")
 
@@ -96,7 +96,7 @@ def _write(spec: CacheSpec, arch: int, tokens: int, warps: int) -> BundledKernel
     from quant.kernels.portable.attention.paged_kv_cache import kv_pages_write_kernel
 
     codes = "*fp8e4nv" if spec.format == "fp8" else "*u8"
-    signature = dict.fromkeys(("k", "v"), DTYPES[spec.dtype]) | dict.fromkeys(("k_codes", "v_codes"), codes)
+    signature = dict.fromkeys(("k", "v"), CACHE_DTYPES[spec.dtype]) | dict.fromkeys(("k_codes", "v_codes"), codes)
     signature |= dict.fromkeys(("k_scale", "v_scale"), "*fp32") | dict.fromkeys(("k_blocks", "v_blocks"), "*fp8e4nv")
     signature |= dict.fromkeys(("table", "first"), "*i32")
     signature |= dict.fromkeys(_PAGES, PAGE_STRIDE)
@@ -123,10 +123,10 @@ def _attend(spec: CacheSpec, arch: int, role: str, tile: tuple[int, int, int, in
 
     block_m, block_n, warps, stages = tile
     pieces = 2 if spec.format == "fp8" else 4
-    signature = {"q": DTYPES[spec.dtype], "k": "*i16", "v": "*i16", "k_scale": "*fp32", "v_scale": "*fp32"}
+    signature = {"q": CACHE_DTYPES[spec.dtype], "k": "*i16", "v": "*i16", "k_scale": "*fp32", "v_scale": "*fp32"}
     signature |= dict.fromkeys(("k_blocks", "v_blocks"), "*fp8e4nv") | dict.fromkeys(("table", "lengths"), "*i32")
     # Splits are summed in float32, and a single one is written at once in the dtype of q.
-    signature |= {"out": "*fp32", "lse": "*fp32"} if role == "split" else {"out": DTYPES[spec.dtype]}
+    signature |= {"out": "*fp32", "lse": "*fp32"} if role == "split" else {"out": CACHE_DTYPES[spec.dtype]}
     signature |= dict.fromkeys(_PAGES, PAGE_STRIDE)
     signature |= dict.fromkeys(("q_batch", "q_head", "q_new", "table_stride", "kv_heads", "new", "splits"), "i32")
     constants = {
@@ -163,7 +163,7 @@ def _reduce(spec: CacheSpec, arch: int, most: int) -> BundledKernel:
     from quant.kernels.portable.attention.paged_attention import paged_attention_reduce_kernel
 
     width = triton.next_power_of_2(spec.dim)
-    signature = {"parts": "*fp32", "lses": "*fp32", "out": DTYPES[spec.dtype], "rows": "i32", "splits": "i32"}
+    signature = {"parts": "*fp32", "lses": "*fp32", "out": CACHE_DTYPES[spec.dtype], "rows": "i32", "splits": "i32"}
     constants = {"dim": spec.dim, "width": width, "most": most, "overlap": False}
     warps = min(max(min(most, 32) * width // 1024, 1), 4)
     compiled = compile_kernel(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from quant.export.engine.cache_plugin import DTYPES, CacheSpec, compile_cache_attention
+from quant.export.engine.cache_plugin import CACHE_DTYPES, CacheSpec, compile_cache_attention
 from quant.export.engine.kernel_bundle import pack
 from quant.export.engine.plugin import KERNELS
 from quant.export.engine.plugin_tensorrt import (
@@ -84,7 +84,7 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
                 index = position - num_inputs + _FIRST_CACHE - 1
             caches = range(_FIRST_CACHE, _FIRST_CACHE + len(self.cache_types))
             if index < _FIRST_CACHE:
-                fits = described.type == first and type_name(trt, first) in DTYPES
+                fits = described.type == first and type_name(trt, first) in CACHE_DTYPES
             elif index in caches:
                 fits = described.type == data_type(trt, self.cache_types[index - _FIRST_CACHE])
             else:

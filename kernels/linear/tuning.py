@@ -18,7 +18,7 @@ from torch import nn
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels import matmul_tiles
 from quant.kernels.hardware import Hardware
-from quant.kernels.launch_table import Timing, key, store, to_entry
+from quant.kernels.launch_table import MeasuredChoice, key, store, to_entry
 from quant.kernels.layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.modules import QuantLinear
@@ -27,7 +27,7 @@ from quant.kernels.timing import graph_microseconds
 
 def search(
     weight: BlockScaledTensor, tokens: int, gpu: Hardware, *, choices: Iterable[matmul_tiles.Choice] | None = None
-) -> tuple[list[Timing], dict[matmul_tiles.Choice, str]]:
+) -> tuple[list[MeasuredChoice], dict[matmul_tiles.Choice, str]]:
     """Times the candidates for `weight` and `tokens` rows of BF16, fastest first.
 
     Args:
@@ -58,7 +58,7 @@ def search(
                 dropped[choice] = f"error {error:.1e} of the largest output"
                 continue
             calls = [call_of(x, copy, choice) for copy in weights]
-            timings.append(Timing(choice, graph_microseconds(calls), error))
+            timings.append(MeasuredChoice(choice, graph_microseconds(calls), error))
         except Exception as exception:  # A compiler may refuse a candidate in any way; the search goes on.
             dropped[choice] = f"{type(exception).__name__}: {' '.join(str(exception).split())[:200]}"
     return sorted(timings, key=lambda t: t.microseconds), dropped
@@ -102,7 +102,7 @@ def tune_shapes(
     Returns:
         The entries, why candidates were dropped, and the file.
     """
-    best: dict[str, Timing] = {}
+    best: dict[str, MeasuredChoice] = {}
     reasons: dict[str, str] = {}
     jobs = [(weight, count) for weight in weights for count in tokens]
     for done, (weight, count) in enumerate(jobs):

@@ -38,7 +38,7 @@ from quant.allocation.goal import Constraint, Goal
 from quant.allocation.held_out import HeldOut
 from quant.allocation.loop import Loop, MeasuredChoice
 from quant.allocation.make_space import make_space
-from quant.allocation.options import FORMATS, OptionArguments, Options, Run
+from quant.allocation.options import DEFAULT_FORMATS, OptionArguments, Options, Run
 from quant.allocation.real_solver import RealSolver
 from quant.allocation.record import AllocationRecord, Chosen, Verified
 from quant.allocation.space import Space
@@ -209,7 +209,7 @@ def check_feasible(
     model: nn.Module,
     goal: Goal,
     *,
-    formats: str | Sequence[str] = FORMATS,
+    formats: str | Sequence[str] = DEFAULT_FORMATS,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     constraints: Sequence[Constraint] = (),

@@ -12,7 +12,7 @@ from torch import nn
 
 from quant.allocation.goal import Constraint
 
-FORMATS = ("nvfp4", "fp8")
+DEFAULT_FORMATS = ("nvfp4", "fp8")
 Run = Callable[[nn.Module], Any]
 
 
@@ -50,7 +50,7 @@ class Options:
         path: file of the sensitivity table; None writes none.
     """
 
-    formats: str | Sequence[str] = FORMATS
+    formats: str | Sequence[str] = DEFAULT_FORMATS
     solver: str = "rtn"
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()

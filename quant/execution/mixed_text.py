@@ -10,7 +10,7 @@ from torch import nn
 from quant.calibration.placement import is_visited, placed
 from quant.calibration.ranks import from_first
 from quant.calibration.session import Session
-from quant.calibration.texts.mixture import Record, Writer, mixture_rows
+from quant.calibration.texts.mixture import Record, TextWriter, mixture_rows
 from quant.errors import megabytes
 from quant.evaluation.checks import run_probe
 from quant.kernels.processor import memory_left
@@ -56,9 +56,9 @@ def mixed_text(
         shape: dict[str, Any] = {"samples": samples, "seqlen": seqlen, "own_only": own_only}
         # Only samples, without the half that the model would write.
         if why_not is not None and tokenizer is not None and not own_only:
-            return mixture_rows(Writer(model, why_not=why_not), tokenizer, session, **shape)
+            return mixture_rows(TextWriter(model, why_not=why_not), tokenizer, session, **shape)
         with placed(model, session.device):
-            rows, record = mixture_rows(Writer(model), tokenizer, session, **shape)
+            rows, record = mixture_rows(TextWriter(model), tokenizer, session, **shape)
             # The model has not run yet in this case, and samples that it cannot read would fail later inside a solver.
             if "no_own_text" in record:
                 run_probe(model, rows[:1, :2])

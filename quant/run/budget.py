@@ -14,7 +14,7 @@ from typing import Any
 
 from quant.allocation.bench import Effort
 from quant.allocation.goal import Constraint, ConstraintKind, Goal
-from quant.allocation.options import FORMATS
+from quant.allocation.options import DEFAULT_FORMATS
 from quant.calibration.sensitivity.costs import parse_quantity
 from quant.errors import Spelling, UserError, as_option
 
@@ -71,7 +71,7 @@ class AllocationRequest:
         """Returns the arguments of `allocate` that are given here."""
         constraints = [Constraint.parse(kind, text) for kind in ConstraintKind for text in getattr(self, kind)]
         return {
-            "formats": self.formats or FORMATS,
+            "formats": self.formats or DEFAULT_FORMATS,
             "method": self.method or "fisher",
             "constraints": constraints,
             "path": self.sensitivity,

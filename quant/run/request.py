@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from quant.allocation.goal import Goal
-from quant.allocation.options import FORMATS
+from quant.allocation.options import DEFAULT_FORMATS
 from quant.calibration.inputs import Inputs
 from quant.calibration.placement import device_of, find_device
 from quant.calibration.sensitivity.candidates import parse_candidates
@@ -228,10 +228,10 @@ class Request:
             raise UserError("give exactly one of --format, --recipe and --plan, or a limit such as --bits 4.8")
         if self.plan_file is None and not isinstance(self.recipe, Plan):
             return
-        given = self._given("solver", "effort", "kv_cache", "attention", "include", "exclude", "lm_head")
-        if given:
+        needless = self._given("solver", "effort", "kv_cache", "attention", "include", "exclude", "lm_head")
+        if needless:
             plan = "a plan" if self.is_in_memory else "--plan"
-            raise UserError(f"{plan} says everything already: edit it instead of using {', '.join(given)}")
+            raise UserError(f"{plan} says everything already: edit it instead of using {', '.join(needless)}")
 
     def _check_budget(self) -> None:
         """Checks that no option fixes the formats that a budget chooses."""
@@ -259,7 +259,7 @@ class Request:
             )
         # Both would be missed only when the model is scored, which may take an hour.
         require_scipy()
-        parse_candidates(self.budget.formats or FORMATS)
+        parse_candidates(self.budget.formats or DEFAULT_FORMATS)
         if named := self._first_given("guard", "observer"):
             plan = "the plan and" if self.is_in_memory else "--plan DIR/plan.json"
             raise UserError(

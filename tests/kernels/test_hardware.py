@@ -9,7 +9,7 @@ import torch
 from quant.formats.format import FORMATS
 from quant.kernels import hardware, launch_table, matmul_tiles
 from quant.kernels.hardware import GPUS
-from quant.kernels.launch_table import Timing, key
+from quant.kernels.launch_table import MeasuredChoice, key
 
 # Compute capability, and the formats that tensor cores take, from NVIDIA's CUDA documentation.
 KNOWN = {
@@ -87,16 +87,16 @@ def test_a_measured_launch_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_p
     gpu, form, shape = GPUS["l40s"], FORMATS["mxfp8"], (1234, 512)
     assert launch_table.look_up(gpu, form, 5, shape, prepacked=False) is None
     best = matmul_tiles.Tiles(16, 32, 128, 2)
-    path = launch_table.store(gpu, {key(form, 8, shape, prepacked=False): Timing(best, 12.5, 0.001)})
+    path = launch_table.store(gpu, {key(form, 8, shape, prepacked=False): MeasuredChoice(best, 12.5, 0.001)})
     assert path.parent == tmp_path
     assert launch_table.look_up(gpu, form, 5, shape, prepacked=False) == best
     assert launch_table.look_up(gpu, form, 1, shape, prepacked=False) == best
     assert launch_table.look_up(gpu, form, 9, shape, prepacked=False) is None
     assert launch_table.look_up(gpu, form, 5, shape, prepacked=True) is None
-    launch_table.store(gpu, {key(form, 128, shape, prepacked=False): Timing(matmul_tiles.DENSE, 9.0, 0.0)})
+    launch_table.store(gpu, {key(form, 128, shape, prepacked=False): MeasuredChoice(matmul_tiles.DENSE, 9.0, 0.0)})
     assert launch_table.look_up(gpu, form, 65, shape, prepacked=False) == matmul_tiles.DENSE
     assert launch_table.look_up(gpu, form, 64, shape, prepacked=False) is None  # few tokens are another case
-    launch_table.store(gpu, {key(form, 16, shape, prepacked=False): Timing(matmul_tiles.DENSE, 3.0, 0.0)})
+    launch_table.store(gpu, {key(form, 16, shape, prepacked=False): MeasuredChoice(matmul_tiles.DENSE, 3.0, 0.0)})
     assert launch_table.look_up(gpu, form, 9, shape, prepacked=False) == matmul_tiles.DENSE
     assert launch_table.look_up(gpu, form, 5, shape, prepacked=False) == best
     launch_table._table.cache_clear()

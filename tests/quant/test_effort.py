@@ -66,9 +66,9 @@ def test_the_default_is_gptq_on_text_that_the_model_writes() -> None:
     assert solvers(done.plan) == {"gptq"} and done.plan.provenance["effort"] == {"level": 2, "solver": "gptq"}
     (record,) = done.plan.provenance["calibration"]
     assert record["source"] == "mix" and record["rows"] == 32 and record["seqlen"] == 32
-    from quant.calibration.texts.mixture import Writer
+    from quant.calibration.texts.mixture import TextWriter
 
-    rows, _ = mixture_rows(Writer(model), None, Session(), samples=32, seqlen=32)
+    rows, _ = mixture_rows(TextWriter(model), None, Session(), samples=32, seqlen=32)
     quant.quantize(given, "nvfp4a16", rows, solver="gptq")
     for ours, theirs in zip(alone.parameters(), given.parameters(), strict=True):
         assert torch.equal(ours, theirs)

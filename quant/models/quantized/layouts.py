@@ -16,7 +16,7 @@ import torch
 
 from quant.errors import UserError, listed
 from quant.models.quantized import unpacking
-from quant.models.quantized.quantization import CODES, WAY_OUT, Method, Quantization
+from quant.models.quantized.quantization import CODES, WAY_OUT, Quantization, QuantMethod
 from quant.models.quantized.unpacking import Block, Parts
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _find_words(name: str, tensors: QuantizedTensors, quantization: Quantization
     _check_bits(bits, name, quantization)
     # qweight has a code for each weight, whichever axis it is packed along.
     count = 32 // bits * prod(tensors.stored_shape(name)) // out
-    if quantization.method == Method.AWQ:
+    if quantization.method == QuantMethod.AWQ:
         return f"{stem}.weight", Packed((out, count), parts, unpacking.awq)
     # GPTQ's first version stores zeros less one; configs without a version mean that one.
     less_one = str(quantization.config.get("checkpoint_format") or quantization.config.get("format")) != "gptq_v2"
@@ -137,12 +137,12 @@ def _check_bits(bits: int, name: str, quantization: Quantization) -> None:
         raise UserError(f"{quantization.path}: {name} has codes of {bits} bits; 2, 4 and 8 can be read: {WAY_OUT}")
 
 
-FIND: dict[Method, Callable[[str, QuantizedTensors, Quantization], Found | None]] = {
-    Method.FP8: _find_scaled,
-    Method.FBGEMM_FP8: _find_scaled,
-    Method.MXFP4: _find_mxfp4,
-    Method.GPTQ: _find_words,
-    Method.AWQ: _find_words,
-    Method.COMPRESSED_TENSORS: _find_scaled,
-    Method.MODELOPT: _find_scaled,
+FIND: dict[QuantMethod, Callable[[str, QuantizedTensors, Quantization], Found | None]] = {
+    QuantMethod.FP8: _find_scaled,
+    QuantMethod.FBGEMM_FP8: _find_scaled,
+    QuantMethod.MXFP4: _find_mxfp4,
+    QuantMethod.GPTQ: _find_words,
+    QuantMethod.AWQ: _find_words,
+    QuantMethod.COMPRESSED_TENSORS: _find_scaled,
+    QuantMethod.MODELOPT: _find_scaled,
 }

@@ -56,7 +56,7 @@ _FIELDS: dict[str, Any] = {
 WAY_OUT = "quantize the original model"
 
 
-class Method(StrEnum):
+class QuantMethod(StrEnum):
     """The `quant_method`s whose codes can be decoded."""
 
     FP8 = "fp8"
@@ -86,15 +86,15 @@ class Quantization:
         """Returns the format, for plans and the terminal."""
         config = self.config
         group = config.get("group_size")
-        if self.method in (Method.GPTQ, Method.AWQ):
+        if self.method in (QuantMethod.GPTQ, QuantMethod.AWQ):
             groups = f"groups of {group}" if group and group > 0 else "one group"
             return f"{self.method.upper()} INT{config.get('bits', 4)} in {groups}"
-        if self.method in (Method.FP8, Method.FBGEMM_FP8):
+        if self.method in (QuantMethod.FP8, QuantMethod.FBGEMM_FP8):
             block = config.get("weight_block_size")
             return f"FP8 in blocks of {block[0]}x{block[1]}" if block else "FP8"
-        if self.method == Method.COMPRESSED_TENSORS:
+        if self.method == QuantMethod.COMPRESSED_TENSORS:
             return f"compressed-tensors {config.get('format', '')}".strip()
-        return f"ModelOpt {config.get('quant_algo')}" if self.method == Method.MODELOPT else self.method.upper()
+        return f"ModelOpt {config.get('quant_algo')}" if self.method == QuantMethod.MODELOPT else self.method.upper()
 
     @property
     def groups(self) -> list[Mapping[str, Any]]:
@@ -149,7 +149,7 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Quantization | Non
     fields = next((section[key] for section in sections for key in keys if isinstance(section.get(key), dict)), None)
     if fields is None and (path / modelopt.CONFIG_FILE).is_file():
         inside = read_fields(path / modelopt.CONFIG_FILE).get("quantization")
-        fields = {"quant_method": Method.MODELOPT.value, **(inside if isinstance(inside, dict) else {})}
+        fields = {"quant_method": QuantMethod.MODELOPT.value, **(inside if isinstance(inside, dict) else {})}
     if fields is None:
         return None
     try:
@@ -157,7 +157,7 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Quantization | Non
     except ValueError as error:
         raise UserError(f"{path}: its quantization_config says {error}; download the model again") from None
     # Exports of ModelOpt may name a `quant_algo` and no `quant_method`.
-    method = str(fields.get("quant_method") or Method.MODELOPT).lower()
+    method = str(fields.get("quant_method") or QuantMethod.MODELOPT).lower()
     if (path / PLAN_FILE).is_file():
         raise UserError(f"{path}: already quantized by this toolkit, as its {PLAN_FILE} says; {WAY_OUT}")
     quantization = Quantization(path, method, fields)
@@ -193,14 +193,14 @@ def _why_not(quantization: Quantization) -> str | None:
         )
     if is_in_training(config):
         return f"by a recipe that is still in training; {AFTER_TRAINING}"
-    if method not in list(Method):
-        return f"by {method}, which cannot be read here; {WAY_OUT}, or one in {', '.join(Method)}"
+    if method not in list(QuantMethod):
+        return f"by {method}, which cannot be read here; {WAY_OUT}, or one in {', '.join(QuantMethod)}"
     layout = next((str(config[key]).lower() for key in _LAYOUT_KEYS.get(method, ()) if config.get(key)), "")
-    if method == Method.GPTQ and layout not in ("", "gptq", "gptq_v2"):
+    if method == QuantMethod.GPTQ and layout not in ("", "gptq", "gptq_v2"):
         return f"by GPTQ in the layout {layout!r}; the layouts gptq and gptq_v2 can be read: {WAY_OUT}"
-    if method == Method.AWQ and (layout not in ("", "gemm") or config.get("bits", 4) != 4):
+    if method == QuantMethod.AWQ and (layout not in ("", "gemm") or config.get("bits", 4) != 4):
         return f"by AWQ in {config.get('bits')} bits and the layout {layout!r}; 4 bits in gemm can be read: {WAY_OUT}"
-    if method != Method.COMPRESSED_TENSORS:
+    if method != QuantMethod.COMPRESSED_TENSORS:
         return None
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense" or layout not in ("", *_LAYOUTS):
         return f"in the compressed-tensors layout {layout}, which cannot be read here; {WAY_OUT}"

@@ -17,7 +17,7 @@ from quant.errors import UserError
 from quant.formats.mapped import in_memory
 from quant.models.files import safetensors_file
 from quant.models.quantized.layouts import FIND, Packed
-from quant.models.quantized.quantization import Method, Quantization, refuse_packed
+from quant.models.quantized.quantization import Quantization, QuantMethod, refuse_packed
 
 # Tensors of a quantized layer for its inputs, its outputs and the KV cache; the values of its weight do not need them.
 _RUN_TIME = (
@@ -46,7 +46,7 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
         self._home = {name: shard for shard, file in self._files.items() for name in file.keys()}  # noqa: SIM118
         self.packed: dict[str, Packed] = {}
         for name in self._home:
-            if (tensor := FIND[Method(quantization.method)](name, self, quantization)) is not None:
+            if (tensor := FIND[QuantMethod(quantization.method)](name, self, quantization)) is not None:
                 self.packed[tensor[0]] = tensor[1]
         used = {part for packed in self.packed.values() for part in packed.parts.values()}
         self._plain = [n for n in self._home if n not in used and n.rpartition(".")[2] not in _RUN_TIME]

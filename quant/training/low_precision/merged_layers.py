@@ -68,8 +68,8 @@ def merged_product(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
     weights = [member.weight for member in group]
     rounded_x = cast(x, autocast_dtype(x) or x.dtype)
     states = [member.low_precision for member in group]
-    y, *others = _MergedProducts.apply(rounded_x, states, origin_of(rounded_x), *weights)  # type: ignore[no-untyped-call]
-    outputs = {i + 1: (weights[i + 1], _version(weights[i + 1]), other) for i, other in enumerate(others)}
+    y, *siblings = _MergedProducts.apply(rounded_x, states, origin_of(rounded_x), *weights)  # type: ignore[no-untyped-call]
+    outputs = {i + 1: (weights[i + 1], _version(weights[i + 1]), sibling) for i, sibling in enumerate(siblings)}
     native.pending = _Pending(x, _mode(x), outputs, state)
     return y  # type: ignore[no-any-return]
 

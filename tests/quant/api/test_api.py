@@ -14,7 +14,7 @@ from torch import nn
 
 from quant.api.quantize import quantize
 from quant.calibration.session import Session
-from quant.calibration.texts.mixture import Writer, mixture_rows
+from quant.calibration.texts.mixture import TextWriter, mixture_rows
 from quant.errors import UserError
 from quant.execution.input_scales import calibrate
 from quant.execution.solve_weights import apply_plan, solve_state_dict
@@ -136,7 +136,8 @@ def test_a_language_model_without_data_calibrates_on_what_it_writes(base: nn.Mod
     stages: dict[str, int] = {}
     alone, given = copy.deepcopy(base), copy.deepcopy(base)
     done = quantize(alone, "nvfp4", progress=lambda stage, done, total: stages.update({stage: total}))
-    rows, record = mixture_rows(Writer(base), None, Session(), samples=32, seqlen=128)  # this model has 128 positions
+    # This model has 128 positions.
+    rows, record = mixture_rows(TextWriter(base), None, Session(), samples=32, seqlen=128)
     quantize(given, "nvfp4", rows)
     assert stages["generate"] >= 32 * 127 and done.plan.provenance["calibration"] == [{"source": "mix", **record}]
     for layer in done.plan.quantized:
