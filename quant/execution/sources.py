@@ -25,7 +25,7 @@ from quant.calibration.session import Session
 from quant.calibration.texts.decoder_text import lacks_decoder_text, write_decoder_text
 from quant.calibration.texts.mixture import OWN, SHARES, Record, rows_hash
 from quant.calibration.texts.named_inputs import read_inputs
-from quant.calibration.texts.records import check_corpus
+from quant.calibration.texts.records import check_corpus, parse_corpus
 from quant.calibration.texts.rows import calibration_rows, token_rows
 from quant.errors import UserError
 from quant.evaluation.checks import run_probe
@@ -39,6 +39,10 @@ from quant.recipes.plan import Plan
 MIX, SELF = "mix", "self"
 WRITTEN = (MIX, SELF)
 """Sources without a file: the mixture of samples and the model's own text, and its own text alone."""
+
+
+# Bytes of a token that hardly any text exceeds: English has four to five.
+_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,27 @@ def check_sources(names: Sequence[str], option: str) -> None:
             check_corpus(name)
         except ValueError as error:
             raise UserError(f"{option} {error}") from error
+
+
+def short_files(rows: Rows) -> list[str]:
+    """Returns the files of plain text that may hold fewer tokens than their rows need, by their size alone."""
+    texts = [(index, name) for index, name in enumerate(_written_first(rows.names)) if _is_plain_text(name)]
+    return [name for index, name in texts if Path(name).stat().st_size < _BYTES * rows.of_source(index) * rows.seqlen]
+
+
+def _is_plain_text(name: str) -> bool:
+    return ".safetensors" not in name and Path(name).is_file() and parse_corpus(name) is None
+
+
+def check_lengths(source: Source, rows: Rows) -> None:
+    """Raises ValueError where one of `short_files` is too short for a language model, whose weights are not read."""
+    if not source.is_causal_lm:
+        return  # rows of other models may be sentences
+    short = short_files(rows)
+    seqlen = within_context(source, rows.seqlen) if rows.is_written else rows.seqlen
+    for index, name in enumerate(_written_first(rows.names)):
+        if name in short:
+            calibration_rows(name, _tokenizer_for(source, name), samples=rows.of_source(index), seqlen=seqlen)
 
 
 def written_share(names: Sequence[str], *, has_tokenizer: bool) -> float:

@@ -10,6 +10,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+from torch import nn
 
 from quant.calibration.listener import Listener
 from quant.calibration.ranks import rank_and_world
@@ -17,10 +18,13 @@ from quant.calibration.session import Session
 from quant.errors import UserError
 from quant.execution.announcements import announce_device, announce_source
 from quant.execution.checks import check_in_memory
+from quant.execution.sources import check_lengths, short_files
 from quant.extras import importing
 from quant.formats.atomic import claimed
 from quant.models.open import Source, open_model
+from quant.plan.data_needs import lacks_data
 from quant.run.job import Job
+from quant.run.plan import plan_for
 from quant.run.request import Request
 
 
@@ -63,16 +67,31 @@ def load(request: Request, listener: Listener) -> Job:
     torch.manual_seed(request.seed)  # a caller's module does not change the caller's random numbers
     started = time.perf_counter()
     with listener.step(f"loading {request.model}"), importing():  # transformers, most of the time
-        source = open_model(
-            request.model,
-            model_factory=request.model_factory,
-            unsafe_load=request.unsafe_load,
+        if not request.dry_run:
+            _check_lengths(request)
+        source = _open(
+            request,
             meta=request.dry_run,
             # An allocation and an evaluation run the whole model, which reads every expert at every row.
             stream=not request.dry_run and request.goal is None and not request.eval_texts,
         )
     announce_source(listener, source)
     return Job(request, source, session, listener, {"load": time.perf_counter() - started})
+
+
+def _check_lengths(request: Request) -> None:
+    """Refuses calibration text that is too short before the weights are read: headers and tokenizer suffice."""
+    if not short_files(request.calibration_rows):
+        return
+    source = _open(request, meta=True)
+    if request.goal is not None or lacks_data(plan_for(request, source)):
+        check_lengths(source, request.calibration_rows)
+
+
+def _open(request: Request, *, meta: bool, stream: bool = False) -> Source:
+    assert not isinstance(request.model, nn.Module)
+    factory, unsafe = request.model_factory, request.unsafe_load
+    return open_model(request.model, model_factory=factory, unsafe_load=unsafe, meta=meta, stream=stream)
 
 
 def _create_context(session: Session) -> None:
