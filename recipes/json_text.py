@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from quant.formats.atomic import write_atomically
 
 
 def json_text(value: Any, **options: Any) -> str:
@@ -19,6 +22,11 @@ def json_text(value: Any, **options: Any) -> str:
         options: options of `json.dumps`.
     """
     return json.dumps(finite(value), allow_nan=False, **options)
+
+
+def write_json(path: str | Path, value: Any, **options: Any) -> None:
+    """Writes `value` as JSON that people can read, whole or not at all; arguments as for `json_text`."""
+    write_atomically(path, json_text(value, indent=1, **options) + "\n")
 
 
 def text_as_in_source(value: Any, **options: Any) -> str:

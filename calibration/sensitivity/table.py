@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from quant.formats.atomic import write_atomically
 from quant.formats.json_files import read_json
 from quant.recipes.json_data import JsonData
-from quant.recipes.json_text import json_text
+from quant.recipes.json_text import write_json
 
 METHODS = ("fisher", "kl", "output")
 UNITS = {
@@ -93,7 +92,7 @@ class Sensitivity(JsonData):
 
     def save(self, path: str | Path) -> None:
         """Writes the table as JSON, whole or not at all."""
-        write_atomically(path, json_text(self.to_dict(), indent=1, ensure_ascii=False) + "\n")
+        write_json(path, self.to_dict(), ensure_ascii=False)
 
     @classmethod
     def load(cls, path: str | Path) -> Sensitivity:

@@ -49,9 +49,9 @@ from quant.export.onnx_graph.export import ATTENTION_KEY, EXPORT_KEY, PLAN_KEY, 
 from quant.export.onnx_graph.opsets import CACHE_PLUGIN, PLUGIN
 from quant.export.onnx_graph.shapes import format_profile
 from quant.export.onnx_graph.translate import layer_of
-from quant.formats.atomic import put_file, temporary_directory, write_atomically
+from quant.formats.atomic import put_file, temporary_directory
 from quant.formats.memory import trim_heap
-from quant.recipes.json_text import json_text
+from quant.recipes.json_text import json_text, write_json
 from quant.recipes.plan import Plan
 
 RECEIPT_VERSION = 1
@@ -162,7 +162,7 @@ def export_engine(
         receipt = _receipt(built, out, findings, problems, layers, plan)
         # The engine first: a receipt never describes an engine that is not there.
         put_file(built.path, out)
-        write_atomically(receipt_path(out), json_text(receipt, indent=1) + "\n")
+        write_json(receipt_path(out), receipt)
     return receipt
 
 

@@ -26,8 +26,7 @@ from quant.calibration.attention_names import text_config
 from quant.export.onnx_graph.decoder import GraphInput, attending
 from quant.export.onnx_graph.serving import IDS, LOGITS, CachedAttention, cache_shapes, check_decoder
 from quant.export.onnx_graph.translate import MODEL_PREFIX, trace, translate
-from quant.formats.atomic import write_atomically
-from quant.recipes.json_text import json_text
+from quant.recipes.json_text import write_json
 
 CONFIG_FILE = "genai_config.json"
 _MASK, _POSITIONS = "attention_mask", "position_ids"
@@ -122,7 +121,7 @@ def write_genai_files(model: Any, source: Path, folder: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    write_atomically(folder / CONFIG_FILE, json_text(genai_config(model), indent=1) + "\n")
+    write_json(folder / CONFIG_FILE, genai_config(model))
 
 
 def genai_config(model: Any) -> dict[str, Any]:

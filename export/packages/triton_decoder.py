@@ -23,7 +23,7 @@ from typing import Any
 from quant.export.onnx_graph.genai import TOKENIZER_FILES
 from quant.export.packages.triton_server import RECEIPT_FILE, SERVED, Bundle, publish_version
 from quant.formats.atomic import write_atomically
-from quant.recipes.json_text import json_text
+from quant.recipes.json_text import json_text, write_json
 
 TEXT, MAX_TOKENS, STREAM, OUTPUT = "text_input", "max_tokens", "stream", "text_output"
 INPUTS = {
@@ -82,7 +82,7 @@ def publish_decoder(
         for file in tokenizer:
             shutil.copyfile(file, folder / TOKENIZER / file.name)
         write_atomically(folder / "model.py", _MODEL)
-        write_atomically(folder / RECEIPT_FILE, json_text({**receipt, FILE: paths[0].name}, indent=1) + "\n")
+        write_json(folder / RECEIPT_FILE, {**receipt, FILE: paths[0].name})
 
     return publish_version(Path(repository), name, config, fill, guide, overwrite=overwrite)
 

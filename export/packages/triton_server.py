@@ -29,7 +29,7 @@ from typing import Any
 
 from quant.export.onnx_graph.shapes import Input, graph_inputs, parse_profile
 from quant.formats.atomic import put_file, replace_directory, temporary_directory, write_atomically
-from quant.recipes.json_text import json_text
+from quant.recipes.json_text import json_text, write_json
 
 CONFIG_FILE, RECEIPT_FILE, SERVE_FILE = "config.pbtxt", "receipt.json", "serve.md"
 ENGINE_FILES = {"tensorrt": "model.plan", "tensorrt_rtx": "model.engine"}
@@ -91,7 +91,7 @@ def publish(
         shutil.move(engine, folder / ENGINE_FILES[backend])
         if backend == "tensorrt_rtx":
             shutil.copyfile(Path(__file__).with_name("triton_model.py"), folder / "model.py")
-        write_atomically(folder / RECEIPT_FILE, json_text(receipt, indent=1) + "\n")
+        write_json(folder / RECEIPT_FILE, receipt)
 
     config = model_config(name, onnx_path, receipt)
     return publish_version(Path(repository), name, config, fill, guide, overwrite=overwrite)

@@ -44,9 +44,9 @@ from quant.export.packages.triton_decoder import END_TOKENS, batch_rows, decoder
 from quant.export.packages.triton_server import CONFIG_FILE, RECEIPT_FILE, SERVE_FILE, Bundle, publish
 from quant.export.packages.triton_server_guide import serving_text
 from quant.extras import require
-from quant.formats.atomic import temporary_directory, write_atomically
+from quant.formats.atomic import temporary_directory
 from quant.kernels.kv_pages import kv_format
-from quant.recipes.json_text import json_text
+from quant.recipes.json_text import write_json
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.runtime.generate import end_tokens
 
@@ -70,7 +70,7 @@ def export_onnx_files(job: ExportJob) -> dict[str, Any]:
             write_genai_files(job.model, job.directory, folder)
         if job.plan is not None:
             job.plan.save(folder / PLAN_FILE)
-        write_atomically(folder / RECEIPT_FILE, json_text(receipt, indent=1) + "\n")
+        write_json(folder / RECEIPT_FILE, receipt)
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     return {"out": str(job.out), "files": files, "warnings": notes, **receipt}
 

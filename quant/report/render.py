@@ -245,7 +245,7 @@ def rewrite(
         if receipt.get("plan") not in (None, plan.digest()) or strangers:
             raise UserError(f"{source}: the receipt of another plan than {directory / PLAN_FILE}")
         # Before the page, which is made of it and can be made again.
-        write_atomically(directory / "report.json", json_text(report.to_dict(), indent=1, ensure_ascii=False) + "\n")
+        report.save(directory / "report.json")
     page = out or directory / "report.html"
     write_atomically(page, render_html(report, plan))
     return page

@@ -19,10 +19,9 @@ from quant.evaluation.examples import Examples
 from quant.evaluation.fingerprint import Fingerprint
 from quant.evaluation.record import Evaluation
 from quant.execution.layer_result import LayerResult
-from quant.formats.atomic import write_atomically
 from quant.formats.json_files import read_json
 from quant.recipes.json_data import JsonData, typed
-from quant.recipes.json_text import json_text
+from quant.recipes.json_text import write_json
 from quant.recipes.plan import Plan
 
 SCHEMA_VERSION = 1
@@ -206,7 +205,7 @@ class Report(JsonData):
 
     def save(self, path: str | Path) -> None:
         """Writes the report as JSON."""
-        write_atomically(path, json_text(self.to_dict(), indent=1, ensure_ascii=False) + "\n")
+        write_json(path, self.to_dict(), ensure_ascii=False)
 
     @classmethod
     def load(cls, path: str | Path) -> Report:

@@ -138,17 +138,17 @@ def generate(
     if reason:
         decoder = f"transformers: {reason}" if target.type == "cuda" else "transformers"
     return Generation(
-        prompt,
-        stream.finish(),
-        tuple(ids[0].tolist()),
-        tuple(stream.tokens),
-        seconds,
-        str(target),
-        kernels,
-        "16bit" if is_16bit(attention) else str(attention),
-        "16bit" if is_16bit(kv_cache) else str(kv_cache),
-        None if cache is None else cache.nbytes,
-        decoder,
+        prompt=prompt,
+        text=stream.finish(),
+        prompt_tokens=tuple(ids[0].tolist()),
+        tokens=tuple(stream.tokens),
+        seconds=seconds,
+        device=str(target),
+        kernels=kernels,
+        attention="16bit" if is_16bit(attention) else str(attention),
+        kv_cache="16bit" if is_16bit(kv_cache) else str(kv_cache),
+        kv_cache_bytes=None if cache is None else cache.nbytes,
+        decoder=decoder,
     )
 
 
@@ -189,7 +189,7 @@ def _decode(
     cache = cache_of(seen)
     # The prompt's own logits choose the first token; the decoder computes from the second one on.
     first = int(_check_logits(model, ids, seen.logits[:, -1]).argmax())
-    stops = _ends(model)
+    stops = end_tokens(model)
     if max_new_tokens == 1 or first in stops:
         tell([first])
         return ""
@@ -207,14 +207,6 @@ def _decode(
             _refuse_logits(model, count)
         tell(tokens)
     return ""
-
-
-def _ends(model: nn.Module) -> tuple[int, ...]:
-    """Returns the ids of the tokens that end a text."""
-    stops: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
-    if stops is None:
-        return ()
-    return tuple(stops) if isinstance(stops, list | tuple) else (int(stops),)
 
 
 def _check_logits(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from samples import ROOT
 
-from quant.recipes.json_text import json_text
+from quant.recipes.json_text import json_text, write_json
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -76,3 +76,8 @@ def test_nothing_is_written_that_no_reader_takes() -> None:
 @pytest.mark.parametrize("call", ["json.dumps(x)", "json.dump(x, f, indent=1)", "json.dumps(x, allow_nan=True)"])
 def test_a_planted_writer_is_caught(call: str) -> None:
     assert bare_writers(f"import json\n{call}\n") == [2]
+
+
+def test_a_file_ends_with_a_line_feed_and_has_no_bare_words(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"loss": math.nan, "name": "é"})
+    assert (tmp_path / "a.json").read_bytes() == b'{\n "loss": null,\n "name": "\\u00e9"\n}\n'
