@@ -240,7 +240,7 @@ def calls_of_chain(model: nn.Module, chain: Sequence[str], runs: Sequence[Callab
     for run in runs[1:]:
         lead_call = capture(model, chain[:1], run)[chain[0]]
         # Rows of one length share positions and masks: one short pass then stands for a whole one.
-        if _equal_but_hidden(lead_call, lead):
+        if equal_but_hidden(lead_call, lead):
             calls.append({**calls[0], chain[0]: lead.with_hidden(lead_call.hidden)})
         else:
             calls.append(_first_hidden(capture(model, chain, run), chain))
@@ -257,7 +257,8 @@ def without_hidden(calls: Mapping[str, Call]) -> dict[str, Call]:
     return {name: call.with_hidden(empty) for name, call in calls.items()}
 
 
-def _equal_but_hidden(a: Call, b: Call) -> bool:
+def equal_but_hidden(a: Call, b: Call) -> bool:
+    """Returns whether two calls of a block are equal but for the values of their hidden states."""
     if a.hidden.shape != b.hidden.shape:
         return False
     empty = torch.empty(0)

@@ -8,7 +8,7 @@ mapped file, and are put back untouched: nothing is ever copied back.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -78,13 +78,21 @@ def is_visited(model: nn.Module, device: torch.device | None, dtype: torch.dtype
 
 
 @contextmanager
-def placed(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None = None) -> Iterator[torch.device]:
+def placed(
+    model: nn.Module,
+    device: torch.device | None,
+    dtype: torch.dtype | None = None,
+    *,
+    filler: torch.Tensor | None = None,
+) -> Iterator[torch.device]:
     """Makes `model` run on `device` while open, with its inputs there; yields that device.
 
     Args:
         model: a model whose weights must not be changed meanwhile.
         device: the device with its index; None leaves the model where it is.
         dtype: the dtype to which the copies of 16-bit tensors are widened; None copies them as they are.
+        filler: a number `[]` on the device, for passes in which no value of a block matters. The linear layers of the
+            blocks, whose weights are most of a model, get it as every element of their weight, and nothing is copied.
     """
     if device is None or not elsewhere(model, device):
         yield device_of(model)
@@ -92,14 +100,21 @@ def placed(model: nn.Module, device: torch.device | None, dtype: torch.dtype | N
     blocks = [model.get_submodule(name) for name in block_names(model)]
     inside = {id(module) for block in blocks for module in block.modules()}
     parts = [[module for module in model.modules() if id(module) not in inside], *(list(b.modules()) for b in blocks)]
-    whole = fits(model, device, dtype)
+    filled = set() if filler is None else _filled_weights(blocks, filler.dtype)
+
+    def tensors_to_copy(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+        # Every element of an expanded tensor is the filler itself.
+        return [filler.expand(t.shape) if filler is not None and id(t) in filled else t for t in tensors_of(modules)]
+
+    whole = fits(model, device, dtype, filled)
     borrowed: dict[int, DeviceCopies] = {}
-    prefetcher = Prefetcher(device, whole=whole)
+    prefetcher = Prefetcher(device, whole=whole and filler is None)
     try:
-        steps = Prefetcher(device, whole=whole).steps(parts if whole else parts[:1], tensors_of)
+        steps = Prefetcher(device, whole=prefetcher.whole).steps(parts if whole else parts[:1], tensors_to_copy)
         for index, (part, copies) in enumerate(steps):
             borrowed[index] = DeviceCopies(part, copies, device, dtype)
-        with _visiting({} if whole else dict(enumerate(blocks, 1)), parts, borrowed, prefetcher, dtype):
+        visited = {} if whole else dict(enumerate(blocks, 1))
+        with _visiting(visited, parts, borrowed, prefetcher, dtype, tensors_to_copy):
             yield device
     finally:
         prefetcher.close()
@@ -114,6 +129,7 @@ def _visiting(
     borrowed: dict[int, DeviceCopies],
     prefetcher: Prefetcher,
     dtype: torch.dtype | None,
+    tensors_to_copy: Callable[[Iterable[nn.Module]], list[torch.Tensor]],
 ) -> Iterator[None]:
     """Brings each of `blocks` to the device for its own forward pass while open, with the next one on its way."""
     device, waiting = prefetcher.device, dict[int, Callable[[], list[torch.Tensor]]]()
@@ -123,11 +139,11 @@ def _visiting(
         moved = tuple(_moved(a, device) for a in args), {name: _moved(a, device) for name, a in kwargs.items()}
         if "forward" in vars(block) or all(t.device == device for t in tensors_of(parts[index])):
             return moved  # it needs no weights, or has them there
-        copies = (waiting.pop(index, None) or prefetcher.fetch(tensors_of(parts[index])))()
+        copies = (waiting.pop(index, None) or prefetcher.fetch(tensors_to_copy(parts[index])))()
         # After the last block the next pass begins with the first.
         following = index + 1 if index + 1 in blocks else 1
         if following not in (index, *waiting):
-            waiting[following] = prefetcher.fetch(tensors_of(parts[following]))
+            waiting[following] = prefetcher.fetch(tensors_to_copy(parts[following]))
         borrowed[index] = DeviceCopies(parts[index], copies, device, dtype)
         return moved
 
@@ -143,11 +159,21 @@ def _visiting(
         yield
 
 
-def fits(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> bool:
-    """Returns whether all of `model` may be copied to `device`, its 16-bit tensors in `dtype`."""
+def _filled_weights(blocks: Iterable[nn.Module], dtype: torch.dtype) -> set[int]:
+    """Returns the ids of the parameters of blocks that a pass without their values needs no copy of."""
+    modules = [module for block in blocks for module in block.modules()]
+    weights = {id(module.weight) for module in modules if type(module) is nn.Linear and module.weight.dtype is dtype}
+    # Experts in files stay there: `without_experts` gives the outputs of their modules.
+    return weights | {id(p) for module in modules for p in module.parameters(recurse=False) if _reads_experts(p)}
+
+
+def fits(
+    model: nn.Module, device: torch.device, dtype: torch.dtype | None = None, left_out: Collection[int] = ()
+) -> bool:
+    """Returns whether all of `model` but the tensors `left_out` may be copied to `device`, 16-bit ones in `dtype`."""
     if device.type != "cuda":
         return True
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in left_out}.values()
     wide = None if dtype is None else dtype.itemsize
     # Tied tensors count once: they are copied once.
     needed = sum(t.numel() * (wide or t.itemsize) if t.dtype in NARROW else t.nbytes for t in tensors)

@@ -8,7 +8,7 @@ tells the store.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,10 +17,18 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quant.calibration.blocks import block_names, find_chains, stored_dtype
+from quant.calibration.blocks import block_names, calls_of_chain, equal_but_hidden, find_chains, stored_dtype
 from quant.calibration.inputs import call_of
 from quant.calibration.outputs.gradients import OutputMoments, output_moments
-from quant.calibration.placement import DeviceCopies, experts_on_device, fits, placed, tensors_of, without_experts
+from quant.calibration.placement import (
+    DeviceCopies,
+    elsewhere,
+    experts_on_device,
+    fits,
+    placed,
+    tensors_of,
+    without_experts,
+)
 from quant.calibration.prefetch import value_of
 from quant.calibration.ranks import own_batches
 from quant.calibration.session import Session
@@ -105,14 +113,43 @@ class ModelWalk:
     def find_chains(self) -> tuple[list[list[str]], list[Chain]]:
         """Returns the names of the blocks of each chain, and the first planned chain, while the model is placed."""
         names = block_names(self.model)
+        if names and elsewhere(self.model, self.session.device):
+            # To copy 16 GB to a GPU takes seconds, and the values of weights in blocks do not matter as a rule.
+            filler = torch.zeros((), dtype=self.stored, device=self.session.device)
+            # A model that stops at such weights runs with its own next, or says why it does not.
+            with suppress(Exception), self._placed(filler) as run:
+                chains, captured = self._find_chains(names, run)
+                if all(self._ignores_weights(chains[0], chain, run, filler) for chain in captured):
+                    return chains, captured
         with self._placed() as run:
-            # No value that a block gives is looked at here: not which blocks follow each other, and not the arguments
-            # of later blocks but the hidden states.
-            with without_experts(self.model, names):
-                chains = find_chains(self.model, names, partial(run, self.few)) if names else []
-            planned = [walked for walked in map(self.up_to_last_planned, chains) if walked]
-            with without_experts(self.model, planned[0] if planned else []):
-                return chains, [self._capture(walked, run) for walked in planned[:1]]
+            return self._find_chains(names, run)
+
+    def _find_chains(self, names: Sequence[str], run: Run) -> tuple[list[list[str]], list[Chain]]:
+        # No value that a block gives is looked at here: not which blocks follow each other, and not the arguments of
+        # later blocks but the hidden states.
+        with without_experts(self.model, names):
+            chains = find_chains(self.model, names, partial(run, self.few)) if names else []
+        planned = [walked for walked in map(self.up_to_last_planned, chains) if walked]
+        with without_experts(self.model, planned[0] if planned else []):
+            return chains, [self._capture(walked, run) for walked in planned[:1]]
+
+    def _ignores_weights(self, first: Sequence[str], chain: Chain, run: Run, filler: torch.Tensor) -> bool:
+        """Returns whether a chain has the calls of the model whatever the weights in its blocks are.
+
+        Args:
+            first: the blocks that the model calls first.
+            chain: the chain, captured while every weight was `filler`.
+            run: runs the model.
+            filler: a number, which gets another value.
+        """
+        if list(chain.names) != list(first[: len(chain.names)]):
+            return False  # blocks of another chain give it its hidden states
+        filler.fill_(2**-10)
+        with without_experts(self.model, chain.names):
+            again = calls_of_chain(self.model, chain.names, [partial(run, self.few)])[0]
+        start = chain.names[0]
+        same_start = torch.equal(again[start].hidden, chain.few_calls[start].hidden)
+        return same_start and all(equal_but_hidden(again[name], call) for name, call in chain.few_calls.items())
 
     def up_to_last_planned(self, chain: list[str]) -> list[str]:
         """Returns the blocks of a chain up to the last one with a planned layer."""
@@ -128,11 +165,11 @@ class ModelWalk:
         return Chain(self.model, names, partial(run, self.few), [partial(run, batch) for batch in self.batches])
 
     @contextmanager
-    def _placed(self) -> Iterator[Run]:
+    def _placed(self, filler: torch.Tensor | None = None) -> Iterator[Run]:
         """Puts the model on the session's device while open, where it runs on the rows that the function is given."""
         # These passes look for the calls of blocks. cuDNN would compile its attention for each of their shapes first,
         # in 0.4 s, to save microseconds.
-        with placed(self.model, self.session.device) as device, sdpa_kernel(_ATTENTION):
+        with placed(self.model, self.session.device, filler=filler) as device, sdpa_kernel(_ATTENTION):
             yield lambda batch: self.model(batch.to(device))
 
     def begin(self, chain: Chain) -> tuple[States, Sequence[str]]:

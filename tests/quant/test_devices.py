@@ -24,9 +24,12 @@ from torch import nn
 import quant
 from quant.allocation.allocate import score
 from quant.calibration import placement
-from quant.calibration.blocks import block_names, capture
+from quant.calibration.blocks import block_names, capture, equal_but_hidden
 from quant.calibration.placement import find_device, placed
 from quant.calibration.session import Session
+from quant.calibration.walk.chain import BlockStore
+from quant.calibration.walk.group import Settings
+from quant.calibration.walk.model_walk import ModelWalk, without_cache
 from quant.evaluation.evaluate import evaluate
 from quant.execution.mixed_text import mixed_text
 from quant.kernels.linear.expert_modules import QuantExperts
@@ -305,6 +308,68 @@ def test_passes_that_end_within_a_block_leave_it_at_home(device: torch.device) -
         for row in ROWS[:3].to(device):
             capture(model, names[:1], lambda row=row: model(row[None]))
     assert {name: (t.device, t.data_ptr()) for name, t in tensors_of(model).items()} == before
+
+
+class HandsOnBlock(nn.Module):
+    """Returns its hidden state, and a tensor that it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.b(self.a(x) + other), self.a(x)
+
+
+class HandsOn(nn.Module):
+    """Two blocks, of which the second also gets a tensor that the first has computed, or the model before both."""
+
+    def __init__(self, by_block: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.by_block = nn.Embedding(256, 32), by_block
+        self.layers = nn.ModuleList(HandsOnBlock() for _ in range(2))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        x = self.embed(rows)
+        other = x.tanh()
+        for layer in self.layers:
+            x, computed = layer(x, other)
+            other = computed if self.by_block else other
+        return x
+
+
+@pytest.mark.parametrize("by_block", [None, False, True])
+@pytest.mark.usefixtures("where")
+def test_calls_of_blocks_are_found_without_their_weights(
+    by_block: bool | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of the model with its own weights, which is needed only where a block's output is an argument."""
+    model = base() if by_block is None else HandsOn(by_block)
+    plan = make_plan(model, "nvfp4a16", solver="gptq")
+    walk = ModelWalk(model, plan, ROWS, lambda *_: None, Session(device), Settings(batch=4), {}, BlockStore())
+    copied: list[torch.Tensor] = []
+
+    class Recording(placement.DeviceCopies):
+        def __init__(self, modules: Any, copies: Any, *args: Any) -> None:
+            copied.extend(t for t in copies if t.dim() == 2 and 0 not in t.stride())
+            super().__init__(modules, copies, *args)
+
+    monkeypatch.setattr(placement, "DeviceCopies", Recording)
+    with torch.no_grad(), without_cache(model):
+        chains, (chain,) = walk.find_chains()
+        matrices = {tuple(t.shape) for t in copied} - {(256, 128)}  # the embedding of `base`
+        with walk._placed() as run:
+            wanted_chains, (wanted,) = walk._find_chains(block_names(model), run)
+    inside = {tuple(m.weight.shape) for m in model.get_submodule(chains[0][0]).modules() if isinstance(m, nn.Linear)}
+    assert bool(matrices & inside) == bool(by_block)
+    assert chains == wanted_chains
+    for found_calls, wanted_calls in zip([chain.few_calls, *chain.calls], [wanted.few_calls, *wanted.calls], strict=True):
+        assert found_calls.keys() == wanted_calls.keys()
+        for name, call in wanted_calls.items():
+            found = found_calls[name]
+            assert equal_but_hidden(found, call) and torch.equal(found.hidden, call.hidden)
+    check_home(model)
 
 
 @pytest.mark.parametrize(
