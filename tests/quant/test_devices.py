@@ -364,7 +364,8 @@ def test_calls_of_blocks_are_found_without_their_weights(
     inside = {tuple(m.weight.shape) for m in model.get_submodule(chains[0][0]).modules() if isinstance(m, nn.Linear)}
     assert bool(matrices & inside) == bool(by_block)
     assert chains == wanted_chains
-    for found_calls, wanted_calls in zip([chain.few_calls, *chain.calls], [wanted.few_calls, *wanted.calls], strict=True):
+    both = zip([chain.few_calls, *chain.calls], [wanted.few_calls, *wanted.calls], strict=True)
+    for found_calls, wanted_calls in both:
         assert found_calls.keys() == wanted_calls.keys()
         for name, call in wanted_calls.items():
             found = found_calls[name]

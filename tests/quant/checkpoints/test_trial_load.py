@@ -21,9 +21,8 @@ from quant.run.run import run
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 pytest.importorskip("compressed_tensors", reason="the extra test")
 
-from transformers import core_model_loading as loading  # noqa: E402
-
 from architectures import build  # noqa: E402 -- needs transformers
+from transformers import core_model_loading as loading  # noqa: E402
 
 
 @pytest.fixture
