@@ -315,7 +315,7 @@ def _sharing_quantizer() -> Iterator[None]:
         loading.deepcopy = copy.deepcopy  # type: ignore[union-attr]
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
     """Yields the classes below a class, at any depth."""
     for each in cls.__subclasses__():
         yield each
