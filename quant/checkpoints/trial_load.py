@@ -283,12 +283,12 @@ def _decompressing_once() -> Iterator[None]:
         return classmethod(decompress)
 
     for cls, original in originals.items():
-        cls.decompress = remembering(original)  # type: ignore[attr-defined]
+        cls.decompress = remembering(original)
     try:
         yield
     finally:
         for cls, original in originals.items():
-            cls.decompress = original  # type: ignore[attr-defined]
+            cls.decompress = original
 
 
 @contextlib.contextmanager
