@@ -38,7 +38,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 import quant
 from quant.calibration.blocks import cache_of
 from quant.engines.aoti_session import AotiSession
-from quant.engines.check import forced_run, reference_run
+from quant.engines.check import Run, forced_run, reference_run
 from quant.export.packages.aoti import export_aoti
 from quant.export.packages.aoti_decoder import export_aoti_decoder
 from quant.formats.format import FORMATS
@@ -216,27 +216,38 @@ def main(
 def time_decoder(directory: Path, device: str, json_file: Path | None) -> None:
     model = quant.load(directory, device=device).to(torch.bfloat16 if device == "cuda" else torch.float32)
     prompt = [[token % model.config.vocab_size for token in range(100, 100 + PROMPT)]]
+    for _ in range(2):  # the first run warms up
+        reference = reference_run(model, prompt, NEW)
+    rows = [{"run": "quant.load, by transformers", **speed(reference)}]
+    # The package comes last, because making it takes minutes: a run that is cut short has printed the other rows.
+    print(rows[-1], flush=True)
+    if not decoder_refusal(model):
+        tokens, per_second = generated(model, prompt[0])
+        equal = sum(a == b for a, b in zip(tokens, reference.tokens[0].tolist(), strict=True))
+        rows.append({"run": "quant generate, a CUDA graph a token", "tokens/s": per_second, "equal tokens": equal})
+        print(rows[-1], flush=True)
+    rows.insert(0, packaged(model, prompt, reference))
+    header = {**machine(), **versions("triton"), "checkpoint": directory.name, "device": device}
+    notes = [f"A prompt of {PROMPT} tokens, then {NEW} greedy tokens of quant.load."]
+    show("Package of a decoder", header, rows, notes, json_path=json_file)
+
+
+def packaged(model: nn.Module, prompt: list[list[int]], reference: Run) -> dict[str, object]:
+    """The row of a package: what making it takes, how fast it is, and how many of its tokens are the model's."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         started, before = time.perf_counter(), processor_seconds()
         path = export_aoti_decoder(model, Path(folder, "decoder.pt2"), 512)
-        package: dict[str, object] = {"run": "package", "seconds to make": time.perf_counter() - started}
-        package |= {"CPU seconds": processor_seconds() - before, "MB": path.stat().st_size / 1e6}
+        row: dict[str, object] = {"run": "package", "seconds to make": time.perf_counter() - started}
+        row |= {"CPU seconds": processor_seconds() - before, "MB": path.stat().st_size / 1e6}
         session = AotiSession(path, unsafe_load=True)
         for _ in range(2):  # the first run warms up
-            reference = reference_run(model, prompt, NEW)
             run = forced_run(session, prompt, reference.tokens)
-    rows = [package, {"run": "quant.load, by transformers"}]
-    for row, timed in zip(rows, (run, reference), strict=True):
-        row |= {"ms to read": timed.prefill_seconds * 1e3, "tokens/s": 1 / timed.step_seconds}
-    package["equal tokens"] = int((run.tokens == reference.tokens).sum())
-    if not decoder_refusal(model):
-        tokens, speed = generated(model, prompt[0])
-        equal = sum(a == b for a, b in zip(tokens, reference.tokens[0].tolist(), strict=True))
-        rows.append({"run": "quant generate, a CUDA graph a token", "tokens/s": speed, "equal tokens": equal})
-    header = {**machine(), **versions("triton"), "checkpoint": directory.name, "device": device}
-    notes = [f"A prompt of {PROMPT} tokens, then {NEW} greedy tokens of quant.load."]
-    show("Package of a decoder", header, rows, notes, json_path=json_file)
+    return row | speed(run) | {"equal tokens": int((run.tokens == reference.tokens).sum())}
+
+
+def speed(run: Run) -> dict[str, object]:
+    return {"ms to read": run.prefill_seconds * 1e3, "tokens/s": 1 / run.step_seconds}
 
 
 @torch.no_grad()

@@ -34,6 +34,7 @@ _PUBLIC = {
     "quant.allocation.goal": ("Goal",),
     "quant.checkpoints.convert": ("convert",),
     "quant.checkpoints.load": ("load",),
+    "quant.api.export_model": ("Exported", "export_model"),
     "quant.api.quantize": ("quantize",),
     "quant.checkpoints.save": ("save",),
     "quant.checkpoints.verify": ("Verification", "verify"),

@@ -17,8 +17,14 @@ _ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for cod
 Spelling = Callable[[str], str]
 """Spells a field of a request as the user wrote it: `--lm-head` in a command, `lm_head=` in Python."""
 
-_OPTION = re.compile(r"--([a-z][a-z-]*)")
-_PARAMETERS = {"set": "settings", "calib": "data"}  # parameters that are not called like their option
+# A command in backticks, which stays; or an option, and its value: a number, a name with digits or one of some words,
+# or all that comes before a colon.
+_OPTION = re.compile(
+    r"`[^`]*`|--([a-z][a-z-]*)(?: (-?\d[\w.]*|[a-z]+\d\w*|none|native|plugin|onnx|tensorrt|aoti|triton-server|edge-llm"
+    r"|torch-tensorrt|modelopt|compressed-tensors|\S+(?=: ))(?![\w-]|\.\w))?"
+)
+# Parameters that are not called like their option.
+_PARAMETERS = {"set": "settings", "calib": "data", "input": "inputs", "engine-feature": "features"}
 
 # Fields whose option does not repeat their name; the command has --recipe FILE and --format NAME.
 _OPTIONS_OF_FIELDS = {"recipe": "--format", "recipe_file": "--recipe", "plan_file": "--plan", "eval_texts": "--eval"}
@@ -34,16 +40,19 @@ class UserError(ValueError):
 def naming_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a public function so that its errors name its parameters, where they would name options of a command.
 
-    `--whole-groups` becomes `whole_groups=True`, and `--baseline` becomes `baseline=`. An option that is no parameter
-    of the function stays, and so do all of them while a command runs.
+    `--whole-groups` becomes `whole_groups=True`, `--baseline` becomes `baseline=`, and `--kv-cache fp8` becomes
+    `kv_cache="fp8"`. An option that is no parameter of the function stays, and so do all of them while a command runs.
     """
     parameters = inspect.signature(function).parameters
 
     def spelled(option: re.Match[str]) -> str:
-        name = _PARAMETERS.get(option[1], option[1].replace("-", "_"))
+        name = _PARAMETERS.get(option[1], option[1].replace("-", "_")) if option[1] else ""
         if name not in parameters:
             return option[0]
-        return f"{name}=True" if parameters[name].default is False else f"{name}="
+        value = option[2] or ""
+        if parameters[name].default is False:
+            return f"{name}=True {value}".rstrip()
+        return f"{name}={value}" if re.fullmatch(r"(-?[\d.]+|['\"].*)?", value) else f'{name}="{value}"'
 
     @functools.wraps(function)
     def wrapper(*args: Any, **options: Any) -> Any:

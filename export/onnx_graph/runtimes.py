@@ -6,6 +6,9 @@ Tried with onnxruntime 1.32 on a processor, by the dtype of the model and the fo
     16 or 32 bit                       loads            no operators in BF16
     int4*, fp8, fp8_channel, int8      loads            no operators in BF16
     nvfp4, mxfp8, fp8_block            operators that TensorRT alone has, or no kernel for FP4
+
+Releases before 1.32 rewrite DequantizeLinear and MatMul of FP8 in FP32 as MatMulIntegerToFloat, which takes no FP8, and
+stop there (1.29 to 1.31; 1.24 to 1.27 stop at QuantizeLinear, also of INT8). Their optimizations leave FP16 alone.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from quant.kernels.linear.modules import QuantLinear
 
 _OF_TENSORRT = ("nvfp4", "mxfp8", "fp8_block")
 _TRIED = "1.32"
+_LOADS_FP8_IN_FP32 = (1, 32)
 
 
 def layer_of_tensorrt(model: nn.Module) -> tuple[str, str] | None:
@@ -81,7 +85,9 @@ def loaded(path: Path) -> Any:
         return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has a class for each of its status codes, and no base of them
         text = " ".join(str(error).split())
+        hint = "NVFP4, MXFP8, BF16 and --kv-cache files are for TensorRT"
+        if tuple(map(int, onnxruntime.__version__.split(".")[:2])) < _LOADS_FP8_IN_FP32:
+            hint = f"1.32 is the first that loads FP8 and INT8 in FP32: {install_command('onnx')}, or --dtype fp16"
         raise ValueError(
-            f"{path}: onnxruntime {onnxruntime.__version__} does not load it: {text[:300]}; NVFP4, MXFP8, BF16 "
-            "and --kv-cache files are for TensorRT"
+            f"{path}: onnxruntime {onnxruntime.__version__} does not load it: {text[:300]}; {hint}"
         ) from error

@@ -271,7 +271,7 @@ def check_attention(
 
 def check_request(
     kind: str,
-    directory: Path,
+    directory: Path | None,
     out: Path,
     overwrite: bool,
     target: str | None,
@@ -281,7 +281,8 @@ def check_request(
     """Refuses a request that cannot succeed, before a model is loaded.
 
     Raises UserError for an engine without a target, ValueError for a target for which no engine can be built here, and
-    FileExistsError if the destination is taken, or is, holds or lies in the checkpoint `directory`.
+    FileExistsError if the destination is taken, or is, holds or lies in the checkpoint `directory`; None is a model in
+    memory.
     """
     check_apart(out, directory)
     if kind in ("onnx", "tensorrt", "triton-server"):

@@ -122,8 +122,21 @@ def put_in_dtype(job: ExportJob) -> list[str]:
             "--dtype fp16 or bf16 halves what is not quantized"
         )
     if dtype is not None:
+        _check_input_dtypes(job.inputs or {}, dtype)
         cast_unquantized(job.model, DTYPES[dtype])
     return notes
+
+
+def _check_input_dtypes(inputs: Mapping[str, GraphInput], dtype: str) -> None:
+    """Raises UserError for an input that is not in the dtype of the tensors that it meets in the graph."""
+    short = {getattr(torch, name): key for key, name in DTYPES.items()}
+    for name, graph_input in inputs.items():
+        own = short.get(graph_input.example.dtype, dtype)
+        if own != dtype:
+            raise UserError(
+                f"--input {name} is in {own}, and everything that is not quantized in {dtype}: give both the same "
+                f"dtype, --input {name}:{dtype}:… or --dtype {own}"
+            )
 
 
 def cache_notes(job: ExportJob) -> list[str]:

@@ -19,3 +19,12 @@ KINDS: dict[str, tuple[str, set[str]]] = {
 """Every kind of export: the ending of its default destination, and the options that only some kinds take."""
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """Values of --dtype, and torch's names for them."""
+CHOICES = {
+    "attention": ("native", "plugin", "none"),
+    "kv_cache": ("fp8", "nvfp4", "16bit"),
+    "features": ("refit", "weight-streaming", "version-compatible"),
+    "dtype": tuple(DTYPES),
+}
+"""Values of the options that take one of a few words."""
+CALIB_SAMPLES, SEQLEN = 32, 512
+"""Rows of calibration data by default, and tokens of a row."""

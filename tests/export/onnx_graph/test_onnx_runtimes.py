@@ -13,7 +13,7 @@ import quant
 from quant.formats.format import parse_format
 
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
-pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+pytest.importorskip("onnxruntime", minversion="1.32", reason="needs the extra onnx")
 
 from quant.export.onnx_graph.decoder import GraphInput
 from quant.export.onnx_graph.export import export_onnx
@@ -57,3 +57,12 @@ def test_a_file_that_onnxruntime_does_not_load_is_told(
     assert loads == (problem is None), problem
     if problem is not None:
         assert "--to tensorrt" in problem
+
+
+def test_an_older_onnxruntime_is_told_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m.onnx").write_bytes(b"no graph")
+    with pytest.raises(ValueError, match=r"files are for TensorRT$"):
+        loaded(tmp_path / "m.onnx")
+    monkeypatch.setattr("onnxruntime.__version__", "1.30.0")
+    with pytest.raises(ValueError, match=r"onnxruntime 1\.30\.0 .* 1\.32 is the first .* in FP32: pip .*--dtype fp16$"):
+        loaded(tmp_path / "m.onnx")

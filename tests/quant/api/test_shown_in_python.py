@@ -24,12 +24,17 @@ def plan() -> Plan:
 
 
 def test_errors_name_parameters_in_python_and_options_in_commands(plan: Plan, tmp_path: Any) -> None:
-    with pytest.raises(quant.UserError, match=r"settings= '\*\.q_proj=fp9'"):
+    with pytest.raises(quant.UserError, match=r"settings='\*\.q_proj=fp9'"):
         quant.edit_plan(plan, "*.q_proj=fp9")
     with pytest.raises(quant.UserError, match=r"or pass whole_groups=True$"):
         quant.edit_plan(plan, "*.q_proj=fp8_channel")
     with pytest.raises(ValueError, match=r"name a baseline=$"):
         quant.evaluate(torch.nn.Linear(4, 4), torch.zeros(2, 4, 4))
+    with pytest.raises(quant.UserError, match=r'^to="onx": no such kind'):
+        quant.export_model(tmp_path, "onx")
+    # A command in backticks stays as it is typed in a terminal.
+    with pytest.raises(quant.UserError, match=r"`quantize MODEL --format nvfp4 --out DIR`$"):
+        quant.export_model(tmp_path, "onnx")
     plan.save(tmp_path / "plan.json")
     command = ["plan", "edit", str(tmp_path / "plan.json"), "--set", "*.q_proj=fp8_channel", "--out", "x.json"]
     result = CliRunner().invoke(main, command)

@@ -1,0 +1,130 @@
+"""`quant.export_model` writes what `quant export` writes, of a directory as of a model in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import quant
+from quant.cli.main import main
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
+pytest.importorskip("onnxscript", reason="needs the extra onnx")
+onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32)).eval()
+
+
+@pytest.fixture(scope="module")
+def done() -> quant.Quantized:
+    return quant.quantize(perceptron(), "int8", torch.randn(5, 64))  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(done: quant.Quantized, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    quant.save(done.model, done.plan, directory)
+    return directory
+
+
+def weights_of(file: Path) -> dict[str, bytes]:
+    return {value.name: value.raw_data for value in onnx.load(file).graph.initializer}
+
+
+def test_a_model_in_memory_becomes_the_file_of_its_checkpoint(
+    done: quant.Quantized, checkpoint: Path, tmp_path: Path
+) -> None:
+    before = {name: tensor.clone() for name, tensor in done.model.state_dict().items()}
+    options: dict[str, Any] = {"inputs": {"x": "fp16:rows,64"}, "dtype": "fp16"}
+    heard: list[tuple[str, int, int]] = []
+    listener = quant.Listener(lambda *counts: heard.append(counts))
+    exported = quant.export_model(done, "onnx", tmp_path / "memory", **options, listener=listener)
+    assert (exported.path, exported.kind) == (tmp_path / "memory", "onnx")
+    assert exported.files == {file.name: file.stat().st_size for file in sorted(exported.path.iterdir())}
+    assert [layer["name"] for layer in exported.layers] == [layer.name for layer in done.plan.quantized]
+    assert all(layer["checkpoint"] == 0.0 for layer in exported.layers) and exported.audit == []
+    assert [(at, total) for stage, at, total in heard if stage == "compare"][-1] == (2, 2)
+    # The module keeps its dtype and its values, though the file is in FP16.
+    after = done.model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    stored = quant.export_model(str(checkpoint), "onnx", tmp_path / "stored", module=perceptron(), **options)
+    assert weights_of(exported.path / "model.onnx") == weights_of(stored.path / "model.onnx")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["memory", "stored"]
+
+
+def test_layouts_and_the_default_name(tmp_path: Path) -> None:
+    done = quant.quantize(tiny_models.llama(), "fp8_channel")
+    first = quant.export_model(done.model, "modelopt", tmp_path / "tiny")
+    assert (first.path / "hf_quant_config.json").is_file() and first.layers == []
+    back = quant.export_model(first.path, "compressed-tensors")
+    assert back.path == tmp_path / "tiny-compressed-tensors"
+    quant.save(done.model, done.plan, tmp_path / "saved")
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "saved", back.path))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name].view(torch.uint8), theirs[name].view(torch.uint8)) for name in ours)
+
+
+@pytest.mark.slow
+def test_a_decoder_in_memory(tmp_path: Path) -> None:
+    done = quant.quantize(tiny_models.llama(), "fp8_channel")
+    quant.save(done.model, done.plan, tmp_path / "saved")
+    exported = quant.export_model(done, "onnx", tmp_path / "memory", capacity=32)
+    main(["export", str(tmp_path / "saved"), "--to", "onnx", "--capacity", "32", "--quiet"], standalone_mode=False)
+    assert weights_of(exported.path / "model.onnx") == weights_of(tmp_path / "saved-onnx" / "model.onnx")
+
+
+def test_an_example_fixes_the_sizes_of_an_input(done: quant.Quantized, tmp_path: Path) -> None:
+    x = torch.randn(3, 64)
+    exported = quant.export_model(done, "onnx", tmp_path / "out", inputs={"x": x})
+    session = onnxruntime.InferenceSession(exported.path / "model.onnx")
+    assert session.get_inputs()[0].shape == [3, 64]
+    (y,) = session.run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), done.model(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"to": "onx"}, 'to="onx": no such kind of export; known: onnx, '),
+        ({"to": "onnx", "dtype": "half"}, 'dtype="half": expected one of fp32, fp16, bf16'),
+        ({"to": "onnx", "capacity": "9"}, "capacity='9': expected a number of at least 0"),
+        ({"to": "onnx", "target": "sm120"}, 'to="onnx" has no use for target=; it is for to="tensorrt", '),
+        ({"to": "modelopt", "capacity": 0}, 'to="modelopt" has no use for capacity=; '),
+        ({"to": "modelopt", "data": torch.zeros(2, 4)}, 'to="modelopt" has no use for data=; '),
+        ({"to": "tensorrt", "target": "sm120", "features": "fit"}, 'features="fit": expected one of refit, '),
+        ({"to": "tensorrt"}, "name it with target=, such as sm120"),
+        ({"to": "onnx", "inputs": {"x": "fp32:a,,3"}}, 'inputs="x:fp32:a,,3": expected NAME:DTYPE:DIMS'),
+        ({"to": "onnx", "inputs": {"x": "fp32:rows,64"}, "dtype": "fp16"}, "inputs= x is in fp32, and everything"),
+        ({"to": "onnx", "data": "none.txt"}, 'data="none.txt": no such file'),
+        ({"to": "onnx", "out": None}, "out= is missing: a model in memory"),
+    ],
+)
+def test_mistakes_are_one_line_that_names_the_parameter(
+    done: quant.Quantized, tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ValueError, OSError)) as raised:
+        quant.export_model(done, **{"out": tmp_path / "out", **arguments})
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_a_plan_and_things_that_are_no_model(tmp_path: Path) -> None:
+    for model, message in (
+        (nn.Linear(32, 32), "Linear carries no plan"),
+        (3, "takes a module, and this is a int"),
+        (tmp_path / "nowhere", "nowhere: no such directory"),
+        (tmp_path, "no quantized checkpoint"),
+    ):
+        with pytest.raises(quant.UserError, match=message):
+            quant.export_model(model, "onnx", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
