@@ -114,9 +114,12 @@ def _run_modelopt(model: nn.Module, rows: torch.Tensor, *, preset: str) -> Outco
 
     device = next(model.parameters()).device
 
+    # An encoder has no logits.
+    options = {"use_cache": False, "logits_to_keep": 1} if model.get_output_embeddings() is not None else {}
+
     def forward_loop(model: nn.Module) -> None:
         for batch in rows.split(8):
-            model(input_ids=batch.to(device), use_cache=False, logits_to_keep=1)
+            model(input_ids=batch.to(device), **options)
 
     with torch.no_grad():
         mtq.quantize(model, _modelopt_config(preset), forward_loop)

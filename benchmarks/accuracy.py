@@ -9,7 +9,8 @@ several rows (`_workers`), and `--jobs` processes share all GPUs: the first comp
 time, except for ModelOpt's CUDA extensions, which are built before.
 
     KL(base‖quantized), nats  on each of three texts, with half the width of its interval of 95 % (Student's over rows):
-                              `eval` of the tokens file (WikiText-2), Python source, and prose about Python (`_texts`)
+                              `eval` of the tokens file (WikiText-2), Python source, and prose about Python (`_texts`);
+                              of an encoder 1 − cosine similarity of its embeddings
     perplexity, top-1         on the first text, means over all next-token predictions
     bits    of a quantized weight, with every scale, input scale and low-rank branch; the head stays in 16 bit
     MB      on a CPU the process's peak resident memory up to the end of quantization, on a GPU what torch allocated
@@ -39,13 +40,13 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from _accuracy_rows import AS_KFAC, BEST_PEERS, BUDGET, SETTINGS, TEXTS, chosen, expected_seconds
 from _peers import (
     Outcome,
     Run,
@@ -80,38 +81,8 @@ from quant.recipes.effort import rows_of, solver_of
 from quant.recipes.recipe import Recipe
 
 TITLE = "Accuracy after quantization"
-TEXTS = ("WikiText-2", "Python", "reference")
 TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
 
-
-@dataclass(frozen=True)
-class Setting:
-    """What rows are compared under: the formats of weights and activations, of ours and of every peer.
-
-    `choice` names formats of which each layer gets one, so that all together take `BUDGET` bits a weight.
-    """
-
-    title: str
-    weight: str
-    activation: str = "keep"
-    choice: str = ""
-
-
-SETTINGS = {
-    "nvfp4a16": Setting("NVFP4 weight-only", "nvfp4"),
-    "nvfp4": Setting("NVFP4 W4A4", "nvfp4", "nvfp4"),
-    "four_over_six": Setting("NVFP4 W4A4, inputs scaled to 4 or 6", "nvfp4", "nvfp4_four_over_six"),
-    "fp8a16": Setting("FP8 weight-only", "fp8_channel"),
-    "fp8": Setting("FP8 W8A8, static", "fp8", "fp8"),
-    "fp8_channel": Setting("FP8 W8A8, per token", "fp8_channel", "fp8_token"),
-    "mxfp8": Setting("MXFP8 W8A8", "mxfp8", "mxfp8"),
-    "mxfp4a16": Setting("MXFP4 weight-only", "mxfp4"),
-    "mxfp4": Setting("MXFP4 W4A4", "mxfp4", "mxfp4"),
-    "int4a16_g64": Setting("INT4 weight-only, groups of 64", "int4_g64"),  # SmolLM2 is no multiple of 128 wide
-    "mixed": Setting("4.8 bits, W4A4 and W8A8", "nvfp4", "nvfp4", "nvfp4,fp8"),
-    "mixeda16": Setting("4.8 bits, weight-only", "nvfp4", choice="nvfp4a16,fp8a16"),
-}
-BUDGET = 4.8
 
 # The compositions worth a row at four bits, of which those appear that the registry knows.
 COMPOSITIONS = (
@@ -122,35 +93,6 @@ COMPOSITIONS = (
 SIMPLE = ("rtn", "mse", "gptq")
 # Without a text: the rows that the model writes itself, as many and as long as `quantize --calib self` has them.
 OWN_TEXT = (32, 512)
-# Our rows of the tables in docs/benchmarks.md: `--only bars` measures these and the rows of `PEER_BARS`.
-BARS = (
-    "nvfp4a16 Blockscale gptq", "nvfp4a16 Blockscale local_hessian", "nvfp4a16 Blockscale rotation:64+gptq",
-    f"nvfp4a16 Blockscale {solver_of(3, 'keep')}", "nvfp4a16 Blockscale gptq, no text",
-    "nvfp4a16 Blockscale local_hessian, no text", "nvfp4 Blockscale awq:merge+gptq", "nvfp4 Blockscale awq+gptq",
-    f"nvfp4 Blockscale {solver_of(3, 'nvfp4')}", f"four_over_six Blockscale {solver_of(2, 'nvfp4')}",
-    f"four_over_six Blockscale {solver_of(3, 'nvfp4')}", "nvfp4 Blockscale awq+lowrank:32+gptq",
-    "nvfp4 Blockscale awq+lowrank:32+kfac", "fp8 Blockscale gptq", f"fp8 Blockscale {solver_of(3, 'fp8')}",
-    "fp8_channel Blockscale gptq", f"fp8_channel Blockscale {solver_of(3, 'fp8_token')}", "mxfp8 Blockscale gptq",
-    "mxfp8 Blockscale rtn", "fp8 Blockscale rtn", "fp8_channel Blockscale rtn", "int4a16_g64 Blockscale gptq",
-    "mixed Blockscale awq:merge+gptq", f"mixed Blockscale {solver_of(3, 'nvfp4')}", "mixeda16 Blockscale gptq",
-    f"mixeda16 Blockscale {solver_of(3, 'keep')}",
-)  # fmt: skip
-PEER_BARS = (
-    "nvfp4* ModelOpt *", "nvfp4* llm-compressor *", "nvfp4a16 torchao *", "fp8* ModelOpt *", "fp8* llm-compressor *",
-    "mxfp8 ModelOpt *", "int4a16_g64 ModelOpt *", "mixed* ModelOpt *",
-)  # fmt: skip
-# The best peers, which are measured on as many rows as `kfac` gets too.
-AS_KFAC = ", rows of kfac"
-BEST_PEERS = (
-    "nvfp4a16 ModelOpt local Hessian", "nvfp4a16 llm-compressor GPTQ", "nvfp4 ModelOpt AWQ lite",
-    "nvfp4 ModelOpt local Hessian", "nvfp4 llm-compressor GPTQ", "nvfp4 ModelOpt SVDQuant", "fp8 ModelOpt FP8_DEFAULT",
-    "mixed ModelOpt auto_quantize", "mixeda16 ModelOpt auto_quantize",
-)  # fmt: skip
-# About how long rows take that take long, in seconds on a GPU that others use: those begin first.
-SECONDS = {
-    "mixed": 100, "autoround": 90, "kfac": 60, "lowrank": 50, "no text": 60, "ModelOpt GPTQ": 100, "SVDQuant": 70,
-    "int4": 40, "AWQ": 30, "awq": 20, "gptq": 10, "llm-compressor GPTQ": 30,
-}  # fmt: skip
 # Not for deployment: runtimes fuse q, k and v into one GEMM with one global scale.
 UNSHARED = "a global scale per layer"
 # They reproduce another toolkit's arithmetic, or are scale rules for MX formats.
@@ -393,10 +335,11 @@ def measure(run: Run, name: str, settings: Settings) -> dict[str, Any]:
 
 
 def losses(evaluation: Evaluation) -> dict[str, float | None]:
-    """The columns of one text: KL, and half the width of its interval."""
+    """The columns of one text: KL, for an encoder 1 − cosine similarity, and half the width of its interval."""
     name = "" if evaluation.text == TEXTS[0] else f" {evaluation.text}"
-    half = None if evaluation.interval is None or evaluation.kl is None else evaluation.interval[1] - evaluation.kl
-    return {f"KL{name}": evaluation.kl, f"±{name}": half}
+    column, loss = ("KL", evaluation.kl) if evaluation.cosine is None else ("1-cos", evaluation.cosine)
+    half = None if evaluation.interval is None or loss is None else evaluation.interval[1] - loss
+    return {f"{column}{name}": loss, f"±{name}": half}
 
 
 def _open(settings: Settings) -> nn.Module:
@@ -435,7 +378,8 @@ def peak_rss() -> int:
 def table_row(name: str, result: Mapping[str, Any], settings: Settings) -> dict[str, object]:
     """The columns of one row; an error stands in the last one."""
     setting, configuration = name.split(maxsplit=1)
-    of_texts = (f"{what}{'' if text == TEXTS[0] else f' {text}'}" for text in settings.names for what in ("KL", "±"))
+    loss = "1-cos" if "1-cos" in result else "KL"
+    of_texts = (f"{what}{'' if text == TEXTS[0] else f' {text}'}" for text in settings.names for what in (loss, "±"))
     columns = ("perplexity", *of_texts, "top-1", "s", "MB", "bits", "extra at run time")
     row = {"setting": SETTINGS[setting].title, "configuration": configuration}
     row |= {column: result.get(column) for column in columns}
@@ -451,9 +395,15 @@ def table_row(name: str, result: Mapping[str, Any], settings: Settings) -> dict[
 
 
 def in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By setting, then by KL; rows without one come last."""
+    """By setting, then by loss on the first text; rows without one come last."""
     titles = [setting.title for setting in SETTINGS.values()]
-    return sorted(rows, key=lambda row: (titles.index(row["setting"]), math.inf if row["KL"] is None else row["KL"]))
+
+    return sorted(rows, key=lambda row: (titles.index(row["setting"]), loss_of(row) or math.inf))
+
+
+def loss_of(row: Mapping[str, Any]) -> float | None:
+    """The loss on the first text; None for a row that failed."""
+    return row.get("1-cos", row.get("KL"))
 
 
 def plot(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -462,7 +412,7 @@ def plot(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     from matplotlib.figure import Figure
 
     settings = [
-        (title, [row for row in rows if row["setting"] == title and row["KL"]])
+        (title, [row for row in rows if row["setting"] == title and loss_of(row)])
         for title in dict.fromkeys(row["setting"] for row in rows)
     ]
     settings = [(title, measured) for title, measured in settings if measured]
@@ -473,7 +423,7 @@ def plot(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     for axes, (title, measured) in zip(panels[:, 0], settings, strict=True):
         labels = [f"{row['configuration']}, {row['bits']:.3g} bits" for row in measured]
         colours = ["C0" if row["configuration"].startswith("Blockscale") else "0.7" for row in measured]
-        values = [row["KL"] for row in measured]
+        values = [loss_of(row) or math.nan for row in measured]
         axes.scatter(values, range(len(measured)), c=colours, zorder=2)
         for place, value in enumerate(values):
             axes.annotate(f"{value:.3g}", (value, place), (8, -3), textcoords="offset points", fontsize=8)
@@ -511,17 +461,6 @@ def _parse_checkpoints(options: Sequence[str]) -> dict[str, Path]:
             )
         checkpoints[name] = Path(directory)
     return checkpoints
-
-
-def expected_seconds(name: str) -> int:
-    """About how long a row takes on a GPU that others use too."""
-    return sum(seconds for part, seconds in SECONDS.items() if part in name)
-
-
-def chosen(only: Sequence[str], configurations: Mapping[str, Run]) -> list[str]:
-    """Names of the rows that globs choose, all without any; `bars` stands for the rows of docs/benchmarks.md."""
-    globs = [glob for option in only for glob in ((*BARS, *PEER_BARS) if option == "bars" else (option,))]
-    return [name for name in configurations if not globs or any(fnmatchcase(name, glob) for glob in globs)]
 
 
 @click.command(help=__doc__)
@@ -589,8 +528,8 @@ def main(
     gpus = visible_gpus() if device == "cuda" else []
     longest_first = sorted(names, key=expected_seconds, reverse=True)
     for name, result in measure_all(longest_first, command, jobs=jobs, gpus=gpus, one_row=device == "cpu"):
-        losses_text = " / ".join(f"{result[column]:.4f}" for column in result if column.startswith("KL"))
-        outcome = f"KL {losses_text} in {result['s']:.1f} s" if "s" in result else result["error"]
+        losses_text = " / ".join(f"{result[column]:.4f}" for column in result if column.startswith(("KL", "1-cos")))
+        outcome = f"loss {losses_text} in {result['s']:.1f} s" if "s" in result else result["error"]
         click.echo(f"{name}: {outcome}", err=True)
         base = result.get("base perplexity", base)
         table = in_order([*table, table_row(name, result, settings)])
