@@ -15,20 +15,29 @@ import tiny_models
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
-from samples import ROOT
+from samples import BASE, ROOT
 
 import quant
+from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 
 Stop = tuple[str, str]
 SOLVER = ("calibration/solvers/gptq.py", "Gptq.__call__")
 
 
+def section_of_page(section: str) -> str:
+    page = (ROOT / "docs" / "way-of-a-weight.md").read_text()
+    return page.partition(f"## {section}\n")[2].partition("\n## ")[0]
+
+
 def stops(section: str) -> list[Stop]:
     """File and function of each numbered stop in a section of the page."""
-    page = (ROOT / "docs" / "way-of-a-weight.md").read_text()
-    text = page.partition(f"## {section}\n")[2].partition("\n## ")[0]
-    return re.findall(r"^\d+\. `([\w/]+\.py):([\w.]+)`", text, re.MULTILINE)
+    return re.findall(r"^\d+\. `([\w/]+\.py):([\w.]+)`", section_of_page(section), re.MULTILINE)
+
+
+def functions(section: str) -> list[Stop]:
+    """File and function of each place that a section names, but classes."""
+    return re.findall(r"`([\w/]+\.py):((?:\w+\.)?[a-z_]+)`", section_of_page(section))
 
 
 @cache
@@ -96,3 +105,27 @@ def test_the_other_stops_follow_in_the_order_of_the_page(tracer: Tracer) -> None
 
 def test_few_frames_lie_between_the_command_and_the_solver(tracer: Tracer) -> None:
     assert len(tracer.stack) <= 20, tracer.stack
+
+
+def test_a_token_passes_the_functions_of_the_page() -> None:
+    traced = Tracer()
+    arguments = ["generate", str(BASE), "--prompt", "One", "--max-new-tokens", "2", "--device", "cpu"]
+    done = traced.run(lambda: CliRunner().invoke(main, arguments))
+    assert done.exit_code == 0, done.output
+    assert_in_order(functions("A token"), traced)
+
+
+def test_a_step_of_training_passes_the_functions_of_the_page() -> None:
+    traced, model = Tracer(), tiny_models.llama().train()
+
+    def step() -> None:
+        quant.to_low_precision_training(model, "fp8_rowwise", backend="emulated")
+        model(torch.arange(5, 21)[None]).logits.square().mean().backward()
+
+    traced.run(step)
+    assert_in_order(functions("A step of training"), traced)
+
+
+def assert_in_order(way: list[Stop], traced: Tracer) -> None:
+    assert len(way) >= 3 and [stop for stop in way if stop not in traced.first_calls] == []
+    assert sorted(way, key=traced.first_calls.__getitem__) == way
