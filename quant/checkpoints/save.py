@@ -128,7 +128,7 @@ def _own_plan(model: nn.Module) -> Plan:
     if not isinstance(plan, Plan):
         raise UserError(
             f"{type(model).__name__} carries no plan: pass the .plan of what quant.quantize gave, or "
-            "quant.Plan.load(FILE)"
+            "quant.Plan.load(FILE); one in training is packed first, by quant.convert_trained or quant.convert_qat"
         )
     return plan
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from quant.errors import UserError, counted
 
@@ -30,7 +31,7 @@ _PACKED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
 
 
 def unwrapped(model: Any, taker: str) -> nn.Module:
-    """Returns the module inside the wrappers of torch.compile, DDP and `nn.DataParallel`.
+    """Returns the module inside the wrappers of `inner_model`.
 
     Raises:
         UserError: `model` is not a module, but a path or an object that holds a module; the message names `taker`.
@@ -44,10 +45,10 @@ def unwrapped(model: Any, taker: str) -> nn.Module:
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """Returns the model inside the wrappers of DDP, nn.DataParallel or torch.compile."""
+    """Returns the model inside the wrappers of DDP, nn.DataParallel, averaged weights (EMA, SWA) or torch.compile."""
     while True:
         # Wrappers nest: DDP around torch.compile and the other way round are both in use.
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel | AveragedModel):
             model = model.module
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner
@@ -149,8 +150,11 @@ def _quantized_by(module: nn.Module) -> str | None:
     # On the class: a property, which on the object would decode the weight to answer.
     if hasattr(type(module), "quantized_weight"):
         return "Blockscale"
-    if any(cls.__module__ == "quant.training.rounding.rounded_weight" for cls in type(module).__mro__):
+    rooms = {cls.__module__ for cls in type(module).__mro__}
+    if "quant.training.rounding.rounded_weight" in rooms:
         return "quant.prepare_qat; pack it with quant.convert_qat(model)"
+    if "quant.training.low_precision.linear" in rooms or "low_precision_experts" in vars(module):
+        return "quant.to_low_precision_training; pack it with quant.convert_trained(model)"
     own = {**module._parameters, **module._buffers}
     classes = [type(module), *(type(tensor) for tensor in own.values() if tensor is not None)]
     # By the package of a module's or tensor's class, without importing it: bitsandbytes has both, torchao tensor

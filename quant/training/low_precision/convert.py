@@ -14,7 +14,7 @@ from torch import nn
 from quant.calibration.blocks import block_names
 from quant.errors import UserError, counted
 from quant.kernels.training.grouped_fp8 import has_grouped_fp8
-from quant.plan.callers_model import inner_model
+from quant.plan.callers_model import inner_model, unwrapped
 from quant.plan.make import make_plan
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import find_layers
@@ -67,9 +67,16 @@ class LowPrecisionTraining:
     too_small: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def at(self, share: float) -> None:
-        """Says how far training is, as a share of all steps; the recipe's schedule may end the forward's rounding."""
+        """Says how far training is, as a share of all steps; the recipe's schedule may end the forward's rounding.
+
+        Raises:
+            UserError: the share is not between 0 and 1, as the number of a step is not.
+        """
+        if not 0 <= share <= 1:
+            raise UserError(f"report.at({share!r}): the share of training that is done is from 0 to 1: step / steps")
+        begin = self.recipe.schedule.bf16_forward_from
         for state in self._states().values():
-            state.rounds_forward = share < self.recipe.schedule.bf16_forward_from
+            state.rounds_forward = share < begin or begin == 1
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the histories of largest magnitudes for a checkpoint; the model's own keys stay as in plain layers.
@@ -195,7 +202,7 @@ def to_low_precision_training(
     except ValueError as error:
         raise UserError(str(error)) from None
     include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))
-    model = inner_model(model)
+    model = unwrapped(model, "to_low_precision_training")
     _check_model(model)
     chosen = choose_backend(backend, recipe, next(model.parameters(), torch.empty(0)))
     watch = GradientWatch(on_nonfinite)

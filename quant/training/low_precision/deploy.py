@@ -17,7 +17,7 @@ from quant.errors import UserError, counted
 from quant.execution.install import install_weight, mark_quantized, use_expert_modules
 from quant.export.checkpoint.write import plan_of_model
 from quant.formats.tensor import BlockScaledTensor
-from quant.plan.callers_model import inner_model, refuse_partial_layer
+from quant.plan.callers_model import refuse_partial_layer, unwrapped
 from quant.plan.make import make_plan
 from quant.recipes.plan import Plan
 from quant.training.low_precision.convert import from_low_precision_training
@@ -42,7 +42,7 @@ def convert_trained(model: nn.Module) -> Plan:
         UserError: no layer trains in low precision, layers follow several recipes, a weight is sharded or not finite,
             adapters are on layers, or no step has recorded the inputs of a layer that needs a static scale.
     """
-    model = inner_model(model)
+    model = unwrapped(model, "convert_trained")
     layers = trained_layers(model)
     _check(layers)
     recipe = next(iter(layers.values())).low_precision.recipe
@@ -76,6 +76,13 @@ def _check(layers: Mapping[str, LowPrecisionLinear | LowPrecisionStack]) -> None
     for name, layer in layers.items():
         reload = "load it and the state_dict of the report into a model converted in the same way, and pack that"
         refuse_partial_layer(name, layer.weight, "quant.convert_trained", reload)
+        if layer.weight.is_meta:
+            raise UserError(f"{name}: its weight is on the meta device and has no values; load them first")
+        if isinstance(layer, LowPrecisionLinear) and "weight" not in layer._parameters:
+            raise UserError(
+                f"{name}: its weight is computed from other parameters (pruning, a parametrization); make it a "
+                "parameter first, with torch.nn.utils.prune.remove or parametrize.remove_parametrizations"
+            )
 
 
 def _warn_of_unreached_experts(layers: Mapping[str, LowPrecisionLinear | LowPrecisionStack]) -> None:

@@ -54,14 +54,15 @@ class GradientWatch:
         if action not in ACTIONS:
             raise UserError(f"on_nonfinite={action!r}: unknown; {known_names(action, ACTIONS)}")
         self.action = action
-        self._warns_of_resuming = True
+        self._warns_of_resuming = self._warns_of_eval_mode = True
         self._model: Callable[[], nn.Module | None] = lambda: None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"action": self.action, "warns": self._warns_of_resuming, "model": self._model()}
+        warns = self._warns_of_resuming, self._warns_of_eval_mode
+        return {"action": self.action, "warns": warns, "model": self._model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.action, self._warns_of_resuming = state["action"], state["warns"]
+        self.action, (self._warns_of_resuming, self._warns_of_eval_mode) = state["action"], state["warns"]
         # The copy of the model, which is still without its layers: they are looked up at each step.
         self.start(state["model"])
 
@@ -102,6 +103,13 @@ class GradientWatch:
         if self._warns_of_resuming and layers:
             self._warns_of_resuming = False
             _warn_of_resuming(optimizer, layers)
+        if self._warns_of_eval_mode and layers and not any(_is_training(layer) for layer in layers.values()):
+            self._warns_of_eval_mode = False
+            warnings.warn(
+                f"{next(iter(layers))}: the model trains in eval mode, in which it computes each product twice, and "
+                "records no input for the deployed model; call model.train()",
+                stacklevel=4,
+            )
         # GradScaler puts this on fused optimizers, whose kernels skip the step where it is not zero.
         has_scaler = getattr(optimizer, "found_inf", None) is not None
         line = None if has_scaler else nonfinite_line(model, layers, identities)
@@ -168,6 +176,10 @@ def nonfinite_line(model: nn.Module, layers: _Layers, identities: set[int] | Non
 def _parameter(layer: LowPrecisionLinear | LowPrecisionStack) -> nn.Parameter:
     parameter: Any = layer.held if isinstance(layer, LowPrecisionStack) else layer.weight
     return parameter  # type: ignore[no-any-return]
+
+
+def _is_training(layer: LowPrecisionLinear | LowPrecisionStack) -> bool:
+    return bool(layer.owner.training if isinstance(layer, LowPrecisionStack) else layer.training)  # type: ignore[union-attr]
 
 
 def _overflowed(largest: torch.Tensor | None) -> bool:

@@ -106,7 +106,8 @@ def input_scale(state: LowPrecision, dtype: torch.dtype) -> torch.Tensor | None:
     if not recorded:
         raise UserError(
             f"{state.name}: no training step has recorded its input, whose static scale {activation} needs; run a few "
-            "steps in training mode first"
+            "steps in training mode first, or load the weights of a copy that holds averages (EMA) into the model that "
+            "trained, and convert that"
         )
     return static_input_scale(torch.stack(recorded).amax(), activation, dtype)
 

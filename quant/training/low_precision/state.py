@@ -160,8 +160,17 @@ class LowPrecision:
             self.largest_input = _larger(self.largest_input, x)
 
     def note_gradient(self, dy: torch.Tensor) -> None:
-        """Notes whether dy, or the scales of its blocks, are finite, as `note_input` does."""
+        """Notes whether dy, or the scales of its blocks, are finite, as `note_input` does.
+
+        Raises:
+            UserError: the backward pass is recorded for another one, and its operations would not be those of rounding.
+        """
         if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                raise UserError(
+                    f"{self.name}: create_graph=True asks for gradients of gradients, which products in "
+                    f"{self.recipe.name} do not have; train without it, or give the layer to exclude="
+                )
             self.largest_gradient = _larger(self.largest_gradient, dy)
 
     def forget_notes(self) -> None:

@@ -12,6 +12,7 @@ import tiny_models
 import torch
 from slow_cases import quick_cases
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 pytest.importorskip("transformers", reason="the extra hf")
 
@@ -327,7 +328,7 @@ def test_a_compiled_model_trains_as_it_does_uncompiled() -> None:
     torch.testing.assert_close(logits(twin), trained, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel])
+@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel, AveragedModel])
 def test_wrapped_models_are_packed_and_saved_and_hooks_stay(wrap: Any, tmp_path: Path) -> None:
     model, calls = small(), []
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: calls.append(1))
@@ -335,6 +336,7 @@ def test_wrapped_models_are_packed_and_saved_and_hooks_stay(wrap: Any, tmp_path:
     calls.clear()
     trained = logits(model)
     wrapped = wrap(model)
+    model = wrapped.module if wrap is AveragedModel else model  # which is a copy
     quant.save(wrapped, quant.convert_qat(wrapped), tmp_path / "out")
     assert torch.equal(logits(model), trained) and len(calls) == 2
     assert torch.equal(logits(quant.load(tmp_path / "out")), trained)

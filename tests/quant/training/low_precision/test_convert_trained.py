@@ -11,6 +11,7 @@ import tiny_models
 import torch
 from slow_cases import quick_cases
 from torch import nn
+from torch.nn.utils.prune import l1_unstructured
 
 import quant
 from quant.errors import UserError
@@ -216,13 +217,21 @@ def _model_without_steps() -> nn.Module:
     return net
 
 
+def _model_with_pruning() -> nn.Module:
+    net = _model_without_steps()
+    l1_unstructured(net[0], "weight", 0.5)  # type: ignore[no-untyped-call]
+    return net
+
+
 @pytest.mark.parametrize(
     ("model", "line"),
     [
         (nn.Sequential(nn.Linear(64, 64)), "call quant.to_low_precision_training first"),
         (_model_of_two_recipes, r"several recipes \(fp8_rowwise, mxfp8\)"),
         (_model_with_nan, "^0: training made NaN"),
-        (_model_without_steps, "^0: no training step has recorded its input.* run a few steps"),
+        (_model_without_steps, "^0: no training step has recorded its input.* run a few steps.* averages"),
+        (_model_with_pruning, "^0: its weight is computed from other parameters .*prune.remove"),
+        (lambda: _model_without_steps().to("meta"), "^0: its weight is on the meta device and has no values"),
     ],
 )
 def test_a_model_that_cannot_be_packed_is_refused_and_left_as_it_is(model: Any, line: str) -> None:

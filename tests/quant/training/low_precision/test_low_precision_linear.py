@@ -272,6 +272,12 @@ def test_the_schedule_ends_the_rounding_of_the_forward_product() -> None:
     assert not torch.allclose(net(x), exact, rtol=1e-3)
     report.at(0.95)
     assert torch.allclose(net(x), exact, atol=1e-6)
+    with pytest.raises(quant.UserError, match=r"report.at\(7\): the share of training .* step / steps"):
+        report.at(7)
+    # Without a schedule the last step is rounded, too.
+    plain = nn.Sequential(nn.Linear(INPUTS, OUTPUTS))
+    quant.to_low_precision_training(plain, "nvfp4").at(1.0)
+    assert not torch.allclose(plain(x), functional.linear(x, plain[0].weight, plain[0].bias), rtol=1e-3)
 
 
 def test_layers_of_a_fusion_group_share_the_scale_of_their_weights() -> None:

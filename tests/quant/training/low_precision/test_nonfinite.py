@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -167,3 +168,19 @@ def test_optimizers_of_other_models_and_of_plain_models_are_left_alone(model: De
     quant.from_low_precision_training(model)
     _loss(model, broken=True).backward()
     optimizers[0].step()  # no longer watched
+
+
+def test_gradients_of_gradients_are_refused(model: Deep) -> None:
+    x = torch.randn(8, 64).requires_grad_()
+    with pytest.raises(UserError, match=r"layers.2: create_graph=True asks for gradients of gradients.* mxfp8 do not"):
+        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+
+
+def test_a_model_that_trains_in_eval_mode_is_told_once(model: Deep) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    _loss(model.eval()).backward()
+    with pytest.warns(UserWarning, match=r"layers.0: the model trains in eval mode.* call model.train\(\)"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()

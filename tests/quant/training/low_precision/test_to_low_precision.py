@@ -112,6 +112,20 @@ def test_bad_input_is_one_line_with_the_way_out(make: Any, options: dict[str, An
     assert [type(module) for module in model.modules()] == before
 
 
+def test_anything_but_a_module_is_refused_and_so_is_other_work_on_a_model_in_training() -> None:
+    with pytest.raises(UserError, match=r"org/name: to_low_precision_training takes a module; open it with"):
+        quant.to_low_precision_training("org/name", "mxfp8")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"convert_trained takes a module, and this is a NoneType"):
+        quant.convert_trained(None)  # type: ignore[arg-type]
+    model = tiny_models.llama()
+    quant.to_low_precision_training(model, "mxfp8")
+    for other in (quant.prepare_qat, quant.quantize):
+        with pytest.raises(UserError, match=r"q_proj: .* by quant.to_low_precision_training; pack it with quant.conv"):
+            other(model, "mxfp8")
+    with pytest.raises(UserError, match=r"one in training is packed first, by quant.convert_trained"):
+        quant.save(model, None, "nowhere")
+
+
 class Deep(nn.Module):
     """Three layers, one after another."""
 
