@@ -74,6 +74,7 @@ class Layer:
         input_dims: dimensions of the input of a linear layer, where it was seen: 3 for `[batch, tokens, in]`.
         transposed: whether the parameter is stored with its input axis first.
         is_named: whether the group comes from names, because no run has called the layer.
+        is_bypassed: whether a run has called its siblings and not it: modeling code multiplies by its weight.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Layer:
     input_dims: int | None = None
     transposed: bool = False
     is_named: bool = False
+    is_bypassed: bool = False
 
     @property
     def matrix(self) -> tuple[int, ...]:

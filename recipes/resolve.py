@@ -51,6 +51,12 @@ _KEPT_NAMES = {
         "*multi_modal_projector*",
         "*mm_projector*",
         "*modality_projection*",
+        "*.connector.*",
+        "*.aligner.*",
+        "*.merger.*",
+        "*image_to_text_projection*",
+        "*.embed_audio.*",
+        "*audio_projection*",
     ),
 }
 
@@ -209,6 +215,9 @@ def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | N
         return f"tied to {layer.tied_to}, which is stored once and in 16 bit"
     if layer.obstacle is not None:
         return layer.obstacle
+    if layer.is_bypassed and activation is not None and activation.is_static:
+        # Mamba and Jamba: `self.dt_proj.weight @ time_step`.
+        return f"its module multiplies by the weight itself, so that no scale of inputs in {activation} can be measured"
     # Checkpoints store gate and up of an expert as two matrices, each half of the fused rows.
     half = layer.shape[-2] // 2
     gates = layer.kind == LayerKind.EXPERTS and layer.name.endswith("gate_up_proj")

@@ -44,10 +44,23 @@ class Watched:
         self.groups |= {name: group for name, group in other.groups.items() if name in new and group not in old}
         self.input_dims |= {name: other.input_dims[name] for name in new}
 
-    def of(self, layers: Sequence[Layer]) -> list[Layer]:
-        """Returns `layers` with fusion groups and the dimensions of inputs filled in."""
+    def of(self, layers: Sequence[Layer], *, complete: bool = False) -> list[Layer]:
+        """Returns `layers` with fusion groups and the dimensions of inputs filled in.
+
+        Args:
+            layers: the layers of the model.
+            complete: whether a pass came to its end, so that a layer whose siblings it called is never called.
+        """
+        called = {parent_of(name) for name in self.input_dims} if complete else ()
         return [
-            replace(layer, group=self.groups.get(layer.name, layer.group), input_dims=self.input_dims.get(layer.name))
+            replace(
+                layer,
+                group=self.groups.get(layer.name, layer.group),
+                input_dims=self.input_dims.get(layer.name),
+                is_bypassed=layer.kind == LayerKind.LINEAR
+                and layer.name not in self.input_dims
+                and parent_of(layer.name) in called,
+            )
             for layer in layers
         ]
 

@@ -7,10 +7,12 @@ the members' weights are solved as one tall matrix where the format allows it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 
 from quant.calibration.observers import get_observer
 from quant.calibration.ranks import Exchange
@@ -52,12 +54,14 @@ class Settings:
             hidden states to 16 bit, block after block, would look like an error of the weights.
         observer: key of `OBSERVERS`: how static input scales are chosen.
         guard: when a layer gets another format; None for never.
+        run_experts: makes the model run solved experts, for layers outside of blocks that follow them.
     """
 
     batch: int = 4
     dtype: torch.dtype | None = None
     observer: str = "absmax"
     guard: Guard | None = None
+    run_experts: Callable[[nn.Module], Any] = lambda model: None
 
     def dtype_for(self, stored: torch.dtype) -> torch.dtype:
         """Returns the dtype of the forward passes of a model that is stored in `stored`."""

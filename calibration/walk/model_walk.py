@@ -241,6 +241,8 @@ class ModelWalk:
         if not members or self.store.resume([""])[0]:
             return None
         self.store.begin("")
+        if any(layer.kind == LayerKind.EXPERTS and layer.name in inside for layer in self.layers):
+            self.settings.run_experts(self.model)
         device, modules = self._device_of_whole(), list(self.model.modules())
         copies = [value_of(tensor).to(device) for tensor in tensors_of(modules)]
         on_device = DeviceCopies(modules, copies, device, None)

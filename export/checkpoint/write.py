@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from quant.export.checkpoint import compressed_tensors
+from quant.export.checkpoint.joined import in_files
 from quant.export.checkpoint.names import StoredNames, cut_experts, matrix_names
 from quant.export.checkpoint.read import CARRIED, EXACT, HEADS, RUN_TIME_PARTS
 from quant.export.checkpoint.tensor_file import DeferredTensor, FileLog, write_tensor_file
@@ -42,6 +43,7 @@ def checkpoint_tensors(
     names: StoredNames,
     state: Mapping[str, torch.Tensor] | None = None,
     origins: dict[str, str] | None = None,
+    source: Collection[str] = (),
 ) -> dict[str, torch.Tensor | DeferredTensor]:
     """Returns every tensor of a quantized model under its name in the checkpoint; tied weights once.
 
@@ -55,6 +57,7 @@ def checkpoint_tensors(
         state: the tensors that are not quantized, as `state_dict` names them; None takes the model's.
         origins: a dictionary that is filled with the name of the model's layer or tensor that each tensor of the
             checkpoint comes from.
+        source: the names of the tensors in the source's files, whose form tensors in 16 bit get.
     """
     origin_of: dict[str, str] = {}
     quantized = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}
@@ -63,6 +66,15 @@ def checkpoint_tensors(
         cut = tensor.dim() == 3 and name.rpartition(".")[2] in names.cut
         for part, matrix in (cut_experts(name, expert_matrices(model, name)) if cut else {name: tensor}).items():
             tensors[part], origin_of[part] = matrix.contiguous(), name
+    # The bias of a quantized layer stays next to its codes, which cannot be joined.
+    plain = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if isinstance(tensor, torch.Tensor) and name.rpartition(".")[0] not in quantized
+    }
+    joined, made_of = in_files(model, plain, source, names.stored) if source else ({}, {})
+    for name in {part for parts in made_of.values() for part in parts}:
+        del tensors[name], origin_of[name]
     for name, module in quantized.items():
         if name in names.stopped:
             # transformers finds a tensor of another shape under the name of its parameter, and stops.
@@ -84,7 +96,8 @@ def checkpoint_tensors(
                 tensors[f"{name}.{suffix}"], origin_of[f"{name}.{suffix}"] = run_time_part.contiguous(), name
     if origins is not None:
         origins |= {names.stored(part): name for part, name in origin_of.items()}
-    return {names.stored(name): tensor for name, tensor in tensors.items()}
+        origins |= {name: parts[0] for name, parts in made_of.items()}
+    return {names.stored(name): tensor for name, tensor in tensors.items()} | joined
 
 
 def _unquantized_tensors(

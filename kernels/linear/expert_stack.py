@@ -61,6 +61,12 @@ class ExpertStack(nn.Module):
         """Returns the stack itself: modeling code views a parameter of two dimensions as one of three to index it."""
         return self
 
+    def transpose(self, first: int, second: int) -> TransposedStack:
+        """Returns the stack for a `bmm`, which multiplies by the transpose of each matrix `[out, in]`."""
+        if {first % 3, second % 3} != {1, 2} or self.stacking.transposed:
+            raise TypeError(f"quantized experts are no tensor that can be transposed by ({first}, {second})")
+        return TransposedStack(self)
+
     def __len__(self) -> int:
         return self.shape[0]
 
@@ -78,6 +84,26 @@ class ExpertStack(nn.Module):
         if func is torch.bmm and isinstance(args[1], ExpertStack) and args[1].stacking.transposed:
             return args[1].every(args[0])
         return func(*(a.tensor() if isinstance(a, ExpertStack) else a for a in args), **(kwargs or {}))
+
+
+class TransposedStack:
+    """The transposes `[experts, in, out]` of a stack in modeling code, for `bmm` and no other function.
+
+    Args:
+        stack: the stack.
+    """
+
+    def __init__(self, stack: ExpertStack) -> None:
+        self.stack = stack
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # Inkling's shared experts. Dequantized values would leave inputs unrounded in any other function.
+        if func is torch.bmm and isinstance(args[1], cls):
+            return args[1].stack.every(args[0])
+        raise TypeError(f"quantized experts take no part in {getattr(func, '__name__', func)}")
 
 
 class ExpertMatrix:

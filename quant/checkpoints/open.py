@@ -20,6 +20,7 @@ from quant.execution.install import install_kv_scales, install_weight, mark_quan
 from quant.export.checkpoint import modelopt
 from quant.export.checkpoint.check import plan_problems, scale_problem, value_problem
 from quant.export.checkpoint.configs.config_plan import plan_of_checkpoint
+from quant.export.checkpoint.joined import in_model
 from quant.export.checkpoint.layout import MODELOPT
 from quant.export.checkpoint.layouts import LAYOUTS
 from quant.export.checkpoint.names import StoredNames, expert_names, stored_names
@@ -316,7 +317,7 @@ def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Pa
     Raises:
         UserError: a tensor has another shape in the model, is missing, or belongs to no module.
     """
-    tensors = with_fused_experts(model, tensors)
+    tensors = as_in_modules(model, tensors)
     state = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
         if name in state and tensor.shape != state[name].shape:
@@ -360,9 +361,9 @@ def _untie(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> bool:
     return bool(untied)
 
 
-def with_fused_experts(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns `tensors` in which experts in 16 bit are stacked as in the model; files hold them one by one."""
-    joined = dict(tensors)
+def as_in_modules(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns `tensors` in the form of the model: files hold experts in 16 bit one by one, and join others."""
+    joined = in_model(model, tensors)
     for path, module in model.named_modules():
         for last, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{last}"

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quant.checkpoints.model_card import CARD, is_own_card
-from quant.checkpoints.open import with_fused_experts
+from quant.checkpoints.open import as_in_modules
 from quant.checkpoints.save import Destination, write_model
 from quant.errors import UserError
 from quant.export.checkpoint.compressed_tensors import check_plan
@@ -241,4 +241,4 @@ def _from_checkpoint(model: nn.Module, state: dict[str, torch.Tensor], prefix: s
         for name in owned:
             tensors.pop(name)
         tensors |= {f"{layer.name}.{part}": tensor for part, tensor in buffers.items() if tensor is not None}
-    state |= {f"{prefix}{name}": tensor for name, tensor in with_fused_experts(model, tensors).items()}
+    state |= {f"{prefix}{name}": tensor for name, tensor in as_in_modules(model, tensors).items()}

@@ -153,15 +153,15 @@ def write_model(
         tokenizer, allow_missing, finish: as for `save`.
         state: the tensors that are not quantized, by the model's names; None takes them from the model.
     """
-    if destination.source is not None:
-        names = names.as_in(source_names(destination.source))
+    in_source = () if destination.source is None else source_names(destination.source)
+    names = names.as_in(in_source)
     if not allow_missing:
         check_experts(plan, names)
     # Solvers may have given layers rotations, branches or factors of their inputs, which the caller's plan does not
     # list.
     plan = plan_of_model(model, plan)
     origins: dict[str, str] = {}
-    tensors = checkpoint_tensors(model, stored_dtype(model), names, state, origins)
+    tensors = checkpoint_tensors(model, stored_dtype(model), names, state, origins, in_source)
     of_heads = head_layers(model)
     heads = {layer.name: layer.shape for layer in plan.layers if layer.name in of_heads}
     own = {name: t for name, t in tensors.items() if name.rpartition(".")[0] not in heads}

@@ -190,7 +190,10 @@ def _why_missing(pair: _Pair, name: str) -> str | None:
     state = pair.model.state_dict(keep_vars=True)
     if ours in state and pair.names.stored(ours) == name:
         return None  # the model has it under this very name
-    return "transformers has it under another name, or as part of another tensor"
+    return (
+        "transformers has it under another name, or as part of another tensor; a server that reads the source's names "
+        "does not find it"
+    )
 
 
 def _why_changed(pair: _Pair, name: str, problem: str) -> str | None:

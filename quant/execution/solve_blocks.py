@@ -31,6 +31,7 @@ from quant.execution.layer_result import LayerResult, layer_result
 from quant.execution.solve_weights import solve_weights
 from quant.formats.tensor import moved
 from quant.kernels.linear.modules import RunTimeParts
+from quant.models.experts_forward import run_experts_one_by_one
 from quant.plan.data_needs import solver_needs_data
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
@@ -79,6 +80,7 @@ def solve_blocks(
         # A GPU reports its own lack of memory and the walk reacts; a CPU process would be killed without a message.
         _check_memory(model, walked, data, settings, session)
     keeper = BlockKeeper(session, model, results, solved_layers) if session.store.keeps else BlockStore()
+    settings = replace(settings, run_experts=run_experts_one_by_one)
     solve_sequentially(
         model, plan, data, apply=apply, session=session, settings=settings, input_scales=input_scales, store=keeper
     )

@@ -211,7 +211,7 @@ def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
             obstacle = f"{type(model).__name__} does not run on token ids; in Python, pass run="
             seen.add(watched)
     # Experts that the router did not choose were never called, though their siblings were.
-    layers = group_unseen(seen.of(layers), model)
+    layers = group_unseen(seen.of(layers, complete=obstacle is None), model)
     return layers, obstacle if without_group(layers) else None
 
 

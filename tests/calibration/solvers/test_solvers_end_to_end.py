@@ -418,6 +418,40 @@ def test_a_tower_that_text_does_not_reach_is_solved_without_data(solver: str) ->
         quantize(_with_tower(), "fp8", IDS % 64, solver="gptq")
 
 
+class _Projected(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.projection = norm, nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.projection(self.norm(x))  # type: ignore[no-any-return]
+
+
+class _Masked(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(x, torch.full((), torch.finfo(x.dtype).min))  # refused in float64, as in XGLM's attention
+
+
+def test_a_layer_behind_solved_experts_is_solved_on_their_outputs() -> None:
+    model = tiny_models.qwen3_moe(seed=0)
+    model.model.norm = _Projected(model.model.norm)
+    model.config._experts_implementation = "grouped_mm"  # as from_pretrained chooses
+    quantize(model, "nvfp4", IDS % 64, solver="gptq", include=["*.experts.*", "*.projection"])
+    layer = model.model.norm.projection
+    seen: list[torch.Tensor] = []
+    with layer.register_forward_pre_hook(lambda module, args: seen.append(args[0])):
+        model(IDS % 64)
+    assert torch.allclose(layer.input_scale, seen[0].abs().max() / (6 * 448), rtol=1e-3)
+
+
+def test_a_block_that_does_not_run_in_float64_takes_no_scales_into_its_modules() -> None:
+    model = tiny_models.llama(seed=0, num_hidden_layers=1)
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, _Masked())
+    done = quantize(model, "nvfp4a16", IDS % 64, solver="awq+rtn")
+    assert "does not run in float64" in done.plan.by_name["model.layers.0.self_attn.q_proj"].reason
+    assert model(IDS % 64).logits.isfinite().all()
+
+
 def test_activations_of_experts_are_rounded_while_they_are_solved() -> None:
     """W4A4 experts: the static scale is that of the original inputs, and the second moment that of rounded ones."""
     base = _moe()

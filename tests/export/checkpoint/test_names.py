@@ -198,9 +198,9 @@ def test_what_transformers_unpacks_to_bfloat16_is_told(
     assert load(tmp_path / "ours", dtype=torch.bfloat16)(ids).logits.isfinite().all()
 
 
-def test_names_that_a_rule_would_rename_in_another_part_are_those_of_the_source(tmp_path: Path) -> None:
-    """Kimi-K2.5 numbers the layers of its vision tower from fc0, and calls its blocks what others call layers."""
-    name = "Kimi_K25ForConditionalGeneration"
+@pytest.mark.parametrize("name", ["Kimi_K25ForConditionalGeneration", "KimiLinearForCausalLM"])
+def test_tensors_that_transformers_renames_splits_and_joins_are_those_of_the_source(name: str, tmp_path: Path) -> None:
+    """Kimi-K2.5 numbers layers of its vision tower from fc0, and has `wqkv` there; Kimi-Linear has three `conv1d`."""
     if not hasattr(transformers, name):
         pytest.skip(f"transformers without {name}")
     build_architecture(name, torch.bfloat16).save_pretrained(tmp_path / "original")
@@ -215,10 +215,14 @@ def test_names_that_a_rule_would_rename_in_another_part_are_those_of_the_source(
     result = quant.quantize(model, "fp8_channel", effort=0)
     with pytest.warns(UserWarning, match="experts"):
         quant.save(result.model, result.plan, tmp_path / "ours")
-    ours, original = names_in(tmp_path / "ours"), set(released)
-    assert {n for n in original - ours if "wqkv" not in n} == set() == {n for n in ours - original if ".attn." not in n}
-    there, here = result.model.state_dict(), quant.load(tmp_path / "ours").state_dict()
+    assert names_in(tmp_path / "ours") == set(released)
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
+    assert all(torch.equal(ours[n], t) for n, t in released.items() if n in ours and ours[n].dtype == t.dtype)
+    back = quant.load(tmp_path / "ours")
+    there, here = result.model.state_dict(), back.state_dict()
     assert set(there) == set(here) and all(torch.equal(there[n], here[n]) for n in there)
+    loaded = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(loaded[1].values())
 
 
 def test_names_of_models_that_are_not_transformers_stay() -> None:

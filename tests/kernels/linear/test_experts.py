@@ -57,6 +57,19 @@ def by_tokens(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: t
     return out
 
 
+def test_a_bmm_by_the_transpose_runs_each_expert_with_rounded_inputs() -> None:
+    """Inkling's shared experts multiply by `P.transpose(1, 2)`; nothing else may see that, with inputs unrounded."""
+    stack = QuantExperts(quantize(torch.randn(EXPERTS, INNER, HIDDEN), FORMATS["fp8_channel"]), FORMATS["fp8_token"])
+    x = torch.randn(EXPERTS, 5, HIDDEN)
+    inputs = torch.stack([fake_quantize(rows, FORMATS["fp8_token"]) for rows in x]).double()
+    expected = torch.bmm(inputs, stack.dequantize(torch.float64).transpose(1, 2))
+    torch.testing.assert_close(torch.bmm(x, stack.transpose(1, 2)).double(), expected, rtol=1e-5, atol=1e-4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="take no part in matmul"):
+        torch.matmul(x, stack.transpose(-2, -1))  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="transposed by"):
+        stack.transpose(0, 1)
+
+
 def test_slots_are_sorted_and_counted() -> None:
     index = torch.tensor([[4, 0], [1, 4], [7, 0], [4, 1]])
     order, offsets = experts.sort_by_expert(index, 5)

@@ -58,6 +58,7 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
         "quant.export.checkpoint.compressed_tensors",
         "quant.export.checkpoint.directory",
         "quant.export.checkpoint.modelopt",
+        "quant.export.checkpoint.joined",
         "quant.export.checkpoint.names",
         "quant.export.checkpoint.patterns",
         "quant.export.checkpoint.tensor_file",

@@ -27,6 +27,16 @@ def test_a_layer_asked_for_says_first_why_it_is_not_quantized() -> None:
         make_plan(model, "fp8_channel", include=["*input_layernorm"])
 
 
+def test_inputs_of_a_layer_that_is_never_called_are_not_promised_a_scale() -> None:
+    """Mamba multiplies by the weight of dt_proj itself: calibration of its inputs would end in an error."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "state_size": 16, "time_step_rank": 16}
+    model = tiny_models.build("Mamba", "ForCausalLM", sizes)
+    layer = make_plan(model, "nvfp4").by_name["backbone.layers.0.mixer.dt_proj"]
+    assert layer.weight is None and "no scale of inputs in nvfp4 can be measured" in layer.reason
+    assert make_plan(model, "nvfp4a16").by_name[layer.name].weight is not None
+    assert make_plan(model, "nvfp4").by_name["backbone.layers.0.mixer.x_proj"].weight is not None
+
+
 def test_an_unknown_solver_is_refused_before_the_model_runs() -> None:
     def run(model: torch.nn.Module) -> None:
         raise AssertionError("the model ran")
