@@ -351,7 +351,9 @@ def _ways() -> Iterator[list[_Way]]:
     if not engines:
         yield [ours("fp8_block", "native")]
     for recipe, way in torchaos.items():
-        yield [ours(recipe, "torchao"), way]
+        yield [*([ours(recipe, "native")] if "rowwise" in recipe else []), ours(recipe, "torchao"), way]
+    if not torchaos:
+        yield [ours("fp8_rowwise", "native")]
     for name in RECIPES:
         yield [ours(name, "emulated")]
 

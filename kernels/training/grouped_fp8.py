@@ -1,7 +1,8 @@
-"""Grouped FP8 products with one power of two for each row of an operand, as custom ops that torch.compile leaves whole.
+"""FP8 products with one power of two for each row of an operand, as custom ops that torch.compile leaves whole.
 
     quant::e4m3_rows(x) -> codes [R, C], scale [R]
     quant::e4m3_columns(x, offsets, is_stack, scale) -> codes [C, R] or [experts, C, R / experts], scale [experts, C]
+    quant::e4m3_product(a, a_scale, b, b_scale, fast, dtype) -> a · bᵀ, rounded to BF16, by PyTorch's FP8 product
     quant::e4m3_grouped_product(a, a_scale, b, b_scale, offsets, exact, dtype) -> a · bᵀ of each expert
 
 Two kernels round (`kernels/portable/training/e4m3_vectors.py`), and Hopper multiplies by CUTLASS's grouped product,
@@ -100,9 +101,23 @@ def _product_on_gpu(
     )
 
 
+def _product_of_rows(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, fast: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    scales = {"scale_a": a_scale[:, None], "scale_b": b_scale[None, :]}
+    y = torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return y.to(dtype)
+
+
 def has_grouped_fp8(x: torch.Tensor) -> bool:
     """Returns whether PyTorch has a grouped FP8 product with a scale for each row on the device of `x`."""
     return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
+def _fake_product_of_rows(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, fast: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    return a.new_empty(len(a), len(b), dtype=dtype)
 
 
 def _fake_rows(x: torch.Tensor) -> _Rounded:
@@ -132,6 +147,13 @@ register(
     _fake_columns,
     default=_reference_columns,
     cuda=_columns_on_gpu,
+)
+register(
+    "quant::e4m3_product",
+    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, bool fast, ScalarType dtype) -> Tensor",
+    _fake_product_of_rows,
+    default=_product_of_rows,
+    cuda=_product_of_rows,
 )
 register(
     "quant::e4m3_grouped_product",

@@ -1,7 +1,7 @@
 """Who computes the rounded products of a model.
 
     emulated   any recipe on any device: BF16 or FP32 products of rounded operands
-    native     FP8 in blocks on Hopper: our kernel makes the operands, cuBLASLt multiplies (`native.py`)
+    native     FP8 in blocks or rows on Hopper: our kernels make the operands, cuBLASLt multiplies (`native.py`)
     torchao    FP8 with one scale a tensor or row, on an H100 or newer
     te         Transformer Engine: delayed, current and block scaling; on Blackwell MXFP8, NVFP4 (`te_products.py`)
 
@@ -22,8 +22,10 @@ from quant.extras import require
 from quant.formats.format import FORMATS
 from quant.formats.install_command import install_command
 from quant.formats.known_names import known_names
+from quant.kernels.hardware import has_triton
 from quant.kernels.training import fp8_block
-from quant.training.low_precision.native import NativeProducts
+from quant.kernels.training.grouped_fp8 import has_grouped_fp8
+from quant.training.low_precision.native import NativeProducts, RowProducts, is_rowwise
 from quant.training.low_precision.recipe import RECIPES, TrainingRecipe
 from quant.training.low_precision.state import LowPrecision
 from quant.training.low_precision.te_products import TRANSFORMER_ENGINE, TEProducts
@@ -75,7 +77,7 @@ def choose_backend(backend: str, recipe: TrainingRecipe, parameter: torch.Tensor
         if refusal is not None:
             raise UserError(f'backend "{backend}" does not run {recipe.name} here: {refusal}; backend="emulated" does')
         return _backend(backend, recipe)
-    reasons = []
+    reasons, hint = [], None
     for name, refuses in _REFUSALS.items():
         refusal = refuses(recipe, parameter)
         try:
@@ -84,15 +86,19 @@ def choose_backend(backend: str, recipe: TrainingRecipe, parameter: torch.Tensor
         except UserError:
             package, extra = _PACKAGES[name]
             refusal = f"{package} would run it on the FP8 tensor cores of this GPU: {install_command(extra)}"
+            hint = hint or refusal
         reasons.append((name, refusal))
     # The reason is told even if no backend was requested: it says which machine, or package, would be faster.
-    reason = next((reason for name, reason in reasons if _knows(name, recipe)), reasons[-1][1])
+    reason = hint or next((reason for name, reason in reasons if _knows(name, recipe)), reasons[-1][1])
     return Backend("emulated", f"{emulated} ({reason})")
 
 
 def _backend(name: str, recipe: TrainingRecipe) -> Backend:
     """Raises UserError where its package is not installed."""
     if name == "native":
+        if is_rowwise(recipe):
+            note = "FP8 tensor cores, operands by our kernels; torch.compile breaks its graph at each layer"
+            return Backend(name, note, RowProducts)
         native = NativeProducts(recipe)
         return Backend(name, "FP8 tensor cores, operands by one kernel for both directions", lambda: native)
     if name == "torchao":
@@ -128,7 +134,7 @@ _PACKAGES = {"torchao": ("torchao", "torchao"), "te": ("Transformer Engine", "te
 def _knows(name: str, recipe: TrainingRecipe) -> bool:
     """Returns whether a backend has the recipe on some machine."""
     if name == "native":
-        return _is_fp8_block(recipe)
+        return _is_fp8_block(recipe) or is_rowwise(recipe)
     # A changed recipe keeps the name; peers know their own ones only.
     return recipe == RECIPES.get(recipe.name) and recipe.name in (TORCHAO if name == "torchao" else TRANSFORMER_ENGINE)
 
@@ -144,10 +150,12 @@ def _is_fp8_block(recipe: TrainingRecipe) -> bool:
 def _native_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | None:
     """Returns why our kernels do not run a recipe where a parameter is; None where they do."""
     if not _knows("native", recipe):
-        return "it has fp8_block alone"
-    if fp8_block.runs_on(parameter):
-        return None
-    return _no_fp8(parameter) or "products of FP8 blocks need a Hopper GPU, CUDA 12.9 and Triton"
+        return "it has fp8_block and fp8_rowwise alone"
+    if is_rowwise(recipe):
+        runs, needs = has_grouped_fp8(parameter) and has_triton(), "rows need a Hopper GPU and Triton"
+    else:
+        runs, needs = fp8_block.runs_on(parameter), "blocks need a Hopper GPU, CUDA 12.9 and Triton"
+    return None if runs else _no_fp8(parameter) or f"products of FP8 {needs}"
 
 
 def _torchao_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | None:
@@ -197,8 +205,8 @@ def _no_fp8(parameter: torch.Tensor) -> str | None:
     return None if parameter.is_cuda else f"a {parameter.device.type} has no FP8 products; an H100 or newer has"
 
 
-_REFUSALS = {"native": _native_refusal, "torchao": _torchao_refusal, "te": _te_refusal}
-"""Fastest first, by `benchmarks/training_lowprecision.py linears` on an H100."""
+_REFUSALS = {"torchao": _torchao_refusal, "native": _native_refusal, "te": _te_refusal}
+"""Fastest first, by `benchmarks/training_lowprecision.py linears` on an H100; torchao's rows compile, ours do not."""
 
 
 class TorchaoProducts:

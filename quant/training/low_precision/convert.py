@@ -31,6 +31,7 @@ from quant.training.low_precision.experts import (
 from quant.training.low_precision.gated_mlp import fuse_gated_mlps, restore_gated_mlps
 from quant.training.low_precision.grouped_experts import has_rows, takes_experts
 from quant.training.low_precision.linear import LowPrecisionLinear
+from quant.training.low_precision.native import is_rowwise
 from quant.training.low_precision.nonfinite import GradientWatch, nonfinite_line
 from quant.training.low_precision.packed import stored_format
 from quant.training.low_precision.recipe import TrainingRecipe, get_training_recipe
@@ -177,9 +178,10 @@ def to_low_precision_training(
         model: any module with `nn.Linear` layers.
         recipe: a name of `RECIPES`, such as "fp8_rowwise", "mxfp8" or "nvfp4", or a recipe of your own.
         backend: "emulated" rounds the operands and multiplies in BF16, or in FP32 on a CPU: the numbers of hardware
-            that has the format, on any device. The others multiply on tensor cores: "native" runs `fp8_block` on
-            Hopper, "torchao" tensorwise and rowwise FP8 on an H100 or newer, "te" the recipes of Transformer Engine,
-            MXFP8 and NVFP4 on Blackwell. "auto" takes the fastest that is installed and runs the recipe.
+            that has the format, on any device. The others multiply on tensor cores: "native" runs `fp8_block`
+            and rowwise FP8 on Hopper, "torchao" tensorwise and rowwise FP8 on an H100 or newer, "te" the recipes of
+            Transformer Engine, MXFP8 and NVFP4 on Blackwell. "auto" takes the fastest that is installed and runs the
+            recipe.
         include: globs; if given, only layers that match one are converted.
         exclude: globs of layers that stay as they are.
         on_nonfinite: at an optimizer's step, gradients with NaN or infinity "stop" training with an error that names
@@ -234,7 +236,7 @@ def to_low_precision_training(
         gather_in_fp8(model)
     if chosen.name == "te":
         ForwardContext(recipe).start(model)
-    if chosen.name == "native":
+    if chosen.name == "native" and not is_rowwise(recipe):
         fuse_gated_mlps(model)
         trace_rms_norms(model)
     small = {

@@ -299,7 +299,7 @@ class _RowProducts:
 
     def y(self, x: _Rounded, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
         codes, scale = torch.ops.quant.e4m3_rows(weight.flatten(0, 1))
-        return self._product(x, (codes.view(weight.shape), scale.view(weight.shape[:2])), dtype)
+        return self._product(x, (codes.view(weight.shape), scale.view(weight.shape[:2])), dtype, is_forward=True)
 
     def dx(self, dy: _Rounded, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
         experts, outputs, inputs = weight.shape
@@ -314,8 +314,16 @@ class _RowProducts:
     def dw(self, dy: _Rounded, x: _Rounded, dtype: torch.dtype) -> torch.Tensor:
         return self._product(dy, x, dtype)
 
-    def _product(self, a: _Rounded, b: _Rounded, dtype: torch.dtype) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.quant.e4m3_grouped_product(*a, *b, self.offsets, not self.in_fp8, dtype)
+    def _product(self, a: _Rounded, b: _Rounded, dtype: torch.dtype, is_forward: bool = False) -> torch.Tensor:
+        ops = torch.ops.quant
+        y: torch.Tensor
+        if self.in_fp8 and len(self.offsets) == 1:
+            # A product of its own, whose sums have all bits in the backward pass at no cost.
+            (codes, scale), (other, other_scale) = a, b
+            matrix = other.view(-1, other.shape[-1])
+            y = ops.e4m3_product(codes, scale.view(-1), matrix, other_scale.view(-1), is_forward, dtype)
+            return y if other.dim() == 3 else y[None]
+        y = ops.e4m3_grouped_product(*a, *b, self.offsets, not self.in_fp8, dtype)
         return y
 
 

@@ -8,6 +8,9 @@ Each matrix is read once, for both products that it is in. The transposed codes 
 byte an element where 16-bit training keeps two. Those of w are kept where they take no more memory than that saves, and
 are made again elsewhere. Layers that read the same input (q, k and v) share its operands; those that a runtime merges
 also sum their dx in one product (`merged_layers.py`).
+
+`RowProducts` trains it in FP8 rows. A layer is one expert that gets all tokens, so these are the products of
+`grouped_experts.py` with a single group. They need no package, and in eager mode are as fast as torchao's compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
+from quant.training.low_precision.grouped_experts import GroupedProducts, block_of_tokens, has_rows, takes_recipe
 from quant.training.low_precision.recipe import Arithmetic, TrainingRecipe
 from quant.training.low_precision.state import LowPrecision
 from quant.training.rounding.rms_norm import NormInput, origin_of
@@ -171,3 +176,24 @@ def is_distributed() -> bool:
 def unpadded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Returns the matrix without the rows and columns that fill blocks."""
     return matrix if matrix.shape == (rows, columns) else matrix[:rows, :columns]
+
+
+def is_rowwise(recipe: TrainingRecipe) -> bool:
+    """Returns whether `RowProducts` follow a recipe: `fp8_rowwise`, `fp8_rowwise_wgrad_bf16`, or one like them."""
+    return has_rows(recipe) and takes_recipe(recipe)
+
+
+class RowProducts:
+    """The three products of a linear layer: `[..., in]` to `[..., out]`, with gradients."""
+
+    # Inductor of torch 2.11 gave zeros as the gradient of an input of 150 tokens on an H100, for a reason not known.
+    @torch.compiler.disable(reason="FP8 rows by native run as they are; torchao has them in one graph")  # type: ignore[untyped-decorator]
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision, whole: torch.Tensor) -> torch.Tensor:
+        """Computes the product; each row has a scale of its own, so that shards of `whole` need nothing of it."""
+        rows = x.reshape(-1, x.shape[-1])
+        # Tensor cores sum over multiples of 16, in dw over tokens. Zeros change no largest magnitude and no sum.
+        missing = -len(rows) % block_of_tokens(state.recipe)
+        filled = pad(rows, (0, 0, 0, missing)) if missing else rows
+        end = torch.full((1,), len(filled), dtype=torch.int32, device=x.device)
+        y: torch.Tensor = GroupedProducts.apply(filled, weight[None], end, state, True)  # type: ignore[no-untyped-call]
+        return (y[: len(rows)] if missing else y).reshape(*x.shape[:-1], -1)

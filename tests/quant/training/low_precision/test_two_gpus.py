@@ -131,6 +131,7 @@ def _step(net: nn.Module) -> list[torch.Tensor]:
 
 WAYS = (
     ("fp8_block", "native"),
+    ("fp8_rowwise", "native"),
     ("fp8_tensorwise", "torchao"),
     ("fp8_rowwise", "torchao"),
 )
