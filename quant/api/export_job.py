@@ -59,7 +59,7 @@ class ExportJob:
     progress: Callable[[str, int, int], None]
 
     def onnx_options(self) -> dict[str, Any]:
-        """Returns the arguments of `export_onnx`."""
+        """Returns the arguments of `write_onnx`."""
         return {
             "shapes": list(self.shapes) or None,
             "inputs": self.inputs,

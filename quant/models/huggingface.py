@@ -243,11 +243,8 @@ def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
                 else "put the model's tokenizer.json and tokenizer_config.json there"
             )
             raise UserError(f"{path / (gguf_file or '')}: no usable tokenizer ({one_line(error)}); {remedy}") from error
-    for key in (
-        "local_files_only",
-        "trust_remote_code",
-        "is_local",
-    ):  # how it was read is not a property of the saved tokenizer
+    # How it was read is not a property of the tokenizer, which may be saved again.
+    for key in ("local_files_only", "trust_remote_code", "is_local"):
         tokenizer.init_kwargs.pop(key, None)
     length = tokenizer.model_max_length
     if not isinstance(length, int | float):
