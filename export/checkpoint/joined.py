@@ -36,7 +36,7 @@ def in_files(
     Returns:
         Tensors by their names on disk, and the names in the model of the tensors that each was made of.
     """
-    found: dict[str, torch.Tensor] = {}
+    as_in_source: dict[str, torch.Tensor] = {}
     made_of: dict[str, list[str]] = {}
     used = getattr(model, "_weight_conversions", None)
     # A rule without a way back, such as one that drops padding, is no error before it is asked for.
@@ -44,10 +44,10 @@ def in_files(
         with suppress(NotImplementedError):
             for parts, converted in _converted(model, rule.reverse_transform(), tensors):
                 on_disk = {stored(name): tensor for name, tensor in converted.items()}
-                if on_disk.keys() <= set(source) and not on_disk.keys() & found.keys():
-                    found |= {name: tensor.contiguous() for name, tensor in on_disk.items()}
+                if on_disk.keys() <= set(source) and not on_disk.keys() & as_in_source.keys():
+                    as_in_source |= {name: tensor.contiguous() for name, tensor in on_disk.items()}
                     made_of |= dict.fromkeys(on_disk, parts)
-    return found, made_of
+    return as_in_source, made_of
 
 
 def in_model(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

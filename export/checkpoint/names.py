@@ -92,17 +92,17 @@ class StoredNames:
             self, in_source=other, parameters={**self.parameters, **{stored: name for name, stored in other.items()}}
         )
 
-    def with_carried(self, shapes: Mapping[str, Sequence[int]], others: Iterable[str]) -> StoredNames:
+    def with_carried(self, shapes: Mapping[str, Sequence[int]], uncarried: Iterable[str]) -> StoredNames:
         """Returns the names with tensors that were carried over.
 
         Args:
             shapes: the shapes of the carried tensors, by their names on disk.
-            others: the names on disk of all other tensors of the checkpoint.
+            uncarried: the names on disk of all other tensors of the checkpoint.
         """
         modules = [
             n.removesuffix(".weight") for n, shape in shapes.items() if n.endswith(".weight") and len(shape) == 2
         ]
-        shared = {"", *(tree for name in others for tree in _trees(name))}
+        shared = {"", *(tree for name in uncarried for tree in _trees(name))}
         # Stacks of experts count too. A server builds their modules under names of its own, `….experts.0.gate_proj`,
         # or joins `q_proj`, `k_proj` and `v_proj`: the tree is the name that all of them begin with.
         matrices = [name for name, shape in shapes.items() if len(shape) in (2, 3)]

@@ -36,6 +36,7 @@ from quant.export.onnx_graph.decoder import GraphInput
 from quant.export.onnx_graph.quantized_cache import holds_cache_scales
 from quant.formats.atomic import claimed, temporary_directory
 from quant.formats.format import Format
+from quant.formats.known_names import known_names
 from quant.kernels.kv_pages import kv_format
 from quant.models.files import SourceKind, find_checkpoint
 from quant.models.huggingface import remote_code
@@ -214,14 +215,14 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
     An option with its default counts as not given.
     """
     if kind not in KINDS:
-        raise UserError(f"--to {kind}: no such kind of export; known: {', '.join(KINDS)}")
+        raise UserError(f"--to {kind}: no such kind of export; {known_names(kind, KINDS)}")
     defaults = {"attention": "native", "calib_samples": CALIB_SAMPLES, "seqlen": SEQLEN}
     for name, value in options.items():
         option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
         default = defaults.get(name)
         is_given = isinstance(value, torch.Tensor) or not (value is False or value in (None, (), {}, default))
         if is_given and name not in KINDS[kind][1]:
-            takers = ", ".join(taker for taker, (_, taken) in KINDS.items() if name in taken)
+            takers = ", ".join(taker for taker, (_, options_of_kind) in KINDS.items() if name in options_of_kind)
             raise UserError(f"--to {kind} has no use for {option}; it is for --to {takers}")
         words = value if isinstance(value, tuple) else (value,)
         for word in words if name in CHOICES and value != default else ():

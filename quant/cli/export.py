@@ -132,10 +132,10 @@ def _by_name(texts: tuple[str, ...]) -> dict[str, str]:
     """Returns dtype and dimensions of each `--input` by its name."""
     inputs: dict[str, str] = {}
     for text in texts:
-        name, _, rest = text.partition(":")
+        name, _, dtype_and_dims = text.partition(":")
         if name in inputs:
             raise UserError(f"--input {name} is given twice; each input has one dtype and one shape")
-        inputs[name] = rest
+        inputs[name] = dtype_and_dims
     return inputs
 
 

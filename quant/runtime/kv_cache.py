@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from quant.calibration.attention_names import text_config
 from quant.errors import UserError
 from quant.formats.format import Format
+from quant.formats.known_names import known_names
 from quant.kernels.attention.kv_cache import PagedKVCache
 from quant.kernels.kv_pages import KVPages, kv_format
 from quant.runtime.attention import FP8, IMPLEMENTATIONS, KV_CACHES, scales_of, turns
@@ -243,8 +244,8 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
         except ValueError:
             format = None
         if format is None:
-            formats = ", ".join(name for name in KV_CACHES if name != "16bit")
-            raise UserError(f"--kv-cache {kv_cache}: no quantized cache; known: {formats}")
+            formats = [name for name in KV_CACHES if name != "16bit"]
+            raise UserError(f"--kv-cache {kv_cache}: no quantized cache; {known_names(kv_cache, formats)}")
         config = text_config(model.config)
         modules = _attention_modules(model)
         super().__init__(layers=[QuantizedKVLayer(config, module, format, page_size) for module in modules])
