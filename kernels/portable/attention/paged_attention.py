@@ -363,7 +363,7 @@ def attend_pages(
     if splits > 1:
         parts = torch.empty((batch, splits, heads, new, dim), dtype=torch.float32, device=q.device)
         lses = torch.empty((batch, splits, heads, new), dtype=torch.float32, device=q.device)
-    overlap = overlap_options(q) if tiles.overlap else {"overlap": False}
+    overlap = overlap_options(q)
     scales = [x if x is not None else lengths for x in (pages.k_scale, pages.v_scale)]
     blocks = [compilable(x) if x is not None else k for x in (pages.k_blocks, pages.v_blocks)]
     # The instruction that decodes E4M3 came with the type; those that decode E2M1 are older.
@@ -375,9 +375,11 @@ def attend_pages(
         capped=options.softcap is not None, windowed=options.window is not None, asm=asm,
         dim=dim, width=max(16, triton.next_power_of_2(dim // pieces)), group=group, page=pages.page_size,
         head_units=k.stride(1), token_units=k.stride(2),
-        block_m=tiles.block_m, block_n=tiles.block_n, stages=tiles.stages, num_warps=tiles.warps, **overlap,
+        block_m=tiles.block_m, block_n=tiles.block_n, stages=tiles.stages, num_warps=tiles.warps,
+        **(overlap if tiles.overlap else {"overlap": False}),
     )  # fmt: skip
     if splits > 1:
+        # The sum of the splits may always overlap: the kernel after it starts while only its small programs run.
         width, most = triton.next_power_of_2(dim), triton.next_power_of_2(splits)
         paged_attention_reduce_kernel[heads * new, batch](
             parts, lses, out, heads * new, splits,

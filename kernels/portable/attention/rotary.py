@@ -21,15 +21,13 @@ _HEADS = 8
 
 
 @triton.jit
-def _rotate_heads(source, target, cosines, first, heads, half: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
-    """Rotates `block` heads from `first` on, those below `heads`. The sines follow the cosines."""
+def _rotate_heads(source, target, c, s, first, heads, half: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
+    """Rotates `block` heads from `first` on, those below `heads`, by angles of the cosines c and sines s."""
     dtype: tl.constexpr = target.dtype.element_ty
     column = tl.arange(0, width)
     head = first + tl.arange(0, block)
     inside = (head < heads)[:, None] & (column < half)[None, :]
     offset = head[:, None] * (2 * half) + column[None, :]
-    c = tl.load(cosines + column, mask=column < half, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(cosines + half + column, mask=column < half, other=0.0).to(tl.float32)[None, :]
     low = tl.load(source + offset, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + offset + half, mask=inside, other=0.0).to(tl.float32)
     # One rounding at the end, as torch.compile makes of vLLM's own lines.
@@ -45,18 +43,24 @@ def rotate_kernel(
     """`block` heads of one token: programs of q first, then those of k."""
     if overlap:
         start_next()
-        wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     of_queries = tl.cdiv(heads, block)
     index = tl.program_id(1)
-    cosines = cache + tl.load(positions + token).to(tl.int64) * (2 * half)
+    # No kernel of a step writes positions or angles, so they are read while the matmul of q, k, v still runs. The sines
+    # follow the cosines.
+    column = tl.arange(0, width)
+    cosines = cache + tl.load(positions + token).to(tl.int64) * (2 * half) + column
+    c = tl.load(cosines, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(cosines + half, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    if overlap:
+        wait_for_previous()
     if index < of_queries:
         target = q_out + token * heads * (2 * half)
-        _rotate_heads(q + token * q_stride, target, cosines, index * block, heads, half, width, block)
+        _rotate_heads(q + token * q_stride, target, c, s, index * block, heads, half, width, block)
     else:
         target = k_out + token * kv_heads * (2 * half)
         first = (index - of_queries) * block
-        _rotate_heads(k + token * k_stride, target, cosines, first, kv_heads, half, width, block)
+        _rotate_heads(k + token * k_stride, target, c, s, first, kv_heads, half, width, block)
 
 
 @triton.jit
@@ -67,9 +71,10 @@ def store_rows_kernel(
     """All heads of one token, unless its slot is negative."""
     if overlap:
         start_next()
-        wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
+    if overlap:
+        wait_for_previous()
     column = tl.arange(0, width)[None, :]
     head = tl.arange(0, block)[:, None]
     inside = (head < heads) & (column < dim) & (slot >= 0)

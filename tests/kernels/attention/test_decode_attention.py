@@ -316,3 +316,58 @@ def test_gpu_reads_tokens_that_lie_apart(tiles: DecodeTiles) -> None:
     q = torch.randn(2, 4, 1, 128).to(torch.bfloat16)
     out = attend_pages(q.cuda(), apart, table.cuda(), lengths.cuda(), AttentionOptions(causal=True), tiles)
     assert error(out, exact(q, pages, table, lengths, softmax_scale=1 / math.sqrt(128))) < TOLERANCE[None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gpu_sees_the_keys_that_the_kernel_before_writes(overlap: bool) -> None:
+    """Kernels that start before the previous one has ended give what they give one at a time."""
+    from quant.kernels.portable.attention.paged_attention import attend_pages
+    from quant.kernels.portable.attention.paged_kv_cache import write_kv_slots
+
+    pages, table, lengths = filled("nvfp4", [700, 33], dim=128, page_size=16, device="cuda")
+    # The last token of each sequence is written anew before each attention.
+    last = lengths.long() - 1
+    slots = table.long().gather(1, last[:, None] // 16)[:, 0] * 16 + last % 16
+    q, k = torch.randn(40, 2, 4, 1, 128, device="cuda").bfloat16(), torch.randn(40, 2, 2, 128, device="cuda").bfloat16()
+    tiles, out = DecodeTiles(8, 32, 1, 3, 4, overlap=overlap), torch.empty_like(q)
+
+    def step(i: int) -> None:
+        write_kv_slots(pages, slots, k[i], k[i])
+        attend_pages(q[i], pages, table, lengths, AttentionOptions(causal=True), tiles, out=out[i])
+
+    for i in range(40):
+        step(i)
+        torch.cuda.synchronize()
+    expected, graph = out.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(40):
+            step(i)
+    for _ in range(20):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+def test_kernels_of_a_step_wait_before_they_read_what_the_one_before_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
+    from compiler import compiled_for
+
+    from quant.kernels.portable.attention import paged_attention, paged_kv_cache
+
+    for module in (paged_attention, paged_kv_cache):
+        monkeypatch.setattr(module, "overlap_options", lambda x: {"overlap": True, "launch_pdl": True})
+    pages, table, lengths = filled(None, [40])
+    q, k = torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 64, dtype=torch.bfloat16)
+    with compiled_for(90) as compiled:
+        for overlap in (True, False):
+            tiles = DecodeTiles(8, 32, 1, 1, 2, overlap=overlap)
+            paged_attention.attend_pages(q, pages, table, lengths, AttentionOptions(causal=True), tiles)
+        paged_kv_cache.write_kv_slots(pages, torch.zeros(1, dtype=torch.int64), k, k)
+    early, reduction, late, *_, write = (kernel.asm["ptx"].split("griddepcontrol.wait", 1) for kernel in compiled)
+    assert len(late) == 1, "long reads start after the previous kernel, which leaves all SMs to them"
+    for before, after in (early, reduction, write):
+        assert "st.global" not in before and "st.global" in after and "mma" not in before
+    assert "prefetch.global.L2" in early[0]
+    # Attention that starts while SMs are busy is spread unevenly over them, so it waits for the end of the writes.
+    assert ["launch_dependents" in "".join(parts) for parts in (early, reduction, write)] == [True, True, False]
