@@ -107,6 +107,16 @@ def test_few_frames_lie_between_the_command_and_the_solver(tracer: Tracer) -> No
     assert len(tracer.stack) <= 20, tracer.stack
 
 
+@pytest.mark.slow
+def test_an_export_passes_the_functions_of_the_page(tmp_path: Path) -> None:
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package, reason="needs the extra onnx")
+    traced, done = Tracer(), quant.quantize(tiny_models.llama(), "nvfp4a16", solver="rtn")
+    traced.run(lambda: quant.export_model(done, "onnx", tmp_path / "graph", capacity=0))
+    way = functions("A graph of it")
+    assert_in_order([stop for stop in way if "engine" not in stop[0]], traced)
+
+
 def test_a_token_passes_the_functions_of_the_page() -> None:
     traced = Tracer()
     arguments = ["generate", str(BASE), "--prompt", "One", "--max-new-tokens", "2", "--device", "cpu"]
