@@ -107,6 +107,11 @@ def save(
     refuse_adapters(model, "save", "merge them first with quant.merge_lora, or save them with model.save_pretrained")
     plan = _own_plan(model) if plan is None else plan
     check_plan(plan)
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise UserError(
+            f"tokenizer: a {type(tokenizer).__name__} has no save_pretrained; leave it out, and copy its files into "
+            "the checkpoint"
+        )
     names = stored_names(model)
 
     def warn_and_finish(temporary: Path, hashes: dict[str, str], messages: list[str]) -> None:
@@ -212,13 +217,26 @@ def _write_companions(model: Any, tokenizer: Any, directory: Path, source: Path 
     """Writes the files besides weights and config: the source's files unchanged, and the objects that differ."""
     generation = getattr(model, "generation_config", None)
     if generation is not None and model.can_generate() and not _is_of_source(generation, source):
-        generation.save_pretrained(directory)
+        _write_object(generation, directory)
     if tokenizer is not None and not _is_of_source(tokenizer, source):
         tokenizer.save_pretrained(directory)
     # Last, because `copy_companions` skips files that are there: objects that the caller changed win over the source's
     # files.
     if source is not None:
         copy_companions(source, directory)
+
+
+def _write_object(saved: Any, directory: Path) -> None:
+    """Writes a tokenizer or a generation config."""
+    try:
+        saved.save_pretrained(directory)
+    except ValueError:
+        # transformers loads a temperature without do_sample with a warning, and does not save it. The config is the
+        # model's own, so it goes along as it is.
+        if not hasattr(saved, "to_json_file"):
+            raise
+        directory.mkdir(exist_ok=True)
+        saved.to_json_file(directory / "generation_config.json")
 
 
 def _is_of_source(saved: Any, source: Path | None) -> bool:
@@ -234,7 +252,7 @@ def _is_of_source(saved: Any, source: Path | None) -> bool:
         # saved, and the saved files compared.
         contents = []
         for number, each in enumerate((saved, original)):
-            each.save_pretrained(Path(folder) / str(number))
+            _write_object(each, Path(folder) / str(number))
             files = sorted((Path(folder) / str(number)).iterdir())
             contents.append({file.name: _plain(file) for file in files})
         return contents[0] == contents[1]

@@ -123,3 +123,26 @@ def test_infinity_in_a_config_stays_as_the_source_has_it(model: Path, tmp_path: 
     assert json.loads((out / "config.json").read_text())["time_step_limit"] == expected
     quant.convert(out, tmp_path / "modelopt", to="modelopt")
     assert json.loads((tmp_path / "modelopt/config.json").read_text())["time_step_limit"] == expected
+
+
+@pytest.mark.parametrize("has_source", [False, True])
+def test_a_generation_config_that_transformers_does_not_save_goes_along(has_source: bool, tmp_path: Path) -> None:
+    made = tiny_models.llama(num_hidden_layers=1, dtype=torch.bfloat16)
+    fields = {"temperature": 0.5, "do_sample": False}
+    if has_source:
+        made.save_pretrained(tmp_path / "model")
+        (tmp_path / "model" / "generation_config.json").write_text(json.dumps(fields))
+        made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    made.generation_config.temperature = 0.5
+    done = quant.quantize(made, "fp8_channel", effort=0)
+    quant.save(done.model, done.plan, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written["temperature"] == 0.5 and not written.get("do_sample")
+    assert load(tmp_path / "out").generation_config.temperature == 0.5
+
+
+def test_a_tokenizer_that_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    done = quant.quantize(tiny_models.llama(num_hidden_layers=1), "fp8_channel", effort=0)
+    with pytest.raises(ValueError, match="tokenizer: a dict has no save_pretrained; leave it out"):
+        quant.save(done.model, done.plan, tmp_path / "out", tokenizer={})
+    assert not (tmp_path / "out").exists()
