@@ -137,7 +137,8 @@ def collect_attention_scales(
             model(rows[index : index + 1])
             session.report("calibrate", index + 1, len(rows))
     ranges = {
-        name: {o: _amax(w, granularity).cpu() for o, w in watchers.items()} for name, watchers in observers.items()
+        name: {operand: _amax(by_head, granularity).cpu() for operand, by_head in by_operand.items()}
+        for name, by_operand in observers.items()
     }
     # A maximum is the same in any order, so only the rows of maxima are shared among ranks.
     if observer == "absmax":
@@ -148,8 +149,8 @@ def collect_attention_scales(
             "scales need a transformers model whose attention goes through its AttentionInterface"
         )
     return {
-        name: _scales({o: amax.to(home) for o, amax in operands.items()}, kv_format, attention_format)
-        for name, operands in ranges.items()
+        name: _scales({operand: amax.to(home) for operand, amax in by_operand.items()}, kv_format, attention_format)
+        for name, by_operand in ranges.items()
     }
 
 

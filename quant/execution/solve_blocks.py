@@ -43,7 +43,7 @@ Rounded = Callable[[str, torch.Tensor], None]
 def solve_blocks(
     model: nn.Module, plan: Plan, data: torch.Tensor, settings: Settings, session: Session, rounded: Rounded | None
 ) -> tuple[Plan, list[LayerResult]]:
-    """Solves linear layers and fused experts by the sequential walk, and then heads, which it does not take.
+    """Solves linear layers and fused experts by the sequential walk, and then the layers outside of decoder blocks.
 
     Returns:
         The plan with the formats and notes of the walk, and the results in its order.
