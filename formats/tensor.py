@@ -83,17 +83,11 @@ class BlockScaledTensor:
         the two scales, then with the element, rounded to `dtype` at the end.
         """
         out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
-        rows = out.shape[-2]
-        block_rows, block_columns = self.format.block_shape(self.shape)
-        computed = torch.promote_types(dtype, torch.float32)
-        step = _step(decode(self.scale, self.format.scale), self.global_scale, computed)
-        step = step.repeat_interleave(block_rows, dim=-2)[..., :rows, :]
+        rows, columns = self.shape[-2:]
         for index in np.ndindex(*self.shape[:-2]):
-            for chunk in _row_chunks(out[index], 0, rows):
-                part = replace(self, codes=self.codes[index][chunk], shape=out[index][chunk].shape)
-                blocks = _to_blocks(part.element_values().to(computed), (1, block_columns))
-                blocks.mul_(step[index][chunk, None, :, None])
-                out[index][chunk] = _from_blocks(blocks, *part.shape)
+            second = None if self.global_scale is None else self.global_scale[index]
+            matrix = BlockScaledTensor(self.codes[index], self.scale[index], self.format, (rows, columns), second)
+            in_parts(partial(_decode_rows, matrix, out[index]), out, rows, rows * columns / _PART_ELEMENTS)
         return out
 
     def matrix(self, index: int) -> BlockScaledTensor:
@@ -251,6 +245,23 @@ def quantize_with_scale(
         encode_part = partial(_encode_rows, weight[index], format, block_columns, step[index], codes[index])
         in_parts(encode_part, weight, rows, rows * columns / _PART_ELEMENTS)
     return BlockScaledTensor(codes, _store_scale(scale, format), format, tuple(weight.shape), global_scale)
+
+
+def _decode_rows(matrix: BlockScaledTensor, out: torch.Tensor, *part: int) -> None:
+    """Fills the rows `part` of `out` with the values of a matrix."""
+    height, width = matrix.format.block_shape(matrix.shape)
+    computed = torch.promote_types(out.dtype, torch.float32)
+    for chunk in _row_chunks(out, *part):
+        codes = replace(matrix, codes=matrix.codes[chunk], shape=out[chunk].shape)
+        # A chunk may begin and end within blocks that are several rows high.
+        scale = matrix.scale[chunk.start // height : -(-chunk.stop // height)]
+        step = _step(decode(scale, matrix.format.scale), matrix.global_scale, computed)
+        if height > 1:
+            rows = torch.arange(chunk.start, chunk.stop, device=step.device)
+            step = step[rows // height - chunk.start // height]
+        blocks = _to_blocks(codes.element_values().to(computed), (1, width))
+        blocks.mul_(step[:, None, :, None])
+        out[chunk] = _from_blocks(blocks, *codes.shape)
 
 
 def _encode_rows(

@@ -100,3 +100,17 @@ def test_neither_threads_nor_parts_change_a_bit(name: str, solver: str, monkeypa
     for other in (alone, whole):
         assert torch.equal(shared.codes.view(torch.uint8), other.codes.view(torch.uint8))
         assert torch.equal(shared.scale.view(torch.uint8), other.scale.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "fp8_block", "fp8", "int4", "int8"])
+def test_parts_of_a_dequantized_weight_may_begin_within_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 128 rows and of a whole matrix, chunks of 7 rows, and the values by their definition."""
+    torch.manual_seed(0)
+    quantized = tensor.quantize(torch.randn(2, 300, 128), FORMATS[name])
+    height, width = quantized.format.block_shape(quantized.shape)
+    scales = quantized.scale_values().repeat_interleave(height, -2)[:, :300].repeat_interleave(width, -1)[..., :128]
+    expected = quantized.element_values() * scales
+    assert torch.equal(quantized.dequantize(), expected)
+    monkeypatch.setattr(tensor, "_PART_ELEMENTS", 1000)
+    monkeypatch.setattr(tensor, "_CHUNK_ELEMENTS", 7 * 128)
+    assert torch.equal(quantized.dequantize(), expected)
