@@ -103,9 +103,8 @@ def check_destination(path: Path, *, overwrite: bool) -> None:
         OSError: it is a mount point or holds the current directory, neither of which can be replaced whole; or
             nothing can be written there.
     """
-    for ancestor in (path, *path.parents):
-        if ancestor.exists() and not ancestor.is_dir():
-            raise FileExistsError(f"{ancestor} is a file; name a directory for the checkpoint")
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"{path} is a file; name a directory for the checkpoint")
     if os.path.ismount(path):
         raise OSError(f"{path} is a mount point, which cannot be replaced whole; name a directory in it")
     whole = path.resolve()
@@ -114,7 +113,20 @@ def check_destination(path: Path, *, overwrite: bool) -> None:
     if whole in (Path.cwd(), *Path.cwd().parents):
         raise OSError(f"{path} is the current directory or above it; name a directory in it")
     _check_files(path, overwrite)
-    parent = next(ancestor for ancestor in whole.parents if ancestor.is_dir())
+    check_parents(path)
+
+
+def check_parents(path: Path) -> None:
+    """Checks that a file or directory can be made at `path`, whose parents need not exist yet.
+
+    Raises:
+        FileExistsError: a parent is a file.
+        OSError: nothing can be written there.
+    """
+    for ancestor in path.parents:
+        if ancestor.exists() and not ancestor.is_dir():
+            raise FileExistsError(f"{ancestor} is a file; name a directory that is there or can be made")
+    parent = next(ancestor for ancestor in path.resolve().parents if ancestor.is_dir())
     try:
         with tempfile.TemporaryFile(dir=parent):
             pass

@@ -144,7 +144,7 @@ def _spelled_attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: 
     if mask is not None:
         scores = op.Where(op.Unsqueeze(mask, two), scores, lowest)
     out = op.MatMul(op.Softmax(scores, axis=-1), op.Unsqueeze(v, two))
-    return op.Reshape(out, op.Constant(value_ints=[0, heads, -1, dim]))
+    return op.Reshape(out, op.Constant(value_ints=[0, heads, -1, v.shape[3]]))
 
 
 def _scatter_body(cache: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,10 @@ class Attention:
         name = self.names[module]
         for option in ("softcap", "s_aux", "position_bias"):
             if options.get(option) is not None:
-                raise ValueError(f"{name}: its attention has {option}, which exported attention cannot carry")
+                raise ValueError(
+                    f"{name}: its attention has {option}, which exported attention cannot carry; serve the model's "
+                    "checkpoint (vLLM)"
+                )
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         keys = Keys(key, value, attention_mask, causal)
         keys = self.attended(name, keys, sliding_window)
@@ -176,8 +179,10 @@ def model_inputs(model: Any) -> dict[str, GraphInput]:
         example = torch.zeros(2, channels, height, width, dtype=model.dtype)
         return {"pixel_values": GraphInput(example, ("batch", channels, height, width))}
     if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:
+        main = "tokens of an encoder and of a decoder" if model.config.is_encoder_decoder else model.main_input_name
         raise ValueError(
-            f"{type(model).__name__} takes {model.main_input_name}; pass inputs= with an example of each input"
+            f"{type(model).__name__} takes {main}: name each of its inputs, as in --input "
+            "input_ids:int64:batch,sequence"
         )
     if is_decoder(model):
         return {"input_ids": GraphInput(tokens, dims)}

@@ -13,11 +13,13 @@ which layer (`verify`); an attention is tagged with its module's name. The file'
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from quant.calibration.kv_cache import AttentionScales
@@ -105,13 +107,12 @@ def write_onnx(
         raise ValueError("a KV cache is for transformers models, which name their inputs themselves")
     if inputs is None and not hasattr(model, "main_input_name"):
         raise ValueError(
-            f"{type(model).__name__} is not a transformers model; pass inputs= with an example of each input"
+            f"{type(model).__name__} is not a transformers model: name each of its inputs, as in --input "
+            "x:fp32:batch,3,224,224"
         )
     with quiet():
         if inputs is not None:
-            # Copies, because torch.export takes one tensor under two names for one input.
-            exported = trace(model, tuple(x.example.clone() for x in inputs.values()), inputs, shapes)
-            program = translate(exported, inputs, None, "")
+            program = translate(trace(model, _arguments(model, inputs), inputs, shapes), inputs, None, "")
         elif genai:
             program = genai_program(model, kind=attention, scales=scales)
         elif capacity:
@@ -126,6 +127,22 @@ def write_onnx(
         measured = bool(scales) or bool(kv_cache is not None and attention_scales)
         program.metadata_props[EXPORT_KEY] = _export_record(model, shapes, capacity, kv_cache, measured=measured)
     return _save(program, path)
+
+
+def _arguments(model: nn.Module, inputs: Mapping[str, GraphInput]) -> tuple[Any, ...] | dict[str, torch.Tensor]:
+    """Returns the caller's inputs by name where the model has parameters of these names, or else in their order.
+
+    Raises:
+        ValueError: a transformers model, whose inputs have names, has none of a name.
+    """
+    # Copies, because torch.export takes one tensor under two names for one input.
+    examples = {name: x.example.clone() for name, x in inputs.items()}
+    parameters = inspect.signature(model.forward).parameters
+    unknown = [name for name in inputs if name not in parameters]
+    if unknown and hasattr(model, "main_input_name"):
+        known = known_names(unknown[0], [name for name in parameters if name != "kwargs"])
+        raise ValueError(f"--input {unknown[0]}: {type(model).__name__} has no input of this name; {known}")
+    return tuple(examples.values()) if unknown else examples
 
 
 def _check_kv_cache(format: Format, capacity: int, scales: Mapping[str, Sequence[float]]) -> None:

@@ -38,7 +38,7 @@ from quant.calibration.attention_names import text_config
 from quant.calibration.placement import free_memory
 from quant.export.onnx_graph.decoder import Attention, GraphInput, Keys, attending, is_decoder
 from quant.export.onnx_graph.opsets import SERVING_OPSET
-from quant.export.onnx_graph.translate import MODEL_PREFIX, trace, translate
+from quant.export.onnx_graph.translate import MODEL_PREFIX, dimension_ranges, trace, translate
 from quant.kernels.processor import memory_left
 
 CAPACITY_KEY = "blockscale.capacity"
@@ -175,7 +175,14 @@ def trace_serving(
     shapes: str | Sequence[str] | None,
     capacity: int,
 ) -> torch.export.ExportedProgram:
-    """Traces a module with the arguments of `ServingGraph` over any rows and steps of up to `capacity` tokens."""
+    """Traces a module with the arguments of `ServingGraph` over any rows and steps of up to `capacity` tokens.
+
+    Raises:
+        ValueError: `shapes` have longer steps.
+    """
+    longest = dimension_ranges(inputs, shapes).get("sequence", (0, 0))[1]
+    if longest > capacity:
+        raise ValueError(f"--shapes: sequence goes up to {longest}, and the cache (--capacity) holds {capacity} tokens")
     arguments = ({name: x.example for name, x in inputs.items()}, [x.example for x in past.values()])
     return trace(graph, arguments, {**inputs, **past}, shapes, split=len(inputs), longest=capacity)
 

@@ -90,6 +90,10 @@ def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int])
     for dim, (low, best, high) in ranges.items():
         if not low <= best <= high:
             raise ValueError(f"--shapes: {dim} is {low}:{best}:{high}; write it as MIN:OPT:MAX, ascending")
+        if high < 1:
+            raise ValueError(
+                f"--shapes: {dim} is {low}:{best}:{high}, which leaves nothing to compute; end it at 1 or more"
+            )
         if low < floors.get(dim, 0):
             raise ValueError(
                 f"--shapes: {dim} starts at {low}, and TensorRT's fused FP8 attention needs at least {floors[dim]}: "

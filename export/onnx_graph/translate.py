@@ -54,7 +54,7 @@ def dimension_ranges(
 
 def trace(
     module: nn.Module,
-    arguments: tuple[Any, ...],
+    arguments: tuple[Any, ...] | dict[str, torch.Tensor],
     inputs: Mapping[str, GraphInput],
     shapes: str | Sequence[str] | None,
     split: int | None = None,
@@ -64,7 +64,7 @@ def trace(
 
     Args:
         module: the module to be traced.
-        arguments: examples of its positional arguments.
+        arguments: examples of its positional arguments, or of its keyword arguments by name.
         inputs: the inputs of the graph, for the names of dimensions.
         shapes: limits of the named dimensions.
         split: how many inputs the module takes as a dict; the others, its KV cache, are a list.
@@ -93,21 +93,28 @@ def trace(
     axes = {
         name: {axis: dims[dim] for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for name, x in inputs.items()
     }
-    dynamic: Any = tuple(axes.values())
+    dynamic: Any = axes if isinstance(arguments, dict) else tuple(axes.values())
     if split is not None:
         dynamic = (dict(list(axes.items())[:split]), list(axes.values())[split:])[: len(arguments)]
     restore_layout(module)
     try:
         with torch.no_grad():
-            exported = torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
+            positional, keywords = ((), arguments) if isinstance(arguments, dict) else (arguments, {})
+            exported = torch.export.export(module, positional, keywords, dynamic_shapes=dynamic, strict=False)
     except torch._dynamo.exc.UserError as error:
-        text = " ".join(str(error).split())
-        raise ValueError(f"{type(module).__name__} fixes a dimension that is to be dynamic: {text[:400]}") from error
+        text, name = " ".join(str(error).split()), type(module).__name__
+        if limit := re.search(r"(\w+) = Dim\('\w+', max=(\d+)\)", text):
+            dim, most = limit.groups()
+            raise ValueError(f"{name} takes {most} at most of {dim}: pass --shapes {dim}=1:{most}:{most}") from error
+        raise ValueError(f"{name} fixes a dimension that is to be dynamic: {text[:400]}") from error
     except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode as error:
         text = str(error).splitlines()[0]
         raise ValueError(
             f"{type(module).__name__} decides by values of its inputs, which a graph cannot: {text[:400]}"
         ) from error
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        raise ValueError(f"{type(module).__name__} does not export: {text[:400]}") from error
     limits.check_graph(exported)
     return exported
 

@@ -23,10 +23,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from quant.api.export_job import ExportJob, cache_notes, put_in_dtype, verified, write_engine
+from quant.api.export_job import ExportJob, graph_notes, put_in_dtype, verified, write_engine
 from quant.checkpoints.convert import convert
 from quant.errors import UserError
-from quant.export.checkpoint.directory import check_apart, check_destination, new_directory
+from quant.export.checkpoint.directory import check_apart, check_destination, check_parents, new_directory
 from quant.export.checkpoint.layout import LAYOUT_NAMES
 from quant.export.engine.audit import failures, receipt_path
 from quant.export.engine.targets import choose_common_library, resolve_targets
@@ -55,7 +55,7 @@ def export_onnx_files(job: ExportJob) -> dict[str, Any]:
     """Writes a directory with the ONNX file, plan and receipt; with --genai the files that its runtime needs."""
     if job.genai:
         _check_genai(job)
-    notes = [*put_in_dtype(job), *cache_notes(job)]
+    notes = [*put_in_dtype(job), *graph_notes(job)]
     problem = onnxruntime_problem(job.model, fp8_attention=job.fp8_attention, kv_cache=job.cache_format)
     notes += [problem] if problem else []
     for note in notes:
@@ -99,7 +99,7 @@ def export_tensorrt(job: ExportJob) -> dict[str, Any]:
 
 def export_aoti_package(job: ExportJob) -> dict[str, Any]:
     """Writes a `.pt2` package (`--to aoti`)."""
-    notes = [*put_in_dtype(job), *cache_notes(job)]
+    notes = [*put_in_dtype(job), *graph_notes(job)]
     for note in notes:
         warnings.warn(note, stacklevel=2)
     record = {"out": str(job.out), "warnings": notes, "passed": True}
@@ -173,7 +173,7 @@ def export_triton_server(job: ExportJob) -> dict[str, Any]:
 
 def _export_text_server(job: ExportJob) -> dict[str, Any]:
     """Publishes a decoder with its KV cache and tokenizer: an engine for --target, or else an ONNX file."""
-    notes = [*put_in_dtype(job), *cache_notes(job)] if job.target is None else []
+    notes = [*put_in_dtype(job), *graph_notes(job)] if job.target is None else []
     problem = onnxruntime_problem(job.model, fp8_attention=job.fp8_attention)
     if job.target is None and problem is not None:
         raise UserError(f"{problem}; an engine for a GPU runs it: name it with --target, such as sm120")
@@ -297,7 +297,9 @@ def check_request(
         choose_common_library(resolve_targets(target), backend, features)
     if kind in ("onnx", "edge-llm", *LAYOUT_NAMES):
         check_destination(out, overwrite=overwrite)
-    elif kind == "triton-server":
+        return
+    check_parents(out)
+    if kind == "triton-server":
         if out.exists() and not out.is_dir():
             raise FileExistsError(f"{out} is a file; name a model repository with --out")
     elif out.is_dir():

@@ -139,7 +139,25 @@ def _check_input_dtypes(inputs: Mapping[str, GraphInput], dtype: str) -> None:
             )
 
 
-def cache_notes(job: ExportJob) -> list[str]:
+def graph_notes(job: ExportJob) -> list[str]:
+    """Returns sentences on what an exported graph does otherwise than the model."""
+    return [*_input_notes(job), *_cache_notes(job)]
+
+
+def _input_notes(job: ExportJob) -> list[str]:
+    """Returns a sentence on images or sounds that a decoder takes, and its graph of tokens does not."""
+    senses = {"vision_config": "images", "audio_config": "sounds"}
+    config = getattr(job.model, "config", None)
+    lost = [noun for name, noun in senses.items() if getattr(config, name, None) is not None]
+    if not lost or job.inputs is not None or not is_decoder(job.model):
+        return []
+    return [
+        f"{type(job.model).__name__} reads {' and '.join(lost)} too, and this graph reads tokens only; serve the "
+        "checkpoint (vLLM) for both"
+    ]
+
+
+def _cache_notes(job: ExportJob) -> list[str]:
     """Returns a sentence for the user on the KV cache in an exported graph."""
     if job.cache_format is not None:
         return [
@@ -158,7 +176,7 @@ def cache_notes(job: ExportJob) -> list[str]:
 def write_engine(job: ExportJob, path: Path, out: Path) -> dict[str, Any]:
     """Builds and audits the engine `out` from the ONNX file `path`, which it writes; returns the receipt."""
     assert job.target is not None
-    notes = [*put_in_dtype(job), *cache_notes(job)]
+    notes = [*put_in_dtype(job), *graph_notes(job)]
     for note in notes:
         warnings.warn(note, stacklevel=2)
     write_onnx(job.model, path, **job.onnx_options())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -175,7 +176,7 @@ def export_model(
         graph_inputs = _parse_inputs(inputs or {}) or None
         with listener.step(f"loading {model}" if stored is not None else "saving the model"):
             if stored is None:
-                directory, module = stack.enter_context(_saved(model, path, tokenizer))
+                directory, module = stack.enter_context(_saved(model, to, path, tokenizer))
             else:
                 directory = stored
             loaded, plan = _open(to, directory, module, is_quantized=stored is None)
@@ -272,7 +273,7 @@ def _parse_inputs(inputs: Mapping[str, str | torch.Tensor]) -> dict[str, GraphIn
 
 
 @contextmanager
-def _saved(model: Any, out: Path, tokenizer: Any) -> Iterator[tuple[Path, nn.Module | None]]:
+def _saved(model: Any, kind: str, out: Path, tokenizer: Any) -> Iterator[tuple[Path, nn.Module | None]]:
     """Writes a model in memory to a temporary directory next to `out`.
 
     Gives the directory, and a copy of the model if no config.json says how to build it.
@@ -282,7 +283,11 @@ def _saved(model: Any, out: Path, tokenizer: Any) -> Iterator[tuple[Path, nn.Mod
     with temporary_directory(out) as folder:
         # A server's repository calls the model by the name of its directory.
         directory = folder / out.stem
-        save(quantized, plan, directory, tokenizer=tokenizer)
+        with warnings.catch_warnings():
+            if kind not in LAYOUT_NAMES:
+                # They are about servers of this checkpoint, which none will see.
+                warnings.simplefilter("ignore", UserWarning)
+            save(quantized, plan, directory, tokenizer=tokenizer)
         is_described = (directory / "config.json").is_file()
         yield directory, None if is_described else copy.deepcopy(quantized).cpu().eval()
 

@@ -215,5 +215,5 @@ def test_a_sliding_window_limits_the_sequence(tmp_path: Path) -> None:
 
 
 def test_a_module_needs_examples_of_its_inputs(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Linear is not a transformers model; pass inputs="):
+    with pytest.raises(ValueError, match="Linear is not a transformers model: name each of its inputs"):
         export_onnx(nn.Linear(4, 4), tmp_path / "m.onnx")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,79 @@ def test_layouts_and_the_default_name(tmp_path: Path) -> None:
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "saved", back.path))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name].view(torch.uint8), theirs[name].view(torch.uint8)) for name in ours)
+
+
+class Difference(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 32)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.layer(a) - 2 * self.layer(b)
+
+
+def test_inputs_go_by_their_names(tmp_path: Path) -> None:
+    """They went by the order of the options, which need not be that of the parameters."""
+    a, b = torch.randn(2, 3, 64)
+    done = quant.quantize(Difference().eval(), "int8", run=lambda model: model(a, b), effort=0)
+    exported = quant.export_model(done, "onnx", tmp_path / "out", inputs={"b": "fp32:rows,64", "a": "fp32:rows,64"})
+    (y,) = onnxruntime.InferenceSession(exported.path / "model.onnx").run(None, {"a": a.numpy(), "b": b.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), done.model(a, b), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_inputs_of_a_transformers_model_go_by_their_names(tmp_path: Path) -> None:
+    """Mask and tokens could change places without a word."""
+    done = quant.quantize(tiny_models.bert(num_hidden_layers=1), "int8", effort=0)
+    inputs = dict.fromkeys(("attention_mask", "input_ids"), "int64:batch,tokens")
+    exported = quant.export_model(done, "onnx", tmp_path / "out", inputs=inputs, shapes="tokens=1:8:16")
+    ids = torch.randint(3, 60, (2, 7))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    session = onnxruntime.InferenceSession(exported.path / "model.onnx")
+    y = session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(y), done.model(ids, attention_mask=mask)[0], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r'^inputs="input_id": BertModel has no input of this name; .* input_ids'):
+        quant.export_model(done, "onnx", tmp_path / "typo", inputs={"input_id": "int64:batch,tokens"})
+    with pytest.raises(ValueError, match=r"takes 512 at most of tokens: pass shapes= tokens=1:512:512$"):
+        quant.export_model(done, "onnx", tmp_path / "long", inputs=inputs)
+
+
+@pytest.mark.slow
+def test_the_graph_of_a_model_for_images_says_that_it_reads_tokens_only(tmp_path: Path) -> None:
+    done = quant.quantize(tiny_models.llava(), "int8", effort=0)
+    with pytest.warns(UserWarning, match="LlavaForConditionalGeneration reads images too, and this graph reads tokens"):
+        exported = quant.export_model(done, "onnx", tmp_path / "out", capacity=0)
+    assert any("reads images too" in note for note in exported.warnings)
+
+
+@pytest.mark.slow
+def test_values_of_another_width_than_keys(tmp_path: Path) -> None:
+    """Latent attention of DeepSeek: keys of 32, values of 16. The file was an invalid one."""
+    sizes = {
+        **tiny_models.DECODER, "num_key_value_heads": 4, "first_k_dense_replace": 2, "kv_lora_rank": 32,
+        "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "head_dim": 16,
+        "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    done = quant.quantize(tiny_models.build("DeepseekV3", "ForCausalLM", sizes), "int8", effort=0)
+    exported = quant.export_model(done, "onnx", tmp_path / "out", capacity=0)
+    ids = torch.randint(3, 60, (2, 7))
+    y = onnxruntime.InferenceSession(exported.path / "model.onnx").run(None, {"input_ids": ids.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(y), done.model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ("sequence=1:8:64", "sequence goes up to 64, and the cache (capacity=) holds 16 tokens"),
+        ("batch=0:0:0", "batch is 0:0:0, which leaves nothing to compute"),
+    ],
+)
+def test_shapes_that_no_step_can_have(tmp_path: Path, shapes: str, message: str) -> None:
+    done = quant.quantize(tiny_models.llama(num_hidden_layers=1), "int8", effort=0)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quant.export_model(done, "onnx", tmp_path / "out", capacity=16, shapes=shapes)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
