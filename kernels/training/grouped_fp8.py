@@ -101,6 +101,13 @@ def _product_on_gpu(
     )
 
 
+def _reference_product(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, fast: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    product = (a.float() * a_scale[:, None]) @ (b.float() * b_scale[:, None]).t()
+    return product.to(torch.bfloat16).to(dtype)
+
+
 def _product_of_rows(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, fast: bool, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -152,7 +159,7 @@ register(
     "quant::e4m3_product",
     "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, bool fast, ScalarType dtype) -> Tensor",
     _fake_product_of_rows,
-    default=_product_of_rows,
+    default=_reference_product,
     cuda=_product_of_rows,
 )
 register(

@@ -17,8 +17,9 @@ import triton.language as tl
 
 from quant.kernels.launch_cache import CachedLaunch
 
-ROWS, COLUMNS = 128, 64
-"""The tile that a program of the second kernel reads at once."""
+TILES = (512, 32, 8), (256, 32, 4)
+"""Rows and columns that a program of the second kernel reads at once, and its warps: of a matrix, and of a wide one."""
+_WIDE = 8192  # columns of one matrix, whose programs fill a GPU twice
 _MOST_COLUMNS = 4096
 
 
@@ -138,5 +139,8 @@ def _launch_rows(R: int, C: int) -> CachedLaunch:
 
 @lru_cache(maxsize=1024)
 def _launch_columns(experts: int, C: int, measured: bool) -> CachedLaunch:
-    constants = {"measured": measured, "rows": ROWS, "columns": COLUMNS, "num_warps": 8}
-    return CachedLaunch(e4m3_columns_kernel, (experts * triton.cdiv(C, COLUMNS),), constants)
+    # Programs of few columns are many, and read many rows at once: it is memory's latency that they wait for. These
+    # tiles are within 10 % of the fastest of 27 on an H100, and leave all values in registers.
+    rows, columns, warps = TILES[experts == 1 and C >= _WIDE]
+    constants = {"measured": measured, "rows": rows, "columns": columns, "num_warps": warps}
+    return CachedLaunch(e4m3_columns_kernel, (experts * triton.cdiv(C, columns),), constants)

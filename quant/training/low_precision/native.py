@@ -186,7 +186,7 @@ def is_rowwise(recipe: TrainingRecipe) -> bool:
 class RowProducts:
     """The three products of a linear layer: `[..., in]` to `[..., out]`, with gradients."""
 
-    # Inductor of torch 2.11 gave zeros as the gradient of an input of 150 tokens on an H100, for a reason not known.
+    # On an H100, torch.compile of torch 2.11 gave zeros as gradients of x and w in one graph, on a CPU the right ones.
     @torch.compiler.disable(reason="FP8 rows by native run as they are; torchao has them in one graph")  # type: ignore[untyped-decorator]
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision, whole: torch.Tensor) -> torch.Tensor:
         """Computes the product; each row has a scale of its own, so that shards of `whole` need nothing of it."""

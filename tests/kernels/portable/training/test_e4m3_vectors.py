@@ -1,5 +1,7 @@
 """The kernels that round rows and columns to E4M3 under powers of two, interpreted, give the codes of the reference."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -10,9 +12,9 @@ from interpreter import interpreted
 
 from quant.formats.format import FORMATS
 from quant.kernels.aot import compile_kernel
+from quant.kernels.portable.training import e4m3_vectors
 from quant.kernels.portable.training.e4m3_vectors import (
-    COLUMNS,
-    ROWS,
+    TILES,
     e4m3_columns,
     e4m3_columns_kernel,
     e4m3_rows,
@@ -40,7 +42,17 @@ def expected(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return operand.elements, operand.factor[:, 0]
 
 
+@pytest.fixture
+def _tiles_of_64_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Few rows at once, so that a program reads several tiles of these small matrices."""
+    monkeypatch.setattr(e4m3_vectors, "TILES", ((64, 32, 4), (64, 32, 4)))
+    e4m3_vectors._launch_columns.cache_clear()
+    yield
+    e4m3_vectors._launch_columns.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("_tiles_of_64_rows")
 def test_codes_and_scales_are_those_of_the_oracle(dtype: torch.dtype) -> None:
     x, offsets = matrix(208, 144, dtype), torch.tensor(ENDS, dtype=torch.int32)
     with interpreted():
@@ -99,15 +111,17 @@ def test_the_ops_are_what_compilers_are_told() -> None:
         torch.library.opcheck(ops.e4m3_grouped_product.default, arguments, test_utils=checks)
 
 
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("arch", [90, 120])
-def test_compiles_without_scratch_memory(arch: int) -> None:
+def test_compiles_without_scratch_memory(arch: int, tile: tuple[int, int, int]) -> None:
     pointers = {"x": "*bf16", "codes": "*fp8e4nv", "scale": "*fp32"}
     sizes = dict.fromkeys(("C", "row_stride"), "i32")
     rows = compile_kernel(e4m3_rows_kernel, pointers | sizes, {"columns": 4096}, arch=arch, num_warps=4, num_stages=1)
     pointers = {"x": "*bf16", "offsets": "*i32", "codes": "*fp8e4nv", "scale": "*fp32"}
     sizes |= dict.fromkeys(("expert_stride", "column_stride"), "i32")
-    constants = {"measured": True, "rows": ROWS, "columns": COLUMNS}
-    columns = compile_kernel(e4m3_columns_kernel, pointers | sizes, constants, arch=arch, num_warps=8, num_stages=1)
+    constants = {"measured": True, "rows": tile[0], "columns": tile[1]}
+    options = {"arch": arch, "num_warps": tile[2], "num_stages": 1}
+    columns = compile_kernel(e4m3_columns_kernel, pointers | sizes, constants, **options)
     assert assemble(rows).spilled == assemble(columns).spilled == 0
 
 
