@@ -12,6 +12,7 @@ command works on its result.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import secrets
@@ -115,6 +116,11 @@ def claimed(path: Path) -> Iterator[None]:
     try:
         handle = _claim(file, path)
         yield
+    except OSError as error:
+        # A full disk is no news about any file; the message says which destination did not fit.
+        if error.errno == errno.ENOSPC and error.filename is None:
+            error.filename = str(path)
+        raise
     finally:
         _CLAIMED.discard(path)
         if handle is not None:

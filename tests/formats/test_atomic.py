@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -73,3 +74,9 @@ def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
     with claimed(tmp_path / "out"):
         assert (tmp_path / ".out.lock").read_text() == str(os.getpid())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_told_with_the_destination(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/out'$"), claimed(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert list(tmp_path.iterdir()) == []

@@ -91,7 +91,7 @@ def test_a_step_over_a_cache(decoder: tuple[Any, Plan], tmp_path: Path) -> None:
     # Behind the tokens of this step the cache is as it was.
     assert torch.equal(second["new_key.0"][1, :, 6:], cache["past_key.0"][1, :, 6:])
     with torch.no_grad():
-        assert torch.equal(model(tokens).logits[0], rows[0])
+        assert torch.equal(model(tokens[:1]).logits[0], rows[0])
 
 
 def _ints(*values: int) -> torch.Tensor:
