@@ -53,7 +53,8 @@ class StoredNames:
         parameters: the model's parameters by their names on disk, as the rules of `back` need not invert `renamings`.
         in_source: names on disk that `renamings` do not lead to, by the model's names.
         carried: tensors of the source that the model's class ignores, by their names on disk.
-        carried_modules: the modules in 16 bit that have such a matrix, and may be linear layers elsewhere.
+        carried_modules: the modules in 16 bit that have such a matrix, and may be linear layers elsewhere; and those
+            whose tensors the model holds split or joined.
         carried_trees: the outermost modules that hold no other tensors, such as `mtp`.
     """
 
@@ -109,6 +110,22 @@ class StoredNames:
         outermost = [next((tree for tree in _trees(name) if tree not in shared), "") for name in matrices]
         trees = [tree for tree in dict.fromkeys(outermost) if tree and tree not in modules]
         return replace(self, carried=tuple(shapes), carried_modules=tuple(modules), carried_trees=tuple(trees))
+
+    def with_joined(self, stored: Collection[str], state: Collection[str]) -> StoredNames:
+        """Returns the names with the modules of files that the model holds split or joined, among those in 16 bit.
+
+        Args:
+            stored: the names on disk of all tensors of the checkpoint.
+            state: the names of the model's tensors.
+        """
+        # Experts, which are stored one by one, have a pattern.
+        weights = [name for name in stored if name.endswith(".weight") and ".experts." not in name]
+        modules = [
+            name.removesuffix(".weight")
+            for name in weights
+            if f"{name}_scale" not in stored and name not in self.carried and self.of_model(name) not in state
+        ]
+        return replace(self, carried_modules=tuple(dict.fromkeys((*self.carried_modules, *modules))))
 
     def both(self, layer: str) -> list[str]:
         """Returns a layer's name as transformers knows it, and, where that differs, as the files have it."""

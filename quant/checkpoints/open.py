@@ -82,7 +82,9 @@ class Checkpoint:
     @cached_property
     def names(self) -> StoredNames:
         """The names that the model's tensors have on disk, and those of tensors that its class ignores."""
-        return stored_names(self.model).with_carried(*carried_shapes(self.directory))
+        shapes, others = carried_shapes(self.directory)
+        names = stored_names(self.model).with_carried(shapes, others)
+        return names.with_joined(set(others), self.model.state_dict(keep_vars=True))
 
     @cached_property
     def tensors(self) -> TensorFiles:

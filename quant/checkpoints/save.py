@@ -172,6 +172,7 @@ def write_model(
     own = {name: t for name, t in tensors.items() if name.rpartition(".")[0] not in heads}
     if destination.source is not None:
         tensors, names = carry_over(model, tensors, names, destination.source)
+        names = names.with_joined(tensors, model.state_dict(keep_vars=True))
     # Buffers may be masks with -infinity; any other tensor with NaN or infinity stops the writing.
     masks = {names.stored(name) for name, _ in model.named_buffers()}
     directory, overwrite, store = destination.directory, destination.overwrite, destination.store

@@ -223,6 +223,11 @@ def test_tensors_that_transformers_renames_splits_and_joins_are_those_of_the_sou
     assert set(there) == set(here) and all(torch.equal(there[n], here[n]) for n in there)
     loaded = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(loaded[1].values())
+    with pytest.warns(UserWarning, match="experts"):
+        quant.convert(tmp_path / "ours", tmp_path / "modelopt", to="modelopt")
+    configs = [json.loads((tmp_path / layout / "config.json").read_text()) for layout in ("ours", "modelopt")]
+    joined = {n.removesuffix(".weight") for n in released if re.search(r"wqkv\.weight|_conv1d\.weight", n)}
+    assert joined and all(joined <= set(config["quantization_config"]["ignore"]) for config in configs)
 
 
 def test_names_of_models_that_are_not_transformers_stay() -> None:
