@@ -182,7 +182,7 @@ def trace_serving(
     """
     longest = dimension_ranges(inputs, shapes).get("sequence", (0, 0))[1]
     if longest > capacity:
-        raise ValueError(f"--shapes: sequence goes up to {longest}, and the cache (--capacity) holds {capacity} tokens")
+        raise ValueError(f"--shapes: a sequence of {longest} does not fit into a KV cache of {capacity} (--capacity)")
     arguments = ({name: x.example for name, x in inputs.items()}, [x.example for x in past.values()])
     return trace(graph, arguments, {**inputs, **past}, shapes, split=len(inputs), longest=capacity)
 

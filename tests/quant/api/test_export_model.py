@@ -137,7 +137,7 @@ def test_values_of_another_width_than_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ("sequence=1:8:64", "sequence goes up to 64, and the cache (capacity=) holds 16 tokens"),
+        ("sequence=1:8:64", "a sequence of 64 does not fit into a KV cache of 16 (capacity=)"),
         ("batch=0:0:0", "batch is 0:0:0, which leaves nothing to compute"),
     ],
 )
