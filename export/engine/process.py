@@ -133,6 +133,10 @@ def _explained(text: str) -> str:
             "TensorRT has no fused attention for these shapes; where attention is in FP8, let its sequences start at "
             f"{FP8_ATTENTION_MINIMUM} (--shapes), or export with --attention none"
         ),
+        # TensorRT-RTX 1.7.1: a decoder whose batch is 1 throughout gets two ops of one name.
+        "Graph contains more than one op named": (
+            "TensorRT's compiler fails on some fixed dimensions; let the batch range from 1 to 2 (--shapes batch=1:1:2)"
+        ),
         "HW-specific datatypes": "the target lacks hardware for one of the graph's types; choose another format",
     }
     way_out = next((way for sign, way in ways_out.items() if sign in text), "")

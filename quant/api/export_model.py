@@ -68,7 +68,9 @@ class Exported:
     @property
     def files(self) -> dict[str, int]:
         """Sizes in bytes of the written files, by name."""
-        return dict(self.record.get("files", {}))
+        # The record of an engine is its receipt, which lies beside it and knows no sizes.
+        alone = {self.path.name: self.path.stat().st_size} if self.path.is_file() else {}
+        return dict(self.record.get("files", alone))
 
     @property
     def layers(self) -> list[dict[str, Any]]:

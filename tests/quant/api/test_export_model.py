@@ -202,3 +202,19 @@ def test_a_model_without_a_plan_and_things_that_are_no_model(tmp_path: Path) -> 
         with pytest.raises(quant.UserError, match=message):
             quant.export_model(model, "onnx", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_an_engine_and_its_audit(tmp_path: Path) -> None:
+    """A batch of 1 throughout fails in TensorRT-RTX 1.7; the message has the way out, which works."""
+    pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
+    sizes = {"hidden_size": 128, "intermediate_size": 128}
+    done = quant.quantize(tiny_models.llama(**sizes, dtype=torch.float16), "nvfp4", effort=0)
+    out, options = tmp_path / "m.engine", {"target": "sm120", "capacity": 32}
+    with pytest.raises(ValueError, match=r"let the batch range from 1 to 2 \(shapes= batch=1:1:2\)"):
+        quant.export_model(done, "tensorrt", out, shapes="batch=1:1:1,sequence=1:8:16", **options)
+    assert list(tmp_path.iterdir()) == []
+    exported = quant.export_model(done, "tensorrt", out, shapes="batch=1:1:2,sequence=1:8:16", **options)
+    assert exported.files == {"m.engine": out.stat().st_size}
+    found = {row["name"]: row["found"] for row in exported.audit if row["planned"] == "fp4"}
+    assert found == dict.fromkeys((layer.name for layer in done.plan.quantized), "fp4")
