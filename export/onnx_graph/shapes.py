@@ -65,23 +65,7 @@ def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int])
         ValueError: a syntax error, an unknown name, or a range that is not ascending, contradicts another or is below a
             floor; the message names the input or dimension and the expected form.
     """
-    # Ranges are kept by dimension: two inputs that share a dimension share its range.
-    ranges: dict[str, Range] = {}
-    by_name = {item.name: item for item in inputs}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        name, _, values = entry.rpartition("=")
-        if not name or not values:
-            raise ValueError(f"--shapes: {entry!r} is not NAME=MIN:OPT:MAX, such as {_example(inputs)}")
-        if name in by_name:
-            _add(ranges, _input_ranges(entry, by_name[name], values))
-        elif any(name in item.dims for item in inputs):
-            if any(len(shape) != 1 for shape in _triple(entry, values)):
-                raise ValueError(f"--shapes: {entry!r}: {name} is one dimension; write {name}=1:128:512")
-            low, best, high = (shape[0] for shape in _triple(entry, values))
-            _add(ranges, {name: (low, best, high)})
-        else:
-            listed = "; ".join(map(str, inputs))
-            raise ValueError(f"--shapes: no input or dimension {name!r}; the model's inputs are {listed}")
+    ranges = named_ranges(text, inputs)
     for item in inputs:
         for dim in item.dims:
             if isinstance(dim, str) and dim not in ranges:
@@ -100,6 +84,32 @@ def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int])
                 f"start it there, or export with --attention none"
             )
     return {item.name: _bounds(item, ranges) for item in inputs if item.is_dynamic}
+
+
+def named_ranges(text: str, inputs: Sequence[Input]) -> dict[str, Range]:
+    """Returns the ranges of the dimensions that a profile names, by itself or as part of an input's shape.
+
+    Raises:
+        ValueError: a syntax error, an unknown name, or two ranges of one dimension.
+    """
+    # Ranges are kept by dimension: two inputs that share a dimension share its range.
+    ranges: dict[str, Range] = {}
+    by_name = {item.name: item for item in inputs}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, _, values = entry.rpartition("=")
+        if not name or not values:
+            raise ValueError(f"--shapes: {entry!r} is not NAME=MIN:OPT:MAX, such as {_example(inputs)}")
+        if name in by_name:
+            _add(ranges, _input_ranges(entry, by_name[name], values))
+        elif any(name in item.dims for item in inputs):
+            if any(len(shape) != 1 for shape in _triple(entry, values)):
+                raise ValueError(f"--shapes: {entry!r}: {name} is one dimension; write {name}=1:128:512")
+            low, best, high = (shape[0] for shape in _triple(entry, values))
+            _add(ranges, {name: (low, best, high)})
+        else:
+            listed = "; ".join(map(str, inputs))
+            raise ValueError(f"--shapes: no input or dimension {name!r}; the model's inputs are {listed}")
+    return ranges
 
 
 def default_range(dim: str, floor: int) -> Range:
