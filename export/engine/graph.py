@@ -19,7 +19,14 @@ from typing import Any
 from quant.export.engine.targets import GpuTarget
 from quant.export.onnx_graph.opsets import CACHE_PLUGIN, PLUGIN
 from quant.export.onnx_graph.serving import CAPACITY_KEY, IDS
-from quant.export.onnx_graph.shapes import FP8_ATTENTION_MINIMUM, Input, Shapes, graph_inputs, parse_profile
+from quant.export.onnx_graph.shapes import (
+    FP8_ATTENTION_MINIMUM,
+    Input,
+    Shapes,
+    check_sequence,
+    graph_inputs,
+    parse_profile,
+)
 from quant.export.onnx_graph.translate import layer_of, module_of
 from quant.formats.install_command import install_command
 
@@ -119,8 +126,7 @@ def default_profiles(capacity: int, floors: Mapping[str, int]) -> list[str]:
 def check_step(ids: tuple[tuple[int, ...], ...], capacity: int, floors: Mapping[str, int]) -> None:
     """Raises ValueError for a range of steps that the cache, or FP8 attention, cannot take."""
     (_, low), _, (_, high) = ids
-    if high > capacity:
-        raise ValueError(f"--shapes: a sequence of {high} does not fit into a KV cache of {capacity} (--capacity)")
+    check_sequence(high, capacity)
     floor = floors.get("sequence", 1)
     if high > 1 and low < floor:
         raise ValueError(

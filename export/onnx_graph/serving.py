@@ -38,7 +38,7 @@ from quant.calibration.attention_names import text_config
 from quant.calibration.placement import free_memory
 from quant.export.onnx_graph.decoder import Attention, GraphInput, Keys, attending, is_decoder
 from quant.export.onnx_graph.opsets import SERVING_OPSET
-from quant.export.onnx_graph.shapes import Input, named_ranges
+from quant.export.onnx_graph.shapes import Input, check_sequence, named_ranges
 from quant.export.onnx_graph.translate import MODEL_PREFIX, trace, translate
 from quant.kernels.processor import memory_left
 
@@ -185,8 +185,7 @@ def trace_serving(
     dims = [Input(name, x.dims) for name, x in inputs.items()]
     # The default of a sequence that no profile names ends where the cache does.
     longest = max((named_ranges(text, dims).get("sequence", (0, 0, 0))[2] for text in texts), default=0)
-    if longest > capacity:
-        raise ValueError(f"--shapes: a sequence of {longest} does not fit into a KV cache of {capacity} (--capacity)")
+    check_sequence(longest, capacity)
     arguments = ({name: x.example for name, x in inputs.items()}, [x.example for x in past.values()])
     return trace(graph, arguments, {**inputs, **past}, shapes, split=len(inputs), longest=capacity)
 

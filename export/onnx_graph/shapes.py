@@ -112,6 +112,12 @@ def named_ranges(text: str, inputs: Sequence[Input]) -> dict[str, Range]:
     return ranges
 
 
+def check_sequence(longest: int, capacity: int) -> None:
+    """Raises ValueError for steps of more tokens than a KV cache holds."""
+    if longest > capacity:
+        raise ValueError(f"--shapes: a sequence of {longest} does not fit into a KV cache of {capacity} (--capacity)")
+
+
 def default_range(dim: str, floor: int) -> Range:
     """Returns the range of a dimension that `--shapes` leaves out."""
     low, best, high = next(value for key, value in DEFAULT_RANGES.items() if dim.startswith(key))
