@@ -23,6 +23,7 @@ from quant.export.onnx_graph.shapes import (
     FP8_ATTENTION_MINIMUM,
     Input,
     Shapes,
+    as_profiles,
     check_sequence,
     graph_inputs,
     parse_profile,
@@ -101,7 +102,7 @@ def make_profiles(model: Any, shapes: str | Sequence[str] | None) -> list[Shapes
     capacity = cache_capacity(model)
     if capacity is not None:
         # One token a row is a profile of its own: its kernels are others than those of a long sequence.
-        profiles = [parse_profile(text, inputs, {}) for text in texts or default_profiles(capacity, floors)]
+        profiles = [parse_profile(text, inputs, {}, capacity) for text in texts or default_profiles(capacity, floors)]
         for profile in profiles:
             check_step(profile[IDS], capacity, floors)
         return profiles
@@ -285,13 +286,6 @@ def _attribute(node: Any, name: str, default: Any) -> Any:
 def _node_label(node: Any) -> str:
     layer = layer_of(node)
     return f"{layer} ({node.op_type})" if layer else f"node {node.name or node.output[0]} ({node.op_type})"
-
-
-def as_profiles(shapes: str | Sequence[str] | None) -> list[str]:
-    """Returns the profiles that `--shapes` gives: none, one, or several."""
-    if shapes is None:
-        return []
-    return [shapes] if isinstance(shapes, str) else list(shapes)
 
 
 def require(module: str) -> Any:

@@ -37,7 +37,8 @@ from quant.export.onnx_graph.genai import genai_program
 from quant.export.onnx_graph.quantized_cache import CACHE_FORMATS, QuantizedCache
 from quant.export.onnx_graph.runtimes import narrowest_dtype, onnxruntime_problem
 from quant.export.onnx_graph.serving import CachedAttention, serving_program
-from quant.export.onnx_graph.translate import MODEL_PREFIX, dimension_ranges, quiet, trace, translate
+from quant.export.onnx_graph.shapes import SEQUENCE, dimension_ranges
+from quant.export.onnx_graph.translate import MODEL_PREFIX, quiet, trace, translate
 from quant.formats.atomic import put_file, temporary_directory
 from quant.formats.format import Format
 from quant.formats.known_names import known_names
@@ -112,7 +113,8 @@ def write_onnx(
         )
     with quiet():
         if inputs is not None:
-            program = translate(trace(model, _arguments(model, inputs), inputs, shapes), inputs, None, "")
+            exported = trace(model, _arguments(model, inputs), inputs, dimension_ranges(inputs, shapes))
+            program = translate(exported, inputs, None, "")
         elif genai:
             program = genai_program(model, kind=attention, scales=scales)
         elif capacity:
@@ -210,13 +212,14 @@ def _forward_program(
     """Returns the ONNX model of one forward pass of a transformers model, as an `onnx_ir.Model`."""
     inputs = model_inputs(model)
     names = {module: name for name, module in model.named_modules()}
-    # Sliding windows need not cut sequences that are no longer than they are.
-    longest = dimension_ranges(inputs, shapes).get("sequence", (0, None))[1]
-    function = Attention(names, kind=attention, scales=scales, window=longest)
+    ranges = dimension_ranges(inputs, shapes, longest=getattr(model.config, "max_position_embeddings", None))
+    # Sliding windows need not cut sequences that are no longer than they are. The model's positions alone are no
+    # limit: with RoPE the graph takes more.
+    window = ranges.get(SEQUENCE, (1, None))[1] if shapes else None
+    function = Attention(names, kind=attention, scales=scales, window=window)
     with attending(model, function, masked="attention_mask" in inputs):
-        positions = getattr(model.config, "max_position_embeddings", None)
         arguments = ({name: x.example for name, x in inputs.items()},)
-        exported = trace(Graph(model, function), arguments, inputs, shapes, split=len(inputs), longest=positions)
+        exported = trace(Graph(model, function), arguments, inputs, ranges, split=len(inputs))
     return translate(exported, inputs, function.outputs, MODEL_PREFIX)
 
 

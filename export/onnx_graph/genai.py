@@ -86,7 +86,7 @@ def genai_program(model: nn.Module, *, kind: str, scales: Mapping[str, Sequence[
         arguments = ({name: x.example for name, x in inputs.items()}, [x.example for x in past.values()])
         graph = GenaiGraph(model, function)
         # The mask's length is the sum of two other dimensions, which torch finds by itself.
-        exported = trace(graph, arguments, {**inputs, **past}, None, split=len(inputs))
+        exported = trace(graph, arguments, {**inputs, **past}, {}, split=len(inputs))
     outputs = [LOGITS, *_cache_names(_PRESENT, len(caches) // 2)]
     return translate(exported, {**inputs, **past}, outputs, MODEL_PREFIX)
 

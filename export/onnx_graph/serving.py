@@ -38,7 +38,7 @@ from quant.calibration.attention_names import text_config
 from quant.calibration.placement import free_memory
 from quant.export.onnx_graph.decoder import Attention, GraphInput, Keys, attending, is_decoder
 from quant.export.onnx_graph.opsets import SERVING_OPSET
-from quant.export.onnx_graph.shapes import Input, check_sequence, named_ranges
+from quant.export.onnx_graph.shapes import SEQUENCE, check_sequence, dimension_ranges
 from quant.export.onnx_graph.translate import MODEL_PREFIX, trace, translate
 from quant.kernels.processor import memory_left
 
@@ -181,13 +181,10 @@ def trace_serving(
     Raises:
         ValueError: `shapes` have longer steps.
     """
-    texts = [shapes] if isinstance(shapes, str) else shapes or ()
-    dims = [Input(name, x.dims) for name, x in inputs.items()]
-    # The default of a sequence that no profile names ends where the cache does.
-    longest = max((named_ranges(text, dims).get("sequence", (0, 0, 0))[2] for text in texts), default=0)
-    check_sequence(longest, capacity)
+    ranges = dimension_ranges(inputs, shapes, longest=capacity)
+    check_sequence(ranges[SEQUENCE][1], capacity)
     arguments = ({name: x.example for name, x in inputs.items()}, [x.example for x in past.values()])
-    return trace(graph, arguments, {**inputs, **past}, shapes, split=len(inputs), longest=capacity)
+    return trace(graph, arguments, {**inputs, **past}, ranges, split=len(inputs))
 
 
 def check_decoder(model: nn.Module, capacity: int | None) -> None:

@@ -7,6 +7,8 @@ An engine is compiled for a range of every dynamic dimension, and tuned for one 
 
 Several profiles make one engine of several programs, for example for prefill and for decoding. Missing dimensions take
 a default. TensorRT's fused FP8 attention has no kernel for 2 to 31 tokens, so such a dimension starts at 32.
+
+A graph is traced for the sizes of all its profiles together (`dimension_ranges`).
 """
 
 from __future__ import annotations
@@ -16,9 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quant.export.onnx_graph.decoder import GraphInput
+
 FP8_ATTENTION_MINIMUM = 32
 # By what a dimension's name begins with; `""` is every other.
 DEFAULT_RANGES = {"batch": (1, 1, 4), "past": (0, 128, 1024), "": (1, 128, 1024)}
+SEQUENCE = "sequence"
+"""The dimension of tokens in the graphs of transformers models."""
 
 Range = tuple[int, int, int]
 Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
@@ -53,23 +59,61 @@ def graph_inputs(model: Any) -> list[Input]:
     return inputs
 
 
-def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int]) -> Shapes:
+def as_profiles(shapes: str | Sequence[str] | None) -> list[str]:
+    """Returns the profiles that `--shapes` gives: none, one, or several."""
+    if shapes is None:
+        return []
+    return [shapes] if isinstance(shapes, str) else list(shapes)
+
+
+def dimension_ranges(
+    inputs: Mapping[str, GraphInput], shapes: str | Sequence[str] | None, longest: int | None = None
+) -> dict[str, tuple[int, int]]:
+    """Returns the smallest and largest size of the dynamic dimensions that are limited, over all profiles.
+
+    Args:
+        inputs: the inputs of the graph.
+        shapes: the profiles, as `--shapes` takes them; without one, no dimension but the sequence has a limit.
+        longest: as `parse_profile` takes it.
+    """
+    items = [Input(name, x.dims) for name, x in inputs.items()]
+    texts = as_profiles(shapes)
+    if not texts and longest is not None and any(SEQUENCE in item.dims for item in items):
+        return {SEQUENCE: (1, longest)}
+    ranges: dict[str, tuple[int, int]] = {}
+    for text in texts:
+        for dim, (low, _, high) in _profile_ranges(text, items, {}, longest).items():
+            before = ranges.get(dim, (low, high))
+            ranges[dim] = min(before[0], low), max(before[1], high)
+    return ranges
+
+
+def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int], longest: int | None = None) -> Shapes:
     """Parses a profile: min, opt and max shape of every dynamic input.
 
     Args:
         text: as in the module docstring; missing entries take `DEFAULT_RANGES`.
         inputs: the inputs as `graph_inputs` gives them.
         floors: smallest value that a kernel allows for a named dimension.
+        longest: where the default of a sequence ends: the tokens of the KV cache, or the positions of the model.
 
     Raises:
         ValueError: a syntax error, an unknown name, or a range that is not ascending, contradicts another or is below a
             floor; the message names the input or dimension and the expected form.
     """
-    ranges = named_ranges(text, inputs)
+    ranges = _profile_ranges(text, inputs, floors, longest)
+    return {item.name: _bounds(item, ranges) for item in inputs if item.is_dynamic}
+
+
+def _profile_ranges(
+    text: str, inputs: Sequence[Input], floors: Mapping[str, int], longest: int | None
+) -> dict[str, Range]:
+    """Returns the range of every dynamic dimension; arguments and errors as in `parse_profile`."""
+    ranges = _named_ranges(text, inputs)
     for item in inputs:
         for dim in item.dims:
             if isinstance(dim, str) and dim not in ranges:
-                ranges[dim] = default_range(dim, floors.get(dim, 0))
+                ranges[dim] = _default_range(dim, floors.get(dim, 0), longest if dim == SEQUENCE else None)
     # Checked last, so that defaults are checked too.
     for dim, (low, best, high) in ranges.items():
         if not low <= best <= high:
@@ -83,10 +127,10 @@ def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int])
                 f"--shapes: {dim} starts at {low}, and TensorRT's fused FP8 attention needs at least {floors[dim]}: "
                 f"start it there, or export with --attention none"
             )
-    return {item.name: _bounds(item, ranges) for item in inputs if item.is_dynamic}
+    return ranges
 
 
-def named_ranges(text: str, inputs: Sequence[Input]) -> dict[str, Range]:
+def _named_ranges(text: str, inputs: Sequence[Input]) -> dict[str, Range]:
     """Returns the ranges of the dimensions that a profile names, by itself or as part of an input's shape.
 
     Raises:
@@ -118,9 +162,11 @@ def check_sequence(longest: int, capacity: int) -> None:
         raise ValueError(f"--shapes: a sequence of {longest} does not fit into a KV cache of {capacity} (--capacity)")
 
 
-def default_range(dim: str, floor: int) -> Range:
+def _default_range(dim: str, floor: int, longest: int | None) -> Range:
     """Returns the range of a dimension that `--shapes` leaves out."""
     low, best, high = next(value for key, value in DEFAULT_RANGES.items() if dim.startswith(key))
+    if longest is not None:
+        best, high = min(best, longest), min(high, longest)
     return max(low, floor), max(best, floor), max(high, floor)
 
 

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from quant.export.onnx_graph import limits
 from quant.export.onnx_graph.decoder import GraphInput
 from quant.export.onnx_graph.ops import translations
 from quant.export.onnx_graph.opsets import OPSET
-from quant.export.onnx_graph.shapes import Input, parse_profile
 from quant.kernels.linear.quantized_module import restore_layout
 
 LAYER_KEY = "blockscale.layer"
@@ -37,28 +36,12 @@ _PLAIN_LINEARS = (
 )  # fmt: skip
 
 
-def dimension_ranges(
-    inputs: Mapping[str, GraphInput], shapes: str | Sequence[str] | None
-) -> dict[str, tuple[int, int]]:
-    """Returns the smallest and largest value of each dynamic dimension that `shapes` limits."""
-    ranges: dict[str, tuple[int, int]] = {}
-    parsed_inputs = [Input(name, x.dims) for name, x in inputs.items()]
-    for text in [shapes] if isinstance(shapes, str) else shapes or ():
-        for name, (lows, _, highs) in parse_profile(text, parsed_inputs, {}).items():
-            for dim, low, high in zip(inputs[name].dims, lows, highs, strict=True):
-                if isinstance(dim, str):
-                    before = ranges.get(dim, (low, high))
-                    ranges[dim] = min(before[0], low), max(before[1], high)
-    return ranges
-
-
 def trace(
     module: nn.Module,
     arguments: tuple[Any, ...] | dict[str, torch.Tensor],
     inputs: Mapping[str, GraphInput],
-    shapes: str | Sequence[str] | None,
+    ranges: Mapping[str, tuple[int, int]],
     split: int | None = None,
-    longest: int | None = None,
 ) -> torch.export.ExportedProgram:
     """Returns the module as a graph over named dimensions.
 
@@ -66,13 +49,11 @@ def trace(
         module: the module to be traced.
         arguments: examples of its positional arguments, or of its keyword arguments by name.
         inputs: the inputs of the graph, for the names of dimensions.
-        shapes: limits of the named dimensions.
+        ranges: smallest and largest size of the dimensions that are limited, as `dimension_ranges` gives them.
         split: how many inputs the module takes as a dict; the others, its KV cache, are a list.
-        longest: sequence that the module takes, if it has a limit.
 
     Raises ValueError for a dimension that the module fixes, or values that it decides by.
     """
-    ranges = dimension_ranges(inputs, shapes)
     names = {dim for x in inputs.values() for dim in x.dims if isinstance(dim, str)}
     # torch.export takes sizes of 0 and 1 for constants, so examples have at least two of everything.
     sizes = {
@@ -81,14 +62,12 @@ def trace(
         for dim, size in zip(x.dims, x.example.shape, strict=True)
         if isinstance(dim, str)
     }
-    # Of the dimensions without a limit in `shapes`, the sequence ends where the model's positions or its cache end.
-    highest = {name: ranges.get(name, (0, longest if name == "sequence" else None))[1] for name in names}
     # torch.export finds by itself that a dimension such as "past + sequence" is a sum of others.
     dims = {
-        name: torch.export.Dim(name, max=None if high is None else max(high, sizes[name]))
+        name: torch.export.Dim(name, max=max(ranges[name][1], sizes[name]) if name in ranges else None)
         if name.isidentifier()
         else torch.export.Dim.AUTO
-        for name, high in sorted(highest.items())
+        for name in sorted(names)
     }
     axes = {
         name: {axis: dims[dim] for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for name, x in inputs.items()

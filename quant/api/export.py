@@ -34,7 +34,7 @@ from quant.export.onnx_graph.decoder import is_decoder, model_inputs
 from quant.export.onnx_graph.export import write_onnx
 from quant.export.onnx_graph.genai import write_genai_files
 from quant.export.onnx_graph.runtimes import layer_of_tensorrt, loaded, onnxruntime_problem
-from quant.export.onnx_graph.translate import dimension_ranges
+from quant.export.onnx_graph.shapes import dimension_ranges
 from quant.export.packages.aoti import export_aoti, find_device
 from quant.export.packages.aoti_decoder import export_aoti_decoder
 from quant.export.packages.edge_llm import check_edge_llm, check_exported, expert_note, has_exporter, run_exporter

@@ -24,7 +24,7 @@ from quant.export.engine.contents.engine_file import read_engine
 from quant.export.engine.graph import check_graph
 from quant.export.engine.process import run_worker
 from quant.export.engine.targets import choose_common_library, choose_library, resolve_target, resolve_targets
-from quant.export.onnx_graph.shapes import Input, format_profile, parse_profile
+from quant.export.onnx_graph.shapes import Input, parse_profile
 
 SHAPES = "tokens=1:16:64"
 
@@ -93,51 +93,14 @@ def test_no_backend(machine: Callable[..., None], target: str, packages: Any, me
         choose_library(resolve_target(target))
 
 
-INPUTS = [Input("input_ids", ("batch", "sequence")), Input("mask", ("batch", 1, "sequence"))]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("input_ids=1x2:3x4:5x6", "input_ids=1x2:3x4:5x6,mask=1x1x2:3x1x4:5x1x6"),
-        ("batch=2,sequence=8:16:32", "input_ids=2x8:2x16:2x32,mask=2x1x8:2x1x16:2x1x32"),
-        ("mask=1x1x7", "input_ids=1x7:1x7:1x7,mask=1x1x7:1x1x7:1x1x7"),
-        ("", "input_ids=1x1:1x128:4x1024,mask=1x1x1:1x1x128:4x1x1024"),
-    ],
-)
-def test_profiles(text: str, expected: str) -> None:
-    shapes = parse_profile(text, INPUTS, {})
-    assert format_profile(shapes) == expected
-    assert parse_profile(expected, INPUTS, {}) == shapes
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("input_ids=1:2:3", r"input_ids \[batch, sequence\] has 2 dimension"),
-        ("input_ids=1x4:1x2:1x8", "sequence is 4:2:8; write it as MIN:OPT:MAX, ascending"),
-        ("input_ids=1x1:1x2", "has 2 shapes"),
-        ("mask=1x3x4", "fixed at 1 where 3:3:3 is asked"),
-        ("input_ids=1x8,mask=1x1x9", "sequence is 8:8:8 in one place and 9:9:9 in another"),
-        ("ids=1x8", r"no input or dimension 'ids'; the model's inputs are input_ids \[batch, sequence\]"),
-        ("sequence=1x8", "sequence is one dimension"),
-        ("input_ids=1xa", "numbers joined by x"),
-        ("1x8", "is not NAME=MIN:OPT:MAX, such as input_ids=1x1:1x128:4x1024"),
-    ],
-)
-def test_bad_profiles(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_profile(text, INPUTS, {})
-
-
 def test_a_kernel_that_needs_long_sequences_moves_the_default_and_refuses_less(
     graphs: Any, machine: Callable[..., None]
 ) -> None:
     machine("tensorrt_rtx")
-    floors = {"sequence": 32}
-    assert parse_profile("", INPUTS[:1], floors)["input_ids"][0] == (1, 32)
+    inputs, floors = [Input("input_ids", ("batch", "sequence"))], {"sequence": 32}
+    assert parse_profile("", inputs, floors)["input_ids"][0] == (1, 32)
     with pytest.raises(ValueError, match=r"sequence starts at 31, and .* needs at least 32"):
-        parse_profile("sequence=31:64:128", INPUTS[:1], floors)
+        parse_profile("sequence=31:64:128", inputs, floors)
     with pytest.raises(ValueError, match=r"attention .*fixed sequence of 16"):
         build_engine(graphs.attention(16), graphs.folder / "x.engine", BuildOptions("sm120"))
 
