@@ -101,7 +101,7 @@ class Worker:
         return lines[-1] if lines else f"exit status {status}"
 
 
-class Rows:
+class RowQueue:
     """The names of the rows that nobody has taken yet, the longest first."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -146,12 +146,12 @@ def measure_all(
     Yields:
         The name and the result of each row, as soon as it is measured.
     """
-    rows = Rows(names)
+    queue = RowQueue(names)
     results: Queue[tuple[str, Result]] = Queue()
 
     def work(index: int) -> None:
         worker = Worker(command, gpus[index % len(gpus)] if gpus else None)
-        while (name := rows.take(worker.toolkit)) is not None:
+        while (name := queue.take(worker.toolkit)) is not None:
             try:
                 result = worker.measure(name, toolkit_of(name))
             except Exception as error:

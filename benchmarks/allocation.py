@@ -42,7 +42,7 @@ import quant
 from quant.allocation.allocate import allocate, score
 from quant.allocation.bench import Effort
 from quant.allocation.goal import Goal
-from quant.calibration.sensitivity.knapsack import Problem, smallest, solve
+from quant.calibration.sensitivity.knapsack import KnapsackProblem, smallest, solve
 from quant.evaluation.evaluate import evaluate
 from quant.models.open import open_model
 from quant.recipes.json_text import json_text
@@ -126,7 +126,7 @@ def timings(model_name: str) -> Iterator[dict[str, Any]]:
     numel = rng.integers(1, 64, (1000, 1)) * 2**18
     scores = numel * rng.lognormal(0, 1.5, (1000, 1)) * 2.0 ** (-2 * bits) * rng.lognormal(0, 0.2, (1000, 6))
     names = tuple(map(str, range(1000)))
-    problem = Problem(names, tuple("abcdef"), scores, {"bytes": np.round(numel * bits / 8)})
+    problem = KnapsackProblem(names, tuple("abcdef"), scores, {"bytes": np.round(numel * bits / 8)})
     for part in (1.13, 1.5):
         start = time.perf_counter()
         solve(problem, {"bytes": part * smallest(problem, "bytes")})

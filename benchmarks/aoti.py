@@ -38,7 +38,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 import quant
 from quant.calibration.blocks import cache_of
 from quant.engines.aoti_session import AotiSession
-from quant.engines.check import Run, forced_run, reference_run
+from quant.engines.check import DecodingRun, forced_run, reference_run
 from quant.export.packages.aoti import export_aoti
 from quant.export.packages.aoti_decoder import export_aoti_decoder
 from quant.formats.format import FORMATS
@@ -232,7 +232,7 @@ def time_decoder(directory: Path, device: str, json_file: Path | None) -> None:
     show("Package of a decoder", header, rows, notes, json_path=json_file)
 
 
-def packaged(model: nn.Module, prompt: list[list[int]], reference: Run) -> dict[str, object]:
+def packaged(model: nn.Module, prompt: list[list[int]], reference: DecodingRun) -> dict[str, object]:
     """The row of a package: what making it takes, how fast it is, and how many of its tokens are the model's."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
@@ -246,7 +246,7 @@ def packaged(model: nn.Module, prompt: list[list[int]], reference: Run) -> dict[
     return row | speed(run) | {"equal tokens": int((run.tokens == reference.tokens).sum())}
 
 
-def speed(run: Run) -> dict[str, object]:
+def speed(run: DecodingRun) -> dict[str, object]:
     return {"ms to read": run.prefill_seconds * 1e3, "tokens/s": 1 / run.step_seconds}
 
 

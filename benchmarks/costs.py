@@ -134,7 +134,7 @@ def _module(groups: tuple[Group, ...]) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """A run of `scale.py`: the model, its tokens, seconds by stage, and the bytes of memory of the process."""
 
     model: Model
@@ -144,7 +144,7 @@ class Run:
     memory: float
 
     @classmethod
-    def read(cls, row: dict[str, Any]) -> Run:
+    def read(cls, row: dict[str, Any]) -> MeasuredRun:
         """Reads a row of its table."""
         stages = {name: float(seconds) for name, seconds in re.findall(r"(\w+) ([\d.]+)", row["stages"])}
         rows, _, seqlen = row["run"].rpartition(" ")[2].partition("×")
@@ -163,19 +163,19 @@ def _written(layers: int, gigabytes: float) -> Model:
     raise click.ClickException(f"{layers} layers and {gigabytes} GB: no model that scale.py writes")
 
 
-def read_runs(file: Path) -> tuple[Run, Run]:
+def read_runs(file: Path) -> tuple[MeasuredRun, MeasuredRun]:
     """The runs with `rtn` and `gptq` of a table of `scale.py`, the ones with the most layers and tokens."""
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     found = []
     for solver in ("rtn", "gptq"):
-        runs = [Run.read(row) for row in rows if row["run"].split()[0] == solver and row.get("GPUs", 1) == 1]
+        runs = [MeasuredRun.read(row) for row in rows if row["run"].split()[0] == solver and row.get("GPUs", 1) == 1]
         if not runs:
             raise click.ClickException(f"{file}: no run with {solver}; take the table of scale.py --solvers rtn,gptq")
         found.append(max(runs, key=lambda run: (run.model.nbytes, run.tokens)))
     return found[0], found[1]
 
 
-def cost(model: Model, rtn: Run, gptq: Run, solver: str, tokens: int) -> tuple[float, float]:
+def cost(model: Model, rtn: MeasuredRun, gptq: MeasuredRun, solver: str, tokens: int) -> tuple[float, float]:
     """Seconds and bytes of the process, of `model` on the machine of two runs; the GPU's memory is not counted."""
     run = rtn if solver == "rtn" else gptq
     moved = sum(seconds for stage, seconds in run.stages.items() if stage != "solve") / run.model.nbytes

@@ -39,7 +39,7 @@ from quant.calibration.session import Session
 from quant.calibration.texts.generate import generate_rows
 from quant.evaluation.evaluate import evaluate
 from quant.execution.mixed_text import mixed_text
-from quant.training.loop import Schedule, Trained, train, train_only_rounded
+from quant.training.loop import Hyperparameters, Trained, train, train_only_rounded
 
 TITLE = "Training under the deployed rounding"
 TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
@@ -154,7 +154,7 @@ def main(
                 return quant.distill(module, teacher, ids)
 
         return train(
-            module, loss, material, Schedule(steps, batch, rate), record=record,
+            module, loss, material, Hyperparameters(steps, batch, rate), record=record,
             progress=lambda done, _, loss: click.echo(f"{done} {loss:.4f}", err=True) if done % 5 == 0 else None,
         )  # fmt: skip
 

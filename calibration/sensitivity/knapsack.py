@@ -36,7 +36,7 @@ class Infeasible(ValueError):  # noqa: N818 -- the field's word
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class KnapsackProblem:
     """Groups, formats, and the score and the costs of each choice.
 
     Attributes:
@@ -87,7 +87,7 @@ class Near:
 
 
 def solve(
-    problem: Problem, limits: Mapping[str, float], *, minimize: str = SCORE, near: Near | None = None
+    problem: KnapsackProblem, limits: Mapping[str, float], *, minimize: str = SCORE, near: Near | None = None
 ) -> np.ndarray:
     """Returns the best choice within `limits`.
 
@@ -122,13 +122,13 @@ def require_scipy() -> None:
         raise ValueError(f"allocation needs the package `scipy`: {install_command('allocate')}")
 
 
-def smallest(problem: Problem, resource: str) -> float:
+def smallest(problem: KnapsackProblem, resource: str) -> float:
     """Returns the smallest sum of `resource` over all choices, with no limit on the other resources."""
     table = problem.scores if resource == SCORE else problem.costs[resource]
     return float(np.where(problem.allowed, table, np.inf).min(axis=1).sum())
 
 
-def check_feasible(problem: Problem, limits: Mapping[str, float]) -> None:
+def check_feasible(problem: KnapsackProblem, limits: Mapping[str, float]) -> None:
     """Raises Infeasible where one of `limits` cannot be kept by itself, with the smallest value that can."""
     for name, limit in limits.items():
         least = smallest(problem, name)
@@ -136,7 +136,7 @@ def check_feasible(problem: Problem, limits: Mapping[str, float]) -> None:
             raise Infeasible(f"{name}: the limit is {limit:g}, the smallest feasible value is {least:g}")
 
 
-def pareto(problem: Problem, resource: str, points: int = 25) -> list[np.ndarray]:
+def pareto(problem: KnapsackProblem, resource: str, points: int = 25) -> list[np.ndarray]:
     """Returns the best choices for `points` limits of `resource`, from its smallest sum to that of the best choice.
 
     Limits are denser near the smallest sum, where the curve bends most and where budgets lie.
@@ -153,7 +153,7 @@ def pareto(problem: Problem, resource: str, points: int = 25) -> list[np.ndarray
     return list(choices.values())
 
 
-def _milp(problem: Problem, limits: Mapping[str, float], minimize: str, near: Near | None) -> np.ndarray:
+def _milp(problem: KnapsackProblem, limits: Mapping[str, float], minimize: str, near: Near | None) -> np.ndarray:
     """Returns the optimum, up to the solver's tolerances."""
     rows, columns = problem.allowed.nonzero()  # one variable for each allowed pair
     program = _program(problem, rows, columns, limits, minimize, near)
@@ -178,7 +178,7 @@ class _Program:
 
 
 def _program(
-    problem: Problem,
+    problem: KnapsackProblem,
     rows: np.ndarray,
     columns: np.ndarray,
     limits: Mapping[str, float],

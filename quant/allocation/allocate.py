@@ -38,7 +38,7 @@ from quant.allocation.goal import Constraint, Goal
 from quant.allocation.held_out import HeldOut
 from quant.allocation.loop import Loop, MeasuredChoice
 from quant.allocation.make_space import make_space
-from quant.allocation.options import DEFAULT_FORMATS, OptionArguments, Options, Run
+from quant.allocation.options import DEFAULT_FORMATS, OptionArguments, Options, RunModel
 from quant.allocation.real_solver import RealSolver
 from quant.allocation.record import AllocationRecord, Chosen, Verified
 from quant.allocation.space import Space
@@ -214,7 +214,7 @@ def check_feasible(
     exclude: Sequence[str] = (),
     constraints: Sequence[Constraint] = (),
     kv_cache: str | None = None,
-    run: Run | None = None,
+    run: RunModel | None = None,
 ) -> None:
     """Refuses goals that `allocate` would refuse, from shapes alone, before there are rows; with the same arguments.
 

@@ -18,7 +18,7 @@ from quant.allocation.space import Space, key_of
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import KEPT
 from quant.calibration.sensitivity.divergence import Divergence, NextToken
-from quant.calibration.sensitivity.knapsack import Problem
+from quant.calibration.sensitivity.knapsack import KnapsackProblem
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.calibration.sensitivity.token_products import TokenProducts, observed
 from quant.calibration.session import Session
@@ -200,7 +200,7 @@ class Bench:
             self._tick()
         return self.nlls[key]
 
-    def gains(self, choice: np.ndarray, problem: Problem) -> np.ndarray:
+    def gains(self, choice: np.ndarray, problem: KnapsackProblem) -> np.ndarray:
         """Returns the estimated change of the loss if one group of a choice changed its format, `[G, F]`.
 
         One backward pass a row.
@@ -232,7 +232,7 @@ class Bench:
         # Infinite gains keep the solver from formats that a group cannot take.
         return np.where(problem.allowed, table, np.inf)
 
-    def uniform(self, problem: Problem) -> tuple[Uniform, ...]:
+    def uniform(self, problem: KnapsackProblem) -> tuple[Uniform, ...]:
         """Returns the loss of each choice of one format for all groups."""
         return tuple(
             Uniform(name, self.space.bits(choice), self.loss(choice))
@@ -249,7 +249,7 @@ class Bench:
         self.session.report("verify", done, max(done, self.expected))
 
 
-def uniform_choices(problem: Problem) -> dict[str, np.ndarray]:
+def uniform_choices(problem: KnapsackProblem) -> dict[str, np.ndarray]:
     """Returns a choice for each format: all groups that may take it do, and others take the best that is allowed."""
     return {
         name: np.where(problem.allowed[:, j], j, problem.scores.argmin(axis=1))

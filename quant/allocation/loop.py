@@ -20,7 +20,7 @@ from quant.allocation.record import CurvePoint, Round
 from quant.allocation.search import Search
 from quant.allocation.space import Space, key_of
 from quant.calibration.sensitivity.baseline import Baseline
-from quant.calibration.sensitivity.knapsack import SCORE, Infeasible, Near, Problem, pareto, smallest, solve
+from quant.calibration.sensitivity.knapsack import SCORE, Infeasible, KnapsackProblem, Near, pareto, smallest, solve
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Loop:
         last: the choice of the last round.
     """
 
-    problem: Problem
+    problem: KnapsackProblem
     space: Space
     bench: Bench
     goal: Goal
@@ -271,7 +271,7 @@ class Loop:
         """
         near = Near(present.choice, changes)
         # Gains are differences and may be negative; the solver is indifferent to that.
-        local = Problem(self.problem.groups, self.problem.candidates, gains, self.problem.costs)
+        local = KnapsackProblem(self.problem.groups, self.problem.candidates, gains, self.problem.costs)
         limits = self.space.limits(self.goal)
         try:
             if not self.goal.has_limit:

@@ -13,7 +13,7 @@ from torch import nn
 from quant.allocation.goal import Constraint
 
 DEFAULT_FORMATS = ("nvfp4", "fp8")
-Run = Callable[[nn.Module], Any]
+RunModel = Callable[[nn.Module], Any]
 
 
 class OptionArguments(TypedDict, total=False):
@@ -25,7 +25,7 @@ class OptionArguments(TypedDict, total=False):
     exclude: Sequence[str]
     constraints: Sequence[Constraint]
     kv_cache: str | None
-    run: Run | None
+    run: RunModel | None
     provenance: Mapping[str, Any] | None
     method: str
     dtype: torch.dtype | None
@@ -56,7 +56,7 @@ class Options:
     exclude: Sequence[str] = ()
     constraints: Sequence[Constraint] = ()
     kv_cache: str | None = None
-    run: Run | None = None
+    run: RunModel | None = None
     provenance: Mapping[str, Any] | None = None
     method: str = "fisher"
     dtype: torch.dtype | None = torch.float32

@@ -22,7 +22,7 @@ import numpy as np
 from quant.allocation.space import key_of
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.divergence import Later
-from quant.calibration.sensitivity.knapsack import Infeasible, Near, Problem, solve
+from quant.calibration.sensitivity.knapsack import Infeasible, KnapsackProblem, Near, solve
 
 _STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 # Of the swaps that flips promise to help, how many are measured before the search gives up.
@@ -46,7 +46,7 @@ class Search:
         losses: measured losses, by choice.
     """
 
-    problem: Problem
+    problem: KnapsackProblem
     limits: Mapping[str, float]
     baseline: Baseline
     named: Callable[[np.ndarray], dict[str, str]]
@@ -140,14 +140,14 @@ class Search:
 
     def _step(self, choice: np.ndarray, present: float, flips: np.ndarray) -> np.ndarray | None:
         """Returns the best of the knapsack's answers near `choice`."""
-        local = Problem(self.problem.groups, self.problem.candidates, flips, self.problem.costs)
+        local = KnapsackProblem(self.problem.groups, self.problem.candidates, flips, self.problem.costs)
         best, least = None, present * (1 - _LEAST_GAIN)
         for candidate, loss in self._losses(self._answers(local, choice)):
             if loss < least:
                 best, least = candidate, loss
         return best
 
-    def _answers(self, local: Problem, choice: np.ndarray) -> Iterator[np.ndarray]:
+    def _answers(self, local: KnapsackProblem, choice: np.ndarray) -> Iterator[np.ndarray]:
         """Yields the knapsack's answer for each number of changes that has one."""
         for changes in _STEPS:
             with suppress(Infeasible):

@@ -17,7 +17,7 @@ import numpy as np
 from quant.allocation.goal import Goal
 from quant.calibration.sensitivity.candidates import KEPT, Candidate
 from quant.calibration.sensitivity.costs import Timing, group_bytes, memory_of
-from quant.calibration.sensitivity.knapsack import Infeasible, Problem, smallest
+from quant.calibration.sensitivity.knapsack import Infeasible, KnapsackProblem, smallest
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.errors import megabytes
 from quant.recipes.plan import LayerPlan, Plan
@@ -52,7 +52,7 @@ class Space:
     timing: Timing | None
     batch: int
 
-    def problem(self, scores: Sensitivity | None = None) -> Problem:
+    def problem(self, scores: Sensitivity | None = None) -> KnapsackProblem:
         """Returns the knapsack problem; without scores all losses are zero, which is enough to check budgets."""
         names = tuple(self.candidates)
         shape = (len(self.groups), len(names))
@@ -65,7 +65,7 @@ class Space:
                 tables["bytes"][i, j] = group_bytes(members, candidate)
                 if self.timing is not None:
                     tables["seconds"][i, j] = sum(self.timing.linear(candidate.applied(m), self.batch) for m in members)
-        return Problem(tuple(self.groups), names, loss, tables)
+        return KnapsackProblem(tuple(self.groups), names, loss, tables)
 
     @property
     def numel(self) -> int:
@@ -89,7 +89,7 @@ class Space:
         """Returns effective bits per weight."""
         return 8 * self.bytes(choice) / self.numel
 
-    def seconds(self, choice: np.ndarray, problem: Problem) -> float | None:
+    def seconds(self, choice: np.ndarray, problem: KnapsackProblem) -> float | None:
         """Returns the seconds of a decode step, fixed layers and cache included; None without kernel times."""
         return None if self.timing is None else problem.total("seconds", choice) + self.fixed_seconds
 
@@ -112,7 +112,7 @@ class Space:
             limits["seconds"] = goal.latency - self.fixed_seconds
         return limits
 
-    def explain(self, goal: Goal, problem: Problem) -> None:
+    def explain(self, goal: Goal, problem: KnapsackProblem) -> None:
         """Raises Infeasible, in the words of the user, if a budget cannot be kept."""
         least = smallest(problem, "bytes")
         if goal.bits is not None and 8 * least / self.numel > goal.bits + 1e-9:
@@ -135,7 +135,12 @@ class Space:
                 )
 
     def plan(
-        self, choice: np.ndarray, problem: Problem, scores: Sensitivity, goal: Goal, corrected: Mapping[str, str]
+        self,
+        choice: np.ndarray,
+        problem: KnapsackProblem,
+        scores: Sensitivity,
+        goal: Goal,
+        corrected: Mapping[str, str],
     ) -> Plan:
         """Returns the plan of a choice, with a reason for every layer."""
         layers = []

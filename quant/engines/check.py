@@ -55,7 +55,7 @@ _PROMPTS, _APART = (5, 150, 200), 400  # tokens
 
 
 @dataclass(frozen=True)
-class Run:
+class DecodingRun:
     """The tokens that a model wrote, or was fed, after some prompts.
 
     Attributes:
@@ -276,7 +276,9 @@ def _inputs_moved(model: nn.Module, dtype: str) -> Iterator[None]:
         yield
 
 
-def reference_run(model: Any, prompts: Sequence[Sequence[int]], new: int, tokens: np.ndarray | None = None) -> Run:
+def reference_run(
+    model: Any, prompts: Sequence[Sequence[int]], new: int, tokens: np.ndarray | None = None
+) -> DecodingRun:
     """Runs the model itself, one row after the other, with transformers' cache.
 
     Args:
@@ -303,12 +305,12 @@ def reference_run(model: Any, prompts: Sequence[Sequence[int]], new: int, tokens
                 token = logits[-1].argmax() if tokens is None else torch.tensor(tokens[row, index])
                 ids = token.reshape(1, 1).to(device)
             rows.append(torch.stack(logits))
-    return Run(torch.stack(rows).numpy(), prefill, float(np.median(steps)) if steps else 0.0)
+    return DecodingRun(torch.stack(rows).numpy(), prefill, float(np.median(steps)) if steps else 0.0)
 
 
 def forced_run(
     session: EngineSession, prompts: Sequence[Sequence[int]], tokens: np.ndarray, *, chunk: int | None = None
-) -> Run:
+) -> DecodingRun:
     """Runs the engine on prompts and then feeds it `tokens` `[rows, steps]`, and returns its logits."""
     rows = [list(prompt) for prompt in prompts]
     session.begin(len(rows))
@@ -321,7 +323,7 @@ def forced_run(
         started = time.perf_counter()
         logits.append(step(session, rows))
         steps.append(time.perf_counter() - started)
-    return Run(np.stack(logits, 1), prefill, float(np.median(steps)) if steps else 0.0)
+    return DecodingRun(np.stack(logits, 1), prefill, float(np.median(steps)) if steps else 0.0)
 
 
 def _mean_kl(expected: np.ndarray, computed: np.ndarray) -> float:

@@ -21,7 +21,7 @@ Pair = tuple[LayerResult | None, LayerResult | None]
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class ComparedRun:
     """One of the runs: its name on the page, its report and its plan."""
 
     name: str
@@ -29,7 +29,7 @@ class Run:
     plan: Plan
 
 
-def read_runs(first: Path, second: Path) -> tuple[Run, Run]:
+def read_runs(first: Path, second: Path) -> tuple[ComparedRun, ComparedRun]:
     """Reads the two runs, named after their directories.
 
     Raises:
@@ -44,14 +44,14 @@ def read_runs(first: Path, second: Path) -> tuple[Run, Run]:
         for file in ("report.json", PLAN_FILE):
             if not (directory / file).is_file():
                 raise UserError(f"{directory}: no {file}; pass a directory that `quantize --out` wrote")
-        runs.append(Run(name, Report.load(directory / "report.json"), Plan.load(directory / PLAN_FILE)))
+        runs.append(ComparedRun(name, Report.load(directory / "report.json"), Plan.load(directory / PLAN_FILE)))
     a, b = runs
     if not {layer.name for layer in a.report.layers} & {layer.name for layer in b.report.layers}:
         raise UserError(f"{first} and {second} have no layer in common; compare two runs of one model")
     return a, b
 
 
-def compare_html(a: Run, b: Run) -> str:
+def compare_html(a: ComparedRun, b: ComparedRun) -> str:
     """Makes the page that compares two runs."""
     pairs = _pairs(a, b)
     changed = [pair for pair in pairs if _formats(pair[0]) != _formats(pair[1])]
@@ -73,7 +73,7 @@ def compare_html(a: Run, b: Run) -> str:
     )
 
 
-def totals(a: Run, b: Run) -> list[tuple[str, str, str, str]]:
+def totals(a: ComparedRun, b: ComparedRun) -> list[tuple[str, str, str, str]]:
     """Returns sizes and figures of both runs: label, value of the first, of the second, and the change."""
     x, y = a.report, b.report
     bits = [report.effective_bits for report in (x, y)]
@@ -154,7 +154,7 @@ def _formats(layer: LayerResult | None) -> str:
     return f"{layer.format}@{layer.activation or '16bit'}"
 
 
-def _pairs(a: Run, b: Run) -> list[Pair]:
+def _pairs(a: ComparedRun, b: ComparedRun) -> list[Pair]:
     """Pairs the layers of both runs, in the order of the first; those that only the second has come last."""
     unpaired = {layer.name: layer for layer in b.report.layers}
     pairs: list[Pair] = [(layer, unpaired.pop(layer.name, None)) for layer in a.report.layers]
@@ -172,7 +172,9 @@ def _error(layer: LayerResult | None, of_outputs: bool) -> float | None:
     return layer.output_error if of_outputs else layer.relative_error
 
 
-def _errors(a: Run, b: Run, pairs: Sequence[Pair], ids: Mapping[str, str], of_outputs: bool) -> Section | None:
+def _errors(
+    a: ComparedRun, b: ComparedRun, pairs: Sequence[Pair], ids: Mapping[str, str], of_outputs: bool
+) -> Section | None:
     shown = [pair for pair in pairs if any(_error(side, of_outputs) is not None for side in pair)]
     if not shown:
         return None
@@ -205,8 +207,8 @@ def _errors(a: Run, b: Run, pairs: Sequence[Pair], ids: Mapping[str, str], of_ou
 
 def _layers(
     title: str,
-    a: Run,
-    b: Run,
+    a: ComparedRun,
+    b: ComparedRun,
     pairs: Sequence[Pair],
     ids: Mapping[str, str],
     of_outputs: bool,

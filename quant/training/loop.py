@@ -26,8 +26,8 @@ _WARM_UP, _CLIP, _BETAS = 0.05, 1.0, (0.9, 0.95)
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """The length of a training run.
+class Hyperparameters:
+    """The hyperparameters of a training run.
 
     Attributes:
         steps: the number of steps of the optimizer.
@@ -61,7 +61,7 @@ def train(
     model: nn.Module,
     loss: Callable[[torch.Tensor], torch.Tensor],
     rows: torch.Tensor,
-    schedule: Schedule,
+    hyperparameters: Hyperparameters,
     *,
     record: bool = True,
     progress: Callable[[int, int, float], None] | None = None,
@@ -72,14 +72,14 @@ def train(
         model: changed in place; on a GPU it computes in BF16 by autocast.
         loss: the loss of a batch, token ids int64 `[batch, seqlen]` on the model's device.
         rows: token ids, int64 `[rows, seqlen]`, in a new random order each time they are used up.
-        schedule: steps, rows a step and learning rate.
+        hyperparameters: steps, rows a step and learning rate.
         record: whether steps on a GPU may be recorded and replayed, as `Passes` says.
         progress: a function that is called with (steps done, steps in all, loss).
 
     Raises:
         UserError: fewer than one step or row, or a loss that is not finite.
     """
-    steps, batch, rate = schedule.steps, schedule.batch, schedule.rate
+    steps, batch, rate = hyperparameters.steps, hyperparameters.batch, hyperparameters.rate
     if steps < 1 or not 1 <= batch <= len(rows):
         raise UserError(f"{steps} steps of {batch} rows out of {len(rows)}: expected a step, and the rows of a batch")
     device = device_of(model)
@@ -93,7 +93,7 @@ def train(
     )
     passes = Passes(loss, learned, record=record)
     losses, seconds = [], []
-    for step, ids in zip(range(1, steps + 1), _batches(rows, batch, schedule.seed), strict=False):
+    for step, ids in zip(range(1, steps + 1), _batches(rows, batch, hyperparameters.seed), strict=False):
         started = time.perf_counter()
         losses.append(passes(ids))
         if not math.isfinite(losses[-1]):

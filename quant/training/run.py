@@ -35,7 +35,7 @@ from quant.report.report import Distillation, Report
 from quant.runtime.attention import quantized_attention
 from quant.training.distill import distill
 from quant.training.distill_inputs import DistillInputs, check_cache, check_tokenizers, prepare_distill_inputs
-from quant.training.loop import Schedule, StoredDtypes, Trained, default_rate, train, train_only_rounded
+from quant.training.loop import Hyperparameters, StoredDtypes, Trained, default_rate, train, train_only_rounded
 from quant.training.options import DistillOptions
 from quant.training.qat import convert_qat, prepare_qat
 from quant.training.run_report import losses_by_tenth, report_of
@@ -172,7 +172,7 @@ def _train(
         student.train(),
         partial(distill, student, inputs.teacher, temperature=options.temperature, hidden=options.hidden),
         inputs.rows,
-        Schedule(options.steps, options.batch_size, rate, options.seed),
+        Hyperparameters(options.steps, options.batch_size, rate, options.seed),
         progress=lambda done, total, _: progress("train", done, total),
     )
     student.eval()

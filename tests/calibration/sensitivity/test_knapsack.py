@@ -8,10 +8,12 @@ import time
 import numpy as np
 import pytest
 
-from quant.calibration.sensitivity.knapsack import SCORE, Infeasible, Near, Problem, pareto, smallest, solve
+from quant.calibration.sensitivity.knapsack import SCORE, Infeasible, KnapsackProblem, Near, pareto, smallest, solve
 
 
-def _problem(groups: int, formats: int, seed: int, *, seconds: bool = False, forbidden: bool = False) -> Problem:
+def _problem(
+    groups: int, formats: int, seed: int, *, seconds: bool = False, forbidden: bool = False
+) -> KnapsackProblem:
     rng = np.random.default_rng(seed)
     bits = np.array([4.5, 4.25, 6.25, 8.0, 8.25, 16.0])[:formats]
     numel = rng.integers(1, 64, (groups, 1)) * 512
@@ -22,10 +24,12 @@ def _problem(groups: int, formats: int, seed: int, *, seconds: bool = False, for
     costs = {"bytes": np.round(numel * bits / 8)}
     if seconds:
         costs["seconds"] = numel * rng.uniform(1, 3, (groups, formats)) * 1e-9
-    return Problem(tuple(map(str, range(groups))), tuple("abcdef"[:formats]), scores, costs)
+    return KnapsackProblem(tuple(map(str, range(groups))), tuple("abcdef"[:formats]), scores, costs)
 
 
-def _brute(problem: Problem, limits: dict[str, float], minimize: str = SCORE, near: Near | None = None) -> float:
+def _brute(
+    problem: KnapsackProblem, limits: dict[str, float], minimize: str = SCORE, near: Near | None = None
+) -> float:
     best = np.inf
     for choice in itertools.product(range(len(problem.candidates)), repeat=len(problem.groups)):
         picked = np.array(choice)
@@ -140,7 +144,7 @@ def test_infeasible_says_the_smallest_feasible_value() -> None:
 
 def test_limits_that_exclude_each_other() -> None:
     scores = np.array([[1.0, 0.0]])
-    problem = Problem(
+    problem = KnapsackProblem(
         ("g",), ("small", "quick"), scores, {"bytes": np.array([[1.0, 9]]), "seconds": np.array([[9.0, 1]])}
     )
     with pytest.raises(Infeasible, match=r"bytes ≤ 2 and seconds ≤ 2 together"):
@@ -149,10 +153,10 @@ def test_limits_that_exclude_each_other() -> None:
 
 def test_a_score_or_cost_that_compares_with_nothing_is_refused_by_name() -> None:
     scores, bytes_ = np.array([[0.1, np.inf], [0.2, 0.3]]), np.array([[1.0, 2.0], [1.0, 2.0]])
-    problem = Problem(("a", "b"), ("small", "large"), scores, {"bytes": bytes_})
+    problem = KnapsackProblem(("a", "b"), ("small", "large"), scores, {"bytes": bytes_})
     assert problem.allowed.tolist() == [[True, False], [True, True]]
     with pytest.raises(ValueError, match=r"^b in small: its score is nan$"):
-        Problem(("a", "b"), ("small", "large"), np.array([[0.1, np.inf], [np.nan, 0.3]]), {"bytes": bytes_})
+        KnapsackProblem(("a", "b"), ("small", "large"), np.array([[0.1, np.inf], [np.nan, 0.3]]), {"bytes": bytes_})
     for value in (np.nan, np.inf):
         with pytest.raises(ValueError, match=rf"^a in large: its bytes is {value}$"):
-            Problem(("a", "b"), ("small", "large"), scores, {"bytes": np.array([[1.0, value], [1.0, 2.0]])})
+            KnapsackProblem(("a", "b"), ("small", "large"), scores, {"bytes": np.array([[1.0, value], [1.0, 2.0]])})

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quant.allocation.search import Search
-from quant.calibration.sensitivity.knapsack import Problem, solve
+from quant.calibration.sensitivity.knapsack import KnapsackProblem, solve
 
 GROUPS, FORMATS = 7, 3
 SIZE = np.array([4.5, 8.0, 16.0])
@@ -49,7 +49,7 @@ def _search(seed: int, measurements: int, *, is_queued: bool = False) -> tuple[S
     baseline = Interacting(seed, is_queued=is_queued)
     scores = 0.5 * np.square(baseline.errors).sum(-1)
     weights = np.random.default_rng(seed + 1000).integers(1, 5, (GROUPS, 1))
-    problem = Problem(tuple(map(str, range(GROUPS))), ("a", "b", "c"), scores, {"bytes": weights * SIZE})
+    problem = KnapsackProblem(tuple(map(str, range(GROUPS))), ("a", "b", "c"), scores, {"bytes": weights * SIZE})
     limit = 6.5 * weights.sum()
     named = lambda choice: dict(zip(problem.groups, map(int, choice), strict=True))  # noqa: E731
     search = Search(problem, {"bytes": limit}, baseline, named, measurements)

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="the extra hf")
 
 import quant
 from quant.training.cuda_graph import Passes
-from quant.training.loop import Schedule, train, train_only_rounded
+from quant.training.loop import Hyperparameters, train, train_only_rounded
 
 ROWS = torch.randint(0, 64, (16, 24), generator=torch.Generator().manual_seed(7))
 
@@ -57,8 +57,8 @@ def test_on_a_cpu_passes_are_those_of_autograd() -> None:
 def test_a_replay_is_what_runs_op_by_op() -> None:
     model = Layers().cuda()
     twin = copy.deepcopy(model)
-    recorded = train(model, loss_of(model), ROWS, Schedule(12, 4, rate=1e-2))
-    plain = train(twin, loss_of(twin), ROWS, Schedule(12, 4, rate=1e-2), record=False)
+    recorded = train(model, loss_of(model), ROWS, Hyperparameters(12, 4, rate=1e-2))
+    plain = train(twin, loss_of(twin), ROWS, Hyperparameters(12, 4, rate=1e-2), record=False)
     assert recorded.replayed and not plain.replayed
     assert recorded.losses == plain.losses
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
@@ -78,7 +78,7 @@ def test_distillation_is_recorded(scales: str) -> None:
         def loss(ids: torch.Tensor, student: nn.Module = student) -> torch.Tensor:
             return quant.distill(student, teacher, ids)
 
-        found.append(train(student, loss, ROWS, Schedule(12, 4, rate=1e-4), record=record))
+        found.append(train(student, loss, ROWS, Hyperparameters(12, 4, rate=1e-4), record=record))
         quant.convert_qat(student)
     assert found[0].replayed and not found[1].replayed
     # Attention takes a mask where it is recorded, and rounds differently; by and by other codes follow from that.
@@ -100,9 +100,9 @@ def test_what_cannot_be_recorded_runs_op_by_op(change: str) -> None:
     model = Layers().cuda()
     twin = copy.deepcopy(model)
     changes = by_value if change == "values" else with_noise
-    found = train(model, loss_of(model, changes), ROWS, Schedule(8, 4, rate=1e-2))
+    found = train(model, loss_of(model, changes), ROWS, Hyperparameters(8, 4, rate=1e-2))
     assert not found.replayed and found.losses[-1] < found.losses[0]
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
-    plain = train(twin, loss_of(twin), ROWS, Schedule(8, 4, rate=1e-2))
+    plain = train(twin, loss_of(twin), ROWS, Hyperparameters(8, 4, rate=1e-2))
     assert plain.replayed  # a failed recording leaves nothing behind
     assert torch.rand(3, device="cuda").shape == (3,)
