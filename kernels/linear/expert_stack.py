@@ -36,6 +36,11 @@ class ExpertStack(nn.Module):
         """Returns the values `[out, in]` of one expert."""
         raise NotImplementedError
 
+    @property
+    def multiplies_values(self) -> bool:
+        """Whether `product` is a plain matmul by the values of `dense`."""
+        return False
+
     def opened(self) -> AbstractContextManager[object]:
         """Lets a subclass keep the matrices of one forward pass while open."""
         return nullcontext()
@@ -71,9 +76,14 @@ class ExpertStack(nn.Module):
         return self.shape[0]
 
     def __getitem__(self, index: int | torch.Tensor) -> Any:
-        """Returns the matrix of one expert, or the values of several, as the parameter holds them."""
+        """Returns one expert, or the values of several, as the parameter holds them.
+
+        One expert is an `ExpertMatrix` if products with it have to run through `product`, and else its values.
+        """
         if isinstance(index, torch.Tensor) and index.dim():
             return torch.stack([self.stacking.hold(self.dense(int(i))) for i in index])
+        if self.multiplies_values:
+            return self.stacking.hold(self.dense(int(index)))
         return ExpertMatrix(self, int(index), self.stacking.transposed)
 
     @classmethod

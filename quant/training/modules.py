@@ -138,11 +138,10 @@ class QATExperts(RoundedWeight, ExpertStack):
         finally:
             self._matrices = None
 
-    def __getitem__(self, index: int | torch.Tensor) -> Any:
-        """Returns one expert as the parameter holds it, or several; without rounded inputs, rounded values."""
-        if self.activation_format is None and not (isinstance(index, torch.Tensor) and index.dim()):
-            return self.stacking.hold(self.dense(int(index)))
-        return super().__getitem__(index)
+    @property
+    def multiplies_values(self) -> bool:
+        """Whether inputs stay in 16 bit."""
+        return self.activation_format is None
 
     def dense(self, index: int) -> torch.Tensor:
         """Returns the rounded values `[out, in]` of one expert."""

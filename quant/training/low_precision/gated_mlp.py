@@ -12,7 +12,6 @@ otherwise it runs as it always did.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +23,7 @@ from quant.kernels.linear.ops import autocast_dtype
 from quant.kernels.portable.training.fp8_block_layout import BLOCK
 from quant.training.low_precision.linear import LowPrecisionLinear
 from quant.training.low_precision.native import NativeProducts, is_distributed, keeps_weight, unpadded
+from quant.training.rounding.replaced_forward import has_own_forward, replace_forward, restore_forwards
 from quant.training.rounding.rms_norm import NormInput, cast, origin_of
 
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
@@ -34,19 +34,16 @@ def fuse_gated_mlps(model: nn.Module) -> None:
     """Has the gated MLPs of a model, whose linear layers train natively, run as one function each."""
     for module in model.modules():
         layers: list[Any] = [getattr(module, name, None) for name in _LAYERS]
-        if not all(_trains_natively(layer) for layer in layers) or "forward" in vars(module):
+        if not all(_trains_natively(layer) for layer in layers) or has_own_forward(module):
             continue
         # Blocks of their gradients, which lie side by side, must not hold columns of both.
         if layers[0].out_features % BLOCK == 0 and _is_swiglu(module):
-            vars(module)["forward"] = partial(_forward, module)
+            replace_forward(module, _forward)
 
 
 def restore_gated_mlps(model: nn.Module) -> None:
     """Undoes `fuse_gated_mlps`."""
-    for module in model.modules():
-        forward = vars(module).get("forward")
-        if isinstance(forward, partial) and forward.func is _forward:
-            del vars(module)["forward"]
+    restore_forwards(model, _forward)
 
 
 def _is_swiglu(module: nn.Module) -> bool:

@@ -16,11 +16,12 @@ Without a compiler y is written in any case, and is quantized as any other input
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from quant.training.rounding.replaced_forward import has_own_forward, replace_forward, restore_forwards
 
 _ORIGIN = "_quant_rms_norm"  # attribute of a norm's output: its `NormInput`
 
@@ -65,17 +66,14 @@ class _Formula(NamedTuple):
 def trace_rms_norms(model: nn.Module) -> None:
     """Has the outputs of a model's RMSNorms carry their origin in compiled graphs."""
     for module in model.modules():
-        formula = _formula(module) if "forward" not in vars(module) else None
+        formula = None if has_own_forward(module) else _formula(module)
         if formula is not None:
-            vars(module)["forward"] = partial(_forward, module, formula)
+            replace_forward(module, _forward, formula)
 
 
 def restore_rms_norms(model: nn.Module) -> None:
     """Undoes `trace_rms_norms`."""
-    for module in model.modules():
-        forward = vars(module).get("forward")
-        if isinstance(forward, partial) and forward.func is _forward:
-            del vars(module)["forward"]
+    restore_forwards(model, _forward)
 
 
 def origin_of(x: torch.Tensor) -> NormInput | None:
