@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from quant.export.checkpoint.conversion_rules import class_rules, file_rules, operations
+
 Names = Collection[str]
 
 
@@ -38,9 +40,8 @@ def in_files(
     """
     as_in_source: dict[str, torch.Tensor] = {}
     made_of: dict[str, list[str]] = {}
-    used = getattr(model, "_weight_conversions", None)
     # A rule without a way back, such as one that drops padding, is no error before it is asked for.
-    for rule in _rules(model) if used is None else _plain(used):
+    for rule in _without_experts(file_rules(model)):
         with suppress(NotImplementedError):
             for parts, converted in _converted(model, rule.reverse_transform(), tensors):
                 on_disk = {stored(name): tensor for name, tensor in converted.items()}
@@ -60,26 +61,17 @@ def in_model(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
     state = model.state_dict(keep_vars=True)
     unknown = {name: tensor for name, tensor in tensors.items() if name not in state}
     result = dict(tensors)
-    for rule in _rules(model) if unknown and hasattr(model, "base_model_prefix") else ():
+    for rule in _without_experts(class_rules(model)) if unknown and hasattr(model, "base_model_prefix") else ():
         for parts, converted in _converted(model, rule, unknown):
             if converted.keys() <= state.keys():
                 result = {name: tensor for name, tensor in result.items() if name not in parts} | converted
     return result
 
 
-def _rules(model: Any) -> list[Any]:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return _plain(get_model_conversion_mapping(model, add_legacy=False))
-
-
-def _plain(rules: Iterable[Any]) -> list[Any]:
-    """Returns the rules that change tensors, but for those of experts."""
+def _without_experts(rules: Iterable[Any]) -> list[Any]:
+    """Returns the rules that change tensors, except those of experts."""
     return [
-        rule
-        for rule in rules
-        if (operations := [type(operation).__name__ for operation in getattr(rule, "operations", ())])
-        and not {"MergeModulelist", "SplitModulelist"} & set(operations)
+        rule for rule in rules if operations(rule) and not {"MergeModulelist", "SplitModulelist"} & {*operations(rule)}
     ]
 
 

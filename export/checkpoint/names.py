@@ -6,14 +6,13 @@ transformers 5 builds a model from parts that need not be named, or split, as th
     module   model.layers.0.mlp.experts.gate_up_proj                 model.language_model.layers.0.…
 
 Servers read the names on disk, and so does transformers: with the modules' names in a checkpoint, transformers would
-leave the experts at random values. It keeps the rules of its conversion as data, and this file applies them in both
-directions. Everywhere else a tensor has its name in the model, and one expert's matrices are `….experts.3.gate_proj`,
-`.up_proj` and `.down_proj` until they are written.
+leave the experts at random values. This file applies its rules (`conversion_rules`) in both directions. Everywhere else
+a tensor has its name in the model, and one expert's matrices are `….experts.3.gate_proj`, `.up_proj` and `.down_proj`
+until they are written.
 """
 
 from __future__ import annotations
 
-import copy
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.export.checkpoint.conversion_rules import (
+    class_rules,
+    file_rules,
+    is_group,
+    is_renaming,
+    operations,
+    renaming,
+    takes_experts_apart,
+)
 from quant.formats.format import Format
 from quant.formats.stacking import Stacking
 from quant.kernels.linear.expert_stack import ExpertStack
@@ -143,26 +151,17 @@ def stored_names(model: nn.Module | None) -> StoredNames:
     # A model of transformers cannot exist while its library is not loaded.
     if model is None or "transformers" not in sys.modules or not hasattr(model, "base_model_prefix"):
         return StoredNames()
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    # The rules of Mixtral, from the file to the model:
-    #   WeightRenaming(".block_sparse_moe.", ".mlp.")
-    #   WeightConverter([".experts.*.w1.weight", ".experts.*.w3.weight"], ".experts.gate_up_proj",
-    #                   [MergeModulelist(dim=0), Concatenate(dim=1)])
-    rules = _plain(get_model_conversion_mapping(model, add_legacy=False))
-    # `from_pretrained` of transformers 5 notes the rules that the model's own checkpoint needed.
-    used = getattr(model, "_weight_conversions", None)
-    used = rules if used is None else _plain(used)
-    groups = {tuple(rule.source_patterns) for rule in used if _is_group(rule)}
+    rules, used = class_rules(model), file_rules(model)
+    groups = {tuple(rule.source_patterns) for rule in used if is_group(rule)}
     fused = _fused(rules)
-    apart = _is_apart(model)
+    apart = takes_experts_apart(model)
     names = StoredNames(
-        renamings=tuple(_renaming(rule.reverse_transform()) for rule in reversed(used) if _is_renaming(rule)),
+        renamings=tuple(renaming(rule.reverse_transform()) for rule in reversed(used) if is_renaming(rule)),
         # Names like those that a group makes mean other tensors where it was not needed.
         back=tuple(
-            _renaming(rule)
+            renaming(rule)
             for rule in rules
-            if _is_renaming(rule) and not (_is_group(rule) and tuple(rule.source_patterns) not in groups)
+            if is_renaming(rule) and not (is_group(rule) and tuple(rule.source_patterns) not in groups)
         ),
         experts={
             ours: theirs
@@ -178,12 +177,6 @@ def stored_names(model: nn.Module | None) -> StoredNames:
     if not names.renamings:
         return names
     return replace(names, parameters={names.stored(name): name for name in _state_names(model)})
-
-
-def _is_apart(model: nn.Module) -> bool:
-    from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
-
-    return any(type(module).__name__ in MODULES_TO_PATCH_FOR_QUANTIZATION for module in model.modules())
 
 
 def _without_rule(model: nn.Module, fused: Collection[str]) -> Iterator[tuple[str, Stacking]]:
@@ -223,37 +216,12 @@ def cut_experts(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return dict(zip(names, weight.flatten(0, 1).chunk(len(names)), strict=True))
 
 
-def _plain(rules: Iterable[Any]) -> list[Any]:
-    """Returns the rules that hold in both directions."""
-    return [rule for rule in rules if _is_renaming(rule) or type(rule).__name__ == "WeightConverter"]
-
-
-def _is_renaming(rule: Any) -> bool:
-    # A file need not have the prefix of a `PrefixChange`, and a `LayerPairCollapse` cannot be undone.
-    classes = [cls.__name__ for cls in type(rule).__mro__]
-    return "WeightRenaming" in classes and classes[0] not in ("PrefixChange", "LayerPairCollapse")
-
-
-def _is_group(rule: Any) -> bool:
-    """Returns whether a renaming is several at once, such as `fc0` to `fc1` and `fc1` to `fc2`."""
-    return type(rule).__name__ == "GroupWeightRename"
-
-
-def _renaming(rule: Any) -> Rename:
-    if _is_group(rule):
-        # It renames nothing until it has met its first pattern, and is asked for names in any order here.
-        rule = copy.copy(rule)
-        rule._active = True
-    return lambda name: str(rule.rename_source_key(name)[0])
-
-
 def _fused(rules: Iterable[Any]) -> dict[str, tuple[str, ...]]:
     """Returns the names on disk of an expert's matrices, by the parameter that they are stacked in."""
     names_on_disk = {}
     for rule in rules:
         # Experts are stacked; gate and up of each are concatenated before.
-        operations = [type(operation).__name__ for operation in getattr(rule, "operations", ())]
-        if operations not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
+        if operations(rule) not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
             continue
         last = rule.target_patterns[0].rpartition(".")[2]
         names = tuple(pattern.split(".")[-2] for pattern in rule.source_patterns)  # w1 of ".experts.*.w1.weight"
