@@ -47,6 +47,8 @@ def cache_refusal(config: Any) -> str:
         config.cache_config, "kv_offloading_size", None
     ):
         return "a KV connector (kv_transfer_config or kv_offloading_size) moves parts of blocks, whose order it assumes"
+    if getattr(config.cache_config, "kv_sharing_fast_prefill", False):
+        return "kv_sharing_fast_prefill leaves tokens out of a step on the GPU, and they are counted on the host"
     parallel = getattr(config, "parallel_config", None)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:

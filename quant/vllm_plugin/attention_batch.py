@@ -2,7 +2,7 @@
 
 vLLM's scheduler puts sequences with one new token first. `Builder` sorts the others by their new tokens:
 
-    up to `FEW` behind earlier ones    drafts to be verified; sequences with equally many are one launch
+    up to `few` behind earlier ones    drafts to be verified; sequences with equally many are one launch
     more, or a prompt's first          chunks of prompts, for FlashAttention
 
 Lengths are read on the host, where they are known without waiting for the GPU.
@@ -23,8 +23,10 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from quant.vllm_plugin import releases
+
 FEW = 16
-"""Most new tokens of a sequence that paged attention takes; speculative decoding verifies no more at once."""
+"""New tokens of a sequence up to which paged attention takes them; with longer drafts, it takes these too."""
 
 
 @dataclass
@@ -61,28 +63,35 @@ class Builder(AttentionMetadataBuilder[Batch]):
     """Makes a `Batch` from the sequences that vLLM's scheduler has chosen."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    few: int = FEW
+    """Most new tokens of a sequence behind earlier ones that paged attention takes."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=False)
+        # A chunk for FlashAttention needs its length on the host, where that of a sequence with drafts is not exact.
+        drafts = getattr(self.vllm_config.speculative_config, "num_speculative_tokens", None) or 0
+        self.few = max(FEW, 1 + 2 * drafts)  # drafting in parallel adds as many tokens to those that are verified
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Batch:
         common = common_attn_metadata
+        if common.causal is not True:
+            raise NotImplementedError("an NVFP4 KV cache has causal attention only: leave out --kv-cache-dtype")
         decodes, _, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         # A captured graph pads the batch with sequences of no token.
         decodes = min(decodes, common.num_actual_tokens)  # without sequences that only pad a batch
         verified: dict[int, list[tuple[int, int]]] = {}
         chunks: list[tuple[int, int, int, int]] = []
         if tokens < common.num_actual_tokens:
-            at, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
-            # Lengths on the host: reading them from the GPU would wait for it. They are exact for prompts; for a
-            # sequence whose drafts are verified they count drafts that may have been refused.
+            at, lengths = common.query_start_loc_cpu.tolist(), releases.lengths_on_host(common)
+            # Reading lengths from the GPU would wait for it. These are exact for prompts; for a sequence whose drafts
+            # are verified they count drafts that may have been refused.
             assert lengths is not None
             for row in range(decodes, common.num_reqs):
                 first, last, length = at[row], at[row + 1], int(lengths[row])
-                if 0 < last - first <= FEW and length > last - first:
+                if 0 < last - first <= self.few and length > last - first:
                     verified.setdefault(last - first, []).append((row, first))
                 elif last > first:
                     chunks.append((row, first, last, length))

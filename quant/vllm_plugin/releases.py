@@ -10,6 +10,8 @@ No version is compared: a release is known by the names, arguments and fields th
     experts with a limited activation             0.28    `activation()` reads the limit from `activation_config`
     bytes of a page of the KV cache               0.28    the backend says them in `customize_spec`
     views `[blocks, heads, tokens, bytes]`        0.29    the backend names layouts; before, it shaped the buffer itself
+    lengths on the host of chunked local          < 0.33  in a field of their own, `_seq_lens_cpu`; the bounds are those
+      attention                                           of whole sequences
     `has_g_idx` of INT4 layers                    < 0.33  a field of the layer's config
 
 `signature_problems` compares our classes with vLLM's own before they are offered: a method that lost or gained an
@@ -93,6 +95,15 @@ def contiguous_block_layouts() -> tuple[Any, ...]:
 
     layouts = getattr(kv_cache_interface, "KVCacheLayout", ())
     return tuple(layout for layout in layouts if layout.is_block_contiguous and layout.is_block_compact)
+
+
+def lengths_on_host(common: Any) -> Any:
+    """Returns the lengths of a step's sequences as the host knows them, int32 `[sequences]`.
+
+    Chunked local attention cuts sequences into pieces, and up to 0.29 hands on the bounds of the whole ones.
+    """
+    lengths = getattr(common, "_seq_lens_cpu", None)
+    return common.seq_lens_cpu_upper_bound if lengths is None else lengths
 
 
 def check_arguments(function: Callable[..., Any], *names: str) -> None:

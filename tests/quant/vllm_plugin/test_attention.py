@@ -211,6 +211,57 @@ def test_a_batch_is_read_from_vllms_metadata() -> None:
     assert rows.tolist() == [4, 5] and tokens.tolist() == [[27, 28, 29], [30, 31, 32]]
 
 
+def common_metadata(starts: list[int], lengths: list[int], **given: Any) -> Any:
+    """What vLLM says of a step's sequences; a block of the table is named after its place."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    at, count, pages = torch.tensor(starts, dtype=torch.int32), len(lengths), -(-max(lengths) // PAGE)
+    on_gpu = torch.tensor(lengths, dtype=torch.int32)
+    fields = {
+        "query_start_loc": at, "query_start_loc_cpu": at, "seq_lens": on_gpu, "num_reqs": count,
+        "num_actual_tokens": starts[-1], "max_query_len": int(at.diff().max()), "max_seq_len": max(lengths),
+        "block_table_tensor": torch.arange(count * pages, dtype=torch.int32).view(count, pages),
+        "slot_mapping": torch.arange(starts[-1]), "seq_lens_cpu_upper_bound": on_gpu.clone(),
+    }  # fmt: skip
+    return CommonAttentionMetadata(**fields | given)
+
+
+def built_by(backend: type = BlockscaleNvFp4AttentionBackend, drafts: int = 0) -> Any:
+    """The backend's builder, made by its own constructor."""
+    speculative = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False) if drafts else None
+    config = SimpleNamespace(speculative_config=speculative, parallel_config=SimpleNamespace(decode_context_parallel_size=1))
+    return backend.get_builder_cls()(SimpleNamespace(block_size=PAGE), ["layer"], config, torch.device("cpu"))
+
+
+def test_drafts_of_any_length_are_read_under_the_lengths_that_the_gpu_knows() -> None:
+    """The host counts refused drafts; FlashAttention over its lengths would see keys that are not there."""
+    common = common_metadata([0, 1, 22], [9, 41])
+    assert built_by().build(0, common).chunks == [(1, 1, 22, 41)]
+    batch = built_by(drafts=20).build(0, common)
+    [(rows, tokens)] = batch.verified
+    assert not batch.chunks and rows.tolist() == [1] and tokens.tolist() == [list(range(1, 22))]
+    with pytest.raises(NotImplementedError, match="causal"):
+        built_by().build(0, common_metadata([0, 1, 22], [9, 41], causal=False))
+
+
+def test_chunked_local_attention_has_the_lengths_of_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 4 attends within chunks of its context, which vLLM makes sequences of their own."""
+    from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
+    from vllm.utils import torch_utils
+
+    monkeypatch.setattr(torch_utils, "PIN_MEMORY", False, raising=False)
+
+    local = built_by(create_chunked_local_attention_backend(BlockscaleNvFp4AttentionBackend, 32))
+    # A sequence that decodes in its third chunk, and a chunk of a prompt from its token 20 to 80.
+    batch = local.build(0, common_metadata([0, 1, 61], [70, 80]))
+    pieces = [(row, first, last, length) for row, first, last, length in batch.chunks]
+    assert batch.decodes == 1 and batch.lengths.tolist() == [6, 32, 32, 16]
+    verified = [(int(row), *(tokens[i] for i in (0, -1))) for rows, of in batch.verified for row, tokens in
+                zip(rows, of.tolist(), strict=True)]  # fmt: skip
+    # 12 tokens behind 20, a whole chunk, and the first half of another.
+    assert verified == [(1, 1, 12)] and pieces == [(2, 13, 45, 32), (3, 45, 61, 16)]
+
+
 def test_nvfp4_caches_choose_it_and_others_do_not() -> None:
     from vllm.platforms import cuda
     from vllm.platforms.interface import DeviceCapability
@@ -282,6 +333,7 @@ def test_a_block_that_is_not_one_piece_is_refused() -> None:
     [
         ({}, object(), {}, "kv_transfer_config"),
         ({"kv_offloading_size": 4.0}, None, {}, "kv_offloading_size"),
+        ({"kv_sharing_fast_prefill": True}, None, {}, "kv_sharing_fast_prefill"),
         ({}, None, {"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
         ({}, None, {}, ""),
     ],
