@@ -74,14 +74,14 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
-        **ignored: Any,
+        **others: Any,
     ) -> None:
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
-        if alibi_slopes is not None:
-            raise NotImplementedError(
-                "an NVFP4 KV cache has no attention with ALiBi slopes: leave out --kv-cache-dtype"
-            )
+        unknown = [name for name, value in others.items() if value is not None and value is not False]
+        if alibi_slopes is not None or unknown:
+            kind = unknown[0] if unknown else "ALiBi slopes"
+            raise NotImplementedError(f"an NVFP4 KV cache has no attention with {kind}: leave out --kv-cache-dtype")
         # Here and not in the builder, which vLLM makes after it has loaded the weights.
         config = get_current_vllm_config_or_none()
         reason = "" if config is None else cache_refusal(config)

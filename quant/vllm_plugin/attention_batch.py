@@ -27,6 +27,8 @@ from quant.vllm_plugin import releases
 
 FEW = 16
 """New tokens of a sequence up to which paged attention takes them; with longer drafts, it takes these too."""
+SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+"""vLLM's names for caches of attention to all tokens, to a window, and to a chunk of the context."""
 
 
 @dataclass
@@ -68,6 +70,8 @@ class Builder(AttentionMetadataBuilder[Batch]):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        if reason := spec_refusal(self.kv_cache_spec):
+            raise NotImplementedError(f"NVFP4 KV cache: {reason}; leave out --kv-cache-dtype")
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=False)
         # A chunk for FlashAttention needs its length on the host, where that of a sequence with drafts is not exact.
         drafts = getattr(self.vllm_config.speculative_config, "num_speculative_tokens", None) or 0
@@ -102,6 +106,17 @@ class Builder(AttentionMetadataBuilder[Batch]):
             common.max_seq_len, [(copied(rows), copied(members)) for rows, members in few], chunks,
             copied(chunk_starts(chunks)), copied(chunk_ends(chunks)),
         )  # fmt: skip
+
+
+def spec_refusal(spec: Any) -> str:
+    """Returns why layers with such a cache cannot have it in NVFP4, empty if they can.
+
+    vLLM has kinds of attention whose masks only some backends know; it tells them apart by the class of the spec.
+    """
+    if type(spec).__name__ not in SPECS:
+        return f"layers with a {type(spec).__name__} attend under a mask of their own, which our kernels do not have"
+    dims = spec.head_size, getattr(spec, "head_size_v", spec.head_size)
+    return "" if dims[0] == dims[1] else f"keys of {dims[0]} columns have values of {dims[1]}"
 
 
 def rows_and_tokens(new: int, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -230,7 +230,46 @@ def built_by(backend: type = BlockscaleNvFp4AttentionBackend, drafts: int = 0) -
     """The backend's builder, made by its own constructor."""
     speculative = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False) if drafts else None
     config = SimpleNamespace(speculative_config=speculative, parallel_config=SimpleNamespace(decode_context_parallel_size=1))
-    return backend.get_builder_cls()(SimpleNamespace(block_size=PAGE), ["layer"], config, torch.device("cpu"))
+    return backend.get_builder_cls()(spec_of("ChunkedLocalAttentionSpec"), ["layer"], config, torch.device("cpu"))
+
+
+def spec_of(kind: str, **changes: Any) -> Any:
+    """vLLM's description of a layer's cache, by the name of its class."""
+    from vllm.v1 import kv_cache_interface
+
+    further = {"SlidingWindowSpec": {"sliding_window": 8}, "ChunkedLocalAttentionSpec": {"attention_chunk_size": 32},
+               "SinkFullAttentionSpec": {"sink_len": PAGE}}  # fmt: skip
+    fields = {"block_size": PAGE, "num_kv_heads": KV_HEADS, "head_size": DIM, "dtype": torch.uint8}
+    return getattr(kv_cache_interface, kind)(**fields | further.get(kind, {}) | changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("FullAttentionSpec", {}, ""),
+        ("SlidingWindowSpec", {}, ""),
+        ("ChunkedLocalAttentionSpec", {}, ""),
+        ("SinkFullAttentionSpec", {}, "layers with a SinkFullAttentionSpec"),
+        ("FullAttentionSpec", {"head_size_v": 128}, "keys of 64 columns have values of 128"),
+    ],
+)
+def test_only_masks_that_our_kernels_have_are_taken(kind: str, changes: dict[str, int], reason: str) -> None:
+    """Sinks and other masks are known to vLLM's backends; ours would attend to the wrong keys, without a word."""
+    arguments = spec_of(kind, **changes), ["layer"], built_by().vllm_config, torch.device("cpu")
+    if not reason:
+        Builder(*arguments)
+        return
+    with pytest.raises(NotImplementedError, match=f"^NVFP4 KV cache: {reason}"):
+        Builder(*arguments)
+
+
+def test_an_argument_of_attention_that_it_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quant.vllm_plugin.attention.get_current_vllm_config_or_none", lambda: None)
+    monkeypatch.setattr("vllm.v1.attention.backends.fa_utils.get_flash_attn_version", lambda **named: 3)
+    monkeypatch.setattr("vllm.v1.attention.backends.fa_utils.flash_attn_varlen_func", flash, raising=False)
+    BlockscaleNvFp4Attention(HEADS, DIM, 1.0, KV_HEADS, sinks=None)
+    with pytest.raises(NotImplementedError, match="no attention with sinks: leave out --kv-cache-dtype"):
+        BlockscaleNvFp4Attention(HEADS, DIM, 1.0, KV_HEADS, sinks=torch.zeros(HEADS))
 
 
 def test_drafts_of_any_length_are_read_under_the_lengths_that_the_gpu_knows() -> None:
