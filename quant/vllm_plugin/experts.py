@@ -116,8 +116,15 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         self.layer, self.sizes = layer, {}
+        # By stack, whether the first weights of the layer fitted the layout of our kernels.
+        fitted = vars(layer).setdefault("blockscale_fitted", {})
         for name in ("w13", "w2"):
-            weight, reason = weights.arranged(self.weight_of(layer, name))
+            weight = self.weight_of(layer, name)
+            if name not in fitted and releases.loads_placeholders():
+                weight = weights.placeholder(weight)
+            label = f"{getattr(layer, 'layer_name', type(layer).__name__)}.{name}"
+            weight, reason = weights.arranged_as_before(weight, fitted.get(name), label)
+            fitted[name] = not reason
             replace_parameter(layer, f"{name}_weight", weight.codes)
             replace_parameter(layer, f"{name}_weight_scale", weight.scale)
             if weight.global_scale is not None:

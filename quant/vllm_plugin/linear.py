@@ -34,7 +34,7 @@ from vllm.model_executor.parameter import permute_param_layout_
 from vllm.scalar_type import scalar_types
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.vllm_plugin import releases, weights
+from quant.vllm_plugin import graph_key, releases, weights
 from quant.vllm_plugin.self_test import SelfTest
 
 logger = init_logger("vllm.blockscale")
@@ -91,8 +91,14 @@ def install_weight(layer: Layer, weight: BlockScaledTensor, codes: str = "weight
     # With tensor parallelism vLLM fuses the norm into the all-reduce; our norm would undo that.
     if getattr(layer, "tp_size", 1) == 1 and not _norm_failure(weight.codes):
         _formats_installed.add(weight.format.name)
+    graph_key.record(name_of(layer), f"{weight.format.name}, norms {has_our_layers()}")
     _attention_of_user.update(releases.user_attention_backends())
     logger.info_once("Blockscale: linear layers in %s take our kernels", weight.format.name)
+
+
+def name_of(layer: Layer) -> str:
+    """Returns the layer's name in the model, or its class where it has none."""
+    return getattr(layer, "prefix", "") or type(layer).__name__
 
 
 class _OverMarlin:
@@ -115,18 +121,22 @@ class _OverMarlin:
 
     def process_weights_after_loading(self, layer: Layer) -> None:
         weight = self.weight_of(layer)
+        # Set below, and by `hold`: an empty name means that Marlin runs the layer, as `apply_weights` reads it too.
+        kept = getattr(layer, "blockscale_format", None)
+        if kept is None and releases.loads_placeholders():
+            weight = weights.placeholder(weight)
         reason = weights.dtype_refusal(layer.params_dtype)
         if not reason:
             # Scales and shape decide, so this is known only once vLLM has loaded the weight.
-            weight, reason = weights.arranged(weight)
+            weight, reason = weights.arranged_as_before(weight, None if kept is None else bool(kept), name_of(layer))
         if not reason:
             install_weight(layer, weight)
             return
         shape = "x".join(map(str, weight.shape))
         logger.warning_once("Blockscale: a linear layer in %s stays with Marlin: %s", weight.format.name, reason)
-        logger.debug("Blockscale: %s [%s]: %s", getattr(layer, "prefix", ""), shape, reason)
-        # `apply_weights` reads this: an empty name means that Marlin runs the layer.
+        logger.debug("Blockscale: %s [%s]: %s", name_of(layer), shape, reason)
         layer.blockscale_format = ""
+        graph_key.record(name_of(layer), "marlin")
         super().process_weights_after_loading(layer)  # type: ignore[misc]
 
     def apply_weights(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

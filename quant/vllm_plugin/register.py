@@ -17,7 +17,7 @@ environment has `BLOCKSCALE_VLLM=0`, where Triton is missing, and where the GPU 
 variable are listed in `switches.py`.
 
 vLLM keeps compiled graphs on disk under a hash of its settings, which does not cover the choice of kernels. A graph
-that was compiled with our ops must not be found without them, nor the reverse: `install` adds itself to that hash.
+that was compiled with our ops must not be found without them, nor the reverse: `graph_key.py` adds to that hash.
 
 `--linear-backend` and `--moe-backend` still decide: our classes take layers only where they are "auto".
 """
@@ -27,7 +27,6 @@ from __future__ import annotations
 import importlib
 import logging
 
-from quant import __version__
 from quant.kernels.hardware import has_triton
 from quant.vllm_plugin.switches import switches, unknown_switches
 
@@ -102,14 +101,5 @@ def install() -> tuple[list[str], dict[str, str]]:
         except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
             refused[part] = " ".join(str(error).split())[:200]
     if offered:
-        _mark_compiled_graphs()
+        importlib.import_module("quant.vllm_plugin.graph_key").install()
     return offered, refused
-
-
-def _mark_compiled_graphs() -> None:
-    from vllm import envs
-
-    # vLLM hashes the values of this table into the key of its compile cache: graphs with our ops have a key of their
-    # own, and each choice of switches has.
-    words = ",".join(sorted(switches()))
-    envs.environment_variables["BLOCKSCALE"] = lambda: f"kernels of blockscale {__version__}, {words}"

@@ -59,6 +59,14 @@ def user_attention_backends() -> set[str]:
     return {str(getattr(backend, "name", backend)) for backend in named if backend is not None}
 
 
+def loads_placeholders() -> bool:
+    """Returns whether vLLM makes weights up, for others to be loaded into their memory (`--load-format dummy`)."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    load = getattr(get_current_vllm_config_or_none(), "load_config", None)
+    return getattr(load, "load_format", None) == "dummy"
+
+
 def is_free_to_choose(quantization: str, class_name: str) -> bool:
     """Returns whether the user left the kernel of such layers to vLLM, with ours among the candidates."""
     from vllm import envs

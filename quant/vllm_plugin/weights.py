@@ -17,12 +17,14 @@ No function here imports vLLM.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from quant.formats.format import FORMATS
 from quant.formats.number import E2M1
+from quant.formats.rounding import encode
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.arrival_counters import reserve
 from quant.kernels.hardware import current
@@ -102,6 +104,43 @@ def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
         return weight, ""
     reason = prepack_refusal(weight)
     return (weight, reason) if reason else (prepack(weight), "")
+
+
+def arranged_as_before(weight: BlockScaledTensor, fitted: bool | None, name: str) -> tuple[BlockScaledTensor, str]:
+    """Returns `arranged`, for weights that a server may load into the memory of earlier ones of the same layer.
+
+    The layer's kernel was chosen for the first weights, and CUDA graphs call it: later ones keep its layout.
+
+    Args:
+        weight: the weight as it was loaded.
+        fitted: whether the first weights fitted the layout of our kernels; None if these are the first.
+        name: the layer's name, for the error.
+
+    Raises:
+        ValueError: the first weights fitted, and these do not.
+    """
+    if fitted is False:
+        reserve(weight.codes)
+        return weight, "the first weights of the layer did not fit our kernel, and later ones are put into their memory"
+    arranged_weight, reason = arranged(weight)
+    if fitted and reason:
+        raise ValueError(
+            f"{name}: the weights that were loaded anew do not fit the layout of the first ones, which CUDA graphs "
+            f"read: {reason}; start vLLM with these weights, or with BLOCKSCALE_VLLM=0"
+        )
+    return arranged_weight, reason
+
+
+def placeholder(weight: BlockScaledTensor) -> BlockScaledTensor:
+    """Returns `weight` with block scales of 1.
+
+    Made-up scales are negative or zero, which the layout of our kernels does not hold. The layer would go to another
+    kernel, and the real weights could not be loaded into its parameters.
+    """
+    if weight.format.element is not E2M1:
+        return weight
+    ones = encode(torch.ones(weight.scale.shape, device=weight.scale.device), weight.format.scale)
+    return replace(weight, scale=ones.view(torch.uint8).view(weight.scale.dtype))
 
 
 def portable_experts_reason(weight: BlockScaledTensor) -> str:

@@ -229,7 +229,9 @@ def common_metadata(starts: list[int], lengths: list[int], **given: Any) -> Any:
 def built_by(backend: type = BlockscaleNvFp4AttentionBackend, drafts: int = 0) -> Any:
     """The backend's builder, made by its own constructor."""
     speculative = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False) if drafts else None
-    config = SimpleNamespace(speculative_config=speculative, parallel_config=SimpleNamespace(decode_context_parallel_size=1))
+    config = SimpleNamespace(
+        speculative_config=speculative, parallel_config=SimpleNamespace(decode_context_parallel_size=1)
+    )
     return backend.get_builder_cls()(spec_of("ChunkedLocalAttentionSpec"), ["layer"], config, torch.device("cpu"))
 
 

@@ -9,6 +9,7 @@ import inspect
 import logging
 import re
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from quant.formats.format import FORMATS
-from quant.formats.tensor import quantize
+from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.vllm_plugin import register
 
 
@@ -287,51 +288,119 @@ def test_fp8_weights_give_the_oracles_product(vllm: Any, format: str) -> None:
     assert torch.equal(kernel.apply_weights(layer, x), expected)
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8_channel", "fp8_block"])
-def test_a_layer_is_reloaded_into_the_memory_that_graphs_know(vllm: Any, format: str) -> None:
-    """As vLLM reloads weights for reinforcement learning, and after a sleep of level 2."""
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-    from vllm.model_executor.model_loader import reload
+class Reloaded:
+    """A layer of vLLM that is loaded, and loaded anew with other weights, as vLLM does it."""
 
-    names = {"nvfp4": "NvFp4", "mxfp8": "Mxfp8"}
-    kernel = getattr(vllm.linear, f"Blockscale{names.get(format, 'Fp8')}LinearKernel")
+    def __init__(self, vllm: Any, first: BlockScaledTensor) -> None:
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+        from vllm.model_executor.model_loader import reload
 
-    class Method(QuantizeMethodBase):
-        def create_weights(self, *arguments: Any, **named: Any) -> None: ...
+        names = {"nvfp4": "NvFp4", "mxfp4": "MxFp4", "mxfp8": "Mxfp8"}
+        self.format = first.format.name
+        kernel = getattr(vllm.linear, f"Blockscale{names.get(self.format, 'Fp8')}LinearKernel")
+        outer = self
 
-        def apply(self, *arguments: Any, **named: Any) -> None: ...
+        class Method(QuantizeMethodBase):
+            def create_weights(self, *arguments: Any, **named: Any) -> None: ...
 
-        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-            if format == "fp8_channel":
-                layer.weight = torch.nn.Parameter(layer.weight.data.t(), requires_grad=False)
-            self.kernel = made(kernel, layer)
-            self.kernel.process_weights_after_loading(layer)
+            def apply(self, *arguments: Any, **named: Any) -> None: ...
 
-    torch.manual_seed(0)
-    first, second = (quantize(torch.randn(256, 128), FORMATS[format]) for _ in range(2))
+            def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+                if outer.format == "fp8_channel":
+                    layer.weight = torch.nn.Parameter(layer.weight.data.t(), requires_grad=False)
+                outer.kernel = made(kernel, layer)
+                outer.kernel.process_weights_after_loading(layer)
 
-    def tensors(weight: Any) -> dict[str, torch.Tensor]:
-        scale = "weight_scale_inv" if format == "fp8_block" else "weight_scale"
+        self.layer = torch.nn.Module()
+        self.layer.prefix = "model.layers.0.mlp.down_proj"
+        self.layer.weight_block_size = [128, 128] if self.format == "fp8_block" else None
+        self.layer.quant_method = Method()
+        for name, tensor in self.tensors(first).items():
+            self.layer.register_parameter(name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+        reload.record_metadata_for_reloading(self.layer)
+        self.layer.quant_method.process_weights_after_loading(self.layer)
+
+    def tensors(self, weight: BlockScaledTensor) -> dict[str, torch.Tensor]:
+        scale = "weight_scale_inv" if self.format == "fp8_block" else "weight_scale"
         both = {"weight": weight.codes, scale: weight.scale}
         return both if weight.global_scale is None else {**both, "weight_global_scale": weight.global_scale}
 
-    layer = torch.nn.Module()
-    layer.weight_block_size = [128, 128] if format == "fp8_block" else None
-    layer.quant_method = Method()
-    for name, tensor in tensors(first).items():
-        layer.register_parameter(name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
-    reload.record_metadata_for_reloading(layer)
-    layer.quant_method.process_weights_after_loading(layer)
-    before = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
-    reload.initialize_layerwise_reload(layer)
-    for name, tensor in tensors(second).items():
-        parameter = getattr(layer, name)
-        parameter.weight_loader(parameter, tensor)
-    reload.finalize_layerwise_reload(layer, None)
-    assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == before
-    x = torch.randn(3, 128).bfloat16()
-    expected = torch.nn.functional.linear(x, second.dequantize(torch.bfloat16))
-    assert torch.equal(layer.quant_method.kernel.apply_weights(layer, x), expected)
+    def load(self, weight: BlockScaledTensor) -> None:
+        from vllm.model_executor.model_loader import reload
+
+        reload.initialize_layerwise_reload(self.layer)
+        for name, tensor in self.tensors(weight).items():
+            parameter = getattr(self.layer, name)
+            parameter.weight_loader(parameter, tensor)
+        reload.finalize_layerwise_reload(self.layer, None)
+
+    def addresses(self) -> dict[str, int]:
+        return {name: parameter.data_ptr() for name, parameter in self.layer.named_parameters()}
+
+    def multiplies_by(self, weight: BlockScaledTensor) -> bool:
+        x = torch.randn(3, weight.shape[1]).bfloat16()
+        expected = torch.nn.functional.linear(x, weight.dequantize(torch.bfloat16))
+        return torch.equal(self.kernel.apply_weights(self.layer, x), expected)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8_channel", "fp8_block"])
+def test_a_layer_is_reloaded_into_the_memory_that_graphs_know(vllm: Any, format: str) -> None:
+    """As vLLM reloads weights for reinforcement learning, and after a sleep of level 2."""
+    first, second = (quantize(torch.randn(256, 128), FORMATS[format]) for _ in range(2))
+    layer = Reloaded(vllm, first)
+    before = layer.addresses()
+    layer.load(second)
+    assert layer.addresses() == before and layer.multiplies_by(second)
+
+
+def out_of_layout(weight: BlockScaledTensor) -> BlockScaledTensor:
+    """The weight with a block scale that the layout of Hopper's kernels does not hold."""
+    scale = weight.scale.clone()
+    scale.view(torch.uint8)[0, 0] = 0xB8 if weight.format.name == "nvfp4" else 0  # -1, and 2^-127
+    return replace(weight, scale=scale)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_real_weights_take_the_place_of_made_up_ones(vllm: Any, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--load-format dummy`, as servers of reinforcement learning start: the scales that vLLM draws have both signs."""
+    weight = quantize(torch.randn(128, 64), FORMATS[format])
+    config = SimpleNamespace(load_config=SimpleNamespace(load_format="dummy"))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    layer = Reloaded(vllm, out_of_layout(weight))
+    before = layer.addresses()
+    assert layer.layer.blockscale_format == format
+    layer.load(weight)
+    assert layer.addresses() == before and layer.multiplies_by(weight)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_a_reload_keeps_the_kernel_of_the_first_weights(
+    vllm: Any, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs call it. Ours cannot take what its layout does not hold, and Marlin's parameters have other shapes."""
+    from vllm import envs
+
+    from quant.vllm_plugin import graph_key
+
+    monkeypatch.setattr(graph_key, "_kernels", {})
+    register.install()
+    keys = {str(envs.compile_factors()["BLOCKSCALE"])}
+    marlin = {"nvfp4": vllm.linear.MarlinNvFp4LinearKernel, "mxfp4": vllm.linear.MarlinMxFp4LinearKernel}[format]
+    monkeypatch.setattr(marlin, "process_weights_after_loading", lambda self, layer: None)
+    fits = quantize(torch.randn(128, 64), FORMATS[format])
+    layer = Reloaded(vllm, fits)
+    keys.add(str(envs.compile_factors()["BLOCKSCALE"]))
+    with pytest.raises(
+        ValueError, match=r"^model\.layers\.0\.mlp\.down_proj: .* scale.*; start vLLM with these weights"
+    ):
+        layer.load(out_of_layout(fits))
+    kept = Reloaded(vllm, out_of_layout(fits))
+    assert kept.layer.blockscale_format == "" and torch.equal(kept.layer.weight, fits.codes)
+    kept.load(fits)
+    assert kept.layer.blockscale_format == "" and torch.equal(kept.layer.weight, fits.codes)
+    # Compiled graphs call the kernel, too: another choice is another key.
+    keys.add(str(envs.compile_factors()["BLOCKSCALE"]))
+    assert len(keys) == 3
 
 
 def test_a_layer_in_float16_stays_with_marlin(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
