@@ -1,5 +1,6 @@
 """Experts in MXFP4 and FP8 go through vLLM's own methods: made, loaded, processed and called, against float64."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,40 +164,87 @@ def stored(format: str, weights: dict[str, BlockScaledTensor]) -> dict[str, torc
     return tensors
 
 
+class Loaded:
+    """Experts that are loaded, and loaded anew with other weights, as vLLM does it."""
+
+    def __init__(self, format: str, weights: dict[str, BlockScaledTensor], monkeypatch: pytest.MonkeyPatch) -> None:
+        from compressed_tensors.quantization import QuantizationArgs
+
+        monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=1, rank_in_group=0))
+        self.format = format
+        if format == "nvfp4":
+            self.method = nvfp4_method(monkeypatch)
+        elif format == "mxfp4":
+            self.method = mxfp4_experts.BlockscaleMxFp4MoEMethod(moe_config())
+        else:
+            scheme = QuantizationArgs(num_bits=8, type="float", strategy="channel")
+            self.method = fp8_experts.BlockscaleFp8MoEMethod(scheme, moe_config())
+        self.layer = layer_of(self.method)
+        self.layer.quant_method = self.method
+        reload.record_metadata_for_reloading(self.layer)
+        for name, tensor in stored(format, weights).items():
+            default_weight_loader(getattr(self.layer, name), tensor)
+        self.method.process_weights_after_loading(self.layer)
+
+    def load(self, weights: dict[str, BlockScaledTensor]) -> None:
+        reload.initialize_layerwise_reload(self.layer)
+        for name, tensor in stored(self.format, weights).items():
+            parameter = getattr(self.layer, name)
+            parameter.weight_loader(parameter, tensor)
+        reload.finalize_layerwise_reload(self.layer, None)
+
+    def addresses(self) -> list[list[int]]:
+        held = [self.method.moe_kernel.fused_experts.stack(name) for name in ("w13", "w2")]
+        return [[x.data_ptr() for x in (w.codes, w.scale, w.global_scale) if x is not None] for w in held]
+
+
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "fp8_channel"])
 def test_a_reload_fills_the_memory_that_graphs_know(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM reloads weights for reinforcement learning, and after a sleep of level 2."""
-    from compressed_tensors.quantization import QuantizationArgs
-
-    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=1, rank_in_group=0))
-    if format == "nvfp4":
-        method = nvfp4_method(monkeypatch)
-    elif format == "mxfp4":
-        method = mxfp4_experts.BlockscaleMxFp4MoEMethod(moe_config())
-    else:
-        scheme = QuantizationArgs(num_bits=8, type="float", strategy="channel")
-        method = fp8_experts.BlockscaleFp8MoEMethod(scheme, moe_config())
-    layer = layer_of(method)
-    layer.quant_method = method
-    reload.record_metadata_for_reloading(layer)
-    for name, tensor in stored(format, stacks(format)).items():
-        default_weight_loader(getattr(layer, name), tensor)
-    method.process_weights_after_loading(layer)
-
-    def addresses() -> list[list[int]]:
-        held = [method.moe_kernel.fused_experts.stack(name) for name in ("w13", "w2")]
-        return [[x.data_ptr() for x in (w.codes, w.scale, w.global_scale) if x is not None] for w in held]
-
-    before = addresses()
+    loaded = Loaded(format, stacks(format), monkeypatch)
+    before = loaded.addresses()
     torch.manual_seed(1)
     weights = stacks(format)
-    reload.initialize_layerwise_reload(layer)
-    for name, tensor in stored(format, weights).items():
-        parameter = getattr(layer, name)
-        parameter.weight_loader(parameter, tensor)
-    reload.finalize_layerwise_reload(layer, None)
-    assert addresses() == before
-    check(method, layer, weights, monkeypatch)
+    loaded.load(weights)
+    assert loaded.addresses() == before
+    check(loaded.method, loaded.layer, weights, monkeypatch)
+
+
+def out_of_layout(weights: dict[str, BlockScaledTensor]) -> dict[str, BlockScaledTensor]:
+    """The weights with a block scale of the last expert that the layout of Hopper's kernels does not hold."""
+    changed = {}
+    for name, weight in weights.items():
+        scale = weight.scale.clone()
+        scale.view(torch.uint8)[-1, 0, 0] = 0xB8 if weight.format.name == "nvfp4" else 0  # -1, and 2^-127
+        changed[name] = replace(weight, scale=scale)
+    return changed
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_real_experts_take_the_place_of_made_up_ones(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--load-format dummy`, as servers of reinforcement learning start: the scales that vLLM draws have both signs."""
+    config = SimpleNamespace(load_config=SimpleNamespace(load_format="dummy"))
+    weights = stacks(format)
+    with monkeypatch.context() as patched:
+        patched.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+        loaded = Loaded(format, out_of_layout(weights), monkeypatch)
+        before = loaded.addresses()
+        loaded.load(weights)
+    assert loaded.addresses() == before
+    check(loaded.method, loaded.layer, weights, monkeypatch)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_a_reload_keeps_the_layout_of_the_first_experts(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fits = stacks(format)
+    with pytest.raises(ValueError, match=r"\.w13: .* scale.*; start vLLM with these weights"):
+        Loaded(format, fits, monkeypatch).load(out_of_layout(fits))
+    # Those that the layout does not hold run by the portable kernel, from parameters of the checkpoint's shapes.
+    kept = Loaded(format, out_of_layout(fits), monkeypatch)
+    before = kept.addresses()
+    kept.load(fits)
+    assert kept.addresses() == before and kept.layer.w13_weight.dtype is torch.uint8
+    check(kept.method, kept.layer, fits, monkeypatch)
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
