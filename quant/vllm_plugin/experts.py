@@ -108,6 +108,8 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
             return False, "experts with a bias"
         if moe_config.swiglu_limit is not None and not releases.limits_activations():
             return False, "experts with a limit of their activation"
+        if moe_config.moe_parallel_config.use_ep:
+            return False, "experts on several GPUs (--enable-expert-parallel)"
         if any(size % 64 for size in sizes):
             return False, f"hidden and intermediate sizes of {sizes}, which are not multiples of 64"
         return mk.FusedMoEExpertsModular.is_supported_config(

@@ -5,17 +5,18 @@ kernel passed its self-test here, and on the weights themselves, of which the la
 A graph that calls our op for a layer would read Marlin's parameters as ours, or the reverse. So the key has the
 plug-in's version and switches, and a digest of what each linear layer got.
 
-vLLM asks for the key at the first forward pass, when the weights are loaded.
+vLLM asks for the key at the first forward pass, when the weights are loaded. It hashes what the functions of a table of
+environment variables return, and copies the variables that the table names to workers on other machines (Ray). So the
+entry is called as the plug-in's variable, and is made even where the plug-in leaves vLLM alone: a worker without the
+variable would take our kernels, although `BLOCKSCALE_VLLM=0` was said.
 """
 
 from __future__ import annotations
 
 import hashlib
 
-from vllm import envs
-
 from quant import __version__
-from quant.vllm_plugin.switches import switches
+from quant.vllm_plugin.switches import VARIABLE, switches
 
 _kernels: dict[str, str] = {}
 """By layer, what runs it; both are names."""
@@ -34,5 +35,6 @@ def key() -> str:
 
 def install() -> None:
     """Adds the part to vLLM's key, once however often it is called."""
-    # vLLM calls the functions of this table and hashes what they return.
-    envs.environment_variables["BLOCKSCALE"] = key
+    from vllm import envs
+
+    envs.environment_variables[VARIABLE] = key

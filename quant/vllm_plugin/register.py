@@ -28,6 +28,7 @@ import importlib
 import logging
 
 from quant.kernels.hardware import has_triton
+from quant.vllm_plugin import graph_key
 from quant.vllm_plugin.switches import switches, unknown_switches
 
 RAN = ("0.26", "0.29")
@@ -38,6 +39,7 @@ _log = logging.getLogger("vllm.blockscale")
 
 def register() -> None:
     """Offers our kernels to vLLM, or says in its log why not."""
+    graph_key.install()
     if reason := unknown_switches():
         _log.warning("Blockscale: %s", reason)
     if "0" in switches():
@@ -100,6 +102,4 @@ def install() -> tuple[list[str], dict[str, str]]:
             offered.append(importlib.import_module(f"quant.vllm_plugin.{part}").install())
         except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
             refused[part] = " ".join(str(error).split())[:200]
-    if offered:
-        importlib.import_module("quant.vllm_plugin.graph_key").install()
     return offered, refused

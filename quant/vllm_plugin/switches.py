@@ -13,15 +13,16 @@ import os
 
 from quant.formats.known_names import known_names
 
+VARIABLE = "BLOCKSCALE_VLLM"
 KNOWN = ("0", "1", "layers", "fp8-prefill")
 
 
 def switches() -> frozenset[str]:
     """Returns the words that are set."""
-    return frozenset(word for word in os.environ.get("BLOCKSCALE_VLLM", "1").split(",") if word)
+    return frozenset(word for word in os.environ.get(VARIABLE, "1").split(",") if word)
 
 
 def unknown_switches() -> str:
     """Returns a sentence about words that mean nothing; empty if there are none."""
     unknown = sorted(switches() - set(KNOWN))
-    return f"BLOCKSCALE_VLLM: no switch {unknown[0]!r}; {known_names(unknown[0], KNOWN)}" if unknown else ""
+    return f"{VARIABLE}: no switch {unknown[0]!r}; {known_names(unknown[0], KNOWN)}" if unknown else ""

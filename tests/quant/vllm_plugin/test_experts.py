@@ -282,7 +282,10 @@ def test_fp8_weights(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"in_dtype": torch.float16}, "inputs in torch.float16"),
         ({"has_bias": True}, "experts with a bias"),
         ({"intermediate_size_per_partition": 96}, "which are not multiples of 64"),
-        ({"moe_parallel_config": SimpleNamespace(use_ep=True, use_batched_activation_format=False)}, "parallel config"),
+        (
+            {"moe_parallel_config": SimpleNamespace(use_ep=True, use_batched_activation_format=False)},
+            r"experts on several GPUs \(--enable-expert-parallel\)",
+        ),
     ],
 )
 def test_experts_that_only_we_could_run_are_refused_by_name(changes: dict[str, Any], reason: str) -> None:

@@ -28,7 +28,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, capability: Any = (9, 0)) -> None:
     platform = SimpleNamespace(
         is_cuda=lambda: capability is not None, device_name="cpu", get_device_capability=lambda: capability
     )
-    for name, fields in {"vllm": {"__version__": "0.26.0"}, "vllm.platforms": {"current_platform": platform}}.items():
+    envs = ModuleType("vllm.envs")
+    envs.environment_variables = {}
+    modules: dict[str, dict[str, Any]] = {
+        "vllm": {"__version__": "0.26.0", "envs": envs}, "vllm.platforms": {"current_platform": platform},
+        "vllm.envs": vars(envs),
+    }  # fmt: skip
+    for name, fields in modules.items():
         module = ModuleType(name)
         vars(module).update(fields)
         monkeypatch.setitem(sys.modules, name, module)
@@ -65,7 +71,7 @@ def test_a_variable_of_the_environment_switches_it_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("BLOCKSCALE_VLLM", "0")
-    monkeypatch.setitem(sys.modules, "vllm", None)
+    stand_in(monkeypatch)  # a Hopper GPU; installing would fail: the stand-in has no kernels
     with caplog.at_level(logging.INFO):
         register.register()
     assert [record.message for record in caplog.records] == ["Blockscale: BLOCKSCALE_VLLM=0 leaves vLLM as it is"]
@@ -220,10 +226,24 @@ def test_layers_take_our_kernel_unless_the_user_named_one_or_its_self_test_faile
 def test_compiled_graphs_are_kept_apart(vllm: Any) -> None:
     from vllm import envs
 
-    envs.environment_variables.pop("BLOCKSCALE", None)
+    from quant.vllm_plugin import graph_key
+
+    envs.environment_variables.pop("BLOCKSCALE_VLLM", None)
     without = envs.compile_factors()
-    register.install()
+    graph_key.install()
     assert envs.compile_factors() != without
+
+
+def test_workers_on_other_machines_get_the_variable(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray copies the variables that vLLM knows; with `0` here and nothing there, two machines would differ."""
+    from vllm import envs
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    monkeypatch.delitem(envs.environment_variables, "BLOCKSCALE_VLLM", raising=False)
+    monkeypatch.setenv("BLOCKSCALE_VLLM", "0")
+    assert "BLOCKSCALE_VLLM" not in get_env_vars_to_copy()
+    register.register()
+    assert "BLOCKSCALE_VLLM" in get_env_vars_to_copy()
 
 
 def made(cls: type, layer: torch.nn.Module) -> Any:
@@ -383,13 +403,13 @@ def test_a_reload_keeps_the_kernel_of_the_first_weights(
     from quant.vllm_plugin import graph_key
 
     monkeypatch.setattr(graph_key, "_kernels", {})
-    register.install()
-    keys = {str(envs.compile_factors()["BLOCKSCALE"])}
+    graph_key.install()
+    keys = {str(envs.compile_factors()["BLOCKSCALE_VLLM"])}
     marlin = {"nvfp4": vllm.linear.MarlinNvFp4LinearKernel, "mxfp4": vllm.linear.MarlinMxFp4LinearKernel}[format]
     monkeypatch.setattr(marlin, "process_weights_after_loading", lambda self, layer: None)
     fits = quantize(torch.randn(128, 64), FORMATS[format])
     layer = Reloaded(vllm, fits)
-    keys.add(str(envs.compile_factors()["BLOCKSCALE"]))
+    keys.add(str(envs.compile_factors()["BLOCKSCALE_VLLM"]))
     with pytest.raises(
         ValueError, match=r"^model\.layers\.0\.mlp\.down_proj: .* scale.*; start vLLM with these weights"
     ):
@@ -399,7 +419,7 @@ def test_a_reload_keeps_the_kernel_of_the_first_weights(
     kept.load(fits)
     assert kept.layer.blockscale_format == "" and torch.equal(kept.layer.weight, fits.codes)
     # Compiled graphs call the kernel, too: another choice is another key.
-    keys.add(str(envs.compile_factors()["BLOCKSCALE"]))
+    keys.add(str(envs.compile_factors()["BLOCKSCALE_VLLM"]))
     assert len(keys) == 3
 
 
