@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from quant.export.onnx_graph.opsets import (
+    BOOL,
     FLOAT,
     FLOAT8E4M3FN,
     PLUGIN_DOMAIN,
@@ -54,7 +55,8 @@ def _attention_body(
     Args:
         q: `[batch, heads, seq_q, dim]`.
         k, v: `[batch, kv_heads, seq_kv, dim]`.
-        mask: bool `[batch, 1, seq_q, seq_kv]`, True where a query sees a key; None for all.
+        mask: bool `[batch, 1, seq_q, seq_kv]`, True where a query sees a key; or numbers `[batch, heads, seq_q,
+            seq_kv]`, added to the scores; None for all.
         scale: multiplies q·k.
         causal: query i sees keys up to i.
         scales: the scales of q, k, v and the probabilities for FP8; empty for 16 bit.
@@ -75,7 +77,7 @@ def _attention_body(
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf)
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
     p = scores.softmax(-1)
     # TensorRT rounds the probabilities too, with the fourth scale.
     if scales:
@@ -142,7 +144,11 @@ def _spelled_attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: 
         seen = op.GreaterOrEqual(op.Unsqueeze(rows, op.Constant(value_ints=[1])), columns)
         scores = op.Where(seen, scores, lowest)
     if mask is not None:
-        scores = op.Where(op.Unsqueeze(mask, two), scores, lowest)
+        if int(mask.dtype) == BOOL:
+            scores = op.Where(op.Unsqueeze(mask, two), scores, lowest)
+        else:  # [1 or batch, heads, queries, tokens], heads grouped as those of q are
+            shape = op.Concat(op.Constant(value_ints=[0, kv_heads, -1]), op.Shape(mask, start=2), axis=0)
+            scores = op.Add(scores, op.Reshape(mask, shape))
     out = op.MatMul(op.Softmax(scores, axis=-1), op.Unsqueeze(v, two))
     return op.Reshape(out, op.Constant(value_ints=[0, heads, -1, v.shape[3]]))
 

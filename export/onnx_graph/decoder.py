@@ -3,6 +3,8 @@
     decoder    input_ids [batch, sequence]                         -> logits [batch, sequence, vocabulary]
     encoder    input_ids, attention_mask [batch, sequence],        -> last_hidden_state and pooler_output, or logits
                    and token_type_ids if the model has several
+    T5, BART   input_ids, attention_mask [batch, sequence],        -> logits [batch, target, vocabulary]
+                   decoder_input_ids [batch, target]
     images     pixel_values [batch, channels, height, width]       -> likewise
 
 These graphs have no KV cache; decoders that serve are exported by `serving`.
@@ -10,10 +12,13 @@ These graphs have no KV cache; decoders that serve are exported by `serving`.
 In transformers 5 every model looks its attention function up by name in `AttentionInterface`. While a graph is traced,
 the name stands for our function, which puts one `quant::onnx_attention` op in place of masks and softmax. Without a
 mask function of that name transformers builds no masks; causality is an attribute of the op, as fused kernels take it.
+T5's bias for the distance of two tokens is added to the scores: such attention has a mask of numbers, with causality in
+it.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from quant.calibration.attention_names import implementations_kept, names_registered
+from quant.calibration.attention_names import configs_of, implementations_kept, names_registered
 from quant.calibration.kv_cache import AttentionScales
 from quant.export.onnx_graph.attention import attend
 from quant.export.onnx_graph.limits import check_attention
@@ -54,6 +59,7 @@ class Attention:
         window: largest sequence that sliding windows need not cut.
         outputs: the names of the model's outputs, filled while the model runs; torch.export would reset an attribute of
             `Graph`.
+        refused: options of transformers' attention functions that the graph cannot hold.
     """
 
     names: Mapping[nn.Module, str]
@@ -61,6 +67,7 @@ class Attention:
     scales: Mapping[str, Sequence[float]] = field(default_factory=dict)
     window: int | None = None
     outputs: list[str] = field(default_factory=list)
+    refused: tuple[str, ...] = ("softcap", "s_aux")
 
     def __call__(
         self,
@@ -73,19 +80,26 @@ class Attention:
         scaling: float | None = None,
         is_causal: bool | None = None,
         sliding_window: int | None = None,
+        position_bias: torch.Tensor | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attends, under the signature of transformers' attention functions."""
         name = self.names[module]
-        for option in ("softcap", "s_aux", "position_bias"):
-            if options.get(option) is not None:
-                raise ValueError(
-                    f"{name}: its attention has {option}, which exported attention cannot carry; serve the model's "
-                    "checkpoint (vLLM)"
-                )
+        present = {**options, "position_bias": position_bias}
+        extra = next((option for option in self.refused if present.get(option) is not None), None)
+        if extra is None and attention_mask is not None and attention_mask.dtype is not torch.bool:
+            extra = "a mask of its own"
+        if extra is not None:
+            raise ValueError(
+                f"{name}: its attention has {extra}, which exported attention cannot carry; serve the model's "
+                "checkpoint (vLLM)"
+            )
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        keys = Keys(key, value, attention_mask, causal)
-        keys = self.attended(name, keys, sliding_window)
+        keys = self.attended(name, Keys(key, value, attention_mask, causal), sliding_window)
+        if keys.causal and (keys.mask is not None or position_bias is not None):
+            keys = keys.causality_masked(query.shape[2])
+        if position_bias is not None:
+            keys = keys.biased(position_bias.to(query.dtype))
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
         return self.computed(module, name, query, keys, scale).transpose(1, 2), None
 
@@ -93,7 +107,7 @@ class Attention:
         """Returns the attention of one module, `[batch, heads, queries, dim]`; `scale` multiplies q·k."""
         scales = self.scales.get(name, ())
         if scales:
-            check_attention(name, self.kind, query, keys.key, keys.mask is not None)
+            check_attention(name, self.kind, query, keys.key, keys.mask)
         arguments = (query, keys.key, keys.value, keys.mask, scale, keys.causal, list(scales), self.kind)
         out: torch.Tensor = attend(*arguments)
         return out
@@ -105,27 +119,58 @@ class Attention:
                 f"{name}: its window slides over {window} tokens, which fused attention cannot; limit the "
                 f"sequence to the window with --shapes sequence=1:{window}:{window}"
             )
-        # A mask includes causality, and fused kernels take only one of the two.
-        return keys._replace(causal=keys.causal and keys.mask is None)
+        return keys
 
 
 class Keys(NamedTuple):
-    """Keys and values `[batch, kv_heads, tokens, dim]`, a bool mask `[batch, 1, queries, tokens]`, and causality."""
+    """The keys that queries attend to.
+
+    Attributes:
+        key, value: `[batch, kv_heads, tokens, dim]`.
+        mask: bool `[batch, 1, queries, tokens]`, true where a query sees a key; or numbers `[batch, heads, queries,
+            tokens]`, which are added to the scores; None for no mask.
+        causal: whether a query sees no later token, beyond what `mask` says.
+    """
 
     key: torch.Tensor
     value: torch.Tensor
     mask: torch.Tensor | None
     causal: bool
 
+    def causality_masked(self, queries: int) -> Keys:
+        """Returns the keys with causality in the mask: fused kernels take only one of the two."""
+        positions = torch.arange(self.key.shape[2], device=self.key.device)
+        seen = (positions[None] <= torch.arange(queries, device=self.key.device)[:, None])[None, None]
+        return self._replace(mask=seen if self.mask is None else self.mask & seen, causal=False)
+
+    def biased(self, bias: torch.Tensor) -> Keys:
+        """Returns the keys with a mask of numbers, from a bias of the scores `[1 or batch, heads, queries, tokens]`."""
+        return self._replace(mask=bias if self.mask is None else bias.masked_fill(~self.mask, -math.inf))
+
 
 @contextmanager
 def attending(model: nn.Module, attention: Attention, *, masked: bool) -> Iterator[None]:
     """Replaces every attention of a transformers `model` by `attention` while open."""
     masks = {_NAME: _key_mask} if masked else {}
-    with implementations_kept(model), names_registered({_NAME: attention}, masks):
-        config: Any = model.config
-        config._attn_implementation = _NAME
+    with implementations_kept(model) as configs, names_registered({_NAME: attention}, masks):
+        # Encoder and decoder of one model may have configs of their own.
+        for config, _ in configs:
+            config._attn_implementation_internal = _NAME
         yield
+
+
+@contextmanager
+def cache_unused(model: nn.Module) -> Iterator[None]:
+    """Makes a transformers model return no KV cache while open: a graph has tensors alone as outputs."""
+    held = {id(each): each for module in model.modules() for each in configs_of(getattr(module, "config", None))}
+    using = [config for config in held.values() if getattr(config, "use_cache", False)]
+    try:
+        for config in using:
+            config.use_cache = False
+        yield
+    finally:
+        for config in using:
+            config.use_cache = True
 
 
 def _key_mask(
@@ -178,15 +223,16 @@ def model_inputs(model: Any) -> dict[str, GraphInput]:
         channels = model.config.num_channels
         example = torch.zeros(2, channels, height, width, dtype=model.dtype)
         return {"pixel_values": GraphInput(example, ("batch", channels, height, width))}
-    if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:
-        main = "tokens of an encoder and of a decoder" if model.config.is_encoder_decoder else model.main_input_name
+    if model.main_input_name != "input_ids":
         raise ValueError(
-            f"{type(model).__name__} takes {main}: name each of its inputs, as in --input "
+            f"{type(model).__name__} takes {model.main_input_name}: name each of its inputs, as in --input "
             "input_ids:int64:batch,sequence"
         )
     if is_decoder(model):
         return {"input_ids": GraphInput(tokens, dims)}
     inputs = {"input_ids": GraphInput(tokens, dims), "attention_mask": GraphInput(torch.ones_like(tokens), dims)}
+    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+        inputs["decoder_input_ids"] = GraphInput(torch.zeros(2, _TOKENS // 2, dtype=torch.long), ("batch", "target"))
     if getattr(model.config, "type_vocab_size", 1) > 1:
         inputs["token_type_ids"] = GraphInput(torch.zeros_like(tokens), dims)
     return inputs

@@ -30,6 +30,7 @@ from quant.export.onnx_graph.decoder import (
     Graph,
     GraphInput,
     attending,
+    cache_unused,
     model_inputs,
     operand_scales,
 )
@@ -113,7 +114,8 @@ def write_onnx(
         )
     with quiet():
         if inputs is not None:
-            exported = trace(model, _arguments(model, inputs), inputs, dimension_ranges(inputs, shapes))
+            with cache_unused(model):
+                exported = trace(model, _arguments(model, inputs), inputs, dimension_ranges(inputs, shapes))
             program = translate(exported, inputs, None, "")
         elif genai:
             program = genai_program(model, kind=attention, scales=scales)

@@ -145,7 +145,7 @@ def linear_nodes(exported: torch.export.ExportedProgram) -> Iterator[tuple[str, 
             yield buffers[node.args[1].name].removesuffix(".codes"), node
 
 
-def check_attention(name: str, kind: str, query: torch.Tensor, key: torch.Tensor, masked: bool) -> None:
+def check_attention(name: str, kind: str, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> None:
     """Raises ValueError for FP8 attention without a fused kernel; the message names the module and the way out.
 
     Args:
@@ -153,7 +153,7 @@ def check_attention(name: str, kind: str, query: torch.Tensor, key: torch.Tensor
         kind: "native" or "plugin".
         query: `[batch, heads, seq_q, dim]`.
         key: `[batch, kv_heads, seq_kv, dim]`.
-        masked: whether it takes another mask than the causal one.
+        mask: the mask besides the causal one, bool, or numbers that are added to the scores.
     """
     head_dims = PLUGIN_HEAD_DIMS if kind == "plugin" else _NATIVE_HEAD_DIMS
     way_out = "pass --attention none to keep attention in 16 bit"
@@ -165,5 +165,7 @@ def check_attention(name: str, kind: str, query: torch.Tensor, key: torch.Tensor
         raise ValueError(f"{name}: FP8 attention gives FP16 or BF16, and the model is in {query.dtype}; {way_out}")
     if heads % kv_heads:
         raise ValueError(f"{name}: {heads} heads are not a multiple of {kv_heads} KV heads; {way_out}")
-    if masked and kind == "plugin":
+    if mask is not None and mask.dtype is not torch.bool:
+        raise ValueError(f"{name}: FP8 attention takes no bias of positions; {way_out}")
+    if mask is not None and kind == "plugin":
         raise ValueError(f"{name}: the plugin takes no mask besides the causal one; {way_out}, or --attention native")

@@ -60,12 +60,14 @@ class CachedAttention(Attention):
         new: keys and values that the graph returns, filled while the model runs.
         inputs: the graph's other inputs.
         masks: the masks by window; layers with the same window share one.
+        refused: as in `Attention`; a bias of positions would be that of the new tokens alone.
     """
 
     past: Sequence[torch.Tensor] = ()
     new: list[torch.Tensor] = field(default_factory=list)
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    refused: tuple[str, ...] = ("softcap", "s_aux", "position_bias")
 
     def begin(self, inputs: Mapping[str, torch.Tensor], past: Sequence[torch.Tensor]) -> None:
         """Prepares for one pass of the model."""

@@ -94,8 +94,17 @@ def trace(
     except RuntimeError as error:
         text = " ".join(str(error).split())
         raise ValueError(f"{type(module).__name__} does not export: {text[:400]}") from error
+    _drop_unused(exported.graph_module)
     limits.check_graph(exported)
     return exported
+
+
+def _drop_unused(graph: torch.fx.GraphModule) -> None:
+    """Removes nodes whose values nothing uses, such as the weight that T5 dequantizes to read its dtype."""
+    # torch.export asserts the dtype of each tensor that is cast, which would keep its values in use.
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
 
 
 def translate(

@@ -180,6 +180,50 @@ def test_an_encoder_ignores_padding(tmp_path: Path) -> None:
     assert relative_error(found[1, :5], expected[1, :5]) < 1e-5
 
 
+def bart(**options: Any) -> Any:
+    sizes = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 64}
+    return tiny_models.build("Bart", "ForConditionalGeneration", {**sizes, **heads}, **options)
+
+
+@pytest.mark.parametrize(("make", "dtype"), [(tiny_models.t5, "fp32"), (tiny_models.t5, "fp16"), (bart, "fp32")])
+def test_an_encoder_with_a_decoder(make: Any, dtype: str, tmp_path: Path) -> None:
+    """T5's first layer has a bias for the distance of tokens, and its decoder reads the weight of a layer."""
+    model = make(vocab_size=96, gain=3, dtype=torch.float16 if dtype == "fp16" else torch.float32)
+    plan = quantize(model, Plan(_weight_only(model))).plan
+    path = export_onnx(model, tmp_path / "m.onnx", plan=plan)
+    check_file(path)
+    tokens, mask = ids(3, 9), torch.ones(3, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    inputs = {"input_ids": tokens, "attention_mask": mask, "decoder_input_ids": ids(3, 6)}
+    with torch.no_grad():
+        expected, unpadded = model(**inputs).logits, model(**{**inputs, "attention_mask": None}).logits
+    found = run(path, inputs)["logits"]
+    limit = 1e-5 if dtype == "fp32" else 1e-2
+    assert relative_error(found, expected) < limit < relative_error(expected, unpadded)
+
+
+def test_a_classifier_of_causal_attention(tmp_path: Path) -> None:
+    """Its input has a mask for padding, which took the place of causality."""
+    sizes = {**tiny_models.DECODER, "num_labels": 3, "pad_token_id": 0}
+    model = tiny_models.build("Llama", "ForSequenceClassification", sizes, gain=3)
+    plan = quantize(model, Plan(_weight_only(model))).plan
+    path = export_onnx(model, tmp_path / "m.onnx", plan=plan)
+    tokens = ids(2, 9).clamp(1, 63)
+    tokens[1, 6:] = 0
+    with torch.no_grad():
+        expected = model(tokens, attention_mask=(tokens != 0).long()).logits
+    found = run(path, {"input_ids": tokens, "attention_mask": (tokens != 0).long()})["logits"]
+    assert relative_error(found, expected) < 1e-5
+
+
+def test_a_mask_of_the_models_own_is_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "d_kv": 16, "num_experts": 2}
+    model = tiny_models.build("SwitchTransformers", "ForConditionalGeneration", sizes)
+    with pytest.raises(ValueError, match=r"^encoder.block.0.*: its attention has a mask of its own, .* \(vLLM\)$"):
+        export_onnx(model, tmp_path / "m.onnx")
+
+
 def test_an_image_model(tmp_path: Path) -> None:
     model = tiny_models.vit()
     plan = quantize(model, Plan(_weight_only(model)), run=lambda m: m(torch.zeros(1, 3, 32, 32))).plan

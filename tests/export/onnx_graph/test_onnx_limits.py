@@ -80,21 +80,22 @@ def test_experts_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dim", "heads", "dtype", "masked", "words"),
+    ("kind", "dim", "heads", "dtype", "mask", "words"),
     [
-        ("native", 80, 4, torch.bfloat16, False, "native FP8 attention takes heads of 64, 128, these are of 80"),
-        ("plugin", 96, 4, torch.bfloat16, False, "takes heads of 64, 128, 256, these are of 96"),
-        ("native", 64, 3, torch.bfloat16, False, "3 heads are not a multiple of 2 KV heads"),
-        ("native", 64, 4, torch.float32, False, "the model is in torch.float32"),
-        ("plugin", 64, 4, torch.float16, True, "no mask besides the causal one"),
+        ("native", 80, 4, torch.bfloat16, None, "native FP8 attention takes heads of 64, 128, these are of 80"),
+        ("plugin", 96, 4, torch.bfloat16, None, "takes heads of 64, 128, 256, these are of 96"),
+        ("native", 64, 3, torch.bfloat16, None, "3 heads are not a multiple of 2 KV heads"),
+        ("native", 64, 4, torch.float32, None, "the model is in torch.float32"),
+        ("plugin", 64, 4, torch.float16, torch.bool, "no mask besides the causal one"),
+        ("native", 64, 4, torch.float16, torch.float16, "FP8 attention takes no bias of positions"),
     ],
 )
 def test_attention_without_a_kernel(
-    kind: str, dim: int, heads: int, dtype: torch.dtype, masked: bool, words: str
+    kind: str, dim: int, heads: int, dtype: torch.dtype, mask: torch.dtype | None, words: str
 ) -> None:
     q, k = torch.empty(1, heads, 8, dim, dtype=dtype), torch.empty(1, 2, 8, dim, dtype=dtype)
     with pytest.raises(ValueError, match=rf"^layer: .*{words}.*--attention none"):
-        check_attention("layer", kind, q, k, masked)
+        check_attention("layer", kind, q, k, None if mask is None else torch.ones(1, 1, 8, 8, dtype=mask))
 
 
 def test_four_dimensional_nvfp4_inputs(tmp_path: Path) -> None:

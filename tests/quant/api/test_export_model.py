@@ -134,6 +134,25 @@ def test_values_of_another_width_than_keys(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(y), done.model(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+def test_named_inputs_of_a_model_that_keeps_a_cache(tmp_path: Path) -> None:
+    """The cache of Whisper's decoder was an output, which no graph can have; its encoder's states are one."""
+    sizes = {
+        "d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "num_mel_bins": 16,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_source_positions": 50,
+        "max_target_positions": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+    }  # fmt: skip
+    done = quant.quantize(tiny_models.build("Whisper", "ForConditionalGeneration", sizes), "int8", effort=0)
+    inputs = {"input_features": torch.randn(2, 16, 100), "decoder_input_ids": torch.randint(3, 60, (2, 7))}
+    exported = quant.export_model(done, "onnx", tmp_path / "out", inputs=inputs)
+    session = onnxruntime.InferenceSession(exported.path / "model.onnx")
+    logits, states = session.run(None, {name: x.numpy() for name, x in inputs.items()})
+    expected = done.model(**inputs)
+    torch.testing.assert_close(torch.from_numpy(logits), expected.logits, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(torch.from_numpy(states), expected.encoder_last_hidden_state, rtol=1e-3, atol=1e-4)
+    assert done.model.config.use_cache
+
+
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
