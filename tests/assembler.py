@@ -36,10 +36,9 @@ def assemble(compiled: CompiledKernel) -> Resources:
 
 def messages(ptx: str, arch: int) -> str:
     """The messages of `ptxas` for a target of `ARCHITECTURES`."""
-    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    target, tools = ARCHITECTURES[arch], triton.knobs.nvidia
-    ptxas = (tools.ptxas_blackwell if arch >= 100 else tools.ptxas).path
+    target, ptxas = ARCHITECTURES[arch], get_ptxas(arch).path
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)

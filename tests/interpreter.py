@@ -130,7 +130,17 @@ def _faithful(interpreter: Any) -> dict[str, Callable[..., Any]]:
         integer = torch.int16 if storage is np.uint16 else torch.uint8
         return rounded.to(target).view(integer).numpy().view(storage)
 
-    plain_cast = builder.cast_impl
+    plain_cast, plain_load, plain_store = builder.cast_impl, builder.create_masked_load, builder.create_masked_store
+
+    def mask_of(x: Any) -> Any:
+        # Of comparisons of int64 scalars the interpreter makes integers, and that of Triton 3.9 takes only booleans.
+        return handle(x.data.astype(bool), tl.int1)
+
+    def load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        return plain_load(self, pointers, mask_of(mask), *rest)
+
+    def store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        return plain_store(self, pointers, value, mask_of(mask), *rest)
 
     def cast(self: Any, source: Any, target: Any, *_: Any) -> Any:
         if target.scalar in narrow:
@@ -162,4 +172,5 @@ def _faithful(interpreter: Any) -> dict[str, Callable[..., Any]]:
     replaced: dict[str, Callable[..., Any]] = {
         name: through_float32(getattr(builder, name)) for name in (*_ARITHMETIC, *comparisons)
     }
-    return {**replaced, "cast_impl": cast, "create_fp_to_fp": cast, "create_dot": dot, "create_fma": fma}
+    memory = {"create_masked_load": load, "create_masked_store": store}
+    return {**replaced, **memory, "cast_impl": cast, "create_fp_to_fp": cast, "create_dot": dot, "create_fma": fma}

@@ -80,6 +80,7 @@ from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.arrival_counters import arrival_counters
 from quant.kernels.hardware import Hardware, current
+from quant.kernels.hopper.gluon_names import async_load, async_store, barrier
 from quant.kernels.hopper.sm90_decode_codes import (
     code_pairs,
     codes_descriptor,
@@ -96,7 +97,6 @@ from quant.kernels.hopper.sm90_decode_nvfp4 import DECODED, DECODED_E4M3, decode
 from quant.kernels.hopper.sm90_gemm_epilogue import Output, rows_of_weight, store_sum, times_row_scales
 from quant.kernels.hopper.sm90_gemm_pipeline import (
     advance,
-    barrier,
     let_next_kernel_start,
     load_words,
     ring_barriers,
@@ -216,15 +216,13 @@ def _fetch_w(maps, rings, slot, panel, k, tiles_k, panels: gl.constexpr, constan
     if constants.form == _WORDS:
         for p in gl.static_range(panels):
             row = (panel + p) * tiles_k + k * depth
-            tma.async_copy_global_to_shared(maps.words, [row * 2, 0], full, rings.words.index(slot * panels + p))
-            tma.async_copy_global_to_shared(maps.scales, [row, 0], full, rings.scales.index(slot * panels + p))
+            async_load(maps.words, [row * 2, 0], full, rings.words.index(slot * panels + p))
+            async_load(maps.scales, [row, 0], full, rings.scales.index(slot * panels + p))
     else:
         for d in gl.static_range(depth):
             # In pairs of codes; a box is 64 columns of all rows of the tile, even rows before odd ones.
             column = (k * depth + d) * 32
-            tma.async_copy_global_to_shared(
-                maps.words, [0, panel * 32, column], full, rings.words.index(slot * depth + d)
-            )
+            async_load(maps.words, [0, panel * 32, column], full, rings.words.index(slot * depth + d))
 
 
 @gluon.jit
@@ -234,9 +232,9 @@ def _fetch_x(maps, rings, slot, m, k, constants: gl.constexpr):
     full = rings.full.index(slot)
     for d in gl.static_range(depth):
         column = (k * depth + d) * 64
-        tma.async_copy_global_to_shared(maps.x, [m, column], full, rings.x.index(slot * depth + d))
+        async_load(maps.x, [m, column], full, rings.x.index(slot * depth + d))
         if constants.tail:
-            tma.async_copy_global_to_shared(maps.x_tail, [m + wide, column], full, rings.x_tail.index(slot * depth + d))
+            async_load(maps.x_tail, [m + wide, column], full, rings.x_tail.index(slot * depth + d))
 
 
 @gluon.jit
@@ -364,11 +362,9 @@ def _send(
     fence_async_shared()
     barrier()
     for half in gl.static_range(halves):
-        tma.async_copy_shared_to_global(staging.map, [m, n + half * rows], staging.y.index(first + half))
+        async_store(staging.map, [m, n + half * rows], staging.y.index(first + half))
         if constants.tail:
-            tma.async_copy_shared_to_global(
-                staging.tail_map, [m + wide, n + half * rows], staging.y_tail.index(first + half)
-            )
+            async_store(staging.tail_map, [m + wide, n + half * rows], staging.y_tail.index(first + half))
 
 
 @gluon.jit

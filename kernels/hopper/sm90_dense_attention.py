@@ -46,9 +46,10 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from quant.kernels.attention_operands import SCALE_BLOCK, AttentionOptions
+from quant.kernels.hopper.gluon_names import async_load
 from quant.kernels.hopper.sm90_attention_structures import (
     TILES,
     Barriers,
@@ -191,7 +192,7 @@ def _produce(arguments, kind: gl.constexpr):
             mbarrier.expect(barriers.q_full.index(turn), groups * q_map.block_type.nbytes)
             row = (batch * tokens.heads + head) * tokens.q + start_q + block * kind.block_q
             for i in gl.static_range(groups):
-                tma.async_copy_global_to_shared(
+                async_load(
                     q_map, [row + 64 * i, 0], barriers.q_full.index(turn), arguments.buffers.q.index(turn * groups + i)
                 )
             kv_head = batch * (tokens.heads // ratio) + head // ratio
@@ -206,7 +207,7 @@ def _produce(arguments, kind: gl.constexpr):
                 mbarrier.expect(full.index(slot), k_map.block_type.nbytes, pred=has_k != has_v)
                 # Keys pass from last to first.
                 key = start_kv + (end - 1 - i) * kind.block_kv
-                tma.async_copy_global_to_shared(
+                async_load(
                     k_map, [kv_head * tokens.kv + key, 0], full.index(slot), arguments.buffers.k.index(slot), pred=has_k
                 )
                 tile = end - i
@@ -215,9 +216,7 @@ def _produce(arguments, kind: gl.constexpr):
                     at = [kv_head * kind.dim, scale_kv * SCALE_ROWS + tile * kind.block_kv]
                 else:
                     at = [kv_head * tokens.v + start_kv + tile * kind.block_kv, 0]
-                tma.async_copy_global_to_shared(
-                    v_map, at, full.index(slot), arguments.buffers.v.index(slot), pred=has_v
-                )
+                async_load(v_map, at, full.index(slot), arguments.buffers.v.index(slot), pred=has_v)
                 count += 1
             queries += 1
         mbarrier.wait(barriers.ticket_empty, (tickets & 1) ^ 1)

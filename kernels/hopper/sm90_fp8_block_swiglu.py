@@ -18,12 +18,12 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.kernels.hardware import current
+from quant.kernels.hopper.gluon_names import async_load, barrier
 from quant.kernels.hopper.sm90_fp8_block_operands import Tiling, rounded, sigmoid, store_tile, tile_options
-from quant.kernels.hopper.sm90_gemm_pipeline import barrier
 from quant.kernels.portable.training.fp8_block_layout import BLOCK, SwiGLUGradients, allocate
 
 _TILE = gl.constexpr(BLOCK)
@@ -36,9 +36,9 @@ def _fetch(dh, gate, up, tiles, full, slot, tile, count, across):
     inside = tile < count
     arrived = full.index(slot)
     mbarrier.expect(arrived, 3 * _TILE * _TILE * 2, pred=inside)
-    tma.async_copy_global_to_shared(dh, corner, arrived, tiles.index(3 * slot), pred=inside)
-    tma.async_copy_global_to_shared(gate, corner, arrived, tiles.index(3 * slot + 1), pred=inside)
-    tma.async_copy_global_to_shared(up, corner, arrived, tiles.index(3 * slot + 2), pred=inside)
+    async_load(dh, corner, arrived, tiles.index(3 * slot), pred=inside)
+    async_load(gate, corner, arrived, tiles.index(3 * slot + 1), pred=inside)
+    async_load(up, corner, arrived, tiles.index(3 * slot + 2), pred=inside)
 
 
 @gluon.jit

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quant.kernels.hopper.gluon_names import barrier
 from quant.kernels.hopper.sm90_decode_codes import scales_by_row
-from quant.kernels.hopper.sm90_gemm_pipeline import barrier
 
 
 class Output(NamedTuple):

@@ -24,8 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-# Triton 3.6 calls it thread_barrier.
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+from quant.kernels.hopper.gluon_names import reinterpret
 
 _LET_NEXT_START = gl.constexpr("griddepcontrol.launch_dependents; // $0")
 _WAIT_FOR_PREVIOUS = gl.constexpr("griddepcontrol.wait; // $0")
@@ -75,8 +74,8 @@ def weight_rings(w_map, s_map, stages: gl.constexpr, panels: gl.constexpr, depth
     linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     w_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, 2 * depth, 256], w_map.layout)
     s_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, depth, 64], s_map.layout)
-    words = w_ring._reinterpret(gl.int32, [stages, panels, depth, 128, 4], linear)
-    scales = s_ring._reinterpret(gl.int32, [stages, panels, depth, 32, 2], linear)
+    words = reinterpret(w_ring, gl.int32, [stages, panels, depth, 128, 4], linear)
+    scales = reinterpret(s_ring, gl.int32, [stages, panels, depth, 32, 2], linear)
     return w_ring, s_ring, words, scales
 
 

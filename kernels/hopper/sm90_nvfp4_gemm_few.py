@@ -45,16 +45,16 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.arrival_counters import arrival_counters
+from quant.kernels.hopper.gluon_names import async_load, barrier
 from quant.kernels.hopper.sm90_decode_nvfp4 import DECODED, decode
 from quant.kernels.hopper.sm90_gemm_epilogue import Output, halve, store_sum
 from quant.kernels.hopper.sm90_gemm_pipeline import (
     advance,
-    barrier,
     let_next_kernel_start,
     load_words,
     ring_barriers,
@@ -147,8 +147,8 @@ def _fetch_w(maps, rings, slot, tile, k, tiles_m, tiles_k, panels: gl.constexpr)
     for p in gl.static_range(panels):
         # In rows of 256 words, two for a tile of 64 × 64; a panel's tiles along K follow one another in memory.
         row = (panel + p) * tiles_k + k
-        tma.async_copy_global_to_shared(maps.words, [row * 2, 0], full, rings.words.index(slot * panels + p))
-        tma.async_copy_global_to_shared(maps.scales, [row, 0], full, rings.scales.index(slot * panels + p))
+        async_load(maps.words, [row * 2, 0], full, rings.words.index(slot * panels + p))
+        async_load(maps.scales, [row, 0], full, rings.scales.index(slot * panels + p))
 
 
 @gluon.jit
@@ -156,7 +156,7 @@ def _fetch_x(maps, rings, slot, tile, k, tiles_m, depth: gl.constexpr):
     m = tile % tiles_m * maps.x.block_type.shape[0]
     full = rings.full.index(slot)
     for d in gl.static_range(depth):
-        tma.async_copy_global_to_shared(maps.x, [m, (k + d) * 64], full, rings.x.index(slot * depth + d))
+        async_load(maps.x, [m, (k + d) * 64], full, rings.x.index(slot * depth + d))
 
 
 @gluon.jit
