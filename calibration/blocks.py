@@ -70,6 +70,11 @@ def removing(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
             hook.remove()
 
 
+def all_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns the arguments of a call, those by name last: a linear layer may be called as `layer(input=x)`."""
+    return (*args, *kwargs.values())
+
+
 def output_of(result: Any) -> torch.Tensor:
     """Returns the hidden state of a block's result: the tensor, or the first of a tuple or of a model output."""
     if isinstance(result, Mapping):

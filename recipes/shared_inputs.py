@@ -84,18 +84,20 @@ def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
     called: dict[str, int] = {}
     inputs = []
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if args and isinstance(args[0], torch.Tensor):
-                inputs.append(args[0])  # kept alive, so that no other tensor gets its id
+    def watch(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = next(iter((*args, *kwargs.values())), None)  # also of `layer(input=x)`
+            if isinstance(x, torch.Tensor):
+                inputs.append(x)  # kept alive, so that no other tensor gets its id
                 # Every decoder block reads the encoder's output, but no runtime merges layers of different blocks.
-                readers.setdefault((id(args[0]), _block_of(name)), []).append(name)
+                readers.setdefault((id(x), _block_of(name)), []).append(name)
                 called.pop(name, None)  # the layer that was called last stands last
-                called[name] = args[0].dim()
+                called[name] = x.dim()
 
         return hook
 
-    handles = [m.register_forward_pre_hook(watch(n)) for n, m in model.named_modules() if n in linears]
+    modules = {name: module for name, module in model.named_modules() if name in linears}
+    handles = [m.register_forward_pre_hook(watch(n), with_kwargs=True) for n, m in modules.items()]
     # `eval()` sets every submodule, so the mode of each is put back one by one at the end.
     modes = {module: module.training for module in model.modules()}
     watched, unfinished = Watched(), set[str]()

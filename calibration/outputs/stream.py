@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.calibration.blocks import output_of, removing
+from quant.calibration.blocks import all_arguments, output_of, removing
 
 # Errors of an addition in units of its rounding, and how far above it an output must be to be distinguished from it.
 _ROUNDINGS, _ABOVE = 8, 32
@@ -112,8 +112,9 @@ class Stream:
         def gain_of(norm: str, gain: torch.Tensor) -> Callable[..., None]:
             inverse = _inverse(gain)
 
-            def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-                y, out = (t.reshape(-1, t.shape[-1]) for t in (args[0], output_of(result)))
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+                x = all_arguments(args, kwargs)[0]
+                y, out = (t.reshape(-1, t.shape[-1]) for t in (x, output_of(result)))
                 # |y| / |norm(y) / v| of the channels that pass is 1 / u.
                 passing = (inverse != 0).to(y)
                 size = (out * inverse.to(y)).norm(dim=1, keepdim=True)
@@ -123,7 +124,10 @@ class Stream:
             return hook
 
         normed = [(writer.norm, writer.gain) for writer in self.writers.values() if writer.gain is not None]
-        handles = [block.get_submodule(norm).register_forward_hook(gain_of(norm, gain)) for norm, gain in normed]
+        handles = [
+            block.get_submodule(norm).register_forward_hook(gain_of(norm, gain), with_kwargs=True)
+            for norm, gain in normed
+        ]
         inside = [point for point in self.points if point != Point("")]
         with removing([*_hooks(block, inside, keep), *handles]):
             yield
@@ -169,7 +173,7 @@ def _hooks(
 
 
 def _first_float(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    values = (*args, *kwargs.values())
+    values = all_arguments(args, kwargs)
     return next((v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()), None)
 
 

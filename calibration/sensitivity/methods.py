@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.blocks import removing
+from quant.calibration.blocks import all_arguments, removing
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.divergence import Divergence, NotFinite, finite
 from quant.calibration.sensitivity.switchable_layer import SwitchableLayer
@@ -80,8 +80,9 @@ class OutputMethod(Method):
         index = int(name.split()[1])
         sums: Result = {}
 
-        def hook(module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
             assert isinstance(module, SwitchableLayer)
+            args = all_arguments(args, kwargs)
             # The empty name holds Σ ‖Y‖², the denominator of every format's score.
             group_sums = sums.setdefault(module.group, {"": 0.0})
             layer = module.plan.name
@@ -99,7 +100,7 @@ class OutputMethod(Method):
                 group_sums[candidate.name] = group_sums.get(candidate.name, 0.0) + square
 
         self.switchable.set({})
-        hooks = (layer.register_forward_hook(hook) for layer in self.switchable.layers.values())
+        hooks = (layer.register_forward_hook(hook, with_kwargs=True) for layer in self.switchable.layers.values())
         try:
             with torch.no_grad(), removing(hooks):
                 self.switchable.model(self.rows[index : index + 1])

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from quant.calibration.substitute import Substitute
 from quant.formats.stacking import Stacking
 from quant.kernels.linear.expert_stack import ExpertStack
 from quant.recipes.plan import LayerPlan
@@ -83,7 +84,7 @@ class CallCache:
             self.calls[name] = call
 
 
-class SwitchableLayer(nn.Module):
+class SwitchableLayer(Substitute):
     """A linear, or one projection of a fused-experts module, in the format that its model is set to."""
 
     owner: SwitchableModel
@@ -98,11 +99,11 @@ class SwitchableLayer(nn.Module):
         object.__setattr__(self, "original", weight)
         object.__setattr__(self, "bias", bias)
 
-    def forward(self, x: torch.Tensor, index: int | None = None) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, index: int | None = None) -> torch.Tensor:
         """Maps `[..., in]` to `[..., out]`; `index` is the expert's."""
         if torch.is_grad_enabled():
-            return _Probe.apply(x, self.owner.anchor, self, index)  # type: ignore[no-any-return, no-untyped-call]
-        return self.compute(x, index)
+            return _Probe.apply(input, self.owner.anchor, self, index)  # type: ignore[no-any-return, no-untyped-call]
+        return self.compute(input, index)
 
     def compute(self, x: torch.Tensor, index: int | None) -> torch.Tensor:
         """Returns the output in the present format."""
@@ -139,9 +140,9 @@ class SwitchableExperts(SwitchableLayer, ExpertStack):
         """Returns the values `[out, in]` of one expert in the present format."""
         return self.owner.weights.dense(self, self.owner.current(self.group), index)
 
-    def forward(self, x: torch.Tensor, index: int | None = None) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, index: int | None = None) -> torch.Tensor:
         """Maps `[tokens, in]` to `[tokens, out]`, in the order of the parameter's rows."""
-        return self.stacking.outputs(super().forward(x, index))
+        return self.stacking.outputs(super().forward(input, index))
 
 
 class _Probe(torch.autograd.Function):

@@ -109,7 +109,7 @@ class SwitchableModel:
         )
         # Autograd only visits nodes with an input that needs a gradient. Weights and token ids need none, so every
         # layer takes this empty tensor as a second input.
-        self.anchor = torch.empty(0, requires_grad=True)
+        self.anchor = torch.empty(0, requires_grad=True, dtype=torch.float32)
 
     def __enter__(self) -> SwitchableModel:
         self.blocks = block_names(self.model)
@@ -135,6 +135,7 @@ class SwitchableModel:
                         original.weight.detach(),
                         None if original.bias is None else self.weights.moved(original.bias.detach()),
                     )
+                    new.read_from(original)
                     take_hooks(new, original)
                     new.train(original.training)
                     self._undo.append(partial(setattr, parent, last, original))

@@ -30,6 +30,7 @@ from torch.nn.functional import pad
 from quant.calibration.blocks import Call, output_of
 from quant.calibration.solvers.rotation import matrix_of
 from quant.calibration.statistics import round_activation
+from quant.calibration.substitute import Substitute
 from quant.formats.format import Format
 from quant.formats.number import E4M3
 from quant.formats.rounding import decode, round_to
@@ -213,7 +214,7 @@ def _block_sums(x: torch.Tensor, format: Format) -> torch.Tensor:
     return sums
 
 
-class _Learned(nn.Module):
+class _Learned(Substitute):
     """A layer while it is learned: latent values in grid steps, and logarithms of scale factors."""
 
     first_scale: torch.Tensor
@@ -239,6 +240,7 @@ class _Learned(nn.Module):
         # From the original weight where that rounds to the code that was chosen, else from the code itself.
         self.latent = nn.Parameter(torch.where(same_code, weight, values).div_(step))
         self.factor = nn.Parameter(torch.zeros_like(self.first_scale), requires_grad=self.learns_scale)
+        self.read_from(original)
 
     def _scale(self) -> torch.Tensor:
         """Returns block scales on their grid; the gradient sees no grid."""
@@ -258,8 +260,8 @@ class _Learned(nn.Module):
         step = self._scale() * self.second if self.learns_scale else self.first_step
         return _Rounded.apply(self.latent, step, self.first_step, self.format)  # type: ignore[no-any-return, no-untyped-call]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layer.parts.input(x)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = self.layer.parts.input(input)
         y = nn.functional.linear(_rounded(x, self.layer), self.values().to(x.dtype), self.bias)
         branch = self.layer.parts.branch(x)
         return y if branch is None else y + branch
@@ -273,7 +275,11 @@ class _Learned(nn.Module):
 
 
 def _second(weight: BlockScaledTensor) -> torch.Tensor:
-    return torch.ones((), device=weight.codes.device) if weight.global_scale is None else weight.global_scale.float()
+    return (
+        torch.ones((), device=weight.codes.device, dtype=torch.float32)
+        if weight.global_scale is None
+        else weight.global_scale.float()
+    )
 
 
 class _RoundedInput(torch.autograd.Function):

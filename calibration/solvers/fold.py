@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from quant.calibration.blocks import Call, output_of, removing
+from quant.calibration.blocks import Call, all_arguments, output_of, removing
 
 # Modeling code computes norms and rotary embeddings in float32 whatever it is given.
 _TOLERANCE = 1e-6
@@ -165,7 +166,11 @@ def _run(block: nn.Module, call: Call, reader: str | None) -> tuple[torch.Tensor
     """Returns the reader's input and the block's output."""
     seen: list[torch.Tensor] = []
     watched = [] if reader is None else [block.get_submodule(reader)]
-    hooks = [module.register_forward_pre_hook(lambda module, args: seen.append(args[0])) for module in watched]
+
+    def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(all_arguments(args, kwargs)[0])
+
+    hooks = [module.register_forward_pre_hook(see, with_kwargs=True) for module in watched]
     with torch.no_grad(), removing(hooks):
         out = output_of(block(*call.args, **call.kwargs))
     return (seen[0] if len(seen) == 1 else None), out

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from quant.calibration.blocks import Call, capture, in_float64, output_of, removing
+from quant.calibration.blocks import Call, all_arguments, capture, in_float64, output_of, removing
 from quant.calibration.solvers.fold import modules_in_order
 from quant.calibration.solvers.rotation import rotation_block
 from quant.formats.tensor import moved
@@ -220,10 +220,10 @@ def _watch(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Trace:
     trace = _Trace()
 
     def hook(name: str) -> Callable[..., None]:
-        def seen(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
             if name in trace.inputs:
                 raise ValueError(f"{name}: called twice in one pass, so a rotation would meet it twice")
-            trace.inputs[name] = args[0]
+            trace.inputs[name] = all_arguments(args, kwargs)[0]
             trace.outputs[id(result)] = name
             trace.alive.append(result)
 
@@ -234,7 +234,8 @@ def _watch(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Trace:
         for name, module in model.named_modules()
         if isinstance(getattr(module, "weight", None), nn.Parameter)
     ]
-    with removing(module.register_forward_hook(hook(name)) for name, module in leaves), torch.no_grad(), trace:
+    hooks = (module.register_forward_hook(hook(name), with_kwargs=True) for name, module in leaves)
+    with removing(hooks), torch.no_grad(), trace:
         run(model)
     return trace
 
@@ -254,7 +255,7 @@ def _take_gain(module: nn.Module, name: str) -> torch.Tensor:
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
     # Four random tokens distinguish an RMS norm from one that subtracts the mean or adds a bias.
-    x = torch.randn(4, len(weight), device=weight.device).to(weight.dtype)
+    x = torch.randn(4, len(weight), device=weight.device, dtype=torch.float32).to(weight.dtype)
     y = module(x).double()
     plain = x.double() / x.double().square().mean(-1, keepdim=True).sqrt()
     near = max(1e-3, 4 * torch.finfo(weight.dtype).eps)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from quant.calibration.blocks import Call, Stop, output_of, removing
+from quant.calibration.blocks import Call, Stop, all_arguments, output_of, removing
 from quant.calibration.fast_matmul import fast_matmul, paired_linears
 from quant.calibration.outputs.stream import Stream
 from quant.calibration.placement import DeviceCopies
@@ -120,7 +120,15 @@ class Block:
     @contextmanager
     def hooked(self, hooks: Mapping[str, Callable[..., None]]) -> Iterator[None]:
         """Calls `hooks` with the arguments of the modules of these names, before they run, while open."""
-        with removing(self.module.get_submodule(name).register_forward_pre_hook(hook) for name, hook in hooks.items()):
+
+        def before(hook: Callable[..., None]) -> Callable[..., None]:
+            return lambda module, args, kwargs: hook(module, all_arguments(args, kwargs))
+
+        modules = {name: self.module.get_submodule(name) for name in hooks}
+        handles = (
+            module.register_forward_pre_hook(before(hooks[name]), with_kwargs=True) for name, module in modules.items()
+        )
+        with removing(handles):
             yield
 
     def remember_finished(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.blocks import Stop, removing
+from quant.calibration.blocks import Stop, all_arguments, removing
 from quant.calibration.observers import Observer
 from quant.calibration.placement import device_of, placed
 from quant.calibration.ranks import gathered, own_batches
@@ -158,7 +158,8 @@ def watch_inputs(
         owner = model.get_submodule(parent)
         # A parameter under this name is a projection of fused experts.
         if isinstance(getattr(owner, last), nn.Module):
-            handles.append(owner.get_submodule(last).register_forward_pre_hook(_linear_hook(name, observe)))
+            hook = _linear_hook(name, observe)
+            handles.append(owner.get_submodule(last).register_forward_pre_hook(hook, with_kwargs=True))
         elif can_run_experts_one_by_one(owner):
             experts[owner] = parent
         else:
@@ -226,10 +227,8 @@ def _one_expert(name: str, observe: Callable[[str, torch.Tensor], None], expert:
     observe(name, x)
 
 
-def _linear_hook(
-    name: str, observe: Callable[[str, torch.Tensor], None]
-) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    return lambda module, args: observe(name, args[0])
+def _linear_hook(name: str, observe: Callable[[str, torch.Tensor], None]) -> Callable[..., None]:
+    return lambda module, args, kwargs: observe(name, all_arguments(args, kwargs)[0])
 
 
 def _expert_hook(

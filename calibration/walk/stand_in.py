@@ -15,6 +15,7 @@ from torch import nn
 
 from quant.calibration.ranks import number_of
 from quant.calibration.solvers.rotation import matrix_of
+from quant.calibration.substitute import Substitute
 from quant.calibration.walk.group import Group
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.module_hooks import has_hooks, take_hooks
@@ -36,7 +37,7 @@ class CurrentBatch:
         return number_of(self.index)
 
 
-class StandIn(nn.Module):
+class StandIn(Substitute):
     """A solved layer while its block is being worked on: dense weights, and a memory of its outputs by batch.
 
     Args:
@@ -58,6 +59,7 @@ class StandIn(nn.Module):
         # an output in place.
         self.keeps = group.calls == 1 and not has_hooks(original)
         self.outputs: dict[int, torch.Tensor] = {}
+        self.read_from(original)
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -76,11 +78,11 @@ class StandIn(nn.Module):
         branch = self.parts.branch(self.parts.input(x)) if self.parts.lowrank else None
         return out if branch is None else out + branch
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         index = self.batch.index
         if index in self.outputs:
             return self.outputs[index] if self.keeps else self.outputs.pop(index)
-        out = self.product(x)
+        out = self.product(input)
         out = out if self.bias is None else out + self.bias
         if self.keeps:
             self.outputs[index] = out

@@ -83,14 +83,14 @@ class ConvGeometry:
         """Returns the product with an input `[batch, in, size…]` that `padded` gave."""
         raise NotImplementedError
 
-    def forward(self, x: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
-        """Maps `[batch, in, size…]` to `[batch, out, size…]`, in the dtype of `x`; the batch may be left out.
+    def forward(self, input: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
+        """Maps `[batch, in, size…]` to `[batch, out, size…]`, in the dtype of `input`; the batch may be left out.
 
         Args:
-            x: the input.
+            input: the input, under the name that torch's modules give it.
             output_size: the output size of a transposed convolution, as `nn.ConvTranspose2d` takes it.
         """
-        dims = len(self.kernel_size)
+        x, dims = input, len(self.kernel_size)
         # torch's own modules take an input without a batch, too.
         if x.dim() == dims + 1:
             return self.forward(x[None], output_size)[0]

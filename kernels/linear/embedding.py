@@ -69,9 +69,9 @@ class QuantEmbedding(QuantizedModule):
         self.num_embeddings, self.embedding_dim = weight.shape
         self.register_buffer("_dtype", torch.empty(0, dtype=dtype), persistent=False)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Maps `[...]` to `[..., dim]`."""
-        return quantized_embedding(ids, self.stored_weight, self._dtype.dtype)
+        return quantized_embedding(input, self.stored_weight, self._dtype.dtype)
 
 
 def embedding_refusal(module: nn.Module) -> str:

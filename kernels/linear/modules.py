@@ -147,8 +147,9 @@ class QuantLinear(QuantizedModule):
             lowrank = (self.lowrank_down, self.lowrank_up)
         return RunTimeParts(self.pre_scale, self.hadamard, lowrank)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps `[..., in]` to `[..., out]`, in the dtype of `x`."""
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Maps `[..., in]` to `[..., out]`, in the dtype of `input`, which is named as in `nn.Linear`."""
+        x = input
         # Reading a buffer as an attribute is one more Python call before the launch.
         buffers = self._buffers
         codes = buffers["codes"]

@@ -52,8 +52,9 @@ class QATLinear(RoundedWeight, nn.Linear):  # type: ignore[misc]
         lowrank = None if self.lowrank_down is None else (self.lowrank_down, self.lowrank_up)
         return RunTimeParts(self.pre_scale, self.hadamard, lowrank)  # type: ignore[arg-type]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Maps `[..., in]` to `[..., out]`, as the packed layer computes it."""
+        x = input
         self.remember_dtype()
         parts, common = self.parts, self.fusion.common(self, x)
         if common.rounded is None:
@@ -176,10 +177,10 @@ class QATEmbedding(RoundedWeight):
         self.num_embeddings, self.embedding_dim = weight.shape
         self.padding_idx = packed.padding_idx
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Maps `[...]` to `[..., dim]`."""
         self.remember_dtype()
-        return functional.embedding(ids, self.rounded(self.dtype), self.padding_idx)
+        return functional.embedding(input, self.rounded(self.dtype), self.padding_idx)
 
     def packed(self) -> QuantEmbedding:
         """Returns the packed embedding."""

@@ -32,10 +32,10 @@ class LowPrecisionLinear(nn.Linear):
 
     low_precision: LowPrecision
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps `[..., in]` to `[..., out]`, in the dtype of `x`, or autocast's."""
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Maps `[..., in]` to `[..., out]`, in the dtype of `input`, or autocast's."""
         # The backward pass of delayed scaling changes a history, which no compiled graph can.
-        return _outside_graphs(self, x) if self.low_precision.recipe.history else _forward(self, x)
+        return _outside_graphs(self, input) if self.low_precision.recipe.history else _forward(self, input)
 
 
 def _forward(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
