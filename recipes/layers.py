@@ -97,7 +97,7 @@ class Layer:
 
 def find_layers(model: nn.Module) -> list[Layer]:
     """Lists every layer of `model` that owns a weight, in model order; `watching` finds their fusion groups."""
-    head, routers, occurrences = output_head(model), _routers(model), _occurrences(model)
+    head, routers, held_again = output_head(model), _routers(model), _held_again(model)
     tried: dict[Any, bool] = {}
     owner: dict[int, str] = {}
     layers = []
@@ -112,7 +112,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
             # The first path in model order owns a shared parameter.
             tied_to = owner.setdefault(id(parameter), path)
             transposed = parameter_name == "weight" and _is_transposed(module)
-            shared = _SHARED if is_own and occurrences[id(module)] > 1 else None
+            shared = _SHARED if is_own and id(module) in held_again else None
             layers.append(
                 Layer(
                     path,
@@ -140,9 +140,21 @@ def _kept_parameter(path: str, name: str) -> str | None:
     return _COMPUTED if ".parametrizations." in f".{path}" or name in ("weight_orig", "weight_g", "weight_v") else None
 
 
-def _occurrences(model: nn.Module) -> Counter[int]:
-    """Counts the occurrences of each module in the model, by its id."""
-    return Counter(id(child) for module in model.modules() for child in module._modules.values())
+def _held_again(model: nn.Module) -> set[int]:
+    """Returns the ids of modules that a model holds in several places, of which only one would get a quantized layer.
+
+    These are the children of several modules, and what lies inside of a module of several blocks: a block is quantized
+    after those before it, and would find layers that are quantized already. In a block or a model that itself has two
+    names (`llm` and `wrapper.llm`), layers are replaced for both.
+    """
+    held = Counter(id(child) for module in model.modules() for child in module._modules.values())
+    paths = dict(model.named_modules(remove_duplicate=False))
+    blocks: dict[int, set[tuple[int, ...]]] = {}
+    for name, module in paths.items():
+        parts = name.split(".")
+        numbered = [".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdecimal()]
+        blocks.setdefault(id(module), set()).add(tuple(id(paths[block]) for block in numbered))
+    return {each for each, found in blocks.items() if held[each] > 1 or len(found) > 1}
 
 
 def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:

@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from quant.calibration.blocks import block_names, removing
 from quant.calibration.fast_matmul import fast_matmul
+from quant.calibration.functional import other_tensors, run_with
 from quant.calibration.outputs.logits import Logits, logits_of
 from quant.calibration.placement import NARROW, device_of, free_memory, placed
 from quant.calibration.prefetch import value_of
@@ -365,14 +365,15 @@ class _Pass:
 
     def _elsewhere(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Returns the tensors of a module that it has to be called with instead of its own: on the device, or wider."""
-        tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+
+        def elsewhere(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.is_meta:
-                continue  # experts that are still in their files, which read themselves
+                return None  # experts that are still in their files, which read themselves
             dtype = torch.float32 if self.device.type == "cpu" and tensor.dtype in NARROW else tensor.dtype
-            if tensor.device != self.device or tensor.dtype != dtype:
-                tensors[name] = value_of(tensor).to(self.device, dtype)
-        return tensors
+            is_there = tensor.device == self.device and tensor.dtype == dtype
+            return None if is_there else value_of(tensor).to(self.device, dtype)
+
+        return other_tensors(module, elsewhere)
 
     def _run_with(
         self,
@@ -391,7 +392,7 @@ class _Pass:
 
         args, kwargs = tree_map(moved, args), tree_map(moved, kwargs)
         with forwarding(module, forward):
-            result = functional_call(module, tensors, args, kwargs)
+            result = run_with(module, tensors, *args, **kwargs)
         if narrow is None or wide is narrow:
             return result
         return tree_map(lambda v: v.to(narrow) if _is_tensor(v) and v.dtype is wide else v, result)
@@ -417,7 +418,10 @@ def _label_gradient(logits: torch.Tensor, generator: torch.Generator) -> torch.T
     cumulative = probabilities.cumsum(-1)
     if not bool(torch.isfinite(cumulative[:, -1].sum())):
         raise ValueError("its logits hold NaN or infinity")
-    drawn = torch.rand(len(cumulative), 1, generator=generator, device=logits.device) * cumulative[:, -1:]
+    drawn = (
+        torch.rand(len(cumulative), 1, generator=generator, device=logits.device, dtype=torch.float32)
+        * cumulative[:, -1:]
+    )
     labels = torch.searchsorted(cumulative, drawn, right=True).clamp(max=logits.shape[-1] - 1)
     gradient: torch.Tensor = probabilities.neg_().scatter_add_(1, labels, torch.ones_like(labels, dtype=torch.float32))
     return gradient.view(logits.shape).to(logits.dtype)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.functional import other_tensors, run_with
 from quant.calibration.solvers.solver import get_solver
 from quant.errors import UserError, counted
 from quant.formats.format import cache_format, parse_format
@@ -240,12 +241,12 @@ def run_on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> None:
         model: stays as it is.
         dtype: the dtype of the parameters; None leaves them their own.
     """
-    state = dict(model.named_parameters()) | dict(model.named_buffers())
-    on_meta = {name: tensor.to("meta") for name, tensor in state.items()}
-    if dtype is not None:
-        on_meta |= {n: on_meta[n].to(dtype) for n, p in model.named_parameters() if p.is_floating_point()}
-    ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    torch.func.functional_call(model, on_meta, (ids,))
+
+    def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+        casts = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        return tensor.to("meta", dtype if casts else None)
+
+    run_with(model, other_tensors(model, on_meta), torch.zeros(1, 2, dtype=torch.long, device="meta"))
 
 
 def _run_on_meta_in_bf16(model: nn.Module) -> None:

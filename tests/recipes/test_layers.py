@@ -416,3 +416,23 @@ def test_convolutions_are_matrices_of_output_channels() -> None:
     assert (plain.shape, plain.matrix, plain.transposed, plain.obstacle) == ((8, 3, 3, 5), (8, 45), False, None)
     assert (transposed.shape, transposed.matrix, transposed.transposed) == ((8, 3, 3), (8, 9), True)
     assert own.obstacle is not None and "otherwise" in own.obstacle
+
+
+def test_a_part_of_several_blocks_is_kept() -> None:
+    """The second block would find layers in it that the first one had quantized already."""
+
+    class Block(nn.Module):
+        def __init__(self, mlp: nn.Module) -> None:
+            super().__init__()
+            self.proj, self.mlp = nn.Linear(64, 64), mlp
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.mlp(self.proj(x))  # type: ignore[no-any-return]
+
+    mlp = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+    blocks = nn.ModuleList([Block(mlp), Block(mlp)])
+    kept = {layer.name: layer.obstacle for layer in find_layers(blocks) if layer.obstacle}
+    assert list(kept) == ["0.mlp.0"]
+    # Two names of the blocks themselves: what is replaced in one place is replaced in the other.
+    twice = nn.ModuleDict({"llm": blocks, "wrapper": nn.ModuleDict({"llm": blocks})})
+    assert [layer.name for layer in find_layers(twice) if not layer.obstacle] == ["llm.0.proj", "llm.1.proj"]
