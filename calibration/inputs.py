@@ -158,6 +158,12 @@ def _check_arguments(call: Arguments, model: nn.Module) -> None:
             f"does not fit ({error}); from a loader of inputs and labels take only the inputs: [inputs for inputs, "
             "labels in loader]"
         ) from None
+    ids = _by_name(call, list(signature.parameters)).get("input_ids")
+    if isinstance(ids, torch.Tensor) and ids.dim() == 1:
+        raise ValueError(
+            f"calibration data holds {len(ids)} token ids without an axis of rows; give [row[None] for row in rows], "
+            "or one tensor [rows, seqlen]"
+        )
 
 
 def cast_for(model: nn.Module, inputs: Inputs) -> Inputs:

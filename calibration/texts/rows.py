@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from quant.calibration.attention_names import text_config
 from quant.calibration.session import Session
 from quant.calibration.texts.documents import cut_rows, pack_rows, read_documents, shuffled, start_token, whole_rows
 from quant.calibration.texts.generate import generate_rows
@@ -258,7 +259,9 @@ def trial_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def check_ids(rows: torch.Tensor, model: nn.Module) -> None:
-    """Raises ValueError where `rows` holds token ids that `model` has no embedding for."""
+    """Raises ValueError where `rows` holds token ids that `model` has no embedding for, or more than its positions."""
+    if isinstance(rows, torch.Tensor) and rows.dim() == 2 and not rows.is_floating_point():
+        check_positions(rows.shape[1], getattr(model, "config", None), type(model).__name__)
     find = getattr(model, "get_input_embeddings", None)
     try:
         weight = getattr(find() if callable(find) else None, "weight", None)
@@ -266,6 +269,19 @@ def check_ids(rows: torch.Tensor, model: nn.Module) -> None:
         weight = None
     if isinstance(weight, torch.Tensor) and rows.numel() and not rows.is_floating_point():
         _check_vocabulary(rows, len(weight), "calibration rows", "model")
+
+
+def check_positions(tokens: int, config: Any, owner: str) -> None:
+    """Raises ValueError for rows of more `tokens` than the positions in a transformers `config`.
+
+    A table of positions ends there. Rotary positions go on, and statistics would be of inputs that no training saw.
+    """
+    positions = getattr(text_config(config), "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < tokens:
+        raise ValueError(
+            f"rows of {tokens} tokens are longer than the {positions} positions of {owner}; "
+            f"use a seqlen of at most {positions}"
+        )
 
 
 def _check_size(samples: int | None, seqlen: int) -> None:

@@ -9,6 +9,7 @@ from quant.calibration.attention_names import text_config
 from quant.calibration.inputs import Inputs
 from quant.calibration.outputs.logits import logits_of
 from quant.calibration.placement import device_of
+from quant.calibration.texts.rows import check_positions
 from quant.errors import UserError
 
 
@@ -70,12 +71,7 @@ def _check_rows(model: nn.Module, rows: torch.Tensor) -> None:
     config = text_config(getattr(model, "config", None))
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{type(model).__name__} is an encoder-decoder; perplexity here is for causal language models")
-    context = getattr(config, "max_position_embeddings", None)
-    if isinstance(context, int) and rows.shape[1] > context:
-        raise ValueError(
-            f"rows of {rows.shape[1]} tokens are longer than the {context} positions of {type(model).__name__}; "
-            f"use a seqlen of at most {context}"
-        )
+    check_positions(rows.shape[1], config, type(model).__name__)
     # An id outside the vocabulary is an index error on a CPU and an asynchronous device assert on a GPU.
     vocabulary = getattr(config, "vocab_size", None)
     low, high = (int(n) for n in torch.aminmax(rows))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.attention_names import text_config
 from quant.calibration.placement import is_visited, placed
 from quant.calibration.ranks import from_first
 from quant.calibration.session import Session
@@ -47,7 +48,7 @@ def mixed_text(
     Raises:
         NoTextError: no text suits this model; the message names the layer that needs some.
     """
-    context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    context = getattr(text_config(getattr(model, "config", None)), "max_position_embeddings", None)
     seqlen = min(seqlen, context) if isinstance(context, int) and context > 0 else seqlen
     session = session or Session()
 

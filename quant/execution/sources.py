@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.attention_names import text_config
 from quant.calibration.inputs import Inputs, joined
 from quant.calibration.listener import SILENT, Listener
 from quant.calibration.placement import placed
@@ -133,7 +134,7 @@ def check_lengths(source: Source, rows: Rows) -> None:
     if not source.is_causal_lm:
         return  # rows of other models may be sentences
     short = short_files(rows)
-    seqlen = within_context(source, rows.seqlen) if rows.is_written else rows.seqlen
+    seqlen = within_context(source, rows.seqlen)
     for index, name in enumerate(_written_first(rows.names)):
         if name in short:
             calibration_rows(name, _tokenizer_for(source, name), samples=rows.of_source(index), seqlen=seqlen)
@@ -155,8 +156,8 @@ def tokenizer_if_any(source: Source) -> Any:
 
 
 def within_context(source: Source, seqlen: int) -> int:
-    """Returns the number of tokens in a row that a model writes: at most its context."""
-    context = getattr(source.config, "max_position_embeddings", None)
+    """Returns the number of tokens in a row of calibration text: at most the model's context."""
+    context = getattr(text_config(source.config), "max_position_embeddings", None)
     return min(seqlen, context) if isinstance(context, int) and context > 0 else seqlen
 
 
@@ -218,8 +219,9 @@ def read_calibration(
         about = {"about": inputs.about} if inputs.about else {}
         return inputs, [{"source": rows.label, "rows": len(inputs), "sha256": digest_of(inputs), **about}]
     fits = within_context(source, rows.seqlen)
-    if fits < rows.seqlen and rows.is_written:
+    if fits < rows.seqlen:
         listener.message(f"rows have {fits} tokens, the context of this model, and not --seqlen {rows.seqlen}")
+        rows = replace(rows, seqlen=fits)
     placed_rows: list[tuple[float, torch.Tensor]] = []
     records: list[Record] = []
     for index, name in enumerate(_written_first(names)):

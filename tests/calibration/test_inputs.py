@@ -187,3 +187,17 @@ def test_a_loop_that_generates_is_refused_with_the_way_out() -> None:
 def test_a_budget_takes_one_tensor() -> None:
     with pytest.raises(UserError, match="one tensor"):
         quant.quantize(llama(), data={"input_ids": ROWS, "attention_mask": torch.ones_like(ROWS)}, bits=6)
+
+
+def test_token_ids_without_an_axis_of_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"16 token ids without an axis of rows; give \[row\[None\] for row in rows\]"):
+        quant.quantize(llama(), "nvfp4", list(ROWS))
+
+
+@pytest.mark.parametrize("model", [tiny_models.llama, tiny_models.gpt2], ids=["rotary", "table"])
+@pytest.mark.parametrize("options", [{"recipe": "nvfp4"}, {"recipe": "nvfp4a16", "solver": "gptq"}, {"bits": 6.0}])
+def test_rows_are_not_longer_than_the_positions(model: Any, options: dict[str, Any]) -> None:
+    rows = torch.randint(3, 60, (4, 65), generator=torch.Generator().manual_seed(0))
+    short = model(max_position_embeddings=64)
+    with pytest.raises(ValueError, match=r"rows of 65 tokens are longer than the 64 positions of \w+; use a"):
+        quant.quantize(short, data=rows, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,13 @@ def test_token_ids_are_counted_when_they_are_read(opened: list[bool]) -> None:
     save_file({"ids": torch.arange(100)}, "ids.safetensors")
     assert "too short: 100 tokens give 3 rows" in quantize("--format", "fp8", "--calib", "ids.safetensors")
     assert opened == [False]
+
+
+@pytest.mark.parametrize("options", [("--format", "nvfp4a16", "--solver", "gptq"), ("--bits", "5")])
+def test_rows_of_a_file_end_at_the_context(options: tuple[str, ...], opened: list[bool]) -> None:
+    Path("text.txt").write_text(WORDS * 9)  # 145 tokens: four rows of 32
+    arguments = ["model", *options, "--calib", "text.txt", "--calib-samples", "4", "--device", "cpu", "--out", "out"]
+    output = CliRunner().invoke(main, ["quantize", *arguments]).output
+    assert "rows have 32 tokens, the context of this model, and not --seqlen 512" in output
+    [calibration] = json.loads(Path("out/plan.json").read_text())["provenance"]["calibration"]
+    assert (calibration["rows"], calibration["seqlen"]) == (4, 32)
