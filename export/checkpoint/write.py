@@ -104,7 +104,9 @@ def _unquantized_tensors(
     model: nn.Module, quantized: Collection[str], state: Mapping[str, torch.Tensor] | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors of a model outside its `quantized` modules, and the biases of these; tied tensors once."""
-    own = tuple(f"{name}." for name in quantized)
+    modules = {id(model.get_submodule(name)) for name in quantized}
+    # A module in a block that the model holds twice has two names.
+    own = tuple(f"{name}." for name, each in model.named_modules(remove_duplicate=False) if id(each) in modules)
     unquantized = model.state_dict() if state is None else state
     # Where one tensor is untied, the flag that would tie the others too is cleared (`clear_flag`).
     all_apart = any(getattr(config, FLAG, False) for config in untied_pairs(model, state).values())
@@ -114,6 +116,11 @@ def _unquantized_tensors(
     for name, tensor in unquantized.items():
         if name.startswith(own) and not name.endswith(".bias"):
             continue
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"{name}: a {type(tensor).__name__}, and files of weights hold tensors alone; return a tensor from "
+                "get_extra_state, or leave the method out"
+            )
         source = unquantized.get(tied_to.get(name, ""))
         if source is not None and all_apart:
             yield name, tensor

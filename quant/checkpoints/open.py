@@ -278,7 +278,7 @@ def dtype_problems(
     for name, tensor in tensors.items():
         current = state.get(name)
         # FP8 counts as integers: codes in the place of a 16-bit tensor have lost their scales.
-        if current is not None and current.dtype.is_floating_point != is_wide_float(tensor):
+        if current is not None and is_wide_float(current) != is_wide_float(tensor):
             yield (
                 f"{place(source, name)} is {str(tensor.dtype).removeprefix('torch.')}, and the model holds "
                 f"{str(current.dtype).removeprefix('torch.')}; quantize the model again, or download it again"
@@ -334,7 +334,8 @@ def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Pa
     if callable(tie := getattr(model, "tie_weights", None)):
         tie(**({"recompute_mapping": False} if untied else {}))
     # Not missing: buffers of quantized layers, which are installed already, and other names of tied parameters.
-    quantized = {f"{name}." for name, module in model.named_modules() if hasattr(module, "quantized_weight")}
+    modules = model.named_modules(remove_duplicate=False)
+    quantized = {f"{name}." for name, module in modules if hasattr(module, "quantized_weight")}
     held = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in tensors}
     lost = [n for n in missing if not n.startswith(tuple(quantized)) and id(attrgetter(n)(model)) not in held]
     # A tool that keeps what transformers ignores, such as heads for multi-token prediction, is right to do so.

@@ -370,3 +370,53 @@ def test_what_is_made_when_it_is_written_is_the_same(
     assert {"weight_packed", "weight_scale"} <= set(made)
     late, at_once = (tmp_path / name / "model.safetensors" for name in ("late", "at once"))
     assert late.read_bytes() == at_once.read_bytes()
+
+
+class Buffers(nn.Module):
+    """A layer, and buffers of dtypes that a checkpoint has for codes and scales, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        values = torch.rand(8, generator=torch.Generator().manual_seed(0))
+        for dtype in (torch.float8_e4m3fn, torch.uint8, torch.bool, torch.complex64, torch.float64, torch.uint16):
+            self.register_buffer(str(dtype).removeprefix("torch."), values.mul(3).to(dtype))
+        self.register_buffer("empty", torch.empty(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_buffers_of_every_dtype_come_back(tmp_path: Path) -> None:
+    done = quantize(Buffers(), "nvfp4a16")
+    save(done.model, done.plan, tmp_path / "out")
+    loaded = load(tmp_path / "out", Buffers())
+    for name, buffer in done.model.named_buffers():
+        assert same(loaded.get_buffer(name), buffer), name
+
+
+def test_a_block_in_two_places_is_stored_once(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64))
+        return nn.Sequential(block, block, nn.Linear(64, 64)).eval()
+
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    done = quantize(make(), "nvfp4", x)
+    save(done.model, done.plan, tmp_path / "out")
+    assert {name.split(".")[0] for name in load_file(tmp_path / "out" / "model.safetensors")} == {"0", "2"}
+    assert same(load(tmp_path / "out", make())(x), done.model(x))
+
+
+def test_state_that_is_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    class Counting(Buffers):
+        def get_extra_state(self) -> Any:
+            return {"steps": 3}
+
+        def set_extra_state(self, state: Any) -> None:
+            raise AssertionError
+
+    done = quantize(nn.Sequential(Counting()), "nvfp4a16")
+    with pytest.raises(ValueError, match=r"0\._extra_state: a dict, and files of weights hold tensors alone"):
+        save(done.model, done.plan, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
