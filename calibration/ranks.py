@@ -266,7 +266,11 @@ class Exchange:
         for run in _rounds([owner for _, owner, _ in order]):
             owners = [order[i][1] for i in run]
             sends = rank in owners
-            mine = make(order[run[owners.index(rank)]][2]) if sends else torch.empty(0, *columns, device=self.device)
+            mine = (
+                make(order[run[owners.index(rank)]][2])
+                if sends
+                else torch.empty(0, *columns, dtype=torch.float32, device=self.device)
+            )
             # Slabs are of equal size; the last is filled up with zeros, which the result leaves out.
             if sends and len(mine) < rows * world:
                 mine = torch.cat([mine, mine.new_zeros(rows * world - len(mine), *columns)])

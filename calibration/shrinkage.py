@@ -40,10 +40,14 @@ class MomentSpread:
 
     def __init__(self, like: torch.Tensor) -> None:
         self.columns, device = like.shape[-1], like.device
-        self.channels = torch.linspace(0, self.columns - 1, min(CHANNELS, self.columns), device=device).round().long()
+        self.channels = (
+            torch.linspace(0, self.columns - 1, min(CHANNELS, self.columns), device=device, dtype=torch.float32)
+            .round()
+            .long()
+        )
         self.tokens = self.squared_tokens = 0
         # Σ P_r, Σ n_r P_r and Σ P_r².
-        self.sums = torch.zeros(3, len(self.channels), len(self.channels), device=device)
+        self.sums = torch.zeros(3, len(self.channels), len(self.channels), device=device, dtype=torch.float32)
 
     def add(self, x: torch.Tensor, rows: int) -> None:
         """Adds a batch of inputs, `[tokens, in]`, of which each of `rows` equal parts is a piece of text."""
@@ -65,7 +69,8 @@ class MomentSpread:
         evenness = self.squared_tokens / self.tokens**2
         # All tokens in one piece: Σ n_r² = (Σ n_r)².
         if evenness == 1:
-            return torch.tensor(self.columns / (self.columns + self.tokens), device=products.device)
+            rate: torch.Tensor = products.new_full((), self.columns / (self.columns + self.tokens))
+            return rate
         mean = products / self.tokens
         # Σ n_r² (P_r / n_r - mean)², written out.
         spread = squares - 2 * mean * weighted + self.squared_tokens * mean.square()

@@ -194,11 +194,13 @@ def choose_scale(
         amax: largest magnitude of each matrix, `weight.shape[:-2]`.
         global_scale: float32 `weight.shape[:-2]`, or None.
     """
-    scale = torch.empty(format.scale_shape(weight.shape), device=weight.device)
+    scale = torch.empty(format.scale_shape(weight.shape), device=weight.device, dtype=torch.float32)
     rows, columns = weight.shape[-2:]
     # torch.compile cannot record numpy's ndindex, and QAT chooses scales within a forward pass.
     for index in product(*map(range, weight.shape[:-2])):
-        second = torch.ones((), device=weight.device) if global_scale is None else global_scale[index]
+        second = (
+            torch.ones((), device=weight.device, dtype=torch.float32) if global_scale is None else global_scale[index]
+        )
         if format.per_tensor and rule == "max":
             # One block: its amax is known, and the matrix need not be held as one float32 block.
             scale[index] = SCALE_RULES[rule](amax[index].view(1, 1, 1, 1), format, second)[:, 0, :, 0]
@@ -341,7 +343,7 @@ def fake_quantize(
     rows = x.reshape(-1, x.shape[-1])
     if format.global_scale and global_scale is None:
         global_scale = global_scale_of(rows.abs().amax(), format)
-    second = torch.ones((), device=x.device) if global_scale is None else global_scale.reshape(())
+    second = torch.ones((), device=x.device, dtype=torch.float32) if global_scale is None else global_scale.reshape(())
     blocks = _to_blocks(rows.float() if scale is None else finite_or_nan(rows.float()), format.block_shape(rows.shape))
     step = (SCALE_RULES[format.input_rule](blocks, format, second) if scale is None else scale.reshape(())) * second
     values = round_to(blocks / step, format.element).mul_(step)

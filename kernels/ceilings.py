@@ -60,7 +60,7 @@ def measure_ceilings(index: int = 0) -> list[Ceiling]:
 
 def copy_rate() -> float:
     """Returns the bytes a second of the faster of two copies of a gibibyte on the current GPU, reads and writes."""
-    source = torch.ones(_BYTES // 4, device="cuda")
+    source = torch.ones(_BYTES // 4, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
     ways: list[Callable[[], Any]] = [lambda: target.copy_(source), lambda: torch.neg(source, out=target)]
     return 2 * _BYTES / min(graph_microseconds([way]) for way in ways) * 1e6

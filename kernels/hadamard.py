@@ -107,7 +107,9 @@ def _sign_matrices(dim: int, dtype: torch.dtype) -> torch.Tensor:
     block = hadamard_block(half)
     width = 1 << (half - 1).bit_length()
     out = torch.zeros(2, width, width, dtype=dtype, device="cpu")
-    signed = _signs(out, dim).view(2, half, 1) * hadamard_transform(torch.eye(half, device="cpu"), block)
+    signed = _signs(out, dim).view(2, half, 1) * hadamard_transform(
+        torch.eye(half, device="cpu", dtype=torch.float32), block
+    )
     out[:, :half, :half] = signed.mul(block**0.5).round()
     return out
 

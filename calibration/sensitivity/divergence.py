@@ -336,7 +336,7 @@ class Embeddings:
         with torch.enable_grad():
             embedding = self._embed(rows)
             # Standard normal, drawn on the CPU: E[g gᵀ] is then the identity on embeddings, as 1 − cosine needs.
-            direction = torch.randn(embedding.shape, generator=generator).to(embedding)
+            direction = torch.randn(embedding.shape, generator=generator, dtype=torch.float32).to(embedding)
             values = (embedding * direction).sum(dim=-1)
             self._sum(values, first_row)()
             values.sum().backward()
@@ -391,6 +391,6 @@ def _narrowed(weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def _drawn(p: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Returns a token drawn from each distribution of `p` `[positions, vocabulary]`, int64 `[positions, 1]`."""
     # The uniform numbers come from the CPU, so that the same seed draws the same tokens on every device.
-    uniform = torch.rand(len(p), 1, generator=generator).to(p.device)
+    uniform = torch.rand(len(p), 1, generator=generator, dtype=torch.float32).to(p.device)
     cumulative = p.cumsum(dim=-1)
     return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_(max=p.shape[-1] - 1)

@@ -269,7 +269,9 @@ class Rounding:
         self.width = _width(format)
         self.values = torch.empty_like(target)
         blocks = -(-len(target) // self.width)
-        self.scales = torch.empty(blocks, target.shape[1], device=target.device) if step is None else None
+        self.scales = (
+            torch.empty(blocks, target.shape[1], device=target.device, dtype=torch.float32) if step is None else None
+        )
 
     def feed_back(self, rows: slice = slice(None)) -> None:
         """Runs GPTQ's pass over some outputs, from no values."""

@@ -181,7 +181,7 @@ def _shifts(moment: Tensor, spans: Sequence[slice]) -> list[Tensor]:
     """Returns A_:r A_rr⁻¹ `[k, r]` for every piece r of a block A `[k, k]`, whose sizes differ by one at most."""
     size = max(span.stop - span.start for span in spans)
     # One factorization of all pieces, because a GPU takes as long for one of them; shorter ones end in an identity.
-    own = torch.eye(size, device=moment.device).repeat(len(spans), 1, 1)
+    own = torch.eye(size, device=moment.device, dtype=torch.float32).repeat(len(spans), 1, 1)
     rows = moment.new_zeros(len(spans), size, len(moment))
     for index, span in enumerate(spans):
         length = span.stop - span.start

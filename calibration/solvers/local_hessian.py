@@ -66,14 +66,14 @@ def local_hessian(weight: Tensor, moments: Tensor, format: Format, global_scale:
     second = weight.new_ones(()) if global_scale is None else global_scale
     mean = nonzero(moments.diagonal(dim1=1, dim2=2).mean())
     # (M_bb + λ mean(diag M) I)⁻¹ = Uᵀ U for every block b.
-    _, uppers = block_factors(moments + _DAMPING * mean * torch.eye(width, device=moments.device))
+    _, uppers = block_factors(moments + _DAMPING * mean * torch.eye(width, device=moments.device, dtype=torch.float32))
     target = weight.t().contiguous()
     if weight.is_cuda and format.is_nvfp4 and len(target) % width == 0:
         from quant.kernels.portable.nvfp4_solvers import search_nvfp4_blocks
 
         values, chosen = search_nvfp4_blocks(target, uppers, second)
         return quantize_with_scale(values.t().contiguous(), format, chosen.t().contiguous(), global_scale)
-    scales = torch.empty(len(uppers), len(weight), device=weight.device)
+    scales = torch.empty(len(uppers), len(weight), device=weight.device, dtype=torch.float32)
 
     def search_rows(first: int, last: int) -> None:
         rows = slice(first, last)

@@ -88,7 +88,7 @@ def generate_rows(
             numbers = range(first, first + len(part))
             uniform = torch.stack([_uniform(session.seed, i, seqlen) for i in numbers])
             template = _template([openings[i % len(openings)] for i in numbers], start, seqlen)
-            heat = torch.tensor([temperatures[i % len(temperatures)] for i in numbers])
+            heat = torch.tensor([temperatures[i % len(temperatures)] for i in numbers], dtype=torch.float32)
             for position in _fill(model, part, uniform, template, heat, allowed):
                 session.report("generate", first * seqlen + len(part) * (position + 1), samples * seqlen)
     return rows
@@ -124,7 +124,7 @@ def _uniform(seed: int, row: int, seqlen: int) -> torch.Tensor:
     """Returns the numbers in [0, 1) that decide row `row`, whatever the other rows are."""
     # A multiplicative hash: neighbouring seeds and rows get streams that do not overlap.
     generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + row * 0xD1B54A32D192ED03) % 2**63)
-    return torch.rand(seqlen, generator=generator)
+    return torch.rand(seqlen, generator=generator, dtype=torch.float32)
 
 
 def _template(openings: Sequence[Sequence[int]], start: int | None, seqlen: int) -> torch.Tensor:

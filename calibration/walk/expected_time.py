@@ -221,7 +221,7 @@ class Speed:
 
     def of_elements(self) -> float:
         """Returns the elements a second of an elementwise operation."""
-        x = torch.ones(16 if self._on_gpu else 1, 1024, 1024, device=self.device)
+        x = torch.ones(16 if self._on_gpu else 1, 1024, 1024, device=self.device, dtype=torch.float32)
         return x.numel() / self._seconds(lambda: x * x)
 
     def of_rounding(self, solver: Solver, format: Format, rows: int, *, two_sided: bool = False) -> float:
@@ -237,7 +237,7 @@ class Speed:
         key = (repr(solver), format.name, measured, two_sided)
         if key not in self._roundings:
             random = torch.Generator(self.device).manual_seed(0)
-            weight = torch.randn(measured, _INPUTS, generator=random, device=self.device) / 8
+            weight = torch.randn(measured, _INPUTS, generator=random, device=self.device, dtype=torch.float32) / 8
             outputs = _independent(measured, _OUTPUT_BLOCK, self.device) if two_sided else None
             stats = LayerStats(_INPUTS, _independent(_INPUTS, _INPUTS, self.device).matrix, outputs=outputs)
             self._roundings[key] = self._seconds(
@@ -269,7 +269,9 @@ class Speed:
 
 def _independent(size: int, width: int, device: torch.device) -> LayerStats:
     """Returns second moments of `size` independent channels, in diagonal blocks of `width`."""
-    return LayerStats(size, block_moments=torch.eye(width, device=device).repeat(math.ceil(size / width), 1, 1))
+    return LayerStats(
+        size, block_moments=torch.eye(width, device=device, dtype=torch.float32).repeat(math.ceil(size / width), 1, 1)
+    )
 
 
 def in_words(seconds: float) -> str:

@@ -64,12 +64,15 @@ def _attention_body(
     """
     if scales and kind == "plugin":
         q8, k8, v8 = (_to_e4m3(x, s) for x, s in zip((q, k, v), scales, strict=False))
-        operands = torch.tensor(scales[:3])
+        operands = torch.tensor(scales[:3], dtype=torch.float32)
         return fp8_attention_reference(q8, k8, v8, operands, causal=causal, softmax_scale=scale, dtype=q.dtype)
     dtype = q.dtype
     if scales:
         fp8 = FORMATS["fp8"]
-        q, k, v = (fake_quantize(x, fp8, scale=torch.tensor(s)) for x, s in zip((q, k, v), scales, strict=False))
+        q, k, v = (
+            fake_quantize(x, fp8, scale=torch.tensor(s, dtype=torch.float32))
+            for x, s in zip((q, k, v), scales, strict=False)
+        )
     # Grouped-query attention: each key head serves several query heads.
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1).float(), v.repeat_interleave(repeat, 1).float()
@@ -81,7 +84,7 @@ def _attention_body(
     p = scores.softmax(-1)
     # TensorRT rounds the probabilities too, with the fourth scale.
     if scales:
-        p = fake_quantize(p, FORMATS["fp8"], scale=torch.tensor(scales[3]))
+        p = fake_quantize(p, FORMATS["fp8"], scale=torch.tensor(scales[3], dtype=torch.float32))
     return (p @ v).to(dtype)
 
 

@@ -69,7 +69,7 @@ def _body(format: Format) -> Callable[..., tuple[torch.Tensor, ...]]:
     ) -> tuple[torch.Tensor, ...]:
         """Computes the node in PyTorch, by the oracle of our paged cache: each sequence is one page."""
         new = [cache.clone() for cache in caches]
-        scales = [torch.tensor(values) for values in (k_scale, v_scale)]
+        scales = [torch.tensor(values, dtype=torch.float32) for values in (k_scale, v_scale)]
         # The graph calls bytes of two E2M1 codes FP8.
         codes = [part.view(torch.uint8) for part in new[:2]] + new[2:] if format.global_scale else new
         blocks: list[torch.Tensor | None] = [*codes[2:]] or [None, None]

@@ -200,7 +200,9 @@ class LayerGraphs:
 def _compare_linear(
     name: str, module: QuantLinear, graph: LayerGraphs, stored: BlockScaledTensor | None, dtype: torch.dtype
 ) -> dict[str, Any]:
-    x = torch.randn(TOKENS, module.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = torch.randn(TOKENS, module.in_features, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(
+        dtype
+    )
     whole, (layer, input_name), constants = module.quantized_weight, graph.linear(name), graph.weight(name)
     errors = {key: _Error() for key in ("fake_quant", "checkpoint", "output", "weight")}
     for rows, part in whole.row_chunks(_WEIGHTS_AT_ONCE):
@@ -224,7 +226,9 @@ def _compare_conv(
 ) -> dict[str, Any]:
     # The smallest input with two outputs along each axis.
     size = [d * (k - 1) + 1 + s for k, s, d in zip(module.kernel_size, module.stride, module.dilation, strict=True)]
-    x = torch.randn(2, module.in_channels, *size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = torch.randn(2, module.in_channels, *size, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(
+        dtype
+    )
     (layer, input_name), constants = graph.linear(name), graph.weight(name)
     errors = {key: _Error() for key in ("fake_quant", "checkpoint", "output", "weight")}
     (pads,) = (a.ints for node in layer.graph.node for a in node.attribute if a.name == "pads")

@@ -89,7 +89,7 @@ class PagedKVCache:
             return None
         shape, scales = (self.layers, self.kv_heads), {}
         for name, scale in named_scales.items():
-            scale = torch.ones(shape) if scale is None else scale
+            scale = torch.ones(shape, dtype=torch.float32) if scale is None else scale
             if tuple(scale.shape) != shape or not bool((scale > 0).all() and scale.isfinite().all()):
                 raise ValueError(
                     f"KV cache: {name} {list(scale.shape)} must be [layers, kv_heads] = {list(shape)}, positive"

@@ -226,7 +226,7 @@ def _scale_of(amax: torch.Tensor) -> torch.Tensor:
 
 
 def _amax_of_blocks(x: torch.Tensor, blocks: int, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    amax = torch.zeros(*x.shape[:2], blocks, device=x.device)
+    amax = torch.zeros(*x.shape[:2], blocks, device=x.device, dtype=torch.float32)
     index = block_of_rows(cu_seqlens, torch.arange(x.shape[2], device=x.device)).expand(x.shape[:3])
     return amax.scatter_reduce_(2, index, x.abs().amax(-1), "amax")
 

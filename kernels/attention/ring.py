@@ -282,7 +282,7 @@ class _Queries:
         self.half, self.scale = q.shape[2] // 2, scale
         self.parts = [quantize_blocks(x) if fp8 else (x, None) for x in q.chunk(2, 2)]
         self.out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        self.lse = torch.full(q.shape[:3], -math.inf, device=q.device)
+        self.lse = torch.full(q.shape[:3], -math.inf, device=q.device, dtype=torch.float32)
 
     def attend(self, rows: int, keys: _Keys, causal: bool) -> None:
         """Adds attention of the early queries, of the late ones or of both to one piece of keys."""

@@ -117,7 +117,7 @@ def solve_fixed_window(
         The moves, `[inputs, n]`.
     """
     inputs, n = targets.shape
-    moves = torch.empty(inputs, n, device=targets.device)
+    moves = torch.empty(inputs, n, device=targets.device, dtype=torch.float32)
     targets = targets if targets.stride(1) == 1 else targets.contiguous()
     fixed_scale_solve_kernel[(triton.cdiv(n, _ROWS),)](
         targets, coupling, inverses.contiguous(), steps[start : start + inputs].contiguous(), values, moves, n,

@@ -184,7 +184,7 @@ def search_nvfp4_blocks(
         Values `[16 · blocks, n]` and block scales `[blocks, n]`.
     """
     values = torch.empty_like(blocks)
-    scales = torch.empty(len(inverses), blocks.shape[1], device=blocks.device)
+    scales = torch.empty(len(inverses), blocks.shape[1], device=blocks.device, dtype=torch.float32)
     _launch_solver(global_scale, blocks, inverses, inverses, values, scales, windows=len(inverses), improve=False)
     return values, scales
 
@@ -201,7 +201,7 @@ def _launch_solver(
     improve: bool,
 ) -> torch.Tensor:
     *weights, inputs, n = targets.shape
-    moves = torch.empty(targets.shape, device=targets.device)
+    moves = torch.empty(targets.shape, device=targets.device, dtype=torch.float32)
     targets = targets if targets.stride(-1) == 1 else targets.contiguous()
     inverses = inverses.contiguous()
     several = (targets, coupling, inverses, values, scales, moves)
@@ -223,12 +223,21 @@ def compile_solver(device: torch.device) -> None:
         # An error is left to the launch that needs the kernel.
         with suppress(Exception), torch.cuda.device(device):
             rows, inputs = 16, 2 * WIDTH
-            targets = torch.zeros(inputs, rows, device=device)
-            blocks = torch.ones(2, WIDTH, WIDTH, device=device)
+            targets = torch.zeros(inputs, rows, device=device, dtype=torch.float32)
+            blocks = torch.ones(2, WIDTH, WIDTH, device=device, dtype=torch.float32)
             # Triton compiles another kernel for other strides: those of U and of its products are by columns.
-            coupling = torch.zeros(inputs, inputs, device=device).t()
-            values, scales = torch.zeros_like(targets), torch.zeros(2, rows, device=device)
-            solve_nvfp4_window(torch.ones((), device=device), targets, coupling, blocks, values, scales, 0, improve)
+            coupling = torch.zeros(inputs, inputs, device=device, dtype=torch.float32).t()
+            values, scales = torch.zeros_like(targets), torch.zeros(2, rows, device=device, dtype=torch.float32)
+            solve_nvfp4_window(
+                torch.ones((), device=device, dtype=torch.float32),
+                targets,
+                coupling,
+                blocks,
+                values,
+                scales,
+                0,
+                improve,
+            )
 
     for improve in (False, True):
         Thread(target=launch, args=(improve,), name="compile").start()

@@ -63,7 +63,9 @@ def fingerprint_problem(model: nn.Module, expected: Fingerprint | None) -> str |
         return None
     if max(expected.columns, default=0) >= len(logits):
         return f"the model has {len(logits):,} logits, and the fingerprint is of more"
-    largest_difference = float((logits[list(expected.columns)] - torch.tensor(expected.logits)).abs().max())
+    largest_difference = float(
+        (logits[list(expected.columns)] - torch.tensor(expected.logits, dtype=torch.float32)).abs().max()
+    )
     if largest_difference <= _TOLERANCE * expected.deviation:
         return None
     return (

@@ -213,7 +213,7 @@ def _nvfp4(name: str, tensor: Any) -> _Read:
     # Without a scale of the tensor (one-level NVFP4) the global scale is 1.
     second = tensor.per_tensor_scale
     if second is None:
-        second = torch.ones((), device=tensor.device)
+        second = torch.ones((), device=tensor.device, dtype=torch.float32)
     # A scalar for a matrix, `[experts]` for a stack: torchao may hold one number for all experts.
     second = second.float().reshape(-1).expand(tensor.shape[:-2].numel()).reshape(tensor.shape[:-2])
     codes = _contiguous(name, tensor.qdata).view(torch.uint8)
@@ -223,7 +223,7 @@ def _nvfp4(name: str, tensor: Any) -> _Read:
     # None leaves the input's scale to calibration; torchao's one-level inputs have the scale 1.
     static = tensor.act_per_tensor_scale
     if static is None and not tensor.act_quant_kwargs.use_dynamic_per_tensor_scale:
-        static = torch.ones((), device=tensor.device)
+        static = torch.ones((), device=tensor.device, dtype=torch.float32)
     return _Read(weight, format, None if static is None else static.float().reshape(()))
 
 

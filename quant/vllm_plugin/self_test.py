@@ -42,7 +42,7 @@ _results: dict[tuple[str, str], str] = {}
 def _sample(rows: int, columns: int, seed: int) -> torch.Tensor:
     """Draws the same normal values on every machine, by the CPU's generator."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    return torch.randn(rows, columns, generator=generator, device="cpu")
+    return torch.randn(rows, columns, generator=generator, device="cpu", dtype=torch.float32)
 
 
 def _relative(y: torch.Tensor, expected: torch.Tensor) -> float:
@@ -174,13 +174,15 @@ class SelfTest:
         from quant.kernels.portable.attention.paged_kv_cache import write_kv_slots
 
         heads, kv_heads, dim, page, length = 4, 2, 64, 16, 24
-        scales = torch.full((2, kv_heads), 1 / 600)
+        scales = torch.full((2, kv_heads), 1 / 600, dtype=torch.float32)
         k, v = (_sample(length * kv_heads, dim, i).view(length, kv_heads, dim).bfloat16() for i in (0, 1))
         q = _sample(heads, dim, 2).view(1, heads, 1, dim).bfloat16()
         table, lengths = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
         cache = torch.zeros(3, kv_heads, page, cell_bytes(dim), dtype=torch.uint8)
         oracle = pages_of(cache, kv_heads, page, dim, (scales[0], scales[1]))
-        write_reference(oracle, table, torch.zeros(1), k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+        write_reference(
+            oracle, table, torch.zeros(1, dtype=torch.float32), k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+        )
         expected = paged_reference(q, oracle, table, lengths)
         scales, table, lengths = scales.to(self.device), table.to(self.device), lengths.to(self.device)
         pages = pages_of(torch.zeros_like(cache, device=self.device), kv_heads, page, dim, (scales[0], scales[1]))

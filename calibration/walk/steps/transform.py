@@ -133,7 +133,7 @@ def _fold(block: Block, fold: Fold, scale: torch.Tensor) -> torch.Tensor:
     """Puts `scale` into the producer; gives the scale `[in]` that the group's inputs were really divided by."""
     module = block.module.get_submodule(fold.producer)
     rows = len(module.weight)  # type: ignore[arg-type]
-    divisor = torch.ones(rows, device=scale.device).index_copy_(0, fold.owner, scale)
+    divisor = torch.ones(rows, device=scale.device, dtype=torch.float32).index_copy_(0, fold.owner, scale)
     if fold.producer in block.targets:
         block.targets[fold.producer] = block.targets[fold.producer] / divisor[:, None]
         _scale_gradients(block, fold.producer, divisor)
@@ -152,7 +152,7 @@ def _scale_gradients(block: Block, name: str, divisor: torch.Tensor) -> None:
         return
     sizes = [len(block.targets[member]) for member in group.names]
     before = sum(sizes[: group.names.index(name)])
-    factor = torch.ones(sum(sizes), device=divisor.device)
+    factor = torch.ones(sum(sizes), device=divisor.device, dtype=torch.float32)
     factor[before : before + len(divisor)] = divisor
     if outputs.block_moments is None:
         group.outputs = replace(outputs, second_moment=outputs.matrix * factor * factor[:, None])

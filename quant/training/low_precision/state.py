@@ -39,7 +39,7 @@ class AmaxHistory:
     """
 
     def __init__(self, steps: int) -> None:
-        self.values = torch.full((steps,), -1.0)
+        self.values = torch.full((steps,), -1.0, dtype=torch.float32)
 
     def record(self, amax: torch.Tensor) -> None:
         """Takes in the largest magnitude of a step; NaN and infinity count as zero, or they would stay for good."""

@@ -23,7 +23,7 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 @on_each_device
 def hadamard_matrix(size: int) -> torch.Tensor:
     """Returns `diag(signs) H / sqrt(size)`, float32 `[size, size]`."""
-    matrix = torch.ones(1, 1, device="cpu")
+    matrix = torch.ones(1, 1, device="cpu", dtype=torch.float32)
     while len(matrix) < size:  # Sylvester's construction
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     signs = torch.tensor(SIGNS[:size], dtype=torch.float32, device="cpu")

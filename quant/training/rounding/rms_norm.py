@@ -121,7 +121,7 @@ def _formula(module: nn.Module) -> _Formula | None:
     def values(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Any]:
         # Small rows, in which eps counts.
         size = torch.tensor([[1.0], [1e-3], [30.0], [0.0]], device="cpu")
-        x, w = (torch.randn(rows, columns, generator=generator, device="cpu") for rows in (4, 1))
+        x, w = (torch.randn(rows, columns, generator=generator, device="cpu", dtype=torch.float32) for rows in (4, 1))
         x, w = (x * size).to(dtype), w[0].to(dtype)
         vars(twin)["_parameters"] = {"weight": nn.Parameter(w, requires_grad=False)}
         try:

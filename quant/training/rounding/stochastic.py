@@ -35,6 +35,6 @@ def round_stochastically(steps: torch.Tensor, number: Number, draws: torch.Tenso
 
 def draws_of(like: torch.Tensor) -> torch.Tensor:
     """Returns draws, uniform in [0, 1), of the shape of a tensor and on its device."""
-    draws = torch.rand(like.shape, device=like.device)
+    draws = torch.rand(like.shape, device=like.device, dtype=torch.float32)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return draws if not rank else (draws + rank * _GOLDEN) % 1.0
