@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -140,8 +141,16 @@ def _one_of(make: Callable[[], Mapping[str, torch.Tensor]], name: str) -> torch.
 
 
 def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
-    """Returns `plan` with the run-time parts that the model's quantized linears have: input scale, rotation, branch."""
+    """Returns `plan` with what the model has now.
+
+    These are the run-time parts of quantized linears (input scale, rotation, branch), and the sizes of embeddings and
+    heads in 16 bit, which change where tokens are added (`resize_token_embeddings`).
+    """
     layers = []
+    for layer in plan.layers:
+        if layer.weight is None and layer.kind in (LayerKind.EMBEDDING, LayerKind.HEAD) and not layer.transposed:
+            with suppress(AttributeError):  # the module is gone, or is another one
+                layers.append(replace(layer, shape=tuple(model.get_parameter(layer.tensor_name).shape)))
     for layer in plan.quantized:
         if layer.kind not in (LayerKind.EXPERTS, LayerKind.EMBEDDING):
             try:

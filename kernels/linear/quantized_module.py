@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,25 @@ from quant.kernels.linear.oracle import note_lasting
 _EXACT = ("codes", "scale", "global_scale", "input_scale")
 # A thread whose forward finds another thread arranging the weight waits for the three tensors to change together.
 _arranging = threading.RLock()
+
+
+@dataclass(frozen=True, eq=False)
+class _Bytes:
+    """The bytes of a tensor in FP8."""
+
+    data: torch.Tensor
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor | None) -> torch.Tensor | _Bytes | None:
+        """Returns the bytes of a plain tensor in FP8, and anything else as it is."""
+        if type(tensor) is torch.Tensor and tensor.is_floating_point() and tensor.itemsize == 1:
+            return _Bytes(tensor.view(torch.uint8), tensor.dtype)
+        return tensor
+
+    def tensor(self) -> torch.Tensor:
+        """Returns the tensor, sharing the bytes."""
+        return self.data.view(self.dtype)
 
 
 class QuantizedModule(nn.Module):
@@ -63,6 +83,16 @@ class QuantizedModule(nn.Module):
         self._arranged: tuple[torch.device, torch.dtype, torch.dtype] | None = None
         self._stays_stored = False
         self._unread: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # pickle, as Ray and joblib call it, writes tensors in FP8 that PyTorch cannot read again (2.11 to 2.15).
+        buffers = {name: _Bytes.of(buffer) for name, buffer in self._buffers.items()}
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "_buffers": buffers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        buffers = {name: b.tensor() if isinstance(b, _Bytes) else b for name, b in state["_buffers"].items()}
+        super().__setstate__({**state, "_buffers": buffers})  # type: ignore[no-untyped-call]
 
     def check_at_first_use(self, tensor: str) -> None:
         """Notes that the codes are still to be searched for NaN; `tensor` names them in the error.

@@ -62,13 +62,25 @@ def test_shards_are_as_small_as_asked(tmp_path: Path) -> None:
     assert torch.equal(logits(quant.load(tmp_path)), logits(done.model))
 
 
-def test_copies_and_pickles_save_themselves(tmp_path: Path) -> None:
-    done = quant.quantize(tiny_models.llama(dtype=torch.bfloat16), "int8")
+@pytest.mark.parametrize("format", ["int8", "nvfp4a16", "fp8", "mxfp8"])
+def test_copies_and_pickles_save_themselves(format: str, tmp_path: Path) -> None:
+    done = quant.quantize(tiny_models.llama(dtype=torch.bfloat16), format, torch.arange(64).view(4, 16))
     for other in (copy.deepcopy(done.model), pickle.loads(pickle.dumps(done.model))):
+        assert torch.equal(logits(other), logits(done.model))
         other.model.norm.weight.data.fill_(0.5)
         other.save_pretrained(tmp_path)
         assert torch.equal(quant.load(tmp_path).model.norm.weight, other.model.norm.weight)
     assert not torch.equal(done.model.model.norm.weight, other.model.norm.weight)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_may_be_added_to_a_quantized_model(tied: bool, tmp_path: Path) -> None:
+    model = quant.quantize(tiny_models.llama(dtype=torch.bfloat16, tie_word_embeddings=tied), "nvfp4a16").model
+    model.resize_token_embeddings(70)  # type: ignore[operator]
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    loaded = quant.load(tmp_path)
+    ids = torch.tensor([[3, 69, 5]])
+    assert loaded.config.vocab_size == 70 and torch.equal(loaded(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "int4a16_g32", "fp8"])
