@@ -33,8 +33,8 @@ from torch.utils.checkpoint import checkpoint
 
 from quant.calibration.blocks import block_names, removing
 from quant.calibration.fast_matmul import fast_matmul
-from quant.calibration.functional import other_tensors, run_with
 from quant.calibration.outputs.logits import Logits, logits_of
+from quant.calibration.outputs.substitutes import other_tensors, run_with
 from quant.calibration.placement import NARROW, device_of, free_memory, placed
 from quant.calibration.prefetch import value_of
 from quant.calibration.ranks import Exchange, gathered, number_of, rank_and_world

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from quant.calibration.substitute import Substitute
+from quant.calibration.outputs.substitutes import Substitute
 from quant.formats.stacking import Stacking
 from quant.kernels.linear.expert_stack import ExpertStack
 from quant.recipes.plan import LayerPlan

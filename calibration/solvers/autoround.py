@@ -28,9 +28,9 @@ from torch import nn
 from torch.nn.functional import pad
 
 from quant.calibration.blocks import Call, output_of
+from quant.calibration.outputs.substitutes import Substitute
 from quant.calibration.solvers.rotation import matrix_of
 from quant.calibration.statistics import round_activation
-from quant.calibration.substitute import Substitute
 from quant.formats.format import Format
 from quant.formats.number import E4M3
 from quant.formats.rounding import decode, round_to

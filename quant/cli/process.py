@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
@@ -61,13 +61,17 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def patient(name: Literal["stdout", "stderr"]) -> Iterator[None]:
-    """Keeps writes to standard output or error from failing while open: text without a reader is dropped."""
-    stream = cast(TextIO, PatientStream(getattr(sys, name)))
-    with redirect_stdout(stream) if name == "stdout" else redirect_stderr(stream):
-        try:
-            yield
-        finally:
-            stream.flush()
+    """Keeps writes to standard output or error from failing while open: text without a reader or stream is dropped."""
+    own: TextIO | None = getattr(sys, name)
+    # Python has no stream where the process was started without its descriptor (`>&-`). The null device takes that
+    # number, which the next file would get.
+    with open(os.devnull, "w") if own is None else nullcontext(own) as shown:
+        stream = cast(TextIO, PatientStream(shown))
+        with redirect_stdout(stream) if name == "stdout" else redirect_stderr(stream):
+            try:
+                yield
+            finally:
+                stream.flush()
 
 
 class PatientStream:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.functional import other_tensors, run_with
+from quant.calibration.outputs.substitutes import other_tensors, run_with
 from quant.calibration.solvers.solver import get_solver
 from quant.errors import UserError, counted
 from quant.formats.format import cache_format, parse_format

@@ -204,12 +204,27 @@ class Request:
 
     def _check_values(self) -> None:
         """Refuses values that would otherwise fail only after the model is opened, or not in a dry run."""
+        self._check_names()
         find_device(self.device)
         for name in ("calib_samples", "eval_samples", "seqlen"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{self.spell(name)} {value}: give a whole number from 1")
         check_sources(self.calib, self.spell("calib"))
         check_sources(tuple(map(str, self.eval_texts)), self.spell("eval_texts"))
+
+    def _check_names(self) -> None:
+        """Refuses names of files that are not UTF-8: plans and reports, which are, record them."""
+        for option in ("model", "out", "recipe_file", "plan_file", "calib", "eval_texts"):
+            value = getattr(self, option)
+            for name in value if isinstance(value, tuple) else (value,):
+                try:
+                    str(name if isinstance(name, str | Path) else "").encode()
+                except UnicodeEncodeError:
+                    named = str(name).encode(errors="backslashreplace").decode()
+                    raise UserError(
+                        f"{named}: not UTF-8, in which plans and reports are written; rename it, or unset LC_ALL and "
+                        "PYTHONUTF8 if it is"
+                    ) from None
 
     def _check_data(self) -> None:
         if self.data is None or isinstance(self.data, Inputs):

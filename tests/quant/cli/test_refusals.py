@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import re
 import subprocess
 import sys
@@ -338,6 +339,27 @@ def test_a_reader_that_leaves_stops_nothing(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, '{\n "before', "")
     assert all(layer.weight is not None for layer in Plan.load(tmp_path / "new.json").layers)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_process_without_streams_works(closed: str, tmp_path: Path) -> None:
+    Plan((LayerPlan("layer", LayerKind.LINEAR, (64, 64)),)).save(tmp_path / "plan.json")
+    edit = f"plan edit {tmp_path / 'plan.json'} --set layer=mxfp8 --out {tmp_path / 'new.json'}"
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m quant {edit} {closed}"], capture_output=True, check=False
+    )
+    assert done.returncode == 0 and b"Error" not in done.stderr
+    assert str(Plan.load(tmp_path / "new.json").by_name["layer"].weight) == "mxfp8"
+
+
+@pytest.mark.parametrize("option", ["out", "calib", "MODEL"])
+def test_names_that_are_not_utf8_are_refused_first(option: str, tmp_path: Path) -> None:
+    name = os.fsdecode(b"m\xf6del")
+    (tmp_path / name).mkdir()
+    values = {"MODEL": str(BASE), "out": str(tmp_path / "out"), "calib": str(BASE), option: str(tmp_path / name)}
+    arguments = [values["MODEL"], "--format", "fp8_channel", "--out", values["out"], "--calib", values["calib"]]
+    result = CliRunner().invoke(main, ["quantize", *arguments])
+    assert result.exit_code == 2 and "\\udcf6del: not UTF-8, in which plans and reports are written" in result.stderr
 
 
 def test_names_in_files_do_not_command_the_terminal(tmp_path: Path) -> None:

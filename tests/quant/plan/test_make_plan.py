@@ -78,3 +78,13 @@ def test_layers_of_a_state_dict_share_the_scale_of_the_run_model() -> None:
     truth = quant.quantize(model, "nvfp4a16", solver="rtn").model
     for name, weight in solved.items():
         assert torch.equal(weight.dequantize(), truth.get_submodule(name).quantized_weight.dequantize())
+
+
+def test_a_plan_leaves_a_model_as_it_was_that_holds_a_module_twice() -> None:
+    model = tiny_models.llama()
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    before = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
+    plan = make_plan(model, "nvfp4a16")
+    assert plan.by_name["model.layers.0.mlp.up_proj"].weight is None
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0] and torch.equal(parameter, before[name][1])
