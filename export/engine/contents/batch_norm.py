@@ -17,14 +17,13 @@ from torch import nn
 
 from quant.export.engine.contents.constants import (
     TOLERANCES,
-    WHOLE,
-    View,
     cropped,
     holds_vector,
     input_factors,
     is_close,
 )
 from quant.export.engine.contents.program import KernelOperand
+from quant.export.engine.contents.view import WHOLE, View
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.modules import QuantLinear
 
