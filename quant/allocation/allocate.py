@@ -40,7 +40,7 @@ from quant.allocation.loop import Loop, MeasuredChoice
 from quant.allocation.make_space import make_space
 from quant.allocation.options import DEFAULT_FORMATS, OptionArguments, Options, RunModel
 from quant.allocation.real_solver import RealSolver
-from quant.allocation.record import AllocationRecord, Chosen, Verified
+from quant.allocation.record import AllocationRecord, Chosen, Uniform, Verified
 from quant.allocation.space import Space
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.evaluating import evaluating, prepared
@@ -161,29 +161,48 @@ def allocate(
     # Layers are switchable only inside; afterwards the model has its own modules again.
     with switchable.ready():
         best = loop.run()
-        # Measured for the report even where the budget has no room for them.
-        uniform = bench.uniform(problem)
+        # Single formats are measured for the report even where the budget has no room for them.
+        decision = _Decision(best, bench.uniform(problem), bench.verified(best.choice))
         curve = loop.curve()
-        verified = bench.verified(best.choice)
 
     def plan_of(choice: np.ndarray) -> Plan:
         return space.plan(choice, problem, scores, goal, loop.corrected)
 
     # So far groups were rounded by a stand-in or solved one by one. The plan's solver decides in the end.
-    quantized = None
     if scoring.solver != settings.solver or scoring.solutions:
-        real = RealSolver(model, loop, plan_of, rows, settings.dtype, session)
-        best, quantized = real.within_loss(best) if goal.has_limit else real.within_budget(best)
-        # Single formats that were solved for real are compared by their real loss.
-        uniform = tuple(replace(each, kl=real.uniform.get(each.name, each.kl)) for each in uniform)
-        verified = real.verified(quantized)
-    plan = _with_verified(plan_of(best.choice), verified)
-    if quantized is not None:
-        quantized = replace(quantized, plan=_with_verified(quantized.plan, verified))
+        decision = decision.solved(RealSolver(model, loop, plan_of, rows, settings.dtype, session), goal)
     seconds = time.perf_counter() - started
-    chosen, rounds, unit = _chosen(best, loop), tuple(loop.rounds), bench.divergence.unit
-    record = AllocationRecord(goal.budget, chosen, curve, uniform, rounds, seconds, unit, verified)
-    return Allocation(plan, record, scores, quantized)
+    record = AllocationRecord(
+        goal.budget, _chosen(decision.best, loop), curve, decision.uniform, tuple(loop.rounds), seconds,
+        bench.divergence.unit, decision.verified,
+    )  # fmt: skip
+    plan = _with_verified(plan_of(decision.best.choice), decision.verified)
+    return Allocation(plan, record, scores, decision.quantized)
+
+
+class _Decision(NamedTuple):
+    """The best choice, and what the report compares it with.
+
+    Attributes:
+        best: the choice with its measured loss.
+        uniform: single formats for all layers.
+        verified: losses of the choice on text that nothing was chosen by.
+        quantized: the model in this choice, if the plan's own solver has solved it.
+    """
+
+    best: MeasuredChoice
+    uniform: tuple[Uniform, ...]
+    verified: tuple[Verified, ...]
+    quantized: Quantized | None = None
+
+    def solved(self, real: RealSolver, goal: Goal) -> _Decision:
+        """Returns the decision by losses of models that the plan's own solver has solved."""
+        best, quantized = real.within_loss(self.best) if goal.has_limit else real.within_budget(self.best)
+        # Single formats that were solved for real are compared by their real loss.
+        uniform = tuple(replace(each, kl=real.uniform.get(each.name, each.kl)) for each in self.uniform)
+        verified = real.verified(quantized)
+        quantized = replace(quantized, plan=_with_verified(quantized.plan, verified))
+        return _Decision(best, uniform, verified, quantized)
 
 
 @_on_linears

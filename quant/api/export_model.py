@@ -23,7 +23,7 @@ from torch import nn
 from quant.api.export import EXPORTERS, check_attention, check_request
 from quant.api.export_job import ExportJob, cache_capacity
 from quant.api.export_kinds import CALIB_SAMPLES, CHOICES, DTYPES, KINDS, SEQLEN
-from quant.calibration.kv_cache import collect_attention_scales
+from quant.calibration.kv_cache import AttentionScales, collect_attention_scales
 from quant.calibration.listener import SILENT, Listener
 from quant.calibration.session import Session
 from quant.checkpoints.load import describe, is_checkpoint, load, no_checkpoint
@@ -163,6 +163,7 @@ def export_model(
     graph |= {"genai": genai, "kv_cache": kv_cache, "allow_fallback": allow_fallback}
     sampling = {"calib": data, "calib_samples": calib_samples, "seqlen": seqlen}
     _check_options(to, {**build, **graph, **sampling, "inputs": inputs})
+    tokens = data if isinstance(data, torch.Tensor) else None
     rows = Rows(() if isinstance(data, torch.Tensor | None) else _several(data), calib_samples, seqlen)
     check_sources(rows.sources, "--calib")
     with ExitStack() as stack:
@@ -189,14 +190,10 @@ def export_model(
             # Our plugin in the parser's graphs knows no cache.
             graph["capacity"] = 0
         progress = stack.enter_context(listener.stages())
-        scales = None
-        if any(formats := _formats_to_measure(to, loaded, plan, attention, kv_cache)):
-            session = Session(progress=progress)
-            texts = data if isinstance(data, torch.Tensor) else _texts(directory, loaded, plan, rows, session, listener)
-            cache, operands = formats
-            scales = collect_attention_scales(
-                loaded, texts, kv_format=cache, attention_format=operands, session=session
-            )
+        formats = _formats_to_measure(to, loaded, plan, attention, kv_cache)
+        session = Session(progress=progress)
+        calibration = rows if tokens is None else tokens
+        scales = _measured_scales(formats, directory, loaded, plan, calibration, session, listener)
         job = ExportJob(
             kind=to, directory=directory, model=loaded, plan=plan, out=path, overwrite=overwrite, inputs=graph_inputs,
             attention_scales=scales, progress=progress, **build, **graph,
@@ -323,10 +320,37 @@ def _formats_to_measure(
     return (None if cache is None or holds_cache_scales(model, cache) else cache), None
 
 
-def _texts(
+def _measured_scales(
+    formats: tuple[Format | None, Format | None],
+    directory: Path,
+    model: nn.Module,
+    plan: Plan | None,
+    rows: Rows | torch.Tensor,
+    session: Session,
+    listener: Listener,
+) -> dict[str, AttentionScales] | None:
+    """Returns the scales of attention and of the KV cache that no checkpoint holds; None if none are needed.
+
+    Args:
+        formats: the formats of the KV cache and of attention, as `_formats_to_measure` gives them.
+        directory: the checkpoint.
+        model: its model.
+        plan: its plan, if it has one.
+        rows: where calibration rows come from, or the rows, int64 `[rows, seqlen]`.
+        session: the session; the model runs on its device.
+        listener: is told where the rows come from.
+    """
+    cache, attention = formats
+    if cache is None and attention is None:
+        return None
+    tokens = rows if isinstance(rows, torch.Tensor) else _tokens(directory, model, plan, rows, session, listener)
+    return collect_attention_scales(model, tokens, kv_format=cache, attention_format=attention, session=session)
+
+
+def _tokens(
     directory: Path, model: nn.Module, plan: Plan | None, rows: Rows, session: Session, listener: Listener
 ) -> torch.Tensor:
-    """Returns rows of token ids for scales of attention, which the checkpoint does not hold."""
+    """Returns calibration rows of token ids for a checkpoint, int64 `[rows, seqlen]`."""
     # The dtype of everything that is not quantized, in which the model runs.
     dtype = next(model.parameters()).dtype
     source = Source(

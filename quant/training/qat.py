@@ -100,12 +100,7 @@ def prepare_qat(
             holds some that it no longer has, lacks learned scales, or has state in the dtype that weights had.
     """
     model = unwrapped(model, "prepare_qat")
-    if scales is not None and scales not in SCALES:
-        raise UserError(f"scales={scales!r}: unknown; {known_names(scales, SCALES)}")
-    if isinstance(track_inputs, bool) or not isinstance(track_inputs, int) or track_inputs < 0:
-        raise UserError(f"track_inputs={track_inputs!r}: give a number of forward passes, such as 100, or 0 for none")
-    if any(isinstance(module, RoundedWeight) for module in model.modules()):
-        raise UserError("the model is prepared for QAT already; train it, or pack it with quant.convert_qat(model)")
+    _check_arguments(model, scales, track_inputs)
     # Before weights become float32: `convert_qat` packs for a checkpoint in this dtype, to which float scales are
     # rounded.
     stored = stored_dtype(model)
@@ -144,6 +139,16 @@ def prepare_qat(
             module.inputs.follows = track_inputs
     _check_optimizers(model, before, was_quantized=was_quantized)
     return plan
+
+
+def _check_arguments(model: nn.Module, scales: str | None, track_inputs: int) -> None:
+    """Raises UserError for a model that is prepared already, or an option without such a value."""
+    if scales is not None and scales not in SCALES:
+        raise UserError(f"scales={scales!r}: unknown; {known_names(scales, SCALES)}")
+    if isinstance(track_inputs, bool) or not isinstance(track_inputs, int) or track_inputs < 0:
+        raise UserError(f"track_inputs={track_inputs!r}: give a number of forward passes, such as 100, or 0 for none")
+    if any(isinstance(module, RoundedWeight) for module in model.modules()):
+        raise UserError("the model is prepared for QAT already; train it, or pack it with quant.convert_qat(model)")
 
 
 def convert_qat(model: nn.Module) -> Plan:
