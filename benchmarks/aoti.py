@@ -38,7 +38,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 import quant
 from quant.calibration.blocks import cache_of
 from quant.engines.aoti_session import AotiSession
-from quant.engines.check import DecodingRun, forced_run, reference_run
+from quant.engines.decoding_run import DecodingRun, forced_run, reference_run
 from quant.export.packages.aoti import export_aoti
 from quant.export.packages.aoti_decoder import export_aoti_decoder
 from quant.formats.format import FORMATS

@@ -17,9 +17,7 @@ multiple of the distance between the two.
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -29,17 +27,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.calibration.blocks import cache_argument, cache_of, removing
 from quant.calibration.placement import Device, find_device
 from quant.checkpoints.load import describe, load
-from quant.engines.loop import check_lengths, read, step
+from quant.engines.decoding_run import forced_run, inputs_moved, reference_run
+from quant.engines.loop import check_lengths
 from quant.engines.open import is_engine, open_session
 from quant.engines.session import EngineSession
 from quant.engines.tensorrt_session import read_receipt, runs_here
 from quant.engines.text import check_plan
 from quant.errors import UserError
 from quant.export.engine.audit import TENSORS, AuditRow, audit
-from quant.kernels.linear.quantized_module import QuantizedModule
 from quant.models.huggingface import load_tokenizer
 from quant.runtime.generate import cast_unquantized
 
@@ -52,27 +49,6 @@ NOISE_MULTIPLE, NOISIEST_KL, NOISIEST_AGREEMENT = 3.0, 0.5, 0.7
 An engine rounds in every operation, the repeated reference at linear layers only, so the engine may be further away."""
 
 _PROMPTS, _APART = (5, 150, 200), 400  # tokens
-
-
-@dataclass(frozen=True)
-class DecodingRun:
-    """The tokens that a model wrote, or was fed, after some prompts.
-
-    Attributes:
-        logits: `[rows, steps, vocabulary]`, float32; step 0 follows the prompt.
-        prefill_seconds: the time that reading the prompts took.
-        step_seconds: the median time of a decoding step of all rows; of the reference, of one row.
-    """
-
-    logits: np.ndarray
-    prefill_seconds: float
-    step_seconds: float
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """The likeliest token of each step, `[rows, steps]`."""
-        likeliest: np.ndarray = self.logits.argmax(-1)
-        return likeliest
 
 
 @dataclass(frozen=True)
@@ -222,7 +198,7 @@ def compare(model: nn.Module, session: EngineSession, prompts: Sequence[Sequence
     passed, noise_kl, noise_agreeing = kl <= MOST_KL and agreement >= LEAST_AGREEMENT, None, None
     # No noise widens the limits beyond these, so only an engine within them is worth another run of the reference.
     if not passed and kl <= NOISIEST_KL and agreement >= NOISIEST_AGREEMENT:
-        with _inputs_moved(model, session.dtype):
+        with inputs_moved(model, session.dtype):
             repeated = reference_run(model, prompts, new, expected.tokens)
         noise_kl = _mean_kl(expected.logits, repeated.logits)
         noise_agreeing = int((repeated.tokens == expected.tokens).sum())
@@ -256,74 +232,6 @@ def noise_limits(noise_kl: float, noise_agreement: float) -> tuple[float, float]
     most_kl = min(max(MOST_KL, NOISE_MULTIPLE * noise_kl), NOISIEST_KL)
     least_agreement = max(min(LEAST_AGREEMENT, 1 - NOISE_MULTIPLE * (1 - noise_agreement)), NOISIEST_AGREEMENT)
     return most_kl, least_agreement
-
-
-@contextmanager
-def _inputs_moved(model: nn.Module, dtype: str) -> Iterator[None]:
-    """Moves the inputs of linear layers by at most one rounding of the dtype, at random, while the block runs.
-
-    The sums of other kernels end in such differences: each result is as right as the other.
-    """
-    epsilon, generator = torch.finfo(getattr(torch, dtype)).eps, torch.Generator().manual_seed(0)
-
-    def move(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *further = args
-        uniform = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device)
-        return ((x * (1 + epsilon * (2 * uniform - 1))).to(x.dtype), *further)
-
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear | QuantizedModule)]
-    with removing([layer.register_forward_pre_hook(move) for layer in layers]):
-        yield
-
-
-def reference_run(
-    model: Any, prompts: Sequence[Sequence[int]], new: int, tokens: np.ndarray | None = None
-) -> DecodingRun:
-    """Runs the model itself, one row after the other, with transformers' cache.
-
-    Args:
-        model: a decoder of transformers.
-        prompts: token ids of each row.
-        new: steps after each prompt.
-        tokens: those that it is fed, `[rows, steps]`; by default its own likeliest ones.
-    """
-    device = next(model.parameters()).device
-    rows, prefill, steps = [], 0.0, []
-    with torch.no_grad():
-        for row, prompt in enumerate(prompts):
-            ids, cache, logits = torch.tensor([list(prompt)], device=device), None, []
-            for index in range(new):
-                started = time.perf_counter()
-                seen = model(ids, use_cache=True, **cache_argument(model, cache))
-                logits.append(seen.logits[0, -1].float().cpu())
-                seconds = time.perf_counter() - started
-                if cache is None:
-                    prefill += seconds
-                else:
-                    steps.append(seconds)
-                cache = cache_of(seen)
-                token = logits[-1].argmax() if tokens is None else torch.tensor(tokens[row, index])
-                ids = token.reshape(1, 1).to(device)
-            rows.append(torch.stack(logits))
-    return DecodingRun(torch.stack(rows).numpy(), prefill, float(np.median(steps)) if steps else 0.0)
-
-
-def forced_run(
-    session: EngineSession, prompts: Sequence[Sequence[int]], tokens: np.ndarray, *, chunk: int | None = None
-) -> DecodingRun:
-    """Runs the engine on prompts and then feeds it `tokens` `[rows, steps]`, and returns its logits."""
-    rows = [list(prompt) for prompt in prompts]
-    session.begin(len(rows))
-    started = time.perf_counter()
-    logits = [read(session, rows, chunk=chunk)]
-    prefill, steps = time.perf_counter() - started, []
-    for column in tokens.T[:-1]:
-        for row, token in zip(rows, column, strict=True):
-            row.append(int(token))
-        started = time.perf_counter()
-        logits.append(step(session, rows))
-        steps.append(time.perf_counter() - started)
-    return DecodingRun(np.stack(logits, 1), prefill, float(np.median(steps)) if steps else 0.0)
 
 
 def _mean_kl(expected: np.ndarray, computed: np.ndarray) -> float:

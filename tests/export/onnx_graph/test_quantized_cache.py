@@ -24,7 +24,7 @@ onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
-from quant.engines.check import forced_run  # noqa: E402 -- needs onnx
+from quant.engines.decoding_run import forced_run  # noqa: E402 -- needs onnx
 from quant.engines.open import open_session  # noqa: E402 -- as above
 from quant.export.engine.graph import check_backend  # noqa: E402 -- as above
 from quant.export.onnx_graph.decoder import Attention, Keys, attending  # noqa: E402 -- as above

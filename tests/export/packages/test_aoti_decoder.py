@@ -20,7 +20,7 @@ from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.engines import aoti_session
 from quant.engines.aoti_session import AotiSession
-from quant.engines.check import _inputs_moved, forced_run, reference_run
+from quant.engines.decoding_run import forced_run, inputs_moved, reference_run
 from quant.engines.loop import generate_tokens
 from quant.errors import UserError
 from quant.export.packages.aoti import METADATA, decomposed
@@ -152,7 +152,7 @@ def test_a_gpu_package_writes_the_models_tokens(tmp_path: Path, kind: str, forma
     session = AotiSession(export_aoti_decoder(model, tmp_path / "model.pt2", CAPACITY), unsafe_load=True)
     rows = serving_samples.prompts()
     reference = reference_run(model, rows, NEW)
-    with _inputs_moved(model, "bfloat16"):
+    with inputs_moved(model, "bfloat16"):
         moved = reference_run(model, rows, NEW, reference.tokens)
     noise = np.linalg.norm(moved.logits - reference.logits)
     for chunk in (None, 64):

@@ -18,7 +18,8 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
-from quant.engines.check import compare, forced_run, reference_run  # noqa: E402 -- needs onnx
+from quant.engines.check import compare  # noqa: E402 -- needs onnx
+from quant.engines.decoding_run import forced_run, reference_run  # noqa: E402 -- needs onnx
 from quant.engines.loop import Sampling, generate_tokens, probabilities  # noqa: E402 -- as above
 from quant.engines.open import open_session  # noqa: E402 -- as above
 from quant.errors import UserError  # noqa: E402 -- as above
