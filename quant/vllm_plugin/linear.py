@@ -88,8 +88,10 @@ def _norm_failure(weight: torch.Tensor) -> str:
 def install_weight(layer: Layer, weight: BlockScaledTensor, codes: str = "weight") -> None:
     """Makes `weight` the parameters of `layer`, its codes under the name `codes`."""
     weights.hold(layer, weight, codes)
-    # With tensor parallelism vLLM fuses the norm into the all-reduce; our norm would undo that.
-    if getattr(layer, "tp_size", 1) == 1 and not _norm_failure(weight.codes):
+    # With tensor parallelism vLLM fuses the norm into the all-reduce; our norm would undo that. Layers that are whole
+    # on every GPU, as the first ones of latent attention, say 1 even then.
+    one_gpu = getattr(layer, "tp_size", 1) == releases.tensor_parallel_size() == 1
+    if one_gpu and not _norm_failure(weight.codes):
         _formats_installed.add(weight.format.name)
     graph_key.record(name_of(layer), f"{weight.format.name}, norms {has_our_layers()}")
     _attention_of_user.update(releases.user_attention_backends())

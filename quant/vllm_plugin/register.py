@@ -73,7 +73,8 @@ def plugin_refusal() -> str:
         return f"our kernels for vLLM are for Hopper GPUs, and this platform is {current_platform.device_name}"
     capability = current_platform.get_device_capability()
     if capability is None or tuple(capability) != (9, 0):
-        return f"our kernels for vLLM are for Hopper GPUs (9.0), and this one has compute capability {capability}"
+        found = "unknown" if capability is None else ".".join(map(str, capability))
+        return f"our kernels for vLLM are for Hopper GPUs (9.0), and the compute capability of this one is {found}"
     return ""
 
 

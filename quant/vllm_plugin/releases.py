@@ -59,6 +59,14 @@ def user_attention_backends() -> set[str]:
     return {str(getattr(backend, "name", backend)) for backend in named if backend is not None}
 
 
+def tensor_parallel_size() -> int:
+    """Returns on how many GPUs vLLM spreads the layers of the model that it is loading."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    parallel = getattr(get_current_vllm_config_or_none(), "parallel_config", None)
+    return int(getattr(parallel, "tensor_parallel_size", 1))
+
+
 def loads_placeholders() -> bool:
     """Returns whether vLLM makes weights up, for others to be loaded into their memory (`--load-format dummy`)."""
     from vllm.config import get_current_vllm_config_or_none

@@ -19,7 +19,7 @@ KNOWN = ("0", "1", "layers", "fp8-prefill")
 
 def switches() -> frozenset[str]:
     """Returns the words that are set."""
-    return frozenset(word for word in os.environ.get(VARIABLE, "1").split(",") if word)
+    return frozenset(word.strip() for word in os.environ.get(VARIABLE, "1").split(",") if word.strip())
 
 
 def unknown_switches() -> str:

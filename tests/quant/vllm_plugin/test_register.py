@@ -43,7 +43,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, capability: Any = (9, 0)) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"capability": (10, 0)}, "compute capability (10, 0)"),
+        ({"capability": (10, 0)}, "compute capability of this one is 10.0"),
         ({"capability": None}, "this platform is cpu"),
     ],
 )
@@ -663,6 +663,20 @@ def test_an_attention_backend_that_the_user_named_stays(vllm: Any) -> None:
         attention = AttentionConfig(backend=next(iter(named), None))
         with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"), attention_config=attention)):
             assert releases.user_attention_backends() == named
+
+
+@pytest.mark.parametrize(("of_layer", "of_model", "ours"), [(1, 1, True), (1, 2, False), (2, 2, False)])
+def test_norms_and_attention_stay_with_vllm_on_several_gpus(
+    vllm: Any, of_layer: int, of_model: int, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layers of latent attention are whole on every GPU, and say that they are on one."""
+    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=of_model))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    monkeypatch.setattr(vllm.linear, "_formats_installed", set())
+    layer = torch.nn.Module()
+    layer.tp_size = of_layer
+    vllm.linear.install_weight(layer, quantize(torch.randn(128, 64), FORMATS["nvfp4"]))
+    assert vllm.linear.has_our_layers() == ours and layer.blockscale_format == "nvfp4"
 
 
 def test_a_model_without_our_layers_keeps_vllms_norms(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

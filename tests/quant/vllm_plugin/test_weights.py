@@ -12,7 +12,7 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels.layout import is_prepacked, restore
 from quant.vllm_plugin import weights
-from quant.vllm_plugin.switches import unknown_switches
+from quant.vllm_plugin.switches import switches, unknown_switches
 
 ROWS, COLUMNS = (128, 64, 64), 256
 
@@ -116,3 +116,5 @@ def test_an_unknown_switch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOCKSCALE_VLLM", "1,fp8")
     known = "known: 0, 1, layers, fp8-prefill; did you mean fp8-prefill?"
     assert unknown_switches() == f"BLOCKSCALE_VLLM: no switch 'fp8'; {known}"
+    monkeypatch.setenv("BLOCKSCALE_VLLM", " layers, fp8-prefill,")
+    assert switches() == {"layers", "fp8-prefill"} and not unknown_switches()
