@@ -114,7 +114,7 @@ from quant.kernels.hopper.sm90_gemm_reduction import (
 )
 from quant.kernels.hopper.sm90_gemm_schedule import Work, fetches_of, locate, turns_of, whole_tiles
 from quant.kernels.hopper.tensor_maps import fields_of, matrix_fields, prepacked_fields
-from quant.kernels.launch_cache import CachedLaunch
+from quant.kernels.launch_cache import BoundedTable, CachedLaunch
 from quant.kernels.layout import is_prepacked
 from quant.kernels.matmul_tiles import PrefillTiles, deal, prefill_tiles, takes_stored
 
@@ -614,16 +614,25 @@ def sm90_codes_gemm_many(
     )  # fmt: skip
 
 
+_grouped = BoundedTable[Callable[..., torch.Tensor]](1 << 10)
+"""Launches over experts by the shapes, dtypes and devices of their arguments. None of them holds a tensor."""
+
+
 def grouped_gemm_many(
     x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Computes `grouped_gemm.grouped_codes_gemm` for BF16 rows, and weights that `takes_experts`."""
     if not len(x):
         return x.new_empty(0, weight.shape[1])
-    format = None if is_prepacked(weight) else weight.format
-    _, rows, columns = weight.shape
-    tiles = grouped_tiles(len(x), len(offsets) - 1, (rows, columns), current(x.device.index or 0), format)
-    return prepare_gemm_many(x, weight, bias, tiles, offsets)(x, weight, bias)
+    # Every layer of a model has the same shapes. Preparing a launch takes the host as long as the GPU computes for.
+    key = (x.shape, x.device, weight.format.name, weight.codes.dtype, weight.scale.dtype, weight.shape, bias is None)
+    launch = _grouped.get(key)
+    if launch is None:
+        format = None if is_prepacked(weight) else weight.format
+        experts, rows, columns = weight.shape
+        tiles = grouped_tiles(len(x), experts, (rows, columns), current(x.device.index or 0), format)
+        launch = _grouped[key] = prepare_gemm_many(x, weight, bias, tiles, experts)
+    return launch(x, weight, bias, offsets=offsets)
 
 
 def takes_experts(weight: BlockScaledTensor, hardware: Hardware) -> bool:
@@ -646,7 +655,7 @@ def prepare_gemm_many(
     weight: BlockScaledTensor,
     bias: torch.Tensor | None,
     tiles: PrefillTiles,
-    offsets: torch.Tensor | None = None,
+    experts: int = 0,
 ) -> Callable[..., torch.Tensor]:
     """Returns a function that computes `x @ weight.T + bias` for arguments like these, which have been checked.
 
@@ -655,14 +664,15 @@ def prepare_gemm_many(
     Args:
         x: `[tokens, in]`, BF16, rows contiguous and 16-byte aligned; or, with prepacked NVFP4, E4M3 in the order of
             `sm90_e4m3_rows.py`, and then the function takes the scales of the tokens too.
-        weight: prepacked, or in one of `STORED_FORMATS` and 16-byte aligned, `[out, in]`; with offsets prepacked
+        weight: prepacked, or in one of `STORED_FORMATS` and 16-byte aligned, `[out, in]`; with experts prepacked
             or of 8 bits, `[experts, out, in]`.
         bias: `[out]` or `[experts, out]`, or None.
         tiles: how to cut it up.
-        offsets: int32 `[experts + 1]`, the first row of each expert; the function is for these offsets.
+        experts: their number; 0 for one matrix.
 
     Returns:
-        The function, which gives `[tokens, out]` in BF16.
+        The function, which gives `[tokens, out]` in BF16. With experts it takes `offsets` too, int32 `[experts + 1]`,
+        the first row of each expert.
     """
     (M, K), N = x.shape, weight.shape[-2]
     if not M:
@@ -670,16 +680,16 @@ def prepare_gemm_many(
     # Tiles along tokens and along rows of W, and units of each along K.
     rows, block_m, depth = 128 * tiles.halves, tiles.block_m, tiles.depth
     tiles_m, tiles_n, steps = triton.cdiv(M, block_m), triton.cdiv(N, rows), triton.cdiv(K, tiles.step)
-    if offsets is None:
-        experts, most = 1, min(tiles.programs, current(x.device.index or 0).sms)
+    if not experts:
+        most = min(tiles.programs, current(x.device.index or 0).sms)
         programs, whole, cut, parts = deal(tiles_m * tiles_n, most, steps)
     else:
         # Only the GPU knows the number of tiles: one program for each SM, no tile is cut.
-        experts, programs, whole, cut, parts = len(offsets) - 1, tiles.programs, 0, 0, 1
+        programs, whole, cut, parts = tiles.programs, 0, 0, 1
     constants = constants_of(
         tiles,
         "words" if is_prepacked(weight) else weight.format.name,
-        experts=0 if offsets is None else experts,
+        experts=experts,
         split=cut > 0,
         has_bias=bias is not None,
         in_e4m3=x.dtype is torch.float8_e4m3fn,
@@ -701,7 +711,11 @@ def prepare_gemm_many(
     launch, counter_count = CachedLaunch(sm90_codes_gemm_many, (programs,), options), tiles.groups * cut
 
     def run(
-        x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, x_scale: torch.Tensor | None = None
+        x: torch.Tensor,
+        weight: BlockScaledTensor,
+        bias: torch.Tensor | None,
+        x_scale: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
     ) -> torch.Tensor:
         y = x.new_empty(M, N, dtype=torch.bfloat16)
         sums = counters = y
@@ -721,8 +735,8 @@ def prepare_gemm_many(
         maps[0].strides = maps[1].strides = [x.stride(0), 1]
         launch(
             *maps, y if weight.global_scale is None else weight.global_scale, block_scale, block_scale.shape[-1],
-            x if bias is None else bias, y, sums, counters, y if offsets is None else offsets, experts, M, N, whole,
-            cut, parts, LOOKS, steps, tiles_m, tiles_n, K // 64,
+            x if bias is None else bias, y, sums, counters, y if offsets is None else offsets, experts or 1, M, N,
+            whole, cut, parts, LOOKS, steps, tiles_m, tiles_n, K // 64,
         )  # fmt: skip
         return y
 

@@ -117,11 +117,13 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         return self._scales
 
     def _scales_of(self, layer: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        # From the FP8 scale amax / 448 to NVFP4's amax / 2688.
-        k, v = (
-            (scale.to(device).float() / 6).reshape(-1).expand(self.num_kv_heads).contiguous()
-            for scale in (layer._k_scale, layer._v_scale)
-        )
+        # From the FP8 scale amax / 448 to NVFP4's amax / 2688. A forward pass is in inference mode, whose tensors a
+        # reload, which is not, could not write.
+        with torch.inference_mode(False), torch.no_grad():
+            k, v = (
+                (scale.detach().to(device).float() / 6).reshape(-1).expand(self.num_kv_heads).contiguous()
+                for scale in (layer._k_scale, layer._v_scale)
+            )
         return k, v
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:

@@ -177,6 +177,42 @@ def test_parts_of_a_tile_need_not_be_there_at_once(monkeypatch: pytest.MonkeyPat
         assert all(torch.equal(y, expected) for y in kept)
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_a_launch_over_experts_is_prepared_once_and_holds_no_tensor(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another layer of the same shapes gets its own rows, weights, offsets and bias."""
+    prepared, launches = [], []
+
+    class Recorded:
+        def __init__(self, *arguments: object) -> None:
+            prepared.append(arguments)
+
+        def __call__(self, *arguments: object) -> None:
+            launches.append([getattr(of, "base", of) for of in arguments])
+
+    monkeypatch.setattr(sm90_codes_gemm_many, "CachedLaunch", Recorded)
+    monkeypatch.setattr(sm90_codes_gemm_many, "_grouped", {})
+    monkeypatch.setattr(sm90_codes_gemm_many, "current", lambda index: GPUS["h100"])
+
+    def memory(of: object) -> object:
+        return of.data_ptr() if isinstance(of, torch.Tensor) else of
+
+    layers = []
+    for tokens in (20, 20, 36):
+        weight = quantize(torch.randn(3, 128, 256), FORMATS[format])
+        held = prepack(weight) if weight.format.element is E2M1 else weight
+        x, bias = torch.randn(tokens, 256).bfloat16(), torch.randn(3, 128).bfloat16()
+        offsets = torch.tensor([0, 5, 5, tokens], dtype=torch.int32)
+        y = sm90_codes_gemm_many.grouped_gemm_many(x, held, offsets, bias)
+        layers.append((x, held.codes, held.scale, bias, offsets, y))
+    assert len(prepared) == 2
+    for launch, layer in zip(launches, layers, strict=True):
+        addresses = {memory(of) for of in launch if isinstance(of, torch.Tensor)}
+        others = {memory(of) for other in layers if other is not layer for of in other}
+        assert addresses >= {memory(of) for of in layer} and not addresses & others
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "counts", [(130, 0, 1, 257, 64), (0, 700, 3), (3, 0, 17, 1), (0, 0), (1, 1, 1, 1), (2,) * 100, (20,) * 100]
