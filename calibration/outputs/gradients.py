@@ -16,6 +16,12 @@ would not fit either.
 
 Gradients of few tokens are far larger than all others, and would dominate A: those beyond `CLIP` medians are scaled
 down to that. A is shrunk towards its diagonal by the spread between rows, as second moments of inputs are.
+
+As a factor of the loss, A takes gradients to be independent of inputs, which they are not: tokens before one that the
+model is sure of have next to no gradient, and errors at them cost nothing, however large their inputs are. In the
+Kronecker product that comes nearest to the Fisher matrix, the second moment of inputs counts a token by gᵀ A g (YAQA,
+Tseng et al., arXiv 2505.22988). So tokens get weights: inputs are multiplied by √|g| before their second moment is
+taken, which then counts a token by |g|. By |g|², few tokens would do most of the counting.
 """
 
 from __future__ import annotations
@@ -55,8 +61,9 @@ CLIP = 3.0
 _WIDTHS = {"cuda": (1024, 512, 256), "cpu": (256,)}
 # Rows on a CPU, where the passes would otherwise take longer than GPTQ.
 _ROWS_ON_CPU = 16
-# Labels drawn for each token. Four instead of one gain 2% on SmolLM2, at the cost of three more backward passes.
-_DRAWS = {"cuda": 4, "cpu": 1}
+# Labels drawn for each token on a GPU, and the number of rows with which one is enough. With 32 rows, four instead of
+# one gain 2% on SmolLM2, at the cost of three more backward passes.
+_DRAWS, _ROWS_OF_ONE_DRAW = 4, 512
 # Tokens that run together on a GPU, where more would only take memory.
 _TOGETHER = 8192
 # Share of the memory that all A may take together.
@@ -70,10 +77,13 @@ class OutputMoments:
     Attributes:
         moments: statistics of which the second moment, or its blocks, is A.
         missing: reasons.
+        token_weights: by group the weights of the tokens of each batch of this rank, float32 `[tokens]`, on average 1
+            over all ranks. None of groups that see a token never or twice, and none where some batch had no gradient.
     """
 
     moments: dict[str, LayerStats] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    token_weights: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
 
 def output_moments(
@@ -91,7 +101,7 @@ def output_moments(
             fused experts.
         batches: the batches of this rank.
         session: the session; the model runs on its device.
-        draws: labels drawn for each token; by default four on a GPU and one on a CPU.
+        draws: labels drawn for each token; by default as `labels_drawn` says.
     """
     result = OutputMoments()
     width, reason = _width(groups, session), "too little memory for the gradients' second moment"
@@ -104,17 +114,21 @@ def output_moments(
     result.missing = {members[0].name: "its module does not show outputs of experts" for members in unseen}
     groups = [members for members in groups if members not in unseen]
     sums = {members[0].name: MomentSum(_even_width(members, width)) for members in groups}
-    failure = ""
+    device = session.device or device_of(model)
+    if draws is None:
+        rows = sum(gathered(sum(len(batch) if isinstance(batch, torch.Tensor) else 1 for batch in batches)))
+        draws = labels_drawn(rows, on_gpu=device.type == "cuda")
+    failure, powers = "", {}
     try:
         with placed(model, session.device), _frozen(model), fast_matmul(), torch.enable_grad():
-            _Pass(model, groups, sums, session).run(batches, draws)
+            powers = _Pass(model, groups, sums, session).run(batches, draws)
     except torch.OutOfMemoryError:
         failure = "too little memory on the GPU for the gradients"
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as error:
         # Whatever a model's code does that autograd cannot follow; its message is the reason that users read.
         failure = f"no gradient ({str(error).splitlines()[0][:120] if str(error) else type(error).__name__})"
     failure = next(filter(None, gathered(failure)), "")
-    exchange = Exchange(session.device or device_of(model))
+    exchange = Exchange(device)
     for name, total in sums.items():
         stats = None if failure else _over_ranks(total, exchange)
         reason = failure or _fault(stats)
@@ -122,7 +136,32 @@ def output_moments(
             result.missing[name] = reason
         else:
             result.moments[name] = stats
+    weights = _token_weights({} if failure else powers, exchange)
+    result.token_weights = {name: own for name, own in weights.items() if name in result.moments}
     return result
+
+
+def labels_drawn(rows: int, *, on_gpu: bool) -> int:
+    """Returns how many labels are drawn for each token of `rows` rows."""
+    return max(min(_ROWS_OF_ONE_DRAW // max(rows, 1), _DRAWS), 1) if on_gpu else 1
+
+
+def _token_weights(powers: Mapping[str, list[torch.Tensor]], exchange: Exchange) -> dict[str, list[torch.Tensor]]:
+    """Returns √|g| of tokens by group and batch, on average 1, from the mean |g|² of each."""
+    everywhere = gathered(list(powers))
+    names = [name for name in everywhere[0] if all(name in of_rank for of_rank in everywhere)]
+    roots = {name: [power.sqrt().sqrt() for power in powers[name]] for name in names}
+    if not names:
+        return {}
+    # Added up in the order of the batches, so that any number of ranks gets the same bits.
+    sums = [
+        (number_of(index), [torch.stack([root.sum() for root in of_batch])])
+        for index, of_batch in enumerate(zip(*roots.values(), strict=True))
+    ]
+    total = torch.stack([part for _, (part,) in exchange.in_order(sums)]).sum(0)
+    tokens = sum(gathered(sum(map(len, roots[names[0]]))))
+    means = dict(zip(names, (total / tokens).clamp(min=torch.finfo(total.dtype).tiny), strict=True))
+    return {name: [root / means[name] for root in of_group] for name, of_group in roots.items()}
 
 
 def _shows_outputs(model: nn.Module, name: str) -> bool:
@@ -223,10 +262,16 @@ class _Pass:
         self.leaves: list[torch.Tensor] = []
         self.forward_runs = False
         self.pending: dict[str, dict[str, torch.Tensor]] = {}
+        self.drawn: dict[str, list[torch.Tensor]] = {}
 
-    def run(self, batches: Sequence[Any], draws: int | None) -> None:
-        """Adds the gradients of all batches to the sums; `draws` is as of `output_moments`."""
-        draws = draws or _DRAWS.get(self.device.type, 1)
+    def run(self, batches: Sequence[Any], draws: int) -> dict[str, list[torch.Tensor]]:
+        """Adds the gradients of all batches to the sums; for each token `draws` labels are drawn.
+
+        Returns:
+            By group, for each batch, the mean of |g|² over the draws, clipped as for A, `[tokens]`. None of experts, of
+            groups that are not called once a pass, and none where not all batches ran.
+        """
+        powers: dict[str, list[torch.Tensor]] = {}
         linear = [members for members in self.groups if members[0].kind != LayerKind.EXPERTS]
         handles = [
             self.model.get_submodule(member.name).register_forward_hook(self._watch(members, member))
@@ -249,7 +294,13 @@ class _Pass:
                     torch.autograd.grad(output, self.leaves, gradient, retain_graph=draw + 1 < draws, allow_unused=True)
                     self.pending.clear()
                 self.leaves.clear()
+                for name, drawn in self.drawn.items():
+                    if len(drawn) == draws:
+                        powers.setdefault(name, []).append(torch.stack(drawn).mean(0))
+                self.drawn.clear()
                 self.session.report("gradients", index + 1, len(joined))
+        by_batch = {name: _by_batch(parts, batches) for name, parts in powers.items()}
+        return {name: parts for name, parts in by_batch.items() if parts}
 
     def _joined(self, batches: Sequence[Any]) -> Sequence[Any]:
         """Returns the batches of token rows put together on a GPU, where small ones wait for launches most of the time.
@@ -346,7 +397,10 @@ class _Pass:
         flat = together.reshape(-1, together.shape[-1]).float()
         if len(flat):
             with torch.no_grad():
-                self.sums[key].add(_clipped(flat), rows=rows)
+                clipped = _clipped(flat)
+                self.sums[key].add(clipped, rows=rows)
+                if members[0].kind != LayerKind.EXPERTS:
+                    self.drawn.setdefault(key, []).append(clipped.square().sum(1))
 
     @contextmanager
     def _checkpointed(self) -> Iterator[None]:
@@ -396,6 +450,15 @@ class _Pass:
         if narrow is None or wide is narrow:
             return result
         return tree_map(lambda v: v.to(narrow) if _is_tensor(v) and v.dtype is wide else v, result)
+
+
+def _by_batch(parts: list[torch.Tensor], batches: Sequence[Any]) -> list[torch.Tensor]:
+    """Returns values of tokens, which came in other parts, batch by batch; none if some tokens have none."""
+    if all(isinstance(batch, torch.Tensor) and not batch.is_floating_point() for batch in batches):
+        counts = [batch.numel() for batch in batches]
+        values = torch.cat(parts)
+        return list(values.split(counts)) if len(values) == sum(counts) else []
+    return parts if len(parts) == len(batches) else []
 
 
 def _row_order(stacking: Stacking, y: torch.Tensor) -> torch.Tensor:

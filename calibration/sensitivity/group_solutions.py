@@ -31,7 +31,7 @@ from quant.calibration.blocks import Stop
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.sensitivity.candidates import Candidate
 from quant.calibration.session import Session
-from quant.calibration.solvers.base import SAMPLED_TOKENS, GroupInputs
+from quant.calibration.solvers.base import SAMPLED_TOKENS, GroupInputs, sampled
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.lowrank import Branch, take_branches
 from quant.calibration.solvers.solver import get_pipeline, supports
@@ -209,7 +209,8 @@ class _Inputs:
         self.tokens[group] += len(x)
         if self.keep:
             # A copy: a view would keep every token of every layer alive.
-            self.sample.setdefault(group, []).append(x[:: self.every].clone())
+            sample = self.sample.setdefault(group, [])
+            sample.append(sampled(x, self.every, len(sample)).clone())
 
     def of(self, group: str) -> GroupInputs:
         """Returns the statistics in the form that transforms take."""

@@ -5,6 +5,7 @@ A rounding solver gives codes and scales for a weight. A transform scales input 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,7 @@ from quant.formats.tensor import BlockScaledTensor
 
 # Transforms look at about this many tokens of a group's inputs.
 SAMPLED_TOKENS = 1024
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 class Solver(Protocol):
@@ -84,6 +86,23 @@ class Transform(Protocol):
                 scale. None leaves all free.
         """
         ...
+
+
+def sampled(x: Tensor, every: int, batch: int) -> Tensor:
+    """Returns every `every`-th token of a batch of inputs `[tokens, in]`, at least one.
+
+    The first of them differs from batch to batch. Otherwise a sample of one token in 256 would hold the first token of
+    each row of 512, half of all, and first tokens are unlike others: attention parks on them, and some of their
+    channels are a thousand times as loud.
+
+    Args:
+        x: the inputs.
+        every: the distance of the tokens.
+        batch: the number of the batch.
+    """
+    # Multiples of the golden ratio, less their whole parts, cover 0..1 evenly, however many there are.
+    start = int(every * (batch * _GOLDEN_RATIO % 1))
+    return x[start % len(x) :: every]
 
 
 def required_stats(stats: LayerStats | None, name: str, solver: str) -> LayerStats:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from quant.calibration.fast_matmul import PairedWeight, fast_matmul, has_pairs
+from quant.calibration.outputs.gradients import labels_drawn
 from quant.calibration.placement import device_of
 from quant.calibration.session import Session
 from quant.calibration.solvers.base import Solver
@@ -44,8 +45,6 @@ _ROUNDING = {"rtn": 120, "gptq": 5000, "gptq_plain": 5000, "kfac": 8000, "local_
 _SEARCH = 550
 _SCALING, _LEARNING = 1400, 700  # the same for a transform's trials, and for a step of reconstruction
 _ON_GPU = 0.4  # of these, where our kernels do several at a time
-# Passes that measure the gradients of outputs: one forward, then for each label drawn one forward and one backward.
-_GRADIENT_PASSES = {False: 3, True: 9}
 _A_LAYER = {False: 0.002, True: 0.01}  # seconds, whatever its size; more for one that needs data
 _A_LAYER_ON_GPU = 0.01  # seconds more for one that needs data, in which a GPU waits for the processor
 # Writing: seconds that a linear layer adds to a step, and how much longer than its products the rest of a step takes.
@@ -145,7 +144,7 @@ class _GroupWork:
         share = visits / self.matrices if self.matrices > 1 else 1.0
         # The second moment is symmetric, and with the drift twice that: xᵀ x and (r - x)ᵀ x.
         moments = 2 * self.matrices * width**2
-        self.of_passes = 2 * rows * seqlen * share * (passes(self.pipeline, on_gpu) * size + moments)
+        self.of_passes = 2 * rows * seqlen * share * (passes(self.pipeline, rows, on_gpu=on_gpu) * size + moments)
         self.of_passes += 6 * steps * size * min(rows, Settings.batch) * seqlen * share
         if self.pipeline.needs_moment and not self.pipeline.at_once:
             # A correction by the drift takes two products of the weight with [in, in], GPTQ's pass and its descent one
@@ -179,11 +178,12 @@ def operations(pipeline: Pipeline) -> int:
     return rounding + _SCALING * len(pipeline.transforms) + _LEARNING * steps
 
 
-def passes(pipeline: Pipeline, on_gpu: bool) -> int:
-    """Returns how often all calibration tokens go through each block, reconstruction not counted; 0 without data."""
+def passes(pipeline: Pipeline, rows: int, *, on_gpu: bool) -> int:
+    """Returns how often all tokens of `rows` rows go through each block, reconstruction not counted; 0 without data."""
     if not pipeline.needs_data:
         return 0
-    return _PASSES + (_GRADIENT_PASSES[on_gpu] if pipeline.two_sided else 0)
+    # Gradients of outputs take one pass forward, then for each label drawn one forward and one backward.
+    return _PASSES + (1 + 2 * labels_drawn(rows, on_gpu=on_gpu) if pipeline.two_sided else 0)
 
 
 @dataclass(frozen=True)

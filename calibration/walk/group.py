@@ -16,6 +16,7 @@ from torch import nn
 
 from quant.calibration.observers import get_observer
 from quant.calibration.ranks import Exchange
+from quant.calibration.solvers.base import sampled
 from quant.calibration.solvers.solver import Pipeline, get_pipeline
 from quant.calibration.statistics import LayerStats, round_activation, static_input_scale
 from quant.formats.format import Format
@@ -86,6 +87,7 @@ class Group:
         divisor: the scale that the input is divided by, `[in]`, at run time or by the module before.
         parts, input_scale: see `Solved`; branches are the members' own.
         outputs: second moment of the gradients at the members' outputs, one after the other, where it was measured.
+        token_weights: weights of the tokens of each batch of this rank, `[tokens]`, where gradients were measured.
         notes: notes for the plan.
     """
 
@@ -103,6 +105,7 @@ class Group:
     parts: RunTimeParts = field(default_factory=RunTimeParts)
     input_scale: torch.Tensor | None = None
     outputs: LayerStats | None = None
+    token_weights: list[torch.Tensor] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -134,9 +137,9 @@ class Group:
         self.tokens = tokens
 
     def inputs_of_all_ranks(self, every: int = 1) -> Iterator[torch.Tensor]:
-        """Yields every `every`-th token of the inputs that all ranks have kept, batch by batch."""
+        """Yields every `every`-th token of the inputs that all ranks have kept, batch by batch; see `sampled`."""
         assert self.amax is not None
-        own = [(number, [x[::every]]) for number, x in zip(self.batch_numbers, self.inputs, strict=True)]
+        own = [(n, [sampled(x, every, n)]) for n, x in zip(self.batch_numbers, self.inputs, strict=True)]
         for _, (x,) in Exchange(self.amax.device).in_order(own):
             yield x
 

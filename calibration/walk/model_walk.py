@@ -267,6 +267,7 @@ class ModelWalk:
         for group in groups:
             group.notes.extend(dict.fromkeys(self.merged[m.name] for m in group.members if m.name in self.merged))
             group.outputs = self.outputs.moments.pop(group.members[0].name, None)
+            group.token_weights = self.outputs.token_weights.pop(group.members[0].name, [])
             if group.members[0].name in self.outputs.missing:
                 reason = self.outputs.missing[group.members[0].name]
                 group.notes.append(f"rounded for its own output's error, as by gptq: {reason}")

@@ -161,13 +161,25 @@ def _add(
     drift: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> None:
-    """Adds a batch of inputs to the group's statistics."""
+    """Adds a batch of inputs to the group's statistics, each token by its weight."""
     if not group.pipeline.needs_moment:
         return
-    rounded, noise = group.round_input(x), None
-    if group.pipeline.spec.rank and group.activation is not None:
-        noise = (rounded - group.input(x)).float().square().sum(0)
+    rounded = group.round_input(x)
+    errors = rounded - group.input(x) if group.pipeline.spec.rank and group.activation is not None else None
+    weights = _token_weights(block, group, x)
+    if weights is not None:
+        rounded = rounded * weights
+        errors, drift, residual = (None if part is None else part * weights for part in (errors, drift, residual))
+    noise = None if errors is None else errors.float().square().sum(0)
     sums.add(block.batch.index, rounded, drift, rows, noise, residual)
+
+
+def _token_weights(block: Block, group: Group, x: torch.Tensor) -> torch.Tensor | None:
+    """Returns the weights of the tokens of a batch of inputs `x`, `[tokens, 1]`; None where all weigh as much."""
+    if not group.token_weights or not _is_aligned(block, group):
+        return None
+    weights = group.token_weights[block.batch.index]
+    return weights[:, None].to(x) if len(weights) == len(x) else None
 
 
 # ---- solving

@@ -91,11 +91,31 @@ def test_streamed_gradients_are_those_of_plain_autograd(dtype: torch.dtype, monk
                 handle.remove()
             parts = torch.autograd.grad(logits, [outputs[n] for n in members], _to_the_first(logits.detach()))
             gradients.append(module._clipped(torch.cat(parts, -1).flatten(0, 1)))
+        tolerance = 1e-4 if dtype == torch.float32 else 0.05
+        roots = [gradient.norm(dim=1).sqrt() for gradient in gradients]
+        for weights, root in zip(found.token_weights[members[0]], roots, strict=True):
+            torch.testing.assert_close(weights, root / torch.cat(roots).mean(), rtol=5 * tolerance, atol=tolerance)
         expected = torch.cat(gradients).double()
         expected = expected.t() @ expected / len(expected)
-        tolerance = 1e-4 if dtype == torch.float32 else 0.05
         error = _second(found, members[0]).double() - expected
         assert error.norm() <= tolerance * expected.norm()
+
+
+def test_tokens_have_no_weights_where_some_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU some of the rows run; tokens of several batches that run as one keep their places."""
+    model, rows = tiny_models.llama(gain=3), torch.randint(0, 60, (4, 16))
+    groups = _groups(model, ("model.layers.1.mlp.down_proj",))
+    monkeypatch.setattr(module, "_ROWS_ON_CPU", 2)
+    found = output_moments(model, groups, rows.split(1), Session())
+    assert found.moments and not found.token_weights
+    parts = list(torch.arange(64).split(40))
+    assert [part.tolist() for part in module._by_batch(parts, rows.split(2))] == [[*range(32)], [*range(32, 64)]]
+
+
+def test_rows_of_a_gpu_have_as_many_labels_together() -> None:
+    drawn = [module.labels_drawn(rows, on_gpu=True) for rows in (8, 32, 128, 256, 512, 4096)]
+    assert drawn == [4, 4, 4, 2, 1, 1]
+    assert module.labels_drawn(8, on_gpu=False) == 1
 
 
 def test_experts_share_the_gradients_behind_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,12 @@ import quant
 from quant.calibration import placement
 from quant.calibration.blocks import Call, block_names, calls_of_chain, capture, find_chains, output_of
 from quant.calibration.fast_matmul import fast_matmul
+from quant.calibration.outputs.gradients import OutputMoments
 from quant.calibration.placement import placed
 from quant.calibration.session import Session
 from quant.calibration.shrinkage import MomentSpread, shrink
 from quant.calibration.solvers.awq import channel_scale, search_scale
-from quant.calibration.solvers.base import GroupInputs
+from quant.calibration.solvers.base import GroupInputs, sampled
 from quant.calibration.solvers.fold import apply_fold, find_fold, modules_in_order
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.solver import TRANSFORMS, get_pipeline
@@ -83,6 +84,44 @@ def _solve(
 
 
 ROWS = torch.randint(0, 50, (6, 24), generator=torch.Generator().manual_seed(1))
+
+
+def test_tokens_without_weight_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third of the rows with weights of zero gives the codes that the other rows give alone."""
+    monkeypatch.setattr("quant.calibration.shrinkage.STRENGTH", 0.0)  # it is found from the spread between all rows
+    solved = []
+    for rows, weights in ((ROWS, (1.0, 1.0, 0.0)), (ROWS[:4], (1.0, 1.0)), (ROWS, ())):
+
+        def moments(
+            model: nn.Module, groups: Any, batches: Any, session: Any, weights: tuple[float, ...] = weights
+        ) -> OutputMoments:
+            random = torch.Generator().manual_seed(2)
+            found = OutputMoments()
+            for members in groups:
+                size = sum(member.shape[0] for member in members)
+                gradients = torch.randn(4 * size, size, generator=random)
+                found.moments[members[0].name] = LayerStats(4 * size, gradients.t() @ gradients / len(gradients))
+                found.token_weights[members[0].name] = [torch.full((48,), weight) for weight in weights]
+            return found
+
+        monkeypatch.setattr("quant.calibration.walk.model_walk.output_moments", moments)
+        solved.append(_solve(model := _llama(), _plan(model, "kfac"), rows, batch=2))
+    weighted, alone, all_rows = ([s.weight.codes for s in each.values()] for each in solved)
+    same = [float((a == b).float().mean()) for a, b in zip(weighted, alone, strict=True)]
+    assert min(same) > 0.98
+    assert max(float((a == b).float().mean()) for a, b in zip(all_rows, alone, strict=True)) < 0.95
+
+
+@pytest.mark.parametrize("every", [16, 64, 256])
+def test_a_sample_of_tokens_holds_first_tokens_like_any_others(every: int) -> None:
+    batches = every // 2  # of 4 rows of 512 tokens: 1,024 tokens are sampled
+    places = torch.cat([sampled(torch.arange(2048) % 512, every, number) for number in range(batches)])
+    assert abs(len(places) - 1024) <= batches
+    # Every part of a row of 32 tokens has its share of 64, and first tokens are among the first of these.
+    counts = torch.bincount(places // 32, minlength=16)
+    assert int(counts.min()) >= 32 and int(counts.max()) <= 96
+    assert int((places == 0).sum()) <= 16
+    assert len(sampled(torch.arange(3), every, 5)) == 1
 
 
 def test_folds_of_a_llama_block_are_found_by_running_it() -> None:
