@@ -190,7 +190,7 @@ def _solver_facts(name: str) -> dict[str, Any]:
     return {
         "needs": ("text, gradients" if pipeline.two_sided else "text") if pipeline.needs_data else "nothing",
         "work": round(operations(pipeline) / operations(get_pipeline("rtn")), 1),
-        "passes": passes(pipeline, on_gpu=False),
+        "passes": passes(pipeline, rows=1, on_gpu=False),
         "effort": [e for e, specs in by_effort.items() if any(name in (s.rounding, *s.transforms) for s in specs)],
         "formats": None if len(formats) == len(FORMATS) else formats,
         "method": METHODS[name],

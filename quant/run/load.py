@@ -57,7 +57,8 @@ def load(request: Request, listener: Listener) -> Job:
     """Opens the model; a dry run reads only configs and headers."""
     if request.is_in_memory:
         session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)
-        return Job(request, _in_memory(request), session, listener, {})
+        source = _in_memory(request)
+        return Job(_sized(request, source), source, session, listener, {})
     # A dry run touches no GPU: a CUDA context takes about a second, and some hundred MB of GPU memory.
     session = Session(memory=request.memory_bytes, seed=request.seed)
     if not request.dry_run:
@@ -76,7 +77,11 @@ def load(request: Request, listener: Listener) -> Job:
             stream=not request.dry_run and request.goal is None and not request.eval_texts,
         )
     announce_source(listener, source)
-    return Job(request, source, session, listener, {"load": time.perf_counter() - started})
+    return Job(_sized(request, source), source, session, listener, {"load": time.perf_counter() - started})
+
+
+def _sized(request: Request, source: Source) -> Request:
+    return request if source.model is None else request.for_model(source.model)
 
 
 def _check_lengths(request: Request) -> None:

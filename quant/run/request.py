@@ -106,14 +106,23 @@ class Request:
 
     @cached_property
     def calibration_samples(self) -> int:
-        """The number of rows of calibration data; a text that the user names may not hold more than the default."""
+        """The number of rows of calibration data; before the model is open, that of a large one."""
+        return self._rows_for(None) if self.calib_samples is None else self.calib_samples
+
+    def for_model(self, model: nn.Module) -> Request:
+        """Returns the request for a model that is open, with as many calibration rows as suit it."""
         if self.calib_samples is not None:
-            return self.calib_samples
+            return self
+        return replace(self, calib_samples=self._rows_for(sum(parameter.numel() for parameter in model.parameters())))
+
+    def _rows_for(self, parameters: int | None) -> int:
+        """Returns the rows of calibration data; a text that the user names may not hold more than the least."""
         device = find_device(self.device)
         if device is None and isinstance(self.model, nn.Module):
             device = device_of(self.model)
         on_gpu = device is not None and device.type == "cuda"
-        return max(effort.rows_of(solver, on_gpu=on_gpu) for solver in ("", *self._solvers()))
+        solvers = ("", *self._solvers())
+        return max(effort.rows_of(solver, on_gpu=on_gpu, parameters=parameters) for solver in solvers)
 
     def _solvers(self) -> set[str]:
         """Returns the solvers whose text this package chooses: those of the plan or recipe, or that of the options.

@@ -149,6 +149,30 @@ def test_kfac_takes_more_text_on_a_gpu(options: dict[str, Any], rows: int, monke
     monkeypatch.setattr("quant.run.request.find_device", torch.device)
     request = Request("model", "nvfp4", **options)
     assert request.calibration_rows.samples == request.calibration_samples == rows
+    with torch.device("meta"):
+        large = nn.Linear(1 << 15, 1 << 15, bias=False)  # 2**30 weights
+    assert request.for_model(large).calibration_rows.samples == rows
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({"effort": 3, "device": GPU}, 512),
+        ({"effort": 3, "device": "cpu"}, 32),
+        ({"effort": 2, "device": GPU}, 128),
+        ({"effort": 0, "device": GPU}, 32),
+        ({"effort": 1, "device": GPU}, 32),
+        ({"device": GPU, "solver": "local_hessian"}, 32),
+        ({"effort": 3, "device": GPU, "calib_samples": 8}, 8),
+        ({"effort": 3, "device": GPU, "calib": ("text.txt",)}, 32),
+    ],
+)
+def test_small_models_take_four_times_as_much_text_on_a_gpu(
+    options: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quant.run.request.find_device", torch.device)
+    request = Request("model", "nvfp4", **options).for_model(nn.Linear(4, 4))
+    assert request.calibration_rows.samples == request.calibration_samples == rows
 
 
 @pytest.mark.parametrize(("solver", "rows"), [("kfac", 128), ("gptq", 32)])
