@@ -57,8 +57,8 @@ def load(request: Request, listener: Listener) -> Job:
     """Opens the model; a dry run reads only configs and headers."""
     if request.is_in_memory:
         session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)
-        source = _in_memory(request)
-        return Job(_sized(request, source), source, session, listener, {})
+        in_memory = _in_memory(request)
+        return Job(_sized(request, in_memory), in_memory, session, listener, {})
     # A dry run touches no GPU: a CUDA context takes about a second, and some hundred MB of GPU memory.
     session = Session(memory=request.memory_bytes, seed=request.seed)
     if not request.dry_run:
