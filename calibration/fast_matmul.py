@@ -69,7 +69,7 @@ def _has_exact_products() -> bool:
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     if matmul is None or not torch.backends.mkldnn.is_available() or matmul.fp32_precision != "none":
         return False
-    x = torch.linspace(1, 2, 256 * 256, dtype=torch.float32).view(256, 256)
+    x = torch.linspace(1, 2, 256 * 256, dtype=torch.float32, device="cpu").view(256, 256)
     # "bf16" permits oneDNN to round; a CPU without bfloat16 units still multiplies in float32.
     matmul.fp32_precision = "bf16"
     try:

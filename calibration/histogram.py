@@ -38,8 +38,8 @@ class Histogram:
         self.bins = bins
         self.exponent = _SMALLEST_EXPONENT
         self.amax = 0.0
-        self.counts = torch.zeros(bins, dtype=torch.int64)
-        self.zeros = torch.zeros((), dtype=torch.int64)
+        self.counts = torch.zeros(bins, dtype=torch.int64, device="cpu")
+        self.zeros = torch.zeros((), dtype=torch.int64, device="cpu")
 
     @property
     def width(self) -> float:

@@ -152,7 +152,7 @@ class MSE(_HistogramObserver):
         best = int(squared_errors(self.histogram, self.number, ladder).argmin())
         # The coarse ladder brackets the minimum; the fine steps lie between its two neighbours.
         low, high = float(ladder[min(best + 1, _LADDER - 1)]), float(ladder[max(best - 1, 0)])
-        steps = torch.linspace(high, low, _STEPS, dtype=torch.float64)
+        steps = torch.linspace(high, low, _STEPS, dtype=torch.float64, device="cpu")
         return float(steps[squared_errors(self.histogram, self.number, steps).argmin()])
 
 
@@ -204,7 +204,7 @@ def squared_errors(histogram: Histogram, number: Number, amax: torch.Tensor) -> 
 
     counts = histogram.counts[: histogram.used].cpu().double()
     step = (amax.double() / number.max)[:, None]
-    edges = torch.arange(histogram.used + 1) * histogram.width / step
+    edges = torch.arange(histogram.used + 1, device="cpu") * histogram.width / step
     mean = integral(edges).diff(dim=1) * step**3 / histogram.width
     return mean @ counts
 
@@ -230,7 +230,7 @@ def divergences(histogram: Histogram, number: Number) -> tuple[torch.Tensor, tor
     grid = number.grid().double()
     middle = (grid[1:] + grid[:-1]) / 2
     median = int(torch.searchsorted(counts.cumsum(0), counts.sum() / 2)) + 1
-    ends = torch.arange(min(max(len(grid), median), used), used + 1)
+    ends = torch.arange(min(max(len(grid), median), used), used + 1, device="cpu")
 
     # First bin of each cell, [n, cells + 1]: the bins whose centre, in steps, is not below the cell's start.
     first = torch.ceil(middle * ends[:, None] / number.max - 0.5).long()
@@ -244,7 +244,7 @@ def divergences(histogram: Histogram, number: Number) -> tuple[torch.Tensor, tor
     beyond = counts.sum() - inside
     last = counts[ends - 1]
     last_cell = torch.searchsorted(first, ends[:, None] - 1, right=True)[:, 0] - 1
-    last_level = level[torch.arange(len(ends)), last_cell]
+    last_level = level[torch.arange(len(ends), device="cpu"), last_cell]
 
     p_log_p = _prefix(torch.xlogy(counts, counts))[ends] - torch.xlogy(last, last)
     p_log_p = p_log_p + torch.xlogy(last + beyond, last + beyond)

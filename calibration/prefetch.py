@@ -99,7 +99,9 @@ class _CopyStream:
 
     def __post_init__(self) -> None:
         self.stream = torch.cuda.Stream(self.device)
-        self.buffers = [torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_BUFFERS)]
+        self.buffers = [
+            torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu") for _ in range(_BUFFERS)
+        ]
         self.read = [torch.cuda.Event() for _ in range(_BUFFERS)]
         self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="reader")
         # Index of the buffer that is filled next.

@@ -463,7 +463,7 @@ def _by_batch(parts: list[torch.Tensor], batches: Sequence[Any]) -> list[torch.T
 
 def _row_order(stacking: Stacking, y: torch.Tensor) -> torch.Tensor:
     """Returns the positions among the outputs y `[tokens, out]` of a module of the rows of an expert's matrix."""
-    return stacking.outputs(torch.arange(y.shape[-1])).argsort().to(y.device)
+    return stacking.outputs(torch.arange(y.shape[-1], device="cpu")).argsort().to(y.device)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -227,7 +227,7 @@ def find_writers(
         flat = value.detach().reshape(-1, value.shape[-1])
         if not chosen:  # the block's own input
             shape.append(flat.shape)
-            order = torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(0))
+            order = torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(0), device="cpu")
             chosen.append(order[:_SAMPLE].to(flat.device))
         if flat.shape == shape[0]:
             # Clones: what is added in place later would change them.

@@ -75,7 +75,7 @@ def start_sum(values: torch.Tensor, name_of: Callable[[int], str], quantity: str
     if total.is_cuda:
         # Reading `total` itself would wait for all work that was queued since.
         stream = torch.cuda.current_stream(total.device)
-        total = torch.empty((), dtype=total.dtype, pin_memory=True).copy_(total, non_blocking=True)
+        total = torch.empty((), dtype=total.dtype, pin_memory=True, device="cpu").copy_(total, non_blocking=True)
         arrival = stream.record_event()
 
     def wait() -> float:
@@ -336,7 +336,9 @@ class Embeddings:
         with torch.enable_grad():
             embedding = self._embed(rows)
             # Standard normal, drawn on the CPU: E[g gᵀ] is then the identity on embeddings, as 1 − cosine needs.
-            direction = torch.randn(embedding.shape, generator=generator, dtype=torch.float32).to(embedding)
+            direction = torch.randn(embedding.shape, generator=generator, dtype=torch.float32, device="cpu").to(
+                embedding
+            )
             values = (embedding * direction).sum(dim=-1)
             self._sum(values, first_row)()
             values.sum().backward()
@@ -391,6 +393,6 @@ def _narrowed(weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def _drawn(p: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Returns a token drawn from each distribution of `p` `[positions, vocabulary]`, int64 `[positions, 1]`."""
     # The uniform numbers come from the CPU, so that the same seed draws the same tokens on every device.
-    uniform = torch.rand(len(p), 1, generator=generator, dtype=torch.float32).to(p.device)
+    uniform = torch.rand(len(p), 1, generator=generator, dtype=torch.float32, device="cpu").to(p.device)
     cumulative = p.cumsum(dim=-1)
     return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_(max=p.shape[-1] - 1)

@@ -109,7 +109,9 @@ class _TwoSided:
         starts = [sum(map(len, blocks[:index])) for index in range(len(blocks))]
         # Piece p of a block has its rows p, p + pieces, p + 2 pieces and so on.
         ends = [(start, start + len(block)) for start, block in zip(starts, blocks, strict=True)]
-        parts = [[torch.arange(start + piece, stop, pieces) for start, stop in ends] for piece in range(pieces)]
+        parts = [
+            [torch.arange(start + piece, stop, pieces, device="cpu") for start, stop in ends] for piece in range(pieces)
+        ]
         order = torch.cat([rows for piece in parts for rows in piece])
         self.order, self.own_order = order.to(weight.device), order.argsort().to(weight.device)
         self.bounds = _bounds([sum(map(len, piece)) for piece in parts])

@@ -222,7 +222,7 @@ def pack_rows(
         texts |= is_open
         # Some tokenizers close texts themselves.
         if is_open and end is not None and int(ids[-1]) != end:
-            ids = torch.cat([ids, torch.tensor([end])])
+            ids = torch.cat([ids, torch.tensor([end], device="cpu")])
         parts.append(ids)
         tokens, count = tokens + len(ids), count + 1
         if samples is not None and tokens >= samples * seqlen:  # a stream of terabytes is read no further

@@ -80,7 +80,7 @@ def generate_rows(
         raise ValueError(f"samples={samples} and seqlen={seqlen} must be at least 1")
     _check_length(model, seqlen)
     start, allowed = first_token(model, tokenizer), _drawable(model, tokenizer)
-    rows = torch.empty(samples, seqlen, dtype=torch.int64)
+    rows = torch.empty(samples, seqlen, dtype=torch.int64, device="cpu")
     with torch.inference_mode(), evaluating(model), _plain_attention(model):
         at_once = _rows_at_once(model, seqlen)
         for first in range(0, samples, at_once):
@@ -88,7 +88,9 @@ def generate_rows(
             numbers = range(first, first + len(part))
             uniform = torch.stack([_uniform(session.seed, i, seqlen) for i in numbers])
             template = _template([openings[i % len(openings)] for i in numbers], start, seqlen)
-            heat = torch.tensor([temperatures[i % len(temperatures)] for i in numbers], dtype=torch.float32)
+            heat = torch.tensor(
+                [temperatures[i % len(temperatures)] for i in numbers], dtype=torch.float32, device="cpu"
+            )
             for position in _fill(model, part, uniform, template, heat, allowed):
                 session.report("generate", first * seqlen + len(part) * (position + 1), samples * seqlen)
     return rows
@@ -124,7 +126,7 @@ def _uniform(seed: int, row: int, seqlen: int) -> torch.Tensor:
     """Returns the numbers in [0, 1) that decide row `row`, whatever the other rows are."""
     # A multiplicative hash: neighbouring seeds and rows get streams that do not overlap.
     generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + row * 0xD1B54A32D192ED03) % 2**63)
-    return torch.rand(seqlen, generator=generator, dtype=torch.float32)
+    return torch.rand(seqlen, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _template(openings: Sequence[Sequence[int]], start: int | None, seqlen: int) -> torch.Tensor:
@@ -132,13 +134,13 @@ def _template(openings: Sequence[Sequence[int]], start: int | None, seqlen: int)
 
     An id stands for itself, `_LIKELY` for argmax, and `_DRAWN` for a random draw.
     """
-    template = torch.full((len(openings), seqlen), _DRAWN)
+    template = torch.full((len(openings), seqlen), _DRAWN, device="cpu")
     for row, opening in zip(template, openings, strict=True):
         if start is None and not len(opening):
             row[1 : 1 + _LIKELIEST] = _LIKELY
             continue
         ids = [*([] if start is None else [start]), *opening][:seqlen]
-        row[: len(ids)] = torch.tensor(ids)
+        row[: len(ids)] = torch.tensor(ids, device="cpu")
     return template
 
 
@@ -243,7 +245,7 @@ def _drawable(model: nn.Module, tokenizer: Any | None) -> torch.Tensor:
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None:
         raise ValueError(f"{type(model).__name__} {_NO_TEXT}: it has no embedding of token ids")
-    allowed = torch.ones(embedding.num_embeddings, dtype=torch.bool)
+    allowed = torch.ones(embedding.num_embeddings, dtype=torch.bool, device="cpu")
     if tokenizer is not None:
         allowed[len(tokenizer) :] = False  # rows that only pad the embedding to a round size
     special = set(getattr(tokenizer, "all_special_ids", ()))

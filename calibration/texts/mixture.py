@@ -158,13 +158,13 @@ def _pieces(name: str, tokenizer: Any, length: int, start: int | None, end: int 
         for piece in ids.split(length - (end is not None)):
             # The last piece of a document may be a few tokens, which would be mostly end-of-text.
             if len(piece) >= min(_SHORTEST, length - 1):
-                pieces.append(piece if end is None else torch.cat([piece, torch.tensor([end])]))
+                pieces.append(piece if end is None else torch.cat([piece, torch.tensor([end], device="cpu")]))
     return pieces
 
 
 def _text(text: str, tokenizer: Any, start: int | None) -> torch.Tensor:
     """Returns the token ids of a text without its start token."""
-    return _bare(torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64), start)
+    return _bare(torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64, device="cpu"), start)
 
 
 def _chat(messages: list[dict[str, str]], tokenizer: Any, start: int | None, *, ask: bool = False) -> torch.Tensor:

@@ -166,7 +166,7 @@ def decoder_ids(model: nn.Module, tokenizer: Any, target: str, length: int) -> t
     # The decoder's input is its target shifted by one: the end token is predicted, not read.
     if ids and ids[-1] == getattr(tokenizer, "eos_token_id", None):
         ids = ids[:-1]
-    return torch.tensor([ids if ids[:1] == [start] else [start, *ids]])[:, :length]
+    return torch.tensor([ids if ids[:1] == [start] else [start, *ids]], device="cpu")[:, :length]
 
 
 def start_of(model: nn.Module) -> int:

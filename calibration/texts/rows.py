@@ -182,7 +182,7 @@ def token_rows(
         )
     if seed is not None:
         # A generator of its own: the global one would make rows depend on what ran before.
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed), device="cpu")
         return rows[order[:samples]].clone()
     return rows[:samples].clone()
 
@@ -236,7 +236,7 @@ def _tokenize(path: Path, tokenizer: Any | None) -> torch.Tensor:
     if tokenizer is None:
         raise ValueError(f"{path}: a text needs the model's tokenizer; without one, give a .safetensors of token ids")
     # verbose=False: the whole text is longer than the model's context, and is about to be cut.
-    return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+    return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64, device="cpu")
 
 
 def _check_vocabulary(ids: torch.Tensor, size: int, name: str, owner: str = "tokenizer") -> None:

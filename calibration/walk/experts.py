@@ -207,7 +207,7 @@ class FusedExperts:
 
     def _tokens(self, projection: str, count: int, run: Run) -> list[int]:
         """Returns how many tokens of all ranks reach each expert."""
-        total = torch.zeros(count + 1, dtype=torch.int64)
+        total = torch.zeros(count + 1, dtype=torch.int64, device="cpu")
         if not self.one_by_one:
 
             def see(batch: int, expert: int, x: torch.Tensor) -> None:

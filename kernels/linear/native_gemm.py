@@ -54,7 +54,10 @@ def _multiplies_right(format: Format, activation: Format, index: int) -> bool:
     """Multiplies two random matrices on GPU `index` and compares with float64; warns where they differ."""
     # 130 rows and 200 outputs are not multiples of a tile, so the masks of the tails are tested too.
     generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(size, 512, generator=generator, dtype=torch.float32).to(f"cuda:{index}") for size in (130, 200))
+    x, w = (
+        torch.randn(size, 512, generator=generator, dtype=torch.float32, device="cpu").to(f"cuda:{index}")
+        for size in (130, 200)
+    )
     weight = quantize(w, format)
     y = multiply_codes(x.bfloat16(), weight, None, None, activation=activation)
     rounded = fake_quantize(x.bfloat16().float(), activation)

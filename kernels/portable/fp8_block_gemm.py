@@ -141,8 +141,8 @@ _checked: dict[int, bool] = {}
 def _cublas_is_right(index: int) -> bool:
     """Compares two products of random matrices on GPU `index`, with blocks of many sizes; says where they differ."""
     generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(size, 1024, generator=generator, dtype=torch.float32) for size in (130, 384))
-    sizes = torch.randn(3, 1, 8, 1, generator=generator, dtype=torch.float32).mul(2).exp()
+    x, w = (torch.randn(size, 1024, generator=generator, dtype=torch.float32, device="cpu") for size in (130, 384))
+    sizes = torch.randn(3, 1, 8, 1, generator=generator, dtype=torch.float32, device="cpu").mul(2).exp()
     w = (w.view(3, 128, 8, 128) * sizes).view(384, 1024)
     gpu = f"cuda:{index}"
     rows, weight = quantize(x, FORMATS["fp8_group"]).to(gpu), quantize(w, FORMATS["fp8_block"]).to(gpu)

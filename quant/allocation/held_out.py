@@ -63,7 +63,7 @@ class HeldOut:
         quarter = max(len(rows) // 4, 1)
         # The seed is fixed, and not the run's: the same rows verify every allocation on this text.
         # At random, since rows of a mixture follow each other by kind of text.
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0), device="cpu")
         check, verify, calibration = (
             rows[part.sort()[0]] for part in order.split([quarter, quarter, len(rows) - 2 * quarter])
         )

@@ -265,7 +265,9 @@ def _parse_inputs(inputs: Mapping[str, str | torch.Tensor]) -> dict[str, GraphIn
             )
         # Dynamic dimensions are traced at 2: torch.export specialises on sizes 0 and 1.
         example = torch.zeros(
-            [dim if isinstance(dim, int) else 2 for dim in sizes], dtype=getattr(torch, _INPUT_DTYPES[dtype])
+            [dim if isinstance(dim, int) else 2 for dim in sizes],
+            dtype=getattr(torch, _INPUT_DTYPES[dtype]),
+            device="cpu",
         )
         examples[name] = GraphInput(example, sizes)
     return examples

@@ -136,10 +136,10 @@ def _rows(directory: Path) -> torch.Tensor:
     config = json.loads((directory / "config.json").read_text())
     vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 256)
     if not (directory / "tokenizer.json").is_file():
-        return torch.randint(vocabulary, (TEXTS, TOKENS), generator=torch.Generator().manual_seed(0))
+        return torch.randint(vocabulary, (TEXTS, TOKENS), generator=torch.Generator().manual_seed(0), device="cpu")
     tokenizer = load_tokenizer(directory)
     texts = ["\n\n".join(sample_texts(name)) for name in ("prose", "code", "manual", "languages")]
-    return torch.tensor([tokenizer(text).input_ids[:TOKENS] for text in texts])
+    return torch.tensor([tokenizer(text).input_ids[:TOKENS] for text in texts], device="cpu")
 
 
 def _probe(runtime: str, directory: Path, request: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Any]:

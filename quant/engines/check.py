@@ -172,7 +172,7 @@ def sample_prompts(directory: Path, model: Any, session: EngineSession, new: int
         ids = []
     if len(ids) < starts[-1] + lengths[-1]:
         vocabulary = model.get_input_embeddings().num_embeddings
-        ids = torch.randint(0, vocabulary, (1000,), generator=torch.Generator().manual_seed(0)).tolist()
+        ids = torch.randint(0, vocabulary, (1000,), generator=torch.Generator().manual_seed(0), device="cpu").tolist()
     return [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 

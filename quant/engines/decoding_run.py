@@ -65,7 +65,7 @@ def reference_run(
                 else:
                     steps.append(seconds)
                 cache = cache_of(seen)
-                token = logits[-1].argmax() if tokens is None else torch.tensor(tokens[row, index])
+                token = logits[-1].argmax() if tokens is None else torch.tensor(tokens[row, index], device="cpu")
                 ids = token.reshape(1, 1).to(device)
             rows.append(torch.stack(logits))
     return DecodingRun(torch.stack(rows).numpy(), prefill, float(np.median(steps)) if steps else 0.0)
@@ -99,7 +99,7 @@ def inputs_moved(model: nn.Module, dtype: str) -> Iterator[None]:
 
     def move(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *further = args
-        uniform = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+        uniform = torch.rand(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x.device)
         return ((x * (1 + epsilon * (2 * uniform - 1))).to(x.dtype), *further)
 
     layers = [module for module in model.modules() if isinstance(module, nn.Linear | QuantizedModule)]

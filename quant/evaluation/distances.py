@@ -40,7 +40,7 @@ def prediction_sums(
     # Position i predicts token i + 1, so the last position has no target.
     targets = batch[:, 1:].flatten()
     positions_per_row = batch.shape[1] - 1
-    by_position = torch.zeros(4, len(targets), dtype=torch.float64)
+    by_position = torch.zeros(4, len(targets), dtype=torch.float64, device="cpu")
     hidden = [each.hidden(batch.to(device_of(each.model))) for each in logits]
     # Slices of positions: the logits of 512 positions take 300 MB in FP32 at a vocabulary of 150k, for each model.
     for part in logits[0].parts(hidden[0]):

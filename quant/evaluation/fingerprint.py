@@ -64,7 +64,7 @@ def fingerprint_problem(model: nn.Module, expected: Fingerprint | None) -> str |
     if max(expected.columns, default=0) >= len(logits):
         return f"the model has {len(logits):,} logits, and the fingerprint is of more"
     largest_difference = float(
-        (logits[list(expected.columns)] - torch.tensor(expected.logits, dtype=torch.float32)).abs().max()
+        (logits[list(expected.columns)] - torch.tensor(expected.logits, dtype=torch.float32, device="cpu")).abs().max()
     )
     if largest_difference <= _TOLERANCE * expected.deviation:
         return None
@@ -82,7 +82,7 @@ def _last_logits(model: nn.Module) -> torch.Tensor:
         embeddings = None
     vocabulary = getattr(embeddings, "num_embeddings", 0) or 16
     # Ids at even distances over the vocabulary, so that the prompt needs no tokenizer.
-    ids = (torch.arange(_PROMPT_TOKENS) * vocabulary // _PROMPT_TOKENS)[None]
+    ids = (torch.arange(_PROMPT_TOKENS, device="cpu") * vocabulary // _PROMPT_TOKENS)[None]
     try:
         logits = run_probe(model, ids)
     except ValueError as error:

@@ -96,7 +96,7 @@ def _predictions(
         logits, base = logits[:, :-1], None if base is None else base[:, :-1]
     flat = logits[counted] if counted is not None else logits.flatten(0, -2)
     # The row of each position, in the shape of the positions.
-    numbers = torch.arange(len(logits)).view(-1, *[1] * (logits.dim() - 2)).expand(logits.shape[:-1])
+    numbers = torch.arange(len(logits), device="cpu").view(-1, *[1] * (logits.dim() - 2)).expand(logits.shape[:-1])
     row_of = numbers[counted.cpu()] if counted is not None else numbers.flatten()
     flat_base = None
     if base is not None:
@@ -105,10 +105,10 @@ def _predictions(
             raise ValueError(f"{call_name}: the models give logits {list(flat.shape)} and {list(flat_base.shape)}")
     target_ids = None if targets is None or counted is None else targets[counted].cpu()[:, None]
     step = max(_SLICE_ELEMENTS // flat.shape[-1], 1)
-    row_sums = torch.zeros(len(logits), 6, dtype=torch.float64)
+    row_sums = torch.zeros(len(logits), 6, dtype=torch.float64, device="cpu")
     for part in (slice(start, start + step) for start in range(0, len(flat), step)):
         logp = flat[part].double().cpu().log_softmax(dim=-1)
-        sums = torch.zeros(len(logp), 6, dtype=torch.float64)
+        sums = torch.zeros(len(logp), 6, dtype=torch.float64, device="cpu")
         sums[:, PREDICTIONS] = 1
         if target_ids is not None:
             sums[:, TARGETS] = 1

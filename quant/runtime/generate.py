@@ -110,7 +110,7 @@ def generate(
     """
     model = unwrapped(model, "generate")
     target = find_device(device) or device_of(model)
-    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]], device="cpu")
     _check(model, ids, max_new_tokens)
     if dtype is not None:
         cast_unquantized(model, dtype)

@@ -209,7 +209,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps only the named rows."""
-        rows = torch.arange(len(self._sequences))
+        rows = torch.arange(len(self._sequences), device="cpu")
         self._select(rows[indices.cpu()].tolist())
 
     def offload(self) -> None:

@@ -150,7 +150,7 @@ def _batches(rows: torch.Tensor, size: int, seed: int) -> Iterator[torch.Tensor]
     """Yields batches endlessly; each row comes once before any repeats."""
     generator = torch.Generator().manual_seed(seed)
     while True:
-        order = torch.randperm(len(rows), generator=generator)
+        order = torch.randperm(len(rows), generator=generator, device="cpu")
         for start in range(0, len(order) - size + 1, size):
             yield rows[order[start : start + size]]
 

@@ -153,7 +153,7 @@ class CachedTeacher:
                 f"{self.path}: row {indices.index(None)} of the batch is not among the {len(self.rows)} rows that the "
                 "teacher has read; train on the rows of the cache, cut and padded as they are"
             )
-        index = torch.tensor(indices)
+        index = torch.tensor(indices, device="cpu")
         tokens, logp = self._tokens[index].flatten(0, 1), self._logp[index].flatten(0, 1)
         if bool((tokens < 0).any()) or not bool((logp <= 0).all()):
             raise UserError(f"{self.path}: holds tokens or probabilities that no teacher gives; write it again")

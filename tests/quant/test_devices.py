@@ -412,3 +412,29 @@ def test_names_of_gpus() -> None:
     assert find_device("auto") == find_device("cuda") == torch.device("cuda", torch.cuda.current_device())
     with pytest.raises(ValueError, match=r"device cuda:63: PyTorch sees cuda:0 \(.*\) here; pass one of these"):
         find_device("cuda:63")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recipe": "nvfp4", "solver": "awq:merge+gptq", "data": ROWS},
+        {"recipe": "nvfp4a16", "solver": "kfac", "data": ROWS},
+        {"recipe": "fp8", "observer": "entropy", "data": ROWS},
+        {"bits": 6.0, "data": ROWS},
+        {"recipe": "nvfp4a16"},  # on text that the model writes
+    ],
+    ids=["gptq", "kfac", "entropy", "budget", "own text"],
+)
+def test_the_default_device_changes_nothing(options: dict[str, Any]) -> None:
+    """A script with `torch.set_default_device("cuda")` gets the codes of one without; its generators are the CPU's."""
+    states = []
+    for default in (None, "cuda"):
+        model = tiny_models.llama(vocab_size=256, gain=3.0).cuda()
+        torch.set_default_device(default)
+        try:
+            states.append(quant.quantize(model, **options).model.state_dict())
+        finally:
+            torch.set_default_device(None)
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(tensor.double(), states[1][name].double()) for name, tensor in states[0].items())

@@ -55,7 +55,7 @@ def scaled(parts: Parts, blocks: Iterable[Block], dtype: torch.dtype) -> torch.T
         rows, columns = codes.shape
         grid = _grid(scale.shape, (rows, columns))
         zero = parts["weight_zero_point"].reshape(grid).expand(rows, -1)
-        groups = torch.arange(columns) // ceil(columns / grid[1])
+        groups = torch.arange(columns, device="cpu") // ceil(columns / grid[1])
         return _affine(codes, zero, scale.reshape(grid).expand(rows, -1), groups, dtype)
     format = _format_of(codes, scale, "weight_scale_2" in parts or "weight_global_scale" in parts, blocks)
     return layout_of_tensors(parts).decompress(parts, format)[0].dequantize(dtype)
@@ -118,15 +118,15 @@ def gptq(parts: Parts, dtype: torch.dtype, zeros_less_one: bool) -> torch.Tensor
     codes = unpack_words(parts["qweight"], bits).transpose(0, 1).flatten(1)
     groups = parts.get("g_idx")
     if groups is None:
-        groups = torch.arange(codes.shape[1]) // ceil(codes.shape[1] / len(zero))
+        groups = torch.arange(codes.shape[1], device="cpu") // ceil(codes.shape[1] / len(zero))
     return _affine(codes, zero.t(), parts["scales"].t(), groups.long(), dtype)
 
 
 def awq(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     """Returns a matrix `[out, in]` in AWQ's layout for "gemm"."""
-    order = torch.tensor(_AWQ_COLUMNS).argsort()
+    order = torch.tensor(_AWQ_COLUMNS, device="cpu").argsort()
     codes, zero = (unpack_words(parts[name], 4)[..., order].flatten(-2).t() for name in ("qweight", "qzeros"))
-    groups = torch.arange(codes.shape[1]) // ceil(codes.shape[1] / zero.shape[1])
+    groups = torch.arange(codes.shape[1], device="cpu") // ceil(codes.shape[1] / zero.shape[1])
     return _affine(codes, zero, parts["scales"].t(), groups, dtype)
 
 
@@ -139,10 +139,10 @@ def pack_quantized(parts: Parts, shape: Sequence[int], dtype: torch.dtype, group
         zero = unpack_words(parts["weight_zero_point"], bits).transpose(1, 2).flatten(0, 1)[:rows]
     else:
         # Symmetric codes are stored with an offset of half their range.
-        zero = torch.full(scale.shape, 1 << (bits - 1), dtype=torch.uint8)
+        zero = torch.full(scale.shape, 1 << (bits - 1), dtype=torch.uint8, device="cpu")
     groups = parts.get("weight_g_idx")
     if groups is None:
-        groups = torch.arange(columns) // (group_size if scale.shape[1] > 1 else columns)
+        groups = torch.arange(columns, device="cpu") // (group_size if scale.shape[1] > 1 else columns)
     return _affine(codes, zero.expand(rows, -1), scale.expand(rows, -1), groups.long(), dtype)
 
 
@@ -154,7 +154,7 @@ def word_bits(words: int, codes: int) -> int:
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Returns codes in int32 words `[…]`, lowest bits first: uint8 `[…, 32 / bits]`."""
     # Byte by byte, which needs no int32 shifts: 2, 4 and 8 bits divide a byte, and words are little-endian.
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device="cpu")
     octets = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
     codes: torch.Tensor = (octets.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return codes.flatten(-2)
@@ -168,7 +168,7 @@ def _affine(
     Codes are `[out, in]`, zeros and scales `[out, groups]`, and `group` names the group of each input.
     """
     rows, columns = codes.shape
-    out = torch.empty(rows, columns, dtype=dtype)
+    out = torch.empty(rows, columns, dtype=dtype, device="cpu")
     # Chunks of rows bound the temporaries in float32 to 4 MB each.
     step = max(_CHUNK_ELEMENTS // columns, 1)
     for start in range(0, rows, step):
