@@ -24,6 +24,10 @@ from typing import Any
 ARCHITECTURES = {89: "sm_89", 90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}
 """PTX targets by compute capability: Ada, Hopper, and Blackwell in data centres and in workstations."""
 
+# 8.7, of CUDA 12.8, is the first version that has sm_120a. A driver compiles PTX of its own version and of older ones,
+# and Triton would write the newest that its assembler reads: 9.3 in Triton 3.8, which takes a driver of CUDA 13.3.
+_PTX_VERSION = 87
+
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\(\n(.*?)\n\)", re.DOTALL)
 
 
@@ -108,7 +112,7 @@ def _compile(
     }
     values: dict[Any, Any] = {(names.index(name),): value for name, value in constants}
     source = ASTSource(kernel, types, constexprs=values, attrs=aligned)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "ptx_version": _PTX_VERSION}
     result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     arguments = tuple((name, types[name]) for name in names if types[name] != "constexpr")
     name, ptx = without_scratch(result.asm["ptx"], len(arguments))

@@ -45,6 +45,7 @@ def test_ptx_of_the_attention_kernel(compiled: CompiledKernel) -> None:
     """FP8 dots, no half-precision ones, 16-byte loads, no spills, and it fits the GPU's shared memory."""
     arch = compiled.arch
     assert re.search(rf"^\.target {ARCHITECTURES[arch]}\b", compiled.ptx, re.MULTILINE)
+    assert re.search(r"^\.version 8\.7$", compiled.ptx, re.MULTILINE)  # drivers of CUDA 12.8 and later read it
     assert re.search(FP8_DOT[arch], compiled.ptx)
     assert not re.search(HALF_DOT, compiled.ptx)
     assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10,", compiled.ptx)
