@@ -43,6 +43,7 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
         "quant.export.checkpoint.configs.compressed_tensors_warnings",
         "quant.export.checkpoint.configs.config_file",
         "quant.export.checkpoint.configs.config_plan",
+        "quant.export.checkpoint.conversion_rules",
         "quant.export.checkpoint.layout",
         "quant.export.checkpoint.layouts",
         "quant.export.checkpoint.configs.modelopt_config",
