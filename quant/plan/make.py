@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.blocks import block_names
 from quant.calibration.outputs.substitutes import other_tensors, run_with
+from quant.calibration.placement import without_experts
 from quant.calibration.solvers.solver import get_solver
 from quant.errors import UserError, counted
 from quant.formats.format import cache_format, parse_format
@@ -237,6 +239,8 @@ def _fusion_record(layers: Sequence[Layer], plan: Plan, unknown: str | None) -> 
 def run_on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Runs a forward pass over shapes alone: no weight is read and no arithmetic done.
 
+    Experts that are in their files are left out: which of them run depends on values.
+
     Args:
         model: stays as it is.
         dtype: the dtype of the parameters; None leaves them their own.
@@ -246,7 +250,8 @@ def run_on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> None:
         casts = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         return tensor.to("meta", dtype if casts else None)
 
-    run_with(model, other_tensors(model, on_meta), torch.zeros(1, 2, dtype=torch.long, device="meta"))
+    with without_experts(model, block_names(model)):
+        run_with(model, other_tensors(model, on_meta), torch.zeros(1, 2, dtype=torch.long, device="meta"))
 
 
 def _run_on_meta_in_bf16(model: nn.Module) -> None:
@@ -276,7 +281,10 @@ def _run_stand_in(model: nn.Module) -> None:
 
 def _run_one_row(model: nn.Module) -> None:
     """Runs a forward pass over two tokens, for models that branch on their data (routers) or need real input."""
-    model(torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device))
+    ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    # No expert decides which layers share an input, and reading a few of each block takes seconds.
+    with without_experts(model, block_names(model)):
+        model(ids)
 
 
 def kv_cache_name(name: str, option: str) -> str:

@@ -127,6 +127,15 @@ def test_calls_of_blocks_are_found_without_reading_experts(tmp_path: Path, monke
         assert torch.equal(ours[name], theirs[name])
 
 
+def test_a_plan_reads_no_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which layers share an input does not depend on them; of a large model, two tokens would read gigabytes."""
+    tiny_models.qwen3_moe(dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
+    monkeypatch.setattr(StoredExperts, "_matrix", lambda *of_expert: pytest.fail("an expert was read"))
+    plans = [quant.make_plan(open_model(tmp_path, stream=stream).model, "nvfp4a16") for stream in (True, False)]
+    streamed, whole = ([(layer.name, layer.group) for layer in plan.layers] for plan in plans)
+    assert streamed == whole and any(group is not None for _, group in whole)
+
+
 @pytest.mark.gpu
 def test_a_gpu_reads_each_expert_of_a_block_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_models.qwen3_moe(dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
