@@ -31,8 +31,6 @@ from quant.formats.finite import is_finite, is_finite_or_mask
 
 _PIECE_BYTES = 1 << 24
 _UNHASHED = 2  # pieces that may be written and not yet hashed
-# Pieces below the first size are joined up to the second: to hand one to a thread takes as long as to hash 100 KB.
-_SMALL_BYTES, _JOINED_BYTES = 1 << 18, 1 << 22
 _LOG_BYTES = 1 << 28  # written between two calls of the log
 # In the order of safetensors' `Dtype`: the file begins with tensors of the last.
 _DTYPES = {
@@ -113,7 +111,6 @@ def write_tensor_file(
                 if log is not None and writer.size - logged >= _LOG_BYTES:
                     writer.report(log, path.name)
                     logged = writer.size
-        writer.flush()
         if log is not None:
             writer.report(log, path.name)
         elif durable:
@@ -136,7 +133,6 @@ class _Writer:
         self.size = file.truncate(file.seek(size))
         self.ended: list[str] = []
         """Names of the tensors that ended since the last report."""
-        self._small = bytearray()
         self._hashing: deque[Future[None]] = deque()
         self._syncing: Future[None] | None = None
         self._hasher, self._syncer = _thread(), _thread()
@@ -149,25 +145,11 @@ class _Writer:
         self._syncer.shutdown()
 
     def write(self, piece: memoryview) -> None:
-        """Writes a piece while it and up to `_UNHASHED` pieces before it are hashed; small ones wait for `flush`."""
-        self.size += len(piece)
-        if len(piece) < _SMALL_BYTES:
-            self._small += piece
-            if len(self._small) >= _JOINED_BYTES:
-                self.flush()
-        else:
-            self.flush()
-            self._write(piece)
-
-    def flush(self) -> None:
-        """Writes the small pieces that wait."""
-        if self._small:
-            joined, self._small = self._small, bytearray()
-            self._write(memoryview(joined))
-
-    def _write(self, piece: memoryview) -> None:
-        self._hashing.append(self._hasher.submit(self.sha256.update, piece))
-        self.file.write(piece)
+        """Writes a piece while it and up to `_UNHASHED` pieces before it are hashed."""
+        if len(piece):
+            self._hashing.append(self._hasher.submit(self.sha256.update, piece))
+            self.file.write(piece)
+            self.size += len(piece)
         # The disk writes in parallel; a single fsync at the end would wait for everything.
         if self.durable and (self._syncing is None or self._syncing.done()):
             self._syncing = self._syncer.submit(os.fsync, self.file.fileno())
@@ -181,7 +163,6 @@ class _Writer:
 
     def report(self, log: FileLog, name: str) -> None:
         """Tells the log of the file `name` that all pieces are on the disk, with their hash."""
-        self.flush()
         while self._hashing:
             self._hashing.popleft().result()
         self.sync()
