@@ -122,7 +122,7 @@ def plan_problems(
         if plan.quantized:
             yield f"{plan.quantized[0].name}: in {plan.quantized[0].formats}, and the config has no quantization_config"
         return
-    # Most checkpoints were written by this version: their config is the one that would be written again.
+    # Most checkpoints were written by this version: writing the plan again gives the same config.
     layout = layout_of_config(config)
     if config == _config_of_plan(layout, plan, names):
         return

@@ -19,7 +19,7 @@ def sha256_of(path: Path) -> str:
 
 
 def write_checksums(directory: Path, hashes: Mapping[str, str], *unhashed: str) -> None:
-    """Writes `hashes`, SHA-256 by the name of each file, and those of the files `unhashed`, which it computes."""
+    """Writes `hashes`, SHA-256 by the name of each file, and hashes the files `unhashed` itself."""
     sums = {**hashes, **{name: sha256_of(directory / name) for name in unhashed}}
     lines = [f"{digest}  {name}\n" for name, digest in sorted(sums.items())]
     (directory / CHECKSUMS).write_text("".join(lines), encoding="utf-8")

@@ -55,7 +55,7 @@ def in_model(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
     """Returns the tensors of files in the form of the model, which has no others of their names.
 
     Args:
-        model: the model that is loaded; what is no model of transformers has no rules.
+        model: the model that is loaded; other models than transformers' have no rules.
         tensors: tensors by the names that the files' names have in the model.
     """
     state = model.state_dict(keep_vars=True)
@@ -78,7 +78,7 @@ def _without_experts(rules: Iterable[Any]) -> list[Any]:
 def _converted(
     model: Any, rule: Any, tensors: Mapping[str, torch.Tensor]
 ) -> Iterable[tuple[list[str], dict[str, torch.Tensor]]]:
-    """Yields the tensors that a rule makes, with the names of those that it takes; only where all of them are there."""
+    """Yields the tensors that a rule makes, with the names of its inputs; only where all its inputs are present."""
     # Several tensors that become one have its name after the renaming, and so are one group.
     groups: dict[str, list[tuple[str, str]]] = {}
     for name in tensors:

@@ -91,7 +91,7 @@ class StoredNames:
         return _as_weight(name, lambda weight: self.parameters.get(weight) or _swap(_apply(self.back, weight), ours))
 
     def as_in(self, source: Collection[str]) -> StoredNames:
-        """Returns the names, with those of a source's tensors where `renamings` lead to names that it lacks.
+        """Returns the names, corrected by a source's own where `renamings` lead to names that the source lacks.
 
         Kimi-K2.5's rule for `blocks` of its vision tower, undone, renames the `layers` of its language model too.
         """
@@ -157,7 +157,7 @@ def stored_names(model: nn.Module | None) -> StoredNames:
     apart = takes_experts_apart(model)
     names = StoredNames(
         renamings=tuple(renaming(rule.reverse_transform()) for rule in reversed(used) if is_renaming(rule)),
-        # Names like those that a group makes mean other tensors where it was not needed.
+        # Where the files did not need a group of renamings, names of its pattern mean other tensors.
         back=tuple(
             renaming(rule)
             for rule in rules
@@ -194,7 +194,7 @@ def _is_read_by_servers(stored: str, stacking: Stacking) -> bool:
 
 
 def _state_names(model: Any) -> list[str]:
-    """Returns the names of the tensors that a model stores, those of fused experts left out: rules name their parts."""
+    """Returns the names of the tensors that a model stores, without fused experts: rules name their parts."""
     return [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.dim() != 3]
 
 

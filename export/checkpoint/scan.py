@@ -64,7 +64,7 @@ class Scan:
         self._tasks = [(file, run, start) for file, run in runs for start in range(run.begins[0], run.end, _TASK)]
 
     def suspects(self) -> set[str]:
-        """Reads the tensors; gives the names, as they are in the files, of those that may hold NaN or infinity."""
+        """Reads the tensors; gives the names in the files of all tensors that may hold NaN or infinity."""
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="scan") as pool:
             return {name for names in pool.map(lambda task: _suspects(*task), self._tasks) for name in names}
 

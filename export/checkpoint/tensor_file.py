@@ -1,6 +1,6 @@
 """`write_tensor_file` writes a safetensors file piece by piece, and hashes it in the same pass.
 
-The file is byte for byte the same as that of `safetensors.torch.save_file`:
+The file has the same bytes as one written by `safetensors.torch.save_file`:
 
     8 bytes      length of the header, little-endian; a multiple of 8
     header       JSON: {"__metadata__": {…}, "NAME": {"dtype": "F8_E4M3", "shape": […], "data_offsets": [begin, end]}}

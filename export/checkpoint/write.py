@@ -141,7 +141,7 @@ def _one_of(make: Callable[[], Mapping[str, torch.Tensor]], name: str) -> torch.
 
 
 def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
-    """Returns `plan` with what the model has now.
+    """Returns `plan` with the present parts and shapes of the model's layers.
 
     These are the run-time parts of quantized linears (input scale, rotation, branch), and the sizes of embeddings and
     heads in 16 bit, which change where tokens are added (`resize_token_embeddings`).

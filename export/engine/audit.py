@@ -215,7 +215,7 @@ def _precision(gemm: Kernel, kernels: Sequence[Kernel]) -> str:
     """Returns the types of a GEMM's operands and, for a weight in 16 bit, of the codes that it came from."""
     matrices = [operand for operand in gemm.inputs if operand.is_matrix]
     if gemm.kind == "runtime_fusion":
-        # The fusion's operands are those of all its parts; the GEMM among the parts has the types that are multiplied.
+        # A fusion lists the operands of all its parts; the GEMM among the parts has the types that are multiplied.
         inside = [k for k in kernels if k.is_body and k.kind in MULTIPLYING and k.matmuls & gemm.matmuls]
         multiplied = inside[0] if inside else None
     else:

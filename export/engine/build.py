@@ -55,7 +55,7 @@ from quant.recipes.json_text import json_text, write_json
 from quant.recipes.plan import Plan
 
 RECEIPT_VERSION = 1
-# They import torch, so the build process loads only those of plugins in the graph.
+# They import torch, so the build process loads a plugin only if the graph holds it.
 PLUGIN_MODULES = {
     PLUGIN: "quant.export.engine.plugin_tensorrt",
     CACHE_PLUGIN: "quant.export.engine.cache_plugin_tensorrt",

@@ -14,7 +14,7 @@
     attributes softmax_scale  FLOAT, 0 for 1/√dim
                format         STRING "fp8" or "nvfp4"
 
-The kernels are those of our paged cache, with one page of `capacity` tokens for each sequence. A step launches the
+It launches the kernels of our paged cache, with one page of `capacity` tokens for each sequence. A step launches the
 rounding of the new tokens, attention over splits of the keys, and the sum of the splits; a chunk of a prompt, whose
 tile of queries is large, has one split. The launch is in C++ (`cpp/launch.cpp`), for engines that are served without
 Python, and decides how many splits fill the GPU.

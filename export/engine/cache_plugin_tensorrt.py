@@ -78,7 +78,7 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
 
         def supports_format_combination(self, position: Any, in_out: Any, num_inputs: Any) -> Any:
             described, first = in_out[position].desc, in_out[0].desc.type
-            # An output has the type of the input that it continues: out that of q, caches their own.
+            # An output has the type of the input that it continues: `out` the type of q, caches their own.
             index = position if position < num_inputs else 0
             if position > num_inputs:
                 index = position - num_inputs + _FIRST_CACHE - 1

@@ -101,7 +101,7 @@ def make_profiles(model: Any, shapes: str | Sequence[str] | None) -> list[Shapes
     texts = as_profiles(shapes)
     capacity = cache_capacity(model)
     if capacity is not None:
-        # One token a row is a profile of its own: its kernels are others than those of a long sequence.
+        # One token a row is a profile of its own: its kernels differ from the kernels for a long sequence.
         profiles = [parse_profile(text, inputs, {}, capacity) for text in texts or default_profiles(capacity, floors)]
         for profile in profiles:
             check_step(profile[IDS], capacity, floors)

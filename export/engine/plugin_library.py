@@ -44,7 +44,7 @@ class DenseCall(ctypes.Structure):
 
 
 def cuda_include() -> Path | None:
-    """Returns a folder with `cuda.h`: the toolkit's, or the one that comes with Triton; None without either."""
+    """Returns a folder with `cuda.h`: the toolkit's, or else Triton's; None without either."""
     folders = [Path("/usr/local/cuda/include")]
     try:
         import triton

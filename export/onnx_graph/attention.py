@@ -149,7 +149,7 @@ def _spelled_attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: 
     if mask is not None:
         if int(mask.dtype) == BOOL:
             scores = op.Where(op.Unsqueeze(mask, two), scores, lowest)
-        else:  # [1 or batch, heads, queries, tokens], heads grouped as those of q are
+        else:  # [1 or batch, heads, queries, tokens], heads are grouped as in q
             shape = op.Concat(op.Constant(value_ints=[0, kv_heads, -1]), op.Shape(mask, start=2), axis=0)
             scores = op.Add(scores, op.Reshape(mask, shape))
     out = op.MatMul(op.Softmax(scores, axis=-1), op.Unsqueeze(v, two))

@@ -113,7 +113,7 @@ class Attention:
         return out
 
     def attended(self, name: str, keys: Keys, window: int | None) -> Keys:
-        """Returns the keys that queries attend to, from those of the tokens of this pass."""
+        """Returns the keys that queries attend to, from the keys of this pass."""
         if window is not None and (self.window is None or self.window > window):
             raise ValueError(
                 f"{name}: its window slides over {window} tokens, which fused attention cannot; limit the "
@@ -239,7 +239,7 @@ def model_inputs(model: Any) -> dict[str, GraphInput]:
 
 
 def operand_scales(scales: Mapping[str, AttentionScales]) -> dict[str, tuple[float, float, float, float]]:
-    """Returns FP8 scales of q, k, v and p by attention module, from those of `collect_attention_scales`.
+    """Returns FP8 scales of q, k, v and p by attention module, from the result of `collect_attention_scales`.
 
     Raises:
         ValueError: there is a scale for each head, or for another format than FP8.

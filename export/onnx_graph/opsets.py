@@ -1,4 +1,4 @@
-"""The operators of exported graphs: ONNX's, TensorRT's of the domain `trt`, and those of our attention plugins.
+"""The operators of exported graphs: ONNX's own, TensorRT's of the domain `trt`, and our attention plugins.
 
 ONNX's exporter and checker refuse operators that they do not know. `register_schemas` describes the last two kinds to
 them: inputs, outputs, attributes, and how shapes and types follow.

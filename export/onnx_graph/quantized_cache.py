@@ -5,7 +5,7 @@
     -> new_key.N, …               the same caches, with the new tokens: bind them to the addresses of the inputs
 
 The node rounds the new keys and values into the caches and attends, so it takes no mask: a query at position p sees
-the keys 0 … p. All columns of a step are written, those of padding too; they lie behind the row's last position, and
+the keys 0 … p. All columns of a step are written, padding too; these lie behind the row's last position, and
 the row's next tokens replace them, as in `serving`.
 
 ONNX and TensorRT write no other cache than one in 16 or 32 bit in place, so the node is for TensorRT with our plugin

@@ -60,7 +60,7 @@ class CachedAttention(Attention):
         new: keys and values that the graph returns, filled while the model runs.
         inputs: the graph's other inputs.
         masks: the masks by window; layers with the same window share one.
-        refused: as in `Attention`; a bias of positions would be that of the new tokens alone.
+        refused: as in `Attention`; a bias of positions would cover the new tokens alone.
     """
 
     past: Sequence[torch.Tensor] = ()

@@ -21,7 +21,7 @@ from typing import Any
 from quant.export.onnx_graph.decoder import GraphInput
 
 FP8_ATTENTION_MINIMUM = 32
-# By what a dimension's name begins with; `""` is every other.
+# By the first letters of a dimension's name; `""` is for all other dimensions.
 DEFAULT_RANGES = {"batch": (1, 1, 4), "past": (0, 128, 1024), "": (1, 128, 1024)}
 SEQUENCE = "sequence"
 """The dimension of tokens in the graphs of transformers models."""

@@ -279,7 +279,7 @@ class _Error:
 
     @property
     def relative(self) -> float:
-        """Frobenius norm of the difference over that of the reference."""
+        """Frobenius norm of the difference over the norm of the reference."""
         return math.sqrt(self.difference) / max(math.sqrt(self.reference), 1e-30)
 
 

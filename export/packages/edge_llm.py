@@ -152,7 +152,7 @@ def _missing(checkpoint: Path, names: Collection[str], payloads: dict[bytes, byt
     """Returns how many layers were looked up in the initializers of a graph, and the weights that are not there."""
     codes = dict(_codes(checkpoint, names))
     single = {name for name, payload in codes.items() if _digest(payload) in payloads}
-    # The exporter merges the rows of q, k and v: their codes lie one after the other in what is left.
+    # The exporter merges the rows of q, k and v: their codes lie one after the other in the merged weight.
     alone = {_digest(codes[name]) for name in single}
     merged = [payload for digest, payload in payloads.items() if digest not in alone]
     missing = [

@@ -6,7 +6,7 @@
            scales cannot be compared
 
 Block scales lie in tiles of 128 rows and 4 blocks, as the tensor cores read them. The intermediate size is padded with
-zeros to a multiple of 64, for SM12x of 16. Only NVFP4 experts are laid out so; those of `int4` become codes of Marlin.
+zeros to a multiple of 64, for SM12x of 16. Only NVFP4 experts are laid out so; `int4` experts become Marlin's codes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PARTS = {"weight": "codes", "weight_scale": "block scales", "weight_scale_2": "
 
 
 def expert_problems(checkpoint: Path, plan: Plan, holds: Callable[[bytes], bool]) -> tuple[int, list[str]]:
-    """Compares the NVFP4 experts of a checkpoint with a graph: how many matrices are in it, and what is not.
+    """Compares the NVFP4 experts of a checkpoint with a graph: how many matrices are in it, and which are not.
 
     Args:
         checkpoint: in ModelOpt's layout.

@@ -10,7 +10,7 @@ stay, and needs neither ModelOpt nor a GPU:
 
 Layers are named as in our ONNX files, `<layer>/MatMul`, by which `quant audit` finds them. torch-tensorrt-rtx 2.13.0
 goes with tensorrt_rtx 1.5.0.114, which builds for a GPU that need not be present; it asks torch for the GPU's name and
-memory all the same, and gets those of the target here.
+memory all the same, and gets the target's here.
 """
 
 from __future__ import annotations

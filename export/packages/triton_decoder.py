@@ -56,7 +56,7 @@ def publish_decoder(
     """Puts a decoder into a model repository, as its newest version.
 
     Args:
-        files: of the model, the one that a session opens first; they are moved.
+        files: the model's files, first the file that a session opens; they are moved.
         receipt: of the export, with `END_TOKENS`.
         checkpoint: whose tokenizer is copied.
         repository: is created if it does not exist.

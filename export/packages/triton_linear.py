@@ -155,7 +155,7 @@ def analysed_once() -> Iterator[None]:
     """
     from torch._higher_order_ops import triton_kernel_wrap
 
-    # The second name is that of torch 2.11 and before. A version with neither is slow, and right.
+    # torch up to 2.11 has the second name. A version with neither is slow, and right.
     names = ("identify_accessed_tensors", "identify_mutated_tensors")
     name = next((name for name in names if hasattr(triton_kernel_wrap, name)), "")
     analyse, answers = getattr(triton_kernel_wrap, name, None), dict[Any, Any]()

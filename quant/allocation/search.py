@@ -97,7 +97,7 @@ class Search:
             yield choice, self.losses[key]
 
     def _started(self, choices: Iterable[np.ndarray], *, within: bool) -> Iterator[tuple[np.ndarray, Later | None]]:
-        """Yields choices whose measurement was just started, with None for those that were measured before."""
+        """Yields choices whose measurement was just started, with None for choices that were measured before."""
         last = None
         for choice in choices:
             if within and self.measurements <= 0:

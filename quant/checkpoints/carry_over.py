@@ -52,7 +52,7 @@ def carry_over(model: Any, tensors: Tensors, names: StoredNames, source: Path) -
         source: directory of the original model.
 
     Returns:
-        The tensors, and the names with those that were carried over.
+        All tensors, and the names, to which the carried tensors are added.
     """
     original = source_tensors(source, stored_dtype(model))
     carried = unused_tensors(model, original, tensors, names)

@@ -67,7 +67,7 @@ class Checkpoint:
     meta: bool = False
 
     def __post_init__(self) -> None:
-        # Layers of prediction heads, which the model's class lacks, become modules like those that `quantize` made.
+        # Layers of prediction heads, which the model's class lacks, become modules as in `quantize`.
         missing = self.heads.keys() - head_layers(self.model)
         for name in (name for name in self.heads if name in missing):
             attach_head_layer(
@@ -81,7 +81,7 @@ class Checkpoint:
 
     @cached_property
     def names(self) -> StoredNames:
-        """The names that the model's tensors have on disk, and those of tensors that its class ignores."""
+        """The names on disk of the model's tensors, and of the tensors that its class ignores."""
         shapes, others = carried_shapes(self.directory)
         names = stored_names(self.model).with_carried(shapes, others)
         return names.with_joined(set(others), self.model.state_dict(keep_vars=True))
@@ -97,7 +97,7 @@ class Checkpoint:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan that the checkpoint came with, or else the one that its config describes."""
+        """The checkpoint's plan.json, or else the plan that its config describes."""
         layers, config = find_layers(self.model), quantization_config(self.directory)
         file = self.directory / PLAN_FILE
         if file.is_file():

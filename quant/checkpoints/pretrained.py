@@ -158,7 +158,7 @@ def save_pretrained(
 def _move_files(written: Path, directory: Path, source: Path | None) -> list[str]:
     """Moves a new checkpoint into `directory`, over an earlier one; returns the names of its files.
 
-    Files that came along from `source`, and a card by another author, do not replace those of `directory`.
+    Files that came along from `source`, and a card by another author, do not replace files of `directory`.
     """
     files = sorted(file.relative_to(written).as_posix() for file in written.rglob("*") if file.is_file())
     # A save in fewer shards would leave files of an earlier one, and loading would find tensors twice.

@@ -203,7 +203,7 @@ PROBES = {"vllm": probe_vllm, "transformers": probe_transformers}
 
 
 def main(arguments: Iterator[str]) -> None:
-    """Runs the program; its arguments are those of the module's docstring."""
+    """Runs the program; the module's docstring lists its arguments."""
     runtime, directory, rows, out = arguments
     PROBES[runtime](Path(directory), json.loads(Path(rows).read_text()), Path(out))
     sys.stdout.flush()

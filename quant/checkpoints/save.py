@@ -185,7 +185,7 @@ def write_model(
         if of_transformers:
             write_config(temporary, model, plan, names, destination.source, state)
         # The trial needs names and shapes only, and so runs while the weights are written. Tensors that were carried
-        # over and those of prediction heads are not compared: transformers ignores them.
+        # over, and prediction heads, are not compared: transformers ignores them.
         hold_device_guard()
         with ThreadPoolExecutor(1, thread_name_prefix="trial") as thread:
             loading = None

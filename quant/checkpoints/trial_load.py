@@ -76,7 +76,7 @@ def import_for_trial() -> None:
     """
 
     def run() -> None:
-        with contextlib.suppress(Exception):  # the trial imports it again, and reports what is wrong
+        with contextlib.suppress(Exception):  # the trial imports it again, and reports the error
             require(_PEER, "hf")
 
     if importlib.util.find_spec(_PEER) is not None:

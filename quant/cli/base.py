@@ -166,7 +166,7 @@ class Command(click.Command):
                 try:
                     result = super().invoke(ctx)
                 finally:
-                    ctx.close()  # lets go of what the command has claimed, while signals are handled
+                    ctx.close()  # releases the command's locks and files, while signals are handled
                 if watch is not None:
                     watch.ends()
                 return result

@@ -48,7 +48,7 @@ def reference_run(
         model: a decoder of transformers.
         prompts: token ids of each row.
         new: steps after each prompt.
-        tokens: those that it is fed, `[rows, steps]`; by default its own likeliest ones.
+        tokens: the tokens that it is fed, `[rows, steps]`; by default its own likeliest ones.
     """
     device = next(model.parameters()).device
     rows, prefill, steps = [], 0.0, []

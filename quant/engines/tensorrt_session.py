@@ -29,7 +29,7 @@ _NUMPY = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}
 
 
 class TensorrtSession:
-    """See `EngineSession`; rows and widths are those of the engine's profiles."""
+    """See `EngineSession`; the engine's profiles limit rows and widths."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -128,7 +128,7 @@ class TensorrtSession:
 
 
 def read_receipt(path: Path) -> dict[str, Any]:
-    """Reads the receipt next to an engine; UserError if there is none, for it says what the engine was built for."""
+    """Reads the receipt next to an engine; UserError if there is none: only the receipt names the GPU of the engine."""
     receipt = receipt_path(path)
     if not receipt.is_file():
         raise UserError(f"{path}: its receipt {receipt.name} is missing; keep both files of `quant export` together")

@@ -161,7 +161,7 @@ def output_errors(model: nn.Module, baseline: nn.Module, row: torch.Tensor, name
     """Returns the relative error of the outputs of layers on one row, by name.
 
     Layers that are no module of both models, such as experts that are fused in one of them, and outputs of zeros have
-    no entry. Of each output 64 positions are compared, so that those of a large model fit into memory.
+    no entry. Of each output 64 positions are compared, so that outputs of a large model fit into memory.
 
     Args:
         model: the quantized model.

@@ -103,7 +103,7 @@ def _install(finished: Step, model: nn.Module, layers: list[LayerPlan], results:
         results[layer.name] = LayerResult.from_dict(entry["result"])
         if layer.weight is None:
             continue
-        # The order is that of _BUFFERS, which the keys in the file repeat.
+        # Both have the order of _BUFFERS: the keys in the file repeat it.
         codes, scale, second, input_scale, pre_scale, down, up = (
             finished.tensors.get(f"{buffer}:{layer.name}") for buffer in _BUFFERS
         )

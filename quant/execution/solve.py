@@ -84,7 +84,7 @@ def solve_plan(
     # Dropout would be noise in the statistics, and BatchNorm would move with every calibration row.
     plan, heads = split_heads(plan, head_layers(model))
     with evaluating(model), taking_inputs(model), as_linears(model):
-        # Before the walk: the inputs of heads are like those of the original blocks.
+        # Before the walk, so that heads see the hidden states of the original blocks.
         heads, scales_of_heads = _with_scales(model, plan, heads, data, session)
         if by_block:
             assert data is not None

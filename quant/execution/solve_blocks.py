@@ -67,7 +67,7 @@ def solve_blocks(
         if solved is None:
             results[layer.name] = layer_result(layer, weight, None)
             return
-        # The error is that of the matrix which the codes approximate: rotated, and less its low-rank branch.
+        # The codes approximate the rotated matrix without its low-rank branch, so the error refers to that matrix.
         before = _before_rounding(layer, weight, solved.parts)
         results[layer.name] = _result(layer, weight, before, solved)
         if rounded is not None:

@@ -105,7 +105,7 @@ def _step(members: Sequence[LayerPlan]) -> str:
 
 
 def _own_groups(groups: list[list[LayerPlan]], session: Session) -> list[list[LayerPlan]]:
-    """Returns the groups that this rank solves: all of them, or its share of those that are not in the store."""
+    """Returns the groups that this rank solves: all of them, or its share of the groups that are not in the store."""
     if not session.store.keeps or session.world == 1:
         return groups
     names = from_first(lambda: {m[0].name for m in groups if session.store.get(_step(m)) is None})

@@ -273,7 +273,7 @@ def must_write(source: Source, rows: Rows, session: Session) -> bool:
 
 
 def _written_first(names: Sequence[str]) -> list[str]:
-    """Returns the sources in the order in which they are read: a short context cuts the rows of those that follow."""
+    """Returns the sources in the order of reading: written text comes first, because later rows follow its length."""
     return sorted(names, key=lambda name: name not in WRITTEN)
 
 

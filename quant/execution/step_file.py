@@ -93,5 +93,5 @@ class StepFile:
 
 
 def is_step_file(name: str) -> bool:
-    """Returns whether a file name is that of a step, and so leads nowhere else."""
+    """Returns whether a file name has the form of a step's, and so leads into no other folder."""
     return _NAME.fullmatch(name) is not None

@@ -1,7 +1,7 @@
 """A run of `quantize` keeps finished steps in a partial directory, so that the same command continues after them.
 
     .OUT.partial/
-      run.json                    what the run depends on
+      run.json                    the dependencies of the run
       00007-SHA256.safetensors    a finished step, see `StepFile`
       new/                        the checkpoint, while its last files are written
       complete                    stands here from the moment at which `new` is whole
@@ -130,7 +130,7 @@ class DirectoryStore(Store):
                 self._steps[file.step] = file
 
     def refresh(self) -> None:
-        """Takes in the steps of other ranks, and runs the callbacks of those that have arrived."""
+        """Takes in the steps of other ranks, and runs the callbacks that wait for them."""
         before = set(self._steps)
         self._take_in()
         # Another live rank wrote them a moment ago: hashing gigabytes again would stall the run.

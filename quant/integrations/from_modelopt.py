@@ -5,7 +5,7 @@
     quant.save(model, plan, "out")             and every other exporter
 
 Codes and scales equal the output of `export_hf_checkpoint`, byte for byte. As in that export, layers that a runtime
-fuses share the largest magnitude of their weights in NVFP4, and that of their inputs. ModelOpt's own simulation differs
+fuses share the largest magnitude of their weights in NVFP4, and of their inputs. ModelOpt's own simulation differs
 from its export in two points: it divides by other intermediate results, which moves the few weights that lie between
 two codes, and it simulates each of the fused layers with its own largest magnitude.
 
@@ -136,7 +136,7 @@ def from_modelopt(model: nn.Module, *, run: Callable[[nn.Module], Any] | None = 
 
 
 def _read(model: nn.Module) -> tuple[dict[str, _Quantizers], dict[str, dict[str, Any]]]:
-    """Returns the enabled quantizers of weights by layer, and those of keys and values by attention module."""
+    """Returns the enabled quantizers: of weights by layer, of keys and values by attention module."""
     layers: dict[str, _Quantizers] = {}
     caches: dict[str, dict[str, Any]] = {}
     unsupported: list[str] = []

@@ -205,7 +205,7 @@ class _ReadLayer(ConversionOps):  # type: ignore[misc]
     """Reads a layer when transformers comes to its scales, onto the device where it puts them."""
 
     def __init__(self, quantizer: Quantizer) -> None:
-        self.hf_quantizer = quantizer  # by this name transformers knows not to cast what the operation is given
+        self.hf_quantizer = quantizer  # by this name transformers knows not to cast the operation's input
 
     def __deepcopy__(self, memo: Any) -> _ReadLayer:
         return self

@@ -302,7 +302,7 @@ def _check_symmetric(name: str, zero_point: torch.Tensor | None) -> None:
 
 
 def _contiguous(name: str, codes: Any) -> Any:
-    """Returns packed codes, whose last axis is that of the inputs."""
+    """Returns packed codes, whose last axis counts inputs."""
     if codes.stride(-1) != 1:
         raise UserError(f"{name}: torchao holds it transposed; take the model over before its weights are transposed")
     return codes.contiguous()

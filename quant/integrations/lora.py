@@ -131,7 +131,7 @@ def merge_lora(
         model: a `PeftModel` over a quantized model.
         data: calibration inputs as in `quant.quantize`, for solvers that look at inputs. None lets a causal language
             model write its own where the plan needs any.
-        plan: the plan of the quantized model; by default the one that it carries.
+        plan: the plan of the quantized model; by default the model carries it.
         device, progress: as in `quant.quantize`.
 
     Returns:

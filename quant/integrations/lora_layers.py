@@ -50,7 +50,7 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
         return y
 
     def _is_plain(self, x: torch.Tensor, name: str, autocast: torch.dtype | None) -> bool:
-        """Returns whether an adapter is two products in one dtype, autocast's or that of the input."""
+        """Returns whether an adapter is two products in one dtype, autocast's or the input's."""
         down, up = self.lora_A[name], self.lora_B[name]
         same = autocast is not None or down.weight.dtype == up.weight.dtype == x.dtype
         plain = same and up.bias is None and not _is_hooked(up)
@@ -226,7 +226,7 @@ class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
 def _add(
     y: torch.Tensor, x: torch.Tensor, expert: int, active: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
-    """Returns the output of an expert for `x` and that of its adapters, in the dtype of `x`."""
+    """Returns the outputs of an expert and of its adapters for `x`, in the dtype of `x`."""
     for down, up in active:
         y = y + functional.linear(functional.linear(x.to(down.dtype), down[expert]), up[expert])
     return y.to(x.dtype)

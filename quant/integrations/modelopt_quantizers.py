@@ -6,7 +6,7 @@ A `TensorQuantizer` has its format in fields, and the results of calibration in 
     block_sizes   {-1: 16, "scale_bits": (4, 3), "type": "dynamic"}; None where `axis` says which elements share a scale
     axis          None: the whole tensor; 0: each row; all axes but the last one of an input: each token
     _amax         largest magnitudes of the tensor, its rows or its blocks
-    _global_amax  of the tensor, where `_amax` has those of blocks after a search (MSE, four-over-six, local Hessian)
+    _global_amax  of the tensor, where `_amax` holds maxima of blocks after a search (MSE, four-over-six, local Hessian)
 
 Everything is read by name: nothing here imports ModelOpt, and states that were recorded elsewhere do as well.
 """

@@ -39,7 +39,7 @@ class LayerFormats:
 
 
 Solved = tuple[BlockScaledTensor, torch.Tensor | None, RunTimeParts]
-"""A quantized weight, its static input scale, and what is done at run time."""
+"""A quantized weight, its static input scale, and the layer's parts at run time."""
 
 
 def stand_in(

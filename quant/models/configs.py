@@ -76,7 +76,7 @@ def check_processor(file: Path) -> None:
     """Refuses the config of a processor that would take all memory for one image or sound.
 
     Raises:
-        UserError: NaN, infinity, or a size far beyond those of processors.
+        UserError: NaN, infinity, or a size far beyond any processor's.
     """
     check_numbers(file)
 

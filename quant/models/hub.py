@@ -181,7 +181,7 @@ def listed_modules(file: Path) -> set[str]:
 
 
 def _kinds(error: Exception) -> set[str]:
-    """Returns the names of an exception's classes: those of huggingface_hub are known without importing it."""
+    """Returns the names of an exception's classes: huggingface_hub's are recognized without importing it."""
     return {kind.__name__ for kind in type(error).__mro__}
 
 

@@ -102,7 +102,7 @@ def _refuse_codes(shard: Path) -> None:
 
 
 def _forget_quantization(config: Any) -> None:
-    """Makes the config of a quantized checkpoint that of the original model."""
+    """Turns the config of a quantized checkpoint into the original model's."""
     for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
         for name in ("quantization_config", "compression_config"):
             if hasattr(part, name):

@@ -115,7 +115,7 @@ class Source:
         Raises:
             UserError: there is none; the message says the way out.
         """
-        # Calibration, evaluation, the report and the checkpoint each ask for it; that of a GGUF takes seconds.
+        # Calibration, evaluation, the report and the checkpoint each ask for it, and a GGUF's takes seconds.
         if self._tokenizer is None:
             self._tokenizer = self._read_tokenizer()
         return self._tokenizer

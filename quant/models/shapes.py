@@ -53,7 +53,7 @@ def _of_directory(path: Path) -> Shapes | None:
             return None
         return {name: tuple(part.get_shape()) for name, part in stored.items()}
     except (OSError, ValueError):
-        return None  # the loader says what is wrong
+        return None  # the loader reports the error
 
 
 def _fields(file: Path) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _of_gguf(path: Path, plan: Plan) -> Shapes | None:
         kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
         names = gguf.get_tensor_name_map(kind, file.fields[f"{architecture}.block_count"].contents())
     except (ImportError, OSError, ValueError, IndexError, KeyError, StopIteration):
-        return None  # the loader says what is wrong
+        return None  # the loader reports the error
     ours = {f"{names.get_name(layer.name)}.weight": f"{layer.name}.weight" for layer in plan.layers}
     return {ours.get(t.name, t.name): tuple(map(int, reversed(t.shape))) for t in file.tensors}
 

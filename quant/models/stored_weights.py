@@ -194,7 +194,7 @@ def stored_in(model: nn.Module) -> dict[str, StoredWeight]:
 
 
 def read_stored(model: nn.Module, names: Iterable[str]) -> None:
-    """Puts parameters themselves in the place of those that are read when they are needed."""
+    """Replaces parameters that are read when they are needed by parameters in memory."""
     for name in names:
         path, _, last = name.rpartition(".")
         module = model.get_submodule(path)

@@ -20,7 +20,7 @@ class WatchedFiles:
         self.files = [path] if path is not None else []
         if path is not None and path.is_dir():
             of_model = (file for file in path.iterdir() if file.name == "config.json" or file.suffix in _WEIGHTS)
-            # Only config and weights: other files of the directory may change, and the weights are still those of one
+            # Only config and weights: other files of the directory may change, and the weights still belong to one
             # model.
             self.files = sorted(of_model)
         self._stamps = {file: _stamp(file) for file in self.files}

@@ -271,7 +271,7 @@ def _check_fused(plan: Plan, target: Target, problems: list[Problem]) -> set[str
 
 
 def _places(names: Sequence[str], limit: int = 8) -> str:
-    """Returns all of `names` as a text; of many names, those that differ only by numbers become one."""
+    """Returns `names` as a text; in a long list, names that differ only in numbers become one."""
     if len(names) <= limit:
         return ", ".join(names)
     alike = Counter(re.sub(r"\d+", "*", name) for name in names)

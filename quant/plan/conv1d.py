@@ -19,7 +19,7 @@ from quant.recipes.plain_layers import is_conv1d
 
 @contextmanager
 def as_linears(model: nn.Module) -> Iterator[None]:
-    """Replaces the `Conv1D` modules of `model` by linear layers while open, then restores those that remain."""
+    """Replaces the `Conv1D` modules of `model` by linear layers while open, then restores the remaining ones."""
     for path, module in list(model.named_modules()):
         if is_conv1d(module):
             _put(model, path, _linear(module))

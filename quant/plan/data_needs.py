@@ -40,7 +40,7 @@ def lacks_data(plan: Plan) -> str | None:
 
     None where the plan needs no text.
     """
-    # The order is that of specificity: a solver or a static scale names a layer, guard and KV cache the whole plan.
+    # The most specific reason comes first: a solver or a static scale names a layer, guard and KV cache the whole plan.
     way_out = "pass calibration data: --calib SOURCE, or data= in Python"
     for layer in plan.quantized:
         if solver_needs_data(layer):

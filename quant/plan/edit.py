@@ -123,7 +123,7 @@ def edit_plan(plan: Plan, *settings: str, whole_groups: bool = False) -> Plan:
 
 
 def set_in_python(plan: Plan, setting: str, whole_groups: bool) -> Plan:
-    """Carries out `Plan.set`, whose errors name the method where those of the command name options."""
+    """Carries out `Plan.set`, whose errors name the method where errors of the command name options."""
     try:
         return edit_plan(plan, setting, whole_groups=whole_groups)
     except UserError as error:

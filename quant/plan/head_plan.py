@@ -98,7 +98,7 @@ def plan_heads(plan: Plan, weights: Mapping[str, torch.Tensor], names: StoredNam
 
 
 def split_heads(plan: Plan, heads: Collection[str]) -> tuple[Plan, Plan]:
-    """Returns the plan of the model's own layers, and that of its heads."""
+    """Returns the plan of the model's own layers, and the plan of its heads."""
     own = tuple(layer for layer in plan.layers if layer.name not in heads)
     return replace(plan, layers=own), replace(plan, layers=tuple(layer for layer in plan.layers if layer.name in heads))
 

@@ -51,7 +51,7 @@ def make_plan(
         recipe: a preset's name or a recipe.
         include, exclude, solver, run: as in `quantize`.
         effort: chooses the solver where neither `solver` nor the recipe names one; at most 1 for a bare state dict. The
-            default rounds to nearest, unlike that of `quantize`, because a plan by itself has no calibration data.
+            default rounds to nearest, unlike in `quantize`, because a plan by itself has no calibration data.
         lm_head: format of the output head, whose inputs stay in 16 bit; None leaves it to the recipe.
 
     Raises:
@@ -163,7 +163,7 @@ def _unusual_inputs(layers: Sequence[Layer], plan: Plan) -> list[str]:
 
 
 def _why_none(plan: Plan, include: Sequence[str]) -> str:
-    """Returns why a recipe kept layers that it might have quantized: first those of --include, then the most frequent.
+    """Returns why a recipe kept layers that it may quantize: for layers of --include first, then the most frequent.
 
     Args:
         plan: the plan that quantizes nothing.

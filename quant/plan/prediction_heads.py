@@ -8,7 +8,7 @@ name says; nothing ever calls it, and everything that lists a model's layers (pl
     model.layers.61.self_attn.q_proj.weight   model.model.layers.61.self_attn.q_proj    in a list that hides it
 
 A list of blocks that gets such a child becomes a `BlocksBeforeHeads`, so that a forward pass over the list, its length
-and its slices stay those of the model.
+and its slices hold the model's own blocks.
 """
 
 from __future__ import annotations

@@ -155,14 +155,14 @@ def _formats(layer: LayerResult | None) -> str:
 
 
 def _pairs(a: ComparedRun, b: ComparedRun) -> list[Pair]:
-    """Pairs the layers of both runs, in the order of the first; those that only the second has come last."""
+    """Pairs the layers of both runs, in the order of the first; layers of the second run alone come last."""
     unpaired = {layer.name: layer for layer in b.report.layers}
     pairs: list[Pair] = [(layer, unpaired.pop(layer.name, None)) for layer in a.report.layers]
     return [*pairs, *((None, layer) for layer in unpaired.values())]
 
 
 def _of_outputs(pairs: Sequence[Pair]) -> bool:
-    """Returns whether both runs measured the errors of outputs; else those of weights are compared."""
+    """Returns whether both runs measured errors of outputs; otherwise errors of weights are compared."""
     return all(any(pair[side] and pair[side].output_error is not None for pair in pairs) for side in (0, 1))  # type: ignore[union-attr]
 
 

@@ -121,7 +121,7 @@ def _note(*parts: str) -> str:
 
 
 def _layers(report: Report, plan: Plan) -> list[dict[str, Any]]:
-    """Returns tables of layers: every layer is in one, with those that became the same for the same reason."""
+    """Returns tables of layers; layers with the same formats for the same reason share one."""
     colours = format_colours(report)
     groups: dict[tuple[str | None, str | None, str | None, float | None], list[tuple[str, LayerResult]]] = {}
     for i, layer in enumerate(report.layers):

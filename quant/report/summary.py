@@ -129,7 +129,7 @@ def interval_text(evaluation: Evaluation, digits: int | None = None) -> str:
 
     Args:
         evaluation: the figures.
-        digits: decimals of the ends; None for those of `loss_text`.
+        digits: decimals of the ends; None for as many as `loss_text` takes.
     """
     if evaluation.interval is None:
         return ""

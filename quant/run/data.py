@@ -117,7 +117,7 @@ def announce_time(job: Job, decision: Decision) -> None:
     samples, seqlen, written = _text_size(job, will_write=decision.allocation is None)
     time = expected_time(job.model, plan, job.session, rows=samples, seqlen=seqlen, written=written)
     if not any(solver_needs_data(layer) for layer in plan.quantized):
-        # Static input scales, and those of the KV cache, need text too.
+        # Static scales of inputs and of the KV cache need text too.
         if written:
             job.listener.message(
                 f"the model writes {written:,} tokens of calibration text, which will take about "

@@ -1,4 +1,4 @@
-"""The second stage decides the plan of a run: the one of its recipe, or the one that is chosen for a budget."""
+"""The second stage decides the plan of a run: it follows from a recipe, or is chosen for a budget."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def for_budget(job: Job, goal: Goal) -> Decision:
     )  # fmt: skip
     # Everything that needs text comes after the checks of shapes above.
     # An allocation measures hundreds of choices, so it rounds to nearest unless an effort is requested. A better solver
-    # lowers the loss of all choices alike, and the one that is chosen is solved by it afterwards.
+    # lowers the loss of all choices alike, and the chosen formats are solved by it afterwards.
     solver = request.solver or solver_of(request.effort or 0, KEEP)
     takes_default = request.solver is None and request.effort is None and not goal.has_limit
     example = _example_plan(job, options["formats"], None if takes_default else solver)

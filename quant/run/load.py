@@ -30,7 +30,7 @@ from quant.run.request import Request
 
 @dataclass(eq=False, kw_only=True)
 class _InMemory(Source):
-    """A module of the caller. Its tokenizer is the one that the caller gives, and no other is looked for."""
+    """A module of the caller, with the caller's tokenizer; no other is looked for."""
 
     tokenizer: Any = None
 

@@ -55,7 +55,7 @@ def _recipe_plan(request: Request, source: Source, recipe: Recipe) -> Plan:
     )
     plan = with_heads(plan, source, globs.heads)
     origin = provenance(request, source, recipe=recipe.name) or {}
-    # Records of the plan itself win over those of the request.
+    # Records of the plan itself win over the request's.
     plan = replace(plan, provenance={**origin, **plan.provenance})
     if source.model is None:
         # Nothing can run a bare state dict, so inputs cannot be measured and the plan says so.

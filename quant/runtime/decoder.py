@@ -151,7 +151,7 @@ class Decoder:
         return logits
 
     def agrees(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Returns whether the logits of a step are those of transformers, up to the order of sums.
+        """Returns whether the logits of a step equal transformers', up to the order of sums.
 
         In BF16 that is some 2%. Where inputs are rounded to four bits, a last bit changes their codes, and the
         logits of a small model by as much as computing them in float32 does.

@@ -135,7 +135,7 @@ def _by_products(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     the result, so scores stay exact.
     """
     identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    # The largest row sum bounds the eigenvalues, so those of y are in (0, 1], where Newton's method converges.
+    # The largest row sum bounds the eigenvalues, so y has them in (0, 1], where Newton's method converges.
     size = x.abs().sum(-1).amax(-1)[:, None, None]
     residual, root = x / size, identity.expand_as(x)
     for _ in range(_ITERATIONS):

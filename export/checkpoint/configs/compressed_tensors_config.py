@@ -316,7 +316,7 @@ def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[s
 
 
 def agrees(layer: LayerPlan, weight: Format | None, activation: Format | None) -> bool:
-    """Returns whether the config's formats are those of the plan.
+    """Returns whether config and plan have the same formats.
 
     Configs have no name for a format, only its arguments.
     """

@@ -2,7 +2,7 @@
 
 The layout has no tensors for input scales and low-rank branches. vLLM, which the layout is for, stops at some formats,
 and TensorRT-LLM takes INT8 for FP8. transformers has limits of its own, above all for experts and convolutions; loading
-the checkpoint on trial (`quant.checkpoints.trial_load`) finds those that depend on the model.
+the checkpoint on trial (`quant.checkpoints.trial_load`) finds the failures that depend on the model.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class Failure:
         since, until: first and last release that have it.
         subject: formats and kinds of layer, or the feature of the checkpoint.
         gpus: the GPUs on which the failure appears.
-        effect: what a user gets.
+        effect: the consequence for a user.
         source: how it is known.
     """
 

@@ -195,7 +195,7 @@ def _group(kind: Mapping[str, Any], described: Iterable[str]) -> dict[str, Any]:
     weight, activation = formats_of(algorithm, kind.get("group_size"))
     group = {"weights": _arguments(weight)}
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
-        # Without it the arguments would be those of "FP8", which has one scale a tensor.
+        # Without it ModelOpt would take the arguments of "FP8", which has one scale a tensor.
         group["weights"]["strategy"] = "channel"
     if activation is not None:
         group["input_activations"] = _arguments(activation)
@@ -280,7 +280,7 @@ def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[s
 
 
 def agrees(layer: LayerPlan, weight: Format | None, activation: Format | None) -> bool:
-    """Returns whether the config's formats are those of the plan, or share their `quant_algo`.
+    """Returns whether config and plan have the same formats, or formats of the same `quant_algo`.
 
     `fp8_pb_wo`, for example, does not say anything about inputs.
     """

@@ -32,7 +32,7 @@ _SLICE = 1 << 20  # numbers that are rounded at a time
 
 
 def input_factors(module: QuantLinear | QuantConv) -> list[float]:
-    """Returns the numbers by which the compiler may multiply scales of rows: those of the input's codes."""
+    """Returns the factors that the compiler may put into scales of rows: the scale and the step of the input."""
     factors = []
     if module.activation_format is not None:
         factors.append(TOKEN_STEP.get(module.activation_format.element, 1.0))
@@ -42,7 +42,7 @@ def input_factors(module: QuantLinear | QuantConv) -> list[float]:
 
 
 def any_close(expected: Iterable[float], numbers: Iterable[float]) -> bool:
-    """Returns whether one of the expected numbers is among those of a kernel."""
+    """Returns whether one of the expected numbers is among a kernel's `numbers`."""
     # Immediates are written in full; a constant of one number may have been rounded to half precision.
     return any(abs(number - scale) <= 2e-6 * abs(scale) for scale in expected for number in numbers) or any(
         abs(number - scale) <= 2.0**-10 * abs(scale) and float(np.float16(number)) == number

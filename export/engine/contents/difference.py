@@ -23,7 +23,7 @@ _Key = tuple[bool, int, tuple[str, ...], str]
 
 
 def differing_kernels(engine: Engine, other: Engine) -> dict[str, str]:
-    """Returns how kernels of `engine` differ from those of `other`, by the nodes that they compute."""
+    """Returns the kernels in which `engine` and `other` differ, by the nodes that they compute."""
     first, second = _described(engine), _described(other)
     differences = {} if engine.updated == other.updated else {"inputs": "updated in place as other outputs"}
     for key in {**second, **first}:

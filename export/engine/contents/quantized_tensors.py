@@ -81,10 +81,10 @@ def quantized_problems(view: View, name: str, module: QuantLinear | QuantConv) -
 
 
 def _times_attention(view: View, name: str, scalars: Iterable[float]) -> list[float]:
-    """Returns numbers of a layer times what the FP8 attention behind it multiplies by.
+    """Returns numbers of a layer times the factors of the FP8 attention behind it.
 
-    The compiler divides V's scale by that of attention's codes, and attention multiplies by it again: by the scales of
-    V and of the probabilities, and by the reciprocal of the latter.
+    The compiler divides V's scale by the scale of attention's codes, and attention multiplies by it again: by the
+    scales of V and of the probabilities, and by the reciprocal of the latter.
     """
     kernels = [kernel for kernel in view.kernels if kernel.is_attention and name.rpartition(".")[0] in kernel.modules]
     pairs = [pair for kernel in kernels for pair in itertools.combinations(view.engine.scalars(kernel), 2)]

@@ -143,13 +143,13 @@ class View:
         return WHOLE
 
     def scalars(self, module: str) -> set[float]:
-        """Returns every single number in the module's kernels and in those that feed its GEMM."""
+        """Returns every single number in the module's kernels and in the kernels that feed its GEMM."""
         kernels = [*self.of_module.get(module, ()), *self.feeding(module)]
         return {number for kernel in kernels for number in self.engine.scalars(kernel)}
 
 
 def factors_of(module: Any, weight: torch.Tensor) -> torch.Tensor:
-    """Returns what a norm multiplies by, float32: its weight, or one more, as Gemma's norms do.
+    """Returns the factors of a norm, float32: its weight, or weight + 1, as in Gemma.
 
     Numbers of alternating sign have the mean 0 and the root mean square 1, so a norm gives back its factors.
     """

@@ -2,8 +2,8 @@
 
 A kernel's constants belong to the modules whose nodes were fused into it (`program`). For each module of the model its
 tensors must be among the constants that its own kernels read, so that two layers whose weights were exchanged fail as
-much as weights of another model. `quantized_tensors` and `plain_tensors` say what is looked for; `constants` compares
-one constant, and `batch_norm` those of a BatchNorm after a convolution.
+much as weights of another model. `quantized_tensors` and `plain_tensors` list the tensors of a module; `constants`
+compares one constant, and `batch_norm` the constants of a BatchNorm after a convolution.
 
 The matrices of layers with one input (q, k and v) are merged along the outputs, in the order in which the kernel's name
 lists them.
@@ -66,7 +66,7 @@ def _compare(engine: Engine, model: nn.Module) -> dict[str, list[str]]:
 def _surplus(view: View) -> Iterator[str]:
     """Yields layers whose kernels read numbers, one for each output, that no tensor explains: another bias."""
     for name, outputs in view.rows.items():
-        # The kernel of the layer's own nodes, and the next one, which adds what the layer has no node for.
+        # The kernel of the layer's own nodes, and the next kernel, where a surplus bias would be added.
         own = view.of_module.get(name, [])
         written = {output for kernel in own if kernel.is_gemm for output in kernel.outputs}
         kernels = [kernel for kernel in view.kernels if any(operand.name in written for operand in kernel.inputs)]

@@ -160,7 +160,7 @@ def stages(quiet: bool) -> Iterator[Stages]:
     """Shows a bar for each stage; in a pipe a line every ten seconds, and one at the end of each stage."""
     columns = TextColumn("{task.description:<12}"), BarColumn(14), MofNCompleteColumn()
     times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
-    facts = TextColumn("{task.fields[facts]}", table_column=Column(ratio=1, no_wrap=True))  # what is left of a line
+    facts = TextColumn("{task.fields[facts]}", table_column=Column(ratio=1, no_wrap=True))  # the remaining width
     # A bar that redraws itself would fill a log file with control characters.
     plain = not CONSOLE.is_terminal
     with Progress(*columns, *times, facts, console=CONSOLE, disable=quiet or plain, expand=True) as progress:

@@ -49,7 +49,7 @@ def set_rope(config: Any, file: Any) -> None:
     }
     tensors = {t.name: np.asarray(t.data, np.float64) for t in file.tensors if t.name in FREQUENCY_TENSORS}
     parameters = getattr(config, "rope_parameters", None)
-    # Gemma 3 and 4 have parameters for each kind of layer; llama.cpp scales only those of full attention.
+    # Gemma 3 and 4 have parameters for each kind of layer; llama.cpp scales only full attention.
     if isinstance(parameters, dict) and "full_attention" in parameters:
         parameters = parameters["full_attention"]
     scaling = _of_metadata(fields, config.max_position_embeddings) if hasattr(config, "max_position_embeddings") else {}

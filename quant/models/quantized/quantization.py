@@ -129,7 +129,7 @@ that shows it, and the scheme's name says what to do.
 
 
 def is_in_training(fields: Mapping[str, Any]) -> bool:
-    """Returns whether a `quantization_config` is that of a model in training."""
+    """Returns whether a `quantization_config` describes a model in training."""
     return str(fields.get("activation_scheme")).startswith(_IN_TRAINING)
 
 
