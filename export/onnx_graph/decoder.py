@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -96,8 +96,6 @@ class Attention:
             )
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         keys = self.attended(name, Keys(key, value, attention_mask, causal), sliding_window)
-        if keys.causal and (keys.mask is not None or position_bias is not None):
-            keys = keys.causality_masked(query.shape[2])
         if position_bias is not None:
             keys = keys.biased(position_bias.to(query.dtype))
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
@@ -119,7 +117,8 @@ class Attention:
                 f"{name}: its window slides over {window} tokens, which fused attention cannot; limit the "
                 f"sequence to the window with --shapes sequence=1:{window}:{window}"
             )
-        return keys
+        # A mask includes causality, and fused kernels take only one of the two.
+        return keys._replace(causal=keys.causal and keys.mask is None)
 
 
 class Keys(NamedTuple):
@@ -129,7 +128,7 @@ class Keys(NamedTuple):
         key, value: `[batch, kv_heads, tokens, dim]`.
         mask: bool `[batch, 1, queries, tokens]`, true where a query sees a key; or numbers `[batch, heads, queries,
             tokens]`, which are added to the scores; None for no mask.
-        causal: whether a query sees no later token, beyond what `mask` says.
+        causal: whether a query sees no later token; False where the mask says so.
     """
 
     key: torch.Tensor
@@ -137,22 +136,20 @@ class Keys(NamedTuple):
     mask: torch.Tensor | None
     causal: bool
 
-    def causality_masked(self, queries: int) -> Keys:
-        """Returns the keys with causality in the mask: fused kernels take only one of the two."""
-        positions = torch.arange(self.key.shape[2], device=self.key.device)
-        seen = (positions[None] <= torch.arange(queries, device=self.key.device)[:, None])[None, None]
-        return self._replace(mask=seen if self.mask is None else self.mask & seen, causal=False)
-
     def biased(self, bias: torch.Tensor) -> Keys:
         """Returns the keys with a mask of numbers, from a bias of the scores `[1 or batch, heads, queries, tokens]`."""
-        return self._replace(mask=bias if self.mask is None else bias.masked_fill(~self.mask, -math.inf))
+        if self.causal:
+            queries, tokens = (torch.arange(size, device=bias.device) for size in bias.shape[2:])
+            bias = bias.masked_fill(tokens > queries[:, None], -math.inf)
+        mask = bias if self.mask is None else bias.masked_fill(~self.mask, -math.inf)
+        return self._replace(mask=mask, causal=False)
 
 
 @contextmanager
 def attending(model: nn.Module, attention: Attention, *, masked: bool) -> Iterator[None]:
-    """Replaces every attention of a transformers `model` by `attention` while open."""
+    """Replaces every attention of a transformers `model` by `attention` while open, and keeps no cache."""
     masks = {_NAME: _key_mask} if masked else {}
-    with implementations_kept(model) as configs, names_registered({_NAME: attention}, masks):
+    with cache_unused(model), implementations_kept(model) as configs, names_registered({_NAME: attention}, masks):
         # Encoder and decoder of one model may have configs of their own.
         for config, _ in configs:
             config._attn_implementation_internal = _NAME
@@ -174,12 +171,27 @@ def cache_unused(model: nn.Module) -> Iterator[None]:
 
 
 def _key_mask(
-    q_length: Any, kv_length: Any, attention_mask: torch.Tensor | None = None, **_: Any
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    attention_mask: torch.Tensor | None = None,
+    **_: Any,
 ) -> torch.Tensor | None:
-    """Returns a mask that is true for keys that are not padding, `[batch, 1, queries, keys]`."""
+    """Returns a mask that is true for the keys that a query sees and that are not padding, `[batch, 1, queries, keys]`.
+
+    `mask_function` is transformers' rule for the positions of a query and a key: causal, bidirectional, or a window.
+    Without padding there is no mask: causality is left to the op.
+    """
+    from transformers.masking_utils import bidirectional_mask_function
+
     if attention_mask is None:
         return None
-    return attention_mask[:, None, None, :].to(torch.bool).expand(-1, 1, q_length, -1)
+    keys = attention_mask[:, None, None, :].to(torch.bool).expand(-1, 1, q_length, -1)
+    if mask_function is bidirectional_mask_function:
+        return keys
+    rows = torch.arange(attention_mask.shape[0], device=keys.device)[:, None, None, None]
+    head, queries = rows.new_zeros(1), torch.arange(q_length, device=keys.device)[:, None]
+    return keys & mask_function(rows, head, queries, torch.arange(kv_length, device=keys.device))
 
 
 class Graph(nn.Module):
