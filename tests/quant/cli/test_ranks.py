@@ -25,7 +25,6 @@ from safetensors.torch import save_file
 from quant.calibration import fast_matmul, ranks, statistics
 from quant.calibration.ranks import Exchange, gathered, number_of, own_batches
 from quant.calibration.solvers import factor, rows
-from quant.calibration.walk import shared_moments
 from quant.cli.evaluate import evaluate_command
 from quant.cli.quantize import quantize_command
 from quant.cli.ranks import launch, watch
@@ -143,7 +142,7 @@ def test_ranks_write_the_bytes_of_one(
     monkeypatch.setattr(rows, "search_threads", lambda *_: 2)
     # And second moments are added up as on a GPU; the tests below add them up as a CPU does.
     monkeypatch.setattr(fast_matmul, "_of_columns", lambda x, y, total=0: x.float().t() @ y.float() + total)
-    for module in (fast_matmul, shared_moments, statistics):
+    for module in (fast_matmul, statistics):
         monkeypatch.setattr(module, "has_pairs", lambda x: True)
     for count in (1, 3):  # of four batches, one rank has two
         run(options(home, model, tmp_path / str(count), *arguments), count, tmp_path / "log")
