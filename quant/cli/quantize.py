@@ -127,7 +127,7 @@ def _help_all(context: click.Context, _: click.Parameter, is_given: bool) -> Non
     "--calib-samples",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Rows of calibration text, images or sounds.  [default: 32; 128 of mix by kfac on a GPU]",
+    help="Rows of calibration text, images or sounds.  [default: 32; up to 512 of mix on a GPU]",
 )
 @click.option(
     "--eval",
