@@ -63,8 +63,8 @@ def quantize(
             inputs; for other models their inputs, such as images `[rows, 3, height, width]`, named tensors
             `{"input_features": …, "decoder_input_ids": …}` with a row for each call, or any iterable of calls, such as
             a DataLoader: each a tensor, a tuple of positional or a dict of keyword arguments; or a `forward_loop`. None
-            takes 32 rows of 512 tokens where the plan needs any: text that a causal language model writes itself, and
-            the samples that come with this package where there is a `tokenizer`.
+            takes 32 rows of 512 tokens, up to 512 rows on a GPU, where the plan needs any: text that a causal language
+            model writes itself, and the samples that come with this package where there is a `tokenizer`.
         forward_loop: instead of `data`: `forward_loop(model)` calls the model on calibration inputs, without a KV
             cache.
         include: globs; if given, only layers that match one are quantized.
