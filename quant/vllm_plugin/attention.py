@@ -117,14 +117,20 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         return self._scales
 
     def _scales_of(self, layer: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        # From the FP8 scale amax / 448 to NVFP4's amax / 2688. A forward pass is in inference mode, whose tensors a
-        # reload, which is not, could not write.
+        # A forward pass is in inference mode, whose tensors a reload, which is not, could not write.
         with torch.inference_mode(False), torch.no_grad():
             k, v = (
-                (scale.detach().to(device).float() / 6).reshape(-1).expand(self.num_kv_heads).contiguous()
-                for scale in (layer._k_scale, layer._v_scale)
+                self._scale_of(getattr(layer, name), getattr(layer, f"{name}_float"), device)
+                for name in ("_k_scale", "_v_scale")
             )
         return k, v
+
+    def _scale_of(self, scale: torch.Tensor, on_host: float, device: torch.device) -> torch.Tensor:
+        # After a sleep of level 2 vLLM restores its tensor only if the checkpoint has scales; the host's number stays.
+        one = torch.tensor([on_host], dtype=torch.float32, device="cpu")
+        each = one if scale.numel() == 1 else scale.detach().float().reshape(-1)
+        # From the FP8 scale amax / 448 to NVFP4's amax / 2688.
+        return (each.to(device) / 6).expand(self.num_kv_heads).contiguous()
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Follows a reload of the layer's scales, in the memory that captured CUDA graphs read."""

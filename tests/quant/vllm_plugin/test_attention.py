@@ -57,6 +57,7 @@ class Layer:
         self.impl.shares_with, self.impl._pages, self.impl.flash, self.impl.options = shares_with, {}, flash, None
         self.impl._scales = None
         self._k_scale, self._v_scale = map(torch.tensor, scales)
+        self._k_scale_float, self._v_scale_float = scales
         self.cache = cache
 
     def __call__(self, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -396,6 +397,17 @@ def test_settings_that_a_cache_in_nvfp4_cannot_serve_are_refused_before_weights_
             return
         with pytest.raises(ValueError, match=rf"^NVFP4 KV cache: .*{reason}.*; leave out --kv-cache-dtype nvfp4$"):
             BlockscaleNvFp4Attention(HEADS, DIM, 1.0, KV_HEADS)
+
+
+def test_scales_of_a_checkpoint_without_any_survive_a_sleep() -> None:
+    """vLLM holds them in memory that it gives away, and a reload brings none; the number on the host stays."""
+    layer = Layer(torch.zeros(1))
+    k, v = layer.impl.scales(layer, torch.zeros(1))
+    expected = [torch.full((KV_HEADS,), scale) / 6 for scale in (0.6, 0.3)]
+    layer._k_scale.fill_(float("nan"))
+    layer._v_scale.fill_(3e38)
+    layer.impl.process_weights_after_loading(torch.bfloat16)
+    assert torch.equal(k, expected[0]) and torch.equal(v, expected[1])
 
 
 def test_scales_of_each_head_go_through_vllms_own_loader(monkeypatch: pytest.MonkeyPatch) -> None:
