@@ -6,11 +6,12 @@ A line names one or several rows; values of several stand beside each other. A r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from _accuracy_rows import AS_KFAC, SETTINGS
+from _accuracy_rows import AS_KFAC, KFAC_ROWS, SETTINGS
 
 Row = Mapping[str, Any]
 Lines = list[list[str]]
@@ -23,7 +24,7 @@ DOMAINS = tuple(TITLES)
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a table: what its first cell says, its rows, and whether it is in bold."""
+    """A line of a table: what its first cell says, with {kfac} for a number, its rows, and whether it is bold."""
 
     method: str
     rows: tuple[str, ...]
@@ -34,14 +35,14 @@ def line(method: str, *rows: str, bold: bool = False) -> Line:
     return Line(method, rows, bold)
 
 
-def both(method: str, row: str, *, more: str = "the same, 128 rows") -> tuple[Line, Line]:
+def both(method: str, row: str, *, more: str = "the same, {kfac} rows") -> tuple[Line, Line]:
     """A peer on as many rows as `gptq`, and on as many as `kfac`."""
     return line(method, row), line(more, row + AS_KFAC)
 
 
 WEIGHTS = (
     line("`gptq`, the default", "nvfp4a16 Blockscale gptq", bold=True),
-    line("`kfac`, effort 3, 128 rows", "nvfp4a16 Blockscale kfac"),
+    line("`kfac`, effort 3, {kfac} rows", "nvfp4a16 Blockscale kfac"),
     line("`rotation:64+gptq`, inputs rotated at run time", "nvfp4a16 Blockscale rotation:64+gptq"),
     line("`local_hessian`", "nvfp4a16 Blockscale local_hessian"),
     line("no text given: `gptq` / `local_hessian` on 32×512 tokens that the model wrote",
@@ -57,10 +58,10 @@ WEIGHTS = (
 )  # fmt: skip
 INPUTS = (
     line("`awq:merge+gptq`, the default", "nvfp4 Blockscale awq:merge+gptq", bold=True),
-    line("`awq:merge+kfac`, effort 3, 128 rows", "nvfp4 Blockscale awq:merge+kfac"),
+    line("`awq:merge+kfac`, effort 3, {kfac} rows", "nvfp4 Blockscale awq:merge+kfac"),
     line("`awq+gptq`, some inputs scaled at run time", "nvfp4 Blockscale awq+gptq"),
     line("inputs in `nvfp4_four_over_six`: `awq:merge+gptq`", "four_over_six Blockscale awq:merge+gptq"),
-    line("the same: `awq:merge+kfac`, 128 rows", "four_over_six Blockscale awq:merge+kfac"),
+    line("the same: `awq:merge+kfac`, {kfac} rows", "four_over_six Blockscale awq:merge+kfac"),
     *both("ModelOpt AWQ lite, inputs scaled at run time", "nvfp4 ModelOpt AWQ lite"),
     *both("ModelOpt local Hessian", "nvfp4 ModelOpt local Hessian"),
     *both("llm-compressor GPTQ", "nvfp4 llm-compressor GPTQ"),
@@ -70,17 +71,17 @@ INPUTS = (
     line("to nearest: ModelOpt NVFP4_DEFAULT / llm-compressor NVFP4",
          "nvfp4 ModelOpt NVFP4_DEFAULT", "nvfp4 llm-compressor NVFP4"),
     line("`awq+lowrank:32+gptq`", "nvfp4 Blockscale awq+lowrank:32+gptq", bold=True),
-    line("`awq+lowrank:32+kfac`, 128 rows", "nvfp4 Blockscale awq+lowrank:32+kfac"),
+    line("`awq+lowrank:32+kfac`, {kfac} rows", "nvfp4 Blockscale awq+lowrank:32+kfac"),
     *both("ModelOpt SVDQuant, rank 32", "nvfp4 ModelOpt SVDQuant"),
 )  # fmt: skip
 EIGHT_BITS = (
     line("FP8 W8A8 per channel and token: `gptq`, the default", "fp8_channel Blockscale gptq", bold=True),
-    line("the same, `awq:merge+kfac`, effort 3, 128 rows", "fp8_channel Blockscale awq:merge+kfac"),
+    line("the same, `awq:merge+kfac`, effort 3, {kfac} rows", "fp8_channel Blockscale awq:merge+kfac"),
     line("the same, `rtn`", "fp8_channel Blockscale rtn"),
     line("ModelOpt FP8_PER_CHANNEL_PER_TOKEN", "fp8_channel ModelOpt FP8_PER_CHANNEL_PER_TOKEN"),
     line("llm-compressor FP8_DYNAMIC", "fp8_channel llm-compressor FP8_DYNAMIC"),
     line("FP8 W8A8, static: `gptq`, the default", "fp8 Blockscale gptq", bold=True),
-    line("the same, `awq:merge+kfac`, effort 3, 128 rows", "fp8 Blockscale awq:merge+kfac"),
+    line("the same, `awq:merge+kfac`, effort 3, {kfac} rows", "fp8 Blockscale awq:merge+kfac"),
     line("the same, `rtn`", "fp8 Blockscale rtn"),
     *both("ModelOpt FP8_DEFAULT", "fp8 ModelOpt FP8_DEFAULT"),
     line("MXFP8 W8A8: `gptq`, the default", "mxfp8 Blockscale gptq", bold=True),
@@ -92,33 +93,33 @@ OTHER_WEIGHTS = (
     line("ModelOpt INT4_AWQ, inputs scaled at run time", "int4a16_g64 ModelOpt INT4_AWQ"),
     line("ModelOpt INT4, to nearest", "int4a16_g64 ModelOpt INT4_BLOCKWISE_WEIGHT_ONLY"),
     line("NVFP4 and FP8 weights, `--bits 4.8`, `gptq`", "mixeda16 Blockscale gptq", bold=True),
-    line("the same, `kfac`, 128 rows", "mixeda16 Blockscale kfac"),
+    line("the same, `kfac`, {kfac} rows", "mixeda16 Blockscale kfac"),
     *both("ModelOpt `auto_quantize`", "mixeda16 ModelOpt auto_quantize"),
     line("the same with inputs, `--bits 4.8`, `awq:merge+gptq`", "mixed Blockscale awq:merge+gptq", bold=True),
-    line("the same, `awq:merge+kfac`, 128 rows", "mixed Blockscale awq:merge+kfac"),
+    line("the same, `awq:merge+kfac`, {kfac} rows", "mixed Blockscale awq:merge+kfac"),
     *both("ModelOpt `auto_quantize`", "mixed ModelOpt auto_quantize"),
 )
 OTHER_LANGUAGES = (
     line("NVFP4 weights: `gptq`", "nvfp4a16 Blockscale gptq", bold=True),
-    line("`kfac`, 128 rows", "nvfp4a16 Blockscale kfac"),
+    line("`kfac`, {kfac} rows", "nvfp4a16 Blockscale kfac"),
     line("`gptq`, no text given", "nvfp4a16 Blockscale gptq, no text"),
     line("`local_hessian`", "nvfp4a16 Blockscale local_hessian"),
     *both("ModelOpt local Hessian", "nvfp4a16 ModelOpt local Hessian"),
     *both("llm-compressor GPTQ", "nvfp4a16 llm-compressor GPTQ"),
     line("NVFP4 weights and inputs: `awq:merge+gptq`", "nvfp4 Blockscale awq:merge+gptq", bold=True),
-    line("`awq:merge+kfac`, 128 rows", "nvfp4 Blockscale awq:merge+kfac"),
-    line("inputs in `nvfp4_four_over_six`, `awq:merge+kfac`, 128 rows", "four_over_six Blockscale awq:merge+kfac"),
+    line("`awq:merge+kfac`, {kfac} rows", "nvfp4 Blockscale awq:merge+kfac"),
+    line("inputs in `nvfp4_four_over_six`, `awq:merge+kfac`, {kfac} rows", "four_over_six Blockscale awq:merge+kfac"),
     *both("ModelOpt AWQ lite, inputs scaled at run time", "nvfp4 ModelOpt AWQ lite"),
     *both("llm-compressor GPTQ", "nvfp4 llm-compressor GPTQ"),
     line("with a branch of rank 32: `awq+lowrank:32+gptq`", "nvfp4 Blockscale awq+lowrank:32+gptq", bold=True),
-    line("`awq+lowrank:32+kfac`, 128 rows", "nvfp4 Blockscale awq+lowrank:32+kfac"),
+    line("`awq+lowrank:32+kfac`, {kfac} rows", "nvfp4 Blockscale awq+lowrank:32+kfac"),
     *both("ModelOpt SVDQuant, rank 32", "nvfp4 ModelOpt SVDQuant"),
     line("FP8, static: `gptq`", "fp8 Blockscale gptq", bold=True),
-    line("`awq:merge+kfac`, 128 rows", "fp8 Blockscale awq:merge+kfac"),
+    line("`awq:merge+kfac`, {kfac} rows", "fp8 Blockscale awq:merge+kfac"),
     line("`rtn`", "fp8 Blockscale rtn"),
     *both("ModelOpt FP8_DEFAULT", "fp8 ModelOpt FP8_DEFAULT"),
     line("FP8 per channel and token: `gptq`", "fp8_channel Blockscale gptq", bold=True),
-    line("`awq:merge+kfac`, 128 rows", "fp8_channel Blockscale awq:merge+kfac"),
+    line("`awq:merge+kfac`, {kfac} rows", "fp8_channel Blockscale awq:merge+kfac"),
     line("`rtn`", "fp8_channel Blockscale rtn"),
     line("ModelOpt FP8_PER_CHANNEL_PER_TOKEN", "fp8_channel ModelOpt FP8_PER_CHANNEL_PER_TOKEN"),
     line("llm-compressor FP8_DYNAMIC", "fp8_channel llm-compressor FP8_DYNAMIC"),
@@ -161,9 +162,15 @@ RATIOS = (
 
 
 class Measured:
-    """The rows of a run by name, of which those that failed are left out."""
+    """The rows of a run by name, of which those that failed are left out.
+
+    Attributes:
+        kfac_rows: calibration rows of `kfac`, as the notes of the run say.
+    """
 
     def __init__(self, run: Row) -> None:
+        noted = re.search(r"kfac (\d+) rows", " ".join(run.get("notes", ())))
+        self.kfac_rows = int(noted[1]) if noted else KFAC_ROWS
         keys = {setting.title: key for key, setting in SETTINGS.items()}
         rows = {f"{keys[row['setting']]} {row['configuration']}": row for row in run["rows"]}
         self.rows: dict[str, Row] = {name: row for name, row in rows.items() if row["KL"] is not None}
@@ -211,7 +218,8 @@ def loss_table(title: str, measured: Measured) -> Lines:
         values = [" / ".join(measured.cell(row, column) for row in rows) for column in columns]
         is_loss = [column not in ("s", "bits") for column in columns]
         bold = [f"**{value}**" if entry.bold and loss else value for value, loss in zip(values, is_loss, strict=True)]
-        cells.append([f"**{entry.method}**" if entry.bold else entry.method, *bold])
+        method = entry.method.format(kfac=measured.kfac_rows)
+        cells.append([f"**{method}**" if entry.bold else method, *bold])
     return cells
 
 
@@ -226,7 +234,7 @@ def ratio_table(measured: Measured) -> Lines:
             continue
         best = {text: min(measured.loss(row, text) for row in measured.peers(name)) for text in texts}
         ratios = [f"{measured.loss(name, text) / best[text]:.2f}" for text in texts]
-        cells.append([entry.method, *ratios, spelled(measured.best_peer(name))])
+        cells.append([entry.method, *ratios, spelled(measured.best_peer(name), measured.kfac_rows)])
     return cells
 
 
@@ -241,7 +249,7 @@ def headline_table(measured: Measured) -> Lines:
     cells = [["", "Blockscale", "KL", "best peer", "KL"], ["---", "---", "---:", "---", "---:"]]
     for setting, ours, peer in headline(measured):
         losses = [" / ".join(measured.cell(row, text) for text in DOMAINS) for row in (ours, peer)]
-        cells.append([setting, f"`{_options(ours)}`", f"**{losses[0]}**", spelled(peer), losses[1]])
+        cells.append([setting, f"`{_options(ours)}`", f"**{losses[0]}**", spelled(peer, measured.kfac_rows), losses[1]])
     return cells
 
 
@@ -251,6 +259,6 @@ def _options(name: str) -> str:
     return f"--bits 4.8 --formats {choice} --solver {solver}" if choice else solver
 
 
-def spelled(name: str) -> str:
-    """A peer's row in words."""
-    return name.split(maxsplit=1)[1].replace(AS_KFAC, ", 128 rows")
+def spelled(name: str, kfac_rows: int) -> str:
+    """A peer's row in words; `kfac_rows` as in `Measured`."""
+    return name.split(maxsplit=1)[1].replace(AS_KFAC, f", {kfac_rows} rows")

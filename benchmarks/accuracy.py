@@ -16,9 +16,10 @@ time, except for ModelOpt's CUDA extensions, which are built before.
     MB      on a CPU the process's peak resident memory up to the end of quantization, on a GPU what torch allocated
 
 All methods that need data get the same calibration rows: by default the package's own mixture, `--calib tokens` takes
-those of the tokens file. `kfac` gets 128 rows of the mixture on a GPU instead of 32, as `quantize` gives it, unless
-`--calibration-rows` says how many; rows of peers that end in `, rows of kfac` get the same. `--texts FILE` keeps the
-rows of all texts in a file, and takes them from it where it exists. No method was chosen by the last two texts.
+those of the tokens file. There are as many rows of the mixture as `quantize` gives `gptq` for this model and device,
+and for `kfac` as many as it gives `kfac` (128 and 512 for SmolLM2 on a GPU), unless `--calibration-rows` says how many;
+rows of peers that end in `, rows of kfac` get the same. `--texts FILE` keeps the rows of all texts in a file, and takes
+them from it where it exists. No method was chosen by the last two texts.
 
 Rows are named `SETTING TOOLKIT CONFIGURATION`; `--list` shows those that this machine has packages for. `--only GLOB`
 chooses among them, and `--only bars` takes those of the tables in docs/benchmarks.md. Solvers come from the registry,
@@ -151,7 +152,9 @@ def write_texts(
     evaluated = quant.token_rows(f"{tokens}:eval", None, samples=rows, seqlen=_seqlen(tokens))
     seqlen = evaluated.shape[1]
     by_kfac = {}
-    counts = [rows_of(solver, on_gpu=settings.device == "cuda") for solver in ("gptq", "kfac")]
+    size = None if source.model is None else sum(parameter.numel() for parameter in source.model.parameters())
+    on_gpu = settings.device == "cuda"
+    counts = [rows_of(solver, on_gpu=on_gpu, parameters=size) for solver in ("gptq", "kfac")]
     calibration_rows, more_rows = (calibration_rows, calibration_rows) if calibration_rows else counts
     if calib == "tokens":
         calibration = quant.token_rows(f"{tokens}:calibration", None, samples=calibration_rows, seqlen=seqlen)
@@ -478,8 +481,8 @@ def _parse_checkpoints(options: Sequence[str]) -> dict[str, Path]:
 @click.option("--text", "more", multiple=True, metavar="NAME=FILE",
               help="One more text to evaluate on, plain or HTML; may be repeated.")  # fmt: skip
 @click.option("--rows", default=16, show_default=True, help="Rows of each text to evaluate on.")
-@click.option("--calibration-rows", type=click.IntRange(1), help="Rows that methods with data get.  [default: 32; kfac "
-              "128 of the mixture on a GPU]")  # fmt: skip
+@click.option("--calibration-rows", type=click.IntRange(1), help="Rows that methods with data get.  [default: 32, "
+              "more of the mixture on a GPU]")  # fmt: skip
 @click.option("--texts", type=click.Path(path_type=Path, dir_okay=False),
               help="Keep the rows of all texts in this file; one that exists replaces the options above.")  # fmt: skip
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="By default cuda where there is one.")

@@ -58,7 +58,7 @@ def draw(measured: Measured, peers: str, path: Path) -> None:
     for index, (setting, ours, peer) in enumerate(pairs):
         y = 52 + 52 * index
         parts.append(text(left - 12, y + 25, setting, anchor="end"))
-        bars = ((0, ours, "Blockscale", OURS, OURS), (19, peer, spelled(peer), PEER, GREY))
+        bars = ((0, ours, "Blockscale", OURS, OURS), (19, peer, spelled(peer, measured.kfac_rows), PEER, GREY))
         for offset, row, name, colour, ink in bars:
             loss = measured.loss(row, DOMAINS[0])
             parts.append(rectangle(left, y + offset, loss * unit, 17, colour))

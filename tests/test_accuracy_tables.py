@@ -8,7 +8,7 @@ from typing import Any
 from samples import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from _accuracy_rows import AS_KFAC, BARS, BEST_PEERS, SETTINGS, chosen, expected_seconds
+from _accuracy_rows import AS_KFAC, BARS, BEST_PEERS, KFAC_ROWS, ROWS, SETTINGS, chosen, expected_seconds
 from _accuracy_tables import DOMAINS, HEADLINE, LANGUAGES, RATIOS, TABLES, Measured, headline, loss_table, ratio_table
 from _peers import llmcompressor_configurations, modelopt_configurations, torchao_configurations
 
@@ -20,14 +20,19 @@ def test_bars_are_the_rows_of_the_tables() -> None:
     measured = chosen(["bars"], [*BARS, *PEERS, *(name + AS_KFAC for name in BEST_PEERS)])
     assert set(BEST_PEERS) <= set(PEERS)
     lines = [line for _, lines in TABLES.values() for line in lines]
-    assert {row for line in lines for row in line.rows} == set(measured)
+    rows = {row for line in lines for row in line.rows}
+    # Some peers take minutes on as many rows as `kfac` gets: their lines are those of a run that measured them.
+    assert set(measured) == {
+        row for row in rows if not row.endswith(AS_KFAC) or row.removesuffix(AS_KFAC) in BEST_PEERS
+    }
     assert {row for line in (*HEADLINE, *RATIOS) for row in line.rows} <= set(BARS)
 
 
 def test_the_longest_rows_come_first() -> None:
     longest = max(BARS, key=expected_seconds)
     assert longest == "mixed Blockscale awq:merge+kfac"
-    assert expected_seconds(f"nvfp4 ModelOpt AWQ lite{AS_KFAC}") == expected_seconds("nvfp4 ModelOpt AWQ lite") > 0
+    peer = "nvfp4a16 llm-compressor GPTQ"
+    assert expected_seconds(peer + AS_KFAC) == KFAC_ROWS // ROWS * expected_seconds(peer) > 0
 
 
 def run(**losses: float | None) -> dict[str, Any]:
@@ -51,9 +56,9 @@ def test_ratios_are_to_the_best_peer_on_as_many_rows_or_fewer() -> None:
     cells = {row[0]: row[1:] for row in ratio_table(measured)[2:]}
     assert cells == {
         "NVFP4 weights and inputs, `awq:merge+gptq`": ["0.60"] * 7 + ["ModelOpt AWQ lite"],
-        "`awq:merge+kfac`": ["0.25"] * 7 + ["ModelOpt AWQ lite, 128 rows"],
+        "`awq:merge+kfac`": ["0.25"] * 7 + ["ModelOpt AWQ lite, 512 rows"],
     }
     assert "nvfp4 ModelOpt GPTQ" in measured.missing()
     assert headline(measured) == [("NVFP4 weights and inputs", ours, peer)]
     title = "languages that the mixture does not hold"
-    assert ["`awq:merge+kfac`, 128 rows", *["0.100"] * 4] in loss_table(title, measured)
+    assert ["`awq:merge+kfac`, 512 rows", *["0.100"] * 4] in loss_table(title, measured)
