@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -160,17 +161,28 @@ def build(tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
+@contextmanager
+def compiled_here() -> Iterator[None]:
+    """Skips a test where the default compiler makes libraries that torch cannot load."""
+    try:
+        yield
+    except ValueError as error:
+        if "links libstdc++ statically" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
 @pytest.fixture
 def package() -> Callable[..., Path]:
-    """`export_aoti`; a test is skipped where the default compiler makes libraries that torch cannot load."""
+    """`export_aoti`; see `compiled_here`."""
     from quant.export.packages.aoti import export_aoti
 
-    def make(*args: Any, **options: Any) -> Path:
-        try:
-            return export_aoti(*args, **options)
-        except ValueError as error:
-            if "links libstdc++ statically" in str(error):
-                pytest.skip(str(error))
-            raise
+    return compiled_here()(export_aoti)
 
-    return make
+
+@pytest.fixture
+def decoder_package() -> Callable[..., Path]:
+    """`export_aoti_decoder`; see `compiled_here`."""
+    from quant.export.packages.aoti_decoder import export_aoti_decoder
+
+    return compiled_here()(export_aoti_decoder)
